@@ -71,6 +71,13 @@ def test_vllms_way_of_naming_a_drafter_is_understood(given: str, drafter: str, b
         (["--port", "0", "--deadline", "0"], "deadline_s above 0"),
         (["--port", "0", "--max-body-mb", "0"], "max_body_bytes above 0"),
         (["--port", "0", "--api-key", ""], "API keys of printable characters"),
+        (["--port", "0", "--lora", "sql"], "--lora: expected NAME=FOLDER, each name once, found 'sql'"),
+        (["--port", "0", "--lora", "a=x", "--lora", "a=y"], "--lora: expected NAME=FOLDER, each name once, found 'a=y'"),
+        (["--port", "0", "--lora", "demo=x"], "--lora: expected another name than the model's, found 'demo'"),
+        (["--port", "0", "--lora", "a=/none"], "adapter a: /none is no folder of an adapter"),
+        (["--port", "0", "--ssl-keyfile", "key.pem"], "expected --ssl-certfile beside --ssl-keyfile"),
+        (["--port", "0", "--otlp-traces-endpoint", "localhost"], "expected a URL of http or https"),
+        (["--port", "0", "--pooling", "cls"], "cls"),
     ],
 )
 def test_bad_options_are_said_before_anything_is_loaded(run: Run, arguments: list[str], said: str):

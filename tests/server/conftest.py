@@ -74,10 +74,10 @@ class Real:
 def on_a_port(engine: Service, most: int = MOST_CONNECTIONS, **options: Any) -> Iterator[Real]:
     """Serves an engine that is ready, in a thread."""
     api = Api(engine, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
-    http, listening = HttpServer(make_app(api), most), listen("127.0.0.1", 0)
+    http, listening = HttpServer(make_app(api), most, api.options.tls), listen("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve([listening])), daemon=True)
     thread.start()
-    yield Real(url_of(listening), engine, api, http)
+    yield Real(url_of(listening, api.options.tls is not None), engine, api, http)
     http.should_exit = True
     thread.join(20)
     assert not thread.is_alive(), "the server did not end"

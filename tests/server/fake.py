@@ -12,6 +12,8 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from tilewright.models.decoder import config_from_hf
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
@@ -21,6 +23,7 @@ from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
+from tilewright.runtime.pooling import unit
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.request import EndReason, EngineStats, GenerateRequest, RequestOutput, Round, Token, TokenLogprobs
 from tilewright.runtime.runner import ModelRunner
@@ -31,7 +34,7 @@ from tilewright.runtime.state import Target
 from tilewright.speculation.drafters.ngram import NGram
 
 FOLDER = PACKAGED["demo"]
-SLOTS, PAGE, CHUNK = 8, 64, 256
+SLOTS, PAGE, CHUNK, DIMENSIONS = 8, 64, 256, 8
 
 
 @cache
@@ -117,7 +120,15 @@ class FakeEngine(Engine):
                     chunk.running.sequence.handle.cached_tokens = len(ask.prompt) // 2
                 self.scheduler.on_prefilled(chunk)
                 filled += chunk.size
+                if chunk.running.sequence.pooling is not None and chunk.running.prefilled:
+                    self.hand_out(chunk.running.sequence, self.embedded(chunk.running.sequence))
         return filled
+
+    @staticmethod
+    def embedded(sequence: TokenSequence) -> RequestOutput:
+        """How often each of a few remainders of token ids is there, brought to length 1."""
+        counts = np.bincount(np.asarray(sequence.handle.request.prompt) % DIMENSIONS, minlength=DIMENSIONS)
+        return RequestOutput(end="length", embedding=unit(counts.astype(np.float64)))
 
     def send(self) -> bool:
         runnable = self.scheduler.runnable()

@@ -72,6 +72,8 @@ POSTS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses",
+    "/v1/embeddings",
+    "/v1/score",
     "/tokenize",
     "/detokenize",
 )

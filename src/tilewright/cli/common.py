@@ -233,6 +233,7 @@ class TargetOptions(LoadOptions):
             block_size=options.block_size,
             draft_window=options.draft_window,
             drafter_dtype=options.drafter_dtype,
+            lora=self.adapter_folders,
         )
         runs = implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING, kv_dtype=self.kv_dtype)
         say_fallbacks(runs)
@@ -240,6 +241,11 @@ class TargetOptions(LoadOptions):
             for why in filter(None, map(lm.placement.why, (1, max(lm.table.chunks)))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of low-rank adapters, by their names."""
+        return {}
 
     def drafter_source(self, drafter: str | None) -> str | list[str] | None:
         """The drafter as `load` takes it: the package's have names; "none" is none, "auto" n-grams and the demo's own."""

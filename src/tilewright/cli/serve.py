@@ -31,12 +31,15 @@ from tilewright.grammar.matcher import is_installed
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.shape_file import read_table
 from tilewright.server.api import Api, ServerOptions
-from tilewright.server.defaults import SamplingDefaults
+from tilewright.server.defaults import SamplingDefaults, embedding_dimensions
 from tilewright.server.middleware import access
 from tilewright.server.parse import Constrain
 from tilewright.server.run import Server, listen, url_of
+from tilewright.server.tls import CertReqs, tls_context
+from tilewright.server.tracing import Tracer
 from tilewright.speculation.drafters.load import NGRAM
 
 SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
@@ -67,7 +70,21 @@ class ServedModelOptions(ModelOptions):
         drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3". "auto"
             takes whichever promises most, round by round: n-gram and for the demo its own. The default is "ngram" for the demo
             and smollm2-135m, "none" otherwise.
+        lora: NAME=FOLDER, a low-rank adapter as PEFT writes it, for requests whose model is NAME; may be given several times.
     """
+
+    lora: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of adapters, by their names. Raises a `ValueError` for what is not NAME=FOLDER, or a name given twice."""
+        found: dict[str, str] = {}
+        for each in self.lora:
+            name, equals, folder = each.partition("=")
+            if not equals or not name or not folder or name in found:
+                raise ValueError(f"--lora: expected NAME=FOLDER, each name once, found {each!r}")
+            found[name] = folder
+        return found
 
 
 @Parameter(name="*")
@@ -184,12 +201,19 @@ class HttpOptions:
         api_key: which requests must bring one of; may be given several times.
         allow_origin: of web pages that may read the answers (CORS), "*" for all; may be given several times.
         served_model_name: what clients call the model; by default its id, or its folder's name.
+        ssl_certfile: the server's certificate in PEM, with those that lead to its authority, for TLS (https).
+        ssl_keyfile: its private key in PEM, where that is another file.
+        ssl_ca_certs: authorities of clients' certificates, in PEM.
+        ssl_cert_reqs: whether clients must have a certificate: 0 none is asked for, 1 if they have one, 2 always.
         max_body_mb: how long a body may be.
         deadline: seconds that a request may take, waiting included.
+        pooling: what embeddings are made of: "last" takes the last token's hidden state, "mean" the mean of all.
         stored_responses: of /v1/responses, how many are kept in memory for clients to come back to.
         drain: seconds that running requests get to end once the server is told to.
         generation_config: how requests draw that do not say: "auto" as the model's generation_config.json has it, "none" as at
             OpenAI, at temperature 1 from all tokens.
+        otlp_traces_endpoint: URL of a collector of OpenTelemetry's, such as http://localhost:4318/v1/traces, which gets a span
+            of each request (the extra otel).
         access_log: write a line for each request to standard error: method, path, status, milliseconds, tokens.
         open_page: open the page to chat in a browser once the server is ready, where there is a display.
     """
@@ -199,11 +223,17 @@ class HttpOptions:
     api_key: Annotated[tuple[str, ...], Parameter(negative=(), env_var="TILEWRIGHT_API_KEY")] = ()
     allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     served_model_name: str | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_ca_certs: Path | None = None
+    ssl_cert_reqs: CertReqs = 0
     max_body_mb: float = 4.0
     deadline: float | None = None
+    pooling: Pooling = "last"
     stored_responses: int = ServerOptions.stored_responses
     drain: float = 30.0
     generation_config: Literal["auto", "none"] = "auto"
+    otlp_traces_endpoint: str | None = None
     access_log: bool = False
     open_page: Annotated[bool, Parameter(name="--open", negative=())] = False
 
@@ -227,6 +257,9 @@ class HttpOptions:
             origins=self.allow_origin,
             max_body_bytes=int(self.max_body_mb * 2**20),
             deadline_s=self.deadline,
+            pooling=self.pooling,
+            tracer=None if self.otlp_traces_endpoint is None else Tracer.to(self.otlp_traces_endpoint, __version__),
+            tls=tls_context(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, self.ssl_cert_reqs),
             stored_responses=self.stored_responses,
         )
 
@@ -262,11 +295,14 @@ def serve(
     with listen(http.host, http.port) as listening:
         template = DEMO_TEMPLATES.get(chosen.model) or chosen.chat_template(console)
         options = http.server_options(chosen.model, template, http.sampling(chosen, console))
+        if options.name in chosen.adapter_folders:
+            raise ValueError(f"--lora: expected another name than the model's, found {options.name!r}")
         engine, constrain = engine_of(chosen, devices, capacity, denoising, console)
         options = replace(options, constrain=constrain)
         if not isinstance(engine, DiffusionEngine):
             say_defaults(options.sampling, console)
-        said = ready_line(options, chosen, engine, url_of(listening), http.open_page)
+            options = replace(options, embedding_dimensions=embedding_dimensions(chosen.folder(console)))
+        said = ready_line(options, chosen, engine, url_of(listening, options.tls is not None), http.open_page)
         Server(Api(engine, options), http.drain, said, progress_console(console)).run(listening)
 
 
@@ -299,6 +335,8 @@ def engine_of(
     """The engine for a model of either kind, and what makes constraints of grammars where it takes them."""
     if is_diffusion(models, console):
         capacity.refuse_paging()
+        if models.adapter_folders:
+            raise ValueError("--lora is for models that decode token by token; this one denoises")
         return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console), None
     denoising.refuse()
     options = capacity.engine_options()

@@ -7,8 +7,8 @@ Legend: B rows of a batch, T positions, H hidden size, N query heads, K key/valu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -160,8 +160,8 @@ class Operations:
             group; the first `sizes[0]` rows are the first group's, and so on. Rows behind the last group's give zeros.
         grouped_gated: `(x [R, I], joined, sizes [G]) -> silu(x @ gate) * (x @ up)`, likewise.
         project: `(x, joined, norm=None, first=0, last=None, bias=None, count=None) -> Projection`: the products with all
-            matrices from the `first` on, up to the one before the `last`, each plus its own of the vectors `bias`, of which
-            there is one for every matrix.
+            matrices from the `first` on, up to the one before the `last`, each plus its own of `bias`: a vector `[O]` for every
+            matrix, or `[..., O]` with one for every row.
         heads: `(projection, Heads) -> (q [B, T, N, D], k [B, K, T, D], v [B, K, T, D])`, normed and rotated; None for q where
             the projection was of k and v alone, and for these where it was of q alone.
         rms_norm: `(x, weight, eps)`.
@@ -278,6 +278,18 @@ class Operations:
         if kind in ("head", "router"):
             return self.prepare_matrix(value, name, **({"head": True} if kind == "head" else {"exact": True}))
         return self.prepare_matrix(value, name) if kind == "matrix" else value
+
+
+@cache
+def with_gates_apart(ops: Operations) -> Operations:
+    """Bundle whose preparation leaves gates and what they gate two matrices: something is to be added to either's products."""
+
+    def prepare_joined(joined: Joined, name: str) -> Any:
+        if not joined.gated:
+            return ops.prepare_joined(joined, name)
+        return replace(joined, parts=tuple(ops.prepare_matrix(w, name) for w in joined.parts))
+
+    return replace(ops, prepare_joined=prepare_joined)
 
 
 def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto", states: bool = False) -> bool:

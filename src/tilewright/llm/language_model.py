@@ -1,7 +1,7 @@
 """A loaded model, with or without a drafter: the object that users hold."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -22,11 +22,14 @@ from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Compiler
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.kernels.select import Kernels, Weights, operations
+from tilewright.llm.embeddings import embeddings
 from tilewright.llm.stream import Stream
 from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.config import within
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.diffusion import is_diffusion
+from tilewright.models.lora import Adapters, preparing
+from tilewright.models.lora_files import read_adapters
 from tilewright.models.params import AUTO as AUTO_DTYPE
 from tilewright.models.params import DTYPES, check_dtype
 from tilewright.models.tokenizer import load_tokenizer
@@ -41,7 +44,9 @@ from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Generation
 from tilewright.runtime.placement import Placement, check_schedule, placement_over
+from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.programs import Programs
+from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.runner import ModelRunner
 from tilewright.runtime.sampling import Sampling, SamplingMode
 from tilewright.runtime.shapes import Shape, ShapeTable
@@ -71,12 +76,14 @@ class LanguageModel:
         model: all of it, as the runtime has it.
         programs: of calls without the drafter, or with it, and their shapes.
         compiler: of grammars, once one was asked for.
+        adapters: names of the low-rank adapters that requests may ask for.
     """
 
     def __init__(
         self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: str = "float32",
         weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
         placement: Placement | None = None, prepared: bool = False, kv_dtype: KvDtype = "auto",
+        adapters: Adapters | None = None,
     ):  # fmt: skip
         """Args: `prepared`: the parameters are as the operations want them, as `load_decoder` may give them."""
         check_dtype(dtype)
@@ -89,7 +96,11 @@ class LanguageModel:
         self.pacing: Pacing | None = None
         self.cost_files: CostFiles | None = None
         if not prepared:
-            params = (decoder.prepare if placement is None else placement.prepared)(target, self.ops, params)
+            ops = preparing(self.ops, adapters)
+            params = (decoder.prepare if placement is None else placement.prepared)(target, ops, params)
+        if adapters is not None:
+            params = adapters.applied(self.ops, decoder.declare(target), params, DTYPES[dtype])
+        self.adapters = () if adapters is None else adapters.names
         self.model = self.model_of(Models(params), None)
         self.programs: dict[tuple[bool, Shape], Programs] = {}
         self.compiler: Compiler | None = None
@@ -102,7 +113,7 @@ class LanguageModel:
                 target, ops=placement.running(self.ops), schedule=placement.schedule, mesh=placement.mesh,
                 compiler_options=placement.compiler_options,
             )  # fmt: skip
-        return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer)
+        return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer, self.adapters)
 
     def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
         """Copy of the model with another drafter, None for none; the target's parameters are shared.
@@ -218,10 +229,7 @@ class LanguageModel:
         """
         if not prompts:
             raise ValueError("expected at least one prompt, found none")
-        each = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
-        if len(each) != len(prompts):
-            raise ValueError(f"expected one sampling for each of {len(prompts)} prompts, found {len(each)}")
-        return [one.seeded() for one in each]
+        return [one.seeded() for one in one_each(len(prompts), Sampling() if sampling is None else sampling, "sampling")]
 
     def agreed_sampling(self, each: Sequence[Sampling]) -> list[Sampling]:
         """Samplings with the first process's seeds: each process has drawn fresh ones."""
@@ -269,10 +277,7 @@ class LanguageModel:
         self, prompts: Sequence[object], grammar: Grammar | Sequence[Grammar | None] | None
     ) -> list[Constraint | None]:
         """One constraint for each prompt, or None. Raises a `ValueError` where a list has another length, or as `constrain`."""
-        each = list(grammar) if isinstance(grammar, Sequence) else [grammar] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"expected one grammar for each of {len(prompts)} prompts, found {len(each)}")
-        return [None if one is None else self.constrain(one) for one in each]
+        return [None if one is None else self.constrain(one) for one in one_each(len(prompts), grammar, "grammar")]
 
     def start(
         self,
@@ -280,6 +285,7 @@ class LanguageModel:
         sampling: Sampling | Sequence[Sampling] | None = None,
         speculative: bool | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Stream:
         """Begins a generation, for callers that stream; `generate` is the simpler way.
 
@@ -289,6 +295,7 @@ class LanguageModel:
                 equal texts.
             speculative: False decodes without the drafter; by default a drafter is used if there is one.
             grammar: what texts must be, one for all or one each; None for anything. Needs the extra `grammar`.
+            lora: names of adapters (`load`), one for all or one each; None for the model as it is.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         each = self.agreed_sampling(self.each_sampling(listed, sampling))
@@ -309,7 +316,9 @@ class LanguageModel:
             pacer.policy(programs.layout.batch)  # compiles and measures before anything is timed
             return pacer
 
-        return Stream(Engine(replace(self.model, drafter=drafter), CALL, chooses, programs, mode), encoded, each, constraints)
+        asked = zip(encoded, each, constraints, one_each(len(listed), lora, "adapter"), strict=True)
+        requests = [GenerateRequest(tokens, one, constraint=own, lora=name) for tokens, one, own, name in asked]
+        return Stream(Engine(replace(self.model, drafter=drafter), CALL, chooses, programs, mode), requests)
 
     def generate(
         self,
@@ -317,12 +326,30 @@ class LanguageModel:
         sampling: Sampling | Sequence[Sampling] | None = None,
         speculative: bool | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Generation:
         """Generates for every prompt; arguments as for `start`."""
-        stream = self.start(prompts, sampling, speculative, grammar)
+        stream = self.start(prompts, sampling, speculative, grammar, lora)
         while not stream.finished:
             stream.advance()
         return stream.generation()
+
+    def embed(
+        self, prompts: str | Sequence[str | Sequence[int]], pooling: Pooling = "last",
+        lora: str | Sequence[str | None] | None = None,
+    ) -> Float[np.ndarray, "N H"]:  # fmt: skip
+        """Embeddings of texts, or of lists of token ids: vectors of length 1 of what the target makes of them.
+
+        Args:
+            pooling: "last" takes the last token's hidden state behind the final norm, "mean" the mean of all.
+            lora: as for `start`.
+        """
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked = zip(map(self.encode, listed), one_each(len(listed), lora, "adapter"), strict=True)
+        requests = [GenerateRequest(tokens, lora=name, pooling=pooling) for tokens, name in asked]
+        positions = max(len(request.prompt) for request in requests)
+        programs = self.programs_for(None, self.table.shape(min(len(listed), self.table.batches[-1]), positions))
+        return embeddings(Engine(replace(self.model, drafter=None), CALL, programs=programs), requests)
 
     def warm(self, speculative: bool | None = None, console: Console | None = None) -> None:
         """Compiles every program of the table that the model's context can use, so that no call compiles any more.
@@ -344,6 +371,14 @@ class LanguageModel:
             drafter = replace(drafter, widths=options.widths)
         shared = pacing or Pacing(drafter, self.weights, self.cost_files)
         return Engine(replace(self.model, drafter=drafter), options, partial(measured_pacer, shared))
+
+
+def one_each(count: int, given: Any, what: str) -> list[Any]:
+    """One value for each of so many prompts, of one for all or a list. Raises a `ValueError` where this has another length."""
+    each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+    if len(each) != count:
+        raise ValueError(f"expected one {what} for each of {count} prompts, found {len(each)}")
+    return each
 
 
 def sampling_mode(programs: Programs, each: Sequence[Sampling]) -> SamplingMode:
@@ -396,6 +431,7 @@ def check_kv_dtype(kv_dtype: str) -> None:
 def read_target(
     name: str, folder: Path, dtype: str, weights: Weights, kernels: Kernels, table: ShapeTable | None,
     placement: Placement | None, console: Console | None, kv_dtype: KvDtype, context: int | None,
+    adapters: Adapters | None,
 ) -> LanguageModel:  # fmt: skip
     """The model of a folder, without a drafter. One for whose weights there is no memory is refused before these are read."""
     ops, config = operations(weights=weights, kernels=kernels), checkpoint.decoder_config(folder)
@@ -403,9 +439,11 @@ def read_target(
     shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
     kept = checkpoint.kept_formats(folder)
     check_weights(name, partial(decoder.declare, config), shard, dtype, weights, kernels, kept)
-    config, params = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, ops)
-    target = within(config, context), params
-    return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, placement, prepared=True, kv_dtype=kv_dtype)
+    config, params = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, preparing(ops, adapters))
+    return LanguageModel(
+        within(config, context), params, tokenizer, dtype, weights, kernels, table, placement, prepared=True,
+        kv_dtype=kv_dtype, adapters=adapters,
+    )  # fmt: skip
 
 
 def load(
@@ -414,7 +452,7 @@ def load(
     drafter_dtype: str | None = None, revision: str | None = None, drafter_revision: str | None = None,
     table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
     schedule: str | None = None, compiler_options: bool = False, console: Console | None = None, kv_dtype: KvDtype = "auto",
-    context: int | None = None,
+    context: int | None = None, lora: Mapping[str, str | Path] | None = None,
 ) -> LanguageModel:  # fmt: skip
     """Loads a target and, if one is named, its drafter.
 
@@ -438,8 +476,8 @@ def load(
             files alone. Drafters are whole on every device. None for the default device.
         schedule: how sums travel over the mesh, "sync" (the default), another of `parallel.auto.SCHEDULES`, or "auto".
         compiler_options: several TPUs begin transfers earlier (`parallel/compiling.py`): by a model of time, tried on no TPU.
-        console: where progress is shown.
         kv_dtype: "int8" keeps the target's keys and values in 8 bits, about half of bfloat16's memory; "auto" as `dtype`.
+        lora: PEFT's folders of low-rank adapters by the names of these, for one device. `console` shows progress.
         context: the most positions that will be asked for: they decide by which of LongRoPE's factors a model of Phi rotates.
 
     Raises:
@@ -455,5 +493,6 @@ def load(
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
-    lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context)
+    adapters = read_adapters(lora or {}, 1 if mesh is None else mesh.size)
+    lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context, adapters)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

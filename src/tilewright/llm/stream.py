@@ -4,13 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.output import Generation, OutputProcessor, Piece, Result
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, ProgramKey
 from tilewright.runtime.request import GenerateRequest, RequestOutput
-from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import DecodeState
 
@@ -27,26 +25,21 @@ class Stream:
         prefill_seconds, decode_seconds: time spent in the programs, compilation excluded.
     """
 
-    def __init__(
-        self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[Sampling],
-        constraints: Sequence[Constraint | None],
-    ):  # fmt: skip
+    def __init__(self, engine: Engine, requests: Sequence[GenerateRequest]):
         self.engine = engine
         self.pieces: list[Piece] = []
-        each = zip(prompts, sampling, constraints, strict=True)
-        self.sequences = [self.entered(row, *own) for row, own in enumerate(each)]
+        self.sequences = [self.entered(row, request) for row, request in enumerate(requests)]
         self.rows: list[OutputProcessor] = [sequence.processor for sequence in self.sequences]
         self.prefill_seconds = self.decode_seconds = 0.0
         self.begun, self.failure = False, ""
 
-    def entered(self, row: int, prompt: list[int], sampling: Sampling, constraint: Constraint | None) -> TokenSequence:
+    def entered(self, row: int, request: GenerateRequest) -> TokenSequence:
         """A sequence of the engine, which waits."""
 
         def listen(update: RequestOutput) -> None:
             self.failure = self.failure or update.error
             self.pieces += [Piece(row, one.text, one.token, one.drafted) for one in update.tokens]
 
-        request = GenerateRequest(prompt, sampling, constraint=constraint)
         self.engine.check(request)
         sequence = self.engine.sequence(request, listen)
         self.engine.enter(sequence)

@@ -22,6 +22,7 @@ from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, wit
 from tilewright.models.experts import Mixture, declare_mixture, mixture_mlp
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
+from tilewright.models.lora import adapted_operations, own_columns
 from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight
 from tilewright.models.quantised import quantised_layout
 from tilewright.models.registry import FAMILIES, family_of
@@ -203,12 +204,16 @@ def join_layer(attention: Layer, mlp: Layer) -> Layer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderParams:
-    """All arrays of a decoder. `head` is None where the output head is the embedding."""
+    """All arrays of a decoder. `head` is None where the output head is the embedding.
+
+    `adapters` is the table of ranks of low-rank adapters (`lora.Adapters.columns`), None without any.
+    """
 
     embed: Any
     layers: tuple[Layer, ...]
     norm: Any
     head: Any
+    adapters: Any = None
 
 
 def declare_layer(
@@ -404,22 +409,19 @@ class Forward(NamedTuple):
 
 
 def forward(
-    config: DecoderConfig,
-    ops: Operations,
-    params: DecoderParams,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
-    attend: Attend,
-    seen: Any = None,
-    kept: tuple[Any, ...] | None = None,
-    tap_layers: tuple[int, ...] = (),
-    schedule: Schedule = SINGLE_DEVICE,
-) -> Forward:
+    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"], attend: Attend, seen: Any = None, kept: tuple[Any, ...] | None = None,
+    tap_layers: tuple[int, ...] = (), schedule: Schedule = SINGLE_DEVICE, adapter: Int[Array, " B"] | None = None,
+) -> Forward:  # fmt: skip
     """Runs the layers over `tokens` at `positions`.
 
     Args:
         seen, kept: what `attend` reads of each row, and what each layer keeps; by default nothing.
+        adapter: the number of each row's adapter, 0 for none; None for none in any row.
     """
+    if params.adapters is not None:
+        rows_of = jnp.zeros(tokens.shape[0], jnp.int32) if adapter is None else adapter
+        ops = adapted_operations(ops, own_columns(params.adapters, rows_of))
     rows = Rows(config.rope_tables(positions), seen)
     stack = stack_of(config, ops, params.layers, attend)
     before = (None,) * config.num_layers if kept is None else kept

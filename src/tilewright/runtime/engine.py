@@ -10,8 +10,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -26,11 +28,13 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
+from tilewright.runtime.pooling import PooledChunk, embedding
+from tilewright.runtime.prefill import Prefilled
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
-from tilewright.runtime.scheduler import Scheduler, TokenSequence
+from tilewright.runtime.scheduler import Chunk, Scheduler, TokenSequence
 from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
 from tilewright.runtime.snapshots import Snapshots
@@ -45,6 +49,13 @@ Chooses = Callable[[ModelRunner, float, Console | None], RoundChooser]
 def fixed_rounds(runner: ModelRunner, dispatch_s: float, console: Console | None = None) -> RoundChooser:
     """For drafters whose rounds are all of one kind."""
     return FixedRounds(dispatch_s, STEPS_PER_DISPATCH)
+
+
+class SentEmbedding(NamedTuple):
+    """Embedding that is on its way: the request, and the chunks of its prompt."""
+
+    sequence: TokenSequence
+    chunks: Sequence[PooledChunk]
 
 
 class Engine(Service):
@@ -114,6 +125,10 @@ class Engine(Service):
     def num_spec_tokens(self) -> int:
         return 0 if self.model.drafter is None else self.model.drafter.block_size - 1
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self.model.adapters
+
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         return self.model.encode(prompt)
 
@@ -135,13 +150,18 @@ class Engine(Service):
     def check(self, request: GenerateRequest) -> None:
         length = len(request.prompt)
         check_vocabulary(request.sampling, self.vocab_size)
+        self.model.adapter_number(request.lora)
         if request.logprobs is not None and not self.runner.reports_logprobs:
             raise ValueError("expected no logprobs: the rounds that run here report none")
         if request.constraint is not None and not self.options.constraints:
             raise ValueError("expected no constraint: this engine has no programs for one (constraints=True has)")
         if request.constraint is not None and not self.eos_token_ids:
             raise ValueError("expected no constraint: the model names no token that ends a text")
-        end = length + request.sampling.max_new_tokens
+        if request.pooling is not None and not self.embeds:
+            raise ValueError("expected no pooling: the programs that run here give no embeddings")
+        if request.pooling is not None and length > self.context:
+            raise ValueError(f"expected a prompt of at most {self.context} tokens, as the context has, found {length}")
+        end = length + (request.sampling.max_new_tokens if request.pooling is None else 0)
         if end > self.context:
             room = f"leaves room for {max(0, self.context - length)}"
             raise ValueError(
@@ -163,6 +183,7 @@ class Engine(Service):
         return TokenSequence(
             RequestHandle(request), listener, processor, followed=followed,
             prompt_logprobs=[] if request.prompt_logprobs else None, constraint=constraint,
+            adapter=self.model.adapter_number(request.lora), pooling=request.pooling,
         )  # fmt: skip
 
     def fill(self, everything: bool = False) -> int:
@@ -177,18 +198,32 @@ class Engine(Service):
         self.admit()
         sent, most = 0, math.inf if everything else self.programs.table.chunks[-1]
         while (chunks := self.scheduler.next_chunks()) and (sent < most or not self.scheduler.runnable()):
-            logprobs = self.runner.prefill(chunks)
+            result = self.runner.prefill(chunks)
             for row, chunk in enumerate(chunks):
-                sequence = chunk.running.sequence
-                if sequence.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
-                    sequence.prompt_logprobs.append((logprobs, row, chunk.count))
-                self.scheduler.on_prefilled(chunk)
+                self.on_prefilled(chunk, result, row)
             key = self.runner.prefill_key(chunks)
             computed, wanted = key.rows * key.chunk, sum(chunk.count for chunk in chunks)
             self.counted.prefill_tokens += wanted
             self.counted.prefill_padding += computed - wanted
             sent += computed
         return sent
+
+    def on_prefilled(self, chunk: Chunk, result: Prefilled | None, row: int) -> None:
+        """Takes in that a chunk was sent, whose result is a row of a program's; an embedding comes with its prompt's last."""
+        sequence = chunk.running.sequence
+        if sequence.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
+            assert result is not None, "log-probabilities were offered"
+            sequence.prompt_logprobs.append((result.logprobs, row, chunk.count))
+        self.scheduler.on_prefilled(chunk)
+        if sequence.pooling is not None:
+            assert result is not None, "embeddings were offered"
+            sequence.pooled.append(PooledChunk(result.pooled, row, chunk.count))
+            if chunk.running.prefilled:
+                self.flight.append(SentEmbedding(sequence, sequence.pooled))
+
+    @property
+    def embeds(self) -> bool:
+        return self.runner.reports_logprobs
 
     @property
     def reads_first(self) -> bool:
@@ -227,11 +262,26 @@ class Engine(Service):
         self.scheduler.on_dispatched(batch, sent.rounds, sent.width)
         return True
 
-    def read(self, sent: SentRounds) -> None:
-        """Waits for rounds, and hands out what came of them."""
+    def read(self, sent: SentRounds | SentEmbedding) -> None:
+        """Waits for rounds, or for an embedding, and hands out what came of them."""
+        if isinstance(sent, SentEmbedding):
+            self.read_embedding(sent)
+            return
         began = time.perf_counter()
         infos = self.runner.read(sent)
         self.take(sent, infos, began, time.perf_counter())
+
+    def read_embedding(self, sent: SentEmbedding) -> None:
+        """Hands out an embedding. Raises `NotFinite` as `take` does."""
+        sequence = sent.sequence
+        if sequence.handle.result is not None:  # it was given up
+            return
+        assert sequence.pooling is not None
+        found = embedding(sent.chunks, sequence.pooling)
+        if not np.isfinite(found).all():
+            self.hand_out(sequence, RequestOutput(end="error", error=NOT_COMPUTED))
+            raise NotFinite("the target's hidden states are not finite")
+        self.hand_out(sequence, RequestOutput(end="length", embedding=found))
 
     def take(self, sent: SentRounds, infos: StepInfo, began: float, ended: float) -> None:
         """Hands out what came of rounds.

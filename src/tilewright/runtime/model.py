@@ -19,6 +19,7 @@ class Model:
         models: the parameters, prepared for the operations that the target and the drafter name.
         dtype: of the target's weights and activations, and of its caches unless `Target.kv_dtype` says otherwise.
         drafter: None for plain decoding.
+        adapters: names of its low-rank adapters, in the order of their numbers from 1 on.
     """
 
     target: Target
@@ -26,6 +27,15 @@ class Model:
     dtype: DTypeLike
     drafter: Drafter | None
     tokenizer: Tokenizer
+    adapters: tuple[str, ...] = ()
+
+    def adapter_number(self, name: str | None) -> int:
+        """The number of an adapter, 0 for none. Raises a `ValueError` for a name that there is not."""
+        if name is None:
+            return 0
+        if name not in self.adapters:
+            raise ValueError(f"expected an adapter among {', '.join(self.adapters) or 'none at all'}, found {name!r}")
+        return self.adapters.index(name) + 1
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt, which may be tokens already.

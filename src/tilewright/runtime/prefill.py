@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,20 @@ from tilewright.models import decoder
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
 from tilewright.runtime.per_row import for_each, of_row
+from tilewright.runtime.pooling import pooled
 from tilewright.runtime.state import DecodeState, Models, Span, Target, block_positions, run_target
+
+
+class Prefilled(NamedTuple):
+    """Result of a prefill, beside the state.
+
+    Attributes:
+        logprobs: of what follows each token, `[B, chunk]`: slot t is of the token at position `start + t + 1`.
+        pooled: of the chunk's hidden states, float32 `[B, 2, H]`, see `pooling.pooled`.
+    """
+
+    logprobs: Logprobs
+    pooled: Any
 
 
 def prefill(
@@ -24,7 +38,7 @@ def prefill(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
     wanted: Bool[Array, " B"] | None = None,
-) -> tuple[DecodeState, Logprobs | None]:
+) -> tuple[DecodeState, Prefilled | None]:
     """Runs each row's committed tokens at positions `start` to `start + count - 1` and fills both caches. DONATES state.
 
     Rows of count 0 stay as they are, so that others may be admitted while they decode.
@@ -32,11 +46,11 @@ def prefill(
     Args:
         chunk: the most tokens of a row, which is what the program computes whatever the counts are.
         count: at most `chunk`; a row's spans follow one another, and its tokens up to `start + count` are known.
-        wanted: the rows that get log-probabilities. The output head is computed for them alone.
+        wanted: the rows that get log-probabilities. The output head is computed for them alone. None where nobody reads the
+            result, for which the last layer's hidden states are needed.
 
     Returns:
-        the state, and log-probabilities `[B, chunk]` of what follows each of these tokens: slot t is of the token at position
-        `start + t + 1`. None without `wanted`.
+        the state, and the result; None without `wanted`.
     """
     state, hidden = run_chunk(target, drafter, chunk, models, state, start, count)
     if wanted is None:
@@ -51,7 +65,8 @@ def prefill(
         return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, row, 0), carry, found)
 
     # A branch, and not the loop alone: XLA takes the logits of a single row out of that, and computes them asked for or not.
-    return state, jax.lax.cond(jnp.any(asking), lambda: for_each(asking, add, nothing()), nothing)
+    logprobs = jax.lax.cond(jnp.any(asking), lambda: for_each(asking, add, nothing()), nothing)
+    return state, Prefilled(logprobs, pooled(target, models.target, hidden, count))
 
 
 def run_chunk(

@@ -180,8 +180,8 @@ class Programs(Store[ProgramKey]):
 
         `rows` are the requests (`request_rows`). They are given with each chunk, so that the first one also admits: a program
         of its own for that would cost a dispatch more before the first token. A slot with a `start` below 0 fills the shape.
-        `snapshots` are `SnapshotRows`, where the layout has some. The result are log-probabilities of what follows,
-        `[n, chunk]`, where `wanted`; None if rows cannot ask for any.
+        `snapshots` are `SnapshotRows`, where the layout has some. The result is a `prefill.Prefilled`, with log-probabilities
+        where `wanted`; None if rows cannot ask for any.
         """
         target, drafter, chunk = replace(self.target, sampling=key.sampling), self.drafter, key.chunk
 
@@ -201,13 +201,13 @@ class Programs(Store[ProgramKey]):
             start = jnp.maximum(start, 0)
             if drafter is not None:
                 own = replace(own, draft_cache=drafter.on_prefill(own.draft_cache, start, admitted))
-            own, logprobs = prefill(
+            own, result = prefill(
                 target, drafter, chunk, models, own, start, count, wanted if target.reports_logprobs else None
             )
             after = with_rows(state, own, slots)
             if snapshots is not None:
                 after = replace(after, target_cache=kept(after.target_cache, own.target_cache, snapshots.kept))
-            return after, logprobs
+            return after, result
 
         row = RowRequest(np.zeros(self.layout.capacity, np.int32), 1, 1, Sampling(), 1, wants_logprobs=False)
         numbers, flags = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
@@ -350,6 +350,7 @@ def empty_state(layout: Layout, target_cache: Any, draft_cache: Any) -> DecodeSt
         sampling=row_sampling([Sampling()] * layout.batch, rows + 1),
         target_cache=target_cache,
         draft_cache=draft_cache,
+        adapter=np.zeros_like(rows),
     )
 
 
@@ -362,6 +363,7 @@ class RowRequest(NamedTuple):
         end: no token is produced at or beyond this position.
         prompt_length: tokens from this position on count as generated.
         wants_logprobs: whether it asks for log-probabilities.
+        adapter: the number of its low-rank adapter, 0 for none.
     """
 
     tokens: np.ndarray
@@ -370,6 +372,7 @@ class RowRequest(NamedTuple):
     sampling: Sampling
     prompt_length: int
     wants_logprobs: bool
+    adapter: int = 0
 
 
 def request_rows(rows: Sequence[RowRequest], eos: Sequence[int]) -> dict[str, Any]:
@@ -386,4 +389,5 @@ def request_rows(rows: Sequence[RowRequest], eos: Sequence[int]) -> dict[str, An
         "done": np.zeros(len(rows), bool),
         "ignore_eos": np.asarray([each.ignore_eos for each in samplings]),
         "sampling": row_sampling(samplings, [row.prompt_length for row in rows], [row.wants_logprobs for row in rows], eos),
+        "adapter": np.asarray([row.adapter for row in rows], np.int32),
     }

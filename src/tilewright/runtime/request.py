@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.output import Result
+from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.sampling import Sampling
 
 EndReason = Literal["eos", "stop", "length", "cancelled", "deadline", "error"]
@@ -42,6 +45,8 @@ class GenerateRequest:
         prompt_logprobs: the same for the prompt's tokens from the second one on; needs `logprobs`.
         deadline_s: seconds after which it is ended, waiting or not; None for never.
         constraint: what its text must be; None for anything. Log-probabilities are of the tokens that it allows.
+        lora: the name of the low-rank adapter that it runs with; None for the model as it is.
+        pooling: the prompt's embedding is asked for, and no token: what is pooled for it. None for tokens.
     """
 
     prompt: Sequence[int]
@@ -50,9 +55,13 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     deadline_s: float | None = None
     constraint: Constraint | None = None
+    lora: str | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         sampling = self.sampling
+        if self.pooling is not None and (self.logprobs is not None or self.constraint is not None):
+            raise ValueError("expected neither logprobs nor a constraint with pooling, which generates no token")
         if self.constraint is not None and (sampling.ignore_eos or sampling.min_tokens):
             found = "ignore_eos" if sampling.ignore_eos else f"min_tokens {sampling.min_tokens}"
             raise ValueError(f"expected a constraint to end as it says, without ignore_eos or min_tokens, found {found}")
@@ -138,6 +147,7 @@ class RequestOutput:
         end: why the request ended; None while it goes on. Nothing comes after an update that has it.
         prompt_logprobs: of the prompt's tokens from the second one on, once, in the first update; None where nobody asked.
         error: what a client may be told of a failure; empty otherwise.
+        embedding: of the prompt, float32 `[H]` of length 1, with the end of a request that asked for it; else None.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -145,6 +155,7 @@ class RequestOutput:
     end: EndReason | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str = ""
+    embedding: np.ndarray | None = None
 
 
 Listener = Callable[[RequestOutput], None]

@@ -112,7 +112,8 @@ class ModelRunner:
         """Computes pieces of prompts, all of one size, a sequence's first one with its admission.
 
         Returns:
-            log-probabilities, on the device, in the order of the pieces; they are those of sequences that want some.
+            a `prefill.Prefilled`, on the device, in the order of the pieces; log-probabilities are of sequences that want some.
+            None where programs report none.
         """
         key, batch = self.prefill_key(chunks), [chunk.running for chunk in chunks]
         fill = key.rows - len(chunks)
@@ -142,7 +143,8 @@ class ModelRunner:
         sequence, own = running.sequence, running.sequence.processor
         tokens = np.zeros(self.programs.layout.capacity, np.int32)
         tokens[: sequence.length] = sequence.tokens
-        return RowRequest(tokens, running.known, own.end, own.sampling, len(own.prompt), sequence.wants_logprobs)
+        asked = (own.sampling, len(own.prompt), sequence.wants_logprobs, sequence.adapter)
+        return RowRequest(tokens, running.known, own.end, *asked)
 
     def slots(self, batch: Sequence[RunningSequence], rows: int) -> np.ndarray:
         """The slots of running sequences, and others that fill a program's rows, int32 `[rows]`."""

@@ -18,6 +18,7 @@ from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.groups import PageGroup, RowPages, usable_prefix
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import FIRST, Pages, page_key
+from tilewright.runtime.pooling import PooledChunk, Pooling
 from tilewright.runtime.request import Listener, RequestHandle
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.snapshots import OVERHEAD, Snapshots
@@ -36,6 +37,9 @@ class TokenSequence:
             the device, its row there, and for how many positions. None once it was told, or where nobody asks.
         keys: of its full pages, as far as they were needed. What is committed does not change, so each is computed once.
         constraint: where it stands in its constraint, behind the last token that was read; None without one.
+        adapter: the number of its low-rank adapter, 0 for none. What one computes is in pages that no other finds.
+        pooling: of a request for an embedding; None for any other.
+        pooled: chunks of its prompt that were computed.
     """
 
     handle: RequestHandle
@@ -47,6 +51,9 @@ class TokenSequence:
     prompt_logprobs: list[tuple[Any, int, int]] | None = None
     keys: list[bytes] = field(default_factory=list)
     constraint: ConstraintState | None = None
+    adapter: int = 0
+    pooling: Pooling | None = None
+    pooled: list[PooledChunk] = field(default_factory=list)
 
     @property
     def number(self) -> int:
@@ -62,6 +69,11 @@ class TokenSequence:
         """True if prefill has still to tell log-probabilities of the prompt."""
         told = sum(count for _, _, count in self.prompt_logprobs or ())
         return self.prompt_logprobs is not None and told < len(self.processor.prompt) - 1
+
+    @property
+    def needs_every_position(self) -> bool:
+        """True if prefill must compute the whole prompt, whatever pages are kept: something is told of each position."""
+        return self.wants_prompt_logprobs or self.pooling == "mean"
 
     @property
     def alternatives(self) -> int:
@@ -80,12 +92,13 @@ class TokenSequence:
     def page_key(self, page: int, page_size: int) -> bytes:
         """The key of one of its full pages, behind which a token has to be committed."""
         prompt, new = self.processor.prompt, self.processor.tokens
+        first = page_key(FIRST, [self.adapter]) if self.adapter else FIRST
         while len(self.keys) <= page:
             start = len(self.keys) * page_size
             stop = start + page_size + 1
             held = [*prompt[start:stop], *new[max(0, start - len(prompt)) : max(0, stop - len(prompt))]]
             assert len(held) == stop - start, "a page is found by what is committed"
-            self.keys.append(page_key(self.keys[-1] if self.keys else FIRST, held))
+            self.keys.append(page_key(self.keys[-1] if self.keys else first, held))
         return self.keys[page]
 
 
@@ -98,7 +111,7 @@ class RunningSequence:
         known: the position of its last committed token, as far as dispatches were read.
         least: how many tokens those that were not read yet commit at least, unless it ends; `most` at most.
         filled: positions whose keys and values are computed, by prefills that were sent.
-        prompt: positions that prefill computes: all before the known one.
+        prompt: positions that prefill computes: all before the known one, and of a request for an embedding that one, too.
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
         held: how many positions each of the drafter's contexts holds that may fall behind.
         drafts: behind its last committed token, where the host knows them: after a round under masks.
@@ -144,7 +157,7 @@ class RunningSequence:
     @property
     def ending(self) -> bool:
         """True if it has ended by its length for sure, though that was not read yet."""
-        return self.known + self.least >= self.sequence.processor.end - 1
+        return self.sequence.pooling is not None or self.known + self.least >= self.sequence.processor.end - 1
 
 
 @dataclass(frozen=True)
@@ -241,7 +254,7 @@ class Scheduler:
         Of layers with a window it has those of its first chunk. Each of the others is left a page to grow into, lest they have
         to give way at once.
         """
-        length, whole = sequence.length, self.prefix_cache and not sequence.wants_prompt_logprobs
+        length, whole = sequence.length, self.prefix_cache and not sequence.needs_every_position
         keys, stops = self.prefix_of(sequence) if whole else ([], ())
         cached = len(keys) * self.pages.page_size
         rows = [group.shared(keys) for group in self.groups]
@@ -261,7 +274,8 @@ class Scheduler:
         if not sequence.handle.preemptions:
             sequence.handle.cached_tokens = cached
         snapshot = self.snapshots.acquire(keys[-1]) if keys and self.snapshots is not None else UNMAPPED
-        return RunningSequence(sequence, slot, rows, length - 1, cached, length - 1, held=held, stops=stops, snapshot=snapshot)
+        prompt = length - 1 if sequence.pooling is None else length
+        return RunningSequence(sequence, slot, rows, length - 1, cached, prompt, held=held, stops=stops, snapshot=snapshot)
 
     def prefix_of(self, sequence: TokenSequence) -> tuple[list[bytes], Sequence[int]]:
         """The keys of the pages that a sequence can share, and where its prefill stops for a snapshot.
@@ -331,7 +345,7 @@ class Scheduler:
         running.begun = True
         running.filled += chunk.count
         self.release_snapshot(running)
-        self.publish(running, running.filled)
+        self.publish(running, min(running.filled, running.sequence.length - 1))
         if self.snapshots is not None and chunk.kept != UNMAPPED:
             self.snapshots.publish(chunk.kept, self.key_before(running, running.filled))
 
@@ -427,6 +441,7 @@ class Scheduler:
         self.preemptions += 1
         if running.sequence.wants_prompt_logprobs:
             running.sequence.prompt_logprobs = []  # from the beginning again
+        running.sequence.pooled = []
         self.wait(running.sequence)
 
     def leave(self, running: RunningSequence) -> None:

@@ -86,6 +86,16 @@ class Service(ABC):
         """The most drafts in a round; 0 without a drafter."""
         return 0
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the low-rank adapters that requests may run with."""
+        return ()
+
+    @property
+    def embeds(self) -> bool:
+        """True if requests may ask for embeddings of prompts."""
+        return False
+
     @abstractmethod
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt, which may be tokens already. Raises a `ValueError` for what cannot be one."""
@@ -300,7 +310,7 @@ class Service(ABC):
             times = running.sequence.handle.times
             times.admitted = times.admitted or time.monotonic()
             if not running.sequence.handle.preemptions:
-                self.counted.prompt_tokens += running.prompt + 1
+                self.counted.prompt_tokens += running.known + 1
         return len(admitted)
 
     def expire(self, sequences: Sequence[TokenSequence]) -> None:

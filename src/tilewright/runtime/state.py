@@ -114,6 +114,7 @@ class DecodeState:
         sampling: the rows' sampling parameters.
         target_cache: one for each layer; layers with linear attention have a `DeltaState`.
         draft_cache: the drafter's context; empty where nothing drafts.
+        adapter: int32 `[B]`, the number of each row's low-rank adapter, 0 for none; None for none in any row.
     """
 
     tokens: Any
@@ -124,6 +125,7 @@ class DecodeState:
     sampling: RowSampling
     target_cache: tuple[CausalCache | DeltaState, ...]
     draft_cache: Any
+    adapter: Any = None
 
 
 class Verified(NamedTuple):
@@ -164,7 +166,7 @@ def run_target(
     positions = block_positions(span.start, tokens.shape[1])
     return decoder.forward(
         target.config, target.ops, params, tokens, positions, cached_attend, span, state.target_cache, tap_layers,
-        target.schedule,
+        target.schedule, state.adapter,
     )  # fmt: skip
 
 

@@ -250,6 +250,7 @@ class ModelCard(Answer):
     owned_by: str
     max_model_len: int
     sampling_defaults: DefaultSamplingParams | None = None
+    parent: str | None = None
 
 
 class ModelList(Answer):

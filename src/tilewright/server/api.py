@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from ssl import SSLContext
 from typing import TypeVar
 
 from fastapi import Request
@@ -15,10 +16,13 @@ from pydantic import ValidationError
 
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.chat import ChatTemplate
+from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.request import Overloaded
 from tilewright.runtime.service import RETRY_AFTER_S, Service
 from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
+from tilewright.server.embeddings import ParsedInputs, PooledBody, parse_inputs
+from tilewright.server.embeddings import rough_size as rough_inputs
 from tilewright.server.errors import ApiError, invalid_body, overloaded
 from tilewright.server.metrics import EngineCollector, Timings
 from tilewright.server.parse import Constrain, ParsedRequest, asks_grammar, parse_request, rough_size
@@ -27,10 +31,12 @@ from tilewright.server.render import Served
 from tilewright.server.responses_store import ResponsesStore
 from tilewright.server.stream import Running, stopping
 from tilewright.server.tokens import TokenTexts
+from tilewright.server.tracing import Ended, Tracer
 from tilewright.server.translate import ChatLike
 
 Body = TypeVar("Body", bound=ModelBody)
 T = TypeVar("T")
+Parsed = TypeVar("Parsed", ParsedRequest, ParsedInputs)
 
 PARSED_HERE = 65_536
 """Bytes of a body that are parsed at once; longer ones are parsed in a thread, for others wait meanwhile."""
@@ -56,6 +62,10 @@ class ServerOptions:
         deadline_s: how long a request may take in the engine; None for as long as it likes.
         stale_s: how long ago the engine's last step may be before it counts as stuck.
         constrain: makes a constraint of a grammar, for an engine that takes them; None where structured output is not offered.
+        pooling: what embeddings are made of.
+        embedding_dimensions: numbers of dimensions that embeddings may be cut to, as the model was trained (Matryoshka).
+        tls: of all connections; None for none.
+        tracer: makes traces of requests; None for none.
         stored_responses, stored_bytes: how many responses, and how many bytes of them, are kept for clients to come back to.
     """
 
@@ -70,6 +80,10 @@ class ServerOptions:
     deadline_s: float | None = None
     stale_s: float = 30.0
     constrain: Constrain | None = None
+    pooling: Pooling = "last"
+    embedding_dimensions: tuple[int, ...] = ()
+    tls: SSLContext | None = None
+    tracer: Tracer | None = None
     stored_responses: int = 1024
     stored_bytes: int = 64 * 2**20
 
@@ -147,6 +161,8 @@ class Api:
     grammars_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.options.name in self.engine.adapters:
+            raise ValueError(f"expected adapters of other names than the model's, found {self.options.name!r}")
         self.served = Served(
             self.engine, self.options.name, self.options.version, int(time.time()), TokenTexts(self.engine.tokenizer)
         )
@@ -161,9 +177,11 @@ class Api:
         self.grammars_thread = ThreadPoolExecutor(1, "grammars")
 
     def close(self) -> None:
-        """Ends the threads, once they have done what they were given."""
+        """Ends the threads, once they have done what they were given, and sends the last traces."""
         for each in (self.threads, self.long_prompts_thread, self.texts_thread, self.grammars_thread):
             each.shutdown()
+        if self.options.tracer is not None:
+            self.options.tracer.close()
 
     @property
     def completion_body(self) -> type[CompletionBody]:
@@ -196,9 +214,18 @@ class Api:
             body = await in_thread(self.threads, parse) if request.state.long else parse()
         except ValidationError as error:
             raise invalid_body(error) from None
-        if body.model not in (None, self.options.name):
+        if body.model not in (None, *self.models):
             self.model_unknown(str(body.model))
         return body
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names by which clients may ask: the model's, and those of its adapters."""
+        return (self.options.name, *self.engine.adapters)
+
+    def served_as(self, name: str | None) -> Served:
+        """What answers say of the model that a body names."""
+        return self.served if name is None else replace(self.served, name=name)
 
     async def chat(self, request: Request, body: ChatLike, before: bytes = b"[]") -> ChatBody:
         """The chat that a body of another API stands for, behind the messages before it.
@@ -236,9 +263,8 @@ class Api:
         return bytes(raw)
 
     def model_unknown(self, name: str) -> None:
-        raise ApiError(
-            404, f"this server has no model {name[:100]!r}; it has {self.options.name!r}", "model_not_found", "model"
-        )
+        has = ", ".join(map(repr, self.models))
+        raise ApiError(404, f"this server has no model {name[:100]!r}; it has {has}", "model_not_found", "model")
 
     def check_serving(self) -> None:
         """Raises an `ApiError` while nothing is generated."""
@@ -261,29 +287,57 @@ class Api:
         with self.texts.counting(1, min(tokens, self.engine.options.queue_tokens), self.check_texts):
             return await in_thread(self.texts_thread, work)
 
-    async def start(self, body: GenerationBody, is_long: bool = False) -> tuple[ParsedRequest, Running]:
+    async def start(
+        self, body: GenerationBody, is_long: bool = False, traced: Ended | None = None
+    ) -> tuple[ParsedRequest, Running]:  # fmt: skip
         """Tokenises a body, aside if it is long, and submits its requests, where there is room for them."""
+        options = self.options
+        threads = self.long_prompts_thread if is_long else self.grammars_thread if asks_grammar(body) else self.threads
+        given = (options.template, options.deadline_s, options.sampling, options.constrain)
+        running, size = Running(self.engine, self.timings, traced), rough_size(body, self.engine.context)
+        return await self.started(running, size, threads, lambda: parse_request(body, self.engine, *given))
+
+    async def embedded(
+        self, body: PooledBody, inputs: Sequence[str | list[int]], param: str, is_long: bool, traced: Ended | None
+    ) -> tuple[ParsedInputs, Running]:  # fmt: skip
+        """The same for texts whose embeddings are asked for; `param` is the field that has them."""
+        options = self.options
+        parse = partial(parse_inputs, inputs, body, self.engine, options.pooling, options.deadline_s, param)
+        threads = self.long_prompts_thread if is_long else self.threads
+        running, size = Running(self.engine, self.timings, traced), rough_inputs(inputs, self.engine.context)
+        return await self.started(running, size, threads, parse)
+
+    def traced(self, request: Request, model: str | None) -> Ended | None:
+        """What makes spans of a body's requests; None for no traces."""
+        tracer, name, own = self.options.tracer, self.served_as(model).name, request.state.request_id
+        return None if tracer is None else tracer.request(request.scope["path"], request.headers, name, own)
+
+    async def started(
+        self, running: Running, size: tuple[int, int], threads: ThreadPoolExecutor, parse: Callable[[], Parsed]
+    ) -> tuple[Parsed, Running]:  # fmt: skip
+        """Parses in a thread, and submits the requests that come of it, where there is room for them.
+
+        Args:
+            size: how many they are, and about how many tokens they have.
+        """
         self.check_serving()
         limits = self.engine.options
-        requests, tokens = rough_size(body, self.engine.context)
+        requests, tokens = size
         if requests > limits.queue_requests:
             expected = f"at most {limits.queue_requests} choices, those of all prompts together"
             raise ApiError(400, f"expected {expected}, found {requests}", "too_many_choices", "n")
-        running = Running(self.engine, self.timings)
         # More than the queue holds is too much for ever, which is said once it is certain: when it is tokenised.
         with self.pending.counting(requests, min(tokens, limits.queue_tokens), self.engine.check_room):
-            threads = self.long_prompts_thread if is_long else self.grammars_thread if asks_grammar(body) else self.threads
             try:
-                parsed = await in_thread(threads, partial(self.submitted, body, running))
+                parsed = await in_thread(threads, partial(self.submitted, parse, running))
             except asyncio.CancelledError:  # the thread goes on
                 running.cancel()
                 raise
         return parsed, running
 
-    def submitted(self, body: GenerationBody, running: Running) -> ParsedRequest:
-        """The part of `start` that takes time with long prompts; it runs in a thread."""
-        options = self.options
-        parsed = parse_request(body, self.engine, options.template, options.deadline_s, options.sampling, options.constrain)
+    def submitted(self, parse: Callable[[], Parsed], running: Running) -> Parsed:
+        """The part of `started` that takes time with long prompts; it runs in a thread."""
+        parsed = parse()
         tokens, most = sum(len(request.prompt) for request in parsed.requests), self.engine.options.queue_tokens
         if tokens > most:
             expected = f"at most {most} prompt tokens, those of all choices together"

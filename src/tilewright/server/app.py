@@ -12,6 +12,7 @@ from tilewright.server.errors import ApiError, internal_error
 from tilewright.server.middleware import CLIENT_GONE, Checks, Keys, RequestIds
 from tilewright.server.openapi import describe
 from tilewright.server.routes import (
+    embedding_routes,
     generation_routes,
     messages_routes,
     model_routes,
@@ -41,13 +42,15 @@ def make_app(api: Api) -> ASGIApp:
         state_routes,
     ):
         routes.include_router(group(api))
+    if api.engine.embeds:
+        routes.include_router(embedding_routes(api))
     routes.include_router(page_routes())
     routes.add_exception_handler(ApiError, api_error)
     routes.add_exception_handler(HTTPException, http_error)
     routes.add_exception_handler(Disconnected, nobody)
     routes.add_exception_handler(ClientDisconnect, nobody)
     routes.add_exception_handler(Exception, failure)
-    routes.openapi = describe(routes, (api.completion_body, api.chat_body), api.options.name, api.engine.vocab_size)
+    routes.openapi = describe(routes, (api.completion_body, api.chat_body), api.models, api.engine.vocab_size)
     app: ASGIApp = routes
     if api.options.api_keys:
         app = Keys(app, api.options.api_keys)

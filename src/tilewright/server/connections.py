@@ -8,6 +8,7 @@ import http
 import logging
 import resource
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,8 +89,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # A client that does not read is known by this at its first byte, and `send` waits for it.
-        transport.set_write_buffer_limits(high=0)
+        # A client that does not read is known by this at its first byte, and `send` waits for it. TLS pauses at the limit
+        # itself, plain sockets above it.
+        transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
         self.head_timer = self.loop.call_later(HEAD_S, self.head_late)
 
     def data_received(self, data: bytes) -> None:
@@ -130,7 +132,8 @@ class Connection(H11Protocol):
             head = h11.Response(status_code=error.status, headers=headers, reason=reason)
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS ends both sides at once
+                self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)
             access.info("- - %d", error.status)
 
@@ -167,7 +170,7 @@ class Connection(H11Protocol):
 
         One that has gone looks alike, until the next byte that it is sent comes back.
         """
-        if self.waits:
+        if self.waits or self.scheme == "https":  # under TLS no side stays open behind the other's end
             return False
         if not self.ended:
             self.ended = True
@@ -205,15 +208,19 @@ class HttpServer(uvicorn.Server):
     and what it asks is refused (`CROWDED`), but for the probes.
 
     It has no signal handlers, which would end the process by the signal and not with status 0.
+
+    Attributes:
+        tls: of all connections; None for none.
+        handshakes: connections that TLS is being agreed on with.
     """
 
-    def __init__(self, app: ASGIApp, most: int = MOST_CONNECTIONS):
+    def __init__(self, app: ASGIApp, most: int = MOST_CONNECTIONS, tls: ssl.SSLContext | None = None):
         config = uvicorn.Config(
             app, http=Connection, log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
             server_header=False, timeout_graceful_shutdown=FLUSH_S,
         )  # fmt: skip
         super().__init__(config)
-        self.most = most
+        self.most, self.tls, self.handshakes = most, tls, set[asyncio.Task[None]]()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -227,9 +234,9 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in self.accepting:
+        for task in (*self.accepting, *self.handshakes):
             task.cancel()
-        await asyncio.wait(self.accepting)
+        await asyncio.wait((*self.accepting, *self.handshakes))
         await super().shutdown(sockets)
 
     async def accept(self, listening: socket.socket) -> None:
@@ -239,7 +246,10 @@ class HttpServer(uvicorn.Server):
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listening)
-                await self.admit(accepted)
+                if self.tls is None:
+                    await self.admit(accepted)
+                else:
+                    self.shake_hands(accepted)
             except ConnectionAbortedError:
                 continue
             except OSError as error:
@@ -249,11 +259,31 @@ class HttpServer(uvicorn.Server):
                 self.make_room()
                 await asyncio.sleep(RETRY_S)
 
+    def shake_hands(self, accepted: socket.socket) -> None:
+        """Agrees on TLS aside, for a client may take its time; one more than there may be connections is turned away."""
+        if len(self.handshakes) >= self.most:
+            accepted.close()
+            return
+        task = asyncio.create_task(self.admit_tls(accepted))
+        self.handshakes.add(task)
+        task.add_done_callback(self.handshakes.discard)
+
+    async def admit_tls(self, accepted: socket.socket) -> None:
+        """Admits a connection that comes to TLS within `HEAD_S`; of the others nothing is said but at the level debug."""
+        try:
+            await self.admit(accepted)
+        except (OSError, EOFError) as error:  # `SSLError`, a deadline that has passed, a client that has gone
+            log.debug("no TLS with a client: %s", error)
+            accepted.close()
+
     async def admit(self, accepted: socket.socket) -> None:
         crowded = len(self.server_state.connections) >= self.most and not self.make_room()
         state = {CROWDED: True} if crowded else {}
         protocol = Connection(self.config, self.server_state, state)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, accepted)
+        deadline = None if self.tls is None else HEAD_S
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: protocol, accepted, ssl=self.tls, ssl_handshake_timeout=deadline
+        )
 
     def make_room(self) -> bool:
         """Ends the connection that has waited longest for its client. Returns whether there was one."""

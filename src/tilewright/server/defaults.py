@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tilewright.models.checkpoint import GENERATION_CONFIG, read_generation_config
+from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, read_config, read_generation_config
 from tilewright.runtime.sampling import REPETITION_PENALTIES, TEMPERATURES
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -22,6 +22,20 @@ WHOLE_NUMBERS = ("top_k", "max_new_tokens")
 def cold(temperature: float) -> float:
     """A temperature; 0, the limit, for one that is too low to divide by."""
     return temperature if temperature >= TEMPERATURES[0] else 0.0
+
+
+def embedding_dimensions(folder: Path) -> tuple[int, ...]:
+    """Numbers of dimensions that a model's embeddings may be cut to, as its `config.json` declares them.
+
+    The field is `matryoshka_dimensions`, as vLLM reads it (arXiv 2205.13147); without it there are none.
+
+    Raises:
+        ValueError: it is no list of numbers of at least 1.
+    """
+    found = read_config(folder).get("matryoshka_dimensions") or []
+    if not isinstance(found, list) or not all(type(each) is int and each >= 1 for each in found):
+        raise ValueError(f"{folder / CONFIG}: expected matryoshka_dimensions of whole numbers from 1 on, found {found!r}")
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,15 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from tilewright.server.embeddings import EmbeddingsBody, ScoreBody
 from tilewright.server.errors import ErrorBody
 from tilewright.server.messages_body import CountBody, MessagesBody
 from tilewright.server.protocol import TOKEN_ID, DetokenizeBody, TokenizeBody
 from tilewright.server.responses_body import ResponsesBody
 
-BODIES: tuple[type[BaseModel], ...] = (DetokenizeBody, TokenizeBody, MessagesBody, CountBody, ResponsesBody)
+BODIES: tuple[type[BaseModel], ...] = (
+    DetokenizeBody, TokenizeBody, MessagesBody, CountBody, ResponsesBody, EmbeddingsBody, ScoreBody,
+)  # fmt: skip
 REFERENCE = "#/components/schemas/{model}"
 
 Json = dict[str, Any]
@@ -30,12 +33,14 @@ def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str,
     return {status: {"model": body} for status in statuses}
 
 
-def describe(app: FastAPI, generating: Sequence[type[BaseModel]], model: str, vocab: int) -> Callable[[], Json]:
+def describe(
+    app: FastAPI, generating: Sequence[type[BaseModel]], models: Sequence[str], vocab: int
+) -> Callable[[], Json]:  # fmt: skip
     """Function that gives the app's OpenAPI description.
 
     Args:
         generating: the bodies of the routes that generate.
-        model: the one name that bodies may have as theirs.
+        models: names that bodies may have as their model's.
         vocab: token ids are below it.
     """
 
@@ -44,7 +49,7 @@ def describe(app: FastAPI, generating: Sequence[type[BaseModel]], model: str, vo
             made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, bodies = models_json_schema([(body, "validation") for body in (*generating, *BODIES)], ref_template=REFERENCE)
             for schema in bodies["$defs"].values():
-                narrow(schema, model, vocab)
+                narrow(schema, models, vocab)
             made["components"]["schemas"] |= bodies["$defs"]
             app.openapi_schema = made
         return app.openapi_schema
@@ -52,17 +57,17 @@ def describe(app: FastAPI, generating: Sequence[type[BaseModel]], model: str, vo
     return described
 
 
-def narrow(schema: Any, model: str, vocab: int) -> None:
+def narrow(schema: Any, models: Sequence[str], vocab: int) -> None:
     """Says of the model's name and of token ids what holds here."""
     if isinstance(schema, list):
         for each in schema:
-            narrow(each, model, vocab)
+            narrow(each, models, vocab)
     elif isinstance(schema, Mapping):
         properties = schema.get("properties", {})
         if isinstance(properties.get("model"), dict):
-            properties["model"] = {"anyOf": [{"type": "string", "enum": [model]}, {"type": "null"}]}
+            properties["model"] = {"anyOf": [{"type": "string", "enum": list(models)}, {"type": "null"}]}
         if schema.get("title") == TOKEN_ID:
             del schema["exclusiveMaximum"]  # type: ignore[attr-defined]
             schema["maximum"] = vocab - 1  # type: ignore[index]
         for each in schema.values():
-            narrow(each, model, vocab)
+            narrow(each, models, vocab)

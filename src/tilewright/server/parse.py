@@ -248,7 +248,8 @@ def parse_request(
                 if tools is not None:  # what marks a call may be a special token
                     asked = replace(asked, skip_special_tokens=False)
                 each = [seeded(asked, choice) for choice in range(choices)]
-                requests += [GenerateRequest(prompt.tokens, one, *how, constraint=constraint) for one in each]
+                lora = body.model if body.model in engine.adapters else None
+                requests += [GenerateRequest(prompt.tokens, one, *how, constraint=constraint, lora=lora) for one in each]
         for request in requests[::choices]:
             engine.check(request)
     except ValueError as error:

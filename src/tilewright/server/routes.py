@@ -5,6 +5,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
@@ -29,19 +30,29 @@ from tilewright.server.answers import (
     Version,
 )
 from tilewright.server.api import Api
+from tilewright.server.embeddings import (
+    EmbeddingsAnswer,
+    EmbeddingsBody,
+    ParsedInputs,
+    PooledBody,
+    ScoreBody,
+    ScoresAnswer,
+    embeddings_of,
+    scores_of,
+)
 from tilewright.server.errors import MESSAGES, ApiError, MessagesErrorBody
 from tilewright.server.messages_body import CountBody, MessagesBody
 from tilewright.server.messages_render import AnsweredMessage, MessagesRenderer, TokenCount
 from tilewright.server.metrics import text_of
 from tilewright.server.openapi import errors, takes
 from tilewright.server.page import CSP, PAGE
-from tilewright.server.parse import ParsedRequest, contents, rendered, rough_tokens, tools_of
+from tilewright.server.parse import ParsedRequest, contents, listed, rendered, rough_tokens, tools_of
 from tilewright.server.protocol import ChatBody, DetokenizeBody, GenerationBody, TokenizeBody
 from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer, Served
 from tilewright.server.responses_body import ResponsesBody, gone_on
 from tilewright.server.responses_render import ResponsesRenderer
 from tilewright.server.responses_store import Stored
-from tilewright.server.stream import EventStream, collected, events, unless_gone
+from tilewright.server.stream import EventStream, collected, embedded, events, unless_gone
 from tilewright.server.translate import Places, in_words
 
 READING = (400, 404, 408, 413, 415)
@@ -63,8 +74,8 @@ Make = Callable[[Served, str, ParsedRequest, Sequence[RequestHandle]], Renderer]
 async def generated(api: Api, request: Request, body: GenerationBody, make: Make, places: Places = ()) -> Response:
     """Runs a body's requests and answers in a form; `places` are those of a body that stood for this one."""
     with in_words(places):
-        parsed, running = await api.start(body, request.state.long)
-    renderer = make(api.served, request.state.request_id, parsed, running.handles)
+        parsed, running = await api.start(body, request.state.long, api.traced(request, body.model))
+    renderer = make(api.served_as(body.model), request.state.request_id, parsed, running.handles)
     request.state.tokens = renderer.tokens_shown
     if body.stream:
         return EventStream(events(running, renderer), running)
@@ -96,6 +107,47 @@ def generation_routes(api: Api) -> APIRouter:
         """Answers a conversation, put into the model's chat template."""
         body = await api.body(request, api.chat_body)
         return await generated(api, request, body, partial(ChatRenderer, options=body.stream_options))
+
+    return router
+
+
+async def embeddings_of_texts(
+    api: Api, request: Request, body: PooledBody, inputs: Sequence[str | list[int]], param: str
+) -> tuple[ParsedInputs, list[np.ndarray]]:  # fmt: skip
+    """The embeddings of texts, in order; `param` is the field that has them."""
+    traced = api.traced(request, body.model)
+    parsed, running = await api.embedded(body, inputs, param, request.state.long, traced)
+    request.state.tokens = lambda: f" {parsed.usage.prompt_tokens}+0 tokens"
+    try:
+        return parsed, await unless_gone(request.receive, embedded(running))
+    finally:
+        running.cancel()
+
+
+def embedding_routes(api: Api) -> APIRouter:
+    router, declared = APIRouter(tags=["embeddings"]), api.options.embedding_dimensions
+
+    @router.post(
+        "/v1/embeddings",
+        openapi_extra=takes(EmbeddingsBody),
+        responses={200: {"model": EmbeddingsAnswer}, **errors(*GENERATING)},
+    )
+    async def embeddings(request: Request) -> Response:
+        """Vectors of length 1 of texts."""
+        body = await api.body(request, EmbeddingsBody)
+        parsed, vectors = await embeddings_of_texts(api, request, body, listed(body.input), "input")
+        return answer(embeddings_of(body, parsed, vectors, api.served_as(body.model).name, declared))
+
+    @router.post("/score", include_in_schema=False)
+    @router.post("/v1/score", openapi_extra=takes(ScoreBody), responses={200: {"model": ScoresAnswer}, **errors(*GENERATING)})
+    async def score(request: Request) -> Response:
+        """How alike texts are: the cosine of their embeddings."""
+        body = await api.body(request, ScoreBody)
+        pairs = body.pairs()
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        parsed, vectors = await embeddings_of_texts(api, request, body, texts, "text_1")
+        of_text = dict(zip(texts, vectors, strict=True))
+        return answer(scores_of(pairs, parsed, of_text, api.served_as(body.model).name, request.state.request_id))
 
     return router
 
@@ -268,24 +320,26 @@ def page_routes() -> APIRouter:
 def model_routes(api: Api) -> APIRouter:
     router = APIRouter(tags=["models"])
 
-    def model() -> ModelCard:
+    def model(name: str) -> ModelCard:
         about: dict[str, Any] = {"created": api.served.created, "owned_by": "tilewright", "max_model_len": api.engine.context}
         if not isinstance(api.engine, DiffusionEngine):
             about["sampling_defaults"] = DefaultSamplingParams.model_validate(asdict(api.options.sampling))
-        return ModelCard(id=api.options.name, object="model", **about)
+        if name != api.options.name:
+            about["parent"] = api.options.name
+        return ModelCard(id=name, object="model", **about)
 
     @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses={200: {"model": ModelList}})
     async def models() -> Response:
-        """The one model that is served."""
-        return answer(ModelList(object="list", data=[model()]))
+        """The model that is served, and its low-rank adapters, each with the model as its `parent`."""
+        return answer(ModelList(object="list", data=[model(name) for name in api.models]))
 
     @router.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, **errors(404)})
     async def named(name: str) -> Response:
         """The model of this name."""
-        if name != api.options.name:
+        if name not in api.models:
             api.model_unknown(name)
-        return answer(model())
+        return answer(model(name))
 
     return router
 

@@ -46,9 +46,9 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, tls: bool = False) -> str:
     host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Server:
@@ -62,7 +62,7 @@ class Server:
 
     def __init__(self, api: Api, drain_s: float, say: Callable[[], None], console: Console | None = None):
         self.api, self.drain_s, self.say, self.console = api, drain_s, say, console
-        self.http, self.failure = HttpServer(make_app(api), most_connections()), list[BaseException]()
+        self.http, self.failure = HttpServer(make_app(api), most_connections(), api.options.tls), list[BaseException]()
 
     def run(self, listening: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT.

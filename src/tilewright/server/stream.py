@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, RequestOutput, Stopped
+from tilewright.runtime.request import EndReason, GenerateRequest, Overloaded, RequestHandle, RequestOutput, Stopped
 from tilewright.runtime.service import Service
 from tilewright.server.errors import ApiError, internal_error, overloaded
 from tilewright.server.metrics import Timings
 from tilewright.server.render import FINISHES, Renderer, joined
+from tilewright.server.tracing import Ended
 
 log = logging.getLogger("tilewright.server")
 
@@ -51,11 +53,13 @@ class Running:
     It is made in the event loop that listens.
     """
 
-    def __init__(self, engine: Service, timings: Timings):
-        self.engine, self.timings = engine, timings
+    def __init__(self, engine: Service, timings: Timings, traced: Ended | None = None):
+        """Args: `traced`: told of each request that has ended, once."""
+        self.engine, self.timings, self.traced = engine, timings, traced
         self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, RequestOutput]]()
         self.handles: list[RequestHandle] = []
         self.ended: set[int] = set()
+        self.spans: frozenset[int] = frozenset()
         self.given_up, self.lock = False, threading.Lock()
 
     def submit(self, requests: Sequence[GenerateRequest] | Sequence[DenoisingRequest]) -> None:
@@ -89,6 +93,14 @@ class Running:
         for index, handle in enumerate(handles):
             if index not in self.ended:
                 self.engine.cancel(handle)
+                self.trace(index, "cancelled")
+
+    def trace(self, index: int, end: EndReason) -> None:
+        """Has a span made of a request, the first time that it is told of its end."""
+        with self.lock:
+            is_first, self.spans = index not in self.spans, self.spans | {index}
+        if is_first and self.traced is not None:
+            self.traced(self.handles[index], end)
 
     async def updates(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Each update with the number of its request, until all have ended.
@@ -107,6 +119,7 @@ class Running:
             if update.end is not None:
                 self.ended.add(index)
                 self.timings.end(self.handles[index].times)
+                self.trace(index, update.end)
             if update.end is not None and update.end not in FINISHES:
                 raise ended_badly(update)
             yield index, update
@@ -118,6 +131,15 @@ async def collected(running: Running, renderer: Renderer) -> Response:
     async for index, update in running.updates():
         told[index].append(update)
     return Response(renderer.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")
+
+
+async def embedded(running: Running) -> list[np.ndarray]:
+    """The embeddings that requests asked for, in order."""
+    found: dict[int, np.ndarray] = {}
+    async for index, update in running.updates():
+        assert update.embedding is not None, "a request for an embedding is told one thing, or fails"
+        found[index] = update.embedding
+    return [found[index] for index in range(len(running.handles))]
 
 
 async def events(running: Running, renderer: Renderer) -> AsyncIterator[bytes]:

@@ -47,7 +47,7 @@ class ChatLike(ModelBody, ABC):
         with in_words(self.places):
             try:
                 messages = [*self.system_messages(), *json.loads(before), *self.messages_of_chat()]
-                return kind.model_validate({"messages": messages, **self.others()})
+                return kind.model_validate({"model": self.model, "messages": messages, **self.others()})
             except ValidationError as error:
                 raise invalid_body(error) from None
 

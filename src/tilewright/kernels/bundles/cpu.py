@@ -108,7 +108,7 @@ def linear(
 
 def biased(products: Array, bias: tuple[Array, ...] | None, first: int, last: int | None = None) -> Array:
     """Joint products with their biases on top, where there are some."""
-    return products if bias is None else products + jnp.concatenate(bias[first:last]).astype(products.dtype)
+    return products if bias is None else products + jnp.concatenate(bias[first:last], axis=-1).astype(products.dtype)
 
 
 def project(

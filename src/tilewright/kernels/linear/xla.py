@@ -98,7 +98,7 @@ def project(
     norm: Norm | None = None,
     first: int = 0,
     last: int | None = None,
-    bias: tuple[Float[Array, " _"], ...] | None = None,
+    bias: tuple[Float[Array, "... _"], ...] | None = None,
     count: Int[Array, ""] | None = None,
     product: Product = product,
 ) -> tuple[Float[Array, "*rows _"], ...]:

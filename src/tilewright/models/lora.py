@@ -1,0 +1,271 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside a model's matrices: several at once, each row of a batch with its own.
+
+The A matrices of all adapters lie side by side in one matrix `[I, R]`, their B matrices one below the other in one `[R, O]`. A
+row's inner values of other adapters than its own are set to zero between the two products. So which adapter a row has is data;
+a row without one adds zeros; and what multiplies are the bundle's own products, by which a row's result depends on no other row
+wherever they promise that. The matrices beside are in the dtype of activations, whatever holds the base in few bits.
+
+Legend: B rows of a batch, T positions, I inputs, O outputs, R ranks of all adapters together.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int
+
+from tilewright.kernels.operations import Joined, Norm, Operations, with_gates_apart
+from tilewright.models.params import ArraySpec
+from tilewright.models.stored import some
+
+FIELDS = ("qkv", "o", "gate_up", "down")
+"""Fields of a decoder's layer whose matrices adapters may change."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["outputs"])
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A matrix as operations prepared it, or several that are `Joined`, and adapters beside.
+
+    Attributes:
+        a: `[I, R * n]`, prepared, for the n matrices that adapters change.
+        b: for each matrix `[R, O]`, prepared; None for one that none changes.
+        outputs: of each matrix.
+    """
+
+    base: Any
+    a: Any
+    b: tuple[Any, ...]
+    outputs: tuple[int, ...]
+
+
+def own_columns(columns: Bool[Array, "N R"], adapter: Int[Array, " B"]) -> Bool[Array, "B 1 R"]:
+    """Which of all ranks are those of each row's adapter, row 0 of the table being that of no adapter."""
+    return columns[adapter][:, None]
+
+
+@dataclass(frozen=True)
+class AdaptedProducts:
+    """Products of rows with matrices that are adapted or are not.
+
+    Attributes:
+        ops: what multiplies.
+        own: bool `[B, 1, R]`, which ranks each row has.
+    """
+
+    ops: Operations
+    own: Any
+
+    def corrections(
+        self, x: Float[Array, "B T I"], w: AdaptedMatrix, out_dtype: DTypeLike, norm: Norm | None, count: Array | None
+    ) -> list[Array | None]:
+        """What adapters add to the product with each matrix; None where none changes it."""
+        changed = sum(b is not None for b in w.b)
+        inner = self.ops.linear(x, w.a, jnp.float32, norm, count=count)
+        kept = jnp.where(jnp.tile(self.own, changed), inner, 0).astype(x.dtype)
+        parts = iter(jnp.split(kept, changed, axis=-1))
+        return [None if b is None else self.ops.linear(next(parts), b, out_dtype, count=count) for b in w.b]
+
+    def linear(
+        self, x: Array, w: Any, out_dtype: DTypeLike | None = None, norm: Norm | None = None, add: Array | None = None,
+        count: Array | None = None,
+    ) -> Array:  # fmt: skip
+        if not isinstance(w, AdaptedMatrix):
+            return self.ops.linear(x, w, out_dtype, norm, add=add, count=count)
+        (more,) = self.corrections(x, w, out_dtype or x.dtype, norm, count)
+        assert more is not None, "a matrix that no adapter changes is not adapted"
+        return self.ops.linear(x, w.base, out_dtype, norm, add=more if add is None else add + more, count=count)
+
+    def project(
+        self, x: Array, joined: Any, norm: Norm | None = None, first: int = 0, last: int | None = None, bias: Any = None,
+        count: Array | None = None,
+    ) -> Any:  # fmt: skip
+        if isinstance(joined, AdaptedMatrix):
+            added = self.corrections(x, joined, x.dtype, norm, count)
+            biases = (None,) * len(added) if bias is None else bias
+            each = zip(added, biases, joined.outputs, strict=True)
+            bias = tuple(summed(jnp.zeros((*x.shape[:-1], size), x.dtype), *both) for *both, size in each)
+            joined = joined.base
+        return self.ops.project(x, joined, norm, first, last, bias=bias, count=count)
+
+    def gated_linear(self, x: Array, joined: Any, norm: Norm | None = None, count: Array | None = None) -> Array:
+        if not isinstance(joined, AdaptedMatrix):
+            return self.ops.gated_linear(x, joined, norm, count=count)
+        added = self.corrections(x, joined, jnp.float32, norm, count)
+        both = zip(joined.base.parts, added, strict=True)
+        gate, up = (self.ops.linear(x, w, jnp.float32, norm, add=each, count=count) for w, each in both)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+def summed(first: Array, *others: Array | None) -> Array:
+    """The sum of arrays, those left out that are None."""
+    for each in others:
+        first = first if each is None else first + each
+    return first
+
+
+def adapted_operations(ops: Operations, own: Bool[Array, "B 1 R"]) -> Operations:
+    """Operations over rows that have these ranks. They hold an array of a trace, and are made anew in each."""
+    products = AdaptedProducts(ops, own)
+    return replace(ops, linear=products.linear, project=products.project, gated_linear=products.gated_linear)
+
+
+class LowRankPair(NamedTuple):
+    """What an adapter adds to the product with one stored matrix `[O, I]`: `x @ a.T @ b.T`.
+
+    Attributes:
+        a: float32 `[r, I]`.
+        b: float32 `[O, r]`, with the adapter's scale in it.
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One adapter.
+
+    Attributes:
+        name: by which requests ask for it.
+        rank: r.
+        pairs: by the names of the modules that they belong to, as the model's tensors have them ("model.layers.0.mlp.up_proj").
+    """
+
+    name: str
+    rank: int
+    pairs: Mapping[str, LowRankPair]
+
+    def check_fit(self, modules: Mapping[str, ArraySpec]) -> None:
+        """Raises a `ValueError` for modules that the model has not, or has of another shape.
+
+        Args:
+            modules: matrices that adapters may change, as they are declared.
+        """
+        if unknown := [module for module in self.pairs if module not in modules]:
+            raise ValueError(f"adapter {self.name}: expected modules among the model's projections, found {some(unknown)}")
+        for module, pair in self.pairs.items():
+            outputs, inputs = modules[module].stored_shape
+            if pair.a.shape[1] != inputs or pair.b.shape[0] != outputs:
+                found = f"A {list(pair.a.shape)} and B {list(pair.b.shape)}"
+                expected = f"A [{self.rank}, {inputs}] and B [{outputs}, {self.rank}]"
+                raise ValueError(f"adapter {self.name}: {module}: expected {expected}, found {found}")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of one model.
+
+    Attributes:
+        each: in the order of their numbers, from 1 on; 0 stands for none.
+    """
+
+    each: tuple[Adapter, ...]
+
+    def __post_init__(self) -> None:
+        names = [adapter.name for adapter in self.each]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"expected adapters of different names, found {', '.join(names) or 'none'}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.each)
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return sum(adapter.rank for adapter in self.each)
+
+    @property
+    def columns(self) -> np.ndarray:
+        """Which of all ranks are each adapter's, bool `[1 + N, R]`."""
+        numbers = np.repeat(np.arange(len(self.each)), [adapter.rank for adapter in self.each])
+        return np.arange(-1, len(self.each))[:, None] == numbers[None]
+
+    @property
+    def change_gates(self) -> bool:
+        """True if a gate's or an up matrix is changed: then the two cannot be prepared for one product."""
+        return any(module.endswith((".gate_proj", ".up_proj", ".gate_up_proj")) for one in self.each for module in one.pairs)
+
+    def changed(self, spec: ArraySpec) -> bool:
+        """True if some adapter changes a matrix."""
+        return any(module_of(spec) in adapter.pairs for adapter in self.each)
+
+    def beside(self, spec: ArraySpec) -> tuple[np.ndarray, np.ndarray]:
+        """All adapters' A `[I, R]` and B `[R, O]` of a matrix, in float32; zeros where an adapter does not change it."""
+        inputs, outputs = spec.shape
+        a, b, begin = np.zeros((inputs, self.rank), np.float32), np.zeros((self.rank, outputs), np.float32), 0
+        for adapter in self.each:
+            end = begin + adapter.rank
+            if (pair := adapter.pairs.get(module_of(spec))) is not None:
+                ((first, last), _) = spec.stored_bounds(((0, inputs), (0, outputs)))
+                a[:, begin:end], b[begin:end] = pair.a.T, pair.b[first:last].T
+            begin = end
+        return a, b
+
+    def applied(self, ops: Operations, specs: Any, params: Any, dtype: DTypeLike) -> Any:
+        """A decoder's prepared parameters with the adapters beside their matrices.
+
+        Args:
+            specs: the declaration of these parameters.
+            dtype: of activations.
+
+        Raises:
+            ValueError: an adapter does not fit the model.
+        """
+        modules = {module_of(spec): spec for layer in specs.layers for spec in changeable(layer)}
+        for adapter in self.each:
+            adapter.check_fit(modules)
+        layers = tuple(
+            replace(layer, **{name: self.field(ops, getattr(spec, name), getattr(layer, name), dtype) for name in FIELDS})
+            for spec, layer in zip(specs.layers, params.layers, strict=True)
+        )
+        return replace(params, layers=layers, adapters=jnp.asarray(self.columns))
+
+    def field(self, ops: Operations, spec: Any, base: Any, dtype: DTypeLike) -> Any:
+        """One field of a layer."""
+        if isinstance(spec, tuple):
+            return tuple(self.field(ops, *one, dtype) for one in zip(spec, base, strict=True))
+        parts = parts_of(spec)
+        if not any(map(self.changed, parts)):
+            return base
+        beside = [self.beside(part) if self.changed(part) else None for part in parts]
+        a = np.concatenate([each[0] for each in beside if each is not None], axis=1)
+
+        def prepared(w: np.ndarray, name: str) -> Any:
+            return ops.prepare_matrix(jnp.asarray(w, dtype), name, exact=True)
+
+        b = tuple(
+            None if each is None else prepared(each[1], f"lora_B of {part.name}")
+            for part, each in zip(parts, beside, strict=True)
+        )
+        return AdaptedMatrix(base, prepared(a, f"lora_A of {parts[0].name}"), b, tuple(part.shape[1] for part in parts))
+
+
+def preparing(ops: Operations, adapters: Adapters | None) -> Operations:
+    """Operations that prepare weights such that adapters can be beside them."""
+    return with_gates_apart(ops) if adapters is not None and adapters.change_gates else ops
+
+
+def parts_of(spec: Any) -> Sequence[ArraySpec]:
+    """The matrices of a field, which may be several."""
+    return () if spec is None else spec.parts if isinstance(spec, Joined) else (spec,)
+
+
+def changeable(layer: Any) -> Iterator[ArraySpec]:
+    """Declared matrices of a layer that adapters may change: no experts, and none that has a gate's outputs between its own."""
+    for name in FIELDS:
+        declared = getattr(layer, name)
+        for spec in declared if isinstance(declared, tuple) else (declared,):
+            yield from (part for part in parts_of(spec) if part.kind == "matrix" and not part.pieces)
+
+
+def module_of(spec: ArraySpec) -> str:
+    """The name of the module whose weight a matrix is."""
+    return spec.name.removesuffix(".weight")
