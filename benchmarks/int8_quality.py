@@ -2,14 +2,15 @@
 
 Teacher-forced: every token of the text is predicted from those before it in its window. For each position the loss (nats), the
 KL divergence of the prediction from that of float32, and whether the most likely token is the same. Then greedy generation from
-the packaged prompts: where the first token differs from float32's, and by how much float32 preferred its own there (the logit
-margin: near 0 is a coin toss). Needs the CPU kernels, as weights of 8 and 4 bits do.
+the packaged prompts, or with `--prompt-tokens` from the texts' windows: where the first token differs from float32's, and by
+how much float32 preferred its own there (the logit margin: near 0 is a coin toss). Needs the CPU kernels, as weights of 8 and 4
+bits do.
 
     python benchmarks/int8_quality.py [TEXT ...] [--model FOLDER] [--llama-python PYTHON] [--json FILE]
 
 Without TEXT, the text is that of the packaged prompts: code that the demo pair was not trained on. Keys and values come from
 pages, as in decoding: every position reads those before it, and its own, as they are stored, in 8 bits with
-`--ways "kv int8" "bfloat16, kv int8"`. How far back these may be is what `--window` says.
+`--ways "kv int8" "bfloat16, kv int8"`. How far back these may be is what `--window` says; `--bands` gives figures apart by it.
 Beside a GGUF file's figures stands llama.cpp's loss with the same file and tokens, where an interpreter that has
 `llama-cpp-python` is named.
 """
@@ -20,6 +21,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("text", type=Path, nargs="*", help="text files (default: the packaged prompts)")
     parser.add_argument("--model", default="demo", help="folder or hub id of the target (default: the demo target)")
     parser.add_argument("--window", type=int, default=256, help="tokens that are predicted from one another (default: 256)")
-    parser.add_argument("--prompts", type=int, default=32, help="packaged prompts to generate from; 0 for none (default: 32)")
+    parser.add_argument("--bands", type=int, nargs="*", default=[], help="positions of a window where a new band begins")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts to generate from; 0 for none (default: 32)")
+    parser.add_argument("--prompt-tokens", type=int, help="generate from windows of the text, after so many tokens of each")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default: 64)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WEIGHTS, help="beside float32 (default: those of weights)")
     parser.add_argument("--llama-python", type=Path, help="an interpreter with llama-cpp-python; MODEL is a GGUF file then")
@@ -77,6 +81,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.window < 2 or args.prompts < 0 or args.new_tokens < 1:
         parser.error("expected --window of at least 2, --prompts of at least 0 and --new-tokens of at least 1")
+    if args.bands and not all(0 < first < last for first, last in pairwise([*args.bands, args.window])):
+        parser.error(f"expected --bands in order, between 0 and the window {args.window}, found {args.bands}")
     return args
 
 
@@ -137,9 +143,12 @@ def mean_and_error(values: np.ndarray) -> list[float]:
     return [float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values)))]
 
 
-def predictions(models: dict[str, LanguageModel], texts: Sequence[list[int]], size: int) -> dict[str, dict[str, Any]]:
-    """The teacher-forced figures of each way."""
+def predictions(
+    models: dict[str, LanguageModel], texts: Sequence[list[int]], size: int, bands: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """The teacher-forced figures of each way, and those of each band of positions."""
     rows: dict[str, list[np.ndarray]] = {name: [] for name in models}
+    places = np.concatenate([np.arange(len(window) - 1) for window in texts])
     for window in track(texts, "predicting", console=Console(stderr=True), transient=True):
         tokens = padded(window, -(-size // SLICE) * SLICE)
         hidden = {name: hidden_states(lm, tokens) for name, lm in models.items()}
@@ -152,18 +161,29 @@ def predictions(models: dict[str, LanguageModel], texts: Sequence[list[int]], si
                 found = np.asarray(measures(want, each, following[some]), np.float64)
                 rows[name].append(found[:, : len(window) - 1 - first])
     values = {name: np.concatenate(each, axis=1) for name, each in rows.items()}
-    figures = {}
-    for name, (loss, kl, agree) in values.items():
-        more = loss - values[REFERENCE][0]
-        figures[name] = {
-            "loss_nats": mean_and_error(loss),
-            "loss_more_than_float32_nats": mean_and_error(more),
-            "perplexity_ratio": float(np.exp(more.mean())),
-            "kl_nats": mean_and_error(kl),
-            "kl_99th_percentile_nats": float(np.percentile(kl, 99)),
-            "same_most_likely_token": mean_and_error(agree),
-        }
+    figures = {name: measured(each, values[REFERENCE]) for name, each in values.items()}
+    edges = [0, *bands, size] if bands else []
+    for name, each in values.items():
+        held = [(first, last, (places >= first) & (places < last)) for first, last in pairwise(edges)]
+        figures[name]["bands"] = [
+            {"positions": [first, last], "predictions": int(some.sum())} | measured(each[:, some], values[REFERENCE][:, some])
+            for first, last, some in held
+            if some.sum() > 1
+        ]
     return figures
+
+
+def measured(values: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
+    """Figures of loss, KL divergence and agreement at some positions, `[3, T]` each."""
+    (loss, kl, agree), more = values, values[0] - reference[0]
+    return {
+        "loss_nats": mean_and_error(loss),
+        "loss_more_than_float32_nats": mean_and_error(more),
+        "perplexity_ratio": float(np.exp(more.mean())),
+        "kl_nats": mean_and_error(kl),
+        "kl_99th_percentile_nats": float(np.percentile(kl, 99)),
+        "same_most_likely_token": mean_and_error(agree),
+    }
 
 
 def theirs(python: Path, model: Path, cut: Sequence[list[int]], size: int) -> dict[str, Any]:
@@ -192,7 +212,8 @@ def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], 
             same.append(first)
             if first < new:
                 text = padded([*prompt, *want[:first]], size)
-                at = log_probabilities(reference, hidden_states(reference, text))[len(prompt) + first - 1]
+                last = len(prompt) + first - 1
+                at = log_probabilities(reference, hidden_states(reference, text)[last : last + 1])[0]
                 margins.append(float(at[want[first]] - at[found[first]]))
         figures[name] = {
             "equal_rows": sum(n == new for n in same),
@@ -263,8 +284,11 @@ def main() -> None:
     cut = windows([reference.encode(text) for text in texts], args.window)
     if not cut:
         raise SystemExit("expected a text of at least two tokens, found none")
-    predicted = predictions(models, cut, args.window)
-    chosen = [reference.encode(prompt) for prompt in prompts[: args.prompts]]
+    predicted = predictions(models, cut, args.window, args.bands)
+    if args.prompt_tokens is None:
+        chosen = [reference.encode(prompt) for prompt in prompts[: args.prompts]]
+    else:
+        chosen = [window[: args.prompt_tokens] for window in cut if len(window) >= args.prompt_tokens][: args.prompts]
     made = generations(models, chosen, args.new_tokens) if chosen else {}
     report = {
         "chip": chip_name(),
@@ -277,6 +301,7 @@ def main() -> None:
         "positions": sum(len(window) - 1 for window in cut),
         "llama_cpp": theirs(args.llama_python, Path(args.model), cut, args.window) if args.llama_python else None,
         "prompts": len(chosen),
+        "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
         "ways": {
             name: {"weight_bytes": weight_bytes(lm), "predictions": predicted[name]}

@@ -24,6 +24,8 @@ peer: Any = importlib.import_module("llama_cpp_peer")
 speed: Any = importlib.import_module("llama_cpp_speed")
 drafting: Any = importlib.import_module("llama_cpp_drafting")
 few_bits: Any = importlib.import_module("few_bits")
+file_formats: Any = importlib.import_module("file_formats")
+int8_quality: Any = importlib.import_module("int8_quality")
 checkpoint: Any = importlib.import_module("random_checkpoint")
 
 CHECKS = "assert add(1, 2) == 3"
@@ -173,6 +175,27 @@ def test_models_in_few_bits_are_compared_within_a_repetition():
     found = few_bits.verdict(taken)
     assert found == {"one_row_over_llama_cpps_best": 2.0, "int4_over_int8": 2.0, "steps_of_16_rows": 3.0}
     assert few_bits.table(list(records.values()), "some").row_count == len(records)
+
+
+def test_formats_of_files_are_compared_by_the_token():
+    """Two texts, of which 3 and 1 tokens are scored; ours loses 0.4 and 0.8 nats there, llama.cpp nothing."""
+    asked = [([1, 2, 3, 4], 1), ([5, 6, 7], 2)]
+    taken = {side: {"text": np.asarray([6.0, 2.0])} for side in ("float32", "llama.cpp")}
+    found = file_formats.figures({**taken, "ours": {"text": np.asarray([6.4, 2.8])}}, "text", asked)
+    assert found["float32"] == [2.0, pytest.approx(np.std([6, 2], ddof=1) * np.sqrt(2) / 4)]
+    assert found["ours_more"] == [pytest.approx(0.3), pytest.approx(0.1)]
+    assert found["llama.cpp_more"] == [0.0, 0.0]
+    record = {"types": {"Q4_0": 3}, "kept": True, "scored": {"text": found}}
+    assert file_formats.table("some", {"Q4_0": record}, ["text"]).row_count == 1
+
+
+def test_predictions_are_measured_against_those_of_float32():
+    """Loss, KL divergence and agreement of four positions."""
+    reference = np.asarray([[1.0, 2, 3, 4], [0, 0, 0, 0], [1, 1, 1, 1]])
+    found = int8_quality.measured(reference + np.asarray([[0.5], [0.25], [0]]), reference)
+    assert found["loss_more_than_float32_nats"] == [0.5, 0.0]
+    assert (found["perplexity_ratio"], found["kl_nats"][0]) == (pytest.approx(np.exp(0.5)), 0.25)
+    assert found["same_most_likely_token"] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama3.2-1b"])

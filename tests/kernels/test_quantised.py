@@ -131,6 +131,17 @@ def test_on_a_tpu_xla_computes_over_8_bits():
     assert "one scale for all keys" in choice.lost
 
 
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_xlas_way_is_lowered_for_gpus(case: linear_checks.Appended):
+    """For CUDA and ROCm, without either: pools of 8 bits go in, and there are operations of XLA's alone."""
+    drawn = replace(case, capacity=96).draw(0)
+    pool, table = quantised_checks.drawn_pool(drawn, 16, 0)
+    text = quantised_checks.by_xla.trace(drawn, pool, table).lower(lowering_platforms=("cuda", "rocm")).as_text()
+    main = next(line for line in text.splitlines() if "func.func public @main" in line)
+    assert main.count(f"tensor<{'x'.join(map(str, pool.k.values.shape))}xi8>") >= 2
+    assert "custom_call" not in text
+
+
 @pytest.mark.tpu
 def test_a_tpu_copies_8_bits_out_of_the_pool():
     """A block of 512 entries at a time, converted there: nothing of the pool's size is in bfloat16 or float32."""

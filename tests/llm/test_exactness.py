@@ -17,6 +17,7 @@ from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Target, as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from tilewright.bench.replay import difference
+from tilewright.kernels.select import Weights
 from tilewright.llm.language_model import Kernels, LanguageModel, load
 from tilewright.models.hub import PACKAGED
 from tilewright.runtime.sampling import Sampling
@@ -40,15 +41,23 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
     return [r.tokens for r in results], float(np.mean([n for r in results for n in r.acceptance_lengths]))
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), "auto"])
-def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels, count: int):
+@pytest.mark.parametrize(
+    ("kernels", "weights", "count"),
+    [
+        pytest.param("auto", "auto", 24, id="auto-24"),
+        pytest.param("auto", "auto", 100, id="auto-100", marks=pytest.mark.slow),
+        pytest.param("auto", "int4", 24, id="auto-int4-24", marks=pytest.mark.slow),
+        pytest.param("xla", "auto", 24, id="xla-24", marks=pytest.mark.slow),
+        pytest.param("xla", "auto", 100, id="xla-100", marks=pytest.mark.slow),
+    ],
+)
+def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels, weights: Weights, count: int):
     """So many prompts, greedy and sampled by turns in the same batches."""
     asked, each = SMALL_ASKED[-count:], SMALL_REQUESTS[:count]
     folder, dflash = as_folders(tmp_path, SMALL)
     _, dflash2 = as_folders(tmp_path / "2", as_dflash2(SMALL, top_k=16))
     eagle3 = as_folder(tmp_path / "eagle3", *random_eagle3(0, SMALL.target_config, taps=[0, 1], draft_vocab_size=20))
-    target = load(folder, dtype="bfloat16", kernels=kernels, table=SMALL_TABLE)
+    target = load(folder, dtype="bfloat16", kernels=kernels, weights=weights, table=SMALL_TABLE)
     options = DrafterOptions(block_size=BLOCK)
     wide = target.with_drafter(*target.load_drafter(None, options))
     want, tau = tokens_of(wide, asked, each)

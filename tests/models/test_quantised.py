@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from models.quantised_folders import METHODS, quantise_folder
 from models.test_gguf import CONFIGS, SIZES, make
 from tilewright.kernels import native
 from tilewright.kernels.linear import blocks
 from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.select import operations
-from tilewright.llm.language_model import load
-from tilewright.models.checkpoint import INDEX, load_decoder, read_config, save_params
+from tilewright.models.checkpoint import load_decoder, read_config, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.mxfp4 import read_mxfp4
@@ -170,83 +170,14 @@ def test_floats_of_8_bits_in_another_order():
     np.testing.assert_array_equal(found.dequantised(jnp.float32), whole.weights()[order].T)
 
 
-def quantise_folder(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """Quantises the layers' matrices of a folder as a golden's method has them. Returns the model as it is then."""
-    config = json.loads((folder / "config.json").read_text())
-    plain, stored, after = load_file(folder / "model.safetensors"), {}, {}
-    rng = np.random.default_rng(0)
-    for key, w in plain.items():
-        if ".layers." not in key or w.ndim != 2:
-            stored[key] = after[key] = w
-            continue
-        layer, (outputs, inputs) = key.removesuffix(".weight"), w.shape
-        if name == "awq":
-            method: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["lm_head"]}
-            made = {
-                "qweight": rng.integers(-(2**31), 2**31, (inputs, outputs // 8), np.int32),
-                "qzeros": rng.integers(-(2**31), 2**31, (inputs // 32, outputs // 8), np.int32),
-                "scales": (0.02 * rng.random((inputs // 32, outputs))).astype(np.float16),
-            }
-        else:
-            method = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
-            scales = rng.random((-(-outputs // 32), -(-inputs // 32)), np.float32)
-            made = {
-                "weight": w.astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
-                "weight_scale_inv": scales,
-                "input_scale": scales[:1],
-            }
-        layout = quantised_layout(method)
-        assert layout is not None
-        arrays = {
-            tensor: value.view(ml_dtypes.float8_e4m3fn) if tensor == "weight" else value for tensor, value in made.items()
-        }
-        after[key] = layout.read(arrays).weights()
-        stored |= {f"{layer}.{tensor}": value for tensor, value in made.items()}
-        config["quantization_config"] = method
-    (folder / "config.json").write_text(json.dumps(config))
-    write_shards(folder, stored)
-    return after
-
-
-def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Two files with an index; a layer's tensors may lie in both. Names that end in "proj.weight" are floats of 8 bits."""
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    places = {name: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, name in enumerate(names)}
-    for file in sorted(set(places.values())):
-        save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
-        data = (folder / file).read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        for name, each in header.items():
-            if name.endswith("proj.weight"):
-                each["dtype"] = "F8_E4M3"
-        text = json.dumps(header).encode()
-        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
-
-
-@needs_native
-@pytest.mark.parametrize("name", ["awq", "fp8"])
+@pytest.mark.parametrize("name", METHODS)
 def test_a_checkpoint_is_the_model_of_its_dequantised_weights(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture):
     _, folder = make(tmp_path, CONFIGS["llama"], Kind.F32)
     _, other = make(tmp_path / "plain", CONFIGS["llama"], Kind.F32)
-    after = quantise_folder(folder, name)
-    save_file(after, other / "model.safetensors", {"format": "pt"})
+    save_file(quantise_folder(folder, name), other / "model.safetensors", {"format": "pt"})
     (_, found), (_, wanted) = (load_decoder(one, jnp.float32) for one in (folder, other))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert "matrices are dequantised, to float32" in caplog.text
-    caplog.clear()
-    kept = load(folder, dtype="float32", weights="int4").model.models.target
-    if name == "fp8":
-        assert "then quantised anew" in caplog.text
-        return
-    assert "dequantised" not in caplog.text
-    down = kept.layers[0].down
-    assert down.panels.shape[2] == blocks.FORMS["q4_z"].group_bytes
-    np.testing.assert_array_equal(
-        blocks.dequantise(blocks.blocks_of(np.asarray(down.panels), down.outputs))[:96], wanted.layers[0].down
-    )
 
 
 def test_biases_of_zeros_are_passed_over_and_others_are_not(tmp_path: Path):

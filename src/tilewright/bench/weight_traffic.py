@@ -1,8 +1,9 @@
-"""Bytes of weights that a decoding step reads on a TPU that is not here, in each format of weights, and what it writes of them.
+"""Decoding steps over weights in few bits: what they are made of, and on a TPU that is not here what they read and write.
 
 Legend: I inputs, O outputs, K inputs of a block.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ from jaxtyping import Int
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.kernels.linear.blocks import BLOCK
 from tilewright.kernels.linear.scaled import FP8, ScaledMatrix, padded
+from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Weights, operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -91,21 +93,33 @@ class WeightTraffic:
     widened: tuple[str, ...]
 
 
-def step(
-    config: DecoderConfig, form: str, batch: int, positions: int, chip: str, layers: int
-) -> WeightTraffic:  # fmt: skip
-    """Compiles a greedy step: a token's row of the embedding, layers over caches, and the head's most likely token."""
-    config, ops = replace(config, num_layers=layers), operations("tpu", weights=FORMATS[form])
+def greedy_step(config: DecoderConfig, ops: Operations) -> Callable[..., tuple[Array, Any]]:
+    """A step `(weights, caches, tokens [B, 1], start [B]) -> (tokens, caches)`: the embedding's rows, layers, and the head's
+    most likely token."""
 
     def run(params: Any, caches: Any, tokens: Int[Array, "B 1"], start: Int[Array, " B"]) -> tuple[Array, Any]:
         span = Span(start, jnp.ones_like(start))
         ran = decoder.forward(config, ops, params, tokens, start[:, None], cached_attend, span, caches)
         return decoder.most_likely(config, ops, params, ran.hidden), ran.kept
 
-    held = weights(config, form)
-    sizes = (layers, batch, config.num_kv_heads, positions, config.head_dim, jnp.bfloat16)
+    return run
+
+
+def arguments(config: DecoderConfig, form: str, batch: int, positions: int) -> tuple[DecoderParams, Any, Any, Any]:
+    """The abstract arguments of `greedy_step` in a format."""
+    sizes = (config.num_layers, batch, config.num_kv_heads, positions, config.head_dim, jnp.bfloat16)
     caches = jax.eval_shape(lambda: allocate(*sizes))
-    made = compile_for(chip, run, held, caches, shaped(jnp.int32, batch, 1), shaped(jnp.int32, batch), donate=1)
+    return weights(config, form), caches, shaped(jnp.int32, batch, 1), shaped(jnp.int32, batch)
+
+
+def step(
+    config: DecoderConfig, form: str, batch: int, positions: int, chip: str, layers: int
+) -> WeightTraffic:  # fmt: skip
+    """Compiles `greedy_step` over some layers for a TPU."""
+    config = replace(config, num_layers=layers)
+    held, caches, *places = arguments(config, form, batch, positions)
+    run = greedy_step(config, operations("tpu", weights=FORMATS[form]))
+    made = compile_for(chip, run, held, caches, *places, donate=1)
     counted = held if held.head is None else replace(held, embed=())
     traffic = made.traffic()
     large = {prod(leaf.shape) for leaf in jax.tree.leaves(held) if len(leaf.shape) == 2 and min(leaf.shape) >= GROUP}

@@ -1,0 +1,107 @@
+"""A decoding step over weights in few bits on the GPU that is here, as XLA compiles it, beside bfloat16 in turns.
+
+    python benchmarks/weights_gpu.py FILE [LAYERS]
+
+Layers of Llama-3-8B's shape with its head, eight rows over caches of 640 positions, weights drawn at random. `memory` is what
+the program takes between operations: a copy of weights in bfloat16 shows there. `off` is how far logits are from those of the
+same weights dequantised to bfloat16 before, over the largest of these.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.bench.model_configs import model_config
+from tilewright.bench.weight_traffic import FORMATS, arguments, bytes_held, greedy_step
+from tilewright.compiled.timing import alternate, quotients, spread
+from tilewright.kernels.linear.scaled import FP8, ScaledMatrix
+from tilewright.kernels.operations import Operations
+from tilewright.kernels.select import operations
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig
+from tilewright.runtime.state import Span, cached_attend
+
+BATCH, POSITIONS, STEPS, SIZE = 8, 640, 50, 0.02
+
+
+def drawn(array: Any, seed: int) -> jax.Array:
+    """Weights of about `SIZE`: integers of any bits, and scales to match."""
+    key, dtype = jax.random.key(seed), array.dtype
+    if dtype.name in ("int8", "int4", "uint4"):
+        bits = jax.random.bits(key, array.shape, jnp.uint8)
+        signed = bits.view(jnp.int8)
+        return {"int8": signed, "int4": signed >> 4, "uint4": bits & 15}[dtype.name].astype(dtype)
+    if dtype == jnp.uint16:
+        return jnp.full(array.shape, np.float16(SIZE / 4).view(np.uint16), dtype)
+    if dtype == jnp.float32:
+        return jnp.full(array.shape, SIZE / 64, dtype)
+    return ((64 if dtype == FP8 else SIZE) * jax.random.normal(key, array.shape)).astype(dtype)
+
+
+def filled(tree: Any) -> Any:
+    leaves, form = jax.tree.flatten(tree)
+    return jax.tree.unflatten(form, [drawn(leaf, n) for n, leaf in enumerate(leaves)])
+
+
+def dequantised(tree: Any) -> Any:
+    def wide(leaf: Any) -> Any:
+        return leaf.dequantised(jnp.bfloat16)[:, : leaf.width or None] if isinstance(leaf, ScaledMatrix) else leaf
+
+    return jax.tree.map(wide, tree, is_leaf=lambda leaf: isinstance(leaf, ScaledMatrix))
+
+
+def case(config: DecoderConfig, form: str) -> tuple[dict[str, Any], Callable[[], float]]:
+    """A format's record but for its times, and what takes the seconds of a step."""
+    ops, (weights, caches, *_) = operations("gpu", weights=FORMATS[form]), arguments(config, form, BATCH, POSITIONS)
+    read = sum(map(bytes_held, jax.tree.leaves(replace(weights, embed=()))))
+    params, held = filled(weights), [filled(caches)]
+    tokens, start = jnp.arange(BATCH)[:, None] * 1000, jnp.full(BATCH, POSITIONS - 1, jnp.int32)
+
+    def logits(ops: Operations, params: Any, caches: Any) -> Any:
+        span = Span(start, jnp.ones_like(start))
+        ran = decoder.forward(config, ops, params, tokens, start[:, None], cached_attend, span, caches)
+        return decoder.logits(config, ops, params, ran.hidden).astype(jnp.float32)
+
+    run = jax.jit(logits, static_argnums=0)
+    found, wanted = run(ops, params, held[0]), run(operations("gpu"), dequantised(params), held[0])
+    step = jax.jit(greedy_step(config, ops), donate_argnums=1).lower(params, held[0], tokens, start).compile()
+    record = {
+        "held": read, "memory": step.memory_analysis().temp_size_in_bytes,
+        "off": float(jnp.max(jnp.abs(found - wanted)) / jnp.max(jnp.abs(wanted))),
+        "same_most_likely": int(jnp.sum(jnp.argmax(found, -1) == jnp.argmax(wanted, -1))),
+    }  # fmt: skip
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            _, held[0] = step(params, held[0], tokens, start)
+        jax.block_until_ready(held[0])
+        return (time.perf_counter() - began) / STEPS
+
+    return record, seconds
+
+
+def main(file: Path, layers: int) -> None:
+    config = replace(model_config("llama3-8b"), num_layers=layers)
+    cases = {form: case(config, form) for form in FORMATS}
+    taken = alternate({form: seconds for form, (_, seconds) in cases.items()}, warm=True)
+    data = {}
+    for form, times in taken.items():
+        ratio = quotients(taken["bfloat16"], times)
+        timed = {"step_ms": 1e3 * spread(times).median, "speedup": ratio.median, "speedup_range": list(ratio.range)}
+        data[form] = cases[form][0] | timed
+        print(form, data[form], flush=True)
+    report = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "layers": layers, "data": data}
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 4)
