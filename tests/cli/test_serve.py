@@ -34,6 +34,7 @@ from tilewright.cli.serve import (
 from tilewright.cli.serve_diffusion import DenoisingOptions
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.server.api import Api
 from tilewright.server.defaults import SamplingDefaults
 
 TABLE = {"batches": [1], "capacities": [128], "chunks": [16], "widths": []}
@@ -167,9 +168,10 @@ def test_the_page_opens_once_the_server_is_ready(
         monkeypatch.setenv(name, ":0") if display else monkeypatch.delenv(name, raising=False)
     engine = Engine.__new__(Engine)  # of which only the context is said
     engine.context = 128
-    options = HttpOptions().server_options("org/model", None)
+    api = object.__new__(Api)
+    api.engine, api.options = engine, HttpOptions().server_options("org/model", None)
     for open_page in (False, True):
-        ready_line(options, ModelOptions("org/model", drafter="ngram"), engine, "http://127.0.0.1:1", open_page)()
+        ready_line(api, ModelOptions("org/model", drafter="ngram"), "http://127.0.0.1:1", open_page)()
     assert opened == (["http://127.0.0.1:1"] if display else [])
     assert capsys.readouterr().out == "org/model with drafter ngram at http://127.0.0.1:1 (context 128)\n" * 2
 

@@ -11,7 +11,7 @@ import pytest
 
 import tilewright as tw
 from server.fake import FakeEngine
-from tilewright.runtime.request import RequestHandle
+from tilewright.runtime.request import GenerateRequest, RequestHandle
 from tilewright.server import run
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.protocol import CompletionBody
@@ -37,6 +37,35 @@ def test_a_server_told_to_stop_as_its_engine_begins_ends_in_peace(monkeypatch: p
         run.Server(api, 0.0, lambda: said.append("ready")).run(listening)
     assert said == []
     assert (engine.ready, engine.thread) == (False, None)
+
+
+class Broken(FakeEngine):
+    """Finds its device gone, once it has begun, and nothing to go on with."""
+
+    gone = False
+
+    def fill(self, everything: bool = False) -> int:
+        if self.gone:
+            raise OSError("the device has gone")
+        return super().fill(everything)
+
+    def recover(self, error: Exception) -> None:
+        raise error
+
+
+def test_a_server_whose_engine_cannot_go_on_ends_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    engine = Broken()
+    api = Api(engine, ServerOptions("demo", tw.__version__))
+    monkeypatch.setattr(engine, "warm", lambda console: None)
+    ended: list[str | None] = []
+
+    def ready() -> None:
+        engine.gone = True
+        engine.submit(GenerateRequest([1, 2]), lambda update: ended.append(update.end))
+
+    with run.listen("127.0.0.1", 0) as listening, pytest.raises(OSError, match="the device has gone"):
+        run.Server(api, 0.0, ready).run(listening)
+    assert (ended, api.stopping, engine.closed) == (["cancelled"], True, True)
 
 
 def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from tilewright.cli.processes import COORDINATOR, INDEX, PROCESSES, check_command
+from tilewright.cli.processes import COORDINATOR, INDEX, PROCESSES, SERVE, check_command
 
 FORCED_DEVICES = "--xla_force_host_platform_device_count"
 
@@ -36,8 +36,8 @@ def launch(
 ) -> None:
     """Runs a command in several processes on this machine, which divide its work, to try that out without a cluster.
 
-    The first process prints and writes files. Exit status: that of the first to fail, and all others are stopped then. They
-    compute on CPUs, unless JAX_PLATFORMS says otherwise.
+    The first process prints, writes files and serves. Exit status: that of the first to fail, and all others are stopped then.
+    They compute on CPUs, unless JAX_PLATFORMS says otherwise.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def launch(
     port = free_port()
     environments = [environment(port, processes, index, devices_per_process) for index in range(processes)]
     stdin = None if sys.stdin.isatty() else sys.stdin.fileno()
-    status = run_all([sys.executable, "-m", "tilewright", *command], environments, stdin)
+    status = run_all([sys.executable, "-m", "tilewright", *command], environments, stdin, serving=command[0] == SERVE)
     if status:
         sys.exit(status)
 
@@ -82,21 +82,24 @@ def environment(port: int, processes: int, index: int, devices: int) -> dict[str
     }
 
 
-def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]], stdin: int | None = None) -> int:
+def run_all(
+    command: Sequence[str], environments: Sequence[Mapping[str, str]], stdin: int | None = None, serving: bool = False
+) -> int:
     """Runs a command once in each environment and returns 0, or the status of the first process that failed.
 
     None of them is left running, whatever happens.
 
     Args:
         stdin: a file whose content all get as their standard input.
+        serving: the first signal goes to the first process, which lets requests end; once that one has ended, so have all.
     """
     group = ProcessGroup(stdin)
     try:
-        with stopped_by_signals():
+        with stopped_by_signals(group if serving else None):
             for each in environments:
                 group.start(command, each)
             group.feed()
-            return group.wait()
+            return group.wait(first_ends=serving)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
@@ -104,13 +107,23 @@ def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]], s
 
 
 @contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Within, a signal that ends this process raises `SystemExit` first, so that the others are ended too."""
+def stopped_by_signals(serving: "ProcessGroup | None" = None) -> Iterator[None]:
+    """Within, a signal that ends this process raises `SystemExit` first, so that the others are ended too.
+
+    Args:
+        serving: processes of which the first one is told instead, by the first signal.
+    """
+    told: list[int] = []
 
     def end(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
+        if serving is None or told or not serving.running:
+            raise SystemExit(128 + number)
+        told.append(number)
+        serving.running[0].terminate()
 
-    names = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    names = [signal.SIGTERM, signal.SIGHUP, *([] if serving is None else [signal.SIGINT])]
+    if threading.current_thread() is not threading.main_thread():
+        names = []
     before = {name: signal.signal(name, end) for name in names}
     try:
         yield
@@ -178,19 +191,31 @@ class ProcessGroup:
         for each in inputs:
             each.close()
 
-    def wait(self) -> int:
-        """Waits until all have ended, or one has failed; says which. Returns the status as a shell has it."""
+    def wait(self, first_ends: bool = False) -> int:
+        """Waits until all have ended, or one has failed; says which. Returns the status as a shell has it.
+
+        Args:
+            first_ends: the first one's end is that of all; the others have `GRACE_S` for theirs.
+        """
         for _ in self.running:
             index = self.ended.get()
             if self.running[index].returncode:
                 return self.failed(index)
+            if first_ends and index == 0:
+                self.let_end()
+                return 0
         return 0
+
+    def let_end(self) -> None:
+        """Waits for those that run, but not for long."""
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until and any(process.poll() is None for process in self.running):
+            time.sleep(0.02)
 
     def failed(self, index: int) -> int:
         """Says what a process said that failed, unless the first one says the same."""
-        status, until = self.status(index), time.monotonic() + GRACE_S
-        while time.monotonic() < until and any(process.poll() is None for process in self.running):
-            time.sleep(0.02)
+        status = self.status(index)
+        self.let_end()
         if any(process.returncode is None or self.status(n) != status for n, process in enumerate(self.running)):
             for line in self.said[index]:
                 print(f"[{index}] {line.decode(errors='replace').rstrip()}", file=sys.stderr)

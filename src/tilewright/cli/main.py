@@ -55,8 +55,8 @@ app.command(
     "tilewright.cli.launch:launch",
     name="launch",
     help="Runs a command in several processes on this machine, which divide its work, to try that out without a cluster.\n\n"
-    "The first process prints and writes files. Exit status: that of the first to fail, and all others are stopped then. They "
-    "compute on CPUs, unless JAX_PLATFORMS says otherwise.",
+    "The first process prints, writes files and serves. Exit status: that of the first to fail, and all others are stopped "
+    "then. They compute on CPUs, unless JAX_PLATFORMS says otherwise.",
 )
 app.command(
     "tilewright.cli.verify_exact:verify_exact",

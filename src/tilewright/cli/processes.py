@@ -17,7 +17,10 @@ COORDINATOR, PROCESSES, INDEX = "TILEWRIGHT_COORDINATOR", "TILEWRIGHT_PROCESSES"
 CLUSTER = "cluster"
 """Value of the coordinator by which JAX asks the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes) for all three."""
 
-TOGETHER = ("generate", "bench overlap", "train lm", "train diffusion")
+SERVE = "serve"
+"""The command of which the first process alone is asked; it tells the others what to run."""
+
+TOGETHER = ("generate", SERVE, "bench overlap", "train lm", "train diffusion")
 """The commands whose work several processes can divide. They compute the same from the same arguments, and all the time."""
 
 
@@ -29,10 +32,6 @@ def check_command(arguments: Sequence[str]) -> None:
     name = next((name for name in TOGETHER if list(arguments[: len(name.split())]) == name.split()), None)
     if name is not None:
         return
-    if arguments[0] == "serve":
-        raise ValueError(
-            f"{expected}; found 'serve': what comes over HTTP comes to one process, of which the others don't hear"
-        )
     found = " ".join(arguments[:2]) if arguments[0] in ("bench", "train") else arguments[0]
     near = get_close_matches(found, TOGETHER, 1)
     raise ValueError(f"{expected}; found {found!r}" + (f". Did you mean {near[0]!r}?" if near else ""))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import webbrowser
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 from cyclopts import Parameter
 from rich.console import Console
 
@@ -29,6 +31,7 @@ from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, i
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.grammar.matcher import is_installed
 from tilewright.models.chat import ChatTemplate
+from tilewright.parallel.mesh import is_first_process
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.pooling import Pooling
@@ -37,7 +40,7 @@ from tilewright.server.api import Api, ServerOptions
 from tilewright.server.defaults import SamplingDefaults, embedding_dimensions
 from tilewright.server.middleware import access
 from tilewright.server.parse import Constrain
-from tilewright.server.run import Server, listen, url_of
+from tilewright.server.run import SIGNALS, Server, listen, url_of
 from tilewright.server.tls import CertReqs, tls_context
 from tilewright.server.tracing import Tracer
 from tilewright.speculation.drafters.load import NGRAM
@@ -286,24 +289,65 @@ def serve(
         What is logged to standard error: how far warming up is, and what goes wrong.
     """
     start_logging(log_level)
-    chosen = speculation.applied(named_model(model, models))
-    if chosen.drafter is None and chosen.model in SPECULATING:
-        chosen = replace(chosen, drafter=NGRAM)
-    console = Console(stderr=True, highlight=False, emoji=False)
+    chosen = chosen_models(model, models, speculation)
+    console = Console(stderr=True, highlight=False, emoji=False, quiet=not is_first_process())
+    if not is_first_process():
+        follow(chosen, devices, capacity, denoising, console)
+        return
     if http.access_log:
         log_access()
     with listen(http.host, http.port) as listening:
-        template = DEMO_TEMPLATES.get(chosen.model) or chosen.chat_template(console)
-        options = http.server_options(chosen.model, template, http.sampling(chosen, console))
-        if options.name in chosen.adapter_folders:
-            raise ValueError(f"--lora: expected another name than the model's, found {options.name!r}")
-        engine, constrain = engine_of(chosen, devices, capacity, denoising, console)
-        options = replace(options, constrain=constrain)
-        if not isinstance(engine, DiffusionEngine):
-            say_defaults(options.sampling, console)
-            options = replace(options, embedding_dimensions=embedding_dimensions(chosen.folder(console)))
-        said = ready_line(options, chosen, engine, url_of(listening, options.tls is not None), http.open_page)
-        Server(Api(engine, options), http.drain, said, progress_console(console)).run(listening)
+        api = served(chosen, devices, capacity, denoising, http, console)
+        if not isinstance(api.engine, DiffusionEngine):
+            say_defaults(api.options.sampling, console)
+        said = ready_line(api, chosen, url_of(listening, api.options.tls is not None), http.open_page)
+        Server(api, http.drain, said, progress_console(console)).run(listening)
+
+
+def chosen_models(model: str | None, models: ModelOptions, speculation: SpeculationOptions) -> ModelOptions:
+    """The models that a command line names, in any of its ways, with the drafter that they have by default."""
+    chosen = speculation.applied(named_model(model, models))
+    if chosen.drafter is None and chosen.model in SPECULATING:
+        chosen = replace(chosen, drafter=NGRAM)
+    return chosen
+
+
+def served(
+    models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions, http: HttpOptions,
+    console: Console,
+) -> Api:  # fmt: skip
+    """What answers requests: an engine, which is not warm yet, and how it is asked."""
+    template = DEMO_TEMPLATES.get(models.model) or models.chat_template(console)
+    options = http.server_options(models.model, template, http.sampling(models, console))
+    if options.name in models.adapter_folders:
+        raise ValueError(f"--lora: expected another name than the model's, found {options.name!r}")
+    engine, constrain = engine_of(models, devices, capacity, denoising, console)
+    if not isinstance(engine, DiffusionEngine):
+        options = replace(options, embedding_dimensions=embedding_dimensions(models.folder(console)))
+    return Api(engine, replace(options, constrain=constrain))
+
+
+def follow(
+    models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions, console: Console
+) -> None:
+    """Computes with the first process, of several that serve a model, until that one ends: signals are for it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    engine, _ = engine_of(models, devices, capacity, denoising, console)
+    assert isinstance(engine, Engine), "one process alone denoises"
+    engine.warm()
+    engine.follow()
+
+
+def check_processes(devices: DeviceOptions, denoises: bool) -> None:
+    """Raises a `ValueError` for what several processes cannot serve together."""
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return
+    if denoises:
+        raise ValueError("expected one process to serve a diffusion model, found several")
+    if devices.tensor_parallel is None:
+        count, processes = jax.device_count(), jax.process_count()
+        raise ValueError(f"expected --tensor-parallel {count}, the devices of all {processes} processes, found none")
 
 
 def say_defaults(sampling: SamplingDefaults, console: Console) -> None:
@@ -333,7 +377,9 @@ def engine_of(
     models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions, console: Console
 ) -> tuple[Engine | DiffusionEngine, Constrain | None]:
     """The engine for a model of either kind, and what makes constraints of grammars where it takes them."""
-    if is_diffusion(models, console):
+    denoises = is_diffusion(models, console)
+    check_processes(devices, denoises)
+    if denoises:
         capacity.refuse_paging()
         if models.adapter_folders:
             raise ValueError("--lora is for models that decode token by token; this one denoises")
@@ -348,10 +394,9 @@ def engine_of(
     return engine, partial(lm.constrain, seconds=GRAMMAR_S) if options.constraints else None
 
 
-def ready_line(
-    options: ServerOptions, models: ModelOptions, engine: Engine | DiffusionEngine, url: str, open_page: bool = False
-) -> Callable[[], None]:
+def ready_line(api: Api, models: ModelOptions, url: str, open_page: bool = False) -> Callable[[], None]:
     """Function that says that the server is ready, and opens its page."""
+    options, engine = api.options, api.engine
 
     def say() -> None:
         drafter = "no drafter" if models.drafter in (None, "none") else f"drafter {models.drafter}"

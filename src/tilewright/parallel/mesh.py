@@ -131,6 +131,13 @@ def agreed_seconds(mesh: Mesh | None, seconds: float) -> float:
     return seconds if alone else float(agreed(mesh, np.asarray(seconds, np.float32)))
 
 
+def least_bytes(mesh: Mesh | None, count: int) -> int:
+    """The least of what each process has found, of a number of bytes, in whole MiB; one process's number stays as it is."""
+    if mesh is None or not mesh.is_multi_process:
+        return count
+    return int(multihost_utils.process_allgather(np.int32(count >> 20)).min()) << 20
+
+
 def initialise_processes(
     coordinator: str | None = None, processes: int | None = None, index: int | None = None, timeout: int = 300
 ) -> None:

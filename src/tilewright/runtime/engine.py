@@ -18,12 +18,14 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.models.tokenizer import StreamDecoder
+from tilewright.parallel.host_broadcast import HostBroadcast, ProcessLost
 from tilewright.runtime.automaton_table import places
 from tilewright.runtime.collect import NotFinite, collect_rounds
 from tilewright.runtime.constraints import ConstraintError, MaskSource
 from tilewright.runtime.counts import count_rounds
 from tilewright.runtime.groups import PageGroup
 from tilewright.runtime.interfaces import Choice, RoundChooser
+from tilewright.runtime.lockstep import Lockstep
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import OutputProcessor
@@ -144,6 +146,51 @@ class Engine(Service):
         self.programs.warm(self.programs.declared(self.runner.sampling, self.options.constraints), console)
         self.choose_rounds(console)
         return len(self.programs.compiled)
+
+    @property
+    def several(self) -> bool:
+        """True if several processes have parts of the model."""
+        mesh = self.model.target.mesh
+        return mesh is not None and mesh.is_multi_process
+
+    def lockstep(self) -> Lockstep:
+        declared = self.programs.declared(self.runner.sampling, self.options.constraints)
+        return Lockstep(self.programs, declared, HostBroadcast())
+
+    def open(self) -> None:
+        """As `Service.open`. Of several processes the first one opens it, and the others `follow`."""
+        if self.several and not self.closed:
+            self.runner.lockstep = self.lockstep()
+        super().open()
+
+    def follow(self) -> None:
+        """Runs what the first process's engine runs, after `warm`, until that one is stopped.
+
+        Raises:
+            ProcessLost: the first process has gone.
+        """
+        assert self.prepared, "the engine was not warmed"
+        self.trap.open()
+        try:
+            for key, inputs in self.lockstep().heard():
+                if key.name == "allocate":
+                    self.runner.reset()
+                else:
+                    self.runner.run(key, *inputs)
+        finally:
+            self.trap.close()
+
+    def stop(self, drain_s: float = 0.0) -> bool:
+        drained = super().stop(drain_s)
+        if self.runner.lockstep is not None and self.failure is None:
+            self.runner.lockstep.end()
+        return drained
+
+    def recover(self, error: Exception) -> None:
+        """As `Service.recover`. What another process's devices hold is not known after a failure, unless all have run."""
+        if self.runner.lockstep is not None and not isinstance(error, NotFinite):
+            raise ProcessLost("a dispatch failed that several processes share") from error
+        super().recover(error)
 
     def choose_rounds(self, console: Console | None = None) -> None:
         """Makes what chooses rounds, which may run some in memory of its own, and then takes the slots' memory."""

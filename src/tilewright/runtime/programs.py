@@ -149,8 +149,10 @@ class Programs(Store[ProgramKey]):
 
     @property
     def mask_sources(self) -> tuple[MaskSource, ...]:
-        """Where masks may come from. A device without loops runs a round at a time, and takes the host's."""
-        return ("host", "device") if self.target.loops else ("host",)
+        """Where masks may come from: the host alone without loops on the device, and over several processes."""
+        mesh = self.target.mesh
+        several = mesh is not None and mesh.is_multi_process
+        return ("host", "device") if self.target.loops and not several else ("host",)
 
     def round_key(
         self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs", masks: MaskSource = "none"

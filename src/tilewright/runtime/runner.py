@@ -11,6 +11,7 @@ from tilewright.kernels.operations import UNMAPPED
 from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTables
 from tilewright.runtime.constraints import Drafted, MaskSource, fill_blocks
 from tilewright.runtime.interfaces import Choice
+from tilewright.runtime.lockstep import Lockstep
 from tilewright.runtime.placement import on_devices
 from tilewright.runtime.programs import (
     ProgramKey,
@@ -64,6 +65,7 @@ class ModelRunner:
         state: the slots and the pool; None before `reset`.
         sent: what was sent since the last rounds.
         automata: of rows with a constraint; None before there was one.
+        lockstep: tells the other processes of each program; None where there are none, or all decide alike.
     """
 
     def __init__(self, programs: Programs, sampling: SamplingMode = "logprobs"):
@@ -73,6 +75,7 @@ class ModelRunner:
         self.sent: list[str] = []
         self.automata: AutomatonTables | None = None
         self.called: dict[ProgramKey, tuple[Callable[..., Any], Models]] = {}
+        self.lockstep: Lockstep | None = None
 
     @property
     def reports_logprobs(self) -> bool:
@@ -82,7 +85,10 @@ class ModelRunner:
     def reset(self) -> None:
         """Empty slots, whatever was there."""
         self.state = None
-        self.state = empty_state(self.programs.layout, *self.programs.get(ProgramKey("allocate"))())
+        key = ProgramKey("allocate")
+        if self.lockstep is not None:
+            self.lockstep.tell(key, ())
+        self.state = empty_state(self.programs.layout, *self.programs.get(key)())
 
     def free(self) -> None:
         """Gives the device's memory back."""
@@ -93,6 +99,8 @@ class ModelRunner:
             self.called[key] = self.programs.get(key), self.programs.params_for(key)
         program, models = self.called[key]
         self.sent.append(key.name)
+        if self.lockstep is not None:
+            self.lockstep.tell(key, inputs)
         return self.apply(program, models, *inputs)
 
     def apply(self, program: Callable[..., tuple[DecodeState, Any]], models: Models, *inputs: Any) -> Any:

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,8 @@ class Service(ABC):
         woken: whether there is something for the next step to take in.
         closed: whether it was told to stop, or has ended by itself; it does not begin again.
         ending: whether the thread is to end.
+        failure: why it has ended by itself.
+        on_failure: told of that, on the engine's thread, once all requests have ended.
         flight: dispatches that were sent and not read yet.
     """
 
@@ -66,6 +68,8 @@ class Service(ABC):
         self.ready = self.ending = self.woken = self.closed = False
         self.stepped = time.monotonic()
         self.thread: threading.Thread | None = None
+        self.failure: Exception | None = None
+        self.on_failure: Callable[[Exception], None] | None = None
 
     # What an engine is asked about its model.
 
@@ -256,20 +260,23 @@ class Service(ABC):
                 if not self.step():
                     with self.wake:
                         self.wake.wait_for(lambda: self.woken, IDLE_S)
-        except Exception:
+        except Exception as error:
             log.exception("the engine cannot go on")
             with self.wake:
                 self.ready, self.closed, self.ending = False, True, True
+                self.failure = error
         self.end_all()
+        if self.failure is not None and self.on_failure is not None:
+            self.on_failure(self.failure)
 
     def step(self) -> bool:
         """Takes in what was asked, sends, and reads. Returns whether there was anything to do."""
         try:
             self.expire(self.take_in())
             worked = self.turn()
-        except Exception:
+        except Exception as error:
             log.exception("a dispatch failed")
-            self.recover()
+            self.recover(error)
             worked = True
         self.stepped = time.monotonic()
         return worked
@@ -352,8 +359,8 @@ class Service(ABC):
             log.exception("a listener failed")
             self.cancel(sequence.handle)
 
-    def recover(self) -> None:
-        """After a failed dispatch: all that ran is computed anew, or given up."""
+    def recover(self, error: Exception) -> None:
+        """After a failed dispatch: all that ran is computed anew, or given up. Raises what leaves nothing to go on with."""
         self.flight.clear()
         for sequence in self.scheduler.forget():
             sequence.faults += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tilewright.parallel.mesh import least_bytes
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
@@ -169,7 +170,7 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     fixed, each = pool.fixed_bytes, pool.page_bytes
     pages, free = full if options.pages is None else options.pages, None
     if options.pages is None and options.memory_fraction is not None:
-        free = free_bytes(None if target.mesh is None else target.mesh.devices.flat)
+        free = least_bytes(target.mesh, free_bytes(None if target.mesh is None else target.mesh.devices.flat))
         besides = fixed + temporary_bytes(target, table, widest)
         pages = pool.within(int(options.memory_fraction * free) - besides, full)
         if pages * size < min(capacity, size + widest):

@@ -226,17 +226,16 @@ def parse_request(
     tools = tools_of(body, template)
     constraint = constraint_of(body, tools, constrain)
     if isinstance(body, ChatBody):
-        prompts, logprobs, echo = [conversation(body, engine, template, tools)], given(body.top_logprobs, 0), False
-        logprobs = logprobs if body.logprobs else None
+        prompts, echo = [conversation(body, engine, template, tools)], False
+        logprobs = given(body.top_logprobs, 0) if body.logprobs else None
     else:
         assert isinstance(body, CompletionBody)
         echo, logprobs = bool(body.echo), body.logprobs
         prompts = [prompted(one, body, engine) for one in listed(body.prompt)]
     choices, requests = given(body.n, 1), list[Any]()
-    # Log-probabilities come with as many alternatives as the one that wants most of them.
     of_prompt = body.prompt_logprobs is not None or (echo and logprobs is not None)
     wanted = [each for each in (logprobs, body.prompt_logprobs) if each is not None]
-    how = (max(wanted, default=None), of_prompt, deadline_s)
+    how = (max(wanted, default=None), of_prompt, deadline_s)  # as many alternatives as the one wants that wants most
     try:
         for prompt in prompts:
             if isinstance(body, DenoisingBody):
@@ -247,11 +246,11 @@ def parse_request(
             else:
                 new_tokens = new_tokens_of(body, prompt.tokens, engine.context, most=sampling.max_new_tokens)
                 asked = sampling_of(body, new_tokens, sampling)
-                if tools is not None:  # what marks a call may be a special token
-                    asked = replace(asked, skip_special_tokens=False)
-                each = [seeded(asked, choice) for choice in range(choices)]
+                # What marks a call may be a special token.
+                asked = replace(asked, skip_special_tokens=asked.skip_special_tokens and tools is None)
                 lora = body.model if body.model in engine.adapters else None
                 own = None if constraint is None else behind_thought(constraint, body, engine, prompt.tokens)
+                each = [seeded(asked, choice) for choice in range(choices)]
                 requests += [GenerateRequest(prompt.tokens, one, *how, constraint=own, lora=lora) for one in each]
         for request in requests[::choices]:
             engine.check(request)

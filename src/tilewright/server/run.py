@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from rich.console import Console
 
@@ -70,7 +71,7 @@ class Server:
         The first one ends it as `drain_s` says, the second at once.
 
         Raises:
-            BaseException: what warming up ended with, if it failed.
+            BaseException: what warming up, or the engine, ended with, if it failed.
         """
         asyncio.run(self.serve(listening))
         if self.failure:
@@ -92,14 +93,20 @@ class Server:
     def warm(self, loop: asyncio.AbstractEventLoop) -> None:
         """Makes the engine ready, unless it is told to stop before."""
         try:
+            self.api.engine.on_failure = partial(self.failed, loop)
             self.api.engine.warm(self.console)
             self.api.engine.start()
             self.say()
         except Stopped:
             log.info("the server was told to stop before it was ready")
-        except BaseException as error:  # goes on in the main thread
-            self.failure.append(error)
-            loop.call_soon_threadsafe(self.end)
+        except BaseException as error:
+            self.failed(loop, error)
+
+    def failed(self, loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
+        """Ends the server with an error, which goes on in the main thread."""
+        self.api.stopping = True
+        self.failure.append(error)
+        loop.call_soon_threadsafe(self.end)
 
     def told_to_stop(self) -> None:
         drain_s = 0.0 if self.api.stopping else self.drain_s
@@ -108,8 +115,10 @@ class Server:
 
     def drain(self, loop: asyncio.AbstractEventLoop, drain_s: float) -> None:
         """Lets the engine's requests end, and then the server."""
-        self.api.engine.stop(drain_s)
-        loop.call_soon_threadsafe(self.end)
+        try:
+            self.api.engine.stop(drain_s)
+        finally:
+            loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
         self.http.should_exit = True

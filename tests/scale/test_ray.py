@@ -1,0 +1,182 @@
+"""Replicas by Ray Serve, one of which is killed: who gets what. `make scale` runs it; it needs the extra `ray`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.processes import free_port
+from reference.dflash_numpy import as_folders, random_pair
+from tilewright.runtime.shape_file import table_text
+from tilewright.runtime.shapes import ShapeTable
+
+pytest.importorskip("ray")
+
+ROOT = Path(__file__).parents[2]
+REQUESTS, CLIENTS, LONG = 200, 8, 1500
+TABLE = ShapeTable(batches=(1, 4), capacities=(2048,), chunks=(64,), widths=())
+READY_S, ANSWER_S, TRIES = 600.0, 120.0, 60
+
+PATIENT = {
+    "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+    **dict.fromkeys(("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), "120"),
+}  # fmt: skip
+"""Ray gives a proxy 5 s to begin, and kills it then."""
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Outcome:
+    """What a client has seen of one request.
+
+    Attributes:
+        answers: texts that came to their end.
+        cut: streams that ended with an error event.
+        retried: attempts of which no byte of an answer came.
+    """
+
+    answers: list[str] = field(default_factory=list)
+    cut: int = 0
+    retried: int = 0
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two replicas, ready."""
+    folder = tmp_path_factory.mktemp("pair")
+    pair = random_pair(3, target_layers=2, drafter_layers=1, taps=(0, 1), block_size=4, max_position_embeddings=2048)
+    target, _ = as_folders(folder, pair)
+    (shapes := folder / "shapes.json").write_text(table_text(TABLE), encoding="utf-8")
+    port = free_port()
+    words = [sys.executable, str(ROOT / "deploy" / "ray_serve.py"), str(target), "--shapes", str(shapes), "--pages", "256"]
+    words += ["--replicas", "2", "--cpus", "0.5", "--port", str(port), "--dtype", "float32", "--log-level", "warning"]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "deploy")])
+    started = subprocess.Popen(words, env=os.environ | PATIENT | {"PYTHONPATH": path})
+    found = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: started.poll() is not None or is_ready(found), READY_S)
+        assert started.poll() is None, "it ended before it was ready"
+        yield found
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(60)
+        finally:
+            started.kill()
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def replicas() -> list[int]:
+    """Processes of the replicas, which Ray names after what they run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            name = path.read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
+        if name.startswith(b"ray::ServeReplica:default:Replica"):
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def body(number: int) -> dict[str, Any]:
+    """Every other one is a long stream, and its prompt is its own."""
+    streams = number % 2 == 0
+    asked = {"prompt": [1 + number % 30, 1 + number // 30, 5], "temperature": 1, "seed": number, "ignore_eos": True}
+    return asked | {"stream": streams, "max_tokens": LONG if streams else 20}
+
+
+def ask(url: str, number: int) -> Outcome:
+    """Asks until an answer has begun."""
+    outcome, asked = Outcome(), body(number)
+    while not outcome.answers and not outcome.cut:
+        assert outcome.retried < TRIES
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
+        request.add_header("content-type", "application/json")
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                text = streamed(answer, outcome) if asked["stream"] else json.load(answer)["choices"][0]["text"]
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or not error.headers["retry-after"]:
+                raise
+            text = None
+        except (urllib.error.URLError, ConnectionError):
+            text = None
+        if text is not None:
+            outcome.answers.append(text)
+        elif not outcome.cut:
+            outcome.retried += 1
+            time.sleep(0.5)
+    return outcome
+
+
+def streamed(answer: Any, outcome: Outcome) -> str | None:
+    """The text of a stream; None where it ended with an error event, or had none."""
+    texts = []
+    for line in answer:
+        if line.startswith(b"data: {"):
+            said = json.loads(line[6:])
+            if "error" in said:
+                assert said["error"]["code"] == "replica_lost"
+                outcome.cut += 1
+                return None
+            texts += [choice["text"] for choice in said["choices"]]
+        elif line == b"data: [DONE]\n":
+            return "".join(texts)
+    raise HTTPException("a stream ended without an end")
+
+
+def test_one_of_two_replicas_is_killed(url: str):
+    wait_until(lambda: len(replicas()) == 2, READY_S)
+    first, done = replicas(), threading.Semaphore(0)
+
+    def counted(number: int) -> Outcome:
+        found = ask(url, number)
+        done.release()
+        return found
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        asking = [threads.submit(counted, number) for number in range(REQUESTS)]
+        for _ in range(REQUESTS // 4):
+            done.acquire()
+        os.kill(first[0], signal.SIGKILL)
+        outcomes = [each.result() for each in asking]
+    seen = Counter("cut" if one.cut else "answered" for one in outcomes)
+    retried = sum(one.retried for one in outcomes)
+    print(f"\n{seen['answered']} answered, {seen['cut']} cut by an error event, {retried} attempts without a byte")
+    assert all(len(one.answers) + one.cut == 1 for one in outcomes), "none is answered twice"
+    assert 1 <= seen["cut"] <= CLIENTS
+    assert all(number % 2 == 0 for number, one in enumerate(outcomes) if one.cut), "only what had begun is cut"
+    wait_until(lambda: len(replicas()) == 2 and first[0] not in replicas(), READY_S)
+    for number in (0, 1, 2, 3):
+        (again,) = ask(url, number).answers
+        assert outcomes[number].answers == [again], "seeds give the same text on any replica"
