@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="auto")
     parser.add_argument("--costs", type=Path, help="what bench round --json wrote, in the place of the recorded costs")
     parser.add_argument("--uneven", type=float, default=0.0, help="standard deviation of the logarithm of costs and times")
     parser.add_argument("--seeds", type=int, default=1, help="how often that is drawn; figures are means")
@@ -73,7 +74,8 @@ def averaged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def recorded(asked: argparse.Namespace, console: Console) -> None:
     """Writes the traces."""
-    lm = ModelOptions(asked.model, asked.dtype, drafter=asked.drafter).load(console)
+    options = ModelOptions(asked.model, asked.dtype, asked.weights, drafter=asked.drafter)
+    lm, template = options.load(console), options.chat_template(console)
     sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, seed=0)
     files = {path.stem: path for path in asked.data} or {"held-out code": packaged_prompts_file()}
     assert lm.pacing is not None
@@ -82,7 +84,7 @@ def recorded(asked: argparse.Namespace, console: Console) -> None:
     with Progress(console=console, transient=True) as bar:
         row = bar.add_task("recording", total=len(files) * asked.samples)
         for name, path in files.items():
-            prompts = ask(lm, name, read_examples(path)[: asked.samples], None, sampling).prompts
+            prompts = ask(lm, name, read_examples(path)[: asked.samples], template, sampling).prompts
             traces += record(lm, name, prompts, sampling, lambda: bar.advance(row))
     runner = lm.start([[0]], sampling).engine.runner
     runner.programs.warm(runner.programs.declared(runner.sampling))

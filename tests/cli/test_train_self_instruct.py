@@ -57,11 +57,24 @@ def test_the_target_writes_what_its_drafter_learns(run: Run, target: Path, promp
     assert both[0] == both[1]
 
 
+def test_a_drafter_learns_in_bfloat16_what_waves_wrote(run: Run, target: Path, prompts: Path, tmp_path: Path):
+    openings = tmp_path / "openings.jsonl"
+    openings.write_text(json.dumps({"begin": "t7 t8", "end": " t9"}) + "\n")
+    command = ["train", "drafter", prompts, "--target", target, *LOOP, *SIZES, "--compute-dtype", "bfloat16"]
+    ran = run(*command, "--self-instruct", 8, "--waves", 4, "--openings", openings, "--out", tmp_path / "out")
+    assert ran.status == 0, ran.err
+    written = [json.loads(line) for line in (tmp_path / "out" / "training" / "messages.jsonl").read_text().splitlines()]
+    assert any("t4 t5 t6" in each["prompt"] for each in written), "given prompts are answered"
+    records = Records.load(tmp_path / "out" / "training" / "records.npz.xz")
+    assert (records.ends - records.starts - records.prompts).max() <= 25
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--self-instruct", -1], "expected a number of instructions, found -1"),
         (["--self-instruct", 1, "--slots", 0], "expected at least 1 slot, found 0"),
+        (["--self-instruct", 1, "--waves", -1], "expected a number of rows for --waves, found -1"),
         (["--self-instruct", 1, "--regenerated", 2], "expected --regenerated or --self-instruct, found both"),
     ],
 )

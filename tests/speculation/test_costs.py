@@ -287,6 +287,15 @@ def test_a_call_begins_with_two_programs_and_adds_what_pays(
     assert CallPacer(team_of(lm), paces, runner, drawn=False).policy(1).ready == policy.ready
 
 
+def test_a_call_begins_with_a_drafter_whose_acceptance_was_measured_too(lm: LanguageModel):
+    ngram, silent = team_of(lm).members
+    told = replace(silent, config=replace(silent.config, expected_acceptance=(0.9, 0.8, 0.7)))
+    for member, firsts in ((silent, {Choice("ngram", 2)}), (told, {Choice("ngram", 2), WIDE})):
+        team = replace(team_of(lm), members=(ngram, member))
+        pacer = CallPacer(team, Pacing(team_of(lm), "auto"), runner_of(lm, 1, 64), drawn=False)
+        assert pacer.firsts(1) == firsts
+
+
 def test_the_configuration_names_what_costs_depend_on(lm: LanguageModel):
     team, programs = team_of(lm), lm.programs_for(lm.drafter, Shape(1, 64))
     about = configuration(programs, team, 1, False, "auto")

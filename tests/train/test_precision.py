@@ -19,7 +19,7 @@ from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
 from tilewright.train.drafter import DFlashOptions, Frozen, drafter_loss
 from tilewright.train.lm import next_token_loss, train_lm
-from tilewright.train.text import TextOptions
+from tilewright.train.text import TextOptions, in_compute_dtype
 from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -98,6 +98,31 @@ def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded.params)} == {jnp.dtype("float32")}
     with pytest.raises(ValueError, match="products"):
         run("float32", tmp_path / "b")
+
+
+def test_a_loss_in_bfloat16_has_float32_gradients_close_to_its_own():
+    target, params = target_params(), drafter_params()
+    batch, key = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)), jax.random.key(0)
+    rounded = options(compute_dtype="bfloat16")
+
+    def loss(params: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), rounded.ops, params, frozen, batch, key)
+
+    def gradient(chosen: TextOptions) -> Any:
+        return jax.jit(jax.grad(lambda p: in_compute_dtype(chosen, loss)(p, Frozen(target), batch, key)[0]))(params)
+
+    plain, found = named_leaves(gradient(options())), named_leaves(gradient(rounded))
+    for name, leaf in plain.items():
+        assert found[name].dtype == jnp.float32
+        error = float(jnp.linalg.norm(found[name] - leaf) / jnp.linalg.norm(leaf))
+        assert 1e-5 < error < 0.1, f"{name}: {error}"
+
+
+def test_the_compute_dtype_is_part_of_a_run():
+    assert "compute_dtype" not in options().run_fingerprint(), "checkpoints of before there was a choice go on"
+    assert options(compute_dtype="bfloat16").run_fingerprint()["compute_dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match="expected the compute dtype float32 or bfloat16, found 'float16'"):
+        options(compute_dtype="float16")
 
 
 def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -252,8 +252,8 @@ class TargetOptions(LoadOptions):
         if drafter in (None, "none"):
             return None
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
-        if drafter == AUTO:  # beside n-grams, SmolLM2's learnt drafter costs more than it gives (its model card)
-            return [NGRAM, *(packaged.values() if self.model == DEMO else ())]
+        if drafter == AUTO:
+            return [NGRAM, *packaged.values()]
         return packaged.get(drafter, drafter)
 
 
@@ -264,7 +264,7 @@ class ModelOptions(TargetOptions):
 
     Attributes:
         drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and for the demo its own; it
+            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package; it
             is the default for these two models, "none" otherwise.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
             round by round, plain decoding among them; where narrower programs round differently all run at the widest.

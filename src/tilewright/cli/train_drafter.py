@@ -233,6 +233,21 @@ def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
         raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DrafterDevices:
+    """Options that say where a drafter is trained, and in what.
+
+    Attributes:
+        mesh: devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
+        compute_dtype: of what the loss is computed in: bfloat16 for accelerators, where it halves the traffic with memory. The
+            drafter and its optimiser stay in float32.
+    """
+
+    mesh: str | None = None
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
 def placement_of(mesh: str | None, writing: bool, batch_size: int) -> TrainingPlacement:
     """The mesh to train over, if one is named.
 
@@ -296,7 +311,7 @@ def drafter(
     regeneration: Regeneration = Regeneration(),
     self_instruct: SelfInstruct = SelfInstruct(),
     loop: LoopOptions = LoopOptions(),
-    mesh: str | None = None,
+    over: DrafterDevices = DrafterDevices(),
     dtype: Dtype = "float32",
     json_file: JsonFile = None,
 ) -> None:
@@ -315,8 +330,6 @@ def drafter(
         A block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's best
         candidates, by a selector (dflash2), a serial head (dspark) or a small transformer (lilicorr); or a chain (eagle3), one
         token after another.
-    mesh
-        Devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
     dtype
         Of the drafter as it is written; it is trained in float32.
     json_file
@@ -326,11 +339,11 @@ def drafter(
     console = human_console(json_file)
     require_data(data)
     refuse_others(kind, vars(of_kinds))
-    options, own = loop.options(), of_kinds.options(kind)
+    options, own = replace(loop.options(), compute_dtype=over.compute_dtype), of_kinds.options(kind)
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
-    placement = placement_of(mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
+    placement = placement_of(over.mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
     made, start = configured(kind, vars(of_kinds), sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)

@@ -96,7 +96,7 @@ def measured_pacer(pacing: Pacing, runner: ModelRunner, dispatch_s: float, conso
 class CallPacer(Pacer):
     """Chooses the rounds of a call.
 
-    It begins with plain decoding and the choice that promises most. A further program is compiled between two dispatches, when
+    It begins with plain decoding and the choices of `firsts`. A further program is compiled between two dispatches, when
     the tokens still asked for are expected to gain more from it than it takes.
 
     Args:
@@ -115,7 +115,7 @@ class CallPacer(Pacer):
         with self.pacing.lock:
             ready = self.compiled(rows)
             if PLAIN not in ready or len(ready) == 1:
-                ready |= {PLAIN, self.first(rows)}
+                ready |= {PLAIN, *self.firsts(rows)}
                 self.programs.warm(self.key(choice, rows) for choice in sorted(ready))
             costs = self.pacing.measured(self.runner, rows, self.drawn, ready)
             return Policy(self.history, costs.rounds, ready, costs.dispatch)
@@ -126,16 +126,24 @@ class CallPacer(Pacer):
     def compiled(self, rows: int) -> set[Choice]:
         return {choice for choice in self.team.choices if self.key(choice, rows) in self.programs.compiled}
 
-    def first(self, rows: int) -> Choice:
-        """Most promising of all choices but plain decoding."""
+    def firsts(self, rows: int) -> set[Choice]:
+        """The choices to begin with, besides plain decoding.
+
+        They are of the drafter that is named first, and of those whose training measured what they give: what these give is
+        known before they run, and a call is seldom long enough to pay for a program that it was not begun with. Of each it is
+        the most promising width, if costs are known. Then the most promising of all choices is among them, too.
+        """
         drafted = self.team.choices[1:]
+        names = {drafted[0].drafter} | {member.name for member in self.team.members if member.expected_acceptance}
+        own = [[choice for choice in drafted if choice.drafter == name] for name in sorted(names)]
         known = self.pacing.known(self.programs, Costed(self.programs.layout, rows, self.drawn))
         if known is None:
-            of_first = [choice for choice in drafted if choice.drafter == drafted[0].drafter]
             narrow = jax.default_backend() == "cpu" and not self.team.masked
-            return max(choice for choice in of_first if not narrow or choice.width <= max(FIRST_WIDTH, of_first[0].width))
+            return {
+                max(choice for choice in each if not narrow or choice.width <= max(FIRST_WIDTH, each[0].width)) for each in own
+            }
         policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch)
-        return policy.best(policy.outlook(drafted))
+        return {policy.best(policy.outlook(each)) for each in (drafted, *own)}
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         self.add_wanted(rows, left)

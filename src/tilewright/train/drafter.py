@@ -105,7 +105,7 @@ def anchored_attention(
     anchors: Int[Array, "B A"],
     window: int | None = None,
 ) -> Float[Array, "BA S N D"]:
-    """Attention for many blocks of one sequence at once: they share the sequence's context keys.
+    """Attention for many blocks of one sequence at once: they share the sequence's context keys. The softmax is float32.
 
     With a window, a query at position p sees only the positions above `p - window` of the context.
     """
@@ -121,15 +121,16 @@ def anchored_attention(
         split = x.reshape(batch, heads, count, -1, x.shape[-1])
         return split.transpose(0, 2, 1, 3, 4).reshape(batch * count, heads, -1, x.shape[-1])
 
-    seen = by_block(jnp.einsum("bkrd,bktd->bkrt", by_sequence(rows), context[0]))
+    scores = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    seen = by_block(scores("bkrd,bktd->bkrt", by_sequence(rows), context[0]))
     first, position = anchors.reshape(-1, 1, 1), jnp.arange(length)
     visible = position < first
     if window is not None:
         near = position > first + jnp.arange(size)[:, None] - window
         visible = jnp.tile(visible & near, (1, q.shape[2] // heads, 1))
     seen = jnp.where(visible[:, None], seen, MASKED)
-    own = jnp.einsum("bkrd,bksd->bkrs", rows, block[0])
-    weights = jax.nn.softmax(jnp.concatenate([seen, own], axis=-1), axis=-1)
+    own = scores("bkrd,bksd->bkrs", rows, block[0])
+    weights = jax.nn.softmax(jnp.concatenate([seen, own], axis=-1), axis=-1).astype(q.dtype)
     from_context = jnp.einsum("bkrt,bktd->bkrd", by_sequence(weights[..., :length]), context[1])
     out = by_block(from_context) + jnp.einsum("bkrs,bksd->bkrd", weights[..., length:], block[1])
     return ungroup_rows(out, size)

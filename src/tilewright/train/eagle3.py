@@ -92,17 +92,18 @@ def following(x: Array, n: int) -> Array:
 def chain_attention(
     q: Float[Array, "B T N D"], pairs: Sequence[tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]]
 ) -> Float[Array, "B T N D"]:
-    """Attention of one unrolled step; `pairs` has keys and values of all steps so far, its own last.
+    """Attention of one unrolled step; `pairs` has keys and values of all steps so far, its own last. The softmax is float32.
 
     A query sees the first step's entries up to its own position, and of each later step the one at its own position.
     """
     b, t, n, d = q.shape
     (k, v), chain = pairs[0], pairs[1:]
     grouped = (q * d**-0.5).reshape(b, t, k.shape[1], -1, d)
-    before = jnp.einsum("btkgd,bksd->bkgts", grouped, k)
+    scores = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    before = scores("btkgd,bksd->bkgts", grouped, k)
     before = jnp.where(jnp.tril(jnp.ones((t, t), bool)), before, MASKED)
-    own = [jnp.einsum("btkgd,bktd->bkgt", grouped, later)[..., None] for later, _ in chain]
-    weights = jax.nn.softmax(jnp.concatenate([before, *own], axis=-1), axis=-1)
+    own = [scores("btkgd,bktd->bkgt", grouped, later)[..., None] for later, _ in chain]
+    weights = jax.nn.softmax(jnp.concatenate([before, *own], axis=-1), axis=-1).astype(q.dtype)
     out = jnp.einsum("bkgts,bksd->btkgd", weights[..., :t], v)
     for step, (_, later) in enumerate(chain):
         out = out + jnp.einsum("bkgt,bktd->btkgd", weights[..., t + step], later)

@@ -95,7 +95,8 @@ def target_logits(
     head = frozen.head
     rows = head.w[candidates] if isinstance(head, Transposed) else jnp.moveaxis(head[:, candidates], 0, -1)
     normed = ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps)
-    return jnp.einsum("bsh,bskh->bsk", normed, rows, precision=jax.lax.Precision.HIGHEST)
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bsh,bskh->bsk", normed, rows, precision=highest, preferred_element_type=jnp.float32)
 
 
 def lattice_losses(

@@ -20,7 +20,7 @@ from tilewright.models.params import abstract
 from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, shardings
 from tilewright.train.loop import Task, gradient_step
 from tilewright.train.sharded import DATA, places_of_state
-from tilewright.train.text import Batches, Loss, TextOptions, make_optimizer, text_task
+from tilewright.train.text import Batches, Loss, TextOptions, in_compute_dtype, make_optimizer, text_task
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def partitioned_task(
         return task
     optimizer = make_optimizer(options, is_hidden_matrix)
     state = places_of_state(abstract(specs, jnp.float32, placed), placement.mesh, optimizer)
-    step = gradient_step(loss, optimizer, frozen, (placed, state, None))
+    step = gradient_step(in_compute_dtype(options, loss), optimizer, frozen, (placed, state, None))
 
     def start() -> tuple[Any, Any]:
         params = jax.tree.map(jnp.copy, jax.device_put(init(), placed))

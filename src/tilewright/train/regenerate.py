@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from rich.console import Console
@@ -30,12 +31,45 @@ def cut_prompts(stream: TokenStream, count: int, length: int, seed: int) -> list
 GROUP = 8
 """Prompts that are asked at once, for each row of the batch: a row that ends is given the next one."""
 
+
+@runtime_checkable
+class Writer(Protocol):
+    """Protocol of what lets a model write: `BatchWriter`, or `waves.WaveWriter`."""
+
+    @property
+    def size(self) -> int:
+        """Prompts that are asked at once."""
+        ...
+
+    def write(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[list[int]]:
+        """The answers to at most `size` prompts."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchWriter:
+    """Writes with the model's own batches, without drafts."""
+
+    lm: LanguageModel
+
+    @property
+    def size(self) -> int:
+        return GROUP * self.lm.table.batches[-1]
+
+    def write(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[list[int]]:
+        # Alike rows side by side: where all rows of a batch are greedy, no logits are made.
+        order = sorted(range(len(prompts)), key=lambda n: (samplings[n].temperature, n))
+        found = self.lm.generate([list(prompts[n]) for n in order], [samplings[n] for n in order], speculative=False)
+        written = {n: result.tokens for n, result in zip(order, found, strict=True)}
+        return [written[n] for n in range(len(prompts))]
+
+
 Record = dict[str, object]
 """A prompt and what was written after it: "prompt_tokens" and "response_tokens"."""
 
 
 def generated(
-    lm: LanguageModel, prompts: Sequence[list[int]], sampling: Callable[[int], Sampling], path: Path, title: str,
+    writer: Writer, prompts: Sequence[list[int]], sampling: Callable[[int], Sampling], path: Path, title: str,
     console: Console,
 ) -> list[Record]:  # fmt: skip
     """Texts that the model writes after each prompt, row i under `sampling(i)`.
@@ -46,17 +80,16 @@ def generated(
     Raises:
         ValueError: `path` holds continuations of other prompts.
     """
-    records, rows, size = kept_records(path, prompts), len(prompts), GROUP * lm.table.batches[-1]
+    records, rows, size = kept_records(path, prompts), len(prompts), writer.size
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file, Progress(console=console, disable=not console.is_terminal) as bar:
         row = bar.add_task(title, total=rows, completed=len(records))
         for first in range(len(records), rows, size):
             part = range(first, min(first + size, rows))
-            # Alike rows side by side: where all rows of a batch are greedy, no logits are made.
-            order = sorted(part, key=lambda n: (sampling(n).temperature, n))
-            found = lm.generate([prompts[n] for n in order], [sampling(n) for n in order], speculative=False)
-            written = {n: result.tokens for n, result in zip(order, found, strict=True)}
-            new: list[Record] = [{"prompt_tokens": prompts[n], "response_tokens": written[n]} for n in part]
+            written = writer.write([prompts[n] for n in part], [sampling(n) for n in part])
+            new: list[Record] = [
+                {"prompt_tokens": prompts[n], "response_tokens": tokens} for n, tokens in zip(part, written, strict=True)
+            ]
             file.writelines(json.dumps(record) + "\n" for record in new)
             file.flush()
             os.fsync(file.fileno())
@@ -79,7 +112,7 @@ def regenerate(
     def sampling(i: int) -> Sampling:
         return replace(samplings[i % len(samplings)], seed=i)
 
-    return pair_stream(generated(lm, prompts, sampling, path, "regenerating responses", console), end, path)
+    return pair_stream(generated(BatchWriter(lm), prompts, sampling, path, "regenerating responses", console), end, path)
 
 
 def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[Record]:

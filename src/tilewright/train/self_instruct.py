@@ -17,7 +17,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.sampling import Sampling
 from tilewright.train.records import Records
-from tilewright.train.regenerate import Record, generated
+from tilewright.train.regenerate import Record, Writer, generated
 
 RUN = 13
 """Words in succession that must not stand in a text to be measured on, as of GPT-3's data (arXiv 2005.14165, appendix C)."""
@@ -33,17 +33,23 @@ class SelfInstructOptions:
 
     Attributes:
         instruction_tokens: the most tokens of an instruction.
-        length: the most tokens of a prompt with its answer; prompts that leave no quarter of them to the answer are left out.
+        length: the most tokens of a prompt with its answer.
+        prompt_tokens, answer_tokens: the most of a prompt, longer ones being left out, and of an answer; by default three
+            quarters of `length`, and what the prompt leaves of it.
         temperatures: answers are drawn at each of them in turn.
         each: answers to a prompt that is given; to an instruction of the model's own there is one.
         seed: of the first text; each further one has the next.
+        openings: what instructions begin with, in turn, and what is put behind them; by default nothing.
     """
 
     instruction_tokens: int = 128
     length: int = 1024
+    prompt_tokens: int | None = None
+    answer_tokens: int | None = None
     temperatures: tuple[float, ...] = (0.0, 1.0)
     each: int = 2
     seed: int = 0
+    openings: tuple[tuple[str, str], ...] = (("", ""),)
 
 
 def words(text: str) -> list[str]:
@@ -82,17 +88,22 @@ def response(record: Record) -> list[int]:
 
 
 def instructions(
-    lm: LanguageModel, template: ChatTemplate, count: int, options: SelfInstructOptions, path: Path, console: Console
-) -> list[str]:
+    lm: LanguageModel, template: ChatTemplate, count: int, options: SelfInstructOptions, path: Path, console: Console,
+    writer: Writer,
+) -> list[str]:  # fmt: skip
     """Messages that the model writes in a user's place, `count` of them, those that did not end left out."""
-    prompt = lm.tokenizer.encode(opening(template), add_special_tokens=False).ids
-    room = min(options.length, lm.target.max_position_embeddings) - len(prompt)
+    begins = [options.openings[n % len(options.openings)] for n in range(count)]
+    before = opening(template)
+    prompts = [lm.tokenizer.encode(before + begin, add_special_tokens=False).ids for begin, _ in begins]
+    room = min(options.length, lm.target.max_position_embeddings) - max(map(len, prompts), default=0)
     base = Sampling(min(options.instruction_tokens, room), temperature=1.0)
-    written = generated(
-        lm, [prompt] * count, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console
-    )
+    written = generated(writer, prompts, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console)
     ends, texts = set(lm.target.eos_token_ids), map(response, written)
-    return [lm.tokenizer.decode(tokens).strip() for tokens in texts if tokens and tokens[-1] in ends]
+    return [
+        (begin + lm.tokenizer.decode(tokens)).strip() + end
+        for (begin, end), tokens in zip(begins, texts, strict=True)
+        if tokens and tokens[-1] in ends
+    ]
 
 
 def select_instructions(texts: Iterable[str], forbidden: Collection[tuple[str, ...]], left_out: Counter[str]) -> list[str]:
@@ -119,7 +130,7 @@ def select_instructions(texts: Iterable[str], forbidden: Collection[tuple[str, .
 
 def answers(
     lm: LanguageModel, template: ChatTemplate, messages: Sequence[str], options: SelfInstructOptions, path: Path,
-    console: Console, left_out: Counter[str],
+    console: Console, left_out: Counter[str], writer: Writer,
 ) -> Records:  # fmt: skip
     """The model's answers to messages, at each temperature in turn; those that repeat themselves are left out.
 
@@ -129,14 +140,16 @@ def answers(
     """
     length = min(options.length, lm.target.max_position_embeddings)
     every = [asked(lm, template, message) for message in messages]
-    prompts = [prompt for prompt in every if len(prompt) <= length * 3 // 4]
+    most = length * 3 // 4 if options.prompt_tokens is None else options.prompt_tokens
+    prompts = [prompt for prompt in every if len(prompt) <= most]
     left_out["long prompt"] += len(every) - len(prompts)
 
     def sampling(n: int) -> Sampling:
         temperature = options.temperatures[n % len(options.temperatures)]
-        return Sampling(length - len(prompts[n]), temperature, seed=options.seed + n)
+        room = length - len(prompts[n])
+        return Sampling(min(room, options.answer_tokens or room), temperature, seed=options.seed + n)
 
-    written = generated(lm, prompts, sampling, path, "writing answers", console)
+    written = generated(writer, prompts, sampling, path, "writing answers", console)
     pairs, seen = [], set[tuple[tuple[int, ...], tuple[int, ...]]]()
     for prompt, tokens in zip(prompts, map(response, written), strict=True):
         pair = tuple(prompt), tuple(tokens)
@@ -152,16 +165,17 @@ def answers(
 
 def self_instruct(
     lm: LanguageModel, template: ChatTemplate, given: Sequence[str], count: int, forbidden: Collection[tuple[str, ...]],
-    options: SelfInstructOptions, folder: Path, console: Console,
+    options: SelfInstructOptions, folder: Path, console: Console, writer: Writer,
 ) -> tuple[Records, Counter[str]]:  # fmt: skip
     """Answers to given messages and to `count` instructions of the model's own; and how many texts were left out, by reason.
 
     Args:
         forbidden: runs of words of what is measured on.
         folder: where texts are written as they come, so that an interrupted run goes on.
+        writer: lets the model write.
     """
     left_out = Counter[str]()
-    own = instructions(lm, template, count, options, folder / "instructions.jsonl", console) if count else []
+    own = instructions(lm, template, count, options, folder / "instructions.jsonl", console, writer) if count else []
     left_out["instruction without an end"] = count - len(own)
     messages = [message for message in given for _ in range(options.each)] + select_instructions(own, forbidden, left_out)
-    return answers(lm, template, messages, options, folder / "answers.jsonl", console, left_out), left_out
+    return answers(lm, template, messages, options, folder / "answers.jsonl", console, left_out, writer), left_out

@@ -67,7 +67,7 @@ def target_states(
     """
     tapped = tapped_layers(target, taps, whole)
     if len(batch) > 2:
-        found = jnp.split(batch[2].astype(jnp.float32), len(tapped), axis=-1)
+        found = jnp.split(batch[2].astype(params.embed.dtype), len(tapped), axis=-1)
     else:
         found = streams(target, ops, tapped, params, batch[0])
     of = dict(zip(tapped, map(jax.lax.stop_gradient, found), strict=True))

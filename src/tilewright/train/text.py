@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Int
 
 from tilewright.kernels.operations import Operations
-from tilewright.kernels.select import training_operations
+from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream, require_windows
 from tilewright.train.loop import Metrics, Task, TrainOptions, TrainResult, gradient_step
@@ -48,6 +48,8 @@ class TextOptions(TrainOptions):
         evaluate_every, save_every: in steps.
         matmul_dtype: of matrix products: "float32"; "bfloat16" with float32 sums; or "auto", bfloat16 where the chip has
             instructions for it (see `kernels.select.training_operations`). Weights are float32.
+        compute_dtype: of what the loss is computed in: "float32", or "bfloat16", in which it then reads trained and frozen
+            parameters, while the optimiser keeps the former in float32. Half of the memory traffic, for accelerators.
     """
 
     steps: int = 1000
@@ -65,6 +67,7 @@ class TextOptions(TrainOptions):
     evaluate_every: int = 200
     save_every: int = 200
     matmul_dtype: str = "auto"
+    compute_dtype: str = "float32"
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
         *TrainOptions.ABOVE_ZERO, "steps", "sequence_length", "muon_learning_rate", "clip", "evaluate_every"
@@ -76,6 +79,8 @@ class TextOptions(TrainOptions):
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
         training_operations(self.matmul_dtype)  # says what cannot run
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"expected the compute dtype float32 or bfloat16, found {self.compute_dtype!r}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
         if self.schedule not in ("cosine", "wsd"):
@@ -88,14 +93,30 @@ class TextOptions(TrainOptions):
 
         Under "wsd" that is not when the run ends, nor where its rate begins to fall.
         """
-        ends = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
-        same = {name: value for name, value in super().run_fingerprint().items() if name not in ends}
+        left_out = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
+        if self.compute_dtype == "float32":
+            left_out = (*left_out, "compute_dtype")  # checkpoints of before there was a choice
+        same = {name: value for name, value in super().run_fingerprint().items() if name not in left_out}
         return {"products" if name == "matmul_dtype" else name: value for name, value in same.items()}  # its key in checkpoints
 
     @property
     def ops(self) -> Operations:
-        """Operations that compute."""
-        return training_operations(self.matmul_dtype)
+        """Operations that compute: of arrays in bfloat16 XLA's own."""
+        return PLAIN if self.compute_dtype == "bfloat16" else training_operations(self.matmul_dtype)
+
+
+def in_compute_dtype(options: TextOptions, loss: Loss) -> Loss:
+    """A loss that reads all floating-point parameters in the dtype that `options` name; gradients are of those as given."""
+    if options.compute_dtype == "float32":
+        return loss
+
+    def rounded(leaf: Array) -> Array:
+        return leaf.astype(options.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    def computed(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+        return loss(jax.tree.map(rounded, params), jax.tree.map(rounded, frozen), batch, key)
+
+    return computed
 
 
 def rate(options: TextOptions, peak: float) -> optax.Schedule:
@@ -228,7 +249,7 @@ def text_task(
         measured: the loss of held-out text, where that leaves something out.
     """
     options, held_out = windows.options, list(map(place, windows.held_out_batches()))
-    optimizer = make_optimizer(options, is_hidden_matrix)
+    optimizer, loss = make_optimizer(options, is_hidden_matrix), in_compute_dtype(options, loss)
 
     measure, tokens = jax.jit(measured or loss), windows.tokens_per_step
 
