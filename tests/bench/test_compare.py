@@ -38,7 +38,7 @@ def result(tokens: Sequence[int], lengths: Sequence[int], drafts: int = 0) -> Re
     return Result("", list(tokens), list(lengths), "length", 1, [drafts] * len(lengths), accepted)
 
 
-def generation(*rows: Sequence[int], seconds: float = 1.0, rounds: int = 1) -> Generation:
+def generation(*rows: Sequence[int], seconds: float = 1.0, rounds: int = 1) -> Generation:  # fmt: skip
     return Generation([result(row, [1] * len(row)) for row in rows], 0.5, seconds, rounds)
 
 
@@ -52,7 +52,12 @@ class FakeModel(LanguageModel):
         self.calls: list[tuple[list[Any], bool | None]] = []
 
     def generate(
-        self, prompts: str | Sequence[Any], sampling: Any = None, speculative: bool | None = None, grammar: Any = None
+        self,
+        prompts: str | Sequence[Any],
+        sampling: Any = None,
+        speculative: bool | None = None,
+        grammar: Any = None,
+        lora: str | None = None,
     ) -> Generation:
         assert speculative is not None
         self.calls.append((list(prompts), speculative))

@@ -21,6 +21,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, operations
 from tilewright.models import decoder, draft_vocab, eagle3
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
+from tilewright.models.layers import Llama3Scaling
 from tilewright.models.params import count, initialise
 from tilewright.speculation.drafters.eagle3 import Eagle3
 
@@ -169,7 +170,7 @@ def test_rope_scaling_is_read_and_bites(tmp_path: Path):
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     chain.config = {**chain.config, "rope_scaling": {**scaling, "original_max_position_embeddings": 16}}
     config, params = loaded(tmp_path, chain)
-    assert config.rope_scaling is not None
+    assert isinstance(config.rope_scaling, Llama3Scaling)
     assert config.rope_scaling.factor == 8.0
     scaled = drafted(config, params, chain, [8, 3], 1)[1]
     assert float(np.abs(scaled - drafted(replace(config, rope_scaling=None), params, chain, [8, 3], 1)[1]).max()) > 1e-2

@@ -29,6 +29,7 @@ from tilewright.speculation.costs import (
     no_dearer_when_narrower,
     with_idle_rounds,
 )
+from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.pacer import CallPacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.policy import Cost
@@ -289,6 +290,7 @@ def test_a_call_begins_with_two_programs_and_adds_what_pays(
 
 def test_a_call_begins_with_a_drafter_whose_acceptance_was_measured_too(lm: LanguageModel):
     ngram, silent = team_of(lm).members
+    assert isinstance(silent, DFlash)
     told = replace(silent, config=replace(silent.config, expected_acceptance=(0.9, 0.8, 0.7)))
     for member, firsts in ((silent, {Choice("ngram", 2)}), (told, {Choice("ngram", 2), WIDE})):
         team = replace(team_of(lm), members=(ngram, member))

@@ -13,6 +13,7 @@ from typing import Any
 from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, runs_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.parallel.sharding import grouping
+from tilewright.runtime.placement import divided_sizes
 
 SLICES = {2: {2: "2x1", 4: "2x2", 8: "4x2", 16: "4x4"}, 3: {2: "2x1x1", 4: "2x2x1", 8: "2x2x2", 16: "4x2x2"}}
 """By the axes of a chip's torus and the number of devices: the slice that is compiled for."""
@@ -74,7 +75,7 @@ def head_s(setup: OverlapSetup, rows: int) -> float:
 def device_gb(setup: OverlapSetup, case: GridCase) -> float:
     """Memory of a device that weights and caches in bfloat16 take, in 1e9 bytes; activations are not counted."""
     config, devices = setup.config, setup.devices
-    heads, kv_heads = config.num_heads / devices, config.num_kv_heads / grouping(devices, **setup.sharded_sizes)[0]
+    heads, kv_heads = config.num_heads / devices, config.num_kv_heads / grouping(devices, **divided_sizes(config))[0]
     layer = config.hidden_size * (2 * (heads + kv_heads) * config.head_dim + 3 * config.intermediate_size / devices)
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size / devices
     row = 2 * config.num_layers * kv_heads * config.head_dim * (case.input_tokens + case.output_tokens)

@@ -271,7 +271,7 @@ def measure(
     shared["step_share_of_bandwidth"] = weights / 1e6 / step["step_ms"] / rate
     records = []
     for place, setup in enumerate(setups):
-        about = {"context": setup.context, "block_size": setup.block_size, "capacity": setup.capacity}
+        about: dict[str, float] = {"context": setup.context, "block_size": setup.block_size, "capacity": setup.capacity}
         about["verify_weight_gb"] = step_bytes(models.target, setup.block_size) / 1e9
         for name in PARTS:
             about |= times(taken[place, name], name)

@@ -183,7 +183,7 @@ class Waves:
         temperature = np.zeros(self.rows, np.float32)
         temperature[: len(prompts)] = temperatures
         begin, advance = self.programs
-        state = begin(self.params, tokens, lengths, temperature, key)
+        state, end = begin(self.params, tokens, lengths, temperature, key), 0
         for end in self.ends:
             state = advance(self.params, state, temperature, end)
             if end >= (most or self.answer_room) or np.asarray(state.done)[: len(prompts)].all():
@@ -217,6 +217,9 @@ class WaveWriter:
             plain = Sampling(one.max_new_tokens, temperature=one.temperature, seed=one.seed)
             if one != plain:
                 raise ValueError(f"expected samplings with a temperature alone, found {one}")
+        seed = samplings[0].seed
+        if seed is None:
+            raise ValueError("expected a seed, found none")
         most, temperatures = max(one.max_new_tokens for one in samplings), [one.temperature for one in samplings]
-        answers = self.waves.wave(prompts, temperatures, jax.random.key(samplings[0].seed, impl=PRNG), most)
+        answers = self.waves.wave(prompts, temperatures, jax.random.key(seed, impl=PRNG), most)
         return [answer[: one.max_new_tokens] for answer, one in zip(answers, samplings, strict=True)]
