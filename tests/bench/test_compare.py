@@ -57,7 +57,7 @@ class FakeModel(LanguageModel):
         sampling: Any = None,
         speculative: bool | None = None,
         grammar: Any = None,
-        lora: str | None = None,
+        lora: Any = None,
     ) -> Generation:
         assert speculative is not None
         self.calls.append((list(prompts), speculative))

@@ -381,8 +381,6 @@ def engine_of(
     check_processes(devices, denoises)
     if denoises:
         capacity.refuse_paging()
-        if models.adapter_folders:
-            raise ValueError("--lora is for models that decode token by token; this one denoises")
         return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console), None
     denoising.refuse()
     options = capacity.engine_options()

@@ -92,7 +92,7 @@ def is_diffusion(models: ModelOptions, console: Console) -> bool:
     """True if a model denoises. Raises a `ValueError` for what such a model cannot take."""
     if not diffusion.is_diffusion(hub.resolve(models.model, console=progress_console(console), check=load_tokenizer)):
         return False
-    plain = ModelOptions(models.model)
+    plain = type(models)(models.model)
     taken = {field.name for field in fields(DiffusionModelOptions)}
     for name, value in vars(models).items():
         if name not in taken and value != getattr(plain, name):
