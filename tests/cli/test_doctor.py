@@ -162,7 +162,7 @@ def test_a_compiler_that_does_not_run_is_shown(monkeypatch: pytest.MonkeyPatch):
 
 def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch):
     declared = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
-    assert set(doctor.EXTRAS) == set(declared) - {"test", "lint", "clients"}
+    assert set(doctor.EXTRAS) == set(declared) - {"test", "lint", "clients", "frameworks"}
     monkeypatch.setattr(doctor, "find_spec", lambda module: None if module == "optax" else module)
     found = {finding.name: finding for finding in doctor.check_extras()}
     assert found["extra train"].status == "missing"

@@ -49,6 +49,8 @@ EXTRAS = {
     ),
     "gguf": (("gguf",), "models in GGUF files", "pip install 'tilewright[gguf]'"),
     "grammar": (("llguidance",), "structured output and forced calls of tools", "pip install 'tilewright[grammar]'"),
+    "otel": (("opentelemetry.sdk",), "traces for OpenTelemetry", "pip install 'tilewright[otel]'"),
+    "ray": (("ray",), "replicas on a cluster (deploy/ray_serve.py)", "pip install 'tilewright[ray]'"),
     "graph": (("scipy",), "graphs with their nodes numbered for locality", "pip install 'tilewright[graph]'"),
     "neuron": (("simpy",), "simulating Neuron chips", "pip install 'tilewright[neuron]'"),
     "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
@@ -188,11 +190,19 @@ def holdings(folder: Path, pattern: str, what: str) -> str:
 
 def check_extras() -> Iterator[DoctorFinding]:
     for extra, (modules, use, advice) in EXTRAS.items():
-        absent = [module for module in modules if find_spec(module) is None]
+        absent = [module for module in modules if not is_there(module)]
         if absent:
             yield DoctorFinding(f"extra {extra}", "missing", f"no {' and no '.join(absent)}: needed for {use}", advice)
         else:
             yield DoctorFinding(f"extra {extra}", "ok", ", ".join(modules))
+
+
+def is_there(module: str) -> bool:
+    """True if a module is installed; what it lies in may not be."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def check_published() -> Iterator[DoctorFinding]:
