@@ -158,7 +158,7 @@ class OverlapSetup:
 
     def exchanges(self, phase: Phase, name: str) -> list[str]:
         """How rows get to their experts under a schedule of `SCHEDULES`, and why, if there is a choice."""
-        if name == BOUND:
+        if name == BOUND or self.config.mixture is None:
             return []
         schedule = self.auto.chosen(self.chosen(phase).name if name == AUTO else name)
         why = exchange_of(schedule, self.auto.layer, phase.batch * phase.new)
