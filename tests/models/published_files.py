@@ -8,6 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from models.test_gguf import CONFIGS, make
+from tilewright.cli.common import PACKAGED_DRAFTERS
 from tilewright.models import published
 
 NAME = "smollm2-135m"
@@ -22,6 +23,7 @@ def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = made.rename(package / published.PUBLISHED[NAME].file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     monkeypatch.setitem(published.PUBLISHED, NAME, replace(published.PUBLISHED[NAME], sha256=digest))
+    monkeypatch.setitem(PACKAGED_DRAFTERS, NAME, {})  # which have the sizes of the published one
     monkeypatch.syspath_prepend(str(site))
     return file
 
