@@ -49,7 +49,7 @@ rather than in parts for 32 threads takes a tenth less."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
-    parser.addoption("--schedules", action="store_true", help="compile programs for TPUs that are kept, and keep them anew")
+    parser.addoption("--schedules", action="store_true", help="keep programs for TPUs that are not kept yet")
     parser.addoption("--times", action="store_true", help="measure tests, and list anew those that `make test` leaves out")
     parser.addoption("--products", action="store_true", help="run the cases of products that slow tests leave out, too")
 

@@ -1,7 +1,7 @@
 """What libtpu makes of the tests' programs is kept in `tests/golden/tpu`, for it takes minutes.
 
 A program is told by a digest of itself, the chip, the options and the versions of JAX and libtpu.
-One that is not there is compiled. `make schedules` compiles all of them and writes the folder anew.
+One that is not there is compiled. `make schedules` empties the folder and compiles all; `--schedules` alone adds what is missing.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ Compile = Callable[[str, Any, Mapping[str, Any]], Compiled]
 
 
 def kept(compile_live: Compile, write: bool) -> Compile:
-    """A `compile_lowered` that takes what is kept; with `write` it compiles, and keeps what took long."""
+    """A `compile_lowered` that takes what is kept, and compiles the rest; with `write` it keeps of that what took long."""
 
     def compile_or_read(chip: str, lowered: Any, options: Mapping[str, Any]) -> Compiled:
         path = KEPT / f"{digest(chip, lowered, options)}.xz"
-        if not write and path.exists():
+        if path.exists():
             return read(chip, path)
         start = time.perf_counter()
         made = compile_live(chip, lowered, options)
