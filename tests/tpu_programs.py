@@ -1,7 +1,7 @@
 """What libtpu makes of the tests' programs is kept in `tests/golden/tpu`, for it takes minutes.
 
 A program is told by a digest of itself, the chip, the options and the versions of JAX and libtpu.
-One that is not there is compiled. `make schedules` empties the folder and compiles all; `--schedules` alone adds what is missing.
+One that is not there is compiled. `make schedules` compiles all of them anew; `--schedules` alone adds what is missing.
 """
 
 import hashlib
