@@ -238,6 +238,8 @@ def main(
     model
         As for `tilewright serve`, which every other option but those of scale is of, too.
     """
+    if http.ssl_certfile is not None or http.ssl_keyfile is not None:
+        raise ValueError("--ssl-certfile, --ssl-keyfile: expected none, for Ray's proxy has no TLS; put one that has before it")
     chosen = chosen_models(model, models, speculation)
     shared = {"graceful_shutdown_timeout_s": http.drain}
     most = capacity.queue_requests

@@ -153,12 +153,12 @@ def test_logits_and_taps(case: str, sharded: bool, tmp_path: Path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not sharded
     config, params = load_decoder(tmp_path, jnp.float32)
     tokens = random_tokens(config.vocab_size)
-    expected_taps, expected = torch_outputs(model, tokens)
+    # In float64, so that the bound is of our own rounding: transformers' in float32 can be more than that.
+    expected_taps, expected = torch_outputs(model.double(), tokens)
     taps, logits = own_outputs(config, params, tokens)
     assert np.max(np.abs(logits - expected)) <= TOLERANCE
     for tap, expected_tap in zip(taps, expected_taps, strict=True):
-        # Gemma's scaled embeddings make large streams, whose rounding is in proportion.
-        assert np.max(np.abs(tap - expected_tap)) <= TOLERANCE * max(1.0, float(np.max(np.abs(expected_tap))) / 10)
+        assert np.max(np.abs(tap - expected_tap)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - {"gemma3"}))  # which has two tables

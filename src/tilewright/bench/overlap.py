@@ -157,7 +157,7 @@ class OverlapSetup:
         return self.auto.choice(phase.batch * phase.new, phase.divisible)
 
     def exchanges(self, phase: Phase, name: str) -> list[str]:
-        """How rows get to their experts under a schedule of `SCHEDULES`, and why, if there is a choice."""
+        """Way of rows to their experts under a schedule of `SCHEDULES`, with the reason, if there is a choice."""
         if name == BOUND or self.config.mixture is None:
             return []
         schedule = self.auto.chosen(self.chosen(phase).name if name == AUTO else name)

@@ -205,7 +205,7 @@ def load(setup: RoundSetup) -> Models:
 
 
 def given(one: jax.ShapeDtypeStruct) -> Array:
-    """What a part reads: zeros, or tokens that all differ, for those that are the same would choose the same experts."""
+    """Tokens that a part reads: zeros, or tokens that all differ, for those that are the same would choose the same experts."""
     if jnp.issubdtype(one.dtype, jnp.integer):
         return jnp.arange(one.size, dtype=one.dtype).reshape(one.shape)
     return jnp.zeros(one.shape, one.dtype)

@@ -57,7 +57,7 @@ class Product(NamedTuple):
     chosen: int = 1
 
     def read(self, rows: float) -> float:
-        """How often its numbers are read for so many rows, which choose evenly: those of more experts than a row's."""
+        """Reads of its numbers for so many rows, which choose evenly: those of more experts than a row's."""
         return self.experts * (1 - (1 - self.chosen / self.experts) ** rows) / self.chosen
 
 
@@ -80,7 +80,7 @@ class LayerShapes:
 
     @property
     def chosen(self) -> int:
-        """How many of them a row goes to."""
+        """Number of them that a row goes to."""
         return self.halves[1][0].chosen
 
 

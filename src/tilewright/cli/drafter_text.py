@@ -126,14 +126,14 @@ class SelfInstruct:
         return records
 
     def options(self, length: int) -> SelfInstructOptions:
-        """How answers are drawn."""
+        """Sampling of answers."""
         options = SelfInstructOptions(length=length)
         if self.openings is not None:
             options = replace(options, openings=read_openings(self.openings))
         return replace(options, prompt_tokens=length // 2, answer_tokens=length * 5 // 8) if self.waves else options
 
     def writer(self, lm: LanguageModel, target: Path, length: int, console: Console) -> Writer:
-        """What lets the model write."""
+        """Writer that lets the model write."""
         if not self.waves:
             return BatchWriter(lm)
         config, params = load_decoder(target, jnp.bfloat16, progress_console(console))
@@ -141,7 +141,7 @@ class SelfInstruct:
 
 
 def read_openings(path: Path) -> tuple[tuple[str, str], ...]:
-    """What instructions begin with, and what is put behind them. Raises a `ValueError` for other records."""
+    """Beginnings of instructions, and what is put behind them. Raises a `ValueError` for other records."""
     found, openings = read_jsonl(path), list[tuple[str, str]]()
     for record in found:
         begin, end = record.get("begin"), record.get("end")

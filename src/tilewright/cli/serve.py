@@ -316,7 +316,7 @@ def served(
     models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions, http: HttpOptions,
     console: Console,
 ) -> Api:  # fmt: skip
-    """What answers requests: an engine, which is not warm yet, and how it is asked."""
+    """API of a server: an engine, which is not warm yet, and how it is asked."""
     template = DEMO_TEMPLATES.get(models.model) or models.chat_template(console)
     options = http.server_options(models.model, template, http.sampling(models, console))
     if options.name in models.adapter_folders:
