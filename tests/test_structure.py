@@ -13,8 +13,8 @@ PACKAGE = ROOT / "src" / "tilewright"
 TESTS = ROOT / "tests"
 
 IMPORTS: dict[str, set[str]] = {
-    "chips": set(),
-    "compiled": {"chips"},
+    "hardware": set(),
+    "compiled": {"hardware"},
     "kernels": {"compiled"},
     "parallel": {"kernels"},
     "models": {"kernels"},
@@ -26,7 +26,7 @@ IMPORTS: dict[str, set[str]] = {
     "llm": {"speculation", "diffusion", "grammar"},
     "train": {"llm", "graph"},
     "server": {"llm"},
-    "neuron": {"chips", "compiled"},
+    "perfmodel": {"hardware", "compiled"},
     "report": set(),
     "__init__": {"llm"},
 }
@@ -336,7 +336,7 @@ def test_a_forbidden_import_is_seen(package: str, text: str, problem: str):
 @pytest.mark.parametrize(
     ("package", "text"),
     [
-        ("models", "import jax\nfrom tilewright.models import layers\nfrom tilewright.chips.spec import Chip"),
+        ("models", "import jax\nfrom tilewright.models import layers\nfrom tilewright.hardware.spec import Chip"),
         ("train", "from tilewright.runtime.state import State\nfrom tilewright.kernels.select import pick"),
         ("cli", "import tilewright as tw\nfrom tilewright.server.app import app"),
         ("__init__", "from tilewright.llm import stream\nfrom tilewright.models.decoder import Layer"),

@@ -7,12 +7,12 @@ import pytest
 from tilewright.bench import overlap
 from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import LAYERS, OverlapRun, OverlapSetup, Phase, runs_of, steady
-from tilewright.chips.links import Fabric, ring_of, torus_of
-from tilewright.chips.tpu import CHIPS
-from tilewright.compiled.schedule import Node, ScheduleGraph
-from tilewright.compiled.timeline import simulate
+from tilewright.hardware.links import Fabric, ring_of, torus_of
+from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.auto import AUTO
 from tilewright.parallel.mesh import make_mesh
+from tilewright.perfmodel.schedule import Node, ScheduleGraph
+from tilewright.perfmodel.timeline import simulate
 
 PREFILL, DECODE = Phase("prefill", 1, 8), Phase("decode", 1, 8)
 FABRIC = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (1, 1)), ((0, 0),))

@@ -5,8 +5,8 @@ import pytest
 
 from tilewright.bench import overlap_micro
 from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, MicroCase, cases, measured, verdict
-from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.parallel.mesh import make_mesh
+from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 
 
 def graph(*found: tuple[str, str]) -> ScheduleGraph:

@@ -11,7 +11,7 @@ from tilewright.bench import round as rounds
 from tilewright.bench import round_compiled
 from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, programs, with_ratios
 from tilewright.bench.round_compiled import RoundEstimate, kernel_cycles, over_layers, whole
-from tilewright.chips.tpu import CHIPS
+from tilewright.hardware.tpu import CHIPS
 from tilewright.models import decoder, dflash, params
 from tilewright.models.experts import Mixture
 from tilewright.runtime.memory import step_bytes

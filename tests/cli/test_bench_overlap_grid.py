@@ -11,11 +11,11 @@ import pytest
 from cli.conftest import Run
 from report.reading import Page, check_self_contained
 from tilewright.bench import overlap, overlap_grid
-from tilewright.chips.links import Fabric, torus_of
-from tilewright.chips.tpu import CHIPS
 from tilewright.cli import bench_overlap_grid
-from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
-from tilewright.compiled.timeline import simulate
+from tilewright.hardware.links import Fabric, torus_of
+from tilewright.hardware.tpu import CHIPS
+from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
+from tilewright.perfmodel.timeline import simulate
 
 COMMAND = ("bench", "overlap")
 SPEC = CHIPS["v5e"]

@@ -8,12 +8,12 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import overlap
-from tilewright.chips.links import Fabric, ring_of, torus_of
-from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_overlap
-from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
-from tilewright.compiled.timeline import simulate
+from tilewright.hardware.links import Fabric, ring_of, torus_of
+from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.compiling import hiding
+from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
+from tilewright.perfmodel.timeline import simulate
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,

@@ -10,13 +10,13 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import training
-from tilewright.chips.links import Fabric, torus_of
-from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_training
 from tilewright.compiled.aot import Compiled
-from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
-from tilewright.compiled.timeline import simulate
+from tilewright.hardware.links import Fabric, torus_of
+from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.exchanges import FullyShardedPlan
+from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
+from tilewright.perfmodel.timeline import simulate
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6,

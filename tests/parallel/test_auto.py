@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from models.sizes import decoder_config
-from tilewright.chips.layers import divided_layer
-from tilewright.chips.links import Fabric, Torus
-from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.hlo import read_module
+from tilewright.hardware.layers import divided_layer
+from tilewright.hardware.links import Fabric, Torus
+from tilewright.hardware.tpu import CHIPS
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.params import initialise

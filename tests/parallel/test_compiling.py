@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tilewright.chips.tpu import CHIPS, KINDS
+from tilewright.hardware.tpu import CHIPS, KINDS
 from tilewright.parallel.compiling import compile_over, hiding
 from tilewright.parallel.mesh import make_mesh
 

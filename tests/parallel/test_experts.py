@@ -17,10 +17,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from models.sizes import decoder_config
 from parallel.test_tensor_parallel import close, tokens
-from tilewright.chips.layers import ESTIMATES, Costs, Product, divided_layer, expert_capacity, expert_exchange, visited_share
-from tilewright.chips.links import Fabric, ring_of, torus_of
-from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.hlo import read_module
+from tilewright.hardware.layers import ESTIMATES, Costs, Product, divided_layer, expert_capacity, expert_exchange, visited_share
+from tilewright.hardware.links import Fabric, ring_of, torus_of
+from tilewright.hardware.tpu import CHIPS
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder

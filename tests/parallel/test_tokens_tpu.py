@@ -17,12 +17,12 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from parallel.test_tokens import untied
-from tilewright.chips.tpu import chip_of
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
 from tilewright.compiled.hlo import FREE, read_module
-from tilewright.compiled.schedule import COPY, read_schedule
+from tilewright.hardware.tpu import chip_of
 from tilewright.parallel import rings, tokens
 from tilewright.parallel.mesh import make_mesh
+from tilewright.perfmodel.schedule import COPY, read_schedule
 
 pytestmark = pytest.mark.tpu
 

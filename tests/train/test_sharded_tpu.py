@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 from models.sizes import decoder_config
-from tilewright.chips.tpu import chip_of
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
-from tilewright.compiled.schedule import COPY, read_schedule
+from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.params import abstract
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.perfmodel.schedule import COPY, read_schedule
 from tilewright.train.sharded import ShardedSetup, sharded_gradient, training_mesh
 
 pytestmark = pytest.mark.tpu

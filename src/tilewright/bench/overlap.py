@@ -1,7 +1,7 @@
 """Communication of a model that schedules leave exposed, on TPUs that are not there.
 
 The layers of a model are compiled as they would run: over a mesh, with parameters and caches divided, from the residual stream
-before the first layer to that after the last. Their time is `compiled/timeline.py`'s model of what the compiler scheduled, an
+before the first layer to that after the last. Their time is `perfmodel/timeline.py`'s model of what the compiler scheduled, an
 estimate. A few layers are compiled and the middle one is reported: the first has nothing before it under which its first
 transfers could hide, the last nothing behind it. See `steady`.
 """
@@ -18,12 +18,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.chips.layers import StrategyChoice
-from tilewright.chips.links import HOP_US, Fabric, least_seconds, torus_of
-from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
-from tilewright.compiled.schedule import read_schedule
-from tilewright.compiled.timeline import Sums, Timeline, busiest_link_s, simulate
+from tilewright.hardware.layers import StrategyChoice
+from tilewright.hardware.links import HOP_US, Fabric, least_seconds, torus_of
+from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels.select import Kernels, operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
@@ -36,6 +34,8 @@ from tilewright.parallel.experts import own_experts
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, grouping, shardings
+from tilewright.perfmodel.schedule import read_schedule
+from tilewright.perfmodel.timeline import Sums, Timeline, busiest_link_s, simulate
 from tilewright.runtime.cache import allocate
 from tilewright.runtime.placement import divided_sizes, exchange_of, layer_shapes
 from tilewright.runtime.state import Span, cached_attend

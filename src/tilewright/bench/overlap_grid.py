@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, runs_of
-from tilewright.chips.tpu import CHIPS
+from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.sharding import grouping
 from tilewright.runtime.placement import divided_sizes
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.chips.links import HOP_US, Fabric, ring_seconds, torus_of
-from tilewright.chips.tpu import chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
-from tilewright.compiled.schedule import PERMUTE, ScheduleGraph, read_schedule
-from tilewright.compiled.timeline import simulate
 from tilewright.compiled.timing import alternate, medians
+from tilewright.hardware.links import HOP_US, Fabric, ring_seconds, torus_of
+from tilewright.hardware.tpu import chip_of
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import shift
+from tilewright.perfmodel.schedule import PERMUTE, ScheduleGraph, read_schedule
+from tilewright.perfmodel.timeline import simulate
 
 AXIS = "x"
 HIDDEN = 4096

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from tilewright.bench.round import RoundSetup, programs, with_ratios
-from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
+from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, dflash

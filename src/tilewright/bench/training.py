@@ -2,7 +2,7 @@
 
 The step of `train/sharded.py`, optimiser and all, is compiled for a slice with a few layers, under several plans; beside it the
 same step without tokens, and the auto-sharded one (GSPMD: `train/annotated.py`). Their time is the model of
-`compiled/timeline.py`, an estimate. Of each pass the middle layer is reported: what says that it is its own, wherever it runs.
+`perfmodel/timeline.py`, an estimate. Of each pass the middle layer is reported: what says that it is its own, wherever it runs.
 """
 
 import re
@@ -19,16 +19,16 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, roofline_share, timeline_lanes
-from tilewright.chips.links import HOP_US, Fabric, torus_of
-from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
-from tilewright.compiled.schedule import Node, ScheduleGraph, read_schedule
-from tilewright.compiled.timeline import Interval, Sums, Timeline, TimelineSpan, busiest_s, overlap, simulate
+from tilewright.hardware.links import HOP_US, Fabric, torus_of
+from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import abstract
 from tilewright.parallel.exchanges import NAMES, FullyShardedPlan
+from tilewright.perfmodel.schedule import Node, ScheduleGraph, read_schedule
+from tilewright.perfmodel.timeline import Interval, Sums, Timeline, TimelineSpan, busiest_s, overlap, simulate
 from tilewright.train.annotated import annotated_gradient
 from tilewright.train.sharded import ShardedSetup, jitted_step, sharded_gradient, state_shardings, training_mesh
 

@@ -13,8 +13,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, HIDDEN, ROWS, MicroCase, cases, compiled, measured
-from tilewright.chips.links import HOP_US
-from tilewright.chips.tpu import chip_of
 from tilewright.cli.bench_overlap_grid import GridOptions, bench_grid
 from tilewright.cli.bench_round import NUMBERS
 from tilewright.cli.common import (
@@ -30,6 +28,8 @@ from tilewright.cli.common import (
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
+from tilewright.hardware.links import HOP_US
+from tilewright.hardware.tpu import chip_of
 from tilewright.parallel.mesh import make_mesh
 from tilewright.report.overlap import write_micro
 

@@ -15,7 +15,6 @@ from rich.table import Table
 from tilewright.bench.model_configs import json_fields
 from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds
-from tilewright.chips.tpu import chip_of
 from tilewright.cli.common import (
     DEMO,
     SEVERAL,
@@ -28,6 +27,7 @@ from tilewright.cli.common import (
 )
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
+from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import operations
 from tilewright.models import checkpoint, decoder, dflash
 from tilewright.models.decoder import DecoderConfig

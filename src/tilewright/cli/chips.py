@@ -5,15 +5,15 @@ from typing import Annotated, Any
 from rich import box
 from rich.table import Table
 
-from tilewright.chips.accelerators import ACCELERATORS, Accelerator, accelerator_of
-from tilewright.chips.figures import disputed
-from tilewright.chips.neuron import NEURON_CHIPS
 from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
 from tilewright.compiled.figures import print_table, significant
+from tilewright.hardware.accelerators import ACCELERATORS, Accelerator, accelerator_of
+from tilewright.hardware.figures import disputed
+from tilewright.hardware.neuron import NEURON_CHIPS
 
 FOOTNOTE = (
     "flop/byte: how many bfloat16 operations a chip does while a byte passes its memory, or its links in either direction; "
-    "above the first, its ridge point, compute is the limit. The sources of all figures stand in src/tilewright/chips/."
+    "above the first, its ridge point, compute is the limit. The sources of all figures stand in src/tilewright/hardware/."
 )
 
 

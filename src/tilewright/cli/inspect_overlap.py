@@ -30,7 +30,6 @@ from tilewright.bench.overlap import (
     records,
     runs_of,
 )
-from tilewright.chips.tpu import chip_of
 from tilewright.cli.common import (
     WORDS,
     JsonFile,
@@ -42,8 +41,9 @@ from tilewright.cli.common import (
     write_text,
 )
 from tilewright.compiled.figures import percent, print_table, significant
-from tilewright.compiled.timeline import trace
+from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import Kernels
+from tilewright.perfmodel.timeline import trace
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, place, write_overlap
 
 FOOTNOTE = (

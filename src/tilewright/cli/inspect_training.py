@@ -29,8 +29,6 @@ from tilewright.bench.training import (
     programs_of,
     records,
 )
-from tilewright.chips.links import HOP_US
-from tilewright.chips.tpu import chip_of
 from tilewright.cli.common import (
     WORDS,
     JsonFile,
@@ -44,8 +42,10 @@ from tilewright.cli.common import (
 from tilewright.cli.inspect_overlap import end_if_exposed
 from tilewright.cli.train import mesh_axes
 from tilewright.compiled.figures import percent, print_table, significant
-from tilewright.compiled.timeline import trace
+from tilewright.hardware.links import HOP_US
+from tilewright.hardware.tpu import chip_of
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.perfmodel.timeline import trace
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
 from tilewright.report.training import place, write_training
 

@@ -12,8 +12,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
-from tilewright.chips.neuron import instance_of
-from tilewright.chips.tpu import chip_of
 from tilewright.cli.common import (
     NUMBERS,
     JsonFile,
@@ -26,14 +24,16 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.plan_training import halves_of
 from tilewright.compiled.figures import print_table, significant
-from tilewright.compiled.schedule import read_schedule
-from tilewright.neuron.inference import Work, inference_program
-from tilewright.neuron.machine import Machine, Settings, machine_of
-from tilewright.neuron.program import NeuronProgram
-from tilewright.neuron.programs import dflash_program, diffusion_program, gather_reduce_program, hlo_program
-from tilewright.neuron.results import MOMENTS, SimulationResult, trace
-from tilewright.neuron.simulate import simulate
-from tilewright.neuron.training import TrainingStep, training_program
+from tilewright.hardware.neuron import instance_of
+from tilewright.hardware.tpu import chip_of
+from tilewright.perfmodel.inference import Work, inference_program
+from tilewright.perfmodel.machine import Machine, Settings, machine_of
+from tilewright.perfmodel.program import NeuronProgram
+from tilewright.perfmodel.programs import dflash_program, diffusion_program, gather_reduce_program, hlo_program
+from tilewright.perfmodel.results import MOMENTS, SimulationResult, trace
+from tilewright.perfmodel.schedule import read_schedule
+from tilewright.perfmodel.simulate import simulate
+from tilewright.perfmodel.training import TrainingStep, training_program
 from tilewright.report.neuron import Engines, write_simulation
 
 Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-reduce", "hlo"]

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
 from tilewright.compiled.figures import print_table, significant
-from tilewright.neuron.calibrate import PUBLISHED, Point, calibrate
-from tilewright.neuron.environment import as_record, recommended
+from tilewright.perfmodel.calibrate import PUBLISHED, Point, calibrate
+from tilewright.perfmodel.environment import as_record, recommended
 
 TITLES = {"jax": "JAX", "nxd": "NeuronX Distributed"}
 

@@ -12,7 +12,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
-from tilewright.chips.neuron import instance_of
 from tilewright.cli.common import (
     NUMBERS,
     WORDS,
@@ -24,8 +23,9 @@ from tilewright.cli.common import (
     write_json,
 )
 from tilewright.compiled.figures import print_table, significant
-from tilewright.neuron.machine import ranges
-from tilewright.neuron.plan_inference import InferencePlan, compare, sensitivity, winner
+from tilewright.hardware.neuron import instance_of
+from tilewright.perfmodel.machine import ranges
+from tilewright.perfmodel.plan_inference import InferencePlan, compare, sensitivity, winner
 from tilewright.report.neuron import write_inference_plan
 
 

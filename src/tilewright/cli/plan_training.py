@@ -13,7 +13,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
-from tilewright.chips.neuron import instance_of
 from tilewright.cli.common import (
     NUMBERS,
     WORDS,
@@ -26,9 +25,10 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.plan_inference import print_sensitivity
 from tilewright.compiled.figures import print_table, significant
-from tilewright.neuron.environment import as_record
-from tilewright.neuron.machine import ranges
-from tilewright.neuron.plan_training import TrainingPlan, compare, sensitivity, setting_of
+from tilewright.hardware.neuron import instance_of
+from tilewright.perfmodel.environment import as_record
+from tilewright.perfmodel.machine import ranges
+from tilewright.perfmodel.plan_training import TrainingPlan, compare, sensitivity, setting_of
 from tilewright.report.neuron import write_training_plan
 
 SHOWN = 16

@@ -18,13 +18,13 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
-from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.aot import Compiled, compile_for, read_compiled, tpu_topology
 from tilewright.compiled.figures import significant, uncut
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.round_trips import round_trips
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients, spread
+from tilewright.hardware.tpu import CHIPS
 
 RUN_S = 0.05
 """Seconds that a timed run should take; one that takes longer consists of a single call."""

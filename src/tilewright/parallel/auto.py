@@ -1,4 +1,4 @@
-"""`Auto`: the schedule that the cost model of `chips/layers.py` finds best, for each shape that is compiled."""
+"""`Auto`: the schedule that the cost model of `hardware/layers.py` finds best, for each shape that is compiled."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,9 +7,9 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from tilewright.chips.layers import Costs, LayerShapes, StrategyChoice, choose
-from tilewright.chips.links import Fabric, torus_of
-from tilewright.chips.tpu import CHIPS, KINDS
+from tilewright.hardware.layers import Costs, LayerShapes, StrategyChoice, choose
+from tilewright.hardware.links import Fabric, torus_of
+from tilewright.hardware.tpu import CHIPS, KINDS
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.exact import Exact
 from tilewright.parallel.rings import Axis

@@ -1,7 +1,7 @@
 """Options for a TPU's compiler by which it begins transfers between devices earlier.
 
-They were tuned on the model of time in `compiled/timeline.py`, and no TPU has run a program that was compiled with them: nobody
-gets them without asking.
+They were tuned on the model of time in `perfmodel/timeline.py`, and no TPU has run a program that was compiled with them:
+nobody gets them without asking.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from tilewright.chips.tpu import KINDS
+from tilewright.hardware.tpu import KINDS
 from tilewright.parallel.lanes import AT_ONCE
 
 log = logging.getLogger("tilewright.parallel")

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from tilewright.chips.links import ring_of
+from tilewright.hardware.links import ring_of
 
 
 def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = None) -> Mesh:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.chips.layers import Costs, ExpertExchange, expert_exchange
-from tilewright.chips.links import Fabric
+from tilewright.hardware.layers import Costs, ExpertExchange, expert_exchange
+from tilewright.hardware.links import Fabric
 from tilewright.kernels.linear.scaled import Table
 from tilewright.kernels.operations import Norm, Operations, RoutedProduct, RoutedWeights
 from tilewright.parallel import rings

@@ -47,7 +47,7 @@ CAVEATS = (
     "of memory. Operations without an estimate by the compiler count at the chip's full roofline. Part of what a schedule "
     "saves may be less compute and no hidden communication: compare with sequence, which divides norms and additions as well."
 )
-"""Beside every time that `compiled/timeline.py` predicts."""
+"""Beside every time that `perfmodel/timeline.py` predicts."""
 
 LEAD = (
     "Compiler estimates and a model of links and memory; nothing ran. Exposed is communication that the core waits for, hidden "

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.chips.layers import LayerShapes, divided_layer
+from tilewright.hardware.layers import LayerShapes, divided_layer
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams

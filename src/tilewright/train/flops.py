@@ -2,7 +2,7 @@
 
 import jax
 
-from tilewright.chips.accelerators import accelerator_of_device
+from tilewright.hardware.accelerators import accelerator_of_device
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import count

@@ -1,0 +1,176 @@
+"""AWS's Neuron chips, from core to instance. Sources are pages of awsdocs-neuron.readthedocs-hosted.com unless said otherwise.
+
+`NKI guides` are nki/guides/architecture/{trainium,trainium2,trainium3}_arch, `arch pages` about-neuron/arch/neuron-hardware.
+Where they, or two pages, disagree, the figure is `Disputed`: the value first is the one that is used.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from tilewright.hardware.figures import Disputed, refuse_name
+from tilewright.hardware.links import Torus
+
+GIB = 2**30 / 1e9
+"""GiB in 1e9 bytes."""
+
+Topology = Literal["ring", "torus", "switched"]
+
+
+@dataclass(frozen=True)
+class NeuronCore:
+    """One physical core.
+
+    Attributes:
+        tensor_ghz, vector_ghz, scalar_ghz, gpsimd_ghz: clocks of its engines.
+        lanes: elements that the vector, scalar and GPSIMD engines take in a cycle; rows and columns of the tensor engine.
+        sbuf_mib, psum_mib: on-chip memory, and the accumulators of the tensor engine.
+        dma_engines: that serve it.
+        dma_gb_per_s: what one of them moves, in 1e9 bytes a second.
+        dma_rings: that one of them serves in turns.
+        strict_priority: whether DMA engines serve the highest priority class first, in the place of rings in turns.
+        cold_share: at which share of its clock the tensor engine begins.
+        warm_up_us: after how long it runs in full; it is cold again if it was busy for less than half of such a time.
+    """
+
+    name: str
+    tensor_ghz: float
+    vector_ghz: float
+    scalar_ghz: float
+    gpsimd_ghz: float
+    sbuf_mib: float
+    psum_mib: float
+    dma_gb_per_s: float
+    strict_priority: bool
+    cold_share: float
+    warm_up_us: float
+    lanes: int = 128
+    dma_engines: int = 16
+    dma_rings: int = 16
+
+    @property
+    def bf16_tflop_per_s(self) -> float:
+        """Peak of its tensor engine: a product and a sum per element of its array and cycle."""
+        return 2 * self.lanes**2 * self.tensor_ghz / 1e3
+
+
+@dataclass(frozen=True)
+class NeuronChip:
+    """One chip.
+
+    Attributes:
+        cores: physical ones.
+        hbm_gib, hbm_gb_per_s: size and bandwidth of its device memory.
+        bf16_tflop_per_s: as published for the chip.
+        cc_cores: collective cores.
+        links: to other chips; in a switched fabric 1, to the switch.
+        link_gb_per_s: what one of them carries in one direction, in 1e9 bytes a second.
+    """
+
+    name: str
+    core: NeuronCore
+    cores: int
+    hbm_gib: float
+    hbm_gb_per_s: float
+    bf16_tflop_per_s: float
+    cc_cores: float
+    links: int
+    link_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class NeuronInstance:
+    """Chips that are linked with one another.
+
+    Attributes:
+        sizes: chips along each axis.
+        slow_axes: axes whose links carry `slow_link_gb_per_s` in one direction, in the place of what the chip's do.
+        physical_per_logical: physical cores that a program sees as one (LNC).
+    """
+
+    name: str
+    chip: NeuronChip
+    topology: Topology
+    sizes: tuple[int, ...]
+    physical_per_logical: int
+    slow_axes: tuple[int, ...] = ()
+    slow_link_gb_per_s: float = 0.0
+
+    @property
+    def chips(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def cores_per_chip(self) -> int:
+        """Logical ones."""
+        return self.chip.cores // self.physical_per_logical
+
+    @property
+    def cores(self) -> int:
+        """Logical ones."""
+        return self.chips * self.cores_per_chip
+
+    @property
+    def torus(self) -> Torus:
+        """The grid of its chips; every axis is a ring."""
+        return Torus(self.sizes, tuple(True for _ in self.sizes))
+
+
+CORES = {
+    core.name: core
+    for core in (
+        # Clocks, SBUF and PSUM: NKI guides, as for the others; GPSIMD's clock is the scalar engine's there.
+        # DMA: 17 GB/s by nki/deep-dives/nki-dma-bandwidth-guide, 27.2 by nki/get-started/about/nki-dma-overview.
+        # No throttle is described for this core.
+        NeuronCore("NeuronCore-v2", 2.8, 1.12, 1.4, 1.4, 24, 2, Disputed(17, 27.2), False, 1.0, 0.0),
+        # DMA: 23 and 27.2 GB/s by the same pages; a profile in the second shows 23.1. Throttle: NKI guide of Trainium2.
+        NeuronCore("NeuronCore-v3", 2.4, 0.96, 1.2, 1.2, 28, 2, Disputed(23, 27.2), False, 0.5, 3.0),
+        # DMA: 33 and 38.4 GB/s by the same pages; four QoS classes, NKI guide of Trainium3.
+        NeuronCore("NeuronCore-v4", 2.4, 1.2, 1.2, 1.2, 32, 2, Disputed(33, 38.4), True, 0.5, 3.0),
+    )
+}
+"""By name."""
+
+NEURON_CHIPS = {
+    chip.name: chip
+    for chip in (
+        # arch pages: 190 TFLOP/s, 32 GiB at 820 GiB/s, six collective cores, NeuronLink-v2 with 192 GiB/s a chip: two links
+        # of 96 GiB/s, half of it in each direction.
+        NeuronChip("Inferentia2", CORES["NeuronCore-v2"], 2, 32, 820 * GIB, 190, 6, 2, 48 * GIB),
+        # arch pages: as Inferentia2, with 384 GB/s over four links; Trn1n has twice that.
+        NeuronChip("Trainium1", CORES["NeuronCore-v2"], 2, 32, 820 * GIB, 190, 6, 4, 48),
+        # arch pages: 667 TFLOP/s (eight cores of 79 are 632), 96 GiB at 2.9 TB/s (NKI guide: 3.0), 1,024 GB/s over the four
+        # links inside an instance. Collective cores: 16 by the arch page, 20 by the NKI guide.
+        NeuronChip(
+            "Trainium2", CORES["NeuronCore-v3"], 8, 96, Disputed(2900, 3000), Disputed(667, 632), Disputed(16, 20), 4, 128
+        ),
+        # arch pages: 671 TFLOP/s, 144 GiB at 4.9 TB/s (NKI guide: 4.7), NeuronLink-v4 with 2,048 GiB/s a chip (elsewhere
+        # 2,560 GB/s) to a switch, half in each direction.
+        NeuronChip("Trainium3", CORES["NeuronCore-v4"], 8, 144, Disputed(4900, 4700), 671, 20, 1, Disputed(1024 * GIB, 1280)),
+    )
+}
+"""By name."""
+
+INSTANCES = {
+    instance.name: instance
+    for instance in (
+        # arch pages (inf2, trn1, trn2): 12 chips in a ring; 16 in a torus of 4 x 4; of Trn2 two cores are one by default.
+        NeuronInstance("inf2.48xlarge", NEURON_CHIPS["Inferentia2"], "ring", (12,), 1),
+        NeuronInstance("trn1.32xlarge", NEURON_CHIPS["Trainium1"], "torus", (4, 4), 1),
+        NeuronInstance("trn2.48xlarge", NEURON_CHIPS["Trainium2"], "torus", (4, 4), 2),
+        # Four such instances; the links between them carry 256 GB/s a chip, two links in two directions.
+        NeuronInstance("trn2-ultraserver", NEURON_CHIPS["Trainium2"], "torus", (4, 4, 4), 2, (0,), 64),
+        # A switched group as large as the others: the number of chips is a working figure, not an instance's.
+        NeuronInstance("trn3-16", NEURON_CHIPS["Trainium3"], "switched", (16,), 2),
+    )
+}
+"""By name."""
+
+
+def instance_of(name: str) -> NeuronInstance:
+    """The instance of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return INSTANCES[name] if name in INSTANCES else refuse_name("an instance", name, INSTANCES)

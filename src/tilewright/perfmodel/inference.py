@@ -1,0 +1,334 @@
+"""Programs of tensor-parallel inference: a prefill or a decoding step of a decoder under a schedule.
+
+- `sync`: an all-reduce after each half of a layer, and nothing beside it. A kernel loads its weights when its input is there.
+- `domino`: two micro-batches, rows of the batch or, where there is one row, positions; while the sum of one is under way, the
+  other computes. Weights that fit into SBUF serve both, others are read twice.
+- `column`: the second product of a half in tiles of its columns; while the sum of one tile is under way, the next is computed.
+- `ring`: sums as reduce-scatters and all-gathers hop by hop around a ring, under tiles of the products before and after; over
+  rows where each rank has a tile of them, else over the hidden dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from tilewright.hardware.figures import refuse_name
+from tilewright.perfmodel.builder import BF16, SBUF_SHARE, TILE, Builder, WeightTiles, element_cycles, product_cycles
+from tilewright.perfmodel.machine import Machine
+from tilewright.perfmodel.program import PSUM, SBUF, NeuronProgram
+from tilewright.perfmodel.shapes import Config, Share
+
+SCHEDULES = ("sync", "domino", "column", "ring")
+
+RING_NOTE = (
+    "ring is favoured here: its hops pay neither trigger nor completion (1.3 us each), though each hop of a sum waits for an "
+    "addition, and they go both ways round the chips, where sync's all-reduce goes one way. Of Llama 3 8B on 24 cores of "
+    "inf2.48xlarge, 8 rows, 96 % more tokens a second than sync come to 36 % if these hops pay both, and to 1 % if sync takes "
+    "KangaRing besides; of prefill's gain most stands"
+)
+"""Beside every figure of decoding under `ring`. `tests/perfmodel/test_statements.py` computes it."""
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of an inference program: its phase, its sizes, and how it is cut.
+
+    Attributes:
+        phase: `prefill` of `positions` tokens in each row, or a step of `decode` with so many cached.
+        rows: sequences.
+        tile_bytes: weights loaded at a time.
+        tiles: of columns, where sums go in such.
+        prefetch: whether weights may be loaded before the input of their kernel is there, as far as SBUF has room.
+        algorithm: of the all-reduces.
+    """
+
+    phase: Phase
+    rows: int
+    positions: int
+    tile_bytes: float = 2**21
+    tiles: int = 2
+    prefetch: bool = False
+    algorithm: Literal["auto", "ring", "mesh", "rdh", "kangaring"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.positions < 1:
+            raise ValueError(f"expected at least one row and one position, found {self.rows} and {self.positions}")
+        if self.tiles < 1 or self.tile_bytes <= 0:
+            raise ValueError(f"expected at least one tile, and bytes in each, found {self.tiles} and {self.tile_bytes:g}")
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the products."""
+        return self.rows * (self.positions if self.phase == "prefill" else 1)
+
+
+@dataclass(frozen=True)
+class InferenceBatch:
+    """A micro-batch: sequences, queries of each, and keys that they see."""
+
+    sequences: int
+    queries: int
+    keys: int
+    causal: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.queries
+
+
+def parts_of(work: Work, count: int) -> list[InferenceBatch]:
+    """The micro-batches of a phase, as equal as they can be.
+
+    Raises:
+        ValueError: fewer rows and positions than micro-batches.
+    """
+    prefill = work.phase == "prefill"
+    if work.rows >= count:
+        sizes = [work.rows // count + (n < work.rows % count) for n in range(count)]
+        return [InferenceBatch(size, work.positions if prefill else 1, work.positions, prefill) for size in sizes]
+    if not prefill or work.positions < count:
+        raise ValueError(f"expected at least {count} rows for {count} micro-batches, found {work.rows}")
+    # Later positions see those before them: on average as many keys as queries and a half, and so on.
+    step = work.positions // count
+    return [
+        InferenceBatch(work.rows, step, round(step * (n + 0.5)) * 2 if n == 0 else step * (n + 1), n == 0) for n in range(count)
+    ]
+
+
+class LayerBuilder:
+    """The halves of a decoder's layers on one rank, as operations of a program."""
+
+    def __init__(self, config: Config, machine: Machine, work: Work):
+        self.share, self.work, self.machine = Share(config, machine.mesh.size("tp")), work, machine
+        self.build = Builder(machine, tile_bytes=work.tile_bytes)
+
+    def gate(self, needs: Sequence[int]) -> Sequence[int]:
+        """After which a kernel's loads begin."""
+        return () if self.work.prefetch else needs
+
+    def norm(self, part_tokens: int, needs: Sequence[int]) -> list[int]:
+        return [self.build.elements("norm", part_tokens * self.share.config.hidden_size, needs)]
+
+    def attend(self, part: InferenceBatch, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
+        """Attention of a part over keys and values in the cache, which it appends to."""
+        build, share = self.build, self.share
+        scores, values, count = share.attention_cycles(part.sequences, part.queries, part.keys, part.causal)
+        turned = build.elements("rotate", part.tokens * (share.heads + share.kv_heads) * share.config.head_dim, needs)
+        build.move("append", share.cache_bytes(part.tokens, 1), [turned])
+        cached = share.cache_bytes(part.sequences, part.keys)
+        tiles = max(1, min(8, round(cached / self.work.tile_bytes)))
+        tiles = max(tiles, ceil(cached / (SBUF_SHARE * self.machine.sbuf_bytes / 4)))
+        results = []
+        for _ in range(tiles):
+            held = {"holds": SBUF, "holds_bytes": cached / tiles}
+            read = [] if part.causal else [build.move("load keys and values", cached / tiles, gate, 0, **held)]
+            psum = {"holds": PSUM, "holds_bytes": min(4 * count / tiles, self.machine.psum_bytes / 4)}
+            score = build.add("scores", "tensor", [turned, *read], cycles=scores / tiles, **psum)
+            exp = build.add("softmax", "scalar", [score], cycles=element_cycles(count / tiles))
+            build.elements("softmax sum", count / tiles, [exp])
+            results.append(build.add("values", "tensor", [exp, *read], cycles=values / tiles))
+        return [build.elements("take values", part.tokens * share.heads * share.config.head_dim, results)]
+
+    def attention(self, part: InferenceBatch, weights: Sequence[WeightTiles], needs: Sequence[int], keep: bool) -> list[int]:
+        """The partial sums of a layer's attention."""
+        qkv, output = weights
+        gate = self.gate(needs)
+        found = self.build.product(qkv, part.tokens, self.norm(part.tokens, needs), gate, keep)
+        return self.build.product(output, part.tokens, self.attend(part, found, gate), gate, keep)
+
+    def mlp(self, part: InferenceBatch, weights: Sequence[WeightTiles], needs: Sequence[int], keep: bool) -> list[int]:
+        """The partial sums of a layer's MLP."""
+        gate_up, down = weights
+        gate = self.gate(needs)
+        found = self.build.product(gate_up, part.tokens, self.norm(part.tokens, needs), gate, keep)
+        return self.build.product(down, part.tokens, self.activate(part.tokens, found), gate, keep)
+
+    def activate(self, tokens: int, needs: Sequence[int]) -> list[int]:
+        inner = tokens * self.share.columns
+        gated = self.build.add("silu", "scalar", needs, cycles=element_cycles(inner))
+        return [self.build.elements("gate", inner, [gated])]
+
+    def sum_up(self, tokens: int, sums: Sequence[int], part: int, share: float = 1.0) -> list[int]:
+        """The sum over ranks of a part, or of a share of its columns; parts have streams of their own as far as there are."""
+        if self.share.ranks == 1:
+            return list(sums)
+        size = BF16 * tokens * self.share.config.hidden_size * share
+        of = {"algorithm": self.work.algorithm, "stream": part % self.machine.settings.streams}
+        return [self.build.collect("all-reduce", "all-reduce", size, sums, **of)]
+
+    def residual(self, tokens: int, needs: Sequence[int], share: float = 1.0) -> list[int]:
+        """A sum added to the residual stream: in an engine's order it stands where its result is wanted, not before."""
+        return [self.build.elements("residual", tokens * self.share.config.hidden_size * share, needs)]
+
+    def halves(self) -> list[tuple[list[WeightTiles], bool]]:
+        """The weights of a layer's attention and of its MLP, and whether each stays in SBUF for a second micro-batch."""
+        found = [[self.share.qkv(), self.share.output()], [self.share.gate_up(), self.share.down()]]
+        return [(each, self.build.stays(*each)) for each in found]
+
+    def head(self, streams: Sequence[int]) -> None:
+        """Norm and logits of each row's last position, and the best of all ranks."""
+        self.build.layer = None
+        normed = self.norm(self.work.rows, streams)
+        logits = self.build.product(self.share.head(), self.work.rows, normed, self.gate(normed))
+        best = [self.build.elements("argmax", self.work.rows * self.share.vocab, logits)]
+        if self.share.ranks > 1:
+            self.build.collect("best of ranks", "all-gather", 8 * self.work.rows * self.share.ranks, best)
+
+    def program(self, schedule: str, positions: int) -> NeuronProgram:
+        """The program of what has been built, with what it keeps in device memory."""
+        config, work = self.share.config, self.work
+        resident = self.share.model_bytes + config.num_layers * self.share.cache_bytes(work.rows, positions)
+        name = f"{work.phase} of {work.rows} x {work.positions}, {schedule} over {self.share.ranks}"
+        favoured = schedule == "ring" and self.share.ranks > 1
+        return self.build.program(name, resident, (*self.share.notes, *((RING_NOTE,) if favoured else ())))
+
+
+def micro_batched(model: LayerBuilder, layers: int, count: int) -> None:
+    """Layers over micro-batches that take turns; of one it is `sync`."""
+    build, config = model.build, model.share.config
+    parts = parts_of(model.work, count)
+    streams = [[build.elements("embed", part.tokens * config.hidden_size, [])] for part in parts]
+    under_way: list[list[int]] = [[] for _ in parts]
+    for layer in range(layers):
+        build.layer = layer
+        for half, (weights, stays) in zip((model.attention, model.mlp), model.halves(), strict=True):
+            for at, part in enumerate(parts):
+                if under_way[at]:
+                    streams[at] = model.residual(part.tokens, [*under_way[at], *streams[at]])
+                sums = half(part, weights, streams[at], stays and at + 1 < count)
+                under_way[at] = model.sum_up(part.tokens, sums, at)
+    for at, part in enumerate(parts):
+        streams[at] = model.residual(part.tokens, [*under_way[at], *streams[at]])
+    model.head([each for stream in streams for each in stream])
+
+
+def by_columns(model: LayerBuilder, layers: int) -> None:
+    """Layers whose second products, and their sums, go in tiles of columns; the next half begins when all are there."""
+    build, config, tiles = model.build, model.share.config, model.work.tiles
+    (part,) = parts_of(model.work, 1)
+    stream = [build.elements("embed", part.tokens * config.hidden_size, [])]
+    for layer in range(layers):
+        build.layer = layer
+        for at, ((first, second), _) in enumerate(model.halves()):
+            gate = model.gate(stream)
+            found = build.product(first, part.tokens, model.norm(part.tokens, stream), gate)
+            found = model.attend(part, found, gate) if at == 0 else model.activate(part.tokens, found)
+            summed = []
+            for tile in range(tiles):
+                columns = WeightTiles(second.name, second.inner, ceil(second.columns / tiles))
+                sums = build.product(columns, part.tokens, found, gate)
+                summed.append(model.sum_up(part.tokens, sums, tile, 1 / tiles))
+            stream = [each for one in summed for each in model.residual(part.tokens, [*one, *stream], 1 / tiles)]
+    model.head(stream)
+
+
+class RingBuilder:
+    """Collectives hop by hop under tiles of products."""
+
+    def __init__(self, model: LayerBuilder):
+        self.model, self.build, self.ranks = model, model.build, model.share.ranks
+        self.tokens, self.hidden = model.work.tokens, model.share.config.hidden_size
+        self.by_rows = self.tokens >= TILE * self.ranks
+        # Both ways round at once, where a stream has a collective core for each.
+        self.directions = 2 if model.machine.channels(0) > 1 and self.ranks > 2 else 1
+        self.hops = ceil((self.ranks - 1) / self.directions)
+
+    def hop(self, needs: Sequence[int], first: bool, chunks: int) -> int:
+        size = chunks * BF16 * self.tokens * self.hidden / self.ranks
+        return self.build.collect("hop", "permute", size, needs, chained=not first, directions=chunks)
+
+    def arriving(self, at: int) -> int:
+        """Chunks that a hop brings: as many as there are directions, the last one maybe fewer."""
+        return min(self.directions, self.ranks - 1 - at * self.directions)
+
+    def tile(
+        self, weights: WeightTiles, chunks: int, split_inner: bool, needs: Sequence[int], gate: Sequence[int]
+    ) -> list[int]:
+        """The product of so many chunks: rows of all weights, or all rows with a part of the weights."""
+        share = chunks / self.ranks
+        if not self.by_rows:
+            inner, columns = (
+                (ceil(weights.inner * share), weights.columns)
+                if split_inner
+                else (weights.inner, ceil(weights.columns * share))
+            )
+            return self.build.product(WeightTiles(weights.name, inner, columns), self.tokens, needs, gate)
+        rows = ceil(self.tokens * share)
+        if weights.loads:  # in SBUF by now
+            cycles = product_cycles(rows, weights.inner, weights.columns)
+            done = self.build.add(weights.name, "tensor", [*needs, *weights.loads], cycles=cycles)
+            return [self.build.elements(f"take {weights.name}", rows * weights.columns, [done])]
+        return self.build.product(weights, rows, needs, gate, self.build.stays(weights))
+
+    def gather(self, weights: WeightTiles, chunk: Sequence[int]) -> list[int]:
+        """Rows from all ranks, each times the weights as it arrives."""
+        gate = self.model.gate(chunk)
+        results = self.tile(weights, 1, True, chunk, gate)
+        arrived = list(chunk)
+        for at in range(self.hops):
+            arrived = [self.hop(arrived, at == 0, self.arriving(at))]
+            results += self.tile(weights, self.arriving(at), True, arrived, gate)
+        weights.loads = []
+        return results
+
+    def scatter(self, weights: WeightTiles, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
+        """Partial sums, each sent on as it is computed, with what has arrived added to it; the next is computed beside that."""
+        under_way: list[int] = []
+        sizes = [self.arriving(at) for at in range(self.hops)] + [1]
+        ahead = self.tile(weights, sizes[0], False, needs, gate)
+        for at, chunks in enumerate(sizes):
+            sums = ahead
+            if at < self.hops:
+                ahead = self.tile(weights, sizes[at + 1], False, needs, gate)
+            added = self.build.elements("add", chunks * self.tokens * self.hidden / self.ranks, [*sums, *under_way])
+            under_way = [self.hop([added], at == 0, chunks)] if at < self.hops else [added]
+        weights.loads = []
+        return under_way
+
+
+def ringed(model: LayerBuilder, layers: int) -> None:
+    """Layers whose residual stream is divided over ranks."""
+    build, config, work = model.build, model.share.config, model.work
+    (part,) = parts_of(work, 1)
+    ring = RingBuilder(model)
+    chunk_tokens = ceil(part.tokens / ring.ranks)
+    stream = [build.elements("embed", chunk_tokens * config.hidden_size, [])]
+    for layer in range(layers):
+        build.layer = layer
+        for at, ((first, second), _) in enumerate(model.halves()):
+            found = ring.gather(first, model.norm(chunk_tokens, stream))
+            gate = model.gate(stream)
+            found = model.attend(part, found, gate) if at == 0 else model.activate(part.tokens, found)
+            sums = ring.scatter(second, found, gate)
+            stream = [build.elements("residual", chunk_tokens * config.hidden_size, [*sums, *stream])]
+    model.head(stream)
+
+
+def inference_program(
+    config: Config, machine: Machine, work: Work, schedule: str, layers: int | None = None, cached: int | None = None
+) -> NeuronProgram:
+    """A prefill or a decoding step.
+
+    Args:
+        machine: whose mesh has an axis `tp`.
+        layers: how many of the model's; all of them by default.
+        cached: positions for which keys and values have room; by default those of `work`.
+
+    Raises:
+        ValueError: no such schedule, more ranks than heads, or too few rows for micro-batches.
+    """
+    if schedule not in SCHEDULES:
+        refuse_name("a schedule", schedule, SCHEDULES)
+    model = LayerBuilder(config, machine, work)
+    count = config.num_layers if layers is None else layers
+    if not 1 <= count <= config.num_layers:
+        raise ValueError(f"expected 1 to {config.num_layers} layers, found {count}")
+    if schedule == "ring" and model.share.ranks > 1:
+        ringed(model, count)
+    elif schedule == "column":
+        by_columns(model, count)
+    else:
+        micro_batched(model, count, 2 if schedule == "domino" else 1)
+    return model.program(schedule, work.positions if cached is None else cached)

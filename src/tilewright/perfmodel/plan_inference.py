@@ -1,0 +1,225 @@
+"""Plans of inference: throughput, time to the first token and time per token by cores, batch, input and schedule."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tilewright.hardware.figures import refuse_name
+from tilewright.hardware.neuron import NeuronInstance
+from tilewright.perfmodel.estimate import ProgramEstimate, estimate
+from tilewright.perfmodel.inference import SCHEDULES, Phase, Work, inference_program
+from tilewright.perfmodel.machine import Machine, Settings, machine_of, ranges, with_figures
+from tilewright.perfmodel.program import NeuronProgram
+from tilewright.perfmodel.shapes import Config
+
+FEW_LAYERS = (1, 3)
+"""Layers that are simulated."""
+
+SYNC = "sync"
+"""Schedule that the others are compared with."""
+
+TILE_BYTES = (2**20, 2**21, 2**22)
+COLUMN_TILES = (2, 4, 8)
+"""Tile sizes and numbers of column tiles that an adaptive plan tries."""
+
+
+@dataclass(frozen=True)
+class PhaseChoice:
+    """Options of a phase: schedule, streams, tiles and prefetching.
+
+    Attributes:
+        streams: of collectives.
+        tile_bytes, tiles, prefetch: see `inference.Work`.
+    """
+
+    schedule: str
+    streams: int = 1
+    tile_bytes: float = 2**21
+    tiles: int = 2
+    prefetch: bool = False
+
+    def record(self) -> dict[str, Any]:
+        return {"streams": self.streams, "tile_kib": self.tile_bytes / 1024, "tiles": self.tiles, "prefetch": self.prefetch}
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """Comparison of inference schedules: a model, an instance, and the shapes to compare them at.
+
+    Attributes:
+        name: of the model.
+        cores: tensor-parallel widths.
+        batches, inputs: rows, and prompt tokens of each.
+        output: tokens generated; a decoding step is taken in the middle of them.
+        schedules: some of `inference.SCHEDULES`.
+        adaptive: whether tile sizes, streams and prefetching are searched for each shape and phase.
+        settings: of the runtime; streams are the plan's.
+    """
+
+    name: str
+    config: Config = field(repr=False)
+    instance: NeuronInstance
+    cores: tuple[int, ...]
+    batches: tuple[int, ...]
+    inputs: tuple[int, ...]
+    output: int
+    schedules: tuple[str, ...] = ("sync", "domino", "ring")
+    adaptive: bool = False
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        for schedule in self.schedules:
+            if schedule not in SCHEDULES:
+                refuse_name("a schedule", schedule, SCHEDULES)
+        for name in ("cores", "batches", "inputs", "schedules"):
+            if not getattr(self, name):
+                raise ValueError(f"expected at least one of {name}, found none")
+        for name, values in (("batch", self.batches), ("input", self.inputs), ("output", (self.output,))):
+            if min(values) < 1:
+                raise ValueError(f"expected {name} from 1, found {min(values)}")
+        if "domino" in self.schedules and min(self.batches) < 2:
+            raise ValueError("expected batches of at least 2 rows for domino, whose micro-batches divide them; found 1")
+        for cores in self.cores:
+            self.machine(cores)
+
+    def machine(self, cores: int, streams: int = 1, changes: Mapping[str, float] | None = None) -> Machine:
+        """The cores, which the instance must have.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if not 1 <= cores <= self.instance.cores:
+            had = f"1 to {self.instance.cores} cores of {self.instance.name}"
+            raise ValueError(f"expected {had}, found {cores}")
+        found = machine_of(self.instance, replace(self.settings, streams=streams), tp=cores)
+        return with_figures(found, changes) if changes else found
+
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Input, batch and cores of everything that is compared."""
+        return [(tokens, rows, cores) for tokens in self.inputs for rows in self.batches for cores in self.cores]
+
+
+def phase_estimate(
+    plan: InferencePlan,
+    phase: Phase,
+    place: tuple[int, int, int],
+    choice: PhaseChoice,
+    changes: Mapping[str, float] | None = None,
+) -> ProgramEstimate:
+    """A prefill, or a decoding step in the middle of the output."""
+    tokens, rows, cores = place
+    positions = tokens if phase == "prefill" else tokens + plan.output // 2
+    machine = plan.machine(cores, choice.streams, changes)
+    work = Work(phase, rows, positions, choice.tile_bytes, choice.tiles, choice.prefetch)
+    room = tokens + plan.output
+
+    def build(layers: int) -> NeuronProgram:
+        return inference_program(plan.config, machine, work, choice.schedule, layers, room)
+
+    return estimate(plan.config.num_layers, FEW_LAYERS, build, machine)
+
+
+def choices(plan: InferencePlan, schedule: str, cores: int) -> list[PhaseChoice]:
+    """Options to try for a schedule where nothing is searched: domino and columns take another stream where it helps."""
+    most = min(2, plan.machine(cores).cc_cores)
+    return [PhaseChoice(schedule, streams) for streams in range(1, (most if schedule in ("domino", "column") else 1) + 1)]
+
+
+def best_choice(
+    plan: InferencePlan, phase: Phase, place: tuple[int, int, int], schedule: str, changes: Mapping[str, float] | None = None
+) -> tuple[PhaseChoice, ProgramEstimate]:
+    """The fastest way to run a phase under a schedule."""
+    tried = {
+        choice: phase_estimate(plan, phase, place, choice, changes) for choice in choices(plan, schedule, place[2])
+    }  # fmt: skip
+    best = min(tried, key=lambda choice: tried[choice].total_s)
+    if not plan.adaptive:
+        return best, tried[best]
+    moves: list[Callable[[PhaseChoice], Iterator[PhaseChoice]]] = [
+        lambda choice: (replace(choice, prefetch=each) for each in (True, False)),
+        lambda choice: (replace(choice, tile_bytes=each) for each in TILE_BYTES),
+        lambda choice: (replace(choice, tiles=each) for each in (COLUMN_TILES if schedule == "column" else (choice.tiles,))),
+    ]
+    for move in moves:  # one after another: what one gains hardly depends on the others
+        for choice in move(best):
+            if choice not in tried:
+                tried[choice] = phase_estimate(plan, phase, place, choice, changes)
+        best = min(tried, key=lambda choice: tried[choice].total_s)
+    return best, tried[best]
+
+
+def compare(plan: InferencePlan, done: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """A record for each place and schedule, named as in docs/metrics.md; those of `sync` first where it is among them."""
+    found = []
+    for place in plan.places:
+        records = []
+        for schedule in sorted(plan.schedules, key=lambda name: name != SYNC):
+            records.append(record(plan, place, schedule))
+            done(f"{place[2]} cores, {schedule}")
+        base = records[0] if records[0]["schedule"] == SYNC else None
+        for one in records:
+            for name, better in (("ttft_ms", "less"), ("tpot_ms", "less"), ("tokens_per_s", "more")):
+                ratio = None if base is None else one[name] / base[name]
+                one[f"{name.rpartition('_ms')[0] or name}_gain"] = ratio_gain(ratio, better)
+        found += records
+    return found
+
+
+def ratio_gain(ratio: float | None, better: str) -> float | None:
+    """By which share something became better."""
+    if ratio is None:
+        return None
+    return 1 - ratio if better == "less" else ratio - 1
+
+
+def record(plan: InferencePlan, place: tuple[int, int, int], schedule: str) -> dict[str, Any]:
+    """Both phases of a place under a schedule."""
+    tokens, rows, cores = place
+    (ways, (prefill, decode)) = zip(
+        *(best_choice(plan, phase, place, schedule) for phase in ("prefill", "decode")), strict=True
+    )  # fmt: skip
+    return {
+        "schedule": schedule,
+        "cores": cores,
+        "batch_rows": rows,
+        "input_tokens": tokens,
+        "output_tokens": plan.output,
+        "ttft_ms": 1e3 * prefill.total_s,
+        "tpot_ms": 1e3 * decode.total_s,
+        "tokens_per_s": rows / decode.total_s,
+        "memory_gib": max(prefill.memory_bytes, decode.memory_bytes) / 2**30,
+        "memory_limit_gib": decode.hbm_bytes / 2**30,
+        "fits": prefill.fits and decode.fits,
+        "prefill": {**ways[0].record(), **prefill.record()},
+        "decode": {**ways[1].record(), **decode.record()},
+        "notes": list(decode.notes),
+    }
+
+
+def winner(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The record with most tokens a second, of what fits where anything does; of equal ones the first token sooner."""
+    fitting = [one for one in records if one["fits"]] or list(records)
+    return max(fitting, key=lambda one: (one["tokens_per_s"], -one["ttft_ms"]))
+
+
+def sensitivity(
+    plan: InferencePlan, best: Mapping[str, Any], done: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Rankings of schedules at the winner's cores, batch and input as each disputed figure takes its other value."""
+    place = (best["input_tokens"], best["batch_rows"], best["cores"])
+    found = []
+    for figure, value in [("", 0.0), *moved(plan.machine(place[2]))]:
+        times = {}
+        for schedule in plan.schedules:
+            changes = {figure: value} if figure else None
+            times[schedule] = 1e3 * best_choice(plan, "decode", place, schedule, changes)[1].total_s
+        done(f"{figure or 'as specified'}")
+        ranking = sorted(times, key=lambda name: times[name])
+        found.append({"figure": figure or "as specified", "value": value or None, "ranking": ranking, "tpot_ms": times})
+    return found
+
+
+def moved(machine: Machine) -> list[tuple[str, float]]:
+    """Each disputed figure with each other value."""
+    return [(figure, value) for figure, values in ranges(machine).items() for value in values]

@@ -1,0 +1,173 @@
+"""Plans of training: which shifts, streams and packet sizes make a step shortest, and what limits it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tilewright.hardware.figures import refuse_name
+from tilewright.hardware.neuron import NeuronInstance
+from tilewright.perfmodel.environment import Variable, recommended_packets, variables
+from tilewright.perfmodel.estimate import ProgramEstimate, estimate
+from tilewright.perfmodel.machine import CC_PACKET_BYTES, DMA_PACKET_BYTES, Machine, Settings, machine_of, with_figures
+from tilewright.perfmodel.plan_inference import moved
+from tilewright.perfmodel.shapes import Config
+from tilewright.perfmodel.training import TrainingStep, training_program
+
+PACKETS = ("default", "recommended")
+FEW_LAYERS = (4, 6)
+"""Layers that are simulated: with fewer, what shifts hold in memory would still grow from one to the other."""
+
+COMPARED = 5
+"""Settings whose ranking a sensitivity analysis follows, the compiler's own order beside them."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Settings of a train step, of which a plan chooses.
+
+    Attributes:
+        packets: `default` or `recommended`.
+        prefetch_distance, scatter_delay: shifts, in halves of layers; of no account where not threaded. Names, records and
+            commands have layers.
+    """
+
+    streams: int
+    packets: str
+    prefetch_distance: int = 0
+    scatter_delay: int = 0
+    threaded: bool = True
+
+    @property
+    def name(self) -> str:
+        shifts = f"prefetch {self.prefetch_distance / 2:g}, delay {self.scatter_delay / 2:g}"
+        order = shifts if self.threaded else "compiler's order"
+        return f"{self.streams} stream{'s' * (self.streams > 1)}, {self.packets} packets, {order}"
+
+    @property
+    def packet_bytes(self) -> tuple[int, tuple[int, ...]]:
+        """Of compute's transfers, and of each stream's."""
+        return recommended_packets(self.streams) if self.packets == "recommended" else (DMA_PACKET_BYTES, (CC_PACKET_BYTES,))
+
+    def variables(self) -> list[Variable]:
+        """The environment that asks for it."""
+        shifts = (self.prefetch_distance, self.scatter_delay) if self.threaded else (None, None)
+        return variables(self.threaded, self.streams, *shifts, self.packet_bytes)
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Comparison of settings of a train step: a model, an instance, a mesh, and the values to try.
+
+    Attributes:
+        name: of the model.
+        fsdp, tp: ranks along each axis of the mesh.
+        streams, packets, prefetch_distance, scatter_delay: settings, each with each; shifts in halves of layers.
+        sequences, positions: of each fully sharded rank.
+        layers: of the model that are simulated.
+    """
+
+    name: str
+    config: Config = field(repr=False)
+    instance: NeuronInstance
+    fsdp: int
+    tp: int
+    streams: tuple[int, ...] = (1, 2)
+    packets: tuple[str, ...] = PACKETS
+    prefetch_distance: tuple[int, ...] = (0, 1, 2)
+    scatter_delay: tuple[int, ...] = (0, 1, 2, 3)
+    sequences: int = 1
+    positions: int = 4096
+    layers: tuple[int, int] = FEW_LAYERS
+
+    def __post_init__(self) -> None:
+        for packets in self.packets:
+            if packets not in PACKETS:
+                refuse_name("packet sizes", packets, PACKETS)
+        for name in ("streams", "packets", "prefetch_distance", "scatter_delay"):
+            if not getattr(self, name):
+                raise ValueError(f"expected at least one of {name}, found none")
+        for name, shifts in (("prefetch_distance", self.prefetch_distance), ("scatter_delay", self.scatter_delay)):
+            if not 0 <= min(shifts) <= max(shifts) <= 2 * min(self.layers[0], self.config.num_layers):
+                most, given = min(self.layers[0], self.config.num_layers), ", ".join(f"{shift / 2:g}" for shift in shifts)
+                raise ValueError(f"expected --{name.replace('_', '-')} from 0 to {most} layers, found {given}")
+        for setting in self.settings:
+            self.machine(setting)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Everything that is compared, the compiler's own order first."""
+        own = Setting(1, "default", threaded=False)
+        each = [
+            Setting(streams, packets, prefetch_distance, scatter_delay)
+            for streams in self.streams
+            for packets in self.packets
+            for prefetch_distance in self.prefetch_distance
+            for scatter_delay in self.scatter_delay
+        ]
+        return [own, *each]
+
+    def machine(self, setting: Setting, changes: Mapping[str, float] | None = None) -> Machine:
+        """Raises ValueError for a mesh that the instance has no cores for, or more streams than collective cores."""
+        dma, cc = setting.packet_bytes
+        found = machine_of(self.instance, Settings(dma, cc, setting.streams), fsdp=self.fsdp, tp=self.tp)
+        return with_figures(found, changes) if changes else found
+
+    def step(self, setting: Setting) -> TrainingStep:
+        return TrainingStep(self.sequences, self.positions, setting.threaded, setting.prefetch_distance, setting.scatter_delay)
+
+
+def setting_estimate(plan: TrainingPlan, setting: Setting, changes: Mapping[str, float] | None = None) -> ProgramEstimate:
+    """A whole step under a setting."""
+    machine, step = plan.machine(setting, changes), plan.step(setting)
+    return estimate(
+        plan.config.num_layers, plan.layers, lambda n: training_program(plan.config, machine, replace(step, layers=n)), machine
+    )
+
+
+def compare(plan: TrainingPlan, done: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """A record for each setting, named as in docs/metrics.md, the fastest that fits first."""
+    found = []
+    for setting in plan.settings:
+        one = setting_estimate(plan, setting)
+        tokens = plan.fsdp * plan.sequences * plan.positions
+        found.append(
+            {
+                "setting": setting.name,
+                "threaded": setting.threaded,
+                "streams": setting.streams,
+                "packets": setting.packets,
+                "early_layers": setting.prefetch_distance / 2,
+                "late_layers": setting.scatter_delay / 2,
+                "step_ms": 1e3 * one.total_s,
+                "tokens_per_s": tokens / one.total_s,
+                **one.record(),
+                "memory_limit_gib": one.hbm_bytes / 2**30,
+                "notes": list(one.notes),
+            }
+        )
+        done(setting.name)
+    own = found[0]["step_ms"]
+    for one in found:
+        one["gain"] = 1 - one["step_ms"] / own
+    return sorted(found, key=lambda one: (not one["fits"], one["step_ms"]))
+
+
+def setting_of(record: Mapping[str, Any]) -> Setting:
+    """The setting that a record is of."""
+    prefetch_distance, scatter_delay = (round(2 * record[f"{name}_layers"]) for name in ("early", "late"))
+    return Setting(record["streams"], record["packets"], prefetch_distance, scatter_delay, record["threaded"])
+
+
+def sensitivity(
+    plan: TrainingPlan, ranked: Sequence[Mapping[str, Any]], done: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Rankings of the fastest settings, and of the compiler's order, as each disputed figure takes its other value."""
+    own = [one for one in ranked if not one["threaded"]]
+    settings = [setting_of(one) for one in (*[one for one in ranked if one["threaded"]][:COMPARED], *own)]
+    found = []
+    for figure, value in [("", 0.0), *moved(plan.machine(settings[0]))]:
+        times = {one.name: 1e3 * setting_estimate(plan, one, {figure: value} if figure else None).total_s for one in settings}
+        done(f"{figure or 'as specified'}")
+        ranking = sorted(times, key=lambda name: times[name])
+        found.append({"figure": figure or "as specified", "value": value or None, "ranking": ranking, "step_ms": times})
+    return found

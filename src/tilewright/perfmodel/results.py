@@ -1,0 +1,202 @@
+"""Results of a simulation: when each operation ran, what engines were busy with, and which communication nothing hid.
+
+Every moment belongs to one of four kinds. *Compute*: an engine that computes is busy. *Loading*: none is, but one of compute's
+transfers is under way. *Exposed*: neither is, but a collective is. *Waiting*: nothing is under way but signals and latencies.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tilewright.perfmodel.collectives import steps_of
+from tilewright.perfmodel.machine import Machine, engine_names
+from tilewright.perfmodel.program import COMPUTE, DMA, NeuronProgram
+from tilewright.perfmodel.trace import Track, complete, named
+
+COMPUTING, LOADING, EXPOSED, WAITING = "compute", "loading", "exposed", "waiting"
+MOMENTS = (COMPUTING, LOADING, EXPOSED, WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpan:
+    """An operation in time, in seconds from the program's beginning.
+
+    Attributes:
+        op: its number.
+        engine: on which it ran; of a collective, `cc` and its stream.
+        ready_s: when all that it needs was done.
+        begin_s, end_s: when it ran.
+    """
+
+    op: int
+    engine: str
+    ready_s: float
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """A simulation's outcome on one rank.
+
+    Attributes:
+        total_s: from the first operation to the last.
+        peak_bytes: most that was held at once in each memory, by the program's results.
+    """
+
+    program: NeuronProgram = field(repr=False)
+    machine: Machine = field(repr=False)
+    spans: tuple[OpSpan, ...] = field(repr=False)
+    total_s: float
+    peak_bytes: Mapping[str, float]
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak of device memory: what is resident, and what the program holds besides."""
+        return self.program.resident_bytes + self.peak_bytes["hbm"]
+
+    @property
+    def fits(self) -> bool:
+        """True if a core's share of device memory holds that."""
+        return self.memory_bytes <= self.machine.hbm_bytes
+
+    @cached_property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds in which each engine, the DMA engines and each stream had something under way."""
+        found = {}
+        for engine in engine_names(self.machine):
+            spans = ((span.begin_s, span.end_s) for span in self.spans if span.engine == engine)
+            found[engine] = sum(end - begin for begin, end in union(spans))
+        return found
+
+    @cached_property
+    def dma_bytes(self) -> dict[str, float]:
+        """Bytes that passed the DMA engines, by who sent them: `compute`, and each purpose of collectives."""
+        found = {"compute": 0.0}
+        sizes: dict[Any, float] = {}
+        for op in self.program.ops:
+            if op.engine == DMA:
+                found["compute"] += op.bytes
+            elif op.collective is not None:
+                if op.collective not in sizes:
+                    sizes[op.collective] = sum(step.bytes for step in steps_of(self.machine.mesh, op.collective))
+                name = op.collective.purpose
+                found[name] = found.get(name, 0.0) + sizes[op.collective]
+        return found
+
+    @cached_property
+    def moments(self) -> list[tuple[float, float, str, int | None]]:
+        """All of the time, one piece after another: begin, end, one of `MOMENTS`, and the layer of what was under way."""
+        events: list[tuple[float, int, int]] = []
+        for number, span in enumerate(self.spans):
+            if span.end_s > span.begin_s:
+                events += [(span.begin_s, 1, number), (span.end_s, 0, number)]
+        events.sort()
+        under_way: dict[str, dict[int, None]] = {COMPUTING: {}, LOADING: {}, EXPOSED: {}}
+        found: list[tuple[float, float, str, int | None]] = []
+        now = 0.0
+        for at, begins, number in [*events, (self.total_s, 0, -1)]:
+            if at > now:
+                kind = next((name for name in (COMPUTING, LOADING, EXPOSED) if under_way[name]), WAITING)
+                first = next(iter(under_way[kind])) if kind != WAITING else None
+                layer = self.program.ops[self.spans[first].op].layer if first is not None else None
+                found.append((now, at, kind, layer))
+                now = at
+            if number >= 0:
+                among = under_way[kind_of(self.spans[number].engine)]
+                if begins:
+                    among[number] = None
+                else:
+                    among.pop(number)
+        return found
+
+    @cached_property
+    def moments_s(self) -> dict[str, float]:
+        """Seconds of each kind of moment in all."""
+        found: dict[str, float] = dict.fromkeys(MOMENTS, 0.0)
+        for begin, end, kind, _ in self.moments:
+            found[kind] += end - begin
+        return found
+
+    @cached_property
+    def exposed_s(self) -> dict[int | None, float]:
+        """Exposed communication of each layer: by that of the collective that began first among those under way."""
+        found: dict[int | None, float] = {op.layer: 0.0 for op in self.program.ops}
+        for begin, end, kind, layer in self.moments:
+            if kind == EXPOSED:
+                found[layer] += end - begin
+        return found
+
+    def delay_s(self, purpose: str) -> float:
+        """Seconds that collectives of a purpose stood in their queue in all, ready but behind others."""
+        signal = 1e-6 * self.machine.settings.signal_us
+        waited = 0.0
+        for span in self.spans:
+            collective = self.program.ops[span.op].collective
+            if collective is not None and collective.purpose == purpose and not collective.chained:
+                waited += max(0.0, span.begin_s - span.ready_s - signal)
+        return waited
+
+    @property
+    def limit(self) -> str:
+        """The resource that was busy longest: an engine, `dma`, or a stream of collectives."""
+        return max(self.busy_s, key=lambda name: self.busy_s[name])
+
+    def record(self) -> dict[str, Any]:
+        """Figures, named as in docs/metrics.md."""
+        moved, total = self.dma_bytes, sum(self.dma_bytes.values()) or 1.0
+        return {
+            "program": self.program.name,
+            "instance": self.machine.instance.name,
+            "mesh": dict(self.machine.mesh.axes),
+            "total_ms": 1e3 * self.total_s,
+            **{f"{name}_ms": 1e3 * seconds for name, seconds in self.moments_s.items()},
+            "busy_ms": {name: 1e3 * seconds for name, seconds in self.busy_s.items()},
+            "idle_ms": {name: 1e3 * (self.total_s - seconds) for name, seconds in self.busy_s.items()},
+            "exposed_layers_ms": {"none" if name is None else str(name): 1e3 * s for name, s in self.exposed_s.items()},
+            "dma_gb": {name: size / 1e9 for name, size in moved.items()},
+            "dma_share": {name: size / total for name, size in moved.items()},
+            "memory_gib": self.memory_bytes / 2**30,
+            "memory_limit_gib": self.machine.hbm_bytes / 2**30,
+            "sbuf_peak_mib": self.peak_bytes["sbuf"] / 2**20,
+            "psum_peak_mib": self.peak_bytes["psum"] / 2**20,
+            "limit": self.limit,
+            "notes": list(self.program.notes),
+        }
+
+
+def kind_of(engine: str) -> str:
+    """Kind of moments that an engine makes."""
+    return COMPUTING if engine in COMPUTE else LOADING if engine == DMA else EXPOSED
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Intervals that hold the same moments and are apart, in order."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def trace(results: Iterable[tuple[str, SimulationResult]]) -> dict[str, Any]:
+    """Programs as a Chrome trace, which Perfetto opens: a process for each, a track for each queue of each engine."""
+    events: list[dict[str, Any]] = []
+    for process, (name, result) in enumerate(results):
+        lines = {op.line: None for op in result.program.ops}
+        labels = {line: f"{line[0]}{line[1]}" if line[0] in ("dma", "cc") else line[0] for line in lines}
+        threads = {line: number for number, line in enumerate(sorted(lines))}
+        events += named(process, name, {labels[line]: thread for line, thread in threads.items()})
+        for span in result.spans:
+            op = result.program.ops[span.op]
+            about: dict[str, Any] = {"layer": op.layer, "ready_us": 1e6 * span.ready_s}
+            if op.collective is not None:
+                one = op.collective
+                about |= {"kind": one.kind, "bytes": one.bytes, "axis": one.axis, "stream": one.stream, "purpose": one.purpose}
+            elif op.engine == DMA:
+                about |= {"bytes": op.bytes}
+            events.append(complete(Track(process, threads[op.line]), op.name, span.engine, span.begin_s, span.end_s, about))
+    return {"traceEvents": events, "displayTimeUnit": "ns"}

@@ -1,0 +1,158 @@
+"""Collectives: their steps, and that the simulation takes for them what closed forms say."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from perfmodel.models import inferentia
+from tilewright.hardware.neuron import instance_of
+from tilewright.perfmodel.calibrate import PUBLISHED, calibrate, collective_us
+from tilewright.perfmodel.collectives import CollectiveStep, Mesh, chosen, steps_of
+from tilewright.perfmodel.machine import Machine, Settings, machine_of
+from tilewright.perfmodel.program import Collective, NeuronProgram, QueuedOp
+from tilewright.perfmodel.simulate import simulate
+
+MB = 1e6
+
+
+def closed_form_s(
+    steps: Sequence[CollectiveStep],
+    latency_us: Callable[[int], float],
+    dma_bytes_per_s: float,
+    hbm_bytes_per_s: float,
+    channels: int,
+) -> float:
+    """What steps take where nothing else runs: a latency each, and its bytes by the slowest thing that they pass."""
+    return sum(
+        1e-6 * latency_us(step.hops)
+        + step.bytes * max(1 / dma_bytes_per_s, step.hbm_touches / hbm_bytes_per_s, step.link_seconds(channels))
+        for step in steps
+    )
+
+
+def alone_s(machine: Machine, collective: Collective, ranks: int = 1) -> float:
+    """Without the signal of its end."""
+    program = NeuronProgram("one", (QueuedOp("collective", "cc", collective=collective),))
+    return simulate(program, machine, ranks).total_s - 1e-6 * machine.settings.signal_us
+
+
+@pytest.mark.parametrize("ranks", range(2, 33))
+def test_a_ring_s_all_gather_takes_its_steps_of_latency_and_chunk(ranks: int):
+    """(N - 1)(α + C / β), a core on each chip of a ring of N, β what a link carries in one direction."""
+    instance = instance_of("inf2.48xlarge")
+    chip = instance.chip
+    ring = replace(instance, sizes=(ranks,), chip=replace(chip, cores=1, cc_cores=1, hbm_gb_per_s=1e4))
+    machine = machine_of(ring, tp=ranks)
+    alpha, beta = 1e-6 * machine.settings.hop_us, 1e9 * chip.link_gb_per_s
+    expected = (ranks - 1) * (alpha + MB / beta)
+    assert alone_s(machine, Collective("all-gather", ranks * MB, algorithm="ring")) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "mesh", "rdh", "kangaring"])
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize(
+    ("instance", "axes", "axis"),
+    [
+        ("inf2.48xlarge", {"tp": 8}, "tp"),
+        ("trn1.32xlarge", {"tp": 32}, "tp"),
+        ("trn2.48xlarge", {"fsdp": 16, "tp": 4}, "tp"),
+        ("trn2.48xlarge", {"fsdp": 8, "tp": 8}, "fsdp"),
+        ("trn3-16", {"tp": 64}, "tp"),
+    ],
+)
+@pytest.mark.parametrize("size", [1e4, 1e8])
+def test_every_algorithm_agrees_with_its_closed_form(instance, axes, axis, kind, algorithm, size):
+    machine = machine_of(instance_of(instance), **axes)
+    if algorithm == "kangaring" and machine.mesh.per_chip(axis) % 2:
+        with pytest.raises(ValueError, match="expected an even number of ranks"):
+            steps_of(machine.mesh, Collective(kind, size, axis, algorithm=algorithm))
+        return
+    collective = Collective(kind, size, axis, algorithm=algorithm)
+    steps = steps_of(machine.mesh, collective)
+    rates = (machine.dma_bytes_per_s, machine.hbm_bytes_per_s, machine.channels(0))
+    expected = closed_form_s(steps, machine.settings.latency_us, *rates)
+    assert alone_s(machine, collective) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "count", "chunks", "fastest_link"),
+    [
+        ("ring", 63, 63, 1),  # to the next rank, 63 times; one rank of each chip sends over a link
+        ("mesh", 2, 15 + 48, 0),  # its part of 15 chips' chunks; then what three others on the chip have of 16 chips
+        ("rdh", 5, 1 + 2 + 4 + 8 + 48, 2),  # four distances, twice as much each time; a chip's four ranks over two axes
+        ("kangaring", 32, 32, 2),  # every second rank, two chunks each
+    ],
+)
+def test_steps_are_those_of_the_algorithm(algorithm: str, count: int, chunks: int, fastest_link: int):
+    """Of an all-gather over 64 ranks, four on each of 16 chips of a torus, in chunks of a byte."""
+    instance = instance_of("trn2.48xlarge")
+    mesh = Mesh(instance, (("tp", 64),))
+    steps = steps_of(mesh, Collective("all-gather", 64, algorithm=algorithm))  # type: ignore[arg-type]
+    assert len(steps) == count
+    assert sum(step.bytes for step in steps) == chunks
+    assert len(steps_of(mesh, Collective("all-reduce", 64, algorithm=algorithm))) == 2 * count  # type: ignore[arg-type]
+    if fastest_link:
+        rate = 1e9 * instance.chip.link_gb_per_s
+        assert steps[0].link_seconds(1) == pytest.approx(fastest_link / rate)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("all-gather", 3 / 4), ("reduce-scatter", 4 / 6)])
+def test_kangaring_touches_memory_less_often(kind: str, expected: float):
+    mesh = Mesh(instance_of("trn2.48xlarge"), (("tp", 64),))
+
+    def touched(algorithm: str) -> float:
+        steps = steps_of(mesh, Collective(kind, 64 * MB, algorithm=algorithm))  # type: ignore[arg-type]
+        return sum(step.bytes * step.hbm_touches for step in steps) / len(steps)
+
+    # By step of as many ranks passed: a step of KangaRing passes two, so that its bytes count for two of the ring's.
+    assert touched("kangaring") / (2 * touched("ring")) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "mesh", "kangaring"])
+def test_one_rank_stands_for_all(algorithm: str):
+    machine = inferentia(8)
+    collective = Collective("all-reduce", 1e6, algorithm=algorithm)  # type: ignore[arg-type]
+    assert alone_s(machine, collective, 8) == pytest.approx(alone_s(machine, collective), rel=1e-9)
+
+
+def test_two_streams_take_no_less_than_each_alone_and_no_more_than_one_after_another():
+    machine = inferentia(24, streams=2)
+    one, two = Collective("all-gather", 24 * MB), Collective("all-gather", 24 * MB, stream=1)
+    program = NeuronProgram("two", (QueuedOp("a", "cc", collective=one), QueuedOp("b", "cc", collective=two)))
+    both = simulate(program, machine).total_s
+    alone = [alone_s(machine, each) for each in (one, two)]
+    assert max(alone) < both < sum(alone)
+
+
+def test_a_stream_has_what_collective_cores_are_left():
+    assert [inferentia(2, streams=n).channels(0) for n in (1, 2, 3)] == [3, 2, 1]
+    trainium = machine_of(instance_of("trn2.48xlarge"), Settings(streams=2), tp=4)
+    assert (trainium.channels(0), trainium.channels(1)) == (3, 1)
+    with pytest.raises(ValueError, match="expected at most as many streams as the 4 collective cores"):
+        machine_of(instance_of("trn2.48xlarge"), Settings(streams=5), tp=4)
+
+
+def test_sizes_choose_algorithms_as_the_runtime_s_page_says():
+    mesh = Mesh(instance_of("trn2.48xlarge"), (("tp", 64),))
+    found = [chosen(mesh, Collective("all-gather", size)) for size in (1e5, 1e7, 1e8)]
+    assert found == ["mesh", "rdh", "kangaring"]
+    assert chosen(inferentia(24).mesh, Collective("all-reduce", 1e5)) == "ring"
+
+
+def test_the_published_curve_predicts_its_held_out_half():
+    found = calibrate()
+    assert [point[0] for point in found.held_out] == [size for size, _ in PUBLISHED[1::2]]
+    print(f"geometric mean error of held-out sizes: {found.error:.1%}")
+    assert found.error < 0.042
+    smallest = Collective("all-reduce", 1024, algorithm="ring")
+    assert collective_us(found.machine, smallest) == pytest.approx(58, rel=0.05)
+    with pytest.raises(ValueError, match="at least 4 points"):
+        calibrate(PUBLISHED[:3])
+
+
+def test_a_mesh_that_the_instance_has_no_cores_for_is_refused():
+    with pytest.raises(ValueError, match=r"at most the 24 cores of inf2\.48xlarge, found 25: tp=25"):
+        machine_of(instance_of("inf2.48xlarge"), tp=25)
+    with pytest.raises(ValueError, match="expected an axis of tp, found 'fsdp'"):
+        steps_of(inferentia(4).mesh, Collective("all-gather", 1.0, "fsdp"))
