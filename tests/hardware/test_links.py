@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilewright.hardware.collectives import COLLECTIVES, ring_share
 from tilewright.hardware.links import (
-    COLLECTIVES,
     Fabric,
     Place,
     Torus,
     least_seconds,
     ring_of,
     ring_seconds,
-    ring_share,
     torus_of,
 )
 from tilewright.hardware.tpu import CHIPS

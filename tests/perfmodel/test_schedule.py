@@ -4,6 +4,7 @@ A chip of these texts is a v5e in a square of four. `CYCLES` of it are a millise
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -434,3 +435,13 @@ def test_slower_links_never_expose_less(steps: list[tuple[str, float]], factor: 
     bytes_more = [(kind, size * factor if kind not in ("run", "done") else size) for kind, size in steps]
     before, after = (simulate(drawn(each), SQUARE).whole().exposed_s for each in (steps, bytes_more))
     assert after >= before - 1e-9
+
+
+@given(STEPS, st.floats(0, 2000))
+def test_dearer_starts_and_collectives_in_halves_are_never_faster(steps: list[tuple[str, float]], start_us: float):
+    dear = replace(SQUARE, start_us=start_us)
+    halves = [each for kind, size in steps for each in ([(kind, size / 2)] * 2 if kind == "sync" else [(kind, size)])]
+    plain, dearer, cut = (
+        simulate(drawn(each), fabric).whole().total_s for each, fabric in ((steps, SQUARE), (steps, dear), (halves, dear))
+    )
+    assert plain - 1e-9 <= dearer <= cut + 1e-9

@@ -49,7 +49,7 @@ class ProgramOptions:
         instance: inf2.48xlarge, trn1.32xlarge, trn2.48xlarge, trn2-ultraserver or trn3-16.
         cores: tensor-parallel width.
         fsdp: fully sharded ranks, for training.
-        schedule: sync, domino, column or ring, for prefill and decode.
+        schedule: sync, sequence, domino, column, tiles+ring or ring, for prefill and decode.
         streams: of collectives.
         dma_packet_size, cc_packet_size: bytes of compute's packets, and of collectives', by stream.
         batch, input: rows, and prompt tokens or cached positions; for training sequences and positions of each fully sharded

@@ -41,7 +41,7 @@ class InferenceOptions:
         batch: rows, several.
         input: prompt tokens, several.
         output: tokens generated; time per token is that of a step in the middle of them.
-        schedule: sync, domino, column, ring: several.
+        schedule: sync, sequence, domino, column, tiles+ring, ring: several.
         adaptive: search tile sizes, streams and prefetching for each shape, and take the best.
     """
 
@@ -51,7 +51,7 @@ class InferenceOptions:
     batch: Annotated[tuple[int, ...], NUMBERS] = (4, 8)
     input: Annotated[tuple[int, ...], NUMBERS] = (1024, 4096)
     output: int = 512
-    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "domino", "ring")
+    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "domino", "ring")
     adaptive: bool = False
 
     def plan(self) -> InferencePlan:
@@ -102,7 +102,7 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
         title = f"{figures['model']} on {figures['instance']}, {tokens:,} tokens in, {figures['output_tokens']:,} out"
         table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("schedule")
-        heads = ("cores", "batch", "tokens/s", "gain", "TTFT\nms", "gain", "TPOT\nms", "gain", "GiB")
+        heads = ("cores", "batch", "tokens/s", "gain", "over\nseq.", "TTFT\nms", "gain", "over\nseq.", "GiB")
         for head in heads:
             table.add_column(head, justify="right")
         table.add_column("decode\nlimit")
@@ -121,8 +121,9 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
 def cells(one: Mapping[str, Any]) -> list[str]:
     """The figures of a row."""
     found = [one["schedule"], str(one["cores"]), str(one["batch_rows"])]
-    for name, gain in (("tokens_per_s", "tokens_per_s_gain"), ("ttft_ms", "ttft_gain"), ("tpot_ms", "tpot_gain")):
-        found += [significant(one[name]), "" if one[gain] is None else f"{one[gain]:+.1%}"]
+    for name, gain in (("tokens_per_s", "tokens_per_s_gain"), ("ttft_ms", "ttft_gain")):
+        gains = (one[gain], one[f"{gain}_over_sequence"])
+        found += [significant(one[name]), *("" if each is None else f"{each:+.1%}" for each in gains)]
     memory = significant(one["memory_gib"]) + ("" if one["fits"] else " !")
     return [*found, memory, f"{one['decode']['limit']} {one['decode']['limit_share']:.0%}"]
 

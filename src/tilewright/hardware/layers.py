@@ -12,6 +12,7 @@ from math import ceil, comb
 from types import MappingProxyType
 from typing import NamedTuple
 
+from tilewright.hardware.collectives import ring_chunks
 from tilewright.hardware.links import Fabric
 
 NUMBER_BYTES = 2
@@ -155,7 +156,7 @@ class Costs:
     @cached_property
     def hops(self) -> int:
         """One after another, of a ring both ways."""
-        return ceil((self.devices - 1) / 2)
+        return len(ring_chunks(self.devices, 2))
 
     def hop_s(self, rows: int, layer: LayerShapes) -> float:
         """A device's share of so many rows, to the next device and to the one before."""

@@ -2,22 +2,20 @@
 
 A collective over a group goes round a ring of its chips, as the compiler's own do, in one direction or in both. A permute sends
 from chip to chip, over the shortest way, one axis after another. Every link carries as much in one direction as in the other at
-the same time, and nothing else bounds a transfer: an account of the wires, in which chips send as fast as these take it.
+the same time. Steps, starts, completions and memory are those of `collectives.py`.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
+from tilewright.hardware.collectives import GATHER_TOUCHES, CollectiveCosts, ring_share, ring_steps, touched_share
 from tilewright.hardware.tpu import TpuChip
 
 HOP_US = 1.0
 """Latency of a hop to a neighbour, in microseconds, where nothing else is said: what jax-ml.github.io/scaling-book/sharding
 takes for a hop of a collective on TPU. A working figure and no specification."""
-
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-"""Kinds of collectives over a group of chips."""
 
 Place = tuple[int, ...]
 """Where a chip is: a coordinate on each axis."""
@@ -109,16 +107,18 @@ class LinkOccupancy:
 
     Attributes:
         busy_s: how long each link is taken by its bytes.
-        latency_s: what passes besides before the last of them is there.
+        latency_s: what passes besides before who waits for them goes on: hops, start and completion.
+        memory_s: how long a chip's memory needs for what is read and written.
     """
 
     busy_s: Mapping[Link, float]
     latency_s: float
+    memory_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds that the transfer takes alone."""
-        return max(self.busy_s.values(), default=0.0) + self.latency_s
+        return max((self.memory_s, *self.busy_s.values())) + self.latency_s
 
 
 @dataclass(frozen=True)
@@ -128,27 +128,43 @@ class Fabric:
     Attributes:
         places: where each of the program's devices is, in the order of its mesh.
         hop_us: latency of a hop, in microseconds.
+        start_us, completion_us, skew_us: of every transfer, collectives and permutes alike; see `CollectiveCosts`. No source
+            gives them for a TPU, and 0 is the least that they can be.
     """
 
     chip: TpuChip
     torus: Torus
     places: tuple[Place, ...]
     hop_us: float = HOP_US
+    start_us: float = 0.0
+    completion_us: float = 0.0
+    skew_us: float = 0.0
 
-    def occupancy(self, passes: Mapping[Link, float], hops: int) -> LinkOccupancy:
-        """A transfer that sends so many bytes over each link, and waits for so many hops one after another."""
-        rate = 1e9 * self.chip.ici_gb_per_s
-        return LinkOccupancy({link: sent / rate for link, sent in passes.items()}, 1e-6 * self.hop_us * hops)
+    @property
+    def costs(self) -> CollectiveCosts:
+        """Of a transfer beside its bytes; a chip on the way costs as much as a hop."""
+        return CollectiveCosts(self.start_us, self.completion_us, self.hop_us, self.hop_us, self.skew_us)
+
+    def occupancy(self, passes: Mapping[Link, float], hops: int, touched_bytes: float) -> LinkOccupancy:
+        """A transfer that sends so many bytes over each link, waits for so many hops one after another, and has a chip's memory
+        read or write so many bytes."""
+        rate, costs = 1e9 * self.chip.ici_gb_per_s, self.costs
+        latency = costs.begin_s + costs.latency_s(hops) + costs.end_s if hops else 0.0
+        memory = touched_bytes / (1e9 * self.chip.hbm_gb_per_s)
+        return LinkOccupancy({link: sent / rate for link, sent in passes.items()}, latency, memory)
 
     def permute(self, pairs: Iterable[tuple[int, int]], sent_bytes: float) -> LinkOccupancy:
         """Occupancy of links by a permute in which each source sends so many bytes to its target; devices by number."""
         passes: Counter[Link] = Counter()
+        sends: Counter[int] = Counter()
         farthest = 0
         for source, target in pairs:
             path = self.torus.path(self.places[source], self.places[target])
             passes.update(path)
+            sends[source] += len(path) > 0
             farthest = max(farthest, len(path))
-        return self.occupancy({link: sent_bytes * count for link, count in passes.items()}, farthest)
+        touched = GATHER_TOUCHES * sent_bytes * max(sends.values(), default=0)
+        return self.occupancy({link: sent_bytes * count for link, count in passes.items()}, farthest, touched)
 
     def collective(
         self, kind: str, groups: Iterable[Sequence[int]], whole_bytes: float, directions: int = 2, by_axis: bool = False
@@ -165,9 +181,10 @@ class Fabric:
                 the place of one ring through all chips of a group.
         """
         passes: Counter[Link] = Counter()
-        hops = 0
+        hops, touched = 0, 0.0
         for group in groups:
             chips = [self.places[device] for device in group]
+            touched = max(touched, whole_bytes * touched_share(kind, len(group)))
             axes = lines(chips) if by_axis else [[ring_of(chips)]]
             followed = 0
             for rings in axes:
@@ -180,7 +197,7 @@ class Fabric:
                 longest = max(len(self.torus.path(ring[at - 1], chip)) for ring in rings for at, chip in enumerate(ring))
                 followed += ring_steps(kind, length, directions) * longest
             hops = max(hops, followed)
-        return self.occupancy(passes, hops)
+        return self.occupancy(passes, hops, touched)
 
     def round(self, ring: Sequence[Place], step: int) -> list[Link]:
         """The links by which each chip of a ring sends to the one `step` places on."""
@@ -198,25 +215,6 @@ def lines(chips: Sequence[Place]) -> list[list[list[Place]]]:
         if max(map(len, rows.values())) > 1:
             found.append(list(rows.values()))
     return found or [[list(chips)]]
-
-
-def ring_share(kind: str, chips: int, directions: int = 2) -> float:
-    """Part of the whole array that passes each link of a ring, in each direction that is used.
-
-    Raises:
-        ValueError: another kind than those of `COLLECTIVES`.
-    """
-    if kind not in COLLECTIVES:
-        raise ValueError(f"expected a collective of {', '.join(COLLECTIVES)}, found {kind!r}")
-    if kind == "all-to-all":  # a chip sends 1/n of it to each other one, over as many links as that is away
-        pairs = chips**2 // 4 if directions == 2 else chips * (chips - 1)
-        return pairs / (2 * chips)
-    return (2 if kind == "all-reduce" else 1) * (chips - 1) / (chips * directions)
-
-
-def ring_steps(kind: str, chips: int, directions: int = 2) -> int:
-    """Number of hops of a ring collective, one after another."""
-    return (2 if kind == "all-reduce" else 1) * ceil((chips - 1) / directions)
 
 
 def ring_seconds(

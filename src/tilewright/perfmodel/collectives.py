@@ -1,9 +1,9 @@
-"""Algorithms of collectives (ring, mesh, recursive halving and doubling, KangaRing) as steps that all ranks take together.
+"""Algorithms of collectives (ring, mesh, recursive halving and doubling, KangaRing) over the ranks of a mesh of Neuron cores.
 
 The algorithms are those of the Neuron runtime (neuron-runtime/explore/intranode-collective-comm): N ranks, chunks of C bytes,
-an all-gather of N C bytes in all. `HBM_TOUCHES` are that page's figures. A step sends along every edge of its pattern in all
-groups of the mesh at once; the wires in between are counted by `hardware/links.py`, and the most loaded one says how long it
-takes.
+an all-gather of N C bytes in all; and a ring both ways round at once, as a program of permutes may make it. A step sends along
+every edge of its pattern in all groups of the mesh at once; the wires in between are counted by `hardware/links.py`, and the
+most loaded one says how long it takes. What steps cost is `hardware/collectives.py`'s.
 """
 
 from collections import Counter
@@ -12,43 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from tilewright.hardware.collectives import GATHER_TOUCHES, REDUCE_TOUCHES, CollectiveStep, ring_chunks
 from tilewright.hardware.links import Place, ring_of
 from tilewright.hardware.neuron import NeuronInstance
 from tilewright.perfmodel.program import ALGORITHMS, Collective
 
-HBM_TOUCHES = {
-    ("ring", "all-gather"): 4, ("ring", "reduce-scatter"): 6,
-    ("kangaring", "all-gather"): 3, ("kangaring", "reduce-scatter"): 4,
-}  # fmt: skip
-"""Reads and writes of device memory for a chunk to pass two ranks."""
+KANGARING_TOUCHES = {"all-gather": 3, "reduce-scatter": 4}
+"""Reads and writes of device memory for a chunk to pass two ranks, where a ring's are 4 and 6 (the page above)."""
 
 MESH_BELOW, RDH_BELOW = 1e6, 56e6
 """Where the runtime goes over from mesh to recursive doubling, and from that to KangaRing: bytes, the page's `< 1MB`,
 `1-56MB`."""
-
-
-@dataclass(frozen=True)
-class CollectiveStep:
-    """A step of a collective: what each rank sends at a time.
-
-    Attributes:
-        bytes: on average over ranks, that pass its DMA engines.
-        hops: chips that it passes.
-        link_s_per_byte: seconds that the most loaded link takes for each of those bytes: over one channel, two, and so on, up
-            to as many as there are rings and directions.
-        hbm_touches: bytes of device memory read or written for each of them.
-        reduces: whether what arrives is added up; else it is copied.
-    """
-
-    bytes: float
-    hops: int
-    link_s_per_byte: tuple[float, ...]
-    hbm_touches: float
-    reduces: bool
-
-    def link_seconds(self, channels: int) -> float:
-        """Seconds for which a byte of each rank occupies the most loaded link, over so many channels."""
-        return self.link_s_per_byte[min(channels, len(self.link_s_per_byte)) - 1]
 
 
 @dataclass(frozen=True)
@@ -169,25 +143,46 @@ def rdh_fits(mesh: Mesh, axis: str) -> bool:
     return chips & (chips - 1) == 0
 
 
+def fits(mesh: Mesh, axis: str, algorithm: str) -> bool:
+    """True if an algorithm can run over the groups of an axis.
+
+    Mesh sends from every chip to every other one: on a ring of chips, whose runtime is built around neighbours, only where all
+    of a group are neighbours.
+    """
+    if algorithm == "rdh":
+        return rdh_fits(mesh, axis)
+    if algorithm == "kangaring":
+        return mesh.per_chip(axis) % 2 == 0
+    if algorithm == "mesh" and mesh.instance.topology == "ring":
+        pairs = ((mesh.places[a], mesh.places[b]) for group in mesh.groups(axis) for a in group for b in group)
+        return all(len(mesh.instance.torus.path(*pair)) <= 1 for pair in pairs)
+    return algorithm in ALGORITHMS
+
+
+def algorithms(mesh: Mesh, axis: str) -> tuple[str, ...]:
+    """The algorithms that fit the groups of an axis."""
+    return tuple(name for name in ALGORITHMS if fits(mesh, axis, name))
+
+
 def steps_of(mesh: Mesh, collective: Collective) -> list[CollectiveStep]:
-    """The steps of a collective, one after another.
+    """The steps of a collective, one after another; of a permute the one step of a ring that it is.
 
     Raises:
         ValueError: an algorithm that there is not, or that does not fit the group.
     """
-    ranks, name = mesh.size(collective.axis), chosen(mesh, collective)
+    axis = collective.axis
+    ranks, name = mesh.size(axis), chosen(mesh, collective)
     if collective.kind == "permute":
-        edges = ring_edges(mesh, collective.axis)
-        hops, links = mesh.pattern(edges)
-        own = links[min(collective.directions, len(links)) - 1] if collective.directions > 1 else links[0]
-        return [CollectiveStep(collective.bytes, hops, (own,), 2, False)]
+        return [ring_step(mesh, axis, collective.bytes, collective.directions, collective.reduces)]
     if ranks == 1:
         return []
     if name not in ALGORITHMS:
         raise ValueError(f"expected an algorithm of {', '.join(ALGORITHMS)}, found {name!r}")
-    build = {"ring": ring, "mesh": all_to_all, "rdh": doubling, "kangaring": kangaring}[name]
-    gather = build(mesh, collective.axis, collective.bytes / ranks, False)
-    scatter = build(mesh, collective.axis, collective.bytes / ranks, True)[::-1]
+    if not fits(mesh, axis, name):
+        raise ValueError(f"expected one of {', '.join(algorithms(mesh, axis))} over {ranks} ranks of {axis}, found {name}")
+    build = {"ring": ring, "bidirectional": both_ways, "mesh": all_to_all, "rdh": doubling, "kangaring": kangaring}[name]
+    gather = build(mesh, axis, collective.bytes / ranks, False)
+    scatter = build(mesh, axis, collective.bytes / ranks, True)[::-1]
     return {"all-gather": gather, "reduce-scatter": scatter, "all-reduce": scatter + gather}[collective.kind]
 
 
@@ -208,11 +203,25 @@ def folded(mesh: Mesh, group: Sequence[int]) -> list[int]:
     return [rank for place in order for rank in chips[place]]
 
 
-def ring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
-    """N - 1 steps of a chunk each, to the next rank."""
+def touches_of(reduces: bool) -> int:
+    return REDUCE_TOUCHES if reduces else GATHER_TOUCHES
+
+
+def ring_step(mesh: Mesh, axis: str, sent: float, directions: int, reduces: bool) -> CollectiveStep:
+    """So many bytes from each rank to the next one of its ring, or in two directions half of them to each of its neighbours."""
     hops, links = mesh.pattern(ring_edges(mesh, axis))
-    touches = HBM_TOUCHES["ring", "reduce-scatter" if reduces else "all-gather"] / 2
-    return [CollectiveStep(chunk, hops, links, touches, reduces)] * (mesh.size(axis) - 1)
+    return CollectiveStep(sent, hops, links[:directions], touches_of(reduces), reduces)
+
+
+def ring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
+    """N - 1 steps of a chunk each, to the next rank: over several channels a part of each chunk goes the other way round."""
+    hops, links = mesh.pattern(ring_edges(mesh, axis))
+    return [CollectiveStep(chunk, hops, links, touches_of(reduces), reduces)] * (mesh.size(axis) - 1)
+
+
+def both_ways(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
+    """A ring both ways round: half as many steps, a chunk to each neighbour in each."""
+    return [ring_step(mesh, axis, count * chunk, 2, reduces) for count in ring_chunks(mesh.size(axis), 2)]
 
 
 def kangaring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
@@ -220,14 +229,9 @@ def kangaring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Collec
 
     Ranks take turns at being the second one in different cycles, so that each moves one chunk a step on average; a read feeds
     two writes, or three reads one.
-
-    Raises:
-        ValueError: ranks of a group do not come in pairs on a chip.
     """
-    if mesh.per_chip(axis) % 2:
-        raise ValueError("expected an even number of ranks of a group on each chip for kangaring, found another one")
     hops, links = mesh.pattern(ring_edges(mesh, axis, 2))
-    touches = HBM_TOUCHES["kangaring", "reduce-scatter" if reduces else "all-gather"]
+    touches = KANGARING_TOUCHES["reduce-scatter" if reduces else "all-gather"]
     links = tuple(2 * each for each in links)  # two chunks pass where one of its ranks moves one on average
     steps = [CollectiveStep(chunk, hops, links, touches, reduces)] * (mesh.size(axis) // 2 - 1)
     # The first chunk of the pair: the neighbours exchange what they have.
@@ -238,14 +242,14 @@ def all_to_all(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Colle
     """Mesh: every chip to every other one, each rank to its part of them; then the ranks of a chip among themselves."""
     local = mesh.per_chip(axis)
     chips = mesh.size(axis) // local
-    touches = HBM_TOUCHES["ring", "reduce-scatter" if reduces else "all-gather"] / 2
+    touches = touches_of(reduces)
     steps = []
     if chips > 1:
         # A rank reads the chunks of its chip and writes them to the part of the other chips that is its own.
         edges = [(a, b) for group in mesh.groups(axis) for a in group for b in group[group.index(a) % local :: local]]
         edges = [(a, b) for a, b in edges if mesh.places[a] != mesh.places[b]]
-        _, links = mesh.pattern(edges)
-        steps.append(CollectiveStep(chunk * (chips - 1), 1, (links[-1] / (chips - 1),), touches, reduces))
+        hops, links = mesh.pattern(edges)
+        steps.append(CollectiveStep(chunk * (chips - 1), hops, (links[-1] / (chips - 1),), touches, reduces))
     if local > 1:
         steps.append(CollectiveStep(chunk * chips * (local - 1), 1, (0.0,), touches, reduces))
     return steps
@@ -256,15 +260,10 @@ def doubling(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Collect
 
     On a filled torus the ranks of a chip are taken to begin with different axes, so that all wires have something to carry: the
     page says no more than "partial over-subscription".
-
-    Raises:
-        ValueError: the number of chips is no power of two.
     """
-    if not rdh_fits(mesh, axis):
-        raise ValueError("expected a number of chips that is a power of two for rdh, found another one")
     local = mesh.per_chip(axis)
     chips = mesh.size(axis) // local
-    touches = HBM_TOUCHES["ring", "reduce-scatter" if reduces else "all-gather"] / 2
+    touches = touches_of(reduces)
     steps = []
     for bit in range(chips.bit_length() - 1):
         edges = []

@@ -1,11 +1,18 @@
 """Programs of tensor-parallel inference: a prefill or a decoding step of a decoder under a schedule.
 
 - `sync`: an all-reduce after each half of a layer, and nothing beside it. A kernel loads its weights when its input is there.
+- `sequence`: the residual stream divided over ranks by its rows, padded to as many for each; an all-gather before each half and
+  a reduce-scatter after it, and nothing beside them.
 - `domino`: two micro-batches, rows of the batch or, where there is one row, positions; while the sum of one is under way, the
   other computes. Weights that fit into SBUF serve both, others are read twice.
 - `column`: the second product of a half in tiles of its columns; while the sum of one tile is under way, the next is computed.
+- `tiles+ring`: the same tiles, whose sums go from neighbour to neighbour, hop by hop, while the next tile is computed.
 - `ring`: sums as reduce-scatters and all-gathers hop by hop around a ring, under tiles of the products before and after; over
   rows where each rank has a tile of them, else over the hidden dim.
+
+All are charged alike (`hardware/collectives.py`): a hop takes what the same step of the runtime's own ring takes, and as it is
+ordered by compute and waited for by it, a start and a completion besides. Only a hop that passes on what the one before it
+brought needs no start.
 """
 
 from collections.abc import Sequence
@@ -13,21 +20,21 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from tilewright.hardware.collectives import ring_chunks
 from tilewright.hardware.figures import refuse_name
 from tilewright.perfmodel.builder import BF16, SBUF_SHARE, TILE, Builder, WeightTiles, element_cycles, product_cycles
 from tilewright.perfmodel.machine import Machine
-from tilewright.perfmodel.program import PSUM, SBUF, NeuronProgram
+from tilewright.perfmodel.program import PSUM, SBUF, Algorithm, NeuronProgram
 from tilewright.perfmodel.shapes import Config, Share
 
-SCHEDULES = ("sync", "domino", "column", "ring")
+SCHEDULES = ("sync", "sequence", "domino", "column", "tiles+ring", "ring")
 
-RING_NOTE = (
-    "ring is favoured here: its hops pay neither trigger nor completion (1.3 us each), though each hop of a sum waits for an "
-    "addition, and they go both ways round the chips, where sync's all-reduce goes one way. Of Llama 3 8B on 24 cores of "
-    "inf2.48xlarge, 8 rows, 96 % more tokens a second than sync come to 36 % if these hops pay both, and to 1 % if sync takes "
-    "KangaRing besides; of prefill's gain most stands"
-)
-"""Beside every figure of decoding under `ring`. `tests/perfmodel/test_statements.py` computes it."""
+HOPS = ("tiles+ring", "ring")
+"""Schedules whose sums are hops of their own: no algorithm of the runtime's is chosen for them."""
+
+TILED = ("column", "tiles+ring")
+"""Schedules with tiles of columns."""
+
 Phase = Literal["prefill", "decode"]
 
 
@@ -41,7 +48,7 @@ class Work:
         tile_bytes: weights loaded at a time.
         tiles: of columns, where sums go in such.
         prefetch: whether weights may be loaded before the input of their kernel is there, as far as SBUF has room.
-        algorithm: of the all-reduces.
+        algorithm: of the collectives that a schedule leaves to the runtime.
     """
 
     phase: Phase
@@ -50,7 +57,7 @@ class Work:
     tile_bytes: float = 2**21
     tiles: int = 2
     prefetch: bool = False
-    algorithm: Literal["auto", "ring", "mesh", "rdh", "kangaring"] = "auto"
+    algorithm: Algorithm = "auto"
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.positions < 1:
@@ -152,11 +159,14 @@ class LayerBuilder:
 
     def sum_up(self, tokens: int, sums: Sequence[int], part: int, share: float = 1.0) -> list[int]:
         """The sum over ranks of a part, or of a share of its columns; parts have streams of their own as far as there are."""
+        return self.collective("all-reduce", tokens * share, sums, part % self.machine.settings.streams)
+
+    def collective(self, kind: str, tokens: float, needs: Sequence[int], stream: int = 0) -> list[int]:
+        """A collective of the residual stream of so many tokens; nothing on a single rank."""
         if self.share.ranks == 1:
-            return list(sums)
-        size = BF16 * tokens * self.share.config.hidden_size * share
-        of = {"algorithm": self.work.algorithm, "stream": part % self.machine.settings.streams}
-        return [self.build.collect("all-reduce", "all-reduce", size, sums, **of)]
+            return list(needs)
+        size = BF16 * tokens * self.share.config.hidden_size
+        return [self.build.collect(kind, kind, size, needs, algorithm=self.work.algorithm, stream=stream)]
 
     def residual(self, tokens: int, needs: Sequence[int], share: float = 1.0) -> list[int]:
         """A sum added to the residual stream: in an engine's order it stands where its result is wanted, not before."""
@@ -181,8 +191,7 @@ class LayerBuilder:
         config, work = self.share.config, self.work
         resident = self.share.model_bytes + config.num_layers * self.share.cache_bytes(work.rows, positions)
         name = f"{work.phase} of {work.rows} x {work.positions}, {schedule} over {self.share.ranks}"
-        favoured = schedule == "ring" and self.share.ranks > 1
-        return self.build.program(name, resident, (*self.share.notes, *((RING_NOTE,) if favoured else ())))
+        return self.build.program(name, resident, self.share.notes)
 
 
 def micro_batched(model: LayerBuilder, layers: int, count: int) -> None:
@@ -204,10 +213,34 @@ def micro_batched(model: LayerBuilder, layers: int, count: int) -> None:
     model.head([each for stream in streams for each in stream])
 
 
-def by_columns(model: LayerBuilder, layers: int) -> None:
-    """Layers whose second products, and their sums, go in tiles of columns; the next half begins when all are there."""
+def by_sequence(model: LayerBuilder, layers: int) -> None:
+    """Layers whose residual stream is divided over ranks, gathered before each half and scattered after it."""
+    build, config = model.build, model.share.config
+    (part,) = parts_of(model.work, 1)
+    chunk_tokens = ceil(part.tokens / model.share.ranks)
+    padded = chunk_tokens * model.share.ranks
+    stream = [build.elements("embed", chunk_tokens * config.hidden_size, [])]
+    for layer in range(layers):
+        build.layer = layer
+        for at, ((first, second), _) in enumerate(model.halves()):
+            rows = model.collective("all-gather", padded, model.norm(chunk_tokens, stream))
+            gate = model.gate(rows)
+            found = build.product(first, part.tokens, rows, gate)
+            found = model.attend(part, found, gate) if at == 0 else model.activate(part.tokens, found)
+            sums = model.collective("reduce-scatter", padded, build.product(second, part.tokens, found, gate))
+            stream = model.residual(chunk_tokens, [*sums, *stream])
+    model.head(stream)
+
+
+def by_columns(model: LayerBuilder, layers: int, hop_by_hop: bool) -> None:
+    """Layers whose second products, and their sums, go in tiles of columns; the next half begins when all are there.
+
+    Args:
+        hop_by_hop: whether a sum is hops around a ring, ordered behind the next tile's product, in the place of an all-reduce.
+    """
     build, config, tiles = model.build, model.share.config, model.work.tiles
     (part,) = parts_of(model.work, 1)
+    ring = RingBuilder(model)
     stream = [build.elements("embed", part.tokens * config.hidden_size, [])]
     for layer in range(layers):
         build.layer = layer
@@ -215,11 +248,17 @@ def by_columns(model: LayerBuilder, layers: int) -> None:
             gate = model.gate(stream)
             found = build.product(first, part.tokens, model.norm(part.tokens, stream), gate)
             found = model.attend(part, found, gate) if at == 0 else model.activate(part.tokens, found)
-            summed = []
+            summed, waiting = [], []
             for tile in range(tiles):
                 columns = WeightTiles(second.name, second.inner, ceil(second.columns / tiles))
                 sums = build.product(columns, part.tokens, found, gate)
-                summed.append(model.sum_up(part.tokens, sums, tile, 1 / tiles))
+                if not hop_by_hop:
+                    summed.append(model.sum_up(part.tokens, sums, tile, 1 / tiles))
+                elif waiting:
+                    summed.append(ring.all_reduce(waiting, 1 / tiles))
+                waiting = sums
+            if hop_by_hop:
+                summed.append(ring.all_reduce(waiting, 1 / tiles))
             stream = [each for one in summed for each in model.residual(part.tokens, [*one, *stream], 1 / tiles)]
     model.head(stream)
 
@@ -233,15 +272,26 @@ class RingBuilder:
         self.by_rows = self.tokens >= TILE * self.ranks
         # Both ways round at once, where a stream has a collective core for each.
         self.directions = 2 if model.machine.channels(0) > 1 and self.ranks > 2 else 1
-        self.hops = ceil((self.ranks - 1) / self.directions)
+        self.chunks = ring_chunks(self.ranks, self.directions)
 
-    def hop(self, needs: Sequence[int], first: bool, chunks: int) -> int:
-        size = chunks * BF16 * self.tokens * self.hidden / self.ranks
-        return self.build.collect("hop", "permute", size, needs, chained=not first, directions=chunks)
+    def hop(self, chunks: int, needs: Sequence[int] = (), reduces: bool = False, share: float = 1.0) -> int:
+        """Chunks to the neighbours, of a share of the columns; without needs, what the hop before brought is passed on."""
+        size = chunks * BF16 * self.tokens * self.hidden * share / self.ranks
+        return self.build.collect("hop", "permute", size, needs, directions=self.directions, reduces=reduces)
 
-    def arriving(self, at: int) -> int:
-        """Chunks that a hop brings: as many as there are directions, the last one maybe fewer."""
-        return min(self.directions, self.ranks - 1 - at * self.directions)
+    def all_reduce(self, sums: Sequence[int], share: float) -> list[int]:
+        """Partial sums of a share of the columns, to every rank: added up on their way round, then passed on once more.
+
+        The GPSIMD engine adds, so that the vector engine is free for the tile that is computed meanwhile.
+        """
+        added = list(sums)
+        for chunks in self.chunks:
+            arrived = self.hop(chunks, added, True, share)
+            elements = chunks * self.tokens * self.hidden * share / self.ranks
+            added = [self.build.elements("add", elements, [arrived, *sums], "gpsimd")]
+        for at, chunks in enumerate(self.chunks):
+            added = [self.hop(chunks, added if at == 0 else (), share=share)]
+        return added
 
     def tile(
         self, weights: WeightTiles, chunks: int, split_inner: bool, needs: Sequence[int], gate: Sequence[int]
@@ -266,24 +316,23 @@ class RingBuilder:
         """Rows from all ranks, each times the weights as it arrives."""
         gate = self.model.gate(chunk)
         results = self.tile(weights, 1, True, chunk, gate)
-        arrived = list(chunk)
-        for at in range(self.hops):
-            arrived = [self.hop(arrived, at == 0, self.arriving(at))]
-            results += self.tile(weights, self.arriving(at), True, arrived, gate)
+        for at, chunks in enumerate(self.chunks):
+            arrived = [self.hop(chunks, chunk if at == 0 else ())]
+            results += self.tile(weights, chunks, True, arrived, gate)
         weights.loads = []
         return results
 
     def scatter(self, weights: WeightTiles, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
         """Partial sums, each sent on as it is computed, with what has arrived added to it; the next is computed beside that."""
         under_way: list[int] = []
-        sizes = [self.arriving(at) for at in range(self.hops)] + [1]
+        sizes = [*self.chunks, 1]
         ahead = self.tile(weights, sizes[0], False, needs, gate)
         for at, chunks in enumerate(sizes):
-            sums = ahead
-            if at < self.hops:
+            sums, last = ahead, at + 1 == len(sizes)
+            if not last:
                 ahead = self.tile(weights, sizes[at + 1], False, needs, gate)
             added = self.build.elements("add", chunks * self.tokens * self.hidden / self.ranks, [*sums, *under_way])
-            under_way = [self.hop([added], at == 0, chunks)] if at < self.hops else [added]
+            under_way = [added] if last else [self.hop(chunks, [added], True)]
         weights.loads = []
         return under_way
 
@@ -325,10 +374,13 @@ def inference_program(
     count = config.num_layers if layers is None else layers
     if not 1 <= count <= config.num_layers:
         raise ValueError(f"expected 1 to {config.num_layers} layers, found {count}")
-    if schedule == "ring" and model.share.ranks > 1:
+    alone = model.share.ranks == 1
+    if schedule == "ring" and not alone:
         ringed(model, count)
-    elif schedule == "column":
-        by_columns(model, count)
+    elif schedule == "sequence":
+        by_sequence(model, count)
+    elif schedule in TILED:
+        by_columns(model, count, schedule == "tiles+ring" and not alone)
     else:
         micro_batched(model, count, 2 if schedule == "domino" else 1)
     return model.program(schedule, work.positions if cached is None else cached)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from tilewright.hardware.collectives import CollectiveCosts
 from tilewright.hardware.figures import disputed, refuse_name
 from tilewright.hardware.neuron import NeuronInstance
-from tilewright.perfmodel.collectives import Mesh
-from tilewright.perfmodel.program import COMPUTE, DMA
+from tilewright.perfmodel.collectives import Mesh, steps_of
+from tilewright.perfmodel.program import COMPUTE, DMA, Collective
 from tilewright.perfmodel.sharing import Limits
 
 DMA_PACKET_BYTES, CC_PACKET_BYTES = 4096, 65536
@@ -42,6 +43,7 @@ class Settings:
         streams: queues of collectives.
         hop_us, pass_us: latency of a hop to a neighbour, and of each further chip on the way.
         signal_us: of a trigger, and of a completion, between engines.
+        skew_us: by how much ranks are apart when a collective begins; no source gives it.
         throttle: whether the tensor engine begins cold.
     """
 
@@ -51,6 +53,7 @@ class Settings:
     hop_us: float = HOP_US
     pass_us: float = PASS_US
     signal_us: float = SIGNAL_US
+    skew_us: float = 0.0
     throttle: bool = True
 
     def __post_init__(self) -> None:
@@ -62,9 +65,10 @@ class Settings:
         if self.streams < 1:
             raise ValueError(f"expected at least one stream, found {self.streams}")
 
-    def latency_us(self, hops: int) -> float:
-        """Of a step whose bytes pass so many links."""
-        return self.hop_us + self.pass_us * (hops - 1)
+    @property
+    def costs(self) -> CollectiveCosts:
+        """Of every collective, and of every hop that a program makes of its own."""
+        return CollectiveCosts(self.signal_us, self.signal_us, self.hop_us, self.pass_us, self.skew_us)
 
     def cc_packet(self, stream: int) -> int:
         return self.cc_packet_bytes[min(stream, len(self.cc_packet_bytes) - 1)]
@@ -134,6 +138,11 @@ class Machine:
     @property
     def psum_bytes(self) -> float:
         return 2**20 * self.width * self.instance.chip.core.psum_mib
+
+    def collective_s(self, collective: Collective) -> float:
+        """A collective by itself, from the end of what it waits for to the start of what waits for it."""
+        rates = (self.channels(collective.stream), self.dma_bytes_per_s, self.hbm_bytes_per_s)
+        return self.settings.costs.seconds(steps_of(self.mesh, collective), *rates)
 
     def limits(self, ranks: int) -> Limits:
         """Limits that transfers share, for so many simulated ranks. Links and channels are told in seconds a second."""

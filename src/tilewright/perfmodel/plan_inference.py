@@ -6,17 +6,20 @@ from typing import Any
 
 from tilewright.hardware.figures import refuse_name
 from tilewright.hardware.neuron import NeuronInstance
+from tilewright.perfmodel.builder import BF16
+from tilewright.perfmodel.collectives import algorithms, steps_of
 from tilewright.perfmodel.estimate import ProgramEstimate, estimate
-from tilewright.perfmodel.inference import SCHEDULES, Phase, Work, inference_program
+from tilewright.perfmodel.inference import HOPS, SCHEDULES, TILED, Phase, Work, inference_program
 from tilewright.perfmodel.machine import Machine, Settings, machine_of, ranges, with_figures
-from tilewright.perfmodel.program import NeuronProgram
+from tilewright.perfmodel.program import Algorithm, Collective, NeuronProgram
 from tilewright.perfmodel.shapes import Config
 
 FEW_LAYERS = (1, 3)
 """Layers that are simulated."""
 
-SYNC = "sync"
-"""Schedule that the others are compared with."""
+BASELINES = ("sync", "sequence")
+"""Schedules that the others are compared with, each under the algorithm that suits it best: nothing runs beside their
+collectives, and `sequence` is what a good peer does."""
 
 TILE_BYTES = (2**20, 2**21, 2**22)
 COLUMN_TILES = (2, 4, 8)
@@ -29,17 +32,19 @@ class PhaseChoice:
 
     Attributes:
         streams: of collectives.
-        tile_bytes, tiles, prefetch: see `inference.Work`.
+        algorithm, tile_bytes, tiles, prefetch: see `inference.Work`.
     """
 
     schedule: str
     streams: int = 1
+    algorithm: Algorithm = "auto"
     tile_bytes: float = 2**21
     tiles: int = 2
     prefetch: bool = False
 
     def record(self) -> dict[str, Any]:
-        return {"streams": self.streams, "tile_kib": self.tile_bytes / 1024, "tiles": self.tiles, "prefetch": self.prefetch}
+        runtime = {"streams": self.streams, "algorithm": None if self.schedule in HOPS else self.algorithm}
+        return {**runtime, "tile_kib": self.tile_bytes / 1024, "tiles": self.tiles, "prefetch": self.prefetch}
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class InferencePlan:
     batches: tuple[int, ...]
     inputs: tuple[int, ...]
     output: int
-    schedules: tuple[str, ...] = ("sync", "domino", "ring")
+    schedules: tuple[str, ...] = ("sync", "sequence", "domino", "ring")
     adaptive: bool = False
     settings: Settings = field(default_factory=Settings)
 
@@ -94,6 +99,13 @@ class InferencePlan:
         found = machine_of(self.instance, replace(self.settings, streams=streams), tp=cores)
         return with_figures(found, changes) if changes else found
 
+    def work(self, phase: Phase, place: tuple[int, int, int], choice: PhaseChoice) -> Work:
+        """A prefill, or a decoding step in the middle of the output."""
+        tokens, rows, _ = place
+        positions = tokens if phase == "prefill" else tokens + self.output // 2
+        cut = (choice.tile_bytes, choice.tiles, choice.prefetch)
+        return Work(phase, rows, positions, *cut, choice.algorithm)
+
     @property
     def places(self) -> list[tuple[int, int, int]]:
         """Input, batch and cores of everything that is compared."""
@@ -107,11 +119,9 @@ def phase_estimate(
     choice: PhaseChoice,
     changes: Mapping[str, float] | None = None,
 ) -> ProgramEstimate:
-    """A prefill, or a decoding step in the middle of the output."""
-    tokens, rows, cores = place
-    positions = tokens if phase == "prefill" else tokens + plan.output // 2
-    machine = plan.machine(cores, choice.streams, changes)
-    work = Work(phase, rows, positions, choice.tile_bytes, choice.tiles, choice.prefetch)
+    """Figures of a phase under a choice."""
+    tokens, _, cores = place
+    machine, work = plan.machine(cores, choice.streams, changes), plan.work(phase, place, choice)
     room = tokens + plan.output
 
     def build(layers: int) -> NeuronProgram:
@@ -120,10 +130,24 @@ def phase_estimate(
     return estimate(plan.config.num_layers, FEW_LAYERS, build, machine)
 
 
-def choices(plan: InferencePlan, schedule: str, cores: int) -> list[PhaseChoice]:
-    """Options to try for a schedule where nothing is searched: domino and columns take another stream where it helps."""
-    most = min(2, plan.machine(cores).cc_cores)
-    return [PhaseChoice(schedule, streams) for streams in range(1, (most if schedule in ("domino", "column") else 1) + 1)]
+def tried_algorithms(machine: Machine, size: float) -> list[Algorithm]:
+    """Algorithms that are worth simulating for all-reduces of so many bytes: the fastest by itself, and the one that passes
+    fewest bytes through memory, which is better where compute loads its weights meanwhile."""
+    found = {name: Collective("all-reduce", size, algorithm=name) for name in algorithms(machine.mesh, "tp")}  # type: ignore[arg-type]
+    fastest = min(found, key=lambda name: machine.collective_s(found[name]))
+    steps = {name: steps_of(machine.mesh, one) for name, one in found.items()}
+    lightest = min(found, key=lambda name: (sum(step.bytes * step.hbm_touches for step in steps[name]), name != fastest))
+    return list(dict.fromkeys([fastest, lightest]))  # type: ignore[list-item]
+
+
+def choices(plan: InferencePlan, phase: Phase, schedule: str, place: tuple[int, int, int]) -> list[PhaseChoice]:
+    """Options to try for a schedule, whatever else is searched: algorithms of its collectives, and for domino and columns
+    another stream where it helps."""
+    machine = plan.machine(place[2])
+    several = schedule in ("domino", "column") and machine.cc_cores > 1
+    size = BF16 * plan.work(phase, place, PhaseChoice(schedule)).tokens * plan.config.hidden_size
+    names: list[Algorithm] = ["auto"] if schedule in HOPS or place[2] == 1 else tried_algorithms(machine, size)
+    return [PhaseChoice(schedule, streams, name) for streams in ((1, 2) if several else (1,)) for name in names]
 
 
 def best_choice(
@@ -131,7 +155,7 @@ def best_choice(
 ) -> tuple[PhaseChoice, ProgramEstimate]:
     """The fastest way to run a phase under a schedule."""
     tried = {
-        choice: phase_estimate(plan, phase, place, choice, changes) for choice in choices(plan, schedule, place[2])
+        choice: phase_estimate(plan, phase, place, choice, changes) for choice in choices(plan, phase, schedule, place)
     }  # fmt: skip
     best = min(tried, key=lambda choice: tried[choice].total_s)
     if not plan.adaptive:
@@ -139,7 +163,7 @@ def best_choice(
     moves: list[Callable[[PhaseChoice], Iterator[PhaseChoice]]] = [
         lambda choice: (replace(choice, prefetch=each) for each in (True, False)),
         lambda choice: (replace(choice, tile_bytes=each) for each in TILE_BYTES),
-        lambda choice: (replace(choice, tiles=each) for each in (COLUMN_TILES if schedule == "column" else (choice.tiles,))),
+        lambda choice: (replace(choice, tiles=each) for each in (COLUMN_TILES if schedule in TILED else (choice.tiles,))),
     ]
     for move in moves:  # one after another: what one gains hardly depends on the others
         for choice in move(best):
@@ -150,19 +174,20 @@ def best_choice(
 
 
 def compare(plan: InferencePlan, done: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """A record for each place and schedule, named as in docs/metrics.md; those of `sync` first where it is among them."""
+    """A record for each place and schedule, named as in docs/metrics.md; the baselines first."""
     found = []
     for place in plan.places:
-        records = []
-        for schedule in sorted(plan.schedules, key=lambda name: name != SYNC):
-            records.append(record(plan, place, schedule))
+        records = {}
+        for schedule in sorted(plan.schedules, key=lambda name: name not in BASELINES):
+            records[schedule] = record(plan, place, schedule)
             done(f"{place[2]} cores, {schedule}")
-        base = records[0] if records[0]["schedule"] == SYNC else None
-        for one in records:
-            for name, better in (("ttft_ms", "less"), ("tpot_ms", "less"), ("tokens_per_s", "more")):
-                ratio = None if base is None else one[name] / base[name]
-                one[f"{name.rpartition('_ms')[0] or name}_gain"] = ratio_gain(ratio, better)
-        found += records
+        for one in records.values():
+            for baseline, over in zip(BASELINES, ("", "_over_sequence"), strict=True):
+                base = records.get(baseline)
+                for name, better in (("ttft_ms", "less"), ("tpot_ms", "less"), ("tokens_per_s", "more")):
+                    ratio = None if base is None else one[name] / base[name]
+                    one[f"{name.removesuffix('_ms')}_gain{over}"] = ratio_gain(ratio, better)
+        found += records.values()
     return found
 
 

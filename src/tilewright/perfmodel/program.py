@@ -19,8 +19,8 @@ ENGINES = (*COMPUTE, DMA, CC)
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "permute"]
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
-Algorithm = Literal["auto", "ring", "mesh", "rdh", "kangaring"]
-ALGORITHMS = ("ring", "mesh", "rdh", "kangaring")
+Algorithm = Literal["auto", "ring", "bidirectional", "mesh", "rdh", "kangaring"]
+ALGORITHMS = ("ring", "bidirectional", "mesh", "rdh", "kangaring")
 
 SBUF, PSUM, HBM = "sbuf", "psum", "hbm"
 """Memories in which an operation's result is held."""
@@ -38,8 +38,10 @@ class Collective:
         stream: which queue of collectives it is in.
         algorithm: one of `ALGORITHMS`, or the one that suits its size.
         purpose: for the results, such as `tp` or `fsdp`.
-        chained: whether it goes on where the one before it ended, without a trigger of its own (hops of one ring).
         directions: of a permute, 2 if half of its bytes go the other way.
+        reduces: of a permute, whether what arrives is added to something.
+
+    One that needs nothing goes on where the one before it in its stream ended, without a start: what a rank got is passed on.
     """
 
     kind: CollectiveKind
@@ -48,8 +50,8 @@ class Collective:
     stream: int = 0
     algorithm: Algorithm = "auto"
     purpose: str = "tp"
-    chained: bool = False
     directions: int = 1
+    reduces: bool = False
 
 
 @dataclass(frozen=True)

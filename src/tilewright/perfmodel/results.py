@@ -130,12 +130,11 @@ class SimulationResult:
 
     def delay_s(self, purpose: str) -> float:
         """Seconds that collectives of a purpose stood in their queue in all, ready but behind others."""
-        signal = 1e-6 * self.machine.settings.signal_us
-        waited = 0.0
+        waited, begin_s = 0.0, self.machine.settings.costs.begin_s
         for span in self.spans:
-            collective = self.program.ops[span.op].collective
-            if collective is not None and collective.purpose == purpose and not collective.chained:
-                waited += max(0.0, span.begin_s - span.ready_s - signal)
+            op = self.program.ops[span.op]
+            if op.collective is not None and op.collective.purpose == purpose and op.needs:
+                waited += max(0.0, span.begin_s - span.ready_s - begin_s)
         return waited
 
     @property

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import simpy
 
-from tilewright.perfmodel.collectives import CollectiveStep, steps_of
+from tilewright.hardware.collectives import CollectiveStep
+from tilewright.perfmodel.collectives import steps_of
 from tilewright.perfmodel.machine import CC_PACKET_BYTES, DESCRIPTOR_NS, Machine
 from tilewright.perfmodel.memory import OnChipMemory
 from tilewright.perfmodel.program import CC, DMA, HBM, PSUM, SBUF, Collective, NeuronProgram, QueuedOp
@@ -123,16 +124,18 @@ class Simulation:
 
     def signal_s(self, op: QueuedOp) -> float:
         """From what an operation waits for to its start: nothing where it goes on by itself."""
-        goes_on = not op.needs or (op.collective is not None and op.collective.chained)
-        return 0.0 if goes_on else 1e-6 * self.machine.settings.signal_us
+        settings = self.machine.settings
+        if not op.needs:
+            return 0.0
+        return 1e-6 * settings.signal_us if op.collective is None else settings.costs.begin_s
 
     def end(self, core: Core, number: int, begin: float, ready: float) -> None:
         """Tells who waits, gives memory back, and takes the span down."""
         op, now = self.program.ops[number], self.env.now
         core.done_at[number] = now
-        signal = op.collective is not None and not op.collective.chained
-        if signal and self.machine.settings.signal_us > 0:
-            core.done_at[number] += 1e-6 * self.machine.settings.signal_us
+        signal_s = self.machine.settings.costs.end_s if op.collective is not None else 0.0
+        if signal_s > 0:
+            core.done_at[number] += signal_s
             later = self.env.timeout(core.done_at[number] - now)
             later.callbacks.append(lambda _: core.done[number].succeed())  # type: ignore[union-attr]
         else:
@@ -184,7 +187,7 @@ class Simulation:
         settings = self.machine.settings
         channels, stream = self.machine.channels(collective.stream), collective.stream
         for at, step in enumerate(self.steps[collective]):
-            yield self.env.timeout(1e-6 * settings.latency_us(step.hops))
+            yield self.env.timeout(settings.costs.latency_s(step.hops))
             # Only copies' packets can be made smaller.
             packet = CC_PACKET_BYTES if step.reduces else settings.cc_packet(stream)
             uses = (
