@@ -1,5 +1,6 @@
 """How many layers are compiled before one of them stands for all."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,14 +8,18 @@ import pytest
 from tilewright.bench import overlap
 from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import LAYERS, OverlapRun, OverlapSetup, Phase, runs_of, steady
+from tilewright.hardware.figures import Ranged
 from tilewright.hardware.links import Fabric, ring_of, torus_of
 from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.auto import AUTO
 from tilewright.parallel.mesh import make_mesh
-from tilewright.perfmodel.schedule import Node, ScheduleGraph
+from tilewright.perfmodel.calibration import Calibration, Measurement, calibrated
+from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.perfmodel.timeline import simulate
+from tilewright.perfmodel.uncertainty import MODEL_ERROR
 
 PREFILL, DECODE = Phase("prefill", 1, 8), Phase("decode", 1, 8)
+PLACES = tuple(ring_of(product(range(4), range(2))))
 FABRIC = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (1, 1)), ((0, 0),))
 
 
@@ -71,3 +76,28 @@ def test_what_auto_takes_is_compiled_once(asked: list[int]):
     assert [run.schedule for run in runs] == ["sync", AUTO, "ring"]
     assert (len(asked), runs[0].timeline is runs[1].timeline) == (2, True)
     assert "auto: sync for 1 rows" in runs[1].notes[0]
+
+
+def test_fitted_constants_move_predictions_and_are_drawn():
+    """A link of half the rate doubles what a layer waits for; the sweep draws the fitted ranges and the fit's own error."""
+    point = Measurement("all-reduce", 8, 1e6, 100.0)
+    constants = {"ici_gb_per_s": Ranged(25.0, 20.0, 30.0), "hop_us": Ranged(2.0, 1.0, 3.0)}
+    fit = Calibration("a file", constants, (), ((point, 100.0),), ((point, 110.0),))
+    totals = {}
+    for name, calibration in (("published", None), ("fitted", fit)):
+        setup = replace(setup_of(5), calibration=calibration)
+        fabric = calibrated(Fabric(setup.spec, torus_of(setup.spec, (4, 2)), PLACES, setup.hop_us), calibration)
+        vars(setup)["fabric"] = fabric
+        sums = [
+            Node(f"n{n}", "all-reduce", "", "sync", transfer=ScheduledTransfer("all-reduce", 10**7), layer=n) for n in range(5)
+        ]
+        sums.append(Node("n", "fusion", "", "run", cycles=1.0, layer=2))  # of whose time a share can be told
+        run = OverlapRun(setup, PREFILL, "sync", 5, simulate(ScheduleGraph(tuple(sums), ()), fabric), 0.0)
+        (found,) = overlap.sweeps([run], draws=8).values()
+        totals[name] = found.predicted["sync"]
+        assert found.best == "sync"
+    assert setup.spec.ici_gb_per_s == 25
+    assert totals["fitted"] == pytest.approx(2 * totals["published"], rel=0.1)
+    assert {"ici_gb_per_s", "hop_us", MODEL_ERROR} <= set(found.constants)
+    assert found.basis.calibrated_against == "a file"
+    assert found.basis.residual == pytest.approx(0.1)

@@ -25,8 +25,6 @@ LAYER_S = {"prefill": 1e-3, "decode": 1e-4}
 
 def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: int) -> overlap.OverlapRun:
     """A program whose layers wait for a sum, or, under "ring", do not."""
-    sizes = [int(size) for size in setup.chip.partition(":")[2].split("x")]
-    places = tuple((x, y) for x in range(sizes[0]) for y in range(sizes[1]))
     nodes = []
     for layer in range(layers):
         if name == overlap.SYNC:
@@ -35,8 +33,14 @@ def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: i
             )
         cycles = LAYER_S[phase.kind] * 1e9 * SPEC.clock_ghz
         nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, estimated=name != "ring", layer=layer))
-    fabric = Fabric(SPEC, torus_of(SPEC, sizes), places, hop_us=0.0)
-    return overlap.OverlapRun(setup, phase, name, layers, simulate(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
+    timeline = simulate(ScheduleGraph(tuple(nodes), ()), fabric_of(setup.chip))
+    return overlap.OverlapRun(setup, phase, name, layers, timeline, 1.0)
+
+
+def fabric_of(topology: str) -> Fabric:
+    """The links of a slice, without latency."""
+    sizes = [int(size) for size in topology.partition(":")[2].split("x")]
+    return Fabric(SPEC, torus_of(SPEC, sizes), tuple((x, y) for x in range(sizes[0]) for y in range(sizes[1])), hop_us=0.0)
 
 
 @pytest.fixture
@@ -44,6 +48,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are made up, on slices whose devices need no compiler."""
     count = property(lambda setup: prod(int(size) for size in setup.chip.partition(":")[2].split("x")))
     monkeypatch.setattr(overlap.OverlapSetup, "devices", count)
+    monkeypatch.setattr(overlap.OverlapSetup, "fabric", property(lambda setup: fabric_of(setup.chip)))
     monkeypatch.setattr(overlap, "compiled", made)
     monkeypatch.setattr(bench_overlap_grid, "version", lambda _: "0")
 
@@ -59,6 +64,16 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     assert len(found["predicted"]) == 2 * 2 * 3 * 3
     assert [one["schedule"] for one in found["predicted"][:3]] == ["sync", "sequence", "ring"], "what is compared by default"
     assert found["compiler_options"] is False
+    ranges = found["ranges"]["v5e:4x2, batch 4, 1,024 tokens in, TPOT ms"]
+    assert set(ranges["constants"]) == {"hbm_gb_per_s", "ici_gb_per_s", "roofline_time"}
+    for name, of in ranges["predictions"].items():
+        held = [one["tpot_ms"] for one in found["predicted"] if one["schedule"] == name and one["devices"] == 8]
+        assert of["value"] == pytest.approx(held[0])
+    # `ring` is nothing but operations without an estimate, which may take twice their roofline; `sync` waits for its links.
+    assert {name: of["decides"][0] for name, of in ranges["predictions"].items() if of["decides"]} == {
+        "sync": "ici_gb_per_s", "ring": "roofline_time"
+    }  # fmt: skip
+    assert ranges["roofline_share"] == 1
     one = next(one for one in found["predicted"] if (one["devices"], one["schedule"], one["batch_rows"]) == (8, "ring", 4))
     assert (one["chip"], one["input_tokens"], one["output_tokens"], one["decode_positions"]) == ("v5e:4x2", 1024, 512, 1280)
     head_s = 2 * 4096 * 128256 / 8 / 819e9  # its weights are read once

@@ -21,6 +21,8 @@ CONFIG = {
 }  # fmt: skip
 COMMAND = ("inspect", "overlap")
 COMPILED = overlap.compiled
+PLACES = tuple(ring_of([(x, y) for x in range(4) for y in range(2)]))
+FABRIC = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (4, 2)), PLACES, hop_us=0.0)
 
 
 @pytest.fixture
@@ -34,8 +36,6 @@ def model(tmp_path: Path) -> Path:
 def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: int) -> overlap.OverlapRun:
     """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
     chip = CHIPS["v5e"]
-    places = tuple(ring_of([(x, y) for x in range(4) for y in range(2)]))
-    fabric = Fabric(chip, torus_of(chip, (4, 2)), places, hop_us=0.0)
     sent, nodes = ScheduledTransfer("all-reduce", phase.batch * 1_000_000), []
     for layer in range(layers):
         if name != overlap.BOUND:
@@ -47,16 +47,14 @@ def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: i
             nodes.append(Node(f"{operation}{layer}", "fusion", "", "run", cycles=cycles, estimated=estimated, layer=layer))
         if name == "ring":
             nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
-    return overlap.OverlapRun(setup, phase, name, layers, simulate(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.OverlapRun(setup, phase, name, layers, simulate(ScheduleGraph(tuple(nodes), ()), FABRIC), 1.0)
 
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are made up, on a slice whose devices need no compiler."""
-    chip = CHIPS["v5e"]
-    places = [(x, y) for x in range(4) for y in range(2)]
     monkeypatch.setattr(overlap.OverlapSetup, "devices", 8)
-    monkeypatch.setattr(overlap.OverlapSetup, "fabric", Fabric(chip, torus_of(chip, (4, 2)), tuple(places)))
+    monkeypatch.setattr(overlap.OverlapSetup, "fabric", FABRIC)
     monkeypatch.setattr(overlap, "compiled", made)
     monkeypatch.setattr(inspect_overlap, "version", lambda _: "0")
 
@@ -87,6 +85,14 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     for shown in (ran.out, files["html"].read_text()):
         assert "starting one costs nothing" in " ".join(shown.split())
         assert "at the full roofline: sync 1 (50% of a layer's compute), ring 1 (50%" in " ".join(unescape(shown).split())
+    ranges = written["ranges"]["v5e:4x2 decode:8x64"]
+    assert {name: of["value"] for name, of in ranges["predictions"].items()} == {
+        name: pytest.approx(one["total_ms"]) for name, one in (("sync", sync), ("ring", ring))
+    }
+    assert ranges["predictions"]["ring"]["first"] == ranges["draws"] == 24
+    assert ranges["roofline_share"] == pytest.approx(0.5)
+    for name in ("ring first in 24 of 24", "up to 50% of the compute time is in operations without an estimate"):
+        assert name in " ".join(ran.out.split())
     assert [(one["without_estimate"], one["roofline_share"]) for one in (sync, ring)] == [(1, pytest.approx(0.5))] * 2
     assert written["compiler_options"] is False
     assert "What runs when, v5e:4x2 prefill:64x8" in files["html"].read_text()

@@ -34,6 +34,7 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
     page = tmp_path / "plan.html"
     names = ("sync", "sequence", "domino", "ring")
     options = ["--model-config", model, "--cores", "2,4", "--batch", "2", "--input", "128,256", "--output", 16, "--html", page]
+    options += ["--draws", 4]
     ran = run("plan", "inference", *options, "--json", "-")
     assert ran.status == 0, ran.err
     records = ran.json["data"]
@@ -47,8 +48,15 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
             assert one[gain] == pytest.approx(1 - one["tpot_ms"] / base["tpot_ms"])
         assert (one["decode"]["algorithm"] is None) == (one["schedule"] == "ring")
     assert ran.json["winner"]["tokens_per_s"] == max(one["tokens_per_s"] for one in records)
-    figures = [one["figure"] for one in ran.json["sensitivity"]]
-    assert figures == ["as specified", "dma_gb_per_s", "link_gb_per_s", "hop_us", "hop_us"]
+    for name, of in ran.json["ranges"].items():
+        assert set(of["constants"]) == {"dma_gb_per_s", "link_gb_per_s", "hop_us"}
+        assert sum(one["first"] for one in of["predictions"].values()) == of["draws"] == 4
+        for schedule, one in of["predictions"].items():
+            assert one["range"][0] <= one["value"] <= one["range"][1]
+            assert any(each["schedule"] == schedule and each[name] == pytest.approx(one["value"]) for each in records)
+    for shown in (" ".join(ran.err.split()), " ".join(page.read_text().split())):
+        assert "first in" in shown
+        assert "alibrated against nothing: constants are published or working figures" in shown
     assert "most tokens a second" in ran.err
     assert embedded(page)["data"] == records
     assert page.read_text().count("<figure>") == 6, "the source's six"
@@ -56,7 +64,7 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
 
 def test_an_adaptive_plan_is_nowhere_slower(run: Run, model: Path):
     options = ["--model-config", model, "--cores", "4", "--batch", "2", "--input", "128", "--output", 16, "--json", "-"]
-    options += ["--schedule", "sync,ring"]
+    options += ["--schedule", "sync,ring", "--draws", 2]
     plain, adaptive = (run("plan", "inference", *options, *more).json["data"] for more in ([], ["--adaptive"]))
     assert all(two["tpot_ms"] <= one["tpot_ms"] for one, two in zip(plain, adaptive, strict=True))
     assert any(two["decode"]["prefetch"] for two in adaptive)
@@ -77,6 +85,8 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
         2,
         "--positions",
         256,
+        "--draws",
+        3,
     ]
     ran = run("plan", "training", *options, "--html", page, "--json", "-")
     assert ran.status == 0, ran.err
@@ -87,7 +97,9 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
     assert "NEURON_FSDP_NUM_LAYER_EARLY_AG_SHIFT" in names
     assert all(f"export {name}=" in ran.err for name in names)
     assert f"limited by {records[0]['limit']}" in ran.err
-    assert len(ran.json["sensitivity"]) == 1 + 5
+    predicted = ran.json["ranges"]["step_ms"]["predictions"]
+    assert len(predicted) == 1 + 4
+    assert predicted[records[0]["setting"]]["value"] == pytest.approx(records[0]["step_ms"])
     assert embedded(page)["winner"] == records[0]
     assert {(one["early_layers"], one["late_layers"]) for one in records if one["threaded"]} == {(0, 1.5), (0.5, 1.5)}
     # The runtime counts attention and MLP as a layer each.
@@ -114,6 +126,9 @@ def test_simulate_writes_figures_a_page_and_a_trace(run: Run, model: Path, tmp_p
     for name, busy in found["busy_ms"].items():
         assert busy + found["idle_ms"][name] == pytest.approx(found["total_ms"])
     assert sum(found["dma_share"].values()) == pytest.approx(1)
+    (drawn,) = found["ranges"]["total_ms"]["predictions"].values()
+    assert drawn["range"][0] <= drawn["value"] == found["total_ms"] <= drawn["range"][1]
+    assert "hop_us decides" in ran.err or "dma_gb_per_s decides" in ran.err
     events = json.loads(trace.read_text())["traceEvents"]
     assert len([event for event in events if event["ph"] == "X"]) == found["operations"]
     assert embedded(page)["data"] == found
@@ -122,7 +137,20 @@ def test_simulate_writes_figures_a_page_and_a_trace(run: Run, model: Path, tmp_p
 
 @pytest.mark.parametrize("kind", ["prefill", "training", "dflash", "diffusion", "gather-reduce"])
 def test_other_programs(run: Run, model: Path, kind: str):
-    options = ["--model-config", model, "--cores", 4, "--fsdp", 2 if kind == "training" else 1, "--input", 64, "--nodes", 256]
+    options = [
+        "--draws",
+        2,
+        "--model-config",
+        model,
+        "--cores",
+        4,
+        "--fsdp",
+        2 if kind == "training" else 1,
+        "--input",
+        64,
+        "--nodes",
+        256,
+    ]
     ran = run("neuron", "simulate", kind, *options, "--json", "-")
     assert ran.status == 0, ran.err
     assert ran.json["total_ms"] > 0
@@ -163,13 +191,21 @@ def test_env_and_calibrate(run: Run, tmp_path: Path):
     assert "# NeuronX Distributed" in ran.err
     assert "export NEURON_RT_DBG_CC_DMA_PACKET_SIZE=65536,4096" in ran.err
     ran = run("neuron", "calibrate", "--json", "-")
-    assert ran.json["geometric_mean_error"] < 0.042
-    assert "plans and simulations do not use this fit: they take 1.5 us and 17 GB/s" in ran.err
-    curve = tmp_path / "curve.json"
-    curve.write_text(json.dumps([[2**n, 50 + 2**n / 4e4] for n in range(10, 28, 2)]))
-    assert run("neuron", "calibrate", curve, "--json", "-").json["geometric_mean_error"] < 0.01
+    assert ran.json["residual"] < 0.05
+    assert "held-out times are" in ran.err
+    curve = tmp_path / "curve.txt"
+    rows = "\n".join(f"{2**n} {2**n} uint8 {50 + 2**n / 4e4} 0.1 0.1" for n in range(10, 28, 2))
+    curve.write_text(f"nccom-test -r 2 allr\n{rows}\n")
+    ran = run("neuron", "calibrate", curve, "--json", "-")
+    assert ran.json["residual"] < 0.01
+    assert "curve.txt, nccom-test, as of inf2.48xlarge" in ran.err
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = ["--model-config", tmp_path, "--cores", 4, "--input", 64, "--draws", 2, "--json", "-"]
+    plain, fitted = (run("neuron", "simulate", "decode", *options, *more).json for more in ([], ["--calibrate", curve]))
+    assert fitted["total_ms"] > plain["total_ms"]
+    assert "curve.txt" in fitted["ranges"]["total_ms"]["calibrated_against"]
     curve.write_text("[[1, 0]]")
-    assert "[bytes, microseconds] pairs" in run("neuron", "calibrate", curve).err
+    assert "found something else" in run("neuron", "calibrate", curve).err
 
 
 def test_chips(run: Run):
@@ -177,7 +213,7 @@ def test_chips(run: Run):
     found = {one["name"]: one for one in ran.json["data"]}
     assert {"Inferentia2", "Trainium2", "TPU v4", "TPU 7x", "MI250X", "H200", "CPU"} <= set(found)
     assert found["TPU v5e"]["flops_per_link_byte"] == pytest.approx(492.5)
-    assert found["Inferentia2"]["disputed"]["dma_gb_per_s"] == [17, 27.2]
+    assert found["Inferentia2"]["ranges"]["dma_gb_per_s"] == [3.8, 17, 27.2]
     work = run("chips", "--chip", "A100,CPU", "--gflop", 312e3, "--memory-mb", 1, "--link-mb", 1, "--json", "-").json["data"]
     assert [(one["name"], one["limit"]) for one in work] == [("A100", "compute"), ("CPU", "compute")]
     assert work[0]["least_ms"] == pytest.approx(1000)
@@ -191,6 +227,7 @@ def test_chips(run: Run):
         (["plan", "inference", "--cores", "two"], "expected whole numbers with commas between them, found 'two'"),
         (["plan", "inference", "--schedule", "dominoes"], "found 'dominoes' (did you mean domino?)"),
         (["plan", "inference", "--batch", "1"], "expected batches of at least 2 rows for domino"),
+        (["plan", "inference", "--draws", "1"], "expected --draws from 2, found 1"),
         (["plan", "inference", "--output", "0"], "expected output from 1, found 0"),
         (["plan", "training", "--mesh", "pp=4"], "expected --mesh tp=N,fsdp=M with whole numbers from 1, found 'pp=4'"),
         (["plan", "training", "--mesh", "tp=4,fsdp=32"], "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4"),

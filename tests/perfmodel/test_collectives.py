@@ -11,7 +11,6 @@ from tilewright.hardware.collectives import ring_chunks
 from tilewright.hardware.links import Fabric, Torus
 from tilewright.hardware.neuron import instance_of
 from tilewright.hardware.tpu import CHIPS
-from tilewright.perfmodel.calibrate import PUBLISHED, calibrate, collective_us
 from tilewright.perfmodel.collectives import Mesh, algorithms, chosen, steps_of
 from tilewright.perfmodel.inference import SCHEDULES, Work, inference_program
 from tilewright.perfmodel.machine import Machine, Settings, machine_of
@@ -131,17 +130,6 @@ def test_sizes_choose_algorithms_as_the_runtime_s_page_says():
         "12 chips that are not all neighbours"
     )
     assert chosen(inferentia(24).mesh, Collective("all-reduce", 1e5)) == "ring"
-
-
-def test_the_published_curve_predicts_its_held_out_half():
-    found = calibrate()
-    assert [point[0] for point in found.held_out] == [size for size, _ in PUBLISHED[1::2]]
-    print(f"geometric mean error of held-out sizes: {found.error:.1%}")
-    assert found.error < 0.042
-    smallest = Collective("all-reduce", 1024, algorithm="ring")
-    assert collective_us(found.machine, smallest) == pytest.approx(58, rel=0.05)
-    with pytest.raises(ValueError, match="at least 4 points"):
-        calibrate(PUBLISHED[:3])
 
 
 def test_a_mesh_that_the_instance_has_no_cores_for_is_refused():

@@ -6,17 +6,16 @@ step.
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 
 from perfmodel.models import LLAMA_8B, LLAMA_70B, inferentia, trainium
 from tilewright.perfmodel.builder import BF16
-from tilewright.perfmodel.calibrate import calibrate
 from tilewright.perfmodel.environment import recommended_packets
 from tilewright.perfmodel.estimate import ProgramEstimate, estimate
 from tilewright.perfmodel.inference import HOPS, Phase, Work, inference_program
-from tilewright.perfmodel.machine import Machine, with_figures
+from tilewright.perfmodel.machine import Machine
 from tilewright.perfmodel.plan_inference import tried_algorithms
 from tilewright.perfmodel.plan_training import FEW_LAYERS
 from tilewright.perfmodel.program import Algorithm, NeuronProgram
@@ -96,20 +95,6 @@ def test_a_ring_s_gain_in_decoding_is_over_a_sum_that_goes_one_way():
 def test_decode_gains_of_domino_grow_with_width():
     gains = [gain("decode", "domino", cores) for cores in WIDTHS]
     assert gains == sorted(gains)
-
-
-def test_plans_are_not_held_to_the_published_curve():
-    """What `neuron calibrate` fits is not what plans take: with it a step of decoding takes ten times as long."""
-    fit = calibrate().record()
-    figures = {name: fit[name] for name in ("hop_us", "dma_gb_per_s")}
-    assert figures == pytest.approx({"hop_us": 27.1, "dma_gb_per_s": 3.81}, abs=0.05)
-    assert (fit["plans_hop_us"], fit["plans_dma_gb_per_s"]) == (1.5, 17)
-    planned = inferentia(24)
-    took = []
-    for machine in (planned, with_figures(planned, figures)):
-        build = partial(inference_program, LLAMA_8B, machine, Work("decode", 8, 1280), "sync")
-        took.append(1e3 * estimate(32, (1, 3), build, machine).total_s)
-    assert took == pytest.approx([8.16, 95.4], abs=0.05)
 
 
 def test_prefill_gains_of_domino_grow_with_width_as_long_as_rings_do_not_close():

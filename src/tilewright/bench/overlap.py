@@ -22,6 +22,7 @@ from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.hardware.layers import StrategyChoice
 from tilewright.hardware.links import HOP_US, Fabric, least_seconds, torus_of
 from tilewright.hardware.tpu import TpuChip, chip_of
+from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Kernels, operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
@@ -34,8 +35,11 @@ from tilewright.parallel.experts import own_experts
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, grouping, shardings
+from tilewright.perfmodel.calibration import Calibration, calibrated, calibrated_chip
 from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.timeline import Sums, Timeline, busiest_link_s, simulate
+from tilewright.perfmodel.timeline_ranges import swept_timelines
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.runtime.cache import allocate
 from tilewright.runtime.placement import divided_sizes, exchange_of, layer_shapes
 from tilewright.runtime.state import Span, cached_attend
@@ -119,6 +123,7 @@ class OverlapSetup:
         kernels: which operations compute; see `kernels.select.operations`.
         hop_us: latency of a hop between neighbours, in microseconds.
         compiler_options: compile with the options of `parallel/compiling.py`.
+        calibration: whose fitted constants are taken.
     """
 
     chip: str
@@ -128,10 +133,11 @@ class OverlapSetup:
     kernels: Kernels = "auto"
     hop_us: float = HOP_US
     compiler_options: bool = False
+    calibration: Calibration | None = None
 
     @property
     def spec(self) -> TpuChip:
-        return chip_of(self.chip)
+        return calibrated_chip(chip_of(self.chip), self.calibration)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -146,7 +152,7 @@ class OverlapSetup:
     def fabric(self) -> Fabric:
         sizes = [int(size) for size in self.chip.partition(":")[2].split("x")]
         places = tuple(tuple(device.coords)[: len(sizes)] for device in self.mesh.devices.flat)
-        return Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us)
+        return calibrated(Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us), self.calibration)
 
     @cached_property
     def auto(self) -> Auto:
@@ -233,6 +239,10 @@ class OverlapRun:
         differs = f"layer {self.middle} of {self.layers} and a neighbour of it differ by {self.unsteady_share:.0%}"
         return [*notes, f"{self.phase.name} {self.schedule}: not steady, {differs}"]
 
+    def total_ms(self, timeline: Timeline) -> float:
+        """Milliseconds of the reported layer in another timeline of the program."""
+        return 1e3 * timeline.sums()[self.middle].total_s
+
     @property
     def without_estimate(self) -> int:
         """Operations of the program that the compiler has no cycles for."""
@@ -263,10 +273,11 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def program(setup: OverlapSetup, phase: Phase, schedule: Schedule, layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def program(
+    config: DecoderConfig, mesh: Mesh, ops: Operations, phase: Phase, schedule: Schedule
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that is compiled, and its abstract arguments: layers, caches, the residual stream, where each row begins."""
-    config, mesh = replace(setup.config, num_layers=layers), setup.mesh
-    ops = own_experts(operations("tpu", kernels=setup.kernels))
+    ops, layers = own_experts(ops), config.num_layers
     specs = decoder.declare(config)
     held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, GROUPED)).layers
     whole, by_heads = PartitionSpec(), PartitionSpec(None, GROUPED_AXES[0])
@@ -299,7 +310,8 @@ def compiled(setup: OverlapSetup, phase: Phase, name: str, layers: int) -> Overl
     schedule = WithoutCommunication(GROUPED_AXES) if name == BOUND else schedule_of(name, GROUPED_AXES, None, setup.fabric)
     began = time.perf_counter()
     try:
-        function, arguments = program(setup, phase, schedule, layers)
+        config, ops = replace(setup.config, num_layers=layers), operations("tpu", kernels=setup.kernels)
+        function, arguments = program(config, setup.mesh, ops, phase, schedule)
         kind = setup.spec.name if setup.compiler_options else None
         found = compile_hiding(kind, lambda options: compile_for(setup.chip, function, *arguments, donate=1, options=options))
     except ValueError as error:
@@ -346,6 +358,20 @@ def least_communication_s(setup: OverlapSetup, phase: Phase) -> float:
     """The least time for two sums of the residual stream over all devices, if every chip used all its links."""
     stream_bytes = 2.0 * phase.batch * phase.new * setup.config.hidden_size
     return 2 * least_seconds(setup.spec, setup.fabric.torus, "all-reduce", stream_bytes)
+
+
+def sweeps(runs: Sequence[OverlapRun], draws: int = EVENT_DRAWS) -> dict[str, Sweep]:
+    """Ranges of the reported layer's time under the schedules of each chip and phase, by the names of both."""
+    found: dict[str, Sweep] = {}
+    for setup, phase in dict.fromkeys((run.setup, run.phase) for run in runs):
+        same = {run.schedule: run for run in runs if (run.setup, run.phase) == (setup, phase) and run.schedule != BOUND}
+        share = max(run.roofline_share for run in same.values())
+        timelines = {name: run.timeline for name, run in same.items()}
+        found[f"{setup.chip} {phase.name}"] = swept_timelines(
+            timelines, setup.fabric, lambda name, timeline, same=same: same[name].total_ms(timeline),
+            setup.calibration, share, draws, "ms a layer",
+        )  # fmt: skip
+    return found
 
 
 def ratio(part: float, whole: float | None) -> float | None:

@@ -13,6 +13,9 @@ from typing import Any
 from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, runs_of
 from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.sharding import grouping
+from tilewright.perfmodel.timeline import Timeline
+from tilewright.perfmodel.timeline_ranges import swept_timelines
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.runtime.placement import divided_sizes
 
 SLICES = {2: {2: "2x1", 4: "2x2", 8: "4x2", 16: "4x4"}, 3: {2: "2x1x1", 4: "2x2x1", 8: "2x2x2", 16: "4x2x2"}}
@@ -87,20 +90,40 @@ def predictions(
     cases: Sequence[GridCase],
     schedules: Sequence[str],
     on_run: Callable[[str], None] = lambda _: None,
-) -> list[dict[str, Any]]:
-    """A record for each setup, case and schedule, as docs/metrics.md defines it. `on_run` is told of each program before it.
+    draws: int = EVENT_DRAWS,
+) -> tuple[list[dict[str, Any]], dict[str, Sweep]]:
+    """A record for each setup, case and schedule, as docs/metrics.md defines it, and the ranges of each setup and case.
+
+    Args:
+        on_run: is told of each program before it.
+        draws: of the constants that have a range.
 
     Raises:
         ValueError: a schedule cannot divide a batch.
     """
-    found = []
+    found, drawn = [], {}
     for setup, case in product(setups, cases):
         prefills, decodes = (runs_of(setup, phase, schedules, on_run) for phase in case.phases)
+        place = f"{setup.chip}, batch {case.batch}, {case.input_tokens:,} tokens in"
+        for name, runs in (("TTFT ms", prefills), ("TPOT ms", decodes)):
+            drawn[f"{place}, {name}"] = model_sweep(setup, case, runs, draws, name)
         found += [prediction(case, *runs) for runs in zip(prefills, decodes, strict=True)]
     for name in ("ttft", "tpot", "prefill_compute"):
         for record, share in zip(found, against_sync(found, f"{name}_ms"), strict=True):
             record[f"{name}_over_sync"] = share
-    return found
+    return found, drawn
+
+
+def model_sweep(setup: OverlapSetup, case: GridCase, runs: Sequence[OverlapRun], draws: int, unit: str) -> Sweep:
+    """Ranges of a phase under all schedules: the reported layer times the layers; the head is as it is."""
+    same, head_ms = {run.schedule: run for run in runs}, 1e3 * head_s(setup, case.batch)
+    share = max(run.roofline_share for run in runs)
+
+    def milliseconds(name: str, timeline: Timeline) -> float:
+        return setup.config.num_layers * same[name].total_ms(timeline) + head_ms
+
+    timelines = {name: run.timeline for name, run in same.items()}
+    return swept_timelines(timelines, setup.fabric, milliseconds, setup.calibration, share, draws, unit)
 
 
 def prediction(case: GridCase, prefill: OverlapRun, decode: OverlapRun) -> dict[str, Any]:

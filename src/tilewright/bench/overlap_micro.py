@@ -28,10 +28,10 @@ from tilewright.perfmodel.timeline import simulate
 
 AXIS = "x"
 HIDDEN = 4096
-"""Columns of all matrices."""
+"""Columns of all matrices where nothing else is said."""
 
 ROWS = 2048
-"""Of the product's input on each device, unless the collective is of its input or its result."""
+"""Of the product's input on each device where nothing else is said, unless the collective is of its input or its result."""
 
 COLLECTIVES: dict[str, Callable[[Array], Array]] = {
     "all-reduce": lambda x: jax.lax.psum(x, AXIS),
@@ -46,7 +46,7 @@ Programs = dict[str, Callable[..., Any]]
 
 
 def programs(collective: Callable[[Array], Array]) -> Programs:
-    """Each takes a device's `x [rows, HIDDEN]`, `w [HIDDEN, HIDDEN]`, and `y`, `z`, which the collective is of."""
+    """Each takes a device's `x [rows, hidden]`, `w [hidden, hidden]`, and `y`, `z`, which the collective is of."""
     return {
         "beside": lambda x, w, y, z: (x @ w, collective(y)),
         "after": lambda x, w, y, z: collective(y @ w),
@@ -61,15 +61,25 @@ class MicroCase:
 
     Attributes:
         size_bytes: of what each device gives to a collective, bfloat16.
+        hidden: columns of all matrices.
+        product_rows: of the product's input on each device, unless the collective is of its input or its result.
     """
 
     collective: str
     program: str
     size_bytes: int
+    hidden: int = HIDDEN
+    product_rows: int = ROWS
 
     @property
     def rows(self) -> int:
-        return self.size_bytes // (2 * HIDDEN)
+        return self.size_bytes // (2 * self.hidden)
+
+    def product_work(self, devices: int) -> tuple[float, float]:
+        """Operations of the product on a device, and bytes that it reads and writes."""
+        gathered = {"all-gather": devices, "reduce-scatter": 1 / devices}.get(self.collective, 1)
+        rows = {"after": self.rows, "before": self.rows * gathered}.get(self.program, self.product_rows)
+        return 2.0 * rows * self.hidden**2, 2.0 * self.hidden * (self.hidden + 2 * rows)
 
     @property
     def expected(self) -> int:
@@ -77,7 +87,9 @@ class MicroCase:
         return 2 if self.program == "two" else 1
 
 
-def cases(collectives: Sequence[str], sizes_kib: Sequence[int], devices: int) -> list[MicroCase]:
+def cases(
+    collectives: Sequence[str], sizes_kib: Sequence[int], devices: int, hidden: int = HIDDEN, product_rows: int = ROWS
+) -> list[MicroCase]:
     """All of them.
 
     Raises:
@@ -86,18 +98,24 @@ def cases(collectives: Sequence[str], sizes_kib: Sequence[int], devices: int) ->
     for name in collectives:
         if name not in COLLECTIVES:
             raise ValueError(f"expected a collective of {', '.join(COLLECTIVES)}, found {name!r}")
-    least = devices * 2 * HIDDEN // 1024
+    if hidden < 1 or product_rows < 1:
+        raise ValueError(f"expected products of at least one row and column, found {product_rows} and {hidden}")
+    least = devices * 2 * hidden
     for size in sizes_kib:
-        if size < 1 or size % least:
-            raise ValueError(f"expected multiples of {least} KiB, a row for each of {devices} devices, found {size}")
-    return [MicroCase(name, program, 1024 * size) for name in collectives for size in sizes_kib for program in programs(abs)]
+        if size < 1 or 1024 * size % least:
+            raise ValueError(f"expected multiples of {least / 1024:g} KiB, a row for each of {devices} devices, found {size}")
+    shape = (hidden, product_rows)
+    return [
+        MicroCase(name, program, 1024 * size, *shape) for name in collectives for size in sizes_kib for program in programs(abs)
+    ]
 
 
 def arguments(case: MicroCase, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
     """The function over the mesh, and its abstract arguments. Every device gives and keeps its own part."""
     each, specs = PartitionSpec(AXIS), each_spec()
     run = programs(COLLECTIVES[case.collective])[case.program]
-    shapes = ((ROWS * mesh.size, HIDDEN), (HIDDEN, HIDDEN), *[(case.rows * mesh.size, HIDDEN)] * 2)
+    hidden = case.hidden
+    shapes = ((case.product_rows * mesh.size, hidden), (hidden, hidden), *[(case.rows * mesh.size, hidden)] * 2)
     function = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
     given = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -151,13 +169,17 @@ def verdict(graph: ScheduleGraph, case: MicroCase) -> dict[str, Any]:
 
 
 def measured(case: MicroCase, mesh: Mesh, repetitions: int) -> dict[str, Any]:
-    """Times of a case on devices that are here, and of its product and its collectives alone: medians of runs in turns."""
+    """Times of a case on devices that are here, and of its parts alone: medians of runs in turns.
+
+    The parts are its product, its collectives, and a sum of two arrays as large as a collective's, which passes memory.
+    """
     function, given = arguments(case, mesh)
     values = [jax.device_put(jnp.ones(one.shape, one.dtype), one.sharding) for one in given]
     alone, each = COLLECTIVES[case.collective], PartitionSpec(AXIS)
     over = partial(jax.shard_map, mesh=mesh, in_specs=each_spec(), out_specs=each, check_vma=False)
     collective = over(partial(collectives_alone, alone, case.expected))
     parts = {"both": function, "product": over(products(case)), "collective": collective}
+    parts["memory"] = over(lambda x, w, y, z: y + z)
     jitted = {name: jax.jit(part).lower(*values).compile() for name, part in parts.items()}
 
     def timed(run: Callable[..., Any]) -> float:
@@ -168,7 +190,9 @@ def measured(case: MicroCase, mesh: Mesh, repetitions: int) -> dict[str, Any]:
     taken = medians(alternate({name: partial(timed, run) for name, run in jitted.items()}, repetitions, warm=True))
     hidden = taken["product"] + taken["collective"] - taken["both"]
     times = {f"{name}_us": 1e6 * seconds for name, seconds in taken.items()}
+    flops, moved = case.product_work(mesh.size)
     about = {"collective": case.collective, "program": case.program, "size_bytes": case.size_bytes}
+    about |= {"collectives": case.expected, "product_flops": flops, "product_bytes": moved, "memory_bytes": 3 * case.size_bytes}
     return {**about, **times, "hidden_share": hidden / taken["collective"]}
 
 

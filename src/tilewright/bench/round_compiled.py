@@ -16,10 +16,14 @@ from jax import Array
 from tilewright.bench.round import RoundSetup, programs, with_ratios
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
+from tilewright.hardware.figures import ranged
 from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, dflash
+from tilewright.perfmodel.calibration import chip_with
+from tilewright.perfmodel.timeline_ranges import ROOFLINE_TIME
+from tilewright.perfmodel.uncertainty import DRAWS, Basis, Sweep, swept
 from tilewright.runtime.state import DecodeState, Span, Target, block_positions, run_target
 
 LAYERS_COMPILED = (4, 8)
@@ -210,6 +214,33 @@ def compiled_rounds(
         records.append(record(setup, parts, {**heads, "step": step}))
         on_part()
     return with_ratios(records, RATIOS)
+
+
+def round_sweep(topology: str, records: Sequence[Mapping[str, Any]], draws: int = DRAWS) -> Sweep:
+    """Ranges of whole rounds, each part at the larger of its cycles and its memory's: bandwidth, and kernels over rooflines."""
+    chip = chip_of(topology)
+
+    def cycles(one: Mapping[str, Any], part: str, spec: TpuChip, factor: float) -> float:
+        moved = one[f"{part}_read_bytes"] + one[f"{part}_written_bytes"]
+        compute = one[f"{part}_cycles"] + (factor - 1) * one[f"{part}_kernel_cycles"]
+        return max(compute, spec.roofline_cycles(moved, 0))
+
+    def predict(changes: Mapping[str, float]) -> dict[str, float]:
+        spec = chip_with(chip, {name: value for name, value in changes.items() if name != "roofline_time"})
+        factor = changes.get("roofline_time", 1.0)
+        return {
+            f"block {one['block_size']} at context {one['context']}": sum(
+                cycles(one, part, spec, factor) for part in ("draft", "verify", "extend")
+            ) / 1e3
+            for one in records
+        }  # fmt: skip
+
+    parts = [(one[f"{part}_kernel_cycles"], one[f"{part}_cycles"]) for one in records for part in ("draft", "verify")]
+    share = max(kernels / whole for kernels, whole in parts)
+    memory = {name: value for name, value in ranged(chip).items() if name == "hbm_gb_per_s"}
+    constants = {**memory, "roofline_time": ROOFLINE_TIME}
+    unit, basis = "kilocycles of a round", Basis(roofline_share=share)
+    return swept(predict, constants, draws, unit=unit, basis=basis, compared=False)
 
 
 def record(setup: RoundSetup, parts: Mapping[str, RoundEstimate], others: Mapping[str, RoundEstimate]) -> dict[str, Any]:

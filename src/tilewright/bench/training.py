@@ -7,7 +7,7 @@ same step without tokens, and the auto-sharded one (GSPMD: `train/annotated.py`)
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -27,8 +27,11 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import abstract
 from tilewright.parallel.exchanges import NAMES, FullyShardedPlan
+from tilewright.perfmodel.calibration import Calibration, calibrated, calibrated_chip
 from tilewright.perfmodel.schedule import Node, ScheduleGraph, read_schedule
 from tilewright.perfmodel.timeline import Interval, Sums, Timeline, TimelineSpan, busiest_s, overlap, simulate
+from tilewright.perfmodel.timeline_ranges import swept_timelines
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.train.annotated import annotated_gradient
 from tilewright.train.sharded import ShardedSetup, jitted_step, sharded_gradient, state_shardings, training_mesh
 
@@ -69,6 +72,7 @@ class TrainingCase:
         layers: how many are compiled.
         batch, length: sequences of a step, over all devices, and the positions of each that are predicted.
         hop_us: latency of a hop between neighbours, in microseconds.
+        calibration: whose fitted constants are taken.
     """
 
     chip: str
@@ -79,6 +83,7 @@ class TrainingCase:
     batch: int
     length: int
     hop_us: float = HOP_US
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if not LEAST_LAYERS <= self.layers <= self.config.num_layers:
@@ -94,7 +99,7 @@ class TrainingCase:
 
     @property
     def spec(self) -> TpuChip:
-        return chip_of(self.chip)
+        return calibrated_chip(chip_of(self.chip), self.calibration)
 
     def setup(self, plan: FullyShardedPlan) -> ShardedSetup:
         """Raises ValueError where mesh, model, batch and plan do not fit one another or the slice."""
@@ -108,7 +113,7 @@ class TrainingCase:
         sizes = [int(size) for size in self.chip.partition(":")[2].split("x")]
         devices = self.setup(FullyShardedPlan()).mesh.devices.flat
         places = tuple(tuple(device.coords)[: len(sizes)] for device in devices)
-        return Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us)
+        return calibrated(Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us), self.calibration)
 
     @property
     def least_compute_s(self) -> float:
@@ -315,6 +320,25 @@ def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[st
         "unsteady_share": program.unsteady_share,
         "notes": program.notes,
     }
+
+
+def sweeps(programs: Sequence[TrainingProgram], draws: int = EVENT_DRAWS) -> dict[str, Sweep]:
+    """Ranges of the reported layer's time, in both passes together, in the programs of each chip, by its topology."""
+    found = {}
+    for case in dict.fromkeys(program.case for program in programs):
+        same = {program.name: program for program in programs if program.case == case}
+        own = {number_of(part, program.middle) for program in same.values() for part in PASSES}
+        share = max(roofline_share(program.timeline, own) for program in same.values())
+
+        def milliseconds(_: str, timeline: Timeline, own: Collection[int] = own) -> float:
+            sums = timeline.sums()
+            return 1e3 * sum(sums[number].total_s for number in own)
+
+        timelines = {name: program.timeline for name, program in same.items()}
+        found[case.chip] = swept_timelines(
+            timelines, case.fabric, milliseconds, case.calibration, share, draws, "ms a layer"
+        )  # fmt: skip
+    return found
 
 
 def both(program: TrainingProgram) -> Sums:

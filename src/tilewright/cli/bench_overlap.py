@@ -50,6 +50,8 @@ class PlaceOptions:
         collective: of --micro: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute: several, by default all.
         size_kib: of --micro: what each device gives to a collective, in KiB, several.
         repetitions: of --micro: how often each is timed here.
+        hidden: of --micro: columns of all matrices.
+        product_rows: of --micro: rows of the product's input on each device.
     """
 
     micro: bool = False
@@ -59,6 +61,8 @@ class PlaceOptions:
     collective: Annotated[tuple[str, ...], WORDS] = tuple(COLLECTIVES)
     size_kib: Annotated[tuple[int, ...], NUMBERS] = (64, 1024, 16384)
     repetitions: int = 5
+    hidden: int = HIDDEN
+    product_rows: int = ROWS
 
     def chips(self) -> tuple[str, ...]:
         named = given(self.chip, TOPOLOGIES if self.micro else KINDS)
@@ -78,15 +82,19 @@ class PlaceOptions:
             chip_of(chip)
         found: list[tuple[str | None, list[MicroCase]]] = []
         for chip in self.chips():
-            found.append((chip, cases(self.collective, self.size_kib, len(tpu_topology(chip).devices))))
+            found.append((chip, self.cases(len(tpu_topology(chip).devices))))
         several = jax.device_count() > 1
         if self.here and not several:
             raise ValueError("expected several devices here for --here, found one")
         if self.here or (self.here is None and several and jax.devices()[0].platform != "cpu"):
-            found.append((None, cases(self.collective, self.size_kib, jax.device_count())))
+            found.append((None, self.cases(jax.device_count())))
         if not any(of for _, of in found):
             raise ValueError("expected a chip, a collective and a size, or --here; found none")
         return found
+
+    def cases(self, devices: int) -> list[MicroCase]:
+        """Raises ValueError for sizes that the devices don't divide."""
+        return cases(self.collective, self.size_kib, devices, self.hidden, self.product_rows)
 
 
 def bench_overlap(
@@ -152,7 +160,8 @@ def micro(options: PlaceOptions, json_file: str | None, html: Path | None) -> No
 
 def environment(options: PlaceOptions, ran: bool) -> dict[str, Any]:
     """Settings that the figures depend on."""
-    about: dict[str, Any] = {"product": f"[{ROWS}, {HIDDEN}] x [{HIDDEN}, {HIDDEN}], bfloat16", "hop_us": options.hop_us}
+    shape = f"[{options.product_rows}, {options.hidden}] x [{options.hidden}, {options.hidden}], bfloat16"
+    about: dict[str, Any] = {"product": shape, "hop_us": options.hop_us, "devices": jax.device_count() if ran else None}
     about |= {"jax_version": jax.__version__, "libtpu_version": version("libtpu") if options.chips() else None}
     return {**about, "measured_on": chip_name() if ran else None, "repetitions": options.repetitions if ran else None}
 

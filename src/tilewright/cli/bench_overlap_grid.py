@@ -19,10 +19,13 @@ from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled, slice_of
 from tilewright.cli.bench_round import NUMBERS
+from tilewright.cli.calibrate import calibrated_for, print_ranges
 from tilewright.cli.common import WORDS, human_console, whole_file, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
+from tilewright.hardware.tpu import chip_of
 from tilewright.parallel.auto import AUTO
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, write_grid
 
 RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
@@ -46,6 +49,9 @@ class GridOptions:
         here_divisor: of the tokens one in so many is left on devices that are here.
         compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
             on this model of time, and no TPU has tried them.
+        calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
+            fitted.
+        draws: of the constants that have a range.
     """
 
     model_config: str = "llama3-8b"
@@ -57,6 +63,8 @@ class GridOptions:
     layers: int | None = None
     here_divisor: int = 16
     compiler_options: bool = False
+    calibrate: Path | None = None
+    draws: int = EVENT_DRAWS
 
     def cases(self) -> list[GridCase]:
         """One for each input and batch.
@@ -87,12 +95,11 @@ class GridOptions:
             return []
         slices = [(slice_of(kind, devices), devices) for kind in chips for devices in sorted(self.tensor_parallel)]
         config, found = model_config(self.model_config), []
+        fitted = calibrated_for(self.calibrate, map(chip_of, chips))
         for topology, devices in slices:
-            found.append(
-                OverlapSetup(
-                    topology, self.model_config, config, self.layers, hop_us=hop_us, compiler_options=self.compiler_options
-                )
-            )
+            options = {"hop_us": hop_us, "compiler_options": self.compiler_options}
+            calibration = fitted.get(chip_of(topology).name)
+            found.append(OverlapSetup(topology, self.model_config, config, self.layers, **options, calibration=calibration))
             found[-1].check(devices)
         return found
 
@@ -118,15 +125,18 @@ def bench_grid(
         def on_run(name: str) -> None:
             bar.update(task, advance=1, description=name)
 
-        found["predicted"] = predictions(setups, cases, grid.schedule, on_run)
+        found["predicted"], drawn = predictions(setups, cases, grid.schedule, on_run, grid.draws)
         if runs:
             found["measured"] = measurements(small, widths, names, grid.compiler_options, on_run)
     about = environment(grid, hop_us, bool(setups), runs)
+    ranges = {name: one.record() for name, one in drawn.items()}
     show(console, found)
-    write_json(json_file, {**about, **found})
+    for name, one in ranges.items():
+        print_ranges(console, name, [one])
+    write_json(json_file, {**about, **found, "ranges": ranges})
     if html is not None:
         with whole_file(html) as partial:
-            write_grid(partial, found["predicted"], found["measured"], about)
+            write_grid(partial, found["predicted"], found["measured"], about, ranges)
         console.print(f"{html} written", markup=False)
     if any(one["same_tokens"] is False for one in found["measured"]):
         raise SystemExit(1)

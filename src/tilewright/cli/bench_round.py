@@ -14,7 +14,8 @@ from rich.table import Table
 
 from tilewright.bench.model_configs import json_fields
 from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, measure, runs
-from tilewright.bench.round_compiled import compiled_rounds
+from tilewright.bench.round_compiled import compiled_rounds, round_sweep
+from tilewright.cli.calibrate import print_ranges
 from tilewright.cli.common import (
     DEMO,
     SEVERAL,
@@ -156,8 +157,13 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
     model = {"model": f"{options.model_config}, {options.draft_config}" if named else BUILT_IN, "dtype": options.dtype}
     about = {**model, "jax_version": jax.__version__}
     if options.chip:
-        data = [one for topology in dict.fromkeys(options.chip) for one in estimated(console, topology, setups)]
-        write_json(json_file, {**about, "measured": False, "data": data})
+        data, ranges = [], {}
+        for topology in dict.fromkeys(options.chip):
+            found = estimated(console, topology, setups)
+            ranges[topology] = round_sweep(topology, found).record()
+            print_ranges(console, topology, [ranges[topology]])
+            data += found
+        write_json(json_file, {**about, "measured": False, "data": data, "ranges": ranges})
         return
     kernels, data = measured(console, setups, options)
     about |= {"chip": chip_name(), "kernels": kernels, "repetitions": options.repetitions}

@@ -8,7 +8,7 @@ from rich.table import Table
 from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.accelerators import ACCELERATORS, Accelerator, accelerator_of
-from tilewright.hardware.figures import disputed
+from tilewright.hardware.figures import ranged
 from tilewright.hardware.neuron import NEURON_CHIPS
 
 FOOTNOTE = (
@@ -78,7 +78,7 @@ def record(one: Accelerator, work: tuple[float, float, float] | None) -> dict[st
     }  # fmt: skip
     if one.name in NEURON_CHIPS:
         chip = NEURON_CHIPS[one.name]
-        found["disputed"] = {name: [float(v), v.other] for name, v in (disputed(chip.core) | disputed(chip)).items()}
+        found["ranges"] = {name: [v.low, float(v), v.high] for name, v in (ranged(chip.core) | ranged(chip)).items()}
     if work is not None:
         roofline = one.roofline(*(work if one.links else (*work[:2], 0.0)))
         found |= {"least_ms": 1e3 * roofline.seconds, "limit": roofline.limit}

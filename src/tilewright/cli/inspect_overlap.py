@@ -29,7 +29,9 @@ from tilewright.bench.overlap import (
     read_phase,
     records,
     runs_of,
+    sweeps,
 )
+from tilewright.cli.calibrate import calibrated_for, print_ranges
 from tilewright.cli.common import (
     WORDS,
     JsonFile,
@@ -44,6 +46,7 @@ from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import Kernels
 from tilewright.perfmodel.timeline import trace
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, place, write_overlap
 
 FOOTNOTE = (
@@ -71,6 +74,9 @@ class OverlapOptions:
         hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
         compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
             on this model of time, and no TPU has tried them.
+        calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
+            fitted.
+        draws: of the constants that have a range.
     """
 
     model_config: str = "llama3-8b"
@@ -82,6 +88,8 @@ class OverlapOptions:
     kernels: Kernels = "auto"
     hop_us: float = HOP_US
     compiler_options: bool = False
+    calibrate: Path | None = None
+    draws: int = EVENT_DRAWS
 
     def setups(self) -> list[OverlapSetup]:
         """One for each chip.
@@ -100,8 +108,10 @@ class OverlapOptions:
         for chip in self.chip:
             chip_of(chip)
         config, found = model_config(self.model_config), []
+        fitted = calibrated_for(self.calibrate, map(chip_of, self.chip))
         for chip in self.chip:
-            setup = OverlapSetup(chip, self.model_config, config, self.layers, self.kernels, self.hop_us, self.compiler_options)
+            how = (self.layers, self.kernels, self.hop_us, self.compiler_options, fitted.get(chip_of(chip).name))
+            setup = OverlapSetup(chip, self.model_config, config, *how)
             setup.check(self.tensor_parallel)
             found.append(setup)
         return found
@@ -150,11 +160,13 @@ def inspect_overlap(
         for setup, phase in product(setups, phases):
             names = (*options.schedule, BOUND)
             runs += runs_of(setup, phase, names, lambda name: bar.update(task, advance=1, description=name))
-    figures = records(runs)
+    figures, about = records(runs), environment(options)
+    ranges = {name: one.record() for name, one in sweeps(runs, options.draws).items()}
     show(console, options, figures)
-    about = environment(options)
-    write_json(json_file, {**about, "measured": False, "data": figures})
-    write_files(console, runs, figures, about, html, trace_file, graph)
+    for name, one in ranges.items():
+        print_ranges(console, name, [one])
+    write_json(json_file, {**about, "measured": False, "data": figures, "ranges": ranges})
+    write_files(console, runs, figures, about, html, trace_file, graph, ranges)
     if fail_above is not None:
         check_exposed(console, figures, fail_above)
 
@@ -168,13 +180,13 @@ def environment(options: OverlapOptions) -> dict[str, Any]:
 
 def write_files(
     console: Console, runs: Sequence[OverlapRun], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
-    html: Path | None, trace_file: Path | None, graph: Path | None,
+    html: Path | None, trace_file: Path | None, graph: Path | None, ranges: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """The page, the trace and the graphs, as far as they are asked for."""
     named = [(f"{run.setup.chip} {run.phase.name}", run) for run in runs]
     if html is not None:
         shown = {name: [lanes(run) for other, run in named if other == name] for name, _ in named}
-        report = OverlapReport(f"Communication of {about['model']} under schedules", figures, shown, about)
+        report = OverlapReport(f"Communication of {about['model']} under schedules", figures, shown, about, ranges)
         with whole_file(html) as partial:
             write_overlap(partial, report)
     if trace_file is not None:

@@ -28,7 +28,9 @@ from tilewright.bench.training import (
     lanes,
     programs_of,
     records,
+    sweeps,
 )
+from tilewright.cli.calibrate import calibrated_for, print_ranges
 from tilewright.cli.common import (
     WORDS,
     JsonFile,
@@ -46,6 +48,7 @@ from tilewright.hardware.links import HOP_US
 from tilewright.hardware.tpu import chip_of
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.perfmodel.timeline import trace
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
 from tilewright.report.training import place, write_training
 
@@ -77,6 +80,9 @@ class TrainingInspection:
         layers: how many are compiled; by default two more than twice the largest shift. A middle one is reported.
         peers: whether the step without tokens and the auto-sharded one are compiled too.
         hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
+        calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
+            fitted.
+        draws: of the constants that have a range.
     """
 
     model_config: str = "llama3-8b"
@@ -91,6 +97,8 @@ class TrainingInspection:
     layers: int | None = None
     peers: bool = True
     hop_us: float = HOP_US
+    calibrate: Path | None = None
+    draws: int = EVENT_DRAWS
 
     def plans(self) -> dict[str, FullyShardedPlan]:
         """By their names in tables.
@@ -129,10 +137,9 @@ class TrainingInspection:
         config, axes = model_config(self.model_config), mesh_axes(self.mesh)
         shift = max(map(int, (*self.prefetch_distance, *self.scatter_delay)))
         layers = max(LEAST_LAYERS, 2 * shift + 2) if self.layers is None else self.layers
-        cases = [
-            TrainingCase(chip, self.model_config, config, axes, layers, self.batch_size, self.length, self.hop_us)
-            for chip in self.chip
-        ]  # fmt: skip
+        fitted = calibrated_for(self.calibrate, map(chip_of, self.chip))
+        shape = (self.model_config, config, axes, layers, self.batch_size, self.length, self.hop_us)
+        cases = [TrainingCase(chip, *shape, fitted.get(chip_of(chip).name)) for chip in self.chip]
         for case in cases:
             for plan in self.plans().values():
                 case.setup(plan)
@@ -179,11 +186,13 @@ def inspect_training(
         task = bar.add_task("", total=len(cases) * len(plans))
         for case in cases:
             programs += compiled_programs(case, plans, lambda name: bar.update(task, advance=1, description=name))
-    figures = records(programs)
+    figures, about = records(programs), environment(options)
+    ranges = {name: one.record() for name, one in sweeps(programs, options.draws).items()}
     show(console, figures, transfers)
-    about = environment(options)
-    write_json(json_file, {**about, "measured": False, "data": figures})
-    write_files(console, programs, figures, about, html, trace_file)
+    for name, one in ranges.items():
+        print_ranges(console, name, [one])
+    write_json(json_file, {**about, "measured": False, "data": figures, "ranges": ranges})
+    write_files(console, programs, figures, about, html, trace_file, ranges)
     if fail_above is not None:
         check_exposed(console, figures, fail_above)
 
@@ -196,14 +205,14 @@ def environment(options: TrainingInspection) -> dict[str, Any]:
 
 def write_files(
     console: Console, programs: Sequence[TrainingProgram], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
-    html: Path | None, trace_file: Path | None,
+    html: Path | None, trace_file: Path | None, ranges: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """The page and the trace, as far as they are asked for."""
     if html is not None:
         shown = {place(one): [] for one in figures}
         for one, program in zip(figures, programs, strict=True):
             shown[place(one)].append(lanes(program))
-        report = OverlapReport(f"Communication of training {about['model']}", figures, shown, about)
+        report = OverlapReport(f"Communication of training {about['model']}", figures, shown, about, ranges)
         with whole_file(html) as partial:
             write_training(partial, report)
     if trace_file is not None:

@@ -1,6 +1,7 @@
 """`tilewright neuron simulate`: a program on a simulated Neuron chip."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
+from tilewright.cli.calibrate import print_ranges
 from tilewright.cli.common import (
     NUMBERS,
     JsonFile,
@@ -22,19 +24,25 @@ from tilewright.cli.common import (
     write_json,
     write_text,
 )
+from tilewright.cli.plan_inference import fitted_constants
 from tilewright.cli.plan_training import halves_of
 from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.neuron import instance_of
 from tilewright.hardware.tpu import chip_of
+from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.inference import Work, inference_program
-from tilewright.perfmodel.machine import Machine, Settings, machine_of
+from tilewright.perfmodel.machine import Machine, Settings, machine_constants, machine_of, with_figures
 from tilewright.perfmodel.program import NeuronProgram
 from tilewright.perfmodel.programs import dflash_program, diffusion_program, gather_reduce_program, hlo_program
 from tilewright.perfmodel.results import MOMENTS, SimulationResult, trace
 from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.simulate import simulate
 from tilewright.perfmodel.training import TrainingStep, training_program
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
 from tilewright.report.neuron import Engines, write_simulation
+
+MOST_OPERATIONS, LEAST_DRAWS = 48_000, 8
+"""Operations that a sweep simulates by default in all its draws, and the fewest draws."""
 
 Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-reduce", "hlo"]
 
@@ -62,6 +70,8 @@ class ProgramOptions:
         nodes, degree, features: of a gather-reduce.
         hlo: a file with scheduled HLO.
         chip: the TPU that the HLO was compiled for.
+        calibrate: the output of nccom-test, to which latency and rate of collectives are fitted.
+        draws: of the constants that have a range; by default 24, and fewer of programs of more than 2,000 operations.
     """
 
     model_config: str = "llama3-8b"
@@ -84,14 +94,34 @@ class ProgramOptions:
     features: int = 256
     hlo: Path | None = None
     chip: str = "v5e:4x2"
+    calibrate: Path | None = None
+    draws: int | None = None
 
-    def machine(self) -> Machine:
+    def machine(self, calibration: Calibration | None = None) -> Machine:
         """Raises ValueError for an unknown instance, cores that it has not, or settings that the runtime does not take."""
         settings = Settings(self.dma_packet_size, self.cc_packet_size, self.streams)
         instance = instance_of(self.instance)
         if self.cores < 1 or self.fsdp < 1:
             raise ValueError(f"expected cores and fsdp from 1, found {self.cores} and {self.fsdp}")
-        return machine_of(instance, settings, fsdp=self.fsdp, tp=self.cores)
+        found = machine_of(instance, settings, fsdp=self.fsdp, tp=self.cores)
+        return found if calibration is None else with_figures(found, calibration.constants)
+
+    def calibration(self) -> Calibration | None:
+        """Fitted constants, where a file is given; see `fitted_constants`."""
+        return fitted_constants(self.calibrate, self.instance, 2 if self.draws is None else self.draws)
+
+    def sweep(self, kind: Kind, machine: Machine, calibration: Calibration | None, progress: Callable[[], None]) -> Sweep:
+        """The program's time at drawn constants."""
+        operations = len(self.program(kind, machine).ops)
+        draws = self.draws or max(LEAST_DRAWS, min(EVENT_DRAWS, MOST_OPERATIONS // operations))
+
+        def predict(changes: Mapping[str, float]) -> dict[str, float]:
+            changed = with_figures(machine, changes)
+            program = self.program(kind, changed)
+            return {program.name: 1e3 * simulate(program, changed).total_s}
+
+        drawn = swept_with(calibration, machine_constants(machine))
+        return swept(predict, drawn, draws, unit="total ms", progress=progress, basis=basis_of(calibration))
 
     def program(self, kind: Kind, machine: Machine) -> NeuronProgram:
         """Raises ValueError where sizes do not fit one another."""
@@ -141,12 +171,15 @@ def simulate_program(
     check_json_file(json_file)
     for option, path in (("--html", html), ("--trace", trace_file)):
         check_output_file(option, None if path is None else str(path))
-    machine = options.machine()
+    calibration = options.calibration()
+    machine = options.machine(calibration)
     program, console = options.program(kind, machine), human_console(json_file)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task(program.name, total=len(program.ops))
         result = simulate(program, machine, progress=lambda done: bar.update(row, completed=done))
-    figures = {**result.record(), "operations": len(program.ops), "measured": False}
+        row = bar.add_task("ranges", total=options.draws)
+        ranges = options.sweep(kind, machine, calibration, lambda: bar.advance(row)).record()
+    figures = {**result.record(), "operations": len(program.ops), "measured": False, "ranges": {"total_ms": ranges}}
     show(console, figures)
     write_json(json_file, figures)
     about = {"instance": options.instance, "mesh": str(dict(machine.mesh.axes)), "streams": options.streams}
@@ -187,5 +220,6 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     shares = ", ".join(f"{name} {share:.1%}" for name, share in figures["dma_share"].items())
     memory = f"{figures['memory_gib']:.2f} of {figures['memory_limit_gib']:.1f} GiB"
     console.print(f"bytes through the DMA engines: {shares}; device memory: {memory}; busy longest: {figures['limit']}")
+    print_ranges(console, "ranges", figures["ranges"].values())
     for note in figures["notes"]:
         console.print(note, style="yellow", markup=False)

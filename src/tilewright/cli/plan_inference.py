@@ -1,6 +1,6 @@
 """`tilewright plan inference`: schedules of a model by cores, batch and input, on a simulated Neuron instance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
+from tilewright.cli.calibrate import print_ranges
 from tilewright.cli.common import (
     NUMBERS,
     WORDS,
@@ -24,8 +25,10 @@ from tilewright.cli.common import (
 )
 from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.neuron import instance_of
-from tilewright.perfmodel.machine import ranges
-from tilewright.perfmodel.plan_inference import InferencePlan, compare, sensitivity, winner
+from tilewright.perfmodel.calibration import Calibration, read_measurements
+from tilewright.perfmodel.calibration_neuron import calibrate_neuron
+from tilewright.perfmodel.plan_inference import InferencePlan, compare, sweeps, winner
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.neuron import write_inference_plan
 
 
@@ -43,6 +46,8 @@ class InferenceOptions:
         output: tokens generated; time per token is that of a step in the middle of them.
         schedule: sync, sequence, domino, column, tiles+ring, ring: several.
         adaptive: search tile sizes, streams and prefetching for each shape, and take the best.
+        calibrate: the output of nccom-test, to which latency and rate of collectives are fitted.
+        draws: of the constants that have a range; all schedules are simulated at each.
     """
 
     model_config: str = "llama3-8b"
@@ -53,11 +58,25 @@ class InferenceOptions:
     output: int = 512
     schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "domino", "ring")
     adaptive: bool = False
+    calibrate: Path | None = None
+    draws: int = EVENT_DRAWS
 
     def plan(self) -> InferencePlan:
         """Raises ValueError where an option is none that there is, or does not fit the others."""
         place = (self.model_config, model_config(self.model_config), instance_of(self.instance))
-        return InferencePlan(*place, self.cores, self.batch, self.input, self.output, self.schedule, self.adaptive)
+        compared = (self.cores, self.batch, self.input, self.output, self.schedule, self.adaptive)
+        return InferencePlan(*place, *compared, calibration=fitted_constants(self.calibrate, self.instance, self.draws))
+
+
+def fitted_constants(path: Path | None, instance: str, draws: int) -> Calibration | None:
+    """Constants of an instance that are fitted to a file of nccom-test; None without one.
+
+    Raises:
+        ValueError: another file, or fewer than 2 draws.
+    """
+    if draws < 2:
+        raise ValueError(f"expected --draws from 2, found {draws}")
+    return None if path is None else calibrate_neuron(read_measurements(path), instance_of(instance))
 
 
 def plan_inference(
@@ -77,15 +96,15 @@ def plan_inference(
     check_json_file(json_file)
     check_output_file("--html", None if html is None else str(html))
     plan, console = options.plan(), human_console(json_file)
-    rankings = 1 + sum(map(len, ranges(plan.machine(max(plan.cores))).values()))
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("", total=len(plan.places) * len(plan.schedules) + rankings)
+        row = bar.add_task("", total=len(plan.places) * len(plan.schedules) + 2 * options.draws)
         records = compare(plan, lambda name: bar.update(row, advance=1, description=name))
         best = winner(records)
-        moved = sensitivity(plan, best, lambda name: bar.update(row, advance=1, description=f"sensitivity: {name}"))
+        drawn = sweeps(plan, records, best, options.draws, lambda: bar.update(row, advance=1, description="ranges"))
     figures = {
         "model": plan.name, "instance": plan.instance.name, "dtype": "bfloat16", "adaptive": plan.adaptive, "measured": False,
-        "output_tokens": plan.output, "data": records, "winner": best, "sensitivity": moved,
+        "output_tokens": plan.output, "data": records, "winner": best,
+        "ranges": {name: one.record() for name, one in drawn.items()},
     }  # fmt: skip
     show(console, figures)
     write_json(json_file, figures)
@@ -96,7 +115,7 @@ def plan_inference(
 
 
 def show(console: Console, figures: Mapping[str, Any]) -> None:
-    """A table for each input, the winner, and what disputed figures change."""
+    """A table for each input, the winner, and the ranges at its place."""
     records = figures["data"]
     for tokens in dict.fromkeys(one["input_tokens"] for one in records):
         title = f"{figures['model']} on {figures['instance']}, {tokens:,} tokens in, {figures['output_tokens']:,} out"
@@ -113,7 +132,10 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     said = f"most tokens a second: {best['schedule']} over {best['cores']} cores, batch {best['batch_rows']}"
     limit = f"{best['decode']['limit']}, busy for {best['decode']['limit_share']:.0%} of a decoding step"
     console.print(f"{said}: {significant(best['tokens_per_s'])} tokens/s; limited by {limit}")
-    print_sensitivity(console, figures["sensitivity"])
+    place = f"{best['cores']} cores, batch {best['batch_rows']}, {best['input_tokens']:,} tokens in"
+    print_ranges(
+        console, f"ranges at {place}; all other figures are at the constants that are used", figures["ranges"].values()
+    )
     for note in dict.fromkeys(note for one in records for note in one["notes"]):
         console.print(note, style="yellow", markup=False)
 
@@ -126,12 +148,3 @@ def cells(one: Mapping[str, Any]) -> list[str]:
         found += [significant(one[name]), *("" if each is None else f"{each:+.1%}" for each in gains)]
     memory = significant(one["memory_gib"]) + ("" if one["fits"] else " !")
     return [*found, memory, f"{one['decode']['limit']} {one['decode']['limit_share']:.0%}"]
-
-
-def print_sensitivity(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints whether the ranking changes with each disputed figure."""
-    first = rows[0]["ranking"]
-    console.print(f"ranking as specified: {', '.join(first)}", markup=False, soft_wrap=True)
-    for one in rows[1:]:
-        changed = "the same" if one["ranking"] == first else f"instead {', '.join(one['ranking'])}"
-        console.print(f"  with {one['figure']} = {one['value']:g}: {changed}", markup=False, soft_wrap=True)

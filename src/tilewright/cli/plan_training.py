@@ -13,6 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
+from tilewright.cli.calibrate import print_ranges
 from tilewright.cli.common import (
     NUMBERS,
     WORDS,
@@ -23,12 +24,12 @@ from tilewright.cli.common import (
     whole_file,
     write_json,
 )
-from tilewright.cli.plan_inference import print_sensitivity
+from tilewright.cli.plan_inference import fitted_constants
 from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.neuron import instance_of
 from tilewright.perfmodel.environment import as_record
-from tilewright.perfmodel.machine import ranges
-from tilewright.perfmodel.plan_training import TrainingPlan, compare, sensitivity, setting_of
+from tilewright.perfmodel.plan_training import TrainingPlan, compare, setting_of, sweep
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.neuron import write_training_plan
 
 SHOWN = 16
@@ -50,6 +51,8 @@ class TrainingOptions:
         scatter_delay: by how many layers gradients are scattered behind, in the same steps, several.
         sequences, positions: of each fully sharded rank, and of each sequence.
         adaptive: search all shifts of up to 2 layers besides those that are named.
+        calibrate: the output of nccom-test, to which latency and rate of collectives are fitted.
+        draws: of the constants that have a range; the fastest settings are simulated at each.
     """
 
     model_config: str = "llama3-70b"
@@ -62,6 +65,8 @@ class TrainingOptions:
     sequences: int = 1
     positions: int = 4096
     adaptive: bool = False
+    calibrate: Path | None = None
+    draws: int = EVENT_DRAWS
 
     def plan(self) -> TrainingPlan:
         """Raises ValueError where an option is none that there is, or does not fit the others."""
@@ -71,7 +76,8 @@ class TrainingOptions:
         if self.adaptive:
             distances, delays = (tuple(sorted({*values, *range(5)})) for values in (distances, delays))
         place = (self.model_config, model_config(self.model_config), instance_of(self.instance), axes["fsdp"], axes["tp"])
-        return TrainingPlan(*place, self.streams, self.packet_size, distances, delays, self.sequences, self.positions)
+        compared = (self.streams, self.packet_size, distances, delays, self.sequences, self.positions)
+        return TrainingPlan(*place, *compared, calibration=fitted_constants(self.calibrate, self.instance, self.draws))
 
 
 def plan_training(
@@ -91,18 +97,18 @@ def plan_training(
     check_json_file(json_file)
     check_output_file("--html", None if html is None else str(html))
     plan, console = options.plan(), human_console(json_file)
-    rankings = 1 + sum(map(len, ranges(plan.machine(plan.settings[0])).values()))
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("", total=len(plan.settings) + rankings)
+        row = bar.add_task("", total=len(plan.settings) + options.draws)
         records = compare(plan, lambda name: bar.update(row, advance=1, description=name))
-        moved = sensitivity(plan, records, lambda name: bar.update(row, advance=1, description=f"sensitivity: {name}"))
+        drawn = sweep(plan, records, options.draws, lambda: bar.update(row, advance=1, description="ranges"))
     best = records[0]
     variables = setting_of(best).variables()
     text = f"{best['setting']}: {significant(best['step_ms'])} ms, limited by {limit_of(best)}"
     figures = {
         "model": plan.name, "instance": plan.instance.name, "mesh": [f"tp={plan.tp}", f"fsdp={plan.fsdp}"],
         "sequences": plan.sequences, "positions": plan.positions, "dtype": "bfloat16", "measured": False,
-        "data": records, "winner": best, "winner_text": text, "winner_environment": as_record(variables), "sensitivity": moved,
+        "data": records, "winner": best, "winner_text": text, "winner_environment": as_record(variables),
+        "ranges": {"step_ms": drawn.record()},
     }  # fmt: skip
     show(console, figures)
     for one in variables:
@@ -145,7 +151,7 @@ def limit_of(one: Mapping[str, Any]) -> str:
 
 
 def show(console: Console, figures: Mapping[str, Any]) -> None:
-    """The ranking, the winner, and what disputed figures change."""
+    """The ranking, the winner, and the ranges of the fastest."""
     records = figures["data"]
     title = f"{figures['model']} on {figures['instance']}, {','.join(figures['mesh'])}, {figures['positions']:,} positions"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -166,6 +172,7 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     if len(records) > SHOWN:
         console.print(f"{len(records)} settings, of which the first {SHOWN} and the compiler's own order")
     console.print(f"fastest: {figures['winner_text']}", markup=False, soft_wrap=True)
-    print_sensitivity(console, figures["sensitivity"])
+    title = "ranges of the fastest settings; all other figures are at the constants that are used"
+    print_ranges(console, title, figures["ranges"].values())
     for note in dict.fromkeys(note for one in records for note in one["notes"]):
         console.print(note, style="yellow", markup=False)

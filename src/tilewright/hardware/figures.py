@@ -1,29 +1,40 @@
-"""Parts that specs of chips share: figures on which sources disagree, and names that a user misspelled."""
+"""Parts that specs of chips share: constants with a range, and names that a user misspelled."""
 
 from collections.abc import Iterable
 from dataclasses import fields
 from difflib import get_close_matches
+from math import inf
 from typing import Any, NoReturn
 
 
-class Disputed(float):
-    """A figure that sources give differently: a float with the value that is used, and the other one beside it."""
+class Ranged(float):
+    """A constant with a range: a float with the value that is used, and the ends between which sources or fits put it."""
 
-    other: float
+    low: float
+    high: float
 
-    def __new__(cls, value: float, other: float) -> "Disputed":
+    def __new__(cls, value: float, *others: float) -> "Ranged":
+        """Takes the value that is used, and all other ones that are given for it.
+
+        Raises:
+            ValueError: one of them is not above 0, or not finite.
+        """
         made = super().__new__(cls, value)
-        made.other = float(other)
+        made.low, made.high = float(min((value, *others))), float(max((value, *others)))
+        if not (made.low > 0 and made.high < inf):
+            raise ValueError(
+                f"expected a constant and its range above 0 and finite, found {value:g}, {made.low:g} to {made.high:g}"
+            )
         return made
 
     def __repr__(self) -> str:
-        return f"{float(self):g} (or {self.other:g})"
+        return f"{float(self):g} ({self.low:g} to {self.high:g})"
 
 
-def disputed(spec: Any) -> dict[str, Disputed]:
-    """The disputed fields of a frozen spec, by name."""
+def ranged(spec: Any) -> dict[str, Ranged]:
+    """The fields of a frozen spec that have a range, by name."""
     found = {one.name: getattr(spec, one.name) for one in fields(spec)}
-    return {name: value for name, value in found.items() if isinstance(value, Disputed)}
+    return {name: value for name, value in found.items() if isinstance(value, Ranged)}
 
 
 def refuse_name(what: str, name: str, known: Iterable[str]) -> NoReturn:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from math import prod
 
 from tilewright.hardware.collectives import GATHER_TOUCHES, CollectiveCosts, ring_share, ring_steps, touched_share
+from tilewright.hardware.figures import Ranged
 from tilewright.hardware.tpu import TpuChip
 
-HOP_US = 1.0
+HOP_US = Ranged(1.0, 0.5, 2.7)
 """Latency of a hop to a neighbour, in microseconds, where nothing else is said: what jax-ml.github.io/scaling-book/sharding
-takes for a hop of a collective on TPU. A working figure and no specification."""
+takes for a hop of a collective on TPU. A working figure and no specification. The ends are that book's half a microsecond for
+v5e (tpus, question 5), and a third of the 8 us that it measured for three hops of 32 kB on v5e (sharding, pop quiz 2)."""
 
 Place = tuple[int, ...]
 """Where a chip is: a coordinate on each axis."""

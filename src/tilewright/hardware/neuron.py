@@ -1,14 +1,14 @@
 """AWS's Neuron chips, from core to instance. Sources are pages of awsdocs-neuron.readthedocs-hosted.com unless said otherwise.
 
 `NKI guides` are nki/guides/architecture/{trainium,trainium2,trainium3}_arch, `arch pages` about-neuron/arch/neuron-hardware.
-Where they, or two pages, disagree, the figure is `Disputed`: the value first is the one that is used.
+Where they, or two pages, disagree, the figure is `Ranged`: the value first is the one that is used.
 """
 
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from tilewright.hardware.figures import Disputed, refuse_name
+from tilewright.hardware.figures import Ranged, refuse_name
 from tilewright.hardware.links import Torus
 
 GIB = 2**30 / 1e9
@@ -116,17 +116,23 @@ class NeuronInstance:
         return Torus(self.sizes, tuple(True for _ in self.sizes))
 
 
+LINK_SHARE = 0.75
+"""Of what links are said to carry, where pages agree on that: the collective tester's permute of 32 MiB over eight ranks
+reaches 37.5 GB/s (tools/neuron-sys-tools/nccom-test) of the 48 to 51.5 of a link."""
+
+
 CORES = {
     core.name: core
     for core in (
         # Clocks, SBUF and PSUM: NKI guides, as for the others; GPSIMD's clock is the scalar engine's there.
         # DMA: 17 GB/s by nki/deep-dives/nki-dma-bandwidth-guide, 27.2 by nki/get-started/about/nki-dma-overview.
+        # 3.8 is what AWS's published curve of its collective tester fits (`perfmodel/calibration_neuron.py`).
         # No throttle is described for this core.
-        NeuronCore("NeuronCore-v2", 2.8, 1.12, 1.4, 1.4, 24, 2, Disputed(17, 27.2), False, 1.0, 0.0),
+        NeuronCore("NeuronCore-v2", 2.8, 1.12, 1.4, 1.4, 24, 2, Ranged(17, 27.2, 3.8), False, 1.0, 0.0),
         # DMA: 23 and 27.2 GB/s by the same pages; a profile in the second shows 23.1. Throttle: NKI guide of Trainium2.
-        NeuronCore("NeuronCore-v3", 2.4, 0.96, 1.2, 1.2, 28, 2, Disputed(23, 27.2), False, 0.5, 3.0),
+        NeuronCore("NeuronCore-v3", 2.4, 0.96, 1.2, 1.2, 28, 2, Ranged(23, 27.2), False, 0.5, 3.0),
         # DMA: 33 and 38.4 GB/s by the same pages; four QoS classes, NKI guide of Trainium3.
-        NeuronCore("NeuronCore-v4", 2.4, 1.2, 1.2, 1.2, 32, 2, Disputed(33, 38.4), True, 0.5, 3.0),
+        NeuronCore("NeuronCore-v4", 2.4, 1.2, 1.2, 1.2, 32, 2, Ranged(33, 38.4), True, 0.5, 3.0),
     )
 }
 """By name."""
@@ -136,17 +142,25 @@ NEURON_CHIPS = {
     for chip in (
         # arch pages: 190 TFLOP/s, 32 GiB at 820 GiB/s, six collective cores, NeuronLink-v2 with 192 GiB/s a chip: two links
         # of 96 GiB/s, half of it in each direction.
-        NeuronChip("Inferentia2", CORES["NeuronCore-v2"], 2, 32, 820 * GIB, 190, 6, 2, 48 * GIB),
+        NeuronChip("Inferentia2", CORES["NeuronCore-v2"], 2, 32, 820 * GIB, 190, 6, 2, Ranged(48 * GIB, LINK_SHARE * 48 * GIB)),
         # arch pages: as Inferentia2, with 384 GB/s over four links; Trn1n has twice that.
-        NeuronChip("Trainium1", CORES["NeuronCore-v2"], 2, 32, 820 * GIB, 190, 6, 4, 48),
+        NeuronChip("Trainium1", CORES["NeuronCore-v2"], 2, 32, 820 * GIB, 190, 6, 4, Ranged(48, LINK_SHARE * 48)),
         # arch pages: 667 TFLOP/s (eight cores of 79 are 632), 96 GiB at 2.9 TB/s (NKI guide: 3.0), 1,024 GB/s over the four
         # links inside an instance. Collective cores: 16 by the arch page, 20 by the NKI guide.
         NeuronChip(
-            "Trainium2", CORES["NeuronCore-v3"], 8, 96, Disputed(2900, 3000), Disputed(667, 632), Disputed(16, 20), 4, 128
+            "Trainium2",
+            CORES["NeuronCore-v3"],
+            8,
+            96,
+            Ranged(2900, 3000),
+            Ranged(667, 632),
+            Ranged(16, 20),
+            4,
+            Ranged(128, LINK_SHARE * 128),
         ),
         # arch pages: 671 TFLOP/s, 144 GiB at 4.9 TB/s (NKI guide: 4.7), NeuronLink-v4 with 2,048 GiB/s a chip (elsewhere
         # 2,560 GB/s) to a switch, half in each direction.
-        NeuronChip("Trainium3", CORES["NeuronCore-v4"], 8, 144, Disputed(4900, 4700), 671, 20, 1, Disputed(1024 * GIB, 1280)),
+        NeuronChip("Trainium3", CORES["NeuronCore-v4"], 8, 144, Ranged(4900, 4700), 671, 20, 1, Ranged(1024 * GIB, 1280)),
     )
 }
 """By name."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tilewright.hardware.collectives import CollectiveCosts
-from tilewright.hardware.figures import disputed, refuse_name
+from tilewright.hardware.figures import Ranged, ranged, refuse_name
 from tilewright.hardware.neuron import NeuronInstance
 from tilewright.perfmodel.collectives import Mesh, steps_of
 from tilewright.perfmodel.program import COMPUTE, DMA, Collective
@@ -18,8 +18,9 @@ DMA_PACKET_BYTES, CC_PACKET_BYTES = 4096, 65536
 """Packets of compute's transfers and of collectives' unless set otherwise: the first can be raised, the second lowered
 (NEURON_RT_DBG_DMA_PACKETIZATION_SIZE, NEURON_RT_DBG_CC_DMA_PACKET_SIZE; neuron-runtime/explore/compute-comm-overlap)."""
 
-HOP_US, HOP_RANGE_US = 1.5, (1.0, 2.0)
-"""Latency of a hop: 1 to 2 us (neuron-runtime/explore/intranode-collective-comm), of which the middle is used."""
+HOP_US = Ranged(1.5, 1.0, 2.0, 27.0)
+"""Latency of a hop: 1 to 2 us (neuron-runtime/explore/intranode-collective-comm), of which the middle is used; 27 is what AWS's
+published curve of its collective tester fits (`calibration_neuron.py`)."""
 
 PASS_US = 0.2
 """Latency that each further chip on the way adds: a working figure; routed writes are said to be O(1) "to a first degree"
@@ -153,23 +154,15 @@ class Machine:
         return Limits(1e9 * core.dma_gb_per_s, core.dma_engines * self.width, others, core.strict_priority)
 
 
-DISPUTED = ("dma_gb_per_s", "hbm_gb_per_s", "link_gb_per_s", "hop_us")
-"""Figures that a sensitivity analysis moves."""
-
-LINK_SHARE = 0.75
-"""Of what links are said to carry, where that is not disputed: the collective tester's permute of 32 MiB over eight ranks
-reaches 37.5 GB/s (tools/neuron-sys-tools/nccom-test) of the 48 to 51.5 of a link."""
+SWEPT = ("dma_gb_per_s", "hbm_gb_per_s", "link_gb_per_s", "hop_us")
+"""Constants that a sweep draws. Others with a range, peaks and numbers of collective cores, move no simulated time."""
 
 
-def ranges(machine: Machine) -> dict[str, tuple[float, ...]]:
-    """For each disputed figure of a machine, what it may be instead."""
+def machine_constants(machine: Machine) -> dict[str, Ranged]:
+    """The constants of a machine that a sweep draws, by name."""
     chip = machine.instance.chip
-    found: dict[str, tuple[float, ...]] = {
-        name: (value.other,) for name, value in (disputed(chip.core) | disputed(chip)).items()
-    }
-    found.setdefault("link_gb_per_s", (LINK_SHARE * chip.link_gb_per_s,))
-    found["hop_us"] = HOP_RANGE_US
-    return {name: found[name] for name in DISPUTED if name in found}
+    found = ranged(chip.core) | ranged(chip) | ranged(machine.settings)
+    return {name: found[name] for name in SWEPT if name in found}
 
 
 def with_figures(machine: Machine, changes: Mapping[str, float]) -> Machine:

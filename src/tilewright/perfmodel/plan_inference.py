@@ -7,12 +7,14 @@ from typing import Any
 from tilewright.hardware.figures import refuse_name
 from tilewright.hardware.neuron import NeuronInstance
 from tilewright.perfmodel.builder import BF16
+from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.collectives import algorithms, steps_of
 from tilewright.perfmodel.estimate import ProgramEstimate, estimate
 from tilewright.perfmodel.inference import HOPS, SCHEDULES, TILED, Phase, Work, inference_program
-from tilewright.perfmodel.machine import Machine, Settings, machine_of, ranges, with_figures
+from tilewright.perfmodel.machine import Machine, Settings, machine_constants, machine_of, with_figures
 from tilewright.perfmodel.program import Algorithm, Collective, NeuronProgram
 from tilewright.perfmodel.shapes import Config
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
 
 FEW_LAYERS = (1, 3)
 """Layers that are simulated."""
@@ -59,6 +61,7 @@ class InferencePlan:
         schedules: some of `inference.SCHEDULES`.
         adaptive: whether tile sizes, streams and prefetching are searched for each shape and phase.
         settings: of the runtime; streams are the plan's.
+        calibration: whose fitted constants are taken.
     """
 
     name: str
@@ -71,6 +74,7 @@ class InferencePlan:
     schedules: tuple[str, ...] = ("sync", "sequence", "domino", "ring")
     adaptive: bool = False
     settings: Settings = field(default_factory=Settings)
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         for schedule in self.schedules:
@@ -97,7 +101,8 @@ class InferencePlan:
             had = f"1 to {self.instance.cores} cores of {self.instance.name}"
             raise ValueError(f"expected {had}, found {cores}")
         found = machine_of(self.instance, replace(self.settings, streams=streams), tp=cores)
-        return with_figures(found, changes) if changes else found
+        fitted = {} if self.calibration is None else self.calibration.constants
+        return with_figures(found, {**fitted, **(changes or {})})
 
     def work(self, phase: Phase, place: tuple[int, int, int], choice: PhaseChoice) -> Work:
         """A prefill, or a decoding step in the middle of the output."""
@@ -151,11 +156,11 @@ def choices(plan: InferencePlan, phase: Phase, schedule: str, place: tuple[int, 
 
 
 def best_choice(
-    plan: InferencePlan, phase: Phase, place: tuple[int, int, int], schedule: str, changes: Mapping[str, float] | None = None
+    plan: InferencePlan, phase: Phase, place: tuple[int, int, int], schedule: str
 ) -> tuple[PhaseChoice, ProgramEstimate]:
     """The fastest way to run a phase under a schedule."""
     tried = {
-        choice: phase_estimate(plan, phase, place, choice, changes) for choice in choices(plan, phase, schedule, place)
+        choice: phase_estimate(plan, phase, place, choice) for choice in choices(plan, phase, schedule, place)
     }  # fmt: skip
     best = min(tried, key=lambda choice: tried[choice].total_s)
     if not plan.adaptive:
@@ -168,7 +173,7 @@ def best_choice(
     for move in moves:  # one after another: what one gains hardly depends on the others
         for choice in move(best):
             if choice not in tried:
-                tried[choice] = phase_estimate(plan, phase, place, choice, changes)
+                tried[choice] = phase_estimate(plan, phase, place, choice)
         best = min(tried, key=lambda choice: tried[choice].total_s)
     return best, tried[best]
 
@@ -228,23 +233,39 @@ def winner(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return max(fitting, key=lambda one: (one["tokens_per_s"], -one["ttft_ms"]))
 
 
-def sensitivity(
-    plan: InferencePlan, best: Mapping[str, Any], done: Callable[[str], None] = lambda _: None
-) -> list[dict[str, Any]]:
-    """Rankings of schedules at the winner's cores, batch and input as each disputed figure takes its other value."""
+def sweeps(
+    plan: InferencePlan,
+    records: Sequence[Mapping[str, Any]],
+    best: Mapping[str, Any],
+    draws: int = EVENT_DRAWS,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Sweep]:
+    """Ranges of both phases of every schedule at the winner's cores, batch and input, by `ttft_ms` and `tpot_ms`.
+
+    Each schedule keeps the options that are best at the constants that are used.
+
+    Args:
+        records: of `compare`.
+        best: one of them, at whose place the schedules are set against each other.
+        progress: is called after each draw.
+    """
     place = (best["input_tokens"], best["batch_rows"], best["cores"])
-    found = []
-    for figure, value in [("", 0.0), *moved(plan.machine(place[2]))]:
-        times = {}
-        for schedule in plan.schedules:
-            changes = {figure: value} if figure else None
-            times[schedule] = 1e3 * best_choice(plan, "decode", place, schedule, changes)[1].total_s
-        done(f"{figure or 'as specified'}")
-        ranking = sorted(times, key=lambda name: times[name])
-        found.append({"figure": figure or "as specified", "value": value or None, "ranking": ranking, "tpot_ms": times})
-    return found
+    same = [one for one in records if (one["input_tokens"], one["batch_rows"], one["cores"]) == place]
+    constants = swept_with(plan.calibration, machine_constants(plan.machine(place[2])))
+
+    def ranges(phase: Phase, unit: str) -> Sweep:
+        taken = {one["schedule"]: choice_of(one, phase) for one in same}
+
+        def predict(changes: Mapping[str, float]) -> dict[str, float]:
+            return {name: 1e3 * phase_estimate(plan, phase, place, one, changes).total_s for name, one in taken.items()}
+
+        return swept(predict, constants, draws, unit=unit, progress=progress, basis=basis_of(plan.calibration))
+
+    return {"ttft_ms": ranges("prefill", "TTFT ms"), "tpot_ms": ranges("decode", "TPOT ms")}
 
 
-def moved(machine: Machine) -> list[tuple[str, float]]:
-    """Each disputed figure with each other value."""
-    return [(figure, value) for figure, values in ranges(machine).items() for value in values]
+def choice_of(record: Mapping[str, Any], phase: Phase) -> PhaseChoice:
+    """The options of a phase that a record is of."""
+    of = record[phase]
+    cut = (1024 * of["tile_kib"], of["tiles"], of["prefetch"])
+    return PhaseChoice(record["schedule"], of["streams"], of["algorithm"] or "auto", *cut)

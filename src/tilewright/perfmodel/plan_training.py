@@ -6,19 +6,28 @@ from typing import Any
 
 from tilewright.hardware.figures import refuse_name
 from tilewright.hardware.neuron import NeuronInstance
+from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.environment import Variable, recommended_packets, variables
 from tilewright.perfmodel.estimate import ProgramEstimate, estimate
-from tilewright.perfmodel.machine import CC_PACKET_BYTES, DMA_PACKET_BYTES, Machine, Settings, machine_of, with_figures
-from tilewright.perfmodel.plan_inference import moved
+from tilewright.perfmodel.machine import (
+    CC_PACKET_BYTES,
+    DMA_PACKET_BYTES,
+    Machine,
+    Settings,
+    machine_constants,
+    machine_of,
+    with_figures,
+)
 from tilewright.perfmodel.shapes import Config
 from tilewright.perfmodel.training import TrainingStep, training_program
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
 
 PACKETS = ("default", "recommended")
 FEW_LAYERS = (4, 6)
 """Layers that are simulated: with fewer, what shifts hold in memory would still grow from one to the other."""
 
 COMPARED = 5
-"""Settings whose ranking a sensitivity analysis follows, the compiler's own order beside them."""
+"""Settings of which a sweep gives ranges, the compiler's own order beside them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class TrainingPlan:
         streams, packets, prefetch_distance, scatter_delay: settings, each with each; shifts in halves of layers.
         sequences, positions: of each fully sharded rank.
         layers: of the model that are simulated.
+        calibration: whose fitted constants are taken.
     """
 
     name: str
@@ -78,6 +88,7 @@ class TrainingPlan:
     sequences: int = 1
     positions: int = 4096
     layers: tuple[int, int] = FEW_LAYERS
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         for packets in self.packets:
@@ -110,7 +121,8 @@ class TrainingPlan:
         """Raises ValueError for a mesh that the instance has no cores for, or more streams than collective cores."""
         dma, cc = setting.packet_bytes
         found = machine_of(self.instance, Settings(dma, cc, setting.streams), fsdp=self.fsdp, tp=self.tp)
-        return with_figures(found, changes) if changes else found
+        fitted = {} if self.calibration is None else self.calibration.constants
+        return with_figures(found, {**fitted, **(changes or {})})
 
     def step(self, setting: Setting) -> TrainingStep:
         return TrainingStep(self.sequences, self.positions, setting.threaded, setting.prefetch_distance, setting.scatter_delay)
@@ -158,16 +170,23 @@ def setting_of(record: Mapping[str, Any]) -> Setting:
     return Setting(record["streams"], record["packets"], prefetch_distance, scatter_delay, record["threaded"])
 
 
-def sensitivity(
-    plan: TrainingPlan, ranked: Sequence[Mapping[str, Any]], done: Callable[[str], None] = lambda _: None
-) -> list[dict[str, Any]]:
-    """Rankings of the fastest settings, and of the compiler's order, as each disputed figure takes its other value."""
+def sweep(
+    plan: TrainingPlan,
+    ranked: Sequence[Mapping[str, Any]],
+    draws: int = EVENT_DRAWS,
+    progress: Callable[[], None] = lambda: None,
+) -> Sweep:
+    """Ranges of the fastest settings' steps, and of that in the compiler's order.
+
+    Args:
+        ranked: records of `compare`.
+        progress: is called after each draw.
+    """
     own = [one for one in ranked if not one["threaded"]]
     settings = [setting_of(one) for one in (*[one for one in ranked if one["threaded"]][:COMPARED], *own)]
-    found = []
-    for figure, value in [("", 0.0), *moved(plan.machine(settings[0]))]:
-        times = {one.name: 1e3 * setting_estimate(plan, one, {figure: value} if figure else None).total_s for one in settings}
-        done(f"{figure or 'as specified'}")
-        ranking = sorted(times, key=lambda name: times[name])
-        found.append({"figure": figure or "as specified", "value": value or None, "ranking": ranking, "step_ms": times})
-    return found
+    constants = swept_with(plan.calibration, machine_constants(plan.machine(settings[0])))
+
+    def predict(changes: Mapping[str, float]) -> dict[str, float]:
+        return {one.name: 1e3 * setting_estimate(plan, one, changes).total_s for one in settings}
+
+    return swept(predict, constants, draws, unit="step ms", progress=progress, basis=basis_of(plan.calibration))

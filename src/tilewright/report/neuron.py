@@ -1,6 +1,6 @@
 """The pages of simulated Neuron programs and of plans: what engines do when, and figures by cores, batch and schedule."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 from tilewright.report.charts import LineChart, Series, StackedBars, bar_key, figure
 from tilewright.report.page import Block, Cell, HtmlTable, Section, series_class, write_sections
+from tilewright.report.ranges import ranges_section, sentences
 
 MOMENTS = ("compute", "loading", "exposed", "waiting")
 """Kinds of moments that all of the time is divided into, as records name them."""
@@ -111,7 +112,7 @@ def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) 
     """Writes the page of `tilewright plan inference`: for each input the three figures by cores, and the tables behind them.
 
     Args:
-        plan: what `--json` holds: `data`, `winner`, `sensitivity` and the environment.
+        plan: what `--json` holds: `data`, `winner`, `ranges` and the environment.
     """
     records, sections = plan["data"], []
     for tokens in dict.fromkeys(one["input_tokens"] for one in records):
@@ -124,17 +125,9 @@ def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) 
         sections.append(Section(f"Input of {tokens:,} tokens", blocks, grid=True))
         notes = " ".join(sentences(note for one in of for note in one["notes"]))
         sections.append(Section(f"Figures, input of {tokens:,}", [inference_table(of)], notes))
-    sections.append(Section("Sensitivity", [sensitivity_table(plan["sensitivity"], "tpot_ms")], SENSITIVITY))
-    environment = {name: value for name, value in plan.items() if name not in ("data", "sensitivity", "winner")}
+    sections.append(ranges_section(plan["ranges"]))
+    environment = {name: value for name, value in plan.items() if name not in ("data", "ranges", "winner")}
     write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
-
-
-def sentences(notes: Iterable[str]) -> list[str]:
-    """Notes for a page, each once."""
-    return [f"{note[0].upper()}{note[1:]}." for note in dict.fromkeys(notes)]
-
-
-SENSITIVITY = "Disputed figures take their other values, one at a time: does the ranking change?"
 
 
 MOST_LINES = 6
@@ -169,16 +162,6 @@ def inference_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     return HtmlTable("Schedules against sync and sequence, each at its best", heads, rows)
 
 
-def sensitivity_table(records: Sequence[Mapping[str, Any]], name: str) -> HtmlTable:
-    """For each figure and value the ranking, with the time of each."""
-    rows = []
-    for one in records:
-        value = "" if one["value"] is None else f" = {one['value']:g}"
-        ranking = ", ".join(f"{each} {one[name][each]:,.2f}" for each in one["ranking"])
-        rows.append([f"{one['figure']}{value}", one["ranking"][0], ranking])
-    return HtmlTable("Ranking by disputed figures", ["figure", "first", "all, ms"], rows)
-
-
 def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -> None:
     """Writes the page of `tilewright plan training`: the ranking, what steps are made of, and the winner's environment."""
     records = plan["data"]
@@ -198,9 +181,9 @@ def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -
         Section("Ranking", [training_table(records)], plan["winner_text"]),
         Section("What steps are made of", [StackedBars("The fastest settings", MOMENT_NAMES, bars, "ms"), *charts], grid=True),
         Section("Environment of the winner", [HtmlTable("Variables", ["name", "value", "what it does"], shown)]),
-        Section("Sensitivity", [sensitivity_table(plan["sensitivity"], "step_ms")], SENSITIVITY),
+        ranges_section(plan["ranges"]),
     ]
-    hidden = ("data", "sensitivity", "winner", "winner_environment", "winner_text")
+    hidden = ("data", "ranges", "winner", "winner_environment", "winner_text")
     environment = {name: value for name, value in plan.items() if name not in hidden}
     write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tilewright.report.charts import StackedBars, bar_key, figure
 from tilewright.report.page import Cell, HtmlTable, Section, series_class, write_sections
+from tilewright.report.ranges import ranges_section
 
 KINDS = ("compute", "exposed", "memory wait", "hidden")
 """Kinds of spans in a chart, in the order of the colours."""
@@ -30,12 +31,23 @@ class OverlapReport:
         lanes: for each chip and phase, as `chip phase:BATCHxPOSITIONS`, one entry for each schedule: its name, `core` and
             `links` with (begin, end, kind) in milliseconds, kinds as in `KINDS`, and `layer_begins_ms`.
         environment: what the figures depend on, in the order shown.
+        ranges: of predictions that are set against each other, by their place; see `ranges.ranges_section`.
     """
 
     title: str
     records: Sequence[Mapping[str, Any]]
     lanes: Mapping[str, Sequence[Mapping[str, Any]]]
     environment: Mapping[str, Any] = field(default_factory=dict)
+    ranges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the page holds as JSON."""
+        return {
+            "environment": dict(self.environment),
+            "data": [dict(one) for one in self.records],
+            "ranges": dict(self.ranges),
+        }  # fmt: skip
 
     def __post_init__(self) -> None:
         if not self.records:
@@ -94,8 +106,9 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
         picture = LaneChart(f"What runs when, {name}", report.lanes[name])
         blocks = [figures_table(records), against_table(records), layer_bars(records), picture]
         sections.append(Section(name, blocks, text))
-    data = {"environment": dict(report.environment), "data": [dict(one) for one in report.records]}
-    write_sections(path, report.title, sections, lead=LEAD, facts=report.environment, data=data)
+    if report.ranges:
+        sections.append(ranges_section(report.ranges))
+    write_sections(path, report.title, sections, lead=LEAD, facts=report.environment, data=report.data)
 
 
 def place(record: Mapping[str, Any]) -> str:

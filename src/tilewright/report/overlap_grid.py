@@ -7,6 +7,7 @@ from typing import Any
 from tilewright.report.charts import LineChart, Series
 from tilewright.report.overlap import CAVEATS, unsteady, without_estimate
 from tilewright.report.page import Block, Cell, HtmlTable, Section, write_sections
+from tilewright.report.ranges import ranges_section
 
 PREDICTED = (
     "Predictions: compiler estimates and a model of links and memory; nothing ran. The time to the first token (TTFT) is all "
@@ -24,13 +25,18 @@ FIGURES = (("output_tokens_per_s", "Throughput", "tokens/s"), ("ttft_ms", "TTFT"
 
 
 def write_grid(
-    path: str | Path, predicted: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]], about: Mapping[str, Any]
+    path: str | Path,
+    predicted: Sequence[Mapping[str, Any]],
+    measured: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+    ranges: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
 
     Args:
         predicted, measured: records as docs/metrics.md defines them; at least one.
         about: what they depend on.
+        ranges: of the predictions, by their place.
 
     Raises:
         ValueError: there is no record.
@@ -42,6 +48,8 @@ def write_grid(
         of = [one for one in predicted if one["chip"].partition(":")[0] == kind]
         sections.append(Section(f"Predicted for {kind}", charts(of), f"{PREDICTED} {grid_estimates(of)}", grid=True))
         sections.append(Section(f"Figures for {kind}", [predicted_table(of)]))
+    if ranges:
+        sections.append(ranges_section(ranges))
     if measured:
         text = CPUS if about.get("measured_platform") == "cpu" else RAN
         sections.append(Section("Run here", [measured_table(measured)], text))
@@ -49,6 +57,7 @@ def write_grid(
         "environment": dict(about),
         "predicted": [dict(one) for one in predicted],
         "measured": [dict(one) for one in measured],
+        "ranges": dict(ranges),
     }
     write_sections(path, "Schedules over the number of devices", sections, facts=about, data=data)
 

@@ -7,6 +7,7 @@ from typing import Any
 from tilewright.report.charts import StackedBars
 from tilewright.report.overlap import LEAD, NAMES, LaneChart, OverlapReport, layer_estimates, milliseconds, percent
 from tilewright.report.page import Cell, HtmlTable, Section, write_sections
+from tilewright.report.ranges import ranges_section
 
 PASSES = ("forward", "backward")
 
@@ -32,8 +33,9 @@ def write_training(path: str | Path, report: OverlapReport) -> None:
         picture = LaneChart(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
         blocks = [layer_table(records), memory_table(records), layer_bars(records), picture, *map(transfers_table, records)]
         sections.append(Section(name, blocks, text))
-    data = {"environment": dict(report.environment), "data": [dict(one) for one in report.records]}
-    write_sections(path, report.title, sections, lead=LEAD, facts=report.environment, data=data)
+    if report.ranges:
+        sections.append(ranges_section(report.ranges))
+    write_sections(path, report.title, sections, lead=LEAD, facts=report.environment, data=report.data)
 
 
 def place(record: Mapping[str, Any]) -> str:

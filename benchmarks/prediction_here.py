@@ -1,0 +1,172 @@
+"""A layer's time on two devices of this CPU, beside what the closed form predicts with constants fitted to single collectives.
+
+    XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false" \
+        python benchmarks/prediction_here.py --json prediction-here.json
+
+Constants (start of a transfer, latency of a hop, rates of links, products and memory) are fitted to what `tilewright bench
+overlap --micro` measures of single collectives at three sizes. With them the closed form of `hardware/layers.py` predicts a
+layer of a decoder at three other sizes under `sync`, `sequence` and `ring`, with ranges; then these layers run, in turns. Each
+device has a thread, and so a core. The closed form leaves out attention: sequences are short here.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tilewright.bench.overlap import Phase, program
+from tilewright.bench.overlap_micro import AXIS, cases, measured
+from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import REPETITIONS, alternate, spread
+from tilewright.hardware.layers import ESTIMATES, Costs
+from tilewright.hardware.links import Fabric, Torus
+from tilewright.hardware.tpu import TpuChip
+from tilewright.kernels.select import operations
+from tilewright.models.decoder import DecoderConfig
+from tilewright.parallel.auto import schedule_of
+from tilewright.parallel.mesh import make_mesh
+from tilewright.parallel.sharding import GROUPED_AXES, grouped_mesh
+from tilewright.perfmodel.calibration import (
+    Calibration,
+    basis_of,
+    calibrate_tpu,
+    calibrated,
+    read_measurements,
+    swept_with,
+    with_constants,
+)
+from tilewright.perfmodel.uncertainty import Sweep, swept
+from tilewright.runtime.placement import divided_sizes, layer_shapes
+
+DEVICES = 2
+CONFIG = DecoderConfig(
+    family="llama", vocab_size=256, hidden_size=512, intermediate_size=1792, num_layers=4, num_heads=8, num_kv_heads=8,
+    head_dim=64, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=512,
+)  # fmt: skip
+SCHEDULES = ("sync", "sequence", "ring")
+POSITIONS, BATCHES = 32, (12, 24, 48)
+"""Positions of a sequence, and sequences, of each prefill: 384, 768 and 1,536 rows."""
+
+SIZES_KIB = (128, 512, 2048)
+"""Of the collectives that are fitted to; those of the layers have 384, 768 and 1,536 KiB."""
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+START = TpuChip("this CPU", 20.0, 0.1, 1, 1, 1, 1, 1, 5.0, 1, 1, True)
+"""Where the fit begins; its rates are guesses, and the rest of no account."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where the figures are written")
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    options = parser.parse_args()
+    if jax.device_count() != DEVICES:
+        raise SystemExit(f"expected {DEVICES} devices, with XLA_FLAGS as above; found {jax.device_count()}")
+    mesh = make_mesh({AXIS: DEVICES})
+    single = [measured(case, mesh, options.repetitions) for case in cases(COLLECTIVES, SIZES_KIB, DEVICES, 512, 256)]
+    micro = {"devices": DEVICES, "measured_on": chip_name(), "measured": single}
+    options.json.write_text(json.dumps(micro), encoding="utf-8")  # in the form that `--calibrate` reads
+    calibration = calibrate_tpu(read_measurements(options.json), START)
+    layers = layer_times(options.repetitions)
+    found = {
+        **micro,
+        "jax_version": jax.__version__,
+        "repetitions": options.repetitions,
+        "calibration": calibration.record(),
+        **compared(calibration, layers),
+    }
+    options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    show(found)
+
+
+def layer_times(repetitions: int) -> list[dict[str, Any]]:
+    """A layer's measured milliseconds for each batch and schedule: a fourth of four layers, runs of a batch in turns."""
+    mesh = grouped_mesh(make_mesh({"tp": DEVICES}), "tp", **divided_sizes(CONFIG))
+    found = []
+    for batch in BATCHES:
+        runs = {name: runner(mesh, Phase("prefill", batch, POSITIONS), name) for name in SCHEDULES}
+        for name, times in alternate(runs, repetitions, warm=True).items():
+            taken = spread([1e3 * seconds / CONFIG.num_layers for seconds in times])
+            found.append(
+                {"rows": batch * POSITIONS, "schedule": name, "measured_ms": taken.median, "measured_range_ms": taken.range}
+            )
+    return found
+
+
+def runner(mesh: Mesh, phase: Phase, name: str) -> Callable[[], float]:
+    """Runs the layers once, on random numbers, and gives the seconds that they took."""
+    ops = operations(kernels="xla")
+    function, arguments = program(CONFIG, mesh, ops, phase, schedule_of(name, GROUPED_AXES, None, None))
+    compiled = jax.jit(function).lower(*arguments).compile()
+    values = jax.tree.map(partial(drawn, jax.random.key(0)), arguments)
+
+    def timed() -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(*values))
+        return time.perf_counter() - began
+
+    return timed
+
+
+def drawn(key: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    """An array of this shape where it belongs: small random numbers, or noughts of whole ones."""
+    if jnp.issubdtype(shape.dtype, jnp.integer):
+        return jax.device_put(jnp.zeros(shape.shape, shape.dtype), shape.sharding)
+    return jax.device_put(0.02 * jax.random.normal(key, shape.shape, shape.dtype), shape.sharding)
+
+
+def predicted(calibration: Calibration, rows: int) -> Sweep:
+    """A layer's milliseconds under each schedule by the closed form, with ranges."""
+    torus, places = Torus((DEVICES,), (False,)), tuple((n,) for n in range(DEVICES))
+    fabric = calibrated(Fabric(START, torus, places), calibration)
+    layer = layer_shapes(CONFIG, DEVICES)
+
+    def predict(changes: Mapping[str, float]) -> dict[str, float]:
+        costs = Costs(with_constants(fabric, changes))
+        return {name: 1e3 * ESTIMATES[name](costs, rows, layer).total_s for name in SCHEDULES}
+
+    return swept(predict, swept_with(calibration, calibration.constants), unit="ms a layer", basis=basis_of(calibration))
+
+
+def compared(calibration: Calibration, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Predictions beside measured times, how far off they are, and how many measured times are within their ranges."""
+    sweeps = {rows: predicted(calibration, rows) for rows in dict.fromkeys(one["rows"] for one in layers)}
+    found = []
+    for one in layers:
+        sweep, name = sweeps[one["rows"]], one["schedule"]
+        low, high = sweep.range(name)
+        found.append(
+            {**one, "predicted_ms": sweep.predicted[name], "predicted_range_ms": [low, high],
+             "within": low <= one["measured_ms"] <= high, "first_in": sweep.first[name], "draws": sweep.draws}
+        )  # fmt: skip
+    off = [abs(log(one["predicted_ms"] / one["measured_ms"])) for one in found]
+    return {
+        "layers": found,
+        "error": exp(sum(off) / len(off)) - 1,
+        "coverage": sum(one["within"] for one in found) / len(found),
+    }
+
+
+def show(found: Mapping[str, Any]) -> None:
+    for name, (low, value, high) in found["calibration"]["constants"].items():
+        print(f"{name} {value:.4g} ({low:.4g} to {high:.4g})")
+    print(f"single collectives held out of the fit are {found['calibration']['residual']:.0%} off")
+    for one in found["layers"]:
+        low, high = one["predicted_range_ms"]
+        least, most = one["measured_range_ms"]
+        ran = f"measured {one['measured_ms']:.2f} ({least:.2f} to {most:.2f})"
+        said = f"predicted {one['predicted_ms']:.2f} ({low:.2f} to {high:.2f}) ms, first in {one['first_in']} of {one['draws']}"
+        print(f"{one['rows']:5} rows {one['schedule']:8} {said}; {ran}")
+    print(f"layers are {found['error']:.0%} off, geometric mean; {found['coverage']:.0%} within their ranges")
+
+
+if __name__ == "__main__":
+    main()
