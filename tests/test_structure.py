@@ -40,7 +40,7 @@ IMPORTS["__main__"] = {"cli"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch", "transformers", "__future__"}
 """Checkpoints are never code, the base install has no torch, and postponed annotations would escape the shape checks."""
 
-IMPLEMENTATIONS = {"cpu", "xla", "pallas_tpu", "pallas_gpu", "nki", "reference"}
+IMPLEMENTATIONS = {"cpu", "xla", "pallas_tpu", "nki", "reference"}
 """Files of an operation's folder that compute it: `kernels/registry.py` picks one, `kernels/select.py` hands it out."""
 
 IMPORTERS = {

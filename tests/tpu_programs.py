@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tilewright.compiled import aot
-from tilewright.compiled.aot import Compiled, read_compiled
+from tilewright.compiled.aot import Compiled, read_record
 
 KEPT = Path(__file__).parent / "golden" / "tpu"
 LONG_SECONDS = 2.0
 """What takes less is compiled each time."""
-MEMORY = ("argument", "output", "alias", "temp")
 Compile = Callable[[str, Any, Mapping[str, Any]], Compiled]
 """As `aot.compile_lowered`: a chip, a lowered program, options."""
 
@@ -53,18 +51,15 @@ def digest(chip: str, lowered: Any, options: Mapping[str, Any]) -> str:
 
 def keep(path: Path, made: Compiled) -> None:
     """Writes what the compiler said of a program; what we make of that is not kept."""
-    memory = {f"{name}_size_in_bytes": getattr(made, f"{name}_bytes") for name in MEMORY}
-    whole = {"hlo": made.hlo, "memory": memory, "cost": dict(made.cost)}
     part = path.with_suffix(".part")
     part.parent.mkdir(exist_ok=True)
-    part.write_bytes(lzma.compress(json.dumps(whole).encode(), preset=9))
+    part.write_bytes(lzma.compress(json.dumps(made.record()).encode(), preset=9))
     part.replace(path)
 
 
 def read(chip: str, path: Path) -> Compiled:
     """A program as `keep` wrote it."""
-    whole = json.loads(lzma.decompress(path.read_bytes()))
-    return read_compiled(chip, whole["hlo"], SimpleNamespace(**whole["memory"]), whole["cost"])
+    return read_record({**json.loads(lzma.decompress(path.read_bytes())), "chip": chip})
 
 
 def install(write: bool) -> None:

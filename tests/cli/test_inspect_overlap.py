@@ -60,6 +60,19 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_compiler")
+def test_orders(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same schedule with its own ties and without; what the installed JAX lacks is left out, by one line."""
+    monkeypatch.setattr(inspect_overlap, "program_order", lambda: None)
+    words = (*COMMAND, "--model-config", model, "--layers", 3, "--schedule", "ring", "--phase", "decode:8x64", "--json", "-")
+    ran = run(*words, "--order", "own,compiler,program_order")
+    assert [one["schedule"] for one in ran.json["data"]] == ["ring", "ring@compiler"]
+    assert ran.err.count("program_order left out: it comes with JAX 0.12") == 1
+    alone, unknown = run(*words, "--order", "program_order"), run(*words, "--order", "none")
+    assert (alone.status, "left out" in alone.err) == (2, True)
+    assert (unknown.status, "expected an order of own, compiler, program_order, found 'none'" in unknown.err) == (2, True)
+
+
+@pytest.mark.usefixtures("without_compiler")
 def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     files = {name: tmp_path / f"figures.{name}" for name in ("json", "html", "trace", "graph")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]

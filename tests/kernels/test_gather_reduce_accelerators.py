@@ -1,4 +1,4 @@
-"""The kernels for TPUs, GPUs and Trainium: interpreted or emulated against the reference, and compiled for absent TPUs."""
+"""The kernels for TPUs and Trainium: interpreted or emulated against the reference, and compiled for absent TPUs."""
 
 from functools import partial
 from typing import Any
@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels import nki_emulation
 from tilewright.compiled.aot import compile_for
 from tilewright.kernels.gather_reduce import nki as gather_nki
-from tilewright.kernels.gather_reduce import pallas_gpu, pallas_tpu, reference
+from tilewright.kernels.gather_reduce import pallas_tpu, reference
 from tilewright.kernels.gather_reduce.cases import CASES
 from tilewright.kernels.scatter_add import nki as scatter_nki
 from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
@@ -62,27 +61,6 @@ def test_on_a_tpu(rows: int, slots: int, features: int, dtype: Any, weighted: bo
     close(run(*case), reference.gather_reduce(*case, reduce=reduce), reduce)
 
 
-@pytest.mark.parametrize("rows, slots, features, dtype, weighted, reduce", [SIZES[1], (13, 4, 300, bf16, False, "min")])
-def test_on_a_gpu(rows: int, slots: int, features: int, dtype: Any, weighted: bool, reduce: Any):
-    case = case_of(rows, slots, features, dtype, weighted)
-    assert not pallas_gpu.refuses(case[0], case[1], case[3])
-    run = jax.jit(partial(pallas_gpu.gather_reduce, reduce=reduce, interpret=True))
-    close(run(*case), reference.gather_reduce(*case, reduce=reduce), reduce)
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("dtype, weighted, reduce", [(f32, False, "sum"), (bf16, True, "mean"), (f32, True, "max")])
-def test_for_a_gpu_it_becomes_one_triton_kernel(dtype: Any, weighted: bool, reduce: Any):
-    """Lowered without a GPU, which JAX 0.12 wants named; nothing here compiles the Triton module further, or runs it."""
-    case = case_of(150, 9, 100, dtype, weighted)
-    absent = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("gpu",), abstract_device=absent)):
-        traced = jax.jit(partial(pallas_gpu.gather_reduce, reduce=reduce)).trace(*case)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 1
-    assert "stablehlo.gather" not in text
-
-
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype, rows, first", [(f32, 13, 3), (bf16, 16, 8)])
 def test_rows_of_a_buffer_on_a_tpu(dtype: Any, rows: int, first: int):
@@ -111,10 +89,9 @@ def test_rows_that_a_buffer_has_no_place_for():
 def test_what_fits():
     x, sources, _, weights = case_of(13, 3, 20, f32, True)
     assert weights is not None
-    for module in (pallas_tpu, pallas_gpu):
-        assert module.refuses(x, sources, weights[:, :, None])
-        assert module.refuses(x, sources[:0], None)
-        assert module.refuses(x.astype(jnp.float16), sources, None)
+    assert pallas_tpu.refuses(x, sources, weights[:, :, None])
+    assert pallas_tpu.refuses(x, sources[:0], None)
+    assert pallas_tpu.refuses(x.astype(jnp.float16), sources, None)
     assert pallas_tpu.refuses(jax.ShapeDtypeStruct((9, pallas_tpu.WORDS + 1), f32), sources, None)
     assert not pallas_tpu.refuses(jax.ShapeDtypeStruct((9, 2 * pallas_tpu.WORDS), bf16), sources, None)
 

@@ -17,7 +17,7 @@ from tilewright.kernels.operations import KeyValuePages
 
 IMPORTED = """
 import sys
-names = ("cpu", "pallas_gpu", "pallas_tpu", "nki")
+names = ("cpu", "pallas_tpu", "nki")
 def imported():
     yield from (name for name in sys.modules if "pallas" in name and not name.startswith("jaxlib"))
     yield from (name for name in sys.modules if name.startswith("tilewright.kernels.") and name.split(".")[-1] in names)

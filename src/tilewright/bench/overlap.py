@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.compiled.aot import compile_for, tpu_topology
+from tilewright.bench.ordering import OWN, PROGRAM_ORDER, in_order, in_units, ordered_name, read_name
+from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
 from tilewright.hardware.layers import StrategyChoice
 from tilewright.hardware.links import HOP_US, Fabric, least_seconds, torus_of
 from tilewright.hardware.tpu import TpuChip, chip_of
@@ -162,11 +163,16 @@ class OverlapSetup:
         """The schedule that `AUTO` takes for a phase, with the reason."""
         return self.auto.choice(phase.batch * phase.new, phase.divisible)
 
+    def resolved(self, phase: Phase, name: str) -> str:
+        """The name of a schedule (and its ordering), with what `AUTO` takes for a phase in its place."""
+        schedule, ordering = read_name(name)
+        return ordered_name(self.chosen(phase).name, ordering) if schedule == AUTO else name
+
     def exchanges(self, phase: Phase, name: str) -> list[str]:
         """Way of rows to their experts under a schedule of `SCHEDULES`, with the reason, if there is a choice."""
         if name == BOUND or self.config.mixture is None:
             return []
-        schedule = self.auto.chosen(self.chosen(phase).name if name == AUTO else name)
+        schedule = self.auto.chosen(read_name(self.resolved(phase, name))[0])
         why = exchange_of(schedule, self.auto.layer, phase.batch * phase.new)
         return [] if why is None else [why]
 
@@ -231,7 +237,7 @@ class OverlapRun:
     def notes(self) -> list[str]:
         """Assumptions behind the figures, and a warning where the layer may not stand for all."""
         notes = list(self.timeline.graph.notes)
-        if self.schedule == AUTO:
+        if read_name(self.schedule)[0] == AUTO:
             notes.append(f"{AUTO}: {self.setup.chosen(self.phase).why}")
         notes += self.setup.exchanges(self.phase, self.schedule)
         if self.steady:
@@ -274,10 +280,11 @@ def layer_of(name: str) -> int | None:
 
 
 def program(
-    config: DecoderConfig, mesh: Mesh, ops: Operations, phase: Phase, schedule: Schedule
+    config: DecoderConfig, mesh: Mesh, ops: Operations, phase: Phase, schedule: Schedule, ordering: str = OWN
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that is compiled, and its abstract arguments: layers, caches, the residual stream, where each row begins."""
     ops, layers = own_experts(ops), config.num_layers
+    ops = in_units(ops) if ordering == PROGRAM_ORDER else ops
     specs = decoder.declare(config)
     held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, GROUPED)).layers
     whole, by_heads = PartitionSpec(), PartitionSpec(None, GROUPED_AXES[0])
@@ -297,25 +304,34 @@ def program(
     stream = array((phase.batch, phase.new, config.hidden_size), jnp.bfloat16, whole)
     start = array((phase.batch,), jnp.int32, whole)
     of = tuple(jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (held, caches, stream, start))
-    inside = jax.shard_map(run, mesh=mesh, in_specs=of, out_specs=(whole, of[1]), check_vma=False)
+    inside = jax.shard_map(in_order(ordering, run), mesh=mesh, in_specs=of, out_specs=(whole, of[1]), check_vma=False)
     return inside, (held, caches, stream, start)
 
 
-def compiled(setup: OverlapSetup, phase: Phase, name: str, layers: int) -> OverlapRun:
+def compile_layers(setup: OverlapSetup, phase: Phase, name: str, layers: int) -> Compiled:
     """Compiles so many layers under a schedule of `SCHEDULES` but for `AUTO`, or under `BOUND`.
 
+    Args:
+        name: of the schedule; see `ordering.ordered_name` for one in another ordering than its own.
+
     Raises:
-        ValueError: the schedule cannot divide the phase's rows.
+        ValueError: the schedule cannot divide the phase's rows, or the installed JAX does not have the ordering.
     """
-    schedule = WithoutCommunication(GROUPED_AXES) if name == BOUND else schedule_of(name, GROUPED_AXES, None, setup.fabric)
-    began = time.perf_counter()
+    base, ordering = read_name(name)
+    schedule = WithoutCommunication(GROUPED_AXES) if name == BOUND else schedule_of(base, GROUPED_AXES, None, setup.fabric)
     try:
         config, ops = replace(setup.config, num_layers=layers), operations("tpu", kernels=setup.kernels)
-        function, arguments = program(config, setup.mesh, ops, phase, schedule)
+        function, arguments = program(config, setup.mesh, ops, phase, schedule, ordering)
         kind = setup.spec.name if setup.compiler_options else None
-        found = compile_hiding(kind, lambda options: compile_for(setup.chip, function, *arguments, donate=1, options=options))
+        return compile_hiding(kind, lambda options: compile_for(setup.chip, function, *arguments, donate=1, options=options))
     except ValueError as error:
         raise ValueError(f"{name}, {phase.name}: {error}") from error
+
+
+def compiled(setup: OverlapSetup, phase: Phase, name: str, layers: int) -> OverlapRun:
+    """A program of `compile_layers`, with the model of its time. Raises ValueError as that does."""
+    began = time.perf_counter()
+    found = compile_layers(setup, phase, name, layers)
     graph = read_schedule(found.hlo, setup.spec, layer_of)
     return OverlapRun(setup, phase, name, layers, simulate(graph, setup.fabric), time.perf_counter() - began)
 
@@ -347,7 +363,7 @@ def runs_of(
     found = []
     for name in names:
         on_run(f"{setup.chip} {phase.name} {name}")
-        program = setup.chosen(phase).name if name == AUTO else name
+        program = setup.resolved(phase, name)
         if program not in made:
             made[program] = steady(setup, phase, program)
         found.append(replace(made[program], schedule=name))

@@ -16,3 +16,9 @@ app.command(
     "memory.\n\nBeside it the same step without tokens, and the auto-sharded one (GSPMD) with the flags that MaxText sets. "
     "Compiler estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.",
 )
+app.command(
+    "tilewright.cli.inspect_diff:inspect_diff",
+    name="diff",
+    help="Compares what two versions of the TPU compiler make of the same program: bytes, cycles, collectives, fusions, copies."
+    "\n\nCompiler estimates, no measurements; every figure is defined in docs/metrics.md.",
+)

@@ -17,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
+from tilewright.bench.ordering import ORDERINGS, OWN, PROGRAM_ORDER, ordered_name, program_order
 from tilewright.bench.overlap import (
     BOUND,
     HOP_US,
@@ -67,6 +68,8 @@ class OverlapOptions:
         chip: topologies of TPUs, several: v5e:4x2, v5p:2x2x2, v6e:4x2. All devices of each divide the model.
         tensor_parallel: over how many devices the model is divided; by default all of a topology, as it must be.
         schedule: sync, sequence, ring, domino, column, exact, or auto for what is estimated to be fastest: several.
+        order: what holds the order of hops and products, several: own (the schedule's ties), compiler (no ties), program_order
+            (jax.experimental.overlap.program_order of JAX 0.12 in their place).
         phase: prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, several; a decode step has that many positions cached.
         layers: how many are compiled, of which the middle one is reported; by default as many as it takes for it to be like its
             neighbours, up to 13.
@@ -83,6 +86,7 @@ class OverlapOptions:
     chip: Annotated[tuple[str, ...], WORDS] = ("v5e:4x2",)
     tensor_parallel: int | None = None
     schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "ring")
+    order: Annotated[tuple[str, ...], WORDS] = (OWN,)
     phase: Annotated[tuple[str, ...], WORDS] = ("prefill:4x1024", "decode:8x4096")
     layers: int | None = None
     kernels: Kernels = "auto"
@@ -100,7 +104,11 @@ class OverlapOptions:
         for name in self.schedule:
             if name not in SCHEDULES:
                 raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, found {name!r}")
-        for name, given in (("schedule", self.schedule), ("phase", self.phase), ("chip", self.chip)):
+        for name in self.order:
+            if name not in ORDERINGS:
+                raise ValueError(f"expected an order of {', '.join(ORDERINGS)}, found {name!r}")
+        asked = (("schedule", self.schedule), ("order", self.order), ("phase", self.phase), ("chip", self.chip))
+        for name, given in asked:
             if not given:
                 raise ValueError(f"expected at least one {name}, found none")
         if self.tensor_parallel is not None and self.tensor_parallel < 1:
@@ -115,6 +123,21 @@ class OverlapOptions:
             setup.check(self.tensor_parallel)
             found.append(setup)
         return found
+
+    def names(self, console: Console) -> list[str]:
+        """Schedules with their orderings; a line says so where the installed JAX lacks one.
+
+        Raises:
+            ValueError: it lacks the only one that is asked for.
+        """
+        lacking = [PROGRAM_ORDER] if program_order() is None and PROGRAM_ORDER in self.order else []
+        orders = [order for order in self.order if order not in lacking]
+        told = f"{PROGRAM_ORDER} left out: it comes with JAX 0.12, and this is {jax.__version__}"
+        if not orders:
+            raise ValueError(told)
+        if lacking:
+            console.print(told, style="yellow")
+        return [ordered_name(schedule, order) for schedule in self.schedule for order in orders]
 
     def phases(self) -> list[Phase]:
         """Raises ValueError where one is spelled otherwise."""
@@ -154,12 +177,12 @@ def inspect_overlap(
     if fail_above is not None and not 0 <= fail_above <= 1:
         raise ValueError(f"expected --fail-above from 0 to 1, found {fail_above:g}")
     phases, setups, console = options.phases(), options.setups(), human_console(json_file)
+    schedules = (*options.names(console), BOUND)
     runs: list[OverlapRun] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(setups) * len(phases) * (len(options.schedule) + 1))
+        task = bar.add_task("", total=len(setups) * len(phases) * len(schedules))
         for setup, phase in product(setups, phases):
-            names = (*options.schedule, BOUND)
-            runs += runs_of(setup, phase, names, lambda name: bar.update(task, advance=1, description=name))
+            runs += runs_of(setup, phase, schedules, lambda name: bar.update(task, advance=1, description=name))
     figures, about = records(runs), environment(options)
     ranges = {name: one.record() for name, one in sweeps(runs, options.draws).items()}
     show(console, options, figures)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -36,6 +37,9 @@ NO_MACHINE = {
 }
 """Environment for a machine without a TPU. Otherwise libtpu asks the cloud's metadata server what machine it is on, waits where
 nobody answers, and lets one process at a time compile, as if there were a chip to share."""
+
+MEMORY = ("argument", "output", "alias", "temp")
+"""Kinds of device memory that a compiler counts."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,11 @@ class Compiled:
     def traffic(self) -> Traffic:
         """Bytes moved to and from HBM."""
         return memory_traffic(self.hlo)
+
+    def record(self) -> dict[str, Any]:
+        """Everything that the compiler said, as plain data; `read_record` makes the program of it again."""
+        memory = {f"{name}_size_in_bytes": getattr(self, f"{name}_bytes") for name in MEMORY}
+        return {"chip": self.chip, "hlo": self.hlo, "memory": memory, "cost": dict(self.cost)}
 
 
 @contextmanager
@@ -178,6 +187,17 @@ def read_compiled(chip: str, hlo: str, memory: Any, cost: Mapping[str, float]) -
     argument, output = memory.argument_size_in_bytes, memory.output_size_in_bytes
     alias, temp = memory.alias_size_in_bytes, memory.temp_size_in_bytes
     return Compiled(chip, hlo, argument, output, alias, temp, cycles, without, notes, cost)
+
+
+def read_record(record: Mapping[str, Any]) -> Compiled:
+    """The program of a `Compiled.record`.
+
+    Raises:
+        ValueError: it is none, or its text is no compiled program.
+    """
+    if missing := {"chip", "hlo", "memory", "cost"} - record.keys():
+        raise ValueError(f"expected the record of a compiled program, with chip, hlo, memory and cost; found none of {missing}")
+    return read_compiled(record["chip"], record["hlo"], SimpleNamespace(**record["memory"]), record["cost"])
 
 
 def estimated_cycles(hlo: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:

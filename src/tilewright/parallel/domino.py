@@ -21,6 +21,7 @@ from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.operations import Norm, Operations, RoutedProduct, RoutedWeights, routed_in_place
 from tilewright.parallel import rings
 from tilewright.parallel.lanes import Lanes, Rows, farthest_first, gather, scatter
+from tilewright.parallel.ordering import tied
 from tilewright.parallel.schedules import TensorParallel, run_layers
 from tilewright.parallel.turns import cut
 
@@ -230,7 +231,7 @@ class MicroBatch:
 
         def part(at: int, *came: Array) -> Array:
             self.lanes.worked(self.lanes.of_products(w, len(self.own)))
-            own, came = jax.lax.optimization_barrier((rows[at], came))  # else what comes is added by itself
+            own, came = tied((rows[at], came))  # else what comes is added by itself
             made = weighted(product, w, own)
             return sum((each.astype(made.dtype) for each in came), made).astype(self.own.dtype)
 

@@ -21,6 +21,7 @@ from jax import Array
 from jaxtyping import Float
 
 from tilewright.parallel import rings
+from tilewright.parallel.ordering import tied
 
 Tree = TypeVar("Tree")
 
@@ -174,9 +175,8 @@ class Lanes:
         if not lanes:
             return made
         held, self.loose = self.loose, []
-        tied = [of[key] for of, key in held]
-        came, made, tied = jax.lax.optimization_barrier(([lane.under[0].arriving for lane in lanes], made, tied))
-        for (of, key), value in zip(held, tied, strict=True):
+        came, made, kept = tied(([lane.under[0].arriving for lane in lanes], made, [of[key] for of, key in held]))
+        for (of, key), value in zip(held, kept, strict=True):
             of[key] = value
         ended, going = [], []
         for lane in lanes:

@@ -21,6 +21,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Shaped
 
+from tilewright.parallel.ordering import tied
+
 Tree = Any
 """A pytree of arrays; a shard is one, and what is computed of it."""
 
@@ -220,7 +222,7 @@ def all_gather_matmul(
 def _sent(held: list[list[Array]], going: list[RingDirection], axis: Axis) -> list[list[Array]]:
     """Arrays that arrive on the ways that go on, where each device sends what it holds."""
     arriving = [shift(parts, axis, way.by) for way, parts in zip(going, held, strict=False)]
-    return jax.lax.optimization_barrier(arriving)  # together: else the compiler lets one direction wait for the other
+    return tied(arriving)  # together: else the compiler lets one direction wait for the other
 
 
 def matmul_reduce_scatter(

@@ -4,7 +4,8 @@ The text of a scheduled program is in the order in which the core runs it. A col
 at one place and waited for at another; all spellings that libtpu has for that are read:
 
 - `X-start` and `X-done`: permutes, copies between HBM and VMEM, and on some platforms all-gathers and all-reduces;
-- `async-start`, `async-update`, `async-done`, with the operation in a computation of its own;
+- `async-start`, `async-update`, `async-done`, with the operation in a computation of its own, and `call-start` of one that runs
+  on a SparseCore;
 - fusions around `AsyncCollectiveStart` and `AsyncCollectiveDone` (v5e), between which other fusions hand the transfer on while
   they compute: these are compute, and the collective inside them is the one that was begun.
 
@@ -172,7 +173,7 @@ class Reader:
             return tuple(operands)
         if op.opcode == "get-tuple-element" and isinstance(operands[0], tuple):
             return operands[0][op.number("index") or 0]
-        if op.opcode in ("get-tuple-element", "bitcast", "copy-update", "async-update", "add-dependency"):
+        if op.opcode in ("get-tuple-element", "bitcast", "add-dependency") or op.opcode.endswith("-update"):
             return operands[0]
         if op.opcode in ("opt-barrier", "optimization-barrier"):
             return operands[0] if len(operands) == 1 else tuple(operands)

@@ -1,0 +1,245 @@
+"""`tilewright inspect diff`: what two versions of the TPU compiler make of the same program."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import jax
+from cyclopts import Parameter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tilewright.bench.overlap import LEAST_LAYERS, compile_layers
+from tilewright.cli.common import (
+    JsonFile,
+    check_json_file,
+    check_output_file,
+    human_console,
+    write_json,
+    write_text,
+)
+from tilewright.cli.inspect_overlap import OverlapOptions
+from tilewright.compiled.aot import Compiled, read_record
+from tilewright.compiled.figures import print_table
+from tilewright.perfmodel.diff import FIGURES, OpChange, ProgramDiff, WayChange, diff
+
+LIBRARY = "TPU_LIBRARY_PATH"
+"""Variable that names the library to JAX."""
+
+SHOWN = 10
+"""Changed operations that a table shows; the JSON file has all."""
+
+WATCHED = ("read_bytes", "written_bytes", "estimated_cycles")
+"""Figures that `--fail-above` holds."""
+
+Saved = Mapping[str, Any]
+"""Programs with the versions that compiled them, as `--save` writes them."""
+
+
+def inspect_diff(
+    files: tuple[Path, ...] = (),
+    /,
+    *,
+    options: OverlapOptions = OverlapOptions(),
+    other: Path | None = None,
+    save: Annotated[Path | None, Parameter(name="--save")] = None,
+    json_file: JsonFile = None,
+    fail_above: float | None = None,
+) -> None:
+    """Compares what two versions of the TPU compiler make of the same program: bytes, cycles, collectives, fusions, copies.
+
+    Compiler estimates, no measurements; every figure is defined in docs/metrics.md.
+
+    Parameters
+    ----------
+    files
+        Two files that --save wrote, the earlier one first. Without them the options say what is compiled.
+    other
+        Compile here and there too: a Python with tilewright and another libtpu, or a folder that another libtpu was installed
+        to (pip install --no-deps --target FOLDER libtpu==VERSION).
+    save
+        Write what the compiler here makes of the programs to this file.
+    json_file
+        Write all differences as JSON to this file, "-" for standard output.
+    fail_above
+        Exit with status 1 if bytes or cycles rise by more than this share, or if a collective is no longer asynchronous.
+    """
+    check_json_file(json_file)
+    check_output_file("--save", None if save is None else str(save))
+    if len(files) not in (0, 2) or bool(files) == bool(other or save):
+        raise ValueError(f"expected two files that --save wrote, or --other or --save; found {len(files)} files")
+    if fail_above is not None and not fail_above >= 0:
+        raise ValueError(f"expected --fail-above from 0, found {fail_above:g}")
+    console = human_console(json_file)
+    before = read_saved(files[0]) if files else compiled_here(options, console)
+    if save is not None:
+        write_text(save, json.dumps(before))
+        console.print(f"{save} written", markup=False)
+    if not files and other is None:
+        return
+    after = read_saved(files[1]) if files else compiled_there(options, other or Path())
+    diffs = compare(before, after)
+    about = {name: {key: saved[key] for key in VERSIONS} for name, saved in (("before", before), ("after", after))}
+    for each in diffs:
+        show(console, each, about)
+    write_json(json_file, {**about, "measured": False, "data": [each.record() for each in diffs]})
+    if fail_above is not None:
+        check(console, diffs, fail_above)
+
+
+VERSIONS = ("jax_version", "libtpu_version")
+
+
+def compiled_here(options: OverlapOptions, console: Console) -> Saved:
+    """The programs that options ask for, as this process's compiler makes them, of `LEAST_LAYERS` layers unless they say."""
+    layers, programs = options.layers or LEAST_LAYERS, []
+    for setup, phase, schedule in product(options.setups(), options.phases(), options.names(console)):
+        name = setup.resolved(phase, schedule)
+        made = compile_layers(setup, phase, name, layers)
+        programs.append({"name": f"{setup.chip} {phase.name} {name}, {layers} layers", **made.record()})
+    return {"jax_version": jax.__version__, "libtpu_version": libtpu_version(), "programs": programs}
+
+
+def libtpu_version() -> str:
+    """Version of the libtpu that compiles here.
+
+    Raises:
+        ValueError: there is none, or `TPU_LIBRARY_PATH` names another library, which does not say its version.
+    """
+    spec, library = importlib.util.find_spec("libtpu"), os.environ.get(LIBRARY)
+    own = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+    if own is None or (library and Path(library).resolve().parent != own):
+        raise ValueError(
+            f"expected the library of the package libtpu in {own}, which says its version; found {LIBRARY}={library}"
+        )
+    return version("libtpu")
+
+
+def compiled_there(options: OverlapOptions, other: Path) -> Saved:
+    """The same by another interpreter, or by this one with the libtpu of a folder.
+
+    Raises:
+        ValueError: there is no libtpu in the folder, no such file, or the command failed there.
+    """
+    python, environment = str(other), dict(os.environ)
+    environment.pop(LIBRARY, None)  # which libtpu sets when it is imported, to itself
+    if other.is_dir():
+        if not (other / "libtpu").is_dir():
+            raise ValueError(f"expected a folder that libtpu was installed to, found no libtpu in {other}")
+        python = sys.executable
+        path = [str(other.resolve()), *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)  # it comes before what is installed
+    elif not other.is_file():
+        raise ValueError(f"expected --other to be a Python interpreter or a folder with a libtpu, found {other}")
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "programs.json"
+        words = [python, "-m", "tilewright", "inspect", "diff", *words_of(options), "--save", str(file)]
+        ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        if ran.returncode or not file.exists():
+            raise ValueError(f"expected {python} to compile too; it ended with {ran.returncode}: {ran.stderr[-2000:]}")
+        return read_saved(file)
+
+
+def words_of(options: OverlapOptions) -> list[str]:
+    """The options as a command line has them."""
+    words: list[str] = []
+    for name, value in vars(options).items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif value is not None:
+            words += [option, ",".join(value) if isinstance(value, tuple) else str(value)]
+    return words
+
+
+def read_saved(file: Path) -> Saved:
+    """What `--save` wrote.
+
+    Raises:
+        ValueError: it is not that.
+    """
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"expected {file} to be a file that --save wrote, found no JSON: {error}") from error
+    if not isinstance(saved, dict) or not {*VERSIONS, "programs"} <= saved.keys():
+        raise ValueError(f"expected {file} to be a file that --save wrote, with {', '.join(VERSIONS)} and programs")
+    return saved
+
+
+def compare(before: Saved, after: Saved) -> list[ProgramDiff]:
+    """The difference of each program.
+
+    Raises:
+        ValueError: they do not hold the same programs.
+    """
+    old, new = (programs_of(saved) for saved in (before, after))
+    if old.keys() != new.keys():
+        raise ValueError(f"expected the same programs on both sides, found {sorted(old)} and {sorted(new)}")
+    return [diff(name, old[name], new[name]) for name in old]
+
+
+def programs_of(saved: Saved) -> dict[str, Compiled]:
+    return {one["name"]: read_record(one) for one in saved["programs"]}
+
+
+def show(console: Console, found: ProgramDiff, about: Mapping[str, Mapping[str, str]]) -> None:
+    """A table of the figures, and one of what changed."""
+    heads = [f"libtpu {about[name]['libtpu_version']}\nJAX {about[name]['jax_version']}" for name in ("before", "after")]
+    table = Table(title=found.name, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("figure")
+    for column in (*heads, "change"):
+        table.add_column(column, justify="right")
+    for name in FIGURES:
+        old, new = getattr(found.before, name), getattr(found.after, name)
+        share = "" if old == new else f"{found.rise(name):+.1%}" if old else "new"
+        table.add_row(name.replace("_", " "), f"{old:,}", f"{new:,}", share)
+    print_table(console, table)
+    for change in found.ways:
+        console.print(said(change), markup=False)
+    for op in found.ops[:SHOWN]:
+        console.print(said_of_op(op), markup=False)
+    if len(found.ops) > SHOWN:
+        console.print(f"and {len(found.ops) - SHOWN} more operations that changed, which --json has")
+    if about["before"]["jax_version"] != about["after"]["jax_version"]:
+        console.print("two versions of JAX: places may have other names, and the program itself may differ", style="yellow")
+
+
+def said(change: WayChange) -> str:
+    """A line on collectives that go another way."""
+    sides = [", ".join(f"{count} {way}" for way, count in side.items()) or "none" for side in (change.before, change.after)]
+    return f"{change.site}: {sides[0]} -> {sides[1]}"
+
+
+def said_of_op(op: OpChange) -> str:
+    """A line on operations whose number or bytes changed."""
+    numbers = f"{op.before} -> {op.after} operations" if op.before != op.after else f"{op.after} operations"
+    return f"{op.site}: {numbers}, {op.before_bytes / 1e6:,.2f} -> {op.after_bytes / 1e6:,.2f} MB"
+
+
+def check(console: Console, diffs: Sequence[ProgramDiff], most: float) -> None:
+    """Ends with status 1 if one of `WATCHED` rises by more than a share, or a collective is no longer asynchronous."""
+    worse = [
+        f"{each.name}: {name.replace('_', ' ')} rose by {each.rise(name):.1%}, more than {most:.1%}"
+        for each, name in product(diffs, WATCHED)
+        if each.rise(name) > most
+    ]
+    worse += [
+        f"{each.name}: {change.site}: {change.gained('synchronous')} more synchronous than before"
+        for each in diffs
+        for change in each.ways
+        if change.gained("synchronous") > 0
+    ]
+    for line in worse:
+        console.print(line, style="red", markup=False)
+    if worse:
+        sys.exit(1)
