@@ -1,16 +1,17 @@
 """Drafting beside llama.cpp, in turns, on the same GGUF file and the same prompts: one row, greedy.
 
-    python benchmarks/llama_cpp_drafting.py MODEL --data FILE ... --llama-python PYTHON [--drafter NAME ...] [--json FILE]
+    python benchmarks/llama_cpp_drafting.py MODEL --data FILE ... [--llama-python PYTHON] [--drafter NAME ...] [--json FILE]
 
-Ours decodes plainly and with every drafter named, in blocks whose width is chosen round by round. llama.cpp runs in a process
-of its own (see `llama_cpp_speed.py`), plainly and with drafts that it looks up in the text itself: in the format and with the
-kind of attention that a trial on the first prompts finds fastest, and with the number of drafts and the length of what is
-looked up that a trial on the first prompts of each file does. Seconds are those after the prompt. Ratios are of what ran in
-one repetition, above 1 where ours is faster. Our outputs are compared token for token; llama.cpp rounds otherwise, and its
-texts part from ours sooner or later. Only an idle machine gives figures.
+Ours decodes plainly and with every drafter named, in blocks whose width is chosen round by round; without `--llama-python`
+ours alone runs. llama.cpp runs in a process of its own (see `llama_cpp_speed.py`), plainly and with drafts that it looks up in
+the text itself: in the format and with the kind of attention that a trial on the first prompts finds fastest, and with the
+number of drafts and the length of what is looked up that a trial on the first prompts of each file does. Seconds are those
+after the prompt. Ratios are of what ran in one repetition, above 1 where ours is faster. Our outputs are compared token for
+token; llama.cpp rounds otherwise, and its texts part from ours sooner or later. Only an idle machine gives figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,13 +23,13 @@ import jax
 from cyclopts import App, Parameter
 from llama_cpp_peer import Peer
 from llama_cpp_speed import formats
-from rich.progress import Progress
+from rich.console import Console
 from rich.table import Table
 
 import tilewright as tw
 from tilewright.bench.datasets import read_examples
 from tilewright.bench.figures import BASELINE
-from tilewright.bench.speculative import ask
+from tilewright.bench.speculative import DatasetPrompts, ask
 from tilewright.cli.bench_speculative import DrafterArguments
 from tilewright.cli.common import AUTO, JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
@@ -138,8 +139,30 @@ def table(records: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> Table:
     return shown
 
 
+class LlamaCpp:
+    """llama.cpp in the format and with the attention that it is fastest in, and with lookups as fast as it has them.
+
+    Args:
+        folder: for the model in other formats.
+        asked: prompts of each file.
+        new: the length limit of each text.
+    """
+
+    def __init__(self, peer: Peer, file: Path, folder: str, asked: Sequence[DatasetPrompts], ends: Sequence[int], new: int):
+        positions = max(len(prompt) for each in asked for prompt in each.prompts) + new + max(DRAFTS) + 1
+        self.about, files = peer.ask("about"), formats(peer, file, folder)
+        self.run = partial(theirs, peer, positions, ends, new)
+        self.plain = fastest(self.run, asked[0].prompts, [Setting(*one) for one in product(files.values(), (True, False))])
+
+    def settings(self, prompts: Sequence[list[int]]) -> dict[str, Setting]:
+        """Its ways for the prompts of one file."""
+        tried = [Setting(self.plain.file, self.plain.flash, *one) for one in product(DRAFTS, NGRAMS)]
+        return {PEER_PLAIN: self.plain, PEER_LOOKUP: fastest(self.run, prompts, tried)}
+
+
 def main(
-    model: str, *, data: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())], llama_python: Path,
+    model: str, *, data: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())],
+    llama_python: Path | None = None,
     drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("ngram", "dflash2", "auto"),
     weights: str = "int8", samples: int = 8, max_new_tokens: int = 128, repetitions: int = REPETITIONS,
     json_file: JsonFile = None,
@@ -153,7 +176,7 @@ def main(
     data
         Files of prompts, as for `tilewright bench speculative`.
     llama_python
-        An interpreter that has llama-cpp-python.
+        An interpreter that has llama-cpp-python; without one, ours alone runs.
     drafter
         As for `tilewright bench speculative`.
     weights
@@ -174,33 +197,38 @@ def main(
     target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
     ways = DrafterArguments(drafter, block_size=AUTO).ways(target, console)
     base, sampling = ways[BASELINE], tw.Sampling(max_new_tokens)
-    ends = base.target.eos_token_ids
     asked = [ask(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]
-    positions = max(len(prompt) for each in asked for prompt in each.prompts) + max_new_tokens + max(DRAFTS) + 1
-    records: list[dict[str, Any]] = []
-    with Peer(llama_python) as peer, TemporaryDirectory() as folder:
-        about, files = peer.ask("about"), formats(peer, file, folder)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("in turns", total=len(asked) * (len(ways) + 2) * repetitions)
-            run = partial(theirs, peer, positions, ends, max_new_tokens)
-            plain = fastest(run, asked[0].prompts, [Setting(*one) for one in product(files.values(), (True, False))])
-            for each in asked:
-                tried = [Setting(plain.file, plain.flash, *one) for one in product(DRAFTS, NGRAMS)]
-                lookup = fastest(run, each.prompts, tried)
-                peers = {PEER_PLAIN: plain, PEER_LOOKUP: lookup}
-                runs = {name: partial(ours, lm, name != BASELINE, sampling, each.prompts) for name, lm in ways.items()}
-                for once in runs.values():
-                    once()  # compiles
-                both = {name: partial(run, setting, each.prompts) for name, setting in peers.items()}
-                taken = alternate({**runs, **both}, repetitions, lambda: bar.advance(task))
-                records += figures(each.name, taken, peers)
-                if not console.is_terminal:
-                    console.print(f"{each.name}: done")
-    print_table(console, table(records, [PEER_PLAIN, PEER_LOOKUP]))
-    console.print(f"llama-cpp-python {about['version']} ({about['features']}), {cores()} threads", markup=False)
+    with ExitStack() as stack:
+        llama = None
+        if llama_python is not None:
+            peer, folder = stack.enter_context(Peer(llama_python)), stack.enter_context(TemporaryDirectory())
+            llama = LlamaCpp(peer, file, folder, asked, base.target.eos_token_ids, max_new_tokens)
+        records = in_turns(ways, llama, asked, sampling, repetitions, console)
+    print_table(console, table(records, [] if llama is None else [PEER_PLAIN, PEER_LOOKUP]))
     settings = {"model": model, "weights": weights, "samples": samples, "max_new_tokens": max_new_tokens}
-    versions = {"tilewright": tw.__version__, "jax": jax.__version__, "llama_cpp_python": about}
+    versions = {"tilewright": tw.__version__, "jax": jax.__version__}
+    if llama is not None:
+        versions["llama_cpp_python"] = llama.about
+        about = f"llama-cpp-python {llama.about['version']} ({llama.about['features']}), {cores()} threads"
+        console.print(about, markup=False)
     write_json(json_file, {"chip": chip_name(), "repetitions": repetitions, **versions, **settings, "data": records})
+
+
+def in_turns(
+    ways: Mapping[str, LanguageModel], llama: LlamaCpp | None, asked: Sequence[DatasetPrompts], sampling: tw.Sampling,
+    repetitions: int, console: Console,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Decodes every file in every way, `repetitions` times."""
+    records: list[dict[str, Any]] = []
+    for each in asked:
+        peers = {} if llama is None else llama.settings(each.prompts)
+        runs = {name: partial(ours, lm, name != BASELINE, sampling, each.prompts) for name, lm in ways.items()}
+        for once in runs.values():
+            once()  # compiles
+        both = {name: partial(llama.run, setting, each.prompts) for name, setting in peers.items()} if llama else {}
+        records += figures(each.name, alternate({**runs, **both}, repetitions), peers)
+        console.print(f"{each.name}: done")
+    return records
 
 
 if __name__ == "__main__":

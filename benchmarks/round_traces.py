@@ -92,7 +92,8 @@ def recorded(asked: argparse.Namespace, console: Console) -> None:
     lm.pacing.files = None
     costs = lm.pacing.measured(runner, 1, sampling.temperature > 0, lm.pacing.team.choices)
     about = {"date": datetime.date.today().isoformat(), **environment(lm), "temperature": asked.temperature}
-    Recording(traces, costs, about).save(asked.traces)
+    expected = {member.name: member.expected_acceptance for member in lm.pacing.team.members if member.expected_acceptance}
+    Recording(traces, costs, about, expected).save(asked.traces)
 
 
 if __name__ == "__main__":

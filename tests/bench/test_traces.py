@@ -1,5 +1,6 @@
 """Recorded acceptance, and the policy simulated on it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ PAIR = random_pair(0, vocab_size=12, target_layers=1, drafter_layers=1, taps=[0]
 NGRAM, WIDE = Choice("ngram", 4), Choice("dflash", 16)
 RECORDED = Path(__file__).parent / "round_traces.json"
 """The first pair that was shipped, on its held-out prompts, with what rounds cost where it was recorded."""
+PUBLISHED = Path(__file__).parent / "smollm2_traces.json"
+"""SmolLM2 with n-grams and its DFlash 2 drafter in blocks of 4, on four records of each of six files. Costs are in steps."""
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -64,6 +67,7 @@ def test_recordings_are_kept(tmp_path: Path):
         [AcceptanceTrace("a", {NGRAM: "3..", WIDE: "f00"})],
         RoundCosts(1e-4, {PLAIN: Cost(1e-3), NGRAM: Cost(2e-3, 1e-3)}),
         {"x": 1},
+        {"dflash": [0.6, 0.5]},
     )
     whole.save(tmp_path / "traces.json")
     assert Recording.load(tmp_path / "traces.json") == whole
@@ -104,6 +108,24 @@ def test_the_policy_beside_the_best_choice_in_hindsight(row: float, drafter: str
     (found,) = simulate(row_costs(Recording.load(RECORDED), row, drafter))
     assert found["of_best"] > (0.82 if drafter is None else 0.88)
     assert found["of_plain"] > 0.96
+
+
+def test_several_drafters_give_no_less_than_the_best_of_them():
+    """Of n-grams and a learnt drafter, each of which is the better one somewhere, within one text and between texts."""
+    rows = simulate(Recording.load(PUBLISHED))
+    assert len({row["best"] for row in rows}) == 2
+    assert {row["dataset"]: row["of_best"] for row in rows if row["of_best"] < 0.97} == {}
+
+
+@pytest.mark.parametrize("broken", ["no early looks", "no expectation"])
+def test_a_worse_policy_gives_less(broken: str, monkeypatch: pytest.MonkeyPatch):
+    """Else the test above would say little."""
+    recording = Recording.load(PUBLISHED)
+    if broken == "no early looks":
+        monkeypatch.setattr("tilewright.speculation.policy.FIRST_LOOK", 64)
+    else:
+        recording = replace(recording, expected={})
+    assert min(row["of_best"] for row in simulate(recording)) < 0.95
 
 
 @pytest.mark.parametrize("row", [0.2, 0.4])

@@ -52,11 +52,13 @@ class Recording:
 
     Attributes:
         about: model, machine, settings.
+        expected: the acceptance that a policy begins with, of some drafters (see `Variant.expected_acceptance`).
     """
 
     traces: Sequence[AcceptanceTrace]
     costs: RoundCosts
     about: Mapping[str, Any] = field(default_factory=dict)
+    expected: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         rounds = [
@@ -67,7 +69,8 @@ class Recording:
             {"dataset": trace.dataset, **{f"{one.drafter} {one.width}": text for one, text in trace.accepted.items()}}
             for trace in self.traces
         ]
-        whole = {"about": dict(self.about), "dispatch_s": self.costs.dispatch, "rounds": rounds, "texts": texts}
+        begun = {"about": dict(self.about), "expected_acceptance": {name: list(own) for name, own in self.expected.items()}}
+        whole = {**begun, "dispatch_s": self.costs.dispatch, "rounds": rounds, "texts": texts}
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -78,7 +81,7 @@ class Recording:
             named = {name.rpartition(" ")[::2]: accepted for name, accepted in text.items() if name != "dataset"}
             accepted = {Choice(drafter, int(width)): accepted for (drafter, width), accepted in named.items()}
             traces.append(AcceptanceTrace(text["dataset"], accepted))
-        return Recording(traces, parsed(found), found["about"])
+        return Recording(traces, parsed(found), found["about"], found.get("expected_acceptance", {}))
 
 
 def record(
@@ -213,7 +216,7 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
         choices = [PLAIN, *(choice for choice in own[0].accepted if choice in costs.rounds)]
         fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in own) for choice in choices}
         history = AcceptanceHistory(
-            {name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)}
+            {name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)}, recording.expected
         )
         total, rounds, machine = 0.0, dict[Choice, int](), Uneven(uneven, seed) if uneven else None
         begun = dict(costs.rounds) if machine is None else machine.measured(costs.rounds)

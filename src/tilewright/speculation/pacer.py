@@ -101,14 +101,11 @@ class CallPacer(Pacer):
 
     Args:
         drawn: whether any of its rows draws.
-
-    Attributes:
-        drafted: who drafted last; None before the first round, when all contexts are complete.
     """
 
     def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, drawn: bool):
         super().__init__(team, pacing, runner, float("inf"), pacing.history)
-        self.programs, self.drawn, self.drafted = runner.programs, drawn, None
+        self.programs, self.drawn = runner.programs, drawn
 
     def new_policy(self, rows: int) -> Policy:
         """A policy, after compiling and measuring what it needs first."""
@@ -183,8 +180,5 @@ class CallPacer(Pacer):
         """Takes in a dispatch that was waited for as soon as it was sent."""
         if sent.choice is not None and len(infos.committed) and sent.masks == "none":
             seconds = agreed_seconds(self.programs.target.mesh, ended - sent.at)
-            caught_up = self.drafted not in (None, sent.choice.drafter)
-            running = infos.committed > 0
-            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, running, seconds, caught_up)
-            self.drafted = sent.choice.drafter
+            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.committed > 0, seconds)
         self.observe_ngrams(sent.rows, sequences, heard)

@@ -25,15 +25,16 @@ PROBE = 4
 """Rounds in which a drafter that is off is tried."""
 FIRST_LOOK = 4
 """Rounds after which a new choice is looked at; each further look comes after twice as many. One that may be idle sees by
-itself where it has nothing, and begins with as many rounds as there may be between two looks."""
+itself where it has nothing, and begins with as many rounds as there may be between two looks. Of several drafters
+the better one changes within a text, and a long run of the wrong one costs more than looks: there each comes after so few."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 DISPATCHING = 0.025
 """The share of the time that dispatches may take by themselves: where they cost much beside a round, looks are rarer."""
 MEMORY = 12.0
 """Tokens of a row after which what a batch has seen counts a third."""
-LONG_MEMORY = 1024.0
-"""The same of what all batches together have seen."""
+LONG_MEMORY = 256.0
+"""The same of what all batches together have seen: about two answers, for the next may be of another kind."""
 WEIGHT = 2.0
 """How many rows' rounds an expectation counts for against what is seen."""
 OPTIMISM = 0.7
@@ -270,6 +271,8 @@ class Policy:
             return RoundPlan(tried, min(PROBE, most), tries=True)
         first = most if self.watches(best) else FIRST_LOOK
         self.stretch = min(2 * self.stretch, most) if best == self.last else first
+        if len({choice.drafter for choice in outlook} - {PLAIN.drafter}) > 1:
+            self.stretch = min(self.stretch, FIRST_LOOK)
         self.last = best
         if best != PLAIN and not self.watches(best):  # a few good rounds may be luck
             most = min(most, max(FIRST_LOOK, int(self.history.of(best).rounds)))
@@ -295,16 +298,16 @@ class Policy:
         return None
 
     def observe(
-        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None,
-        caught_up: bool = False,
+        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None
     ) -> None:  # fmt: skip
         """Takes in what came of the rounds of a dispatch.
 
         Args:
             drafted, accepted: drafts of each round and row, and how many the target agreed with, int `[rounds, rows]`.
             running: whether the row was still running, bool `[rounds, rows]`.
-            seconds: that the dispatch took; they correct what its choice is taken to cost, a little at a time.
-            caught_up: whether a context had to catch up before these rounds, so that the seconds say little of their cost.
+            seconds: that the dispatch took; they correct what its choice is taken to cost, a little at a time. What its context
+                needed to catch up counts: it is part of what the drafter costs in turns as they are. And most dispatches of
+                one that is seldom on begin so: else a cost that was found too high would stay.
         """
         rounds, idle = len(drafted), 0
         if choice != PLAIN:
@@ -319,7 +322,7 @@ class Policy:
         self.forget([choice.drafter], rounds)
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
-        if seconds is not None and rounds and not caught_up:
+        if seconds is not None and rounds:
             slower = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION) / self.history.pace
             own = {choice: cost, **{one: each for one, each in self.costs.items() if one.drafter == choice.drafter}}
             self.costs.update({one: each.times(slower**CORRECTION) for one, each in own.items()})
