@@ -48,7 +48,7 @@ class FakeModel(LanguageModel):
     def __init__(self, seconds: dict[bool, list[float]], drafter: DFlash | None = DRAFTER):
         self.seconds, self.drafter = {way: iter(each) for way, each in seconds.items()}, drafter
         self.dtype, self.kernels, self.weights, self.kv_dtype, self.pacing = "float32", "xla", "auto", "auto", None
-        self.placement = None
+        self.placement = self.default_adapter = None
         self.calls: list[tuple[list[Any], bool | None]] = []
 
     def generate(

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from safetensors.numpy import load_file
 
 from reference.dflash_numpy import as_folders, random_pair
+from reference.lora_numpy import config_of, random_adapter, write_adapter
 from tilewright.cli.main import main
 from tilewright.train import loop
 
@@ -87,6 +90,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         3, target_layers=2, drafter_layers=1, taps=(0, 1), block_size=4, max_position_embeddings=128, tie_word_embeddings=True
     )
     return as_folders(tmp_path_factory.mktemp("pair"), pair)
+
+
+@pytest.fixture(scope="session")
+def adapter(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A low-rank adapter of the target."""
+    config, tensors = config_of(["q_proj", "v_proj"], 2, 8), load_file(folders[0] / "model.safetensors")
+    made = random_adapter(np.random.default_rng(0), tensors, config["target_modules"], config["r"])
+    return write_adapter(tmp_path_factory.mktemp("adapter"), config, made)
 
 
 @pytest.fixture(scope="session")

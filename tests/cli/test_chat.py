@@ -92,6 +92,14 @@ def test_over_pipes_there_is_plain_text_and_nothing_else(talk: Callable[..., Ran
     assert "\x1b" not in ran.out + ran.err
 
 
+def test_answers_are_an_adapters(talk: Callable[..., Ran], folders: tuple[Path, Path], adapter: Path):
+    lm = tw.load(folders[0], lora={"own": adapter})
+    (want,) = lm.generate(["t1 t2 t3"], tw.Sampling(12, ignore_eos=True), lora="own")
+    ran = talk("t1 t2 t3", options=["--lora", adapter])
+    assert (ran.status, ran.out) == (0, want.text + "\n")
+    assert f"with the adapter {adapter}, drafter" in ran.err
+
+
 @pytest.mark.usefixtures("template")
 def test_turns_go_through_the_models_template(talk: Callable[..., Ran], answer: Answer):
     first = answer("s t9 u t1 t3")

@@ -61,6 +61,17 @@ def test_kernels_that_a_model_cannot_use_are_said(run: Run, tmp_path: Path):
     assert "computed by XLA" not in run("generate", "t1 t2", "--model", target, "--max-new-tokens", 2, "--kernels", "xla").err
 
 
+def test_an_adapter_is_generated_with(run: Run, folders: tuple[Path, Path], adapter: Path, fixed: list[Any], tmp_path: Path):
+    (plain, want) = tw.load(folders[0], lora={"own": adapter}).generate(["t1 t2 t3"] * 2, tw.Sampling(12), lora=[None, "own"])
+    assert plain.tokens != want.tokens
+    ran = run("generate", "t1 t2 t3", *fixed, *NEW, "--lora", adapter, "--compare", "--repetitions", 1, "--json", "-")
+    assert (ran.status, ran.json["tokens"], ran.json["lora"]) == (0, [want.tokens], str(adapter))
+    assert ran.json["identical"], "both ways have it"
+    refused = run("generate", "t1", *fixed, "--lora", tmp_path)
+    assert refused.status == 2
+    assert f"adapter {tmp_path}" in refused.err
+
+
 def test_several_prompts_form_a_batch(run: Run, fixed: list[Any], expected: dict[str, Any]):
     ran = run("generate", *expected, *fixed, *NEW, "--json", "-")
     assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]

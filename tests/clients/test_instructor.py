@@ -1,11 +1,11 @@
 """Instructor against a server: each of its modes that asks for a grammar, over OpenAI's and Anthropic's clients."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from clients.conftest import NAME, QUESTION, City
 from server.conftest import Real
@@ -49,8 +49,32 @@ def test_several_objects_come_one_by_one(server: Real):
     found = of_openai(server, "TOOLS").chat.completions.create_iterable(
         model=NAME, messages=MESSAGES, response_model=City, max_retries=0, temperature=0, max_tokens=300
     )
-    assert isinstance(found, Iterable)
-    assert all(isinstance(each, City) for each in found)
+    cities = list(found)
+    assert cities
+    assert all(isinstance(each, City) for each in cities)
+
+
+class Town(BaseModel):
+    """A town, and whether it is a capital."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(max_length=12)
+    capital: bool
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+def test_an_object_comes_piece_by_piece(server: Real, mode: str):
+    pieces = list(
+        of_openai(server, mode).chat.completions.create_partial(
+            model=NAME, messages=MESSAGES, response_model=Town, max_retries=0, temperature=0, max_tokens=60
+        )
+    )
+    whole = Town.model_validate(pieces[-1].model_dump())
+    names = [each.name or "" for each in pieces]
+    assert all(whole.name.startswith(name) for name in names)
+    assert len({*names}) > 1, "the name grew"
+    assert pieces[0].capital is None
 
 
 def test_anthropics_tools(server: Real):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tilewright.grammar.dfa import ByteAutomaton, Deadline, byte_automaton, byte_ranges
 from tilewright.grammar.regular import LAST, NotRegular, others, parsed, united
-from tilewright.grammar.schema import schema_node
+from tilewright.grammar.schema import closed, schema_node
 
 ATOMS = st.sampled_from(["a", "b", "ä", "€", "[ab]", "[^a]", "[a-ä]", r"\.", "x?", "[b-]", "😀"])
 EXPRESSIONS = st.recursive(
@@ -115,10 +115,16 @@ PERSON = {
         ),
         ({"type": "number"}, ["-0.5e+3", "7", "0"], ["01", ".5", "1.", "+1", "1e"]),
         ({"type": "integer", "minimum": -3, "maximum": 12}, ["-3", "-0", "0", "12"], ["13", "-4", "03", "1.0"]),
+        (
+            {"type": "integer", "minimum": 98, "exclusiveMaximum": 1203},
+            ["98", "99", "100", "999", "1202"],
+            ["97", "1203", "098", "-1"],
+        ),
         ({"enum": ["red", 3, None, True]}, ['"red"', "3", "null", "true"], ["red", "30", "false"]),
         ({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, ["[true, false]"], ["[]", "[true]"]),
         ({"type": "array", "items": {"const": 1}, "maxItems": 2}, ["[]", "[1]", "[1, 1]"], ["[1, 1, 1]", "[1 ,1]"]),
         ({"type": "string", "pattern": r"^\d{2}-\w+$"}, ['"12-a_9"'], ['"1-a"', '"12-"', '"12-ä"']),
+        ({"type": "object", "properties": {}, "additionalProperties": False}, ["{}"], ["{ }", '{"a": 1}']),
         ({"$ref": "#/$defs/b", "$defs": {"b": {"anyOf": [{"type": "null"}, {"const": "b"}]}}}, ["null", '"b"'], ["b"]),
     ],
 )
@@ -145,8 +151,8 @@ DOUBLED = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 4} for n in range(
         ({"type": "string", "pattern": "^a|b$"}, "the keys 'pattern'"),
         ({"const": "a\nb"}, "JSON escapes"),
         ({"const": 1.5}, "no plain value"),
-        ({"type": "integer", "minimum": 1}, "one bound"),
-        ({"type": "integer", "minimum": 0, "maximum": 10**9}, "too many integers"),
+        ({"type": "integer", "minimum": 0.5}, "no integer"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "the first is larger"),
         ({"$ref": "#"}, "another place"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}, "too deep"),
         ({"$ref": "#/$defs/b"}, "nothing"),
@@ -159,3 +165,27 @@ DOUBLED = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 4} for n in range(
 def test_other_schemas_are_refused(schema: dict[str, object], why: str):
     with pytest.raises(NotRegular, match=why):
         schema_node(schema)
+
+
+def test_schemas_are_closed_where_each_object_stands_by_itself():
+    point = {"type": "object", "properties": {"x": {"type": "number"}}}
+    shut = {**point, "additionalProperties": False}
+    for schema, want in (
+        (point, shut),
+        ({"type": "object"}, {"type": "object"}),
+        ({**point, "additionalProperties": True}, {**point, "additionalProperties": True}),
+        ({"type": "array", "items": point}, {"type": "array", "items": shut}),
+        ({"anyOf": [point, {"type": "null"}]}, {"anyOf": [shut, {"type": "null"}]}),
+        ({"$ref": "#/$defs/p", "$defs": {"p": point}}, {"$ref": "#/$defs/p", "$defs": {"p": shut}}),
+        ({"properties": {"a": point}}, {"properties": {"a": shut}, "additionalProperties": False}),
+    ):
+        assert closed(schema) == want
+    for mixed in (
+        {"allOf": [point, {"properties": {"y": {}}}]},
+        {**point, "anyOf": [{"properties": {"y": {}}}, {}]},
+        {**point, "properties": {"a": {"allOf": [{"$ref": "#/$defs/p"}, {}]}}, "$defs": {"p": point}},
+        {**point, "required": ["y"]},
+        {**point, "required": [[]]},
+        {"properties": []},
+    ):
+        assert closed(mixed) == mixed

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,9 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, allowed, fill_blocks, forced_first, words
 from tilewright.runtime.engine import Engine, fixed_rounds
 from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.request import GenerateRequest
+from tilewright.runtime.runner import SentRounds
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
@@ -162,6 +165,41 @@ def test_rows_under_masks_of_the_device_run_many_rounds_to_a_dispatch(lm: Langua
     assert [each.tokens for each in heard] == [plain(lm, ask) for ask in asks]
     stats = engine.stats()
     assert stats.automaton_rounds == stats.rounds > 3 * stats.dispatches
+    check_empty(engine)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
+    lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    """What a dispatch that fails leaves is neither lost nor taken in twice."""
+    asks = [GenerateRequest([1, 2, 3], Sampling(n, 1.0, seed=n), constraint=Dance(least=40)) for n in (24, 30)]
+    run, rounds, waiting = engine.runner.run, list[str](), list[int]()
+
+    def running(key: ProgramKey, *inputs: Any) -> Any:
+        rounds.append(key.name)
+        if fails and rounds.count("rounds") == 4:
+            rounds.append("rounds")
+            raise RuntimeError("a dispatch that fails")
+        return run(key, *inputs)
+
+    monkeypatch.setattr(engine.runner, "run", running)
+    take = engine.take
+
+    def taking(sent: SentRounds, *told: Any) -> None:
+        waiting.append(len(engine.flight))
+        take(sent, *told)
+
+    monkeypatch.setattr(engine, "take", taking)
+    engine.open()
+    heard = [Heard() for _ in asks]
+    for ask, each in zip(asks, heard, strict=True):
+        engine.submit(ask, each)
+    while engine.step():
+        pass
+    assert [each.tokens for each in heard] == [plain(lm, ask) for ask in asks]
+    assert waiting.count(1) > len(waiting) // 2
+    assert (engine.stats().preemptions > 0) == fails
     check_empty(engine)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from reference.dflash_numpy import random_pair
 from runtime.support import Heard
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime import sizes
+from tilewright.runtime.automaton_table import AutomatonTables
+from tilewright.runtime.memory import amount
 from tilewright.runtime.options import EngineOptions, batches_for
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
@@ -74,6 +77,22 @@ def test_memory_bounds_the_pool_and_the_pool_the_context(lm: LanguageModel, monk
     assert found.table.capacities == (256,)
     with pytest.raises(ValueError, match="no memory for keys and values: of "):
         sized(lm, monkeypatch, 2 * besides, memory_fraction=0.5)
+
+
+def test_tables_of_automata_are_counted(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    engine = lm.engine(EngineOptions(pages=4, constraints=True))
+    tables = AutomatonTables(engine.programs.layout.batch, engine.vocab_size, jnp.asarray)
+    table, _ = tables.placed([])
+    assert engine.sizes is not None
+    found = engine.sizes.automata_bytes
+    assert found == 2 * sum(each.nbytes for each in table)
+    assert f"automata of grammars {amount(found)} (--structured-output)" in engine.sizes_line
+    plain = sized(lm, monkeypatch, 0)
+    assert plain.automata_bytes == 0
+    fixed = state_bytes(lm.model.target, None, replace(plain.layout, pages=1), lm.model.dtype) - plain.page_bytes
+    needed = fixed + temporary_bytes(lm.model.target, plain.table, 1) + found + 3 * plain.page_bytes
+    assert sized(lm, monkeypatch, 2 * needed, memory_fraction=0.5, constraints=True).pages == 3
+    assert sized(lm, monkeypatch, 2 * needed, memory_fraction=0.5).pages > 3
 
 
 def test_a_shorter_context_makes_shorter_slots(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):

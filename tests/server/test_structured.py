@@ -267,9 +267,11 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
     for choice, names in (("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})):
         asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
         asked |= {"temperature": 1.0, "seed": 4, "parallel_tool_calls": False}
-        answer = client.chat.completions.create(**asked).choices[0]
+        completion: Any = client.chat.completions.create(**asked)
+        answer = completion.choices[0]
         assert answer.finish_reason == "tool_calls"
         assert answer.message.content is None
+        assert completion.metrics["structured_outputs"] == {"masks": "device"}
         (call,) = answer.message.tool_calls or [None]
         assert call is not None
         assert call.type == "function"

@@ -73,6 +73,7 @@ def environment(lm: LanguageModel) -> dict[str, Any]:
         "dtype": lm.dtype,
         "kv_dtype": lm.kv_dtype,
         "weights": lm.weights,
+        "lora": lm.default_adapter,
         "drafter_dtype": None if lm.drafter is None else lm.drafter.dtype,
         "kernels": lm.kernels,
         "jax_version": jax.__version__,

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import MEMORY_FRACTION, ModelOptions, json_object, named_model, progress_console
+from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_object, named_model, progress_console
 from tilewright.cli.generate import SamplingOptions
 from tilewright.models.chat import ChatTemplate, check_values
 from tilewright.report import terminal
@@ -81,11 +81,15 @@ class ChatSession:
     """A conversation with an engine that has begun.
 
     Args:
+        lora: the adapter of all answers, if any.
         console: where answers go; whatever else there is to say goes to standard error where answers go to a file or a pipe.
     """
 
-    def __init__(self, engine: Engine, conversation: Conversation, sampling: Sampling, console: Console):
+    def __init__(
+        self, engine: Engine, conversation: Conversation, sampling: Sampling, console: Console, lora: str | None = None
+    ):
         self.engine, self.conversation, self.sampling, self.console = engine, conversation, sampling, console
+        self.lora = lora
         self.notes = console if console.is_terminal else Console(stderr=True, highlight=False, emoji=False)
 
     def note(self, text: str, style: str = "dim") -> None:
@@ -169,7 +173,7 @@ class ChatSession:
             )
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, context - len(tokens)))
         told = SimpleQueue[RequestOutput]()
-        return self.engine.submit(GenerateRequest(tokens, sampling), told.put), told
+        return self.engine.submit(GenerateRequest(tokens, sampling, lora=self.lora), told.put), told
 
     def show(self, handle: RequestHandle, told: SimpleQueue[RequestOutput]) -> RequestOutput:
         """Shows tokens as they come. Returns the update that ends them."""
@@ -250,7 +254,7 @@ def chat(
     context: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
     chat_template_kwargs: str = "{}",
-    models: ModelOptions = ModelOptions(),
+    models: AdaptedModelOptions = AdaptedModelOptions(),
     options: AnswerOptions = AnswerOptions(),
 ) -> None:
     """Chats with a model in the terminal.
@@ -277,7 +281,7 @@ def chat(
     talk = Conversation(models.chat_template(console), system, values=values)
     lm = models.load(console)
     engine = lm.engine(engine_options)
-    shown = ChatSession(engine, talk, sampling, console)
+    shown = ChatSession(engine, talk, sampling, console, lm.default_adapter)
     shown.note(engine.sizes_line)
     engine.warm(progress_console(shown.notes))
     engine.start()
@@ -288,9 +292,10 @@ def chat(
         engine.stop()
 
 
-def greet(shown: ChatSession, models: ModelOptions) -> None:
+def greet(shown: ChatSession, models: AdaptedModelOptions) -> None:
     drafter = "no drafter" if models.drafter_name in (None, "none") else f"drafter {models.drafter_name}"
-    shown.note(f"{models.model}, {drafter}, context {shown.engine.context}; /help lists the commands")
+    adapter = "" if models.lora is None else f" with the adapter {models.lora}"
+    shown.note(f"{models.model}{adapter}, {drafter}, context {shown.engine.context}; /help lists the commands")
     if shown.conversation.template is None:
         shown.note(f"{models.model} has no chat template: it continues the text of all turns, one after another")
     if shown.engine.model.drafter is not None and shown.console.is_terminal:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from cyclopts import Parameter
 from jax.sharding import Mesh
@@ -288,6 +288,30 @@ class ModelOptions(TargetOptions):
         return self.load_with(self.drafter_name, options, console, devices, context)
 
 
+M = TypeVar("M", bound=ModelOptions)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class AdaptedModelOptions(ModelOptions):
+    """Options that name the models to load, with an adapter.
+
+    Attributes:
+        lora: a folder with a low-rank adapter of the target, as PEFT writes it.
+    """
+
+    lora: Path | None = None
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        return {} if self.lora is None else {str(self.lora): str(self.lora)}
+
+    def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
+        lm = super().load(console, devices, context)
+        lm.default_adapter = next(iter(self.adapter_folders), None)
+        return lm
+
+
 def check_packaged(names: Iterable[str], model: str) -> None:
     """Raises a `ValueError` if a drafter is named that comes with other models, and not with this one."""
     for name in names:
@@ -297,7 +321,7 @@ def check_packaged(names: Iterable[str], model: str) -> None:
             raise ValueError(f"{known}, found {name}, which comes with {', '.join(others)}")
 
 
-def named_model(model: str | None, models: ModelOptions) -> ModelOptions:
+def named_model(model: str | None, models: M) -> M:
     """The options with the model that stands alone on the command line.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Grammars for texts: JSON by a schema, the match of a regular expression, one of several texts, a Lark grammar."""
+"""Grammars for texts: JSON by a schema, alone or between tags, a regular expression, one of several texts, a Lark grammar."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 LONGEST = 2**18
 """Characters of a grammar; a schema's are those of its JSON. A matcher bounds what it makes of them, not how much it reads."""
@@ -13,16 +13,25 @@ Schema = Mapping[str, Any] | str
 """A JSON schema, or its JSON."""
 
 
+class Tagged(NamedTuple):
+    """JSON that a schema describes, between a text before and one behind; as models write calls of tools."""
+
+    begin: str
+    schema: Mapping[str, Any]
+    end: str
+
+
 @dataclass(frozen=True)
 class Grammar:
     """Grammar that a text must follow. Made by the functions below, which say what is wrong with what they are given.
 
     Attributes:
         kind: what `text` is: a JSON schema, a regular expression of Rust's (without look-around and back-references), a
-            list of texts in JSON to choose from, or a grammar in llguidance's kind of Lark.
+            list of texts in JSON to choose from, an object in JSON of what `tagged` is given, or a grammar in llguidance's
+            kind of Lark.
     """
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
+    kind: Literal["json_schema", "regex", "choice", "tagged", "lark"]
     text: str
 
     def __post_init__(self) -> None:
@@ -57,6 +66,15 @@ class Grammar:
         if isinstance(texts, str) or not 0 < len(texts) <= MOST_CHOICES or not all(texts):
             raise ValueError(f"expected 1 to {MOST_CHOICES} texts to choose from, none of them empty, found {texts!r:.100}")
         return Grammar("choice", json.dumps(list(texts), ensure_ascii=False))
+
+    @staticmethod
+    def tagged(options: Sequence[Tagged], repeats: bool = False) -> "Grammar":
+        """One of several tagged JSON texts, or with `repeats` any number of them, each on a new line."""
+        if not options:
+            raise ValueError("expected tagged texts to choose from, found none")
+        for option in options:
+            Grammar.json_schema(option.schema)
+        return Grammar("tagged", json.dumps({"options": options, "repeats": repeats}, ensure_ascii=False))
 
     @staticmethod
     def lark(text: str) -> "Grammar":

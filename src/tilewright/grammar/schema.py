@@ -29,14 +29,20 @@ DEEPEST = 32
 """Schemas within one another."""
 MOST_SCHEMAS = 10_000
 """Schemas within one, each as often as it is referred to."""
-MOST_INTEGERS = 1000
-"""Integers between two bounds: each is a text of its own."""
+MOST_DIGITS = 40
+"""Of an integer's bounds."""
 QUOTED = {*'"\\'} | {chr(code) for code in [*range(32), 127]}
 """Characters that stand in JSON as escapes, of which there are several."""
 
+PLAIN_KEYS = {
+    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "anyOf", "enum", "const", "$ref",
+    "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    *SAID, *DEFINITIONS,
+}  # fmt: skip
+"""Keys of schemas that `closed` knows: with them alone, an object is described in one place."""
+
 PLAIN_CHARACTER = CharacterClass(others(((0, 31), (34, 34), (92, 92), (127, 127))))
 STRING_CHARACTER = Alternation((PLAIN_CHARACTER, parsed(r'\\(?:["\\bfnrt]|u00(?:[01][0-9a-fA-F]|7[fF]))')))
-INTEGER = parsed("-?(?:0|[1-9][0-9]*)")
 NUMBER = parsed(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 QUOTE, COMMA, COLON = literal('"'), literal(", "), literal(": ")
 
@@ -48,6 +54,41 @@ def schema_node(schema: Any) -> Node:
         NotRegular: it is none of those that become an expression here.
     """
     return SchemaReader(schema).node(schema, 0)
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema whose objects have no properties but those described, unless it says that they may have others.
+
+    It stays as it is where an object may be described in several places, such as by `allOf`: closed, these exclude each other.
+    """
+    try:
+        return closed_part(schema, 0)
+    except NotRegular:
+        return dict(schema)
+
+
+def closed_part(schema: Any, depth: int) -> Any:
+    """A part of a schema, closed. Raises `NotRegular` where objects may be described in several places."""
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, Mapping) or depth > DEEPEST or not schema.keys() <= PLAIN_KEYS:
+        raise NotRegular("a schema of other keys, or too deep")
+    found = dict(schema)
+    for key in schema.keys() & {"properties", *DEFINITIONS}:
+        if not isinstance(schema[key], Mapping):
+            raise NotRegular(f"{key} that are no object")
+        found[key] = {name: closed_part(each, depth + 1) for name, each in schema[key].items()}
+    for key in schema.keys() & {"items", "additionalProperties"}:
+        found[key] = closed_part(schema[key], depth + 1)
+    if "anyOf" in schema:
+        found["anyOf"] = [closed_part(each, depth + 1) for each in some(schema["anyOf"])]
+    if "properties" in schema:
+        needed = schema.get("required") or []
+        described = isinstance(needed, list) and all(isinstance(name, str) and name in found["properties"] for name in needed)
+        if not described or schema.keys() & {"anyOf", "$ref"}:
+            raise NotRegular("an object that is described in several places")
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 class SchemaReader:
@@ -101,7 +142,7 @@ class SchemaReader:
             case "number":
                 return NUMBER if not said else refused(said)
             case "integer":
-                return integer(*keys_of(said, "minimum", "maximum"))
+                return integer(*keys_of(said, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
             case "string":
                 return string(*keys_of(said, "minLength", "maxLength", "pattern"))
             case "array":
@@ -122,8 +163,8 @@ class SchemaReader:
 
     def object_(self, depth: int, properties: Any, required: Any, more: Any) -> Node:
         needed = [] if required is None else required
-        if more is not False or not isinstance(properties, Mapping) or not properties or not isinstance(needed, list):
-            raise NotRegular("an object with other properties, or none")
+        if more is not False or not isinstance(properties, Mapping) or not isinstance(needed, list):
+            raise NotRegular("an object with other properties")
         if any(name not in properties for name in needed):
             raise NotRegular("a required property that is not described")
         fields = [
@@ -173,18 +214,56 @@ def bound(value: Any, otherwise: int | None) -> Any:
     return value
 
 
-def integer(least: Any, most: Any) -> Node:
-    """Integers between two bounds, or all."""
-    if least is None and most is None:
-        return INTEGER
-    bounds = [each for each in (least, most) if isinstance(each, int) and not isinstance(each, bool)]
-    if len(bounds) < 2:
-        raise NotRegular("integers with one bound, or one that is no integer")
-    low, high = bounds
-    if not 0 <= high - low < MOST_INTEGERS:
-        raise NotRegular("too many integers, or none")
-    texts = [str(each) for each in range(low, high + 1)]
-    return Alternation(tuple(map(literal, [*texts, *(["-0"] if low < 0 <= high else [])])))
+def integer(least: Any, most: Any, above: Any = None, below: Any = None) -> Node:
+    """Integers between bounds, as far as there are some."""
+    bounds = [each for each in (least, most, above, below) if each is not None]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and len(str(each)) <= MOST_DIGITS for each in bounds):
+        raise NotRegular("a bound that is no integer, or too long")
+    low = max((each for each in (least, None if above is None else above + 1) if each is not None), default=None)
+    high = min((each for each in (most, None if below is None else below - 1) if each is not None), default=None)
+    if low is not None and high is not None and low > high:
+        raise NotRegular("integers between bounds of which the first is larger")
+    parts = list[Node]()
+    if low is None or low < 0:
+        zero = 0 if (low is None) == (high is None) else 1  # the matcher takes "-0" but where there is one bound
+        magnitudes = naturals(zero if high is None else max(zero, -high), None if low is None else -low)
+        parts.append(Concatenation((literal("-"), magnitudes)))
+    if high is None or high >= 0:
+        parts.append(naturals(max(0, low) if low is not None else 0, high))
+    return Alternation(tuple(parts))
+
+
+def naturals(low: int, high: int | None) -> Node:
+    """Natural numbers from `low` to `high`, without leading zeros; None for all from `low` on."""
+    if high is None:
+        longer = Concatenation((digit("1", "9"), Repetition(digit("0", "9"), len(str(low)), None)))
+        return Alternation((naturals(low, 10 ** len(str(low)) - 1), longer))
+    parts = list[Node]()
+    for length in range(len(str(low)), len(str(high)) + 1):
+        first, last = max(low, 10 ** (length - 1) if length > 1 else 0), min(high, 10**length - 1)
+        parts.append(digits(str(first), str(last)))
+    return Alternation(tuple(parts))
+
+
+def digits(low: str, high: str) -> Node:
+    """Texts of digits, as long as both bounds are, that lie between them."""
+    if not low:
+        return NOTHING
+    rest = len(low) - 1
+    if low[0] == high[0]:
+        return Concatenation((literal(low[0]), digits(low[1:], high[1:])))
+    parts = [
+        Concatenation((literal(low[0]), digits(low[1:], "9" * rest))),
+        Concatenation((literal(high[0]), digits("0" * rest, high[1:]))),
+    ]
+    if int(high[0]) - int(low[0]) > 1:
+        between = digit(str(int(low[0]) + 1), str(int(high[0]) - 1))
+        parts.append(Concatenation((between, Repetition(digit("0", "9"), rest, rest))))
+    return Alternation(tuple(parts))
+
+
+def digit(low: str, high: str) -> Node:
+    return CharacterClass(((ord(low), ord(high)),))
 
 
 def string(least: Any, most: Any, pattern: Any) -> Node:

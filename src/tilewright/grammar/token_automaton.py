@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int16, Int32
 
 from tilewright.grammar.dfa import ByteAutomaton, Deadline, byte_automaton
-from tilewright.grammar.regular import Alternation, Node, NotRegular, literal, parsed
+from tilewright.grammar.regular import Alternation, Concatenation, Node, NotRegular, Repetition, literal, parsed
 from tilewright.grammar.schema import schema_node
 from tilewright.grammar.worker import matcher_of
 from tilewright.runtime.automata import MOST_ENTRIES, MOST_MASKS, MOST_STATES, Automaton, words
@@ -87,8 +87,17 @@ def node_of(kind: str, text: str) -> Node:
             return parsed(text)
         case "json_schema":
             return schema_node(json.loads(text))
+        case "tagged":
+            return tagged_node(**json.loads(text))
         case _:
             raise NotRegular(f"a grammar of the kind {kind}")
+
+
+def tagged_node(options: list[list[Any]], repeats: bool) -> Node:
+    """Tagged JSON texts, each as begin, schema and end, as an expression. Raises `NotRegular` as `schema_node`."""
+    parts = [Concatenation((literal(begin), schema_node(schema), literal(end))) for begin, schema, end in options]
+    text = Alternation(tuple(parts))
+    return Concatenation((text, Repetition(Concatenation((literal("\n"), text)), 0, None))) if repeats else text
 
 
 def automaton_of(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str, seconds: float) -> Automaton:

@@ -57,6 +57,7 @@ def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
     make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}
     make["json_schema"] = lambda text: LLMatcher.grammar_from_json_schema(text, defaults=ON_ONE_LINE)
     make["choice"] = lambda text: LLMatcher.grammar_from_lark(lark_of_choice(json.loads(text)))
+    make["tagged"] = lambda text: LLMatcher.grammar_from_lark(lark_of_tagged(**json.loads(text)))
     limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
     return LLMatcher(tokenizer, make[kind](text), log_level=0, limits=limits)
 
@@ -64,6 +65,16 @@ def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
 def lark_of_choice(texts: list[str]) -> str:
     """One of several texts, as a Lark grammar."""
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def lark_of_tagged(options: list[list[Any]], repeats: bool) -> str:
+    """Tagged JSON texts, each as begin, schema and end, as a Lark grammar."""
+    rules, texts = list[str](), list[str]()
+    for number, (begin, schema, end) in enumerate(options):
+        texts.append(f"{json.dumps(begin)} json_{number} {json.dumps(end)}")
+        rules.append(f"json_{number}: %json {json.dumps({'x-guidance': ON_ONE_LINE} | schema, ensure_ascii=False)}")
+    start = 'start: text ("\\n" text)*' if repeats else "start: text"
+    return "\n".join([start, f"text: {' | '.join(texts)}", *rules])
 
 
 def bound_memory(most_bytes: int) -> None:

@@ -77,6 +77,7 @@ class LanguageModel:
         programs: of calls without the drafter, or with it, and their shapes.
         compiler: of grammars, once one was asked for.
         adapters: names of the low-rank adapters that requests may ask for.
+        default_adapter: that of calls which name none.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class LanguageModel:
         if adapters is not None:
             params = adapters.applied(self.ops, decoder.declare(target), params, DTYPES[dtype])
         self.adapters = () if adapters is None else adapters.names
+        self.default_adapter: str | None = None
         self.model = self.model_of(Models(params), None)
         self.programs: dict[tuple[bool, Shape], Programs] = {}
         self.compiler: Compiler | None = None
@@ -295,7 +297,7 @@ class LanguageModel:
                 equal texts.
             speculative: False decodes without the drafter; by default a drafter is used if there is one.
             grammar: what texts must be, one for all or one each; None for anything. Needs the extra `grammar`.
-            lora: names of adapters (`load`), one for all or one each; None for the model as it is.
+            lora: names of adapters (`load`), one for all or one each (None: the model as it is); by default `default_adapter`.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         each = self.agreed_sampling(self.each_sampling(listed, sampling))
@@ -316,7 +318,7 @@ class LanguageModel:
             pacer.policy(programs.layout.batch)  # compiles and measures before anything is timed
             return pacer
 
-        asked = zip(encoded, each, constraints, one_each(len(listed), lora, "adapter"), strict=True)
+        asked = zip(encoded, each, constraints, one_each(len(listed), lora or self.default_adapter, "adapter"), strict=True)
         requests = [GenerateRequest(tokens, one, constraint=own, lora=name) for tokens, one, own, name in asked]
         return Stream(Engine(replace(self.model, drafter=drafter), CALL, chooses, programs, mode), requests)
 
@@ -345,7 +347,7 @@ class LanguageModel:
             lora: as for `start`.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        asked = zip(map(self.encode, listed), one_each(len(listed), lora, "adapter"), strict=True)
+        asked = zip(map(self.encode, listed), one_each(len(listed), lora or self.default_adapter, "adapter"), strict=True)
         requests = [GenerateRequest(tokens, lora=name, pooling=pooling) for tokens, name in asked]
         positions = max(len(request.prompt) for request in requests)
         programs = self.programs_for(None, self.table.shape(min(len(listed), self.table.batches[-1]), positions))

@@ -188,6 +188,11 @@ def table_shapes(slots: int, vocab: int) -> AutomatonTable:
     return AutomatonTable(*(jax.ShapeDtypeStruct((count, *shape), dtype) for shape, dtype in (*sizes, *more)))
 
 
+def table_bytes(slots: int, vocab: int) -> int:
+    """Bytes that tables for so many slots take on each device: one that rounds read, and one that takes its place."""
+    return 2 * sum(each.size * each.dtype.itemsize for each in table_shapes(slots, vocab))
+
+
 def row_shapes(rows: int) -> AutomatonRows:
     """The arrays of a program's rows, abstract."""
     numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)

@@ -33,7 +33,7 @@ from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.pooling import PooledChunk, embedding
 from tilewright.runtime.prefill import Prefilled
-from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype
+from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype, mask_sources
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
@@ -41,7 +41,7 @@ from tilewright.runtime.scheduler import Chunk, RunningSequence, Scheduler, Toke
 from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
 from tilewright.runtime.snapshots import Snapshots
-from tilewright.runtime.state import StepInfo
+from tilewright.runtime.state import NOT_FINITE, StepInfo
 
 log = logging.getLogger("tilewright.engine")
 
@@ -67,10 +67,12 @@ class Engine(Service):
     Attributes:
         prefix_cache: whether full pages are kept for later requests that begin alike.
         last_masks: where those of the rounds came from that were sent last.
+        heard: the round in flight whose tokens the constraints have taken in, and nobody else yet.
     """
 
     options: EngineOptions
     last_masks: MaskSource = "none"
+    heard: SentRounds | None = None
 
     def __init__(
         self, model: Model, options: EngineOptions = EngineOptions(), chooses: Chooses = fixed_rounds,
@@ -190,6 +192,8 @@ class Engine(Service):
         """As `Service.recover`. What another process's devices hold is not known after a failure, unless all have run."""
         if self.runner.lockstep is not None and not isinstance(error, NotFinite):
             raise ProcessLost("a dispatch failed that several processes share") from error
+        if self.flight and self.flight[0] is self.heard:  # its tokens are here, and constraints have them
+            self.read(self.flight.popleft())
         super().recover(error)
 
     def choose_rounds(self, console: Console | None = None) -> None:
@@ -275,10 +279,43 @@ class Engine(Service):
     def embeds(self) -> bool:
         return self.runner.reports_logprobs
 
-    @property
-    def reads_first(self) -> bool:
+    def settle(self) -> bool:
         # Behind a round of the host's masks, the host alone knows where a row stands.
-        return "host" in (self.last_masks, self.masks_of(self.scheduler.runnable()))
+        masks = self.masks_of(self.scheduler.runnable())
+        if "host" not in (self.last_masks, masks) or (masks == "host" and self.hear()):
+            return False
+        return self.read_all_but(0)
+
+    def hear(self) -> bool:
+        """Has constraints take in what the round in flight committed, so that the next one is sent before that is handed out.
+
+        Returns:
+            False, and nothing is done, where it is no round of the host's masks, or a row ends: then it is read first.
+        """
+        sent = self.flight[0] if len(self.flight) == 1 else None
+        if not isinstance(sent, SentRounds) or sent.masks != "host":
+            return False
+        infos, proposed = self.runner.read(sent), self.runner.proposed(sent)
+        if not len(infos.committed):
+            return False
+        committed = [infos.tokens[0, row, : infos.committed[0, row]].tolist() for row in range(len(sent.batch))]
+        if any(self.may_end(running.sequence, tokens) for running, tokens in zip(sent.batch, committed, strict=True)):
+            return False
+        self.heard = sent
+        for running, tokens, drafts in zip(sent.batch, committed, proposed, strict=True):
+            running.drafts, sequence = drafts, running.sequence
+            if sequence.constraint is not None and sequence.handle.result is None:
+                try:
+                    sequence.constraint.advance(tokens)
+                except ConstraintError as error:
+                    self.scheduler.remove(sequence)
+                    self.end(sequence, "error", str(error))
+        return True
+
+    def may_end(self, sequence: TokenSequence, tokens: Sequence[int]) -> bool:
+        """True if a sequence ends with the tokens that a round committed, but for what only its text says."""
+        ends = not {*self.eos_token_ids, *sequence.processor.sampling.stop_token_ids, NOT_FINITE}.isdisjoint(tokens)
+        return not tokens or ends or sequence.length + len(tokens) >= sequence.processor.end
 
     def masks_of(self, batch: Sequence[RunningSequence]) -> MaskSource:
         """Where the masks of rounds of a batch come from."""
@@ -291,7 +328,7 @@ class Engine(Service):
             return "none"
         automata = {None if each is None else each.automaton for each in (one.automaton for one in constraints)}
         few = len(automata) <= places(self.programs.layout.batch)
-        return "device" if None not in automata and few and "device" in self.programs.mask_sources else "host"
+        return "device" if None not in automata and few and "device" in mask_sources(self.programs.target) else "host"
 
     def send(self) -> bool:
         """Sends rounds for all that are ready for them."""
@@ -369,9 +406,10 @@ class Engine(Service):
         sequences = [running.sequence for running in sent.batch]
         heard = [len(sequence.processor.tokens) for sequence in sequences]
         drafter, failure = None if sent.choice is None else sent.choice.drafter, None
+        was_heard, self.heard = sent is self.heard, None
         proposed = self.runner.proposed(sent)
         for row, running in enumerate(sent.batch):
-            running.drafts = proposed[row]
+            running.drafts = running.drafts if was_heard else proposed[row]
             committed = int(infos.committed[:, row].sum())
             self.scheduler.on_completed(running, sent.rounds, sent.width, committed, drafter)
             if running.sequence.constraint is not None:
@@ -379,7 +417,7 @@ class Engine(Service):
             if committed and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
                     update = collect_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)
-                    if update.end is None and running.sequence.constraint is not None:
+                    if update.end is None and running.sequence.constraint is not None and not was_heard:
                         running.sequence.constraint.advance([token.token for token in update.tokens])
                 except ConstraintError as error:
                     update = RequestOutput(end="error", error=str(error))

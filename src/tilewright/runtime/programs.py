@@ -145,14 +145,7 @@ class Programs(Store[ProgramKey]):
 
     def declared(self, sampling: SamplingMode = "logprobs", constraints: bool = False) -> Iterator[ProgramKey]:
         """All programs that may be needed where rows ask for no more than this, and some have `constraints`."""
-        return program_keys(self.table, self.choices, sampling, self.mask_sources if constraints else ())
-
-    @property
-    def mask_sources(self) -> tuple[MaskSource, ...]:
-        """Where masks may come from: the host alone without loops on the device, and over several processes."""
-        mesh = self.target.mesh
-        several = mesh is not None and mesh.is_multi_process
-        return ("host", "device") if self.target.loops and not several else ("host",)
+        return program_keys(self.table, self.choices, sampling, mask_sources(self.target) if constraints else ())
 
     def round_key(
         self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs", masks: MaskSource = "none"
@@ -311,6 +304,12 @@ class Programs(Store[ProgramKey]):
             return with_rows(state, replace(some, tokens=tokens, done=jnp.where(running, some.done, done)), slots)
 
         return some if turn is None else turn.open(target, models, some), close
+
+
+def mask_sources(target: Target) -> tuple[MaskSource, ...]:
+    """Where masks may come from: the host alone without loops on the device, and over several processes."""
+    several = target.mesh is not None and target.mesh.is_multi_process
+    return ("host", "device") if target.loops and not several else ("host",)
 
 
 def outside_pages(target: Target, layout: Layout, drafter: Drafter | None, dtype: DTypeLike) -> str:

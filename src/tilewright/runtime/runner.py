@@ -245,7 +245,7 @@ class ModelRunner:
         """The drafts of each row for its next round, as far as rounds told them."""
         if sent.reports.proposed is None:
             return [[] for _ in sent.batch]
-        return [own[: own.pop(0)] for own in np.asarray(sent.reports.proposed).tolist()]
+        return [own[: own.pop(0)] for own in np.asarray(sent.reports.proposed)[: len(sent.batch)].tolist()]
 
     def wait(self) -> None:
         """Until all that was sent has run."""

@@ -284,14 +284,13 @@ class Service(ABC):
     def turn(self) -> bool:
         """Sends, and reads what the step before had sent."""
         filled = self.fill()
-        read = self.read_all_but(0) if self.reads_first else False
+        read = self.settle()
         sent = self.send()
         read |= self.read_all_but(1 if sent else 0)
         return bool(filled or sent or read)
 
-    @property
-    def reads_first(self) -> bool:
-        """True if what is sent next depends on what came of the dispatch before."""
+    def settle(self) -> bool:
+        """Takes in what the next dispatch depends on of those in flight. Returns whether any was read."""
         return False
 
     def read_all_but(self, last: int) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 
 from tilewright.parallel.mesh import least_bytes
+from tilewright.runtime.automaton_table import table_bytes
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import part_of
-from tilewright.runtime.programs import allocate_caches, outside_pages
+from tilewright.runtime.programs import allocate_caches, mask_sources, outside_pages
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
 
@@ -40,6 +41,7 @@ class EngineSizes:
         layout: pages of all groups of layers.
         held_bytes: that all pages take on each device.
         row_bytes: that a row, or a snapshot, of states takes that lie in no page; 0 without such.
+        automata_bytes: that tables of automata take on each device once a request has one; 0 where none may have a constraint.
         free: bytes that were free on each device when the pool was sized; None where it takes no more than was asked for.
     """
 
@@ -54,6 +56,7 @@ class EngineSizes:
     layout: Layout
     held_bytes: int
     row_bytes: int = 0
+    automata_bytes: int = 0
     free: int | None = None
 
 
@@ -169,9 +172,11 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     pool = replace(pool, snapshots=snapshots_for(pool, options))
     fixed, each = pool.fixed_bytes, pool.page_bytes
     pages, free = full if options.pages is None else options.pages, None
+    automata = table_bytes(table.batches[-1], target.config.vocab_size)
+    automata *= options.constraints and "device" in mask_sources(target)
     if options.pages is None and options.memory_fraction is not None:
         free = least_bytes(target.mesh, free_bytes(None if target.mesh is None else target.mesh.devices.flat))
-        besides = fixed + temporary_bytes(target, table, widest)
+        besides = fixed + temporary_bytes(target, table, widest) + automata
         pages = pool.within(int(options.memory_fraction * free) - besides, full)
         if pages * size < min(capacity, size + widest):
             raise ValueError(
@@ -183,7 +188,7 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     shapes = options.shapes(context)
     layout = replace(pool, batch=shapes.batches[-1], capacity=shapes.capacities[-1]).layout(pages)
     held = state_bytes(target, drafter, layout, dtype) - fixed
-    return EngineSizes(shapes, pages, size, full, context, longest, widest, each, layout, held, pool.row_bytes, free)
+    return EngineSizes(shapes, pages, size, full, context, longest, widest, each, layout, held, pool.row_bytes, automata, free)
 
 
 def snapshots_for(pool: PoolBytes, options: EngineOptions) -> int:
@@ -218,10 +223,11 @@ def sizes_line(sizes: EngineSizes, weights: Any, dtype: str, kv_dtype: str, own:
     if sizes.row_bytes:
         rows = f"{layout.batch} rows and {layout.snapshots} snapshots"
         states = f"; states {amount(sizes.row_bytes * layout.state_rows)}: {rows} (--slots, --state-snapshots)"
+    automata = f"; automata of grammars {amount(sizes.automata_bytes)} (--structured-output)" if sizes.automata_bytes else ""
     return (
         f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) in {dtype} "
         f"(--dtype, --weights); keys and values "
         f"{amount(sizes.held_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
-        f"--slots){states}; "
+        f"--slots){states}{automata}; "
         f"context {sizes.context:,}, {why} (--context)"
     )

@@ -295,7 +295,7 @@ def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constr
         field = asked.param.partition(".")[0]
         raise ApiError(400, f"'{field}': expected none beside tools that may be called", "invalid_value", field)
     if tools is not None and tools.forced:
-        asked = call_grammar(tools, constrain)
+        asked = call_grammar(tools)
     if asked is None:
         return None
     if constrain is None:
@@ -304,26 +304,27 @@ def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constr
     try:
         return constrain(asked.grammar)
     except ValueError as error:
+        if tools is not None and tools.forced:
+            check_parameters(tools, constrain)
         raise refused(asked.param, error) from error
 
 
-def call_grammar(tools: ToolUse, constrain: Constrain | None) -> Asked:
-    """The grammar of calls that are wanted.
-
-    Raises:
-        ApiError: the parameters of a function are no schema that can be used; it names the first that is none.
-    """
-    for number, tool in enumerate(tools.tools):
-        if tool in tools.callable and constrain is not None:
-            param = f"tools[{number}].function.parameters"
-            try:
-                constrain(arguments_schema(tool))
-            except ValueError as error:
-                raise refused(param, error) from error
+def call_grammar(tools: ToolUse) -> Asked:
+    """The grammar of calls that are wanted. Raises an `ApiError` for one that is too long."""
     try:
         return Asked(tools.grammar(), "tools")
     except ValueError as error:
         raise refused("tools", error) from error
+
+
+def check_parameters(tools: ToolUse, constrain: Constrain) -> None:
+    """Raises an `ApiError` that names the first function of those that may be called whose parameters cannot be used."""
+    for number, tool in enumerate(tools.tools):
+        if tool in tools.callable:
+            try:
+                constrain(Grammar.json_schema(arguments_schema(tool)))
+            except ValueError as error:
+                raise refused(f"tools[{number}].function.parameters", error) from error
 
 
 def prompted(prompt: str | list[int], body: CompletionBody, engine: Service) -> Prompted:

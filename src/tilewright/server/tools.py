@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.grammar import Grammar, Tagged
+from tilewright.grammar.schema import closed
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import Body, Ignored, expect
@@ -147,19 +148,17 @@ class ToolUse:
         """Of an answer that is nothing but calls."""
         form = self.form
         before, after = (f"{form.begin}\n", f"\n{form.end}") if form.begin else ("", "")
-        rules, calls = list[str](), list[str]()
-        for number, tool in enumerate(self.callable):
+
+        def tagged(tool: Tool) -> Tagged:
             opening = f'{before}{{"name": {json.dumps(tool.function.name)}, "{form.arguments}": '
-            calls.append(f"{json.dumps(opening)} arguments_{number} {json.dumps('}' + after)}")
-            rules.append(f"arguments_{number}: %json {arguments_schema(tool).text}")
-        start = 'start: call ("\\n" call)*' if self.several else "start: call"
-        return Grammar.lark("\n".join([start, f"call: {' | '.join(calls)}", *rules]))
+            return Tagged(opening, arguments_schema(tool), f"}}{after}")
+
+        return Grammar.tagged([tagged(tool) for tool in self.callable], self.several)
 
 
-def arguments_schema(tool: Tool) -> Grammar:
-    """Of a function's arguments, written as all JSON here is."""
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return Grammar.json_schema({"type": "object", "x-guidance": spaces} | (tool.function.parameters or {}))
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Schema of a function's arguments, which are those that are described: without a schema there are none."""
+    return closed({"type": "object"} | (tool.function.parameters or {"properties": {}}))
 
 
 def tool_use(
