@@ -30,11 +30,12 @@ import tilewright as tw
 from tilewright.bench.bandwidth import MemoryBuffers
 from tilewright.bench.model_configs import MODELS
 from tilewright.cli.common import JsonFile, check_output_file, human_console, keep_programs, write_json
-from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
+from tilewright.metrics.metric import significant
 from tilewright.models import published
 from tilewright.models.gguf import open_gguf
+from tilewright.report.terminal import print_table
 from tilewright.runtime.memory import step_bytes
 from tilewright.runtime.shapes import ShapeTable
 

@@ -32,13 +32,14 @@ from tilewright.bench.figures import BASELINE
 from tilewright.bench.speculative import DatasetPrompts, ask
 from tilewright.cli.bench_speculative import DrafterArguments
 from tilewright.cli.common import AUTO, JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
-from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.llm.acceptance import distinct_ngram_ratio
 from tilewright.llm.language_model import LanguageModel
+from tilewright.metrics.metric import significant
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
+from tilewright.report.terminal import print_table
 
 DRAFTS, NGRAMS = (2, 4, 10), (2, 3)
 """How many tokens llama.cpp is tried with, and how long a run it looks up."""

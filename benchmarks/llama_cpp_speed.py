@@ -27,13 +27,14 @@ from rich.table import Table
 
 import tilewright as tw
 from tilewright.cli.common import JsonFile, check_output_file, human_console, keep_programs, write_json
-from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.llm.language_model import LanguageModel
+from tilewright.metrics.metric import significant
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.gguf import open_gguf
 from tilewright.models.tokenizer import encode
+from tilewright.report.terminal import print_table
 from tilewright.runtime.shapes import ShapeTable
 
 OURS: dict[str, dict[str, Any]] = {

@@ -38,7 +38,6 @@ from tokenizers import Tokenizer
 
 import tilewright as tw
 from tilewright.cli.common import WORDS, JsonFile, check_output_file, human_console, keep_programs, write_json
-from tilewright.compiled.figures import print_table
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.kernels.operations import Operations
 from tilewright.llm.language_model import LanguageModel
@@ -47,6 +46,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import decoder_config
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import encode, load_tokenizer
+from tilewright.report.terminal import print_table
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.shapes import ShapeTable

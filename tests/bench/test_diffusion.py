@@ -14,12 +14,12 @@ from reference.diffusion_model_numpy import softmax
 from tilewright.bench.diffusion import (
     DenoisingRun,
     by_step,
-    csv_text,
     fitted_table,
     measure,
     rows,
     rows_in_all,
     run_figures,
+    scalars_as_csv,
     ways_of,
 )
 from tilewright.bench.diffusion_quality import beside, compare_with_dense, token_agreement
@@ -133,7 +133,7 @@ def test_ways_are_measured_in_turns_and_nothing_compiles_meanwhile(model: Diffus
     assert all(row["host_synchronisations_per_step"] <= 1 / 4 for row in figures[:2])
     assert all(row["peak_bytes"] > 0 for row in figures)
     assert all(len(run.timed) == 2 for run in found)
-    read = list(csv.DictReader(io.StringIO(csv_text(figures))))
+    read = list(csv.DictReader(io.StringIO(scalars_as_csv(figures))))
     assert [row["name"] for row in read] == [row["name"] for row in figures]
     assert "salient_share_by_layer" not in read[0]
     assert float(read[1]["salient_share"]) == pytest.approx(figures[1]["salient_share"])

@@ -14,9 +14,9 @@ from tilewright.bench.figures import (
     DecodingRun,
     acceptance_by_position,
     average_rows,
+    benchmark_csv,
     benchmark_rows,
     cost_per_million_tokens,
-    csv_text,
     distinct_ngram_ratio,
     first_difference,
     mean_distinct_ngram_ratio,
@@ -252,7 +252,7 @@ def test_averages_weigh_datasets_alike():
 
 
 def test_csv_has_a_line_for_each_row_and_category():
-    lines = list(csv.DictReader(io.StringIO(csv_text(benchmark_rows(both_runs(dataset='a "b", c')[1:])))))
+    lines = list(csv.DictReader(io.StringIO(benchmark_csv(benchmark_rows(both_runs(dataset='a "b", c')[1:])))))
     assert [(line["dataset"], line["category"], line["tokens_per_round"]) for line in lines] == [
         ('a "b", c', "", "2.0"),
         ('a "b", c', "writing", "2.5"),

@@ -198,7 +198,7 @@ def test_unknown_commands(run: Run, empty: Path):
     ("arguments", "problem"),
     [
         (["--samples", "0"], "expected samples of at least 1, found 0"),
-        (["--batch-size", "0"], "expected batch sizes of at least 1, each once, found 0"),
+        (["--batch-size", "0"], "expected batch_size of at least 1, found 0"),
         (["--repetitions", "0"], "expected repetitions of at least 1, found 0"),
         (["--top-p", "2"], "expected top_p from 0 to 1, found 2"),
         (["--price-per-hour", "0"], "expected a price per hour above 0, found 0.0"),

@@ -7,7 +7,7 @@ import pytest
 from cli.conftest import Run
 from tilewright.bench import graph as bench
 from tilewright.compiled import compare
-from tilewright.compiled.figures import significant
+from tilewright.metrics.metric import significant
 
 SMALL = ["bench", "graph", "--data", "uniform:30:4", "--features", 8, "--repetitions", 1]
 
@@ -29,7 +29,12 @@ def test_table_json_and_page(run: Run, tmp_path: Path):
     facts = [ran.json[name] for name in ("graph", "nodes", "max_degree", "features", "dtype", "repetitions", "measured")]
     assert facts == ["uniform:30:4", 30, 4, 8, "float32", 1, True]
     for one in ran.json["data"]:
-        shown = {one["name"], significant(one["median_ms"], 4), f"{one['speedup']:.2f}", f"{one['written_bytes'] / 1e6:,.2f}"}
+        shown = {
+            one["name"],
+            significant(one["median_ms"], 4),
+            f"{one['speedup']:.2f}",
+            f"{one['written_bytes'] / 1e6:,.2f}",
+        }
         assert any(shown <= set(line.split()) for line in ran.err.splitlines()), shown
     text = page.read_text(encoding="utf-8")
     assert "30 nodes" in text

@@ -7,8 +7,8 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import bandwidth, linear
-from tilewright.compiled.figures import significant
 from tilewright.kernels import native
+from tilewright.metrics.metric import significant
 
 SMALL = ["--model", "demo", "--layers", "k", "q", "--rows", 1, 16, "--repetitions", 1, "--weights-mb", 0.1]
 

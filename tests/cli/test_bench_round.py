@@ -9,7 +9,7 @@ from cli.conftest import Run
 from tilewright.bench import bandwidth, round_compiled
 from tilewright.bench import round as rounds
 from tilewright.cli import bench_round
-from tilewright.compiled.figures import significant
+from tilewright.metrics.metric import significant
 
 TARGET = {
     "model_type": "qwen3", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -83,8 +83,8 @@ def test_estimates_for_an_absent_chip(run: Run, shapes: list[object], monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--block-size", 1], "expected block sizes of at least 2, found 1"),
-        (["--context", "0,4"], "expected contexts of at least 1, found 0, 4"),
+        (["--block-size", 1], "expected block_size of at least 2, found 1"),
+        (["--context", "0,4"], "expected context of at least 1, found 0, 4"),
         (["--block-size", "16,x"], "Invalid value for --block-size"),
         (["--repetitions", 0], "expected repetitions of at least 1, found 0"),
         (["--context", 40960], "within the model's 40960 positions, found 41088"),

@@ -92,8 +92,8 @@ def test_the_model_may_be_named_either_way(run: Run, folders: tuple[Path, Path])
 
 BAD: dict[str, tuple[list[object], str]] = {
     "both efforts": (["--quick", "--thorough"], "expected --quick or --thorough, found both"),
-    "no rows": (["--batch-size", 0], "expected batch sizes of at least 1, each once, found 0"),
-    "rows twice": (["--batch-size", 2, 2], "expected batch sizes of at least 1, each once, found 2, 2"),
+    "no rows": (["--batch-size", 0], "expected batch_size of at least 1, found 0"),
+    "rows twice": (["--batch-size", 2, 2], "expected different batch_size, found 2, 2"),
     "no requests": (["--requests", 0], "expected requests of at least 1, found 0"),
     "no tokens": (["--max-new-tokens", 0], "expected max_new_tokens of at least 1, found 0"),
     "a seed too large": (["--seed", 2**32], "expected a seed from 0 to 2**32 - 1"),

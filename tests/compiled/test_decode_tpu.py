@@ -1,5 +1,6 @@
 """Decoding steps that the TPU compiler made: what they do with their caches. Skipped without it."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -8,6 +9,7 @@ from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import OverlapSetup, Phase, program
 from tilewright.compiled.aot import compile_for
 from tilewright.compiled.hlo import read_module
+from tilewright.kernels.select import operations
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED_AXES
 
@@ -35,7 +37,8 @@ def test_a_step_copies_no_cache(chip: str, batch: int):
     """With one key/value head to a chip, with two, and with all of them."""
     config = model_config("llama3-8b")
     setup, phase = OverlapSetup(chip, "llama3-8b", config, LAYERS), Phase("decode", batch, POSITIONS)
-    function, arguments = program(setup, phase, TensorParallel(GROUPED_AXES), LAYERS)
+    config, ops = replace(config, num_layers=LAYERS), operations("tpu", kernels=setup.kernels)
+    function, arguments = program(config, setup.mesh, ops, phase, TensorParallel(GROUPED_AXES))
     made = compile_for(chip, function, *arguments, donate=1)
     cache_bytes = 2 * batch * config.num_kv_heads // setup.devices * POSITIONS * config.head_dim
     assert made.alias_bytes >= 2 * LAYERS * cache_bytes

@@ -1,5 +1,6 @@
 """Sweeps: that draws fill their ranges, and what is said of predictions."""
 
+from collections.abc import Mapping
 from math import log
 
 import numpy as np
@@ -14,7 +15,7 @@ from tilewright.perfmodel.uncertainty import MODEL_ERROR, Basis, latin_hypercube
 RATE, DELAY = Ranged(10.0, 5.0, 20.0), Ranged(1.0, 4.0)
 
 
-def two_ways(changes: dict[str, float]) -> dict[str, float]:
+def two_ways(changes: Mapping[str, float]) -> dict[str, float]:
     """One way goes by the rate alone, and one by the delay alone."""
     return {"by rate": 30 / changes.get("rate", RATE), "by delay": 2 * changes.get("delay", DELAY)}
 

@@ -9,16 +9,8 @@ from typing import Any
 import pytest
 
 from report.reading import Page, check_self_contained
-from tilewright.report.graph import (
-    GraphReport,
-    byte_bars,
-    kernels_table,
-    memory_table,
-    time_bars,
-    times_table,
-    write_graph,
-)
-from tilewright.report.page import Cell, HtmlTable, asset
+from tilewright.report.graph import bars, kernels_table, memory_table, terminal_tables, times_table, write_graph
+from tilewright.report.page import Cell, HtmlTable, Report, asset
 
 
 def record(experiment: str, name: str, place: str = "a machine", ms: float | None = 2.0, **more: Any) -> dict[str, Any]:
@@ -40,11 +32,11 @@ COUNTED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def sample() -> GraphReport:
+def sample() -> Report:
     measured = [record("gather-scatter", "baseline", ms=10.0), record("gather-scatter", "bucketed", ms=2.0, **COUNTED)]
     measured.append(record("gcn <x>", "baseline", ms=10.0))
     estimated = [record("gather-scatter", "bucketed", "v5e:1x1", ms=None, **COUNTED)]
-    return GraphReport("Graphs & bytes", "10 nodes.", measured + estimated, {"graph": "seed"}, ["no baseline: too large"])
+    return Report("Graphs & bytes", "10 nodes.", measured + estimated, {"graph": "seed"}, ["no baseline: too large"])
 
 
 def texts(table: HtmlTable) -> list[list[str | None]]:
@@ -57,21 +49,30 @@ def test_the_page_is_one_file_with_all_its_data(tmp_path: Path):
     check_self_contained(page)
     assert page.data() == json.loads(json.dumps(asdict(sample())))
     words = " ".join(page.words)
-    for shown in ("10 nodes.", "no baseline: too large", "gcn <x>, baseline", "5.00×", "Compiler estimates", "68,126"):
+    for shown in ("10 nodes.", "no baseline: too large", "gcn <x>, baseline", "5.00", "Compiler estimates", "68,126"):
         assert shown in words
 
 
 def test_the_tables_have_the_figures_and_the_best_speedup_is_strong():
     records = sample().records
-    table = times_table("a machine", records[:3])
-    assert texts(table)[1] == ["gather-scatter, bucketed", "2", "5.00×", "25%", "1e-06", "0.50"]
-    assert texts(memory_table("a machine", records[:3]))[1][1:] == ["3.00", "1.00", "2", "0.50", "7.00"]
+    table = times_table("a machine", records[:3]).page()
+    assert texts(table)[1] == ["gather-scatter, bucketed", "2.000", "5.00", "25%", "1e-06", "0.50"]
+    assert texts(memory_table("a machine", records[:3]).page())[1][1:] == ["3.00", "1.00", "2", "0.50", "7.00"]
     assert [isinstance(row[2], Cell) and row[2].strong for row in table.rows] == [False, True, True]
-    estimates = times_table("v5e:1x1", records[3:])
+    estimates = times_table("v5e:1x1", records[3:]).page()
     assert texts(estimates)[0][1:4] == ["41.0", "3", "1.5"]
     chips = (("TPU", "tpu"), ("Trainium", "nki"))
-    counted = [row[1:] for chip in chips for row in texts(kernels_table(records[1:2], *chip))]
+    counted = [row[1:] for chip in chips for row in texts(kernels_table(records[1:2], *chip).page())]
     assert counted == [["68,126", "35.40", "1.05"], ["93,705", "40.00", "1.06"]]
+    loaded = times_table("a machine", [record("gcn", "baseline", loaded=True)]).page()
+    assert texts(loaded)[0][-1] == "0.50 loaded"
+
+
+def test_the_terminal_has_a_table_for_each_place():
+    measured, estimated = terminal_tables(sample().records)
+    assert (measured.title, estimated.title) == ("a machine", "v5e:1x1")
+    assert [metric.head for metric in measured.metrics[:3]] == ["ms", "speedup", "of bandwidth"]
+    assert [metric.of(sample().records[1]) for metric in measured.metrics][-2:] == ["68,126", "93,705"]
 
 
 def test_tables_fit_a_narrow_page(tmp_path: Path):
@@ -88,11 +89,13 @@ def test_tables_fit_a_narrow_page(tmp_path: Path):
 
 
 def test_a_chart_for_each_experiment():
-    records = sample().records[:3]
-    assert [(chart.title, len(chart.bars)) for chart in time_bars(records)] == [("gather-scatter", 2), ("gcn <x>", 1)]
-    assert byte_bars(records)[0].bars[0] == ("baseline", (3.0, 1.0))
+    charts = bars(sample().records[:3], {"read": "read_bytes", "written": "written_bytes"}, "MB", 1e-6)
+    assert [(chart.title, len(chart.bars)) for chart in charts] == [("gather-scatter", 2), ("gcn <x>", 1)]
+    name, parts = charts[0].bars[0]
+    assert name == "baseline"
+    assert parts == pytest.approx([3.0, 1.0])
 
 
 def test_no_figures_are_refused():
-    with pytest.raises(ValueError, match="figures of at least one program, found none"):
-        GraphReport("Graphs", "", [])
+    with pytest.raises(ValueError, match="Graphs: expected at least one row of figures, found none"):
+        Report("Graphs", "", [])

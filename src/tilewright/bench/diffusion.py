@@ -1,7 +1,5 @@
 """`tilewright bench diffusion`: the same prompts denoised in several modes, side by side in one run."""
 
-import csv
-import io
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +18,7 @@ from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.diffusion.model import Denoised, DiffusionModel, StepReport
 from tilewright.diffusion.options import Denoising, Mode
 from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
+from tilewright.report.tables import csv_text
 
 Row = dict[str, Any]
 
@@ -285,11 +284,6 @@ def environment(model: DiffusionModel) -> Row:
     }
 
 
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+def scalars_as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as CSV: those of their figures that are one number or name."""
-    names = [name for name in rows[0] if not any(isinstance(row[name], (list, tuple, dict)) for row in rows)]
-    out = io.StringIO()
-    writer: csv.DictWriter[str] = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    return csv_text([name for name in rows[0] if not any(isinstance(row[name], (list, tuple, dict)) for row in rows)], rows)

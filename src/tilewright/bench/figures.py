@@ -1,7 +1,5 @@
 """The figures of a generation, each computed in one place. `docs/metrics.md` defines them."""
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +7,8 @@ from typing import Any
 
 from tilewright.compiled.timing import quotients, spread
 from tilewright.llm.acceptance import distinct_ngram_ratio, drafting_rounds, speculative_decoding
+from tilewright.metrics.speculative import FIGURES, TAU, VLLM
+from tilewright.report.tables import csv_text
 from tilewright.runtime.output import Result
 
 BASELINE = "none"
@@ -252,24 +252,17 @@ def average_rows(rows: Sequence[Row]) -> list[Row]:
     return averages
 
 
-CSV_FIELDS = (
-    "dataset category batch_size drafter block_size responses skipped tokens rounds tokens_per_s baseline_tokens_per_s speedup "
-    "round_cost_steps tokens_per_round tau_by_response tau_published mean_acceptance_length draft_acceptance_rate "
-    "num_spec_steps num_accepted_draft_tokens num_draft_tokens num_spec_tokens mean_round_ms round_ms draft_ms verify_ms "
-    "other_ms cost_per_million_tokens distinct_4gram_ratio identical"
-).split()
+CSV_FIELDS = ("category", *(metric.name for metric in (*FIGURES, *TAU, *VLLM) if metric.csv))
 
 
-def csv_text(rows: Sequence[Row]) -> str:
+def benchmark_csv(rows: Sequence[Row]) -> str:
     """The rows of `benchmark_rows` as CSV: those of their figures that are one number, a line more for each category.
 
     A figure that is not known is an empty cell; a category has no figures of time.
     """
-    out = io.StringIO()
-    writer: csv.DictWriter[str] = csv.DictWriter(out, CSV_FIELDS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    lines = []
     for row in rows:
-        writer.writerow({"category": "", **row, **(row["speculative_decoding"] or {})})
+        lines.append({"category": "", **row, **(row["speculative_decoding"] or {})})
         shared = {name: row[name] for name in ("dataset", "batch_size", "drafter", "block_size")}
-        writer.writerows({**shared, **category} for category in row["categories"])
-    return out.getvalue()
+        lines += [{**shared, **category} for category in row["categories"]]
+    return csv_text(CSV_FIELDS, lines)

@@ -13,7 +13,6 @@ OBJECTIVES = ("ttft", "tpot", "e2e")
 """Latencies that goodput can bound, in milliseconds."""
 REJECTED = ("http_429", "http_503")
 """Failures by which a server says that it has too much to do."""
-LATENCIES = ("ttft", "tpot", "itl", "token_itl", "e2e", "held", "slip")
 
 
 def serving_figures(

@@ -1,8 +1,6 @@
 """`tilewright bench diffusion`: ways of denoising the same prompts, side by side."""
 
 import datetime
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +12,18 @@ from rich.progress import Progress
 
 from tilewright.bench.datasets import NOT_THINKING, read_examples
 from tilewright.bench.datasets import prompt as prompt_text
-from tilewright.bench.diffusion import csv_text, environment, fitted_table, measure, rows, rows_in_all, ways_of
-from tilewright.cli.common import (
-    SEVERAL,
-    JsonFile,
-    check_output_file,
-    human_console,
-    progress_console,
-    whole_file,
-    write_json,
-    write_text,
-)
+from tilewright.bench.diffusion import environment, fitted_table, measure, rows, rows_in_all, scalars_as_csv, ways_of
+from tilewright.cli.common import SEVERAL, progress_console, write_text
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
-from tilewright.compiled.figures import print_table
+from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising, Mode
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
-from tilewright.report.diffusion import DiffusionReport, programs_table, table, write_diffusion
+from tilewright.report.diffusion import figures_table, programs_table, write_diffusion
+from tilewright.report.page import Report
+from tilewright.report.terminal import print_table
 from tilewright.train.arithmetic import Problem, is_right
 
 ARITHMETIC = "arithmetic"
@@ -80,16 +71,9 @@ class Compared:
     beside: int = 4
 
     def check(self) -> None:
-        for name in ("problems", "batch_size", "timed", "repetitions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, found {getattr(self, name)}")
-        if self.beside < 0:
-            raise ValueError(f"expected beside of at least 0, found {self.beside}")
-        for name, needed in (("modes", True), ("tau", "sparse" in self.modes), ("threshold", False), ("suffix_window", False)):
-            values = getattr(self, name)
-            if (needed and not values) or len(set(values)) < len(values):
-                found = ", ".join(map(str, values)) or "none"
-                raise ValueError(f"expected {'different ' if values else ''}{name}, found {found}")
+        check_least(self, problems=1, batch_size=1, timed=1, repetitions=1, beside=0)
+        check_some(self, "modes", *(["tau"] if self.tau or "sparse" in self.modes else []))
+        check_some(self, *(name for name in ("threshold", "suffix_window") if getattr(self, name)))
         if self.task == ARITHMETIC and self.prompt_file is not None:
             raise ValueError("expected --task arithmetic, which has its own problems, or --prompt-file, found both")
 
@@ -130,34 +114,12 @@ def card_task(folder: Path) -> bool:
     return any(line.strip() == f"task: {ARITHMETIC}" for line in lines)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class DiffusionOutputs:
-    """Places where figures go, besides the terminal.
-
-    Attributes:
-        json_file: the figures as JSON; "-" is standard output.
-        csv: the table as CSV.
-        html: a page with tables and charts.
-    """
-
-    json_file: JsonFile = None
-    csv: Path | None = None
-    html: Path | None = None
-
-    def check(self) -> None:
-        check_output_file("--json", self.json_file)
-        for name in ("csv", "html"):
-            path = getattr(self, name)
-            check_output_file(f"--{name}", None if path is None else str(path))
-
-
 def bench_diffusion(
     *,
     compared: Compared = Compared(),
     models: DiffusionModelOptions = DiffusionModelOptions(),
     options: StepOptions = StepOptions(),
-    outputs: DiffusionOutputs = DiffusionOutputs(),
+    outputs: TableFiles = TableFiles(),
 ) -> None:
     """Denoises the same prompts in every mode, in turns, and prints speed, accuracy and what each step changed.
 
@@ -167,7 +129,7 @@ def bench_diffusion(
     compared.check()
     if compared.new_tokens is not None:
         options.request(compared.new_tokens, compared.seed)
-    console = human_console(outputs.json_file)
+    console = outputs.console()
     template = models.chat_template(console) if compared.chat else None
     if compared.chat and template is None:
         raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
@@ -187,24 +149,15 @@ def bench_diffusion(
         )
     right = (lambda n, text: is_right(problems[n], text)) if problems else None
     figures = rows(found, right)
-    say(console, figures)
+    for table in (figures_table(figures), programs_table(figures)):
+        print_table(console, table.terminal())
     about = facts(model, models, compared, base, problems)
-    write_json(outputs.json_file, {**about, "data": figures})
     if outputs.csv is not None:
-        write_text(outputs.csv, csv_text(figures))
-    if outputs.html is not None:
-        command = {"command": shlex.join(["tilewright", *sys.argv[1:]])}
-        asked = f"{len(prompts)} {'problems' if problems else 'prompts'}"
-        lead = f"{models.model}, {asked}, responses of {base.new_tokens} tokens in blocks of {base.block}."
-        with whole_file(outputs.html) as partial:
-            write_diffusion(partial, DiffusionReport("Denoising side by side", lead, figures, {**about, **command}))
-        console.print(f"{outputs.html} written", markup=False)
-
-
-def say(console: Console, figures: Sequence[dict[str, Any]]) -> None:
-    """The tables."""
-    print_table(console, table("denoising side by side", figures))
-    print_table(console, programs_table(figures))
+        write_text(outputs.csv, scalars_as_csv(figures))
+    asked = f"{len(prompts)} {'problems' if problems else 'prompts'}"
+    lead = f"{models.model}, {asked}, responses of {base.new_tokens} tokens in blocks of {base.block}."
+    report = Report("Denoising side by side", lead, figures, circumstances(about))
+    outputs.write(console, {**about, "data": figures}, report, write_diffusion)
 
 
 def facts(

@@ -1,57 +1,29 @@
 """`tilewright bench graph`: message passing as it is usually written, against neighbour tables."""
 
-import datetime
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 
 from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, BenchGraph, Experiment, measure, prepare, read_graph
-from tilewright.cli.common import (
-    CompileCache,
-    JsonFile,
-    check_output_file,
-    human_console,
-    keep_programs,
-    whole_file,
-    write_json,
-)
+from tilewright.cli.common import WORDS, CompileCache, keep_programs
+from tilewright.cli.outputs import PageFiles, check_least, circumstances
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.compare import steps
-from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.table import LAYOUTS
 from tilewright.kernels import native
 from tilewright.models.params import Dtype
-from tilewright.report.graph import GraphReport, write_graph
-from tilewright.report.terminal import number
+from tilewright.report.graph import terminal_tables, write_graph
+from tilewright.report.page import Report
+from tilewright.report.terminal import print_table
 
-CAPTION = (
-    "speedup: against the first line of each experiment; bandwidth: the least time for these bytes over the time taken, "
-    "above 100 % where caches help; round trips: arrays written to memory and read back; DMAs: descriptors of these kernels"
-)
-ESTIMATES = (
-    "Compiler estimates; nothing ran. Kilocycles leave out the operations counted beside them, gathers and Pallas kernels; of "
-    "memory: the least for these bytes. Each operand of a kernel counts once: what its DMAs read is in the JSON"
-)
-
-
-def words(type_: Any, tokens: Sequence[Any]) -> tuple[str, ...]:
-    """Words apart or with commas between them."""
-    return tuple(word for token in tokens for word in token.value.split(","))
-
-
-SEVERAL = Parameter(consume_multiple=True, negative=(), converter=words)
+FOOT = ("graph", "chip", "kernels", "repetitions", "dtype", "jax_version")
+"""Settings at the foot of the page."""
 
 
 @Parameter(name="*")
@@ -70,12 +42,12 @@ class GraphOptions:
         repetitions: how often each is timed.
     """
 
-    experiment: Annotated[tuple[str, ...], SEVERAL] = PUBLISHED
-    layout: Annotated[tuple[str, ...], SEVERAL] = ("auto",)
+    experiment: Annotated[tuple[str, ...], WORDS] = PUBLISHED
+    layout: Annotated[tuple[str, ...], WORDS] = ("auto",)
     data: str = "seed"
     features: int = 128
     dtype: Dtype = "float32"
-    chip: Annotated[tuple[str, ...], SEVERAL] = ()
+    chip: Annotated[tuple[str, ...], WORDS] = ()
     repetitions: int = 5
     compile_cache: CompileCache = True
 
@@ -85,48 +57,32 @@ class GraphOptions:
             unknown = [one for one in given if one not in known]
             if unknown or not given:
                 raise ValueError(f"expected the {what} {', '.join(known)}, found {', '.join(unknown) or 'none'}")
-        for what in ("features", "repetitions"):
-            if getattr(self, what) < 1:
-                raise ValueError(f"expected {what} of at least 1, found {getattr(self, what)}")
+        check_least(self, features=1, repetitions=1)
         for chip in self.chip:
             tpu_topology(chip)
 
 
-def bench_graph(
-    *, options: GraphOptions = GraphOptions(), json_file: JsonFile = None, html: Path | None = None
-) -> None:  # fmt: skip
+def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = PageFiles()) -> None:
     """Compares graph neural networks on neighbour tables with gathering, masking and summing, side by side.
 
-    Parameters
-    ----------
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    html
-        Write a page with the tables and charts to this file.
+    Every figure is defined in docs/metrics.md.
     """
-    check_output_file("--json", json_file)
-    check_output_file("--html", None if html is None else str(html))
+    outputs.check()
     options.check()
     keep_programs(options.compile_cache)
-    console = human_console(json_file)
+    console = outputs.console()
     graph = read_graph(options.data)
-    chips = tuple(dict.fromkeys(options.chip))
-    experiments = prepare(
-        graph, tuple(dict.fromkeys(options.experiment)), options.layout, options.features, options.dtype, chips
-    )
-    records = run(console, experiments, options.repetitions, chips)
-    for place in dict.fromkeys(record["place"] for record in records):
-        print_table(console, table([record for record in records if record["place"] == place]))
+    experiments = prepare(graph, options.experiment, options.layout, options.features, options.dtype, options.chip)
+    records = run(console, experiments, options.repetitions, options.chip)
+    for table in terminal_tables(records):
+        print_table(console, table.terminal())
     notes = [note for experiment in experiments for note in experiment.notes]
     for note in notes:
         console.print(note, style="yellow", markup=False)
     figures = {**about(graph, options), "notes": notes, "data": records}
-    write_json(json_file, figures)
-    if html is not None:
-        report = GraphReport("Message passing in fixed shapes", lead(graph, options), records, environment(figures), notes)
-        with whole_file(html) as partial:
-            write_graph(partial, report)
-        console.print(f"{html} written", markup=False)
+    foot = circumstances({name: figures.get(name) for name in FOOT})
+    report = Report("Message passing in fixed shapes", lead(graph, options), records, foot, notes)
+    outputs.write(console, figures, report, write_graph)
 
 
 def run(
@@ -163,36 +119,3 @@ def lead(graph: BenchGraph, options: GraphOptions) -> str:
     facts = graph.record()
     shape = f"{facts['nodes']:,} nodes, {facts['edges']:,} edges, up to {facts['max_degree']:,} neighbours"
     return f"{shape}, {options.features} features in {options.dtype}; models of two layers."
-
-
-def environment(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The foot of the page."""
-    names = ("graph", "chip", "kernels", "repetitions", "dtype", "jax_version")
-    command = shlex.join(["tilewright", *sys.argv[1:]])
-    return {**{name: figures.get(name) for name in names}, "command": command, "date": datetime.date.today().isoformat()}
-
-
-def table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The programs of one place."""
-    measured = records[0]["measured"]
-    shown = Table(title=Text(records[0]["place"]), caption=CAPTION if measured else ESTIMATES, box=box.SIMPLE_HEAD)
-    shown.padding = (0, 1, 0, 0)
-    shown.add_column("program")
-    times = ("ms", "speed-\nup", "band-\nwidth") if measured else ("kilo-\ncycles", "left\nout", "of\nmemory")
-    for column in (*times, "MB\nread", "MB\nwrit-\nten", "round\ntrips", "TPU\nDMAs", "NKI\nDMAs"):
-        shown.add_column(column, justify="right")
-    for n, one in enumerate(records):
-        first = n == 0 or records[n - 1]["experiment"] != one["experiment"]
-        last = n + 1 == len(records) or records[n + 1]["experiment"] != one["experiment"]
-        if measured:
-            cells = [significant(one["median_ms"], 4), f"{one['speedup']:.2f}", f"{one['share_of_bandwidth']:.0%}"]
-        else:
-            bound = one["memory_cycles"]
-            cells = [f"{one['estimated_cycles'] / 1e3:,.1f}", str(one["without_estimate"])]
-            cells.append(number(None if bound is None else bound / 1e3, ",.1f"))
-        cells += [f"{one[f'{key}_bytes'] / 1e6:,.2f}" for key in ("read", "written")]
-        cells += [f"{one['round_trips']:,}", *(number(one[f"{kind}_dma_descriptors"], ",") for kind in ("tpu", "nki"))]
-        if first:
-            shown.add_row(Text(one["experiment"], style="bold"))
-        shown.add_row(f"  {one['name']}", *cells, end_section=last)
-    return shown

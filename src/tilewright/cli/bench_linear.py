@@ -8,18 +8,20 @@ from typing import Annotated, Any
 
 import jax
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.bandwidth import DotProducts, MemoryBuffers, threads
 from tilewright.bench.linear import XLA_DTYPES, Format, Load, measure, steps, summary
 from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
-from tilewright.compiled.figures import print_table, significant
+from tilewright.cli.outputs import check_least
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import LinearCase, named
+from tilewright.metrics.linear import LINEAR
+from tilewright.metrics.metric import Metric, chosen
+from tilewright.report.tables import FigureTable, grouped
+from tilewright.report.terminal import print_table
 
 
 @Parameter(name="*")
@@ -52,12 +54,9 @@ class LinearOptions:
             ValueError: an option is out of its range.
         """
         cases = named(self.model, self.layers)
-        if not self.rows or min(self.rows) < 1:
-            raise ValueError(f"expected rows of at least 1, found {', '.join(map(str, self.rows)) or 'none'}")
+        check_least(self, rows=1, repetitions=1)
         if not self.dtype:
             raise ValueError("expected a dtype, found none")
-        if self.repetitions < 1:
-            raise ValueError(f"expected repetitions of at least 1, found {self.repetitions}")
         if not 0 < self.weights_mb < float("inf"):
             raise ValueError(f"expected weights_mb above 0, found {self.weights_mb:g}")
         alone = [name for name in self.dtype if name not in XLA_DTYPES]
@@ -122,7 +121,7 @@ def group_of(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def show(console: Console, records: Sequence[Mapping[str, Any]], verdicts: Sequence[Mapping[str, Any]]) -> None:
     """The table of one model and dtype, and what it comes to."""
-    print_table(console, table(records))
+    print_table(console, table(records).terminal())
     for verdict in verdicts:
         bound = f"{'at most' if verdict['at_most'] else 'at least'} {verdict['bound']:g}"
         worst = f"worst {verdict['worst']:.2f} ({verdict['worst_layer']}), median {verdict['median']:.2f}"
@@ -130,36 +129,27 @@ def show(console: Console, records: Sequence[Mapping[str, Any]], verdicts: Seque
         console.print(f"{name}: {worst}; wanted {bound}", style="green" if verdict["met"] else "red", markup=False)
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> Table:
+def shortened(side: str) -> str:
+    """Name of a side, as the head of a narrow column has it."""
+    return side.replace("bfloat16", "bf16").replace("float32", "f32").replace("_", "\n")
+
+
+SHOWN = (
+    "median_ms weights_gb_per_s share_of_copy_bandwidth share_of_read_bandwidth gflop_per_s share_of_dot_products over_one_row"
+)
+CAPTION = (
+    "weight GB/s, also as shares of copy and read bandwidth; GFLOP/s, also as a share of 8-bit dot products in registers; "
+    "× 1 row: time over that of one row; vs: their time over ours"
+)
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> FigureTable:
     """A line for each layer and number of rows."""
-    others = [name.removeprefix("ratio_to_") for name in records[0] if name.startswith("ratio_to_")]
     model, dtype = group_of(records[0])
-    caption = (
-        "weight GB/s, also as shares of copy and read bandwidth; GFLOP/s, also as a share of 8-bit dot products in registers; "
-        "× 1 row: time over that of one row; vs: their time over ours"
-    )
     title = f"{model}, {dtype} weights, {'CPU kernels' if records[0]['side'].startswith('cpu') else 'XLA'}"
-    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("layer")
-    short = [name.replace("bfloat16", "bf16").replace("float32", "f32").replace("_", "\n") for name in others]
-    shares = ("GB/s", "of\ncopy", "of\nread", "GFLOP\n/s", "of\ndot")
-    for column in ("rows", "ms", *shares, "×\n1 row", *(f"vs\n{name}" for name in short)):
-        shown.add_column(column, justify="right")
-    for _, group in groupby(records, key=lambda record: record["layer"]):
-        for line, record in enumerate(listed := list(group)):
-            label = [record["layer"], f"{record['inputs']}→{record['outputs']}"]
-            once, dots = record["over_one_row"], record["share_of_dot_products"]
-            shown.add_row(
-                "\n".join(label) if len(listed) == 1 else "".join(label[line : line + 1]),
-                str(record["rows"]),
-                significant(record["median_ms"], 4),
-                f"{record['weights_gb_per_s']:.1f}",
-                f"{record['share_of_copy_bandwidth']:.0%}",
-                f"{record['share_of_read_bandwidth']:.0%}",
-                f"{record['gflop_per_s']:.0f}",
-                "" if dots is None else f"{dots:.0%}",
-                "" if once is None else f"{once:.2f}",
-                *(f"{record[f'ratio_to_{name}']:.2f}" for name in others),
-                end_section=line == len(listed) - 1,
-            )
-    return shown
+    others = [name.removeprefix("ratio_to_") for name in records[0] if name.startswith("ratio_to_")]
+    ratios = [Metric(f"ratio_to_{name}", head="vs\n" + shortened(name), form=".2f") for name in others]
+    lines = [
+        {**one, "name": str(one["rows"]), "shape": f"{one['layer']} {one['inputs']}→{one['outputs']}, rows"} for one in records
+    ]
+    return FigureTable(title, "layer", grouped(lines, "shape"), [*chosen(LINEAR, SHOWN), *ratios], caption=CAPTION)

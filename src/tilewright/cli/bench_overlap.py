@@ -26,12 +26,13 @@ from tilewright.cli.common import (
     write_json,
 )
 from tilewright.compiled.aot import tpu_topology
-from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.links import HOP_US
 from tilewright.hardware.tpu import chip_of
+from tilewright.metrics.metric import significant
 from tilewright.parallel.mesh import make_mesh
 from tilewright.report.overlap import write_micro
+from tilewright.report.terminal import print_table
 
 TOPOLOGIES, KINDS = ("v5e:4x2", "v5p:2x2x2", "v6e:4x2"), ("v5e",)
 

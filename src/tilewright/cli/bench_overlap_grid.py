@@ -21,12 +21,13 @@ from tilewright.bench.overlap_grid import GridCase, predictions, scaled, slice_o
 from tilewright.cli.bench_round import NUMBERS
 from tilewright.cli.calibrate import calibrated_for, print_ranges
 from tilewright.cli.common import WORDS, human_console, whole_file, write_json
-from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
+from tilewright.metrics.metric import significant
 from tilewright.parallel.auto import AUTO
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, write_grid
+from tilewright.report.terminal import print_table
 
 RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
 """Schedules whose tokens are those of one device. `exact` sums in an order of its own."""

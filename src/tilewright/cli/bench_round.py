@@ -18,6 +18,7 @@ from tilewright.bench.round_compiled import compiled_rounds, round_sweep
 from tilewright.cli.calibrate import print_ranges
 from tilewright.cli.common import (
     DEMO,
+    NUMBERS,
     SEVERAL,
     CompileCache,
     JsonFile,
@@ -26,15 +27,17 @@ from tilewright.cli.common import (
     keep_programs,
     write_json,
 )
-from tilewright.compiled.figures import print_table, significant
+from tilewright.cli.outputs import check_least
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import operations
+from tilewright.metrics.metric import significant
 from tilewright.models import checkpoint, decoder, dflash
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.hub import PACKAGED
 from tilewright.models.params import Dtype
+from tilewright.report.terminal import print_table
 
 DEMO_DRAFTER = "demo-drafter"
 BUILT_IN = "qwen3-4b, dflash-b16"
@@ -45,18 +48,6 @@ FOOTNOTE = (
     "what is copied beside the compute is only there, so that the larger of both is the least; × is its ratio to block {base}. "
     "GB: the most memory at once."
 )
-
-
-def numbers(type_: Any, tokens: Sequence[Any]) -> tuple[int, ...]:
-    """Numbers apart or with commas between them.
-
-    Raises:
-        ValueError: one is none.
-    """
-    return tuple(int(text) for token in tokens for text in token.value.split(","))
-
-
-NUMBERS = Parameter(consume_multiple=True, negative=(), converter=numbers)
 
 
 @Parameter(name="*")
@@ -109,13 +100,8 @@ class RoundOptions:
             ValueError: an option is out of its range.
         """
         target, drafter = self.pair()
-        if not self.block_size or min(self.block_size) < 2:
-            raise ValueError(f"expected block sizes of at least 2, found {', '.join(map(str, self.block_size)) or 'none'}")
-        if not self.context or min(self.context) < 1:
-            raise ValueError(f"expected contexts of at least 1, found {', '.join(map(str, self.context)) or 'none'}")
-        if self.repetitions < 1:
-            raise ValueError(f"expected repetitions of at least 1, found {self.repetitions}")
-        sizes, contexts = (sorted(set(given)) for given in (self.block_size, self.context))
+        check_least(self, block_size=2, context=1, repetitions=1)
+        sizes, contexts = (sorted(given) for given in (self.block_size, self.context))
         most = sizes[-1] + contexts[-1]
         if most > target.max_position_embeddings:
             raise ValueError(

@@ -35,18 +35,11 @@ from tilewright.bench.workload import (
     trace_plan,
     trace_times,
 )
-from tilewright.cli.common import (
-    SEVERAL,
-    JsonFile,
-    check_output_file,
-    human_console,
-    packaged_prompts_file,
-    whole_file,
-    write_json,
-)
-from tilewright.compiled.figures import print_table
+from tilewright.cli.common import SEVERAL, packaged_prompts_file, whole_file, write_json
+from tilewright.cli.outputs import PageFiles, check_least
 from tilewright.report.serving import ServingReport, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
+from tilewright.report.terminal import print_table
 
 NEW_TOKENS = 128
 """Tokens to generate behind a prompt of a file."""
@@ -140,10 +133,7 @@ class WorkloadOptions:
 
     def check(self, chat: bool) -> None:
         """Raises a `ValueError` for options that cannot be, or not together."""
-        least = {"requests": 1, "warmup": 0, "concurrency": 1, "context": 2, "vocab_size": 1, "max_new_tokens": 1, "seed": 0}
-        for name, value in ((name, getattr(self, name)) for name in least):
-            if value is not None and value < least[name]:
-                raise ValueError(f"expected {name} of at least {least[name]}, found {value}")
+        check_least(self, requests=1, warmup=0, concurrency=1, context=2, vocab_size=1, max_new_tokens=1, seed=0)
         for name in ("rate", "characters_per_token"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -242,26 +232,22 @@ class Workload:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class ServingOutputs:
+class ServingFiles(PageFiles):
     """Options of what is reported, and where.
 
     Attributes:
+        html: a page with every request on a line of time.
         goodput: objectives in milliseconds, as ttft:200 tpot:20 e2e:3000; counts the requests that meet all.
         percentiles: of each latency.
-        json_file: the figures as JSON; "-" is standard output.
-        detailed: with a record of each request in them.
-        html: a page with every request on a line of time.
+        detailed: with a record of each request in the JSON.
     """
 
     goodput: Annotated[tuple[str, ...], SEVERAL] = ()
     percentiles: Annotated[tuple[float, ...], SEVERAL] = (50, 90, 95, 99)
-    json_file: JsonFile = None
     detailed: Annotated[bool, Parameter(negative=())] = False
-    html: Path | None = None
 
     def check(self) -> None:
-        check_output_file("--json", self.json_file)
-        check_output_file("--html", None if self.html is None else str(self.html))
+        super().check()
         self.objectives()
         if len(set(self.percentiles)) < len(self.percentiles) or not all(0 <= each <= 100 for each in self.percentiles):
             found = ", ".join(f"{each:g}" for each in self.percentiles)
@@ -299,7 +285,7 @@ def serving(
     *,
     peer: PeerOptions = PeerOptions(),
     workload: WorkloadOptions = WorkloadOptions(),
-    outputs: ServingOutputs = ServingOutputs(),
+    outputs: ServingFiles = ServingFiles(),
 ) -> None:
     """Sends a trace's requests or a file's prompts to an OpenAI-compatible server, and prints what a client sees.
 
@@ -310,7 +296,7 @@ def serving(
     peer.check()
     workload.check(peer.chat)
     requests = workload.read()
-    console = human_console(outputs.json_file)
+    console = outputs.console()
     try:
         ran = asyncio.run(run(peer, requests))
     except NoModel as error:
@@ -323,7 +309,7 @@ def serving(
     figures["warmup_failed"] = ran.warmup_failed
     for line in summary(figures, facts):
         console.print(line, markup=False, soft_wrap=True)
-    print_table(console, latency_table(figures, outputs.percentiles))
+    print_table(console, latency_table(figures, outputs.percentiles).terminal())
     for line in notes(figures, facts, late(ran.outcomes)):
         console.print(line, style="dim", markup=False, soft_wrap=True)
     detail = {"request_records": request_rows(ran.outcomes)} if outputs.detailed else {}

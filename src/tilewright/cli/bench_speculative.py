@@ -2,8 +2,6 @@
 
 import datetime
 import math
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,28 +15,24 @@ from rich.progress import Progress
 
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
-from tilewright.bench.figures import BASELINE, DecodingRun, average_rows, benchmark_rows, csv_text
-from tilewright.bench.speculative import PARTS, DatasetPrompts, ask, measure
+from tilewright.bench.figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
+from tilewright.bench.speculative import DatasetPrompts, ask, measure
 from tilewright.cli.common import (
     AUTO,
-    JsonFile,
     TargetOptions,
-    check_output_file,
     check_packaged,
-    human_console,
     packaged_prompts_file,
     progress_console,
-    whole_file,
-    write_json,
     write_replay_page,
     write_text,
 )
-from tilewright.compiled.figures import print_table
+from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
-from tilewright.report import terminal
-from tilewright.report.benchmark import BenchmarkReport, CategoryTau, DrafterFigures, write_benchmark
+from tilewright.report.page import Report
+from tilewright.report.speculative import benchmark_tables, write_benchmark
+from tilewright.report.terminal import print_table
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
@@ -108,29 +102,19 @@ class DrafterArguments:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class SpeculativeOutputs:
+class SpeculativeFiles(TableFiles):
     """Places where figures go, besides the terminal.
 
     Attributes:
-        json_file: the figures as JSON; "-" is standard output.
-        csv: the table as CSV.
-        html: a page with the table and what explains it.
         replay: a page that plays the first prompts token by token, with the first drafter and without.
         price_per_hour: of the machine; adds the cost of a million tokens.
     """
 
-    json_file: JsonFile = None
-    csv: Path | None = None
-    html: Path | None = None
     replay: Path | None = None
     price_per_hour: float | None = None
 
     def check(self) -> None:
-        check_output_file("--json", self.json_file)
-        for name in ("csv", "html", "replay"):
-            path = getattr(self, name)
-            if path is not None:
-                check_output_file(f"--{name}", str(path))
+        super().check()
         if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
             raise ValueError(f"expected a price per hour above 0, found {self.price_per_hour}")
 
@@ -164,13 +148,8 @@ class Measuring:
     repetitions: int = REPETITIONS
 
     def check(self) -> None:
-        for name in ("samples", "repetitions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1, found {getattr(self, name)}")
-        sizes = self.batch_size
-        if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
-            found = ", ".join(map(str, sizes)) or "none"
-            raise ValueError(f"expected batch sizes of at least 1, each once, found {found}")
+        check_least(self, samples=1, repetitions=1, batch_size=1)
+        check_some(self, "batch_size")
 
     def sampling(self) -> Sampling:
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
@@ -181,7 +160,7 @@ def speculative(
     measuring: Measuring = Measuring(),
     target: TargetOptions = TargetOptions(),
     drafted: DrafterArguments = DrafterArguments(),
-    outputs: SpeculativeOutputs = SpeculativeOutputs(),
+    outputs: SpeculativeFiles = SpeculativeFiles(),
 ) -> None:
     """Decodes the prompts of each file with every drafter and without one, alternating, and prints the papers' table.
 
@@ -192,7 +171,7 @@ def speculative(
     sampling = measuring.sampling()
     drafted.check(target.model)
     sets = read_sets(measuring.data, measuring.samples)
-    console = human_console(outputs.json_file)
+    console = outputs.console()
     template = target.chat_template(console)
     ways = drafted.ways(target, console)
     asked, runs = run_all(ways, sets, template, measuring, console)
@@ -212,14 +191,29 @@ def speculative(
     }
     title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)
     title += " and ".join(map(str, measuring.batch_size))
-    for table in terminal.benchmark_tables(title, rows, averages):
-        print_table(console, table)
-    for each in (each for each in asked if each.skipped):
-        turns = len(each.prompts) + each.skipped
-        line = f"{each.name}: {each.skipped} of {turns} turns do not fit the model's context and were left out"
+    for table in benchmark_tables(title, rows, averages):
+        print_table(console, table.terminal())
+    notes = left_out(asked)
+    for line in notes:
         console.print(line, style="dim", markup=False)
-    write_json(outputs.json_file, {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages})
-    write_files(outputs, facts, rows, ways, asked, sampling, console)
+    lead = f"Model {target.model}, {title}."
+    report = Report("Speculative decoding", lead, rows, circumstances(facts), [f"{note}." for note in notes])
+    figures = {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages}
+    outputs.write(console, figures, report, partial(write_benchmark, averages=averages))
+    if outputs.csv is not None:
+        write_text(outputs.csv, benchmark_csv(rows))
+    if outputs.replay is not None:
+        name = next(way for way, lm in ways.items() if lm.drafter is not None)
+        prompts = [(f"{each.name} {n}", tokens) for each in asked for n, tokens in enumerate(each.prompts[:REPLAYED], 1)]
+        write_replay_page(outputs.replay, ways[name], (target.model, name), prompts, sampling, console)
+
+
+def left_out(asked: Sequence[DatasetPrompts]) -> list[str]:
+    """What is said of each file of which not all turns were asked."""
+    turns = ((each.name, each.skipped, len(each.prompts) + each.skipped) for each in asked if each.skipped)
+    return [
+        f"{name}: {skipped} of {all_} turns do not fit the model's context and were left out" for name, skipped, all_ in turns
+    ]
 
 
 def read_sets(data: Sequence[Path], samples: int) -> dict[str, list[Example]]:
@@ -259,59 +253,3 @@ def run_all(
             for batch_size in batch_sizes:
                 runs += measure(ways, each, sampling, batch_size, repetitions, advance)
     return asked, runs
-
-
-def write_files(
-    outputs: SpeculativeOutputs,
-    facts: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    ways: Mapping[str, LanguageModel],
-    asked: Sequence[DatasetPrompts],
-    sampling: Sampling,
-    console: Console,
-) -> None:
-    """Writes the files that were asked for."""
-    if outputs.csv is not None:
-        write_text(outputs.csv, csv_text([dict(row) for row in rows]))
-    if outputs.html is not None:
-        with whole_file(outputs.html) as path:
-            write_benchmark(path, benchmark_report(facts, rows))
-    if outputs.replay is not None:
-        name = next(way for way, lm in ways.items() if lm.drafter is not None)
-        prompts = [(f"{each.name} {n}", tokens) for each in asked for n, tokens in enumerate(each.prompts[:REPLAYED], 1)]
-        write_replay_page(outputs.replay, ways[name], (str(facts["model"]), name), prompts, sampling, console)
-
-
-def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> BenchmarkReport:
-    """The page's data from the figures."""
-    measured, categories = [], []
-    for row in terminal.with_names([row for row in rows if row["drafter"] != BASELINE]):
-        parts: dict[str, Any] = {f"{part}_seconds": row[f"{part}_ms"] and row[f"{part}_ms"] / 1000 for part in PARTS}
-        measured.append(
-            DrafterFigures(
-                row["data"],
-                row["drafter"],
-                row["responses"],
-                row["baseline_tokens_per_s"],
-                row["tokens_per_s"],
-                row["speedup"],
-                row["tokens_per_round"],
-                cost_per_million_tokens=row["cost_per_million_tokens"],
-                acceptance_by_position=[each["rate"] for each in row["acceptance_by_position"] if each["rate"] is not None],
-                tau_by_position=[(each["from"], each["tau"]) for each in row["tau_by_position"]],
-                chosen=[
-                    (terminal.choice_name(each), each["share_of_rounds"]) for each in (row["chosen"] or {}).get("choices", ())
-                ],
-                **parts,
-            )
-        )
-        categories += [
-            CategoryTau(row["data"], part["category"], row["drafter"], part["responses"], part["tokens_per_round"])
-            for part in row["categories"]
-        ]
-    left_out = {row["dataset"]: (row["skipped"], row["skipped"] + row["responses"]) for row in rows if row["skipped"]}
-    notes = [f"{name}: {n} of {turns} turns left out, too long for the context." for name, (n, turns) in left_out.items()]
-    environment = {**facts, "command": shlex.join(["tilewright", *sys.argv[1:]])}
-    title = "Speculative decoding"
-    lead = f"Model {facts['model']}, temperature {facts['temperature']:g}, {facts['max_new_tokens']} new tokens."
-    return BenchmarkReport(title, measured, categories, lead, environment, notes)

@@ -6,10 +6,11 @@ from rich import box
 from rich.table import Table
 
 from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
-from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.accelerators import ACCELERATORS, Accelerator, accelerator_of
 from tilewright.hardware.figures import ranged
 from tilewright.hardware.neuron import NEURON_CHIPS
+from tilewright.metrics.metric import significant
+from tilewright.report.terminal import print_table
 
 FOOTNOTE = (
     "flop/byte: how many bfloat16 operations a chip does while a byte passes its memory, or its links in either direction; "

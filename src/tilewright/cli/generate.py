@@ -26,11 +26,11 @@ from tilewright.cli.common import (
     write_json,
     write_replay_page,
 )
-from tilewright.compiled.figures import print_table
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.acceptance import num_spec_tokens
 from tilewright.llm.language_model import LanguageModel
 from tilewright.report import terminal
+from tilewright.report.terminal import print_table
 from tilewright.runtime.output import Generation
 from tilewright.runtime.sampling import Sampling
 

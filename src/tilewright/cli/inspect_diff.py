@@ -29,8 +29,8 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.inspect_overlap import OverlapOptions
 from tilewright.compiled.aot import Compiled, read_record
-from tilewright.compiled.figures import print_table
 from tilewright.perfmodel.diff import FIGURES, OpChange, ProgramDiff, WayChange, diff
+from tilewright.report.terminal import print_table
 
 LIBRARY = "TPU_LIBRARY_PATH"
 """Variable that names the library to JAX."""

@@ -43,12 +43,13 @@ from tilewright.cli.common import (
     write_json,
     write_text,
 )
-from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import Kernels
+from tilewright.metrics.metric import significant
 from tilewright.perfmodel.timeline import trace
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, place, write_overlap
+from tilewright.report.terminal import percent, print_table
 
 FOOTNOTE = (
     "One layer, compiler estimates and a model of links and memory. under way: at least one collective is; hidden beside "

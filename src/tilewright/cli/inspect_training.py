@@ -43,13 +43,14 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.inspect_overlap import end_if_exposed
 from tilewright.cli.train import mesh_axes
-from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.hardware.links import HOP_US
 from tilewright.hardware.tpu import chip_of
+from tilewright.metrics.metric import significant
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.perfmodel.timeline import trace
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
+from tilewright.report.terminal import percent, print_table
 from tilewright.report.training import place, write_training
 
 TRAVELLERS = ("weights", "gradients", "activations")

@@ -26,9 +26,9 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.plan_inference import fitted_constants
 from tilewright.cli.plan_training import halves_of
-from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.neuron import instance_of
 from tilewright.hardware.tpu import chip_of
+from tilewright.metrics.metric import significant
 from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.inference import Work, inference_program
 from tilewright.perfmodel.machine import Machine, Settings, machine_constants, machine_of, with_figures
@@ -40,6 +40,7 @@ from tilewright.perfmodel.simulate import simulate
 from tilewright.perfmodel.training import TrainingStep, training_program
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
 from tilewright.report.neuron import Engines, write_simulation
+from tilewright.report.terminal import print_table
 
 MOST_OPERATIONS, LEAST_DRAWS = 48_000, 8
 """Operations that a sweep simulates by default in all its draws, and the fewest draws."""

@@ -7,12 +7,13 @@ from rich import box
 from rich.table import Table
 
 from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
-from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.neuron import instance_of
+from tilewright.metrics.metric import significant
 from tilewright.perfmodel.calibration import read_measurements
 from tilewright.perfmodel.calibration_neuron import INSTANCE, PUBLISHED, calibrate_neuron
 from tilewright.perfmodel.environment import as_record, recommended
 from tilewright.perfmodel.uncertainty import with_range
+from tilewright.report.terminal import print_table
 
 TITLES = {"jax": "JAX", "nxd": "NeuronX Distributed"}
 

@@ -23,13 +23,14 @@ from tilewright.cli.common import (
     whole_file,
     write_json,
 )
-from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.neuron import instance_of
+from tilewright.metrics.metric import significant
 from tilewright.perfmodel.calibration import Calibration, read_measurements
 from tilewright.perfmodel.calibration_neuron import calibrate_neuron
 from tilewright.perfmodel.plan_inference import InferencePlan, compare, sweeps, winner
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.neuron import write_inference_plan
+from tilewright.report.terminal import print_table
 
 
 @Parameter(name="*")

@@ -25,12 +25,13 @@ from tilewright.cli.common import (
     write_json,
 )
 from tilewright.cli.plan_inference import fitted_constants
-from tilewright.compiled.figures import print_table, significant
 from tilewright.hardware.neuron import instance_of
+from tilewright.metrics.metric import significant
 from tilewright.perfmodel.environment import as_record
 from tilewright.perfmodel.plan_training import TrainingPlan, compare, setting_of, sweep
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.neuron import write_training_plan
+from tilewright.report.terminal import print_table
 
 SHOWN = 16
 """Settings in the table; `--json` and `--html` have all."""

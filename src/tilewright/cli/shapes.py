@@ -14,10 +14,11 @@ from rich.table import Table
 
 from tilewright.bench.lengths import read_lengths
 from tilewright.cli.common import SEVERAL, JsonFile, TargetOptions, check_output_file, human_console, write_json, write_text
-from tilewright.compiled.figures import print_table, significant
+from tilewright.cli.outputs import check_least
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.language_model import LanguageModel
-from tilewright.report.terminal import number
+from tilewright.metrics.metric import significant
+from tilewright.report.terminal import number, print_table
 from tilewright.runtime.advice import (
     Buckets,
     Lengths,
@@ -71,13 +72,7 @@ class ShapeOptions:
 
     def check(self) -> None:
         """Raises a `ValueError` for an option out of its range."""
-        for name, value, least in (
-            ("max_buckets", self.max_buckets, 1),
-            ("chunk_overhead", self.chunk_overhead, 0),
-            ("context", 1 if self.context is None else self.context, 1),
-        ):
-            if value < least:
-                raise ValueError(f"expected {name} of at least {least}, found {value}")
+        check_least(self, max_buckets=1, chunk_overhead=0, context=1)
         if not 0 <= self.least_saving < 1:
             raise ValueError(f"expected least_saving from 0 to below 1, found {self.least_saving:g}")
         if self.compile_seconds is not None and not 0 < self.compile_seconds < math.inf:

@@ -10,12 +10,13 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from tilewright.cli.common import CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
-from tilewright.compiled.figures import print_table
+from tilewright.cli.outputs import check_least
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
 from tilewright.models.gnn import FAMILIES, Config
 from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
 from tilewright.parallel.mesh import make_mesh
+from tilewright.report.terminal import print_table
 from tilewright.train.gnn import PARTS, GNNOptions, at_best_validation, best_run, validates
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import Task, TrainResult, train
@@ -90,8 +91,7 @@ class GNNLoop:
         return None if self.devices is None else make_mesh({"nodes": self.devices})
 
     def options(self, family: Family, graphs: bool) -> GNNOptions:
-        if self.seeds < 1:
-            raise ValueError(f"expected seeds of at least 1, found {self.seeds}")
+        check_least(self, seeds=1)
         if self.batch_size is not None and self.fan_out is None and not graphs:
             raise ValueError("--batch-size is for sampled training (--fan-out) or for data of many graphs")
         defaults: dict[str, Any] = {

@@ -29,9 +29,10 @@ from tilewright.cli.common import (
     progress_console,
     write_json,
 )
-from tilewright.compiled.figures import print_table
+from tilewright.cli.outputs import check_least, check_some
 from tilewright.llm.language_model import LanguageModel
 from tilewright.report.exact import by_path, difference_lines, exact_table
+from tilewright.report.terminal import print_table
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 QUICK_DRAFTER = "dflash"
@@ -77,12 +78,8 @@ class Asking:
             raise ValueError("expected --quick or --thorough, found both")
         effort = QUICK if self.quick else THOROUGH if self.thorough else USUAL
         sizes = self.batch_size
-        if sizes is not None and (not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes)):
-            raise ValueError(f"expected batch sizes of at least 1, each once, found {', '.join(map(str, sizes)) or 'none'}")
-        for name in ("requests", "max_new_tokens"):
-            found = getattr(self, name)
-            if found is not None and found < 1:
-                raise ValueError(f"expected {name} of at least 1, found {found}")
+        check_least(self, batch_size=1, requests=1, max_new_tokens=1)
+        check_some(self, *([] if sizes is None else ["batch_size"]))
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"expected a seed from 0 to 2**32 - 1, found {self.seed}")
         given = {name: getattr(self, name) for name in ("requests", "max_new_tokens") if getattr(self, name) is not None}

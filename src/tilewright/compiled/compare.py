@@ -13,18 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import box
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
 from tilewright.compiled.aot import Compiled, compile_for, read_compiled, tpu_topology
-from tilewright.compiled.figures import significant, uncut
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.round_trips import round_trips
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients, spread
 from tilewright.hardware.tpu import CHIPS
+from tilewright.metrics.metric import chosen
+from tilewright.metrics.programs import ESTIMATED, MEASURED, PROGRAMS
+from tilewright.report.tables import FigureTable
+from tilewright.report.terminal import uncut
 
 RUN_S = 0.05
 """Seconds that a timed run should take; one that takes longer consists of a single call."""
@@ -388,22 +390,7 @@ def epsilon(dtype: Any) -> float:
 
 def table(programs: Sequence[PlacedProgram]) -> Table:
     """The programs of one place, a line each."""
-    measured = programs[0].measured
-    shown = Table(title=Text(programs[0].place), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("program", overflow="fold")
-    times = ("ms", "speed-\nup", "of band-\nwidth", "largest\ndifference")
-    cycles = ("estimated\nkilocycles", "without\nestimate", "kilocycles\nof memory")
-    columns = ("MB\nread", "MB\nwritten", "round\ntrips", "their\nMB", "peak\nMB", "compile\ns")
-    for column in (*(times if measured else cycles), *columns):
-        shown.add_column(column, justify="right")
-    for one in programs:
-        if measured:
-            cells = [significant(one.median_ms or 0, 4), f"{one.speedup:.2f}", f"{one.share_of_bandwidth:.0%}"]
-            cells.append(f"{one.largest_difference:.2g}")
-        else:
-            bound = "–" if one.memory_cycles is None else f"{one.memory_cycles / 1e3:,.1f}"
-            cells = [f"{(one.estimated_cycles or 0) / 1e3:,.1f}", str(one.without_estimate), bound]
-        sizes = (one.read_bytes, one.written_bytes, None, one.round_trip_bytes, one.peak_bytes)
-        cells += [str(one.round_trips) if size is None else f"{size / 1e6:,.2f}" for size in sizes]
-        shown.add_row(Text(one.name), *cells, f"{one.compile_s:.2f}{' loaded' if one.loaded else ''}")
-    return shown
+    times = f"{MEASURED} largest_difference" if programs[0].measured else ESTIMATED
+    metrics = chosen(PROGRAMS, f"{times} read_bytes written_bytes round_trips round_trip_bytes peak_bytes compile_s")
+    rows = [{**asdict(one), "compile_s": f"{one.compile_s:.2f}{' loaded' if one.loaded else ''}"} for one in programs]
+    return FigureTable(programs[0].place, "program", {"": rows}, metrics).terminal()

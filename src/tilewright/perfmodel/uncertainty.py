@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.compiled.figures import significant
 from tilewright.hardware.figures import Ranged
+from tilewright.metrics.metric import significant
 
 DRAWS = 100
 """Draws of a closed form."""
@@ -160,7 +160,7 @@ def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
     if np.ptp(one) == 0 or np.ptp(other) == 0:
         return 0.0
     ranks = [np.argsort(np.argsort(each, kind="stable")) for each in (one, other)]
-    return float(np.corrcoef(np.stack(ranks))[0, 1])
+    return float(np.asarray(np.corrcoef(np.stack(ranks)))[0, 1])
 
 
 def swept(

@@ -1,106 +1,30 @@
 """Tables and page of `tilewright bench diffusion`. Rows are figures named as in docs/metrics.md, one for each way."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table as TerminalTable
-from rich.text import Text
-
+from tilewright.metrics.denoising import DENOISING
+from tilewright.metrics.metric import chosen
 from tilewright.report.charts import LineChart, Series, StackedBars
-from tilewright.report.page import Block, Cell, HtmlTable, Section, write_sections
-from tilewright.report.terminal import number
+from tilewright.report.page import Block, Report, Section
+from tilewright.report.tables import FigureTable
 
 Row = Mapping[str, Any]
+
+FIGURES = chosen(
+    DENOISING,
+    "accuracy token_agreement argmax_agreement logit_kl_nats salient_share tokens_per_forward tokens_per_s seconds_per_step "
+    "step_speedup speedup",
+)
+PROGRAMS = chosen(
+    DENOISING,
+    "compilations compile_seconds compilations_while_timed host_synchronisations_per_step peak_bytes spans",
+)
 CAPTION = (
     "same: places of responses that hold dense's token; argmax, KL: a step's logits against a dense pass over the same tokens; "
     "salient: positions recomputed, by layer and step; tok/fwd: tokens a step commits"
 )
-
-
-def table(title: str, rows: Sequence[Row]) -> TerminalTable:
-    """A line for each way."""
-    shown = TerminalTable(title=Text(title), caption=CAPTION, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("way")
-    for column in HEADS:
-        shown.add_column(column, justify="right")
-    for row in rows:
-        shown.add_row(Text(row["name"]), *(number(value, form) for value, form in cells(row)))
-    return shown
-
-
-HEADS = ("right", "same", "argmax", "KL\nnats", "salient", "tok/\nfwd", "tok/s", "ms/\nstep", "step\nspeedup", "speedup")
-
-
-def cells(row: Row) -> list[tuple[float | None, str]]:
-    """A way's figures in the order of `HEADS`, each with its format."""
-    return [
-        (row["accuracy"], ".1%"),
-        (row["token_agreement"], ".1%"),
-        (row["argmax_agreement"], ".1%"),
-        (row["logit_kl_nats"], ".4f"),
-        (row["salient_share"], ".0%"),
-        (row["tokens_per_forward"], ".2f"),
-        (row["tokens_per_s"], ",.0f"),
-        (1000 * row["seconds_per_step"], ".2f"),
-        (row["step_speedup"], ".2f"),
-        (row["speedup"], ".2f"),
-    ]
-
-
-def programs_table(rows: Sequence[Row]) -> TerminalTable:
-    """Table of the programs that each way compiled and held, and how often the host waited for the device."""
-    shown = TerminalTable(title="programs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("way")
-    spans = ("steps over\nall", "over\nresponse", "over\nblock")
-    for column in ("compiled", "seconds", "while\ntimed", "host waits\na step", "peak\nMB", *spans):
-        shown.add_column(column, justify="right")
-    for row in rows:
-        shown.add_row(Text(row["name"]), *program_cells(row))
-    return shown
-
-
-def program_cells(row: Row) -> list[str]:
-    spans = (f"{row['spans'].get(span, 0):,}" for span in ("whole", "response", "block"))
-    peak = row["peak_bytes"]
-    return [
-        str(row["compilations"]),
-        f"{row['compile_seconds']:.1f}",
-        str(row["compilations_while_timed"]),
-        f"{row['host_synchronisations_per_step']:.3f}",
-        "–" if peak is None else f"{peak / 1e6:,.1f}",
-        *spans,
-    ]
-
-
-@dataclass(frozen=True)
-class DiffusionReport:
-    """All that the page shows. Plain data: `dataclasses.asdict` of it is JSON.
-
-    Attributes:
-        title: of the page.
-        lead: a sentence under it: the model, the task, the lengths.
-        rows: one for each way; the first is what the others are compared with.
-        environment: what the figures depend on, in the order shown.
-        notes: what a reader must know.
-
-    Raises:
-        ValueError: there are no rows.
-    """
-
-    title: str
-    lead: str
-    rows: Sequence[Row]
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if not self.rows:
-            raise ValueError("expected figures of at least one way, found none")
-
-
 TEXT = (
     "Every way denoises the same prompts; times are medians of runs in turns. Speedup is the time of plain dense steps over "
     "a way's own, for the same prompts; step speedup the same of one step. Agreement with dense counts the places of responses "
@@ -112,16 +36,28 @@ STEPS = (
 )
 
 
-def write_diffusion(path: str | Path, report: DiffusionReport) -> None:
-    """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
+def figures_table(rows: Sequence[Row]) -> FigureTable:
+    """Table of speed and accuracy, a line for each way."""
+    return FigureTable("denoising side by side", "way", {"": rows}, FIGURES, ("accuracy", "speedup"), CAPTION)
+
+
+def programs_table(rows: Sequence[Row]) -> FigureTable:
+    """Table of the programs that each way compiled and held, and how often the host waited for the device."""
+    told = [{**row, "spans": ", ".join(f"{span} {steps:,}" for span, steps in row["spans"].items())} for row in rows]
+    return FigureTable("programs", "way", {"": told}, PROGRAMS)
+
+
+def write_diffusion(path: Path, report: Report) -> None:
+    """Writes the page. The first of its records is what the others are compared with.
 
     Raises:
         ValueError: the environment holds something that JSON cannot.
     """
-    rows = report.rows
+    rows = report.records
+    times = [(row["name"], (1000 * row["seconds_per_step"],)) for row in rows]
     sections = [
-        Section("Speed and accuracy", [figures_table(rows)], " ".join([TEXT, *report.notes])),
-        Section("Time of a step", [step_bars(rows)]),
+        Section("Speed and accuracy", [figures_table(rows).page()], " ".join([TEXT, *report.notes])),
+        Section("Time of a step", [StackedBars("A step, median", ("time",), times, "ms")]),
     ]
     compared = [row for row in rows if row["logit_kl_nats_by_step"]]
     if compared:
@@ -138,41 +74,8 @@ def write_diffusion(path: str | Path, report: DiffusionReport) -> None:
     if parallel:
         points = charts("", "tokens", parallel, lambda row: row["tokens_per_forward_by_step"])
         sections.append(Section("Tokens that a step commits", points, grid=True))
-    sections.append(Section("Programs", [page_programs(rows)]))
-    write_sections(path, report.title, sections, lead=report.lead, facts=report.environment, data=asdict(report))
-
-
-def figures_table(rows: Sequence[Row]) -> HtmlTable:
-    """A line for each way; the best speedup and the best accuracy are strong."""
-    most = max(row["speedup"] for row in rows)
-    best = max((row["accuracy"] for row in rows if row["accuracy"]), default=None)
-    lines: list[list[str | Cell | None]] = []
-    for row in rows:
-        texts: list[str | Cell | None] = [None if value is None else format(value, form) for value, form in cells(row)]
-        if row["accuracy"] is not None:
-            counts = f"{row['accuracy']:.1%} ({row['correct']}/{row['responses']})"
-            texts[0] = Cell(counts, row["accuracy"] == best, row["accuracy"])
-        texts[-1] = Cell(f"{row['speedup']:.2f}×", row["speedup"] == most, min(row["speedup"] / most, 1))
-        lines.append([row["name"], *texts])
-    heads = ["right", "agrees with dense", "same argmax", "KL, nats", "salient", "tokens per forward", "tokens/s", "ms a step"]
-    return HtmlTable("Ways of denoising", ["way", *heads, "step speedup", "speedup"], lines)
-
-
-def step_bars(rows: Sequence[Row]) -> StackedBars:
-    return StackedBars("A step, median", ("time",), [(row["name"], (1000 * row["seconds_per_step"],)) for row in rows], "ms")
-
-
-def page_programs(rows: Sequence[Row]) -> HtmlTable:
-    heads = [
-        "compiled",
-        "seconds",
-        "compiled while timed",
-        "host waits a step",
-        "peak MB",
-        "steps over all",
-        "over the response",
-    ]
-    return HtmlTable("Programs", ["way", *heads, "over the block"], [[row["name"], *program_cells(row)] for row in rows])
+    sections.append(Section("Programs", [programs_table(rows).page()]))
+    report.write(path, sections)
 
 
 def charts(

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -138,6 +138,40 @@ def facts_html(facts: Mapping[str, Any]) -> str:
         if value is not None
     )
     return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a page of figures shows. Plain data: `dataclasses.asdict` of it is JSON.
+
+    Attributes:
+        title: of the page.
+        lead: a sentence under it: what was measured.
+        records: rows of figures, named as in docs/metrics.md.
+        environment: what the figures depend on, in the order shown.
+        notes: what a reader must know.
+
+    Raises:
+        ValueError: there are no records.
+    """
+
+    title: str
+    lead: str
+    records: Sequence[Mapping[str, Any]]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.records:
+            raise ValueError(f"{self.title}: expected at least one row of figures, found none")
+
+    def write(self, path: Path, sections: Sequence[Section]) -> None:
+        """Writes a page of these sections as one HTML file that works offline, with all of this as JSON in it.
+
+        Raises:
+            ValueError: records or environment hold something that JSON cannot.
+        """
+        write_sections(path, self.title, sections, lead=self.lead, facts=self.environment, data=asdict(self))
 
 
 def write_sections(

@@ -8,9 +8,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from tilewright.metrics.metric import significant
 from tilewright.report.charts import LineChart, Series
 from tilewright.report.page import Block, HtmlTable, Section, asset, document, facts_html
-from tilewright.report.serving_terminal import latency_cells
+from tilewright.report.serving_terminal import GOODPUT, OUTPUT, latency_table
 
 SHARES = (*range(0, 90, 5), *range(90, 101))
 """Percent of the values at which a distribution is drawn, closer together where its tail is."""
@@ -75,7 +76,10 @@ def write_serving(path: str | Path, report: ServingReport) -> None:
     Raises:
         ValueError: figures or environment hold something that JSON cannot.
     """
-    sections = [Section("How long things took", [latency_block(report)], sentences(report.notes)), distributions(report)]
+    sections = [
+        Section("How long things took", [latency_table(report.figures, report.percentiles).page()], sentences(report.notes)),
+        distributions(report),
+    ]
     if report.figures["failures"]:
         sections.insert(0, Section("What failed", [failure_table(report.figures["failures"])]))
     body = Template(asset("serving.html")).substitute(
@@ -108,23 +112,16 @@ def headline_html(figures: Mapping[str, Any]) -> str:
     for name in ("ttft", "tpot"):
         value = figures[f"{name}_{at}_ms"]
         if value is not None:
-            shown.append((f"{name.upper()}, {at}", f"{value:,.{1 if value >= 10 else 2}f}", "ms"))
+            shown.append((f"{name.upper()}, {at}", significant(value), "ms"))
     if figures["output_tokens_per_s"] is not None:
-        shown.append(("Output", f"{figures['output_tokens_per_s']:,.1f}", "tokens/s"))
+        shown.append((OUTPUT.head, str(OUTPUT.of(figures)), OUTPUT.unit))
     if figures["goodput_requests_per_s"] is not None:
-        shown.append(("Goodput", f"{figures['goodput_requests_per_s']:,.2f}", "requests/s"))
+        shown.append((GOODPUT.head, str(GOODPUT.of(figures)), "requests/s"))
     if figures["speculative_decoding"] is not None:
         shown.append(("Tokens per round, τ", f"{figures['speculative_decoding']['mean_acceptance_length']:.2f}", ""))
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(unit)}</small></dd></div>"
         for name, value, unit in shown
-    )
-
-
-def latency_block(report: ServingReport) -> HtmlTable:
-    columns = ["", "mean", *(f"p{each:g}" for each in report.percentiles)]
-    return HtmlTable(
-        "Milliseconds", columns, [[name, *cells] for name, cells in latency_cells(report.figures, report.percentiles)]
     )
 
 

@@ -3,21 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from tilewright.metrics.metric import Metric, chosen
+from tilewright.metrics.serving import LATENCIES, SERVING
+from tilewright.report.tables import UNKNOWN, FigureTable
 
-from tilewright.report.terminal import number
-
-NAMES = {
-    "ttft": "first token (TTFT)",
-    "tpot": "per token (TPOT)",
-    "itl": "between chunks (ITL)",
-    "token_itl": "between tokens",
-    "e2e": "end to end (E2E)",
-    "held": "held by --concurrency",
-    "slip": "sent late",
-}
-"""The latencies in the order of the table."""
+REQUESTS, OUTPUT, TOTAL, GOODPUT = chosen(
+    SERVING, "requests_per_s output_tokens_per_s total_tokens_per_s goodput_requests_per_s"
+)
 
 
 def summary(figures: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
@@ -32,16 +24,16 @@ def summary(figures: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {row['requests']:,} × {row['kind'].replace('_', ' ')}: {row['first_message']}")
     if figures["completed"]:
         rates = [
-            f"{number(figures['requests_per_s'], ',.2f')} requests/s",
-            f"{number(figures['output_tokens_per_s'], ',.1f')} output tokens/s",
+            f"{REQUESTS.of(figures) or UNKNOWN} requests/s",
+            f"{OUTPUT.of(figures) or UNKNOWN} output tokens/s",
         ]
         if figures["total_tokens_per_s"] is not None:
-            rates.append(f"{figures['total_tokens_per_s']:,.1f} tokens/s with prompts")
+            rates.append(f"{TOTAL.of(figures)} tokens/s with prompts")
         lines.append(", ".join(rates))
     if figures["goodput_requests_per_s"] is not None:
         asked = ", ".join(f"{name.upper()} {most:g} ms" for name, most in figures["goodput"].items())
         met = f"{figures['requests_within_goodput']:,} of {figures['requests']:,} requests"
-        lines.append(f"goodput: {figures['goodput_requests_per_s']:,.2f} requests/s ({met} within {asked})")
+        lines.append(f"goodput: {GOODPUT.of(figures)} requests/s ({met} within {asked})")
     drafts = figures["speculative_decoding"]
     if drafts is not None:
         tau, rate = drafts["mean_acceptance_length"], drafts["draft_acceptance_rate"]
@@ -62,25 +54,15 @@ def workload_text(figures: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return f"{count} of {source}, {when}{limit}"
 
 
-def latency_table(figures: Mapping[str, Any], percentiles: Sequence[float]) -> Table:
-    """A line for each latency that there are values of."""
-    table = Table(title="milliseconds", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for column in ("mean", *(f"p{each:g}" for each in percentiles)):
-        table.add_column(column, justify="right")
-    for name, cells in latency_cells(figures, percentiles):
-        table.add_row(name, *cells)
-    return table
-
-
-def latency_cells(figures: Mapping[str, Any], percentiles: Sequence[float]) -> list[tuple[str, list[str]]]:
-    """Names and texts of the table's lines; what held nothing back has none."""
-    lines = []
-    for name, shown in NAMES.items():
-        values = [figures[f"{name}_{column}_ms"] for column in ("mean", *(f"p{each:g}" for each in percentiles))]
-        if values[0] is not None and (name != "held" or any(values)):
-            lines.append((shown, [f"{value:,.1f}" if value >= 10 else f"{value:,.2f}" for value in values]))
-    return lines
+def latency_table(figures: Mapping[str, Any], percentiles: Sequence[float]) -> FigureTable:
+    """A line for each latency that there are values of; what held nothing back has none."""
+    columns = ["mean", *(f"p{each:g}" for each in percentiles)]
+    rows = []
+    for latency in LATENCIES:
+        values = {column: figures[f"{latency.name}_{column}_ms"] for column in columns}
+        if values["mean"] is not None and (latency.name != "held" or any(values.values())):
+            rows.append({"name": latency.head, **values})
+    return FigureTable("milliseconds", "latency", {"": rows}, [Metric(name, "ms", head=name, digits=3) for name in columns])
 
 
 def notes(figures: Mapping[str, Any], facts: Mapping[str, Any], late: int) -> list[str]:

@@ -1,13 +1,18 @@
 """Terminal output: text with its drafted tokens told apart, tables of figures, histograms."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 DRAFTED = "green"
 TARGET = "bold yellow"
+NAME_WIDTH = 12
+"""A column of names folds, but not below this."""
 
 
 def piece_text(text: str, drafted: bool) -> Text:
@@ -97,114 +102,6 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-Row = Mapping[str, Any]
-"""A row of figures, named as in docs/metrics.md."""
-Lines = Sequence[tuple[str, str, Sequence[str]]]
-"""Of a table: name of the data, of the drafter, and the figures."""
-
-
-def benchmark_tables(title: str, rows: Sequence[Row], averages: Sequence[Row] = ()) -> list[Table]:
-    """The tables of `tilewright bench speculative`: speed and acceptance, the time of a round, which drafts are accepted.
-
-    Args:
-        rows: for each dataset and batch size one of plain decoding and one of each drafter, named "none" and by the drafter.
-        averages: over the datasets, one for each of them; shown if there are several datasets.
-    """
-    rows = with_names(rows)
-    timed = [row for row in rows if row["round_ms"] is not None]
-    drafting = [row for row in rows if row["speculative_decoding"] and row["speculative_decoding"]["num_spec_steps"]]
-    tables = [speed_table(title, rows, averages)]
-    if timed:
-        parts = ("draft", "verify", "other", "round")
-        cells = [(row["data"], row["drafter"], [number(row[f"{part}_ms"], ".2f") for part in parts]) for row in timed]
-        tables.append(lines_table("milliseconds of a round that drafts", "", parts, cells))
-    if drafting:
-        places = shown_positions(max(len(row["acceptance_by_position"]) for row in drafting))
-        cells = [(row["data"], row["drafter"], rates_at(row, places)) for row in drafting]
-        tables.append(lines_table("drafts accepted, by position in the block", "", [str(place) for place in places], cells))
-    chosen = [(row["data"], row["drafter"], [shares_text(row["chosen"])]) for row in rows if row["chosen"]]
-    if chosen:
-        tables.append(lines_table("rounds that were chosen", "", ["share of rounds"], chosen))
-    return [*tables, *category_tables(rows)]
-
-
-def with_names(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with what names its data: the dataset, and the batch size where there are several."""
-    several = len({row["batch_size"] for row in rows}) > 1
-    return [{**row, "data": f"{row['dataset']}, batch {row['batch_size']}" if several else row["dataset"]} for row in rows]
-
-
-def speed_table(title: str, rows: Sequence[Row], averages: Sequence[Row]) -> Table:
-    priced = any(row["cost_per_million_tokens"] is not None for row in rows)
-    columns = ["tok/s", "speedup", "τ", "round", "4-grams", "same", *(["cost/M"] if priced else [])]
-    lines = [(row["data"], "plain" if row["drafter"] == "none" else row["drafter"], speed_cells(row, priced)) for row in rows]
-    if len({row["dataset"] for row in rows}) > 1:
-        empty = [""] * (len(columns) - 3)
-        for row in with_names([{**row, "dataset": "mean"} for row in averages if row["drafter"] != "none"]):
-            means = [number(row[name], ".2f") for name in ("speedup", "tokens_per_round")]
-            lines.append((row["data"], row["drafter"], ["", *means, *empty]))
-    caption = "τ: all tokens over all rounds; round: its cost in plain steps; same: answers equal to plain decoding"
-    return lines_table(title, caption, columns, lines)
-
-
-def speed_cells(row: Row, priced: bool) -> list[str]:
-    plain = row["drafter"] == "none"
-    same = "–" if plain else f"{sum(at is None for at in row['first_differences'] or ())}/{row['responses']}"
-    return [
-        number(row["tokens_per_s"], ",.0f"),
-        "–" if plain else number(row["speedup"], ".2f"),
-        "–" if plain else number(row["tokens_per_round"], ".2f"),
-        "–" if plain else number(row["round_cost_steps"], ".1f"),
-        number(row["distinct_4gram_ratio"], ".0%"),
-        same,
-        *([number(row["cost_per_million_tokens"], ",.2f")] if priced else []),
-    ]
-
-
-def lines_table(title: str, caption: str, columns: Sequence[str], lines: Lines) -> Table:
-    """Figures by data and drafter. Names may fold; a figure never does."""
-    table = Table(title=Text(title), caption=caption)
-    table.add_column("data", overflow="fold")
-    table.add_column("drafter", overflow="fold")
-    for column in columns:
-        width = max([len(column), *(len(cells[len(table.columns) - 2]) for _, _, cells in lines)])
-        table.add_column(Text(column), justify="right", no_wrap=True, min_width=width)
-    for n, (dataset, drafter, cells) in enumerate(lines):
-        first = n == 0 or lines[n - 1][0] != dataset
-        if first and n:
-            table.add_section()
-        table.add_row(Text(dataset if first else ""), Text(drafter), *cells)
-    return table
-
-
-def shown_positions(last: int) -> list[int]:
-    """The positions of a block that a table has room for: the first ones, then fewer and fewer, and the last."""
-    return [place for place in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512) if place < last] + [last]
-
-
-def rates_at(row: Row, places: Sequence[int]) -> list[str]:
-    rates = {each["position"]: each["rate"] for each in row["acceptance_by_position"]}
-    return [number(rates.get(place), ".0%") for place in places]
-
-
-def category_tables(rows: Sequence[Row]) -> list[Table]:
-    """τ of each category, a table for each dataset that has several."""
-    tables = []
-    for data in dict.fromkeys(row["data"] for row in rows):
-        own = [row for row in rows if row["data"] == data and row["drafter"] != "none" and row["categories"]]
-        if not own:
-            continue
-        table = Table(title=Text(f"{data}: τ by category"))
-        table.add_column("category", overflow="fold")
-        for row in own:
-            table.add_column(Text(row["drafter"]), justify="right")
-        for n, category in enumerate(own[0]["categories"]):
-            cells = (number(row["categories"][n]["tokens_per_round"], ".2f") for row in own)
-            table.add_row(Text(category["category"] or "–"), *cells)
-        tables.append(table)
-    return tables
-
-
 def identical_text(figures: Mapping[str, Any]) -> Text:
     if figures["identical"]:
         return Text("yes", style="green")
@@ -212,3 +109,31 @@ def identical_text(figures: Mapping[str, Any]) -> Text:
     first, at = differing[0]
     where = f"no: {len(differing)} prompt(s) differ; prompt {first + 1} first at token {at}"
     return Text(where, style="red")
+
+
+def percent(share: float | None) -> str:
+    """A share for a table, empty where there is none."""
+    return "" if share is None else f"{share:.1%}"
+
+
+def uncut(table: Table, console: Console) -> Table:
+    """The table with its columns of figures, those on the right, as wide as their figures; names fold to make room.
+
+    Where the figures alone are wider than the terminal, so is the table.
+    """
+    for column in table.columns:
+        texts = (str(text) for text in (column.header, *column.cells))
+        width = max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
+        column.no_wrap, column.overflow = column.justify == "right", "fold"
+        column.min_width = column.max_width = width if column.no_wrap else min(width, NAME_WIDTH)
+    least = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
+    for column in table.columns:
+        column.max_width = None
+    if least > console.width:
+        table.width = least
+    return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table `uncut`; lines that are longer than the terminal's go on in its next."""
+    console.print(uncut(table, console), crop=False)

@@ -24,8 +24,8 @@ from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBo
 from tilewright.server.embeddings import ParsedInputs, PooledBody, parse_inputs
 from tilewright.server.embeddings import rough_size as rough_inputs
 from tilewright.server.errors import ApiError, invalid_body, overloaded
-from tilewright.server.metrics import EngineCollector, Timings
 from tilewright.server.parse import Constrain, ParsedRequest, asks_grammar, parse_request, rough_size
+from tilewright.server.prometheus import EngineCollector, Timings
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.render import Served
 from tilewright.server.responses_store import ResponsesStore

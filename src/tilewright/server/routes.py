@@ -43,10 +43,10 @@ from tilewright.server.embeddings import (
 from tilewright.server.errors import MESSAGES, ApiError, MessagesErrorBody
 from tilewright.server.messages_body import CountBody, MessagesBody
 from tilewright.server.messages_render import AnsweredMessage, MessagesRenderer, TokenCount
-from tilewright.server.metrics import text_of
 from tilewright.server.openapi import errors, takes
 from tilewright.server.page import CSP, PAGE
 from tilewright.server.parse import ParsedRequest, contents, listed, rendered, rough_tokens, tools_of
+from tilewright.server.prometheus import text_of
 from tilewright.server.protocol import ChatBody, DetokenizeBody, GenerationBody, TokenizeBody
 from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer, Served
 from tilewright.server.responses_body import ResponsesBody, gone_on

@@ -16,7 +16,7 @@ from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.request import EndReason, GenerateRequest, Overloaded, RequestHandle, RequestOutput, Stopped
 from tilewright.runtime.service import Service
 from tilewright.server.errors import ApiError, internal_error, overloaded
-from tilewright.server.metrics import Timings
+from tilewright.server.prometheus import Timings
 from tilewright.server.render import FINISHES, Renderer, joined
 from tilewright.server.tracing import Ended
 

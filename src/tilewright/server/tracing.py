@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tilewright.runtime.request import EndReason, GenerateRequest, RequestHandle
-from tilewright.server.metrics import FINISHED
+from tilewright.server.prometheus import FINISHED
 
 OPERATIONS = {
     "/v1/completions": "text_completion", "/v1/embeddings": "embeddings", "/v1/score": "embeddings", "/score": "embeddings",

@@ -1,0 +1,94 @@
+"""Tables of docs/metrics.md, made of the declarations. `python -m tilewright.metrics.document docs/metrics.md` writes them."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tilewright.metrics import (
+    denoising,
+    exactness,
+    linear,
+    neuron,
+    overlap,
+    programs,
+    prometheus,
+    serving,
+    shapes,
+    speculative,
+    training,
+)
+from tilewright.metrics.metric import Metric
+
+TABLES: dict[str, tuple[Metric, ...]] = {
+    "tau": speculative.TAU,
+    "speculative": speculative.FIGURES,
+    "vllm": speculative.VLLM,
+    "positions": speculative.POSITIONS,
+    "chosen": speculative.CHOSEN,
+    "programs": programs.PROGRAMS,
+    "graph": programs.GRAPH,
+    "linear": linear.LINEAR,
+    "shapes": shapes.SHAPES,
+    "latencies": serving.LATENCIES,
+    "serving": serving.SERVING,
+    "exactness": exactness.EXACTNESS,
+    "denoising": denoising.DENOISING,
+    "layer": overlap.LAYER,
+    "training-step": overlap.TRAINING_STEP,
+    "times": overlap.TIMES,
+    "neuron": neuron.NEURON,
+    "training": training.TRAINING,
+    "gauges": prometheus.GAUGES,
+    "counters": prometheus.COUNTERS,
+    "histograms": prometheus.HISTOGRAMS,
+}
+"""Tables of the document, each by the name that stands in the comment above it."""
+
+HEAD = ("field", "unit", "definition", "in")
+PLACE = re.compile(r"<!-- metrics: ([\w-]+) -->\n\n(?:\|.*\n)*")
+
+
+def table(metrics: Sequence[Metric]) -> str:
+    """Markdown of a table with a line for each definition. A column that would be empty is left out."""
+    rows = list(map(cells, defined_together(metrics)))
+    wanted = [n for n in range(len(HEAD)) if any(row[n] for row in rows)]
+    lines = [[row[n] for n in wanted] for row in (HEAD, *rows)]
+    texts = ["|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines]
+    return "\n".join([texts[0], "|---" * len(wanted) + "|", *texts[1:], ""])
+
+
+def defined_together(metrics: Sequence[Metric]) -> Iterator[list[Metric]]:
+    """Each metric with those behind it that have no definition of their own."""
+    starts = [n for n, metric in enumerate(metrics) if metric.definition]
+    for start, end in zip(starts, [*starts[1:], len(metrics)], strict=True):
+        yield list(metrics[start:end])
+
+
+def cells(metrics: Sequence[Metric]) -> tuple[str, str, str, str]:
+    """The cells of a table's line; where a figure shows is said of those that CSV files can have."""
+    names = ", ".join(f"`{metric.name}{f'{{{metric.label}}}' if metric.label else ''}`" for metric in metrics)
+    units = [metric.unit for metric in metrics]
+    unit = units[0] if len(set(units)) == 1 else ", ".join(units).rstrip()
+    places = {"table": any(metric.head for metric in metrics), "CSV": any(metric.csv for metric in metrics)}
+    shown = ", ".join(place for place, there in places.items() if there) if places["CSV"] else ""
+    return names, unit, metrics[0].definition, shown
+
+
+def with_tables(text: str) -> str:
+    """The document with its tables as they are declared.
+
+    Raises:
+        ValueError: a table has no place in it, has two, or is not declared.
+    """
+    names = PLACE.findall(text)
+    if sorted(names) != sorted(TABLES):
+        wrong = sorted(set(names) ^ set(TABLES)) or sorted(name for name in set(names) if names.count(name) > 1)
+        raise ValueError(f"expected each declared table once, found otherwise: {', '.join(wrong)}")
+    return PLACE.sub(lambda found: f"<!-- metrics: {found[1]} -->\n\n{table(TABLES[found[1]])}", text)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
