@@ -21,7 +21,7 @@ MB = 1e6
 
 
 def alone_s(machine: Machine, collective: Collective, ranks: int = 1) -> float:
-    """Without the signal of its end."""
+    """Without its start, as it waits for nothing, and the signal of its end."""
     program = NeuronProgram("one", (QueuedOp("collective", "cc", collective=collective),))
     return simulate(program, machine, ranks).total_s - 1e-6 * machine.settings.signal_us
 
@@ -58,8 +58,10 @@ def test_every_algorithm_agrees_with_its_closed_form(instance, axes, axis, kind,
         with pytest.raises(ValueError, match=rf"expected one of ring, bidirectional.* found {algorithm}"):
             steps_of(machine.mesh, collective)
         return
-    begin_s = machine.settings.costs.begin_s  # the simulated one waits for nothing
-    assert collective_us(machine, collective) == pytest.approx(1e6 * (machine.collective_s(collective) - begin_s), rel=1e-6)
+    costs = machine.settings.costs
+    assert alone_s(machine, collective) == pytest.approx(
+        machine.collective_s(collective) - costs.begin_s - costs.end_s, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -325,8 +325,9 @@ def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[st
 def sweeps(programs: Sequence[TrainingProgram], draws: int = EVENT_DRAWS) -> dict[str, Sweep]:
     """Ranges of the reported layer's time, in both passes together, in the programs of each chip, by its topology."""
     found = {}
-    for case in dict.fromkeys(program.case for program in programs):
-        same = {program.name: program for program in programs if program.case == case}
+    for chip in dict.fromkeys(program.case.chip for program in programs):
+        same = {program.name: program for program in programs if program.case.chip == chip}
+        case = next(iter(same.values())).case
         own = {number_of(part, program.middle) for program in same.values() for part in PASSES}
         share = max(roofline_share(program.timeline, own) for program in same.values())
 
@@ -335,7 +336,7 @@ def sweeps(programs: Sequence[TrainingProgram], draws: int = EVENT_DRAWS) -> dic
             return 1e3 * sum(sums[number].total_s for number in own)
 
         timelines = {name: program.timeline for name, program in same.items()}
-        found[case.chip] = swept_timelines(
+        found[chip] = swept_timelines(
             timelines, case.fabric, milliseconds, case.calibration, share, draws, "ms a layer"
         )  # fmt: skip
     return found
