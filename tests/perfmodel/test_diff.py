@@ -60,10 +60,10 @@ def test_a_sum_that_went_to_a_sparse_core():
 
 
 def test_a_gather_that_went_to_a_sparse_core():
-    """As libtpu 0.0.50.1 names its parts on v6e; the core waits for its end, and no copy is counted."""
+    """As libtpu 0.0.50.1 spells it on v6e, the operands with the update; the core waits for its end, and no copy is counted."""
     gather, place = Site("call", "jit(f)/take"), 'metadata={op_name="jit(f)/take"}'
-    begun = f'  %s = (({ARRAY}), {ARRAY}, u32[]) call-start(%x0), async_execution_thread="sparsecore", to_apply=%inner, {place}'
-    updated = f"  %u = (({ARRAY}), {ARRAY}, u32[]) call-update(%s)"
+    begun = f'  %s = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%inner, {place}'
+    updated = f"  %u = (({ARRAY}), {ARRAY}) call-update(%s, %x0)"
     offloaded = made(begun, updated, compute("c", "x1"), done("d", "u", "call-done"))
     found = diff("step", made(compute("c", "x1"), compute("d", "x0")), offloaded)
     assert found.ways == (WayChange(gather, {}, {"SparseCore": 1}),)

@@ -150,13 +150,15 @@ def compiled_there(options: OverlapOptions, other: Path) -> Saved:
 
 
 def words_of(options: OverlapOptions) -> list[str]:
-    """The options as a command line has them."""
+    """The options as a command line has them, but for those that are as by default."""
     words: list[str] = []
     for name, value in vars(options).items():
         option = f"--{name.replace('_', '-')}"
+        if value == getattr(OverlapOptions(), name):
+            continue
         if isinstance(value, bool):
-            words += [option] if value else []
-        elif value is not None:
+            words += [option] if value else [f"--no-{option[2:]}"]
+        else:
             words += [option, ",".join(value) if isinstance(value, tuple) else str(value)]
     return words
 

@@ -5,7 +5,6 @@ Python program (JAX's name stack) and their kind, and two programs are compared 
 are read from compiled text: compiler estimates, no measurements.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -22,8 +21,8 @@ Way = Literal["asynchronous", "synchronous", "SparseCore"]
 COMPILER = "(made by the compiler)"
 """Place of operations that come from no line of the Python program."""
 
-SPARSE_CORE = re.compile(r"sparse_?core", re.IGNORECASE)
-METADATA = re.compile(r'metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
+SPARSE_CORE = 'async_execution_thread="sparsecore"'
+"""Attribute of what runs on a SparseCore, as libtpu 0.0.50.1 writes it."""
 
 
 class Site(NamedTuple):
@@ -235,8 +234,8 @@ def way_of(module: Module, op: HloOp, node: Node) -> Way | None:
 
 
 def on_sparse_core(module: Module, op: HloOp) -> bool:
-    """True if an operation, or what it calls, says that it runs on a SparseCore; names in its metadata say nothing."""
-    return any(SPARSE_CORE.search(METADATA.sub("", each.attributes)) for each in with_callees(module, op))
+    """True if an operation, or what it calls, says that it runs on a SparseCore."""
+    return any(SPARSE_CORE in each.attributes for each in with_callees(module, op))
 
 
 def with_callees(module: Module, op: HloOp) -> Iterator[HloOp]:
