@@ -196,8 +196,9 @@ def speculative(
     notes = left_out(asked)
     for line in notes:
         console.print(line, style="dim", markup=False)
-    lead = f"Model {target.model}, {title}."
-    report = Report("Speculative decoding", lead, rows, circumstances(facts), [f"{note}." for note in notes])
+    report = Report(
+        "Speculative decoding", f"Model {target.model}, {title}.", rows, circumstances(facts), [f"{note}." for note in notes]
+    )
     figures = {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages}
     outputs.write(console, figures, report, partial(write_benchmark, averages=averages))
     if outputs.csv is not None:

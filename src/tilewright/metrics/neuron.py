@@ -55,8 +55,9 @@ NEURON = (
     Metric(
         "streams",
         "",
-        "of a plan's phase: streams of collectives, the algorithm of those that the runtime runs (null where sums are hops of "
-        "the program's own), weights loaded at a time, tiles of columns, whether weights are loaded before their input is there",
+        "of a plan's phase: streams of collectives, the algorithm of those that the runtime runs (null where sums are hops "
+        "of the program's own), weights loaded at a time, tiles of columns, whether weights are loaded before their input "
+        "is there",
     ),
     Metric("algorithm"),
     Metric("tile_kib"),
