@@ -193,12 +193,10 @@ def speculative(
     title += " and ".join(map(str, measuring.batch_size))
     for table in benchmark_tables(title, rows, averages):
         print_table(console, table.terminal())
-    notes = left_out(asked)
-    for line in notes:
+    for line in (notes := left_out(asked)):
         console.print(line, style="dim", markup=False)
-    report = Report(
-        "Speculative decoding", f"Model {target.model}, {title}.", rows, circumstances(facts), [f"{note}." for note in notes]
-    )
+    lead = f"Model {target.model}, {title}."
+    report = Report("Speculative decoding", lead, rows, circumstances(facts), [f"{note}." for note in notes])
     figures = {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages}
     outputs.write(console, figures, report, partial(write_benchmark, averages=averages))
     if outputs.csv is not None:
