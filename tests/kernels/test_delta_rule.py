@@ -54,6 +54,25 @@ def test_equals_numpy(form: str, length: int):
         np.testing.assert_allclose(found, want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("form", [reference.delta_rule, partial(xla.in_chunks, chunk=4)], ids=["reference", "chunks"])
+def test_gradient_is_that_of_numpy(form: Any):
+    """Along directions of all operands, over several chunks of which the last is not full: against central differences."""
+    operands, rng = drawn(3, 1, 11, d=4, e=3), np.random.default_rng(0)
+    due = [rng.standard_normal(x.shape) for x in (operands[2], operands[5])]
+
+    def total(found: tuple[Any, Any]) -> Any:
+        return sum((one * each).sum() for one, each in zip(found, due, strict=True))
+
+    gradient = jax.jit(jax.grad(lambda operands: total(form(*operands))))(single(operands))
+    for which in range(len(operands)):
+        direction = [rng.standard_normal(x.shape) * (n == which) for n, x in enumerate(operands)]
+        ahead, behind = (
+            total(in_numpy(*(x + by * d for x, d in zip(operands, direction, strict=True)))) for by in (1e-5, -1e-5)
+        )
+        slope = np.vdot(np.asarray(gradient[which], np.float64), direction[which])
+        np.testing.assert_allclose(slope, (ahead - behind) / 2e-5, rtol=1e-4, atol=1e-3)
+
+
 PIECE = 8
 """Positions that are computed of a piece, whatever it holds: lengths are data."""
 PADDED = [jax.jit(form) for form in (reference.delta_rule, partial(xla.in_chunks, chunk=4), xla.delta_rule)]

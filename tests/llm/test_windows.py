@@ -108,6 +108,7 @@ def test_every_family_with_windows_and_a_learnt_drafter(name: str, tokenizer: Pa
         ("qwen3-window", "sync"),
         *(pytest.param("qwen3-window", each, marks=pytest.mark.slow) for each in ("ring", "domino")),
         *(pytest.param(each, "sync", marks=pytest.mark.slow) for each in ("gemma2-tied", "gemma3-tied", "gpt-oss")),
+        pytest.param("mistral-window", "exact", marks=pytest.mark.slow),
     ],
 )
 def test_windows_over_two_devices(name: str, schedule: str, tokenizer: Path, tmp_path: Path):  # noqa: F811
@@ -123,7 +124,6 @@ def test_windows_over_two_devices(name: str, schedule: str, tokenizer: Path, tmp
     ("name", "schedule", "said"),
     [
         ("gemma3-tied", "ring", "models of gemma3_text run under the schedule sync alone, found 'ring': their halves are"),
-        ("mistral-window", "exact", "the schedule exact takes no windows"),
     ],
 )
 def test_what_no_schedule_divides_is_refused(name: str, schedule: str | None, said: str):

@@ -36,7 +36,7 @@ GEMMA_NAMES = {
 
 def file_name(name: str, family: Family) -> str:
     """llama.cpp's name of a tensor."""
-    if family.gguf == "gpt-oss" and name.endswith("post_attention_layernorm.weight"):
+    if family.gguf in ("gpt-oss", "qwen3next", "qwen35", "qwen35moe") and name.endswith("post_attention_layernorm.weight"):
         return f"blk.{name.split('.')[2]}.post_attention_norm.weight"
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
@@ -91,6 +91,72 @@ def with_gates_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
     return found
 
 
+NAMES |= {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+DELTA_NAMES = {
+    "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight", "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight", "in_proj_ba.weight": "ssm_ba.weight", "conv1d.weight": "ssm_conv1d.weight",
+    "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight",
+}  # fmt: skip
+
+
+def delta_parts(part: str, config: DecoderConfig) -> list[tuple[str, np.ndarray | None]]:
+    """The tensors that a file has for one of linear attention's, and which rows of it each has; of `out_proj`, columns.
+
+    Qwen3.5's have the heads of values by turns, a head of each key before the next of each.
+    """
+    sizes = config.delta
+    assert sizes is not None
+    keys, group, key_dim, value_dim = sizes.key_heads, sizes.group, sizes.key_dim, sizes.value_dim
+    if part == "in_proj_qkvz.weight":
+        whole = np.arange(keys * 2 * (key_dim + group * value_dim)).reshape(keys, -1)
+        q, k, v, z = np.split(whole, [key_dim, 2 * key_dim, 2 * key_dim + group * value_dim], axis=1)
+        return [("attn_qkv.weight", np.concatenate([each.ravel() for each in (q, k, v)])), ("attn_gate.weight", z.ravel())]
+    if config.family == "qwen3_next" or part == "norm.weight":
+        return [(DELTA_NAMES[part], None)]
+    values, heads = (np.arange(keys * group * n).reshape(keys, group, n).swapaxes(0, 1).ravel() for n in (value_dim, 1))
+    channels = np.concatenate([np.arange(2 * keys * key_dim), 2 * keys * key_dim + values])
+    orders = {"in_proj_qkv.weight": channels, "conv1d.weight": channels, "in_proj_z.weight": values, "out_proj.weight": values}
+    return [(DELTA_NAMES[part], orders.get(part, heads))]
+
+
+def write_delta(
+    writer: gguf.GGUFWriter, config: DecoderConfig, name: str, value: np.ndarray, kind: gguf.GGMLQuantizationType
+) -> np.ndarray:
+    """Writes one of linear attention's tensors, and gives what can be read of it, in Hugging Face's order."""
+    layer, _, part = name.partition(".linear_attn.")
+    found, by_columns = np.empty_like(value), part == "out_proj.weight"
+    for own, order in delta_parts(part, config):
+        order = np.arange(value.shape[by_columns]) if order is None else order
+        stored = value[:, order] if by_columns else value[order]
+        stored = -np.exp(stored) if part == "A_log" else stored.squeeze()
+        small = stored.ndim == 1 or part == "conv1d.weight"
+        own_kind = gguf.GGMLQuantizationType.F32 if small else kind
+        data = gguf.quants.quantize(stored, own_kind)
+        writer.add_tensor(f"blk.{layer.split('.')[2]}.{own}", data, raw_dtype=own_kind)
+        after = gguf.quants.dequantize(data, own_kind)
+        if by_columns:
+            found[:, order] = after
+        else:
+            found[order] = np.log(-after) if part == "A_log" else after.reshape(len(order), *value.shape[1:])
+    return found
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: DecoderConfig) -> None:
+    """Sizes of linear attention, as llama.cpp's state-space models have them."""
+    sizes = config.delta
+    if sizes is None:
+        return
+    writer.add_ssm_conv_kernel(sizes.taps)
+    writer.add_ssm_state_size(sizes.key_dim)
+    writer.add_ssm_group_count(sizes.key_heads)
+    writer.add_ssm_time_step_rank(sizes.value_heads)
+    writer.add_ssm_inner_size(sizes.values)
+    writer.add_full_attention_interval(config.num_layers)
+
+
 def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of queries or keys in the order of a rotation of neighbours, as the converter of Llama puts them."""
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
@@ -137,6 +203,9 @@ def write_gguf(
         writer.add_expert_count(config.mixture.experts)
         writer.add_expert_used_count(config.mixture.chosen)
         writer.add_expert_feed_forward_length(config.mixture.size)
+        if config.mixture.shared:
+            writer.add_expert_shared_feed_forward_length(config.mixture.shared)
+    add_sizes(writer, config)
     if config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
     if config.score_softcap is not None:
@@ -162,6 +231,13 @@ def write_gguf(
     kept, turned = {}, arch == "gpt-oss"
     for name, value in (with_gates_apart(tensors) if turned else with_stacked_experts(tensors)).items():
         rows = np.asarray(value, np.float32)
+        if ".linear_attn." in name:
+            kept[name] = write_delta(writer, config, name, rows, kind)
+            continue
+        if name.endswith("shared_expert_gate.weight"):
+            writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_gate_inp_shexp.weight", rows[0])
+            kept[name] = rows
+            continue
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         stored = pairwise(rows, heads) if heads is not None and family.pairwise else rows
         own = kind if rows.ndim > 1 and not name.endswith("bias") else gguf.GGMLQuantizationType.F32

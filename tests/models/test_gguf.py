@@ -20,6 +20,7 @@ from models.gguf_files import add_fields, write_gguf
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
+from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import ClampedGate, Mixture
 from tilewright.models.gguf import GGUFSlice, open_gguf
 from tilewright.models.gguf_head import read_head
@@ -32,6 +33,13 @@ SIZES: dict[str, Any] = {
     "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_ids": (257, 258),
 }  # fmt: skip
 TURNED = int(0.75 * SIZES["head_dim"]) // 2
+HYBRID: dict[str, Any] = {
+    **SIZES,
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "delta": DeltaSizes(2, 4, 16, 16, 4),
+    "delta_layers": (0,),
+}
 CONFIGS = {
     "llama": DecoderConfig(family="llama", rope_theta=5e5, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), **SIZES),
     "qwen2": DecoderConfig(family="qwen2", rope_theta=1e6, tie_word_embeddings=True, **SIZES),
@@ -62,6 +70,9 @@ CONFIGS = {
         sliding_layers=(0, 1, 2, 3, 4, 6), local_rope_theta=1e4, attention_scale=16**-0.5, embedding_scale=8.0,
         tie_word_embeddings=True, **{**SIZES, "num_layers": 7}
     ),
+    "qwen3_next": DecoderConfig(family="qwen3_next", mixture=Mixture(4, 2, 32, shared=64), **HYBRID),
+    "qwen3_5": DecoderConfig(family="qwen3_5_text", **HYBRID),
+    "qwen3_5_moe": DecoderConfig(family="qwen3_5_moe_text", mixture=Mixture(4, 2, 32, shared=32), **HYBRID),
     "longrope": DecoderConfig(
         family="phi3", rope_theta=1e4, partial_rotary_factor=0.75,
         rope_scaling=LongRopeScaling((1.0,) * TURNED, tuple(1 + n / 4 for n in range(TURNED)), 64, 1.25, long=True), **SIZES
@@ -116,6 +127,10 @@ def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Pa
         ("longrope", Kind.F32),
         ("gemma2", Kind.F32),
         ("gemma3", Kind.Q8_0),
+        ("qwen3_next", Kind.Q8_0),
+        ("qwen3_5", Kind.F32),
+        ("qwen3_5", Kind.Q4_1),
+        ("qwen3_5_moe", Kind.Q8_0),
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )
@@ -125,6 +140,25 @@ def test_configuration_and_tensors_are_those_of_the_folder(tmp_path: Path, famil
     assert got_config == replace(want_config, rms_norm_eps=got_config.rms_norm_eps)
     assert got_config.rms_norm_eps == pytest.approx(want_config.rms_norm_eps)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_layers_that_predict_ahead_are_left_out_and_sizes_have_to_be_there(tmp_path: Path):
+    file, _ = make(tmp_path, CONFIGS["qwen3_5"])
+    plain = open_gguf(file)
+    ahead = {name.replace("blk.1.", "blk.2."): tensor for name, tensor in plain.tensors.items() if "blk.1." in name}
+    fields = {**plain.fields, "qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    ahead["blk.2.nextn.enorm.weight"] = plain.tensors["blk.1.attn_norm.weight"]
+    more = replace(plain, fields=fields, tensors={**plain.tensors, **ahead})
+    assert (more.config, more.names) == (plain.config, plain.names)
+    with pytest.raises(ValueError, match=r"expected sizes of linear attention, found no qwen35\.ssm\.group_count"):
+        _ = replace(plain, fields={**fields, "qwen35.ssm.group_count": None}).config
+
+
+def test_marks_stay_with_their_letters_in_qwen35s_pieces(tmp_path: Path):
+    text = "a\u0301b 12!\u0301"
+    pieces = {pre: load_tokenizer(head(tmp_path, metadata() | {"tokenizer.ggml.pre": pre})) for pre in ("qwen2", "qwen35")}
+    ends = {pre: [end for _, (_, end) in each.pre_tokenizer.pre_tokenize_str(text)] for pre, each in pieces.items()}
+    assert ends == {"qwen2": [1, 3, 4, 5, 6, 8], "qwen35": [3, 4, 5, 6, 8]}
 
 
 def test_the_declared_context_says_how_longrope_rotates(tmp_path: Path):

@@ -159,6 +159,17 @@ def test_bits_are_kept_where_outputs_stand_in_another_order(tmp_path: Path):
     np.testing.assert_array_equal(read[:64, 48:64], stored[:, 16:32])
 
 
+@needs_native
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_bits_of_linear_attention_are_kept_in_another_order(tmp_path: Path, family: str):
+    file, folder = make(tmp_path, CONFIGS[family], Kind.Q4_1)
+    (_, kept), (_, want) = load_decoder(file, jnp.float32, ops=operations(weights="int4")), load_decoder(folder, jnp.float32)
+    for name in ("qkv", "gate"):
+        matrix = getattr(kept.layers[0].delta, name)
+        read = blocks.dequantise(blocks.blocks_of(np.asarray(matrix.panels), matrix.outputs))
+        np.testing.assert_array_equal(read[: SIZES["hidden_size"]], getattr(want.layers[0].delta, name))
+
+
 def test_floats_of_8_bits_in_another_order():
     rng, order = np.random.default_rng(0), np.asarray([3, 0, 2])
     values = rng.standard_normal((4, 8)).astype(ml_dtypes.float8_e4m3fn)

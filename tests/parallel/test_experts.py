@@ -101,6 +101,7 @@ SLOW = [
     ("qwen3_moe", "column", 4),
     ("gpt_oss", "sync", 8),
     ("gpt_oss", "column", 2),
+    ("gpt_oss", "domino", 4),
     ("gpt_oss", "sequence, exchanged", 4),
 ]
 
@@ -122,14 +123,14 @@ def test_gradients_are_those_of_one_device(family: str, schedule: str, devices: 
     close(found, alone(family), CONFIGS[family])
 
 
-@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 8])
-def test_exact_has_the_same_bits_on_any_number_of_devices(devices: int):
-    config, batch = CONFIGS["qwen3_moe"], tokens(3, 7)
-    single = jax.jit(partial(loss, config, PLAIN, Exact()))(drawn("qwen3_moe"), batch)
-    run, params = divided("qwen3_moe", SCHEDULES["exact"], devices)
+@pytest.mark.parametrize(("family", "devices"), [pytest.param("qwen3_moe", 2, marks=pytest.mark.slow), ("gpt_oss", 8)])
+def test_exact_has_the_same_bits_on_any_number_of_devices(family: str, devices: int):
+    config, batch = CONFIGS[family], tokens(3, 7)
+    single = jax.jit(partial(loss, config, PLAIN, Exact()))(drawn(family), batch)
+    run, params = divided(family, SCHEDULES["exact"], devices)
     for one, other in zip(jax.tree.leaves(jax.jit(run)(params, batch)[1]), jax.tree.leaves(single[1]), strict=True):
         np.testing.assert_array_equal(one, other)
-    close(single, jax.jit(partial(loss, config, PLAIN, SINGLE_DEVICE))(drawn("qwen3_moe"), batch), config)
+    close(single, jax.jit(partial(loss, config, PLAIN, SINGLE_DEVICE))(drawn(family), batch), config)
 
 
 DEVICES, ROWS = 4, 6

@@ -3,13 +3,17 @@
 The templates are written for these tests, and do what those of the families do; docs/serving.md has what follows as a table.
 """
 
+import json
 from typing import Any
 
 import pytest
 
 from tilewright.models.chat import ChatTemplate
+from tilewright.server.call_forms import HERMES, LLAMA3, CallForm
 from tilewright.server.errors import ApiError
-from tilewright.server.tools import HERMES, LLAMA3, CallForm, Tool, form_of, told, tool_use
+from tilewright.server.tool_calls import Arguments, Called, CallParser
+from tilewright.server.tools import Tool, form_of, told, tool_use
+from tilewright.server.xml_calls import XML
 
 CHATML = """
 {%- for m in messages %}
@@ -23,7 +27,14 @@ CHATML = """
 TOOLS = "{%- if tools %}<|im_start|>system\nFORM{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
 JSON_FORM, XML_FORM = '<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>', "<tool_call><function=NAME>"
 JSON_CALL = "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
-XML_CALL = "<tool_call><function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}<parameter={{ name }}>{{ value }}{% endfor %}</function></tool_call>"  # noqa: E501
+XML_CALL = """<tool_call>
+<function={{ call.function.name }}>
+{% for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\\n' }}
+{{- value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}
+{{- '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}"""
 NOT_THINKING = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
 ALWAYS_OPEN = NOT_THINKING.replace("{% endif %}", "{% else %}{{ '<think>\\n' }}{% endif %}")
 
@@ -95,7 +106,7 @@ ENDS: dict[str, tuple[str, ...]] = {
 }
 """What a prompt ends with: by default, with `enable_thinking` true and false."""
 FORMS: dict[str, CallForm | None] = {
-    "qwen3": HERMES, "qwen3-instruct": HERMES, "qwen3.5": None, "smollm3": HERMES, "llama3": LLAMA3, "gemma2": HERMES,
+    "qwen3": HERMES, "qwen3-instruct": HERMES, "qwen3.5": XML, "smollm3": HERMES, "llama3": LLAMA3, "gemma2": HERMES,
     "gemma3": HERMES, "mistral": None, "phi4": HERMES, "gpt_oss": None,
 }  # fmt: skip
 """The form of calls; None where it is not known here."""
@@ -153,9 +164,25 @@ def test_a_model_is_told_of_tools_and_what_it_called(family: str):
         assert '{"name": "weather", "arguments": {"place": "Rome"}}' in text
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_calls_that_a_template_wrote_are_read_as_they_were(family: str):
+    values = {"place": "Rome", "days": 3, "exact": True, "from": None, "of": ["rain", {"snow": 1.5}], "note": ""}
+    kinds = {"place": "string", "days": "integer", "exact": "boolean", "from": "null", "of": "array", "note": "string"}
+    properties = {name: {"type": kind} for name, kind in kinds.items()}
+    function = {"name": "weather", "parameters": {"type": "object", "properties": properties}}
+    call = {"function": {"name": "weather", "arguments": values}}
+    made = template(family)
+    use = tool_use([Tool.model_validate({"type": "function", "function": function})], "auto", None, made)
+    assert use is not None
+    talk = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    said = made.render(talk, tools=use.described, add_generation_prompt=False).rpartition("<|im_start|>assistant\n")[2]
+    called, *arguments = CallParser(use).push(said.removesuffix("<|im_end|>\n"), last=True)
+    assert called == Called("weather")
+    assert json.loads("".join(part.text for part in arguments if isinstance(part, Arguments))) == values
+
+
 @pytest.mark.parametrize("family", [family for family, form in FORMS.items() if form is None])
 def test_calls_in_a_form_that_is_not_known_are_refused(family: str):
-    """Those of Qwen3.5 and Qwen3-Coder stand between the same tags as Hermes', but are no JSON."""
     with pytest.raises(ApiError, match="the form in which this model calls them is not known here"):
         tool_use([WEATHER], "auto", None, template(family))
 

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from reference.dflash_numpy import Target
-from tilewright.kernels.select import PLAIN
+from tilewright.kernels.delta_rule import reference as delta_reference
+from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.models import decoder
-from tilewright.models.params import spec_leaves, to_tensors
+from tilewright.models.delta import DeltaSizes
+from tilewright.models.experts import Mixture
+from tilewright.models.params import initialise, spec_leaves, to_tensors
 from tilewright.train.data import TokenStream
 from tilewright.train.lm import hidden_matrices, next_token_loss, train_lm
 from tilewright.train.text import HELD_OUT_BATCHES, Windows
@@ -47,6 +50,29 @@ def test_loss_is_the_mean_cross_entropy_of_what_is_in_it(config: decoder.Decoder
     assert float(count) == flags[:, 1:].sum()
     assert each.std() > 0.5, "the tokens must differ in their loss"
     np.testing.assert_allclose(float(loss), each[flags[:, 1:]].mean(), rtol=1e-4)
+
+
+HYBRID = decoder.DecoderConfig(
+    family="qwen3_next", vocab_size=24, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position_embeddings=64, partial_rotary_factor=0.5, delta=DeltaSizes(2, 4, 8, 8, 4), delta_layers=(0,),
+    mixture=Mixture(4, 2, 16, shared=16), dense_layers=(1,),
+)  # fmt: skip
+
+
+def test_a_hybrid_is_trained_by_the_gradient_of_its_steps_of_one_position():
+    """Its chunks and the bundle that trains on this CPU have the gradient of the rule as it is defined, for every array."""
+    params = initialise(decoder.declare(HYBRID), jax.random.key(0))
+    tokens, flags = map(jnp.asarray, batch(2, rows=2, length=12))
+    by_position = replace(PLAIN, delta_rule=lambda *operands, by_position: delta_reference.delta_rule(*operands))
+    (want, _), gradient = jax.jit(jax.value_and_grad(partial(next_token_loss, HYBRID, by_position), has_aux=True))(
+        params, tokens, flags
+    )
+    assert all(float(jnp.max(jnp.abs(part))) > 1e-6 for part in jax.tree.leaves(gradient))
+    trained = jax.jit(jax.value_and_grad(partial(next_token_loss, HYBRID, training_operations("float32")), has_aux=True))
+    (loss, _), found = trained(params, tokens, flags)
+    np.testing.assert_allclose(float(loss), float(want), rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-4 * float(jnp.max(jnp.abs(other))))
 
 
 def test_a_batch_without_predictions_has_loss_zero():

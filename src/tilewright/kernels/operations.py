@@ -212,7 +212,8 @@ class Operations:
         heads: `(projection, Heads) -> (q [B, T, N, D], k [B, K, T, D], v [B, K, T, D])`, normed and rotated; None for q where
             the projection was of k and v alone, and for these where it was of q alone.
         rms_norm: `(x, weight, eps)`.
-        prefix_attention: `(q, k, v, lengths, extra=None)`: see `attention/reference.py`.
+        prefix_attention: `(q, k, v, lengths, extra=None, rule=PLAIN_SCORES)`: see `attention/reference.py`; a rule where
+            weights are taken as they are.
         window_attention: `(q [B, W, N, D], k [B, S, K, D], v, changes, lengths [B], kinds [B, W], before [B, W, N * D]) ->
             (after, statistics [B, W, 3])`: see `window_attention/reference.py`.
         append: `(cache [B, K, S, D], new [B, K, T, D], start [B], count [B]) -> cache`: writes the first `count` of each row's
@@ -225,7 +226,7 @@ class Operations:
             Positions without one must not be written or seen: an error with the CPU kernels, without effect elsewhere.
         paged_append: `(pool, table, k [B, K, T, D], v, start [B], count [B]) -> pool`: as `append`. Of rows that share a page
             none may write there.
-        paged_attention: `(q, pool, table, lengths, extra=None)`: as `prefix_attention`.
+        paged_attention: `(q, pool, table, lengths, extra=None, rule=PLAIN_SCORES)`: as `prefix_attention`.
         paged_append_attend: `(projection, Heads, pool, table, start, count) -> (out, pool)`: as `append_attend`, with zeros for
             queries from `count` on.
         delta_rule: `(q [B, T, K, D], k, v [B, T, K, R, E], log_decay [B, T, K, R], beta, state [B, K, R, D, E],

@@ -461,10 +461,8 @@ def cross_entropy(
     """The sum of `weights` times the loss of each label under `logits`, in nats, without these.
 
     Raises:
-        ValueError: logits are capped, which this leaves out; or layers have linear attention.
+        ValueError: logits are capped, which this leaves out.
     """
-    if config.delta is not None:
-        raise ValueError(f"models of {config.family} are not trained here: their layers have linear attention")
     if config.logit_softcap is not None:
         raise ValueError(f"models of {config.family} are not trained here: their logits are capped")
     return ops.cross_entropy(ops.rms_norm(hidden, params.norm, config.rms_norm_eps), output_head(params), labels, weights)

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tilewright.kernels.linear.blocks import QuantisedMatrix
+from tilewright.models.delta import DeltaSizes
 from tilewright.models.family import Family
-from tilewright.models.gguf_blocks import KEPT, read_blocks
+from tilewright.models.gguf_delta import BY_TURNS, PREFIX, SHARED_GATE, delta_fields, delta_names, delta_slice
 from tilewright.models.gguf_head import MAGIC, GGUFTensor, read_head
+from tilewright.models.gguf_slices import ArrangedSlice, GGUFSlice, TurnedSlice
 from tilewright.models.gguf_tokenizer import build_tokenizer
 from tilewright.models.layers import Llama3Scaling, YarnScaling, rope_frequencies
 from tilewright.models.registry import FAMILIES
@@ -46,6 +47,7 @@ JOINED_NAMES = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 """The others: of most families, and of those whose checkpoints join them."""
 EXPERT_NAMES = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
 """What llama.cpp's library knows the tensors of all experts by, one each."""
+SHARED_SIZE = "expert_shared_feed_forward_length"
 GATES, UPS = "ffn_gate_exps", "ffn_up_exps"
 """What llama.cpp calls tensors of experts' gates and ups, which are one in gpt-oss' checkpoints."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -64,8 +66,6 @@ SAMPLING = {
 """Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights, whose scores are scaled by the hidden size for each head; files do not say it."""
-PLAIN = ("F64", "F32", "F16", "BF16")
-"""Types of tensors that are not quantised."""
 CONTROL = 3
 """The type of a token that is never text."""
 
@@ -141,83 +141,6 @@ def check_type(tensor: GGUFTensor, path: Path) -> None:
         raise ValueError(f"{path}: {tensor.name} is of type {tensor.tensor_type.name}, which cannot be dequantised") from None
 
 
-class GGUFSlice:
-    """One tensor in Hugging Face's layout, of which only what is asked for is read; the interface is that of safetensors."""
-
-    def __init__(self, tensor: GGUFTensor, rows: np.ndarray | None, offset: float = 0.0):
-        """Args:
-        rows: those of the file, in Hugging Face's order; None where it is the file's.
-        offset: what the file's numbers are more than Hugging Face's.
-        """
-        self.tensor, self.rows, self.offset = tensor, rows, np.float32(offset)
-
-    def get_shape(self) -> list[int]:
-        return [int(size) for size in reversed(self.tensor.shape)]
-
-    def get_dtype(self) -> str:
-        """The dtype that is read, whatever the file holds."""
-        return "F32"
-
-    @property
-    def quantised(self) -> str:
-        """The format that its weights are quantised in, by llama.cpp's name; empty for plain numbers."""
-        kind = self.tensor.tensor_type.name
-        return "" if kind in PLAIN else kind
-
-    def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
-        """These parts of each dim, as float32. Rows are dequantised one by one, so that others cost nothing."""
-        from gguf.quants import dequantize
-
-        rows, *columns = bounds
-        data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
-        found = np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
-        return found - self.offset if self.offset else found
-
-    @property
-    def kept(self) -> str:
-        """The format in which products read weights of this type as they are; empty if they do not."""
-        return KEPT.get(self.tensor.tensor_type.name, "")
-
-    def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
-        """Some rows of weights as the file has them, of formats that products read as they are; None of others."""
-        data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
-        return read_blocks(data.reshape(-1, data.shape[-1]), self.tensor.tensor_type.name)
-
-
-class TurnedSlice(GGUFSlice):
-    """Experts' matrices `[E, in, out]` of tensors `[E, out, in]`, or biases `[E, out]`: of several tensors, outputs in turn."""
-
-    def __init__(self, *tensors: GGUFTensor):
-        super().__init__(tensors[0], None)
-        self.tensors = tensors
-
-    def get_shape(self) -> list[int]:
-        experts, outputs, *inputs = super().get_shape()
-        return [experts, *inputs, len(self.tensors) * outputs]
-
-    def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
-        experts, *others = bounds
-        every = [slice(None)] * len(others)
-        parts = np.stack([GGUFSlice(tensor, None)[(experts, *every)] for tensor in self.tensors], axis=2)
-        return parts.reshape(len(parts), -1, *parts.shape[3:]).swapaxes(1, -1)[(slice(None), *others)]
-
-    @property
-    def alike(self) -> bool:
-        """True if all tensors are of one type."""
-        return len({tensor.tensor_type for tensor in self.tensors}) == 1
-
-    @property
-    def kept(self) -> str:
-        return super().kept if self.alike else ""
-
-    def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
-        """Weights of some experts as the file has them; an expert's outputs behind another's."""
-        if not self.alike:
-            return None
-        data = np.stack([tensor.data[rows] for tensor in self.tensors], axis=2)
-        return read_blocks(data.reshape(-1, data.shape[-1]), self.tensor.tensor_type.name)
-
-
 @dataclass(frozen=True, eq=False)
 class GGUFCheckpoint:
     """A GGUF file under the names of a Hugging Face checkpoint.
@@ -238,6 +161,16 @@ class GGUFCheckpoint:
         return self.fields.get(f"{self.family.gguf}.{name}", default)
 
     @property
+    def architecture(self) -> str:
+        return str(self.family.gguf)
+
+    @property
+    def layers(self) -> int | None:
+        """Layers of the model; those that predict further ahead come behind them."""
+        count = self.field("block_count")
+        return None if count is None else int(count) - int(self.field("nextn_predict_layers", 0))
+
+    @property
     def vocabulary(self) -> list[str]:
         return self.fields.get("tokenizer.ggml.tokens", [])
 
@@ -252,8 +185,8 @@ class GGUFCheckpoint:
             "model_type": self.family.name,
             "vocab_size": self.field("vocab_size") or len(self.vocabulary) or None,
             "hidden_size": hidden,
-            "intermediate_size": self.field("feed_forward_length"),
-            "num_hidden_layers": self.field("block_count"),
+            "intermediate_size": self.field("feed_forward_length", self.family.defaults.get("intermediate_size")),
+            "num_hidden_layers": self.layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self.field("attention.head_count_kv", heads),
             "head_dim": head_dim,
@@ -265,6 +198,7 @@ class GGUFCheckpoint:
             "sliding_window": self.field("attention.sliding_window") or None,
             **self.mixture(),
             **self.gemma(head_dim),
+            **(delta_fields(self.field, self.architecture, str(self.path)) if self.architecture in BY_TURNS else {}),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "eos_token_id": self.end_ids,
             "dtype": "float16" if any(t.tensor_type.name == "F16" for t in self.tensors.values()) else "bfloat16",
@@ -280,6 +214,7 @@ class GGUFCheckpoint:
             "num_experts_per_tok": self.field("expert_used_count"),
             "moe_intermediate_size": self.field("expert_feed_forward_length"),
             "norm_topk_prob": self.field("expert_weights_norm", True),
+            **({"shared_expert_intermediate_size": self.field(SHARED_SIZE)} if self.family.experts.shared else {}),
         }
 
     def gemma(self, head_dim: int | None) -> dict[str, Any]:
@@ -287,7 +222,7 @@ class GGUFCheckpoint:
         if not self.family.post_norms:
             return {}
         heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
-        wide = self.field("block_count") == SCALED_BY_WIDTH.get(str(self.family.gguf)) and heads and hidden
+        wide = self.field("block_count") == SCALED_BY_WIDTH.get(self.architecture) and heads and hidden
         found = {
             "query_pre_attn_scalar": hidden / heads if wide else head_dim,
             "attn_logit_softcapping": self.field("attn_logit_softcapping"),
@@ -402,21 +337,34 @@ class GGUFCheckpoint:
         """
         import gguf
 
-        blocks = int(self.field("block_count", 0))
-        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, str(self.family.gguf).upper().replace("-", "_")), blocks)
+        blocks = self.layers or 0
+        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.architecture.upper().replace("-", "_")), blocks)
         parts = {name: f"{name}.weight" for name in (*LAYER_NAMES, *(JOINED_NAMES if self.family.joined else SEPARATE_NAMES))}
         parts |= self.expert_names
         layers = {f"model.layers.{n}.{name}": f"model.layers.{n}.{own}" for n in range(blocks) for name, own in parts.items()}
         whole = {name: f"{name}.weight" for name in GLOBAL_NAMES}
         theirs = {known.get_name(name): own for name, own in chain(whole.items(), layers.items())}
-        found = {}
+        found = dict[str, str]()
+        linear = delta_names(self.architecture, blocks)
+        ahead = tuple(f"blk.{n}." for n in range(blocks, int(self.field("block_count", 0))))
         for name in self.tensors:
+            if name.startswith(ahead) or linear.get(name) == "":
+                continue
+            if name in linear:
+                found[linear[name]] = name
+                continue
             stem, _, suffix = name.rpartition(".")
             if not (self.turned(name) and UPS in name):
                 found[with_suffix(theirs[stem], suffix) if stem in theirs else name] = name
         for name in (ROPE_FACTORS, *LONG_FACTORS.values()):
             found.pop(name, None)
         return found
+
+    @property
+    def delta(self) -> DeltaSizes:
+        """Sizes of the layers of linear attention."""
+        fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        return DeltaSizes(*(self.config[f"linear_{name}"] for name in fields))
 
     @property
     def expert_names(self) -> dict[str, str]:
@@ -426,7 +374,9 @@ class GGUFCheckpoint:
             return {}
         sinks = {"self_attn.sinks": "self_attn.sinks"} if self.family.sinks else {}
         of_experts = zip(EXPERT_NAMES, (names.gate_up[0], names.gate_up[-1], names.down), strict=True)
-        return {**sinks, names.router: f"{names.router}.weight", **dict(of_experts)}
+        shared = [f"{names.shared}.{part}_proj" for part in ("gate", "up", "down")] if names.shared else []
+        others = [names.router, *shared, *([f"{names.shared}_gate"] if names.shared else [])]
+        return {**sinks, **{name: f"{name}.weight" for name in others}, **dict(of_experts)}
 
     def turned(self, name: str) -> bool:
         """True for one of llama.cpp's tensors that is stored otherwise in checkpoints; see `TurnedSlice`."""
@@ -439,6 +389,10 @@ class GGUFCheckpoint:
 
     def get_slice(self, name: str) -> GGUFSlice:
         tensor = self.tensors[self.names[name]]
+        if f".{PREFIX}" in name:
+            return delta_slice(self.tensors, tensor.name, name, self.delta, BY_TURNS[self.architecture])
+        if name.endswith(SHARED_GATE):
+            return ArrangedSlice([tensor], shape=(1, self.config["hidden_size"]))
         if not self.turned(tensor.name):
             offset = self.family.norm_offset if name.endswith("norm.weight") else 0.0
             return GGUFSlice(tensor, self.row_order(name), offset)

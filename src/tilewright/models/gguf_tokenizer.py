@@ -21,6 +21,8 @@ PIECES = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}DIGITS| ?[^\s\p
 """Words with what stands before them, numbers in pieces of so many digits, punctuation, lines, spaces."""
 WORDS = PIECES.replace("DIGITS", "")
 """Qwen2's pattern: each digit by itself."""
+WITH_MARKS = WORDS.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+"""Qwen3.5's: marks go with the letter that they stand on."""
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
@@ -49,8 +51,9 @@ class ByteLevel:
 
 GPT2, LLAMA3 = ByteLevel(), ByteLevel(PIECES.replace("DIGITS", "{1,3}"), whole=True, begins=True)
 QWEN2, SMOLLM = ByteLevel(WORDS, nfc=True), ByteLevel(digits=True)
+QWEN35 = ByteLevel(WITH_MARKS, nfc=True)
 BYTE_LEVEL = {
-    "default": GPT2, "gpt-2": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2,
+    "default": GPT2, "gpt-2": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35,
     "deepseek-r1-qwen": QWEN2, "smollm": SMOLLM, "tekken": ByteLevel(TEKKEN, whole=True, begins=True),
 }  # fmt: skip
 """By the file's `tokenizer.ggml.pre`."""

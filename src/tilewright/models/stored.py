@@ -287,14 +287,17 @@ def read_kept(
 ) -> QuantisedMatrix | ScaledMatrix | None:
     """A matrix in the bits that its files have it in; None where products do not read such as they are.
 
-    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`), and of other files' alone, where its outputs
-    come in another order. Those of experts become one, whose outputs are those of one expert behind another's.
+    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`). Those of experts become one, whose outputs are
+    those of one expert behind another's.
 
     Args:
         blocks, fp8: whether products read integers in blocks, and FP8.
     """
     if spec.pieces:
-        whole = None if tensor.layout is None else read_kept(files, tensor, replace(spec, pieces=()), blocks, fp8)
+        if tensor.layout is None:
+            whole = read_blocks(files, tensor) if blocks else None
+        else:
+            whole = read_kept(files, tensor, replace(spec, pieces=()), blocks, fp8)
         order = np.concatenate([np.arange(first, first + count) for first, count in spec.pieces])
         return None if whole is None else in_order(whole, order)
     if tensor.members:
@@ -309,7 +312,12 @@ def read_kept(
     if not blocks:
         return None
     rows, *_ = spec.stored_bounds(tuple((0, size) for size in spec.shape))
-    return files[tensor.file].get_slice(tensor.name).blocks(slice(*rows)) if tensor.file.suffix == gguf.SUFFIX else None
+    return read_blocks(files, tensor, slice(*rows))
+
+
+def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor, rows: slice = slice(None)) -> QuantisedMatrix | None:
+    """Some rows of a GGUF file's tensor in its bits; None where products do not read such, and of other files."""
+    return files[tensor.file].get_slice(tensor.name).blocks(rows) if tensor.file.suffix == gguf.SUFFIX else None
 
 
 def in_order(kept: QuantisedMatrix | ScaledMatrix, order: np.ndarray) -> QuantisedMatrix | ScaledMatrix:

@@ -6,11 +6,11 @@ split of inputs by rows is `Domino`, that of weights by columns is `Column`.
 Legend: M rows of a device, R of a micro-batch (M times devices), H hidden size.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ class Domino(TensorParallel):
         after = [norm for norm, _ in norms[1:]]
         for layer, whole, (_, norm), next_norm in zip(stack.layers, kept, norms, [*after, None], strict=True):
             for n, group in enumerate(groups):
-                ops = group.operations(turn + count + n, norm)
+                ops = group.operations(turn + count + n, norm, partial(stack.summed, stack.ops, layer, "attention"))
                 projection = stack.project(ops, layer, group.own[None])
                 lanes.moved(projection, PROJECTION_PASSES)
                 projection = lanes.beside(projection)
@@ -115,7 +115,8 @@ class Domino(TensorParallel):
                 lanes.moved(out, OUT_PASSES)
                 stack.output(ops, layer, lanes.beside(out))
             for n, group in enumerate(groups):
-                stack.mlp(group.operations(turn + 2 * count + n, next_norm), layer, group.own[None])
+                summed = partial(stack.summed, stack.ops, layer, "mlp")
+                stack.mlp(group.operations(turn + 2 * count + n, next_norm, summed), layer, group.own[None])
             turn += 2 * count
             left.append(whole)
 
@@ -156,14 +157,15 @@ class MicroBatch:
         self.lanes.wait(lambda: len(self.halves) >= 2 * layer + 2)
         return self.halves[2 * layer + 1]
 
-    def operations(self, due: int, after: Norm | None) -> Operations:
+    def operations(self, due: int, after: Norm | None, summed: Callable[[Array], Array]) -> Operations:
         """Products of a half: one of the rows that come, and one whose sum is begun and is added to `own` when it has come.
 
         Args:
             due: the turn of this micro-batch's next half among all halves, in the order in which they are computed.
             after: the norm of the next half, for which rows are gathered when the sum has come; None if there is none.
+            summed: what the sum becomes before it is added, row by row.
         """
-        ops, inner = self.ops, []
+        ops, inner, end = self.ops, [], SumEnd(due, after, summed)
 
         def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **which: int) -> Any:
             made = self.tiles(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), (w, bias)).all()
@@ -185,9 +187,9 @@ class MicroBatch:
                 return ops.linear(rows, w, jnp.float32)
 
             if inner:
-                self.sum_tiles(inner.pop(), part, w, due, after)
+                self.sum_tiles(inner.pop(), part, w, end)
             else:
-                self.begin_sum(self.lanes.ways(), self.cut(x), part, w, due, after)
+                self.begin_sum(self.lanes.ways(), self.cut(x), part, w, end)
             return self.own[None]
 
         def routed(
@@ -195,7 +197,7 @@ class MicroBatch:
             add: Array | None = None, count: Any = None,
         ) -> Array:  # fmt: skip
             tiles = self.tiles(lambda rows, w: product(ops, rows, w), w, product.chosen / product.experts)
-            self.sum_tiles(tiles, lambda rows, _: rows, None, due, after)
+            self.sum_tiles(tiles, lambda rows, _: rows, None, end)
             return self.own[None]
 
         return replace(ops, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
@@ -210,7 +212,7 @@ class MicroBatch:
         order = range(self.lanes.size)
         return dict(zip(order, rings.sliced(x.reshape(-1, x.shape[-1]), self.starts(order)), strict=True))
 
-    def sum_tiles(self, tiles: "Tiles", product: rings.Product, w: Any, due: int, after: Norm | None) -> None:
+    def sum_tiles(self, tiles: "Tiles", product: rings.Product, w: Any, end: "SumEnd") -> None:
         """Begins a sum, as `begin_sum`, of tiles that are made of rows as they come.
 
         When all have come, the farthest devices' are made first.
@@ -221,12 +223,10 @@ class MicroBatch:
         tiles.order = farthest_first(lengths, self.lanes.size)
         while not tiles.made.keys() >= set(tiles.order[: len(lengths)]):
             tiles.next()
-        self.begin_sum(lengths, tiles, product, w, due, after)
+        self.begin_sum(lengths, tiles, product, w, end)
         tiles.all()
 
-    def begin_sum(
-        self, lengths: dict[int, int], rows: "Rows | Tiles", product: rings.Product, w: Any, due: int, after: Norm | None
-    ) -> None:
+    def begin_sum(self, lengths: dict[int, int], rows: "Rows | Tiles", product: rings.Product, w: Any, end: "SumEnd") -> None:
         """Begins the sum of the devices' products of rows, and what follows when it has come; see `operations`."""
 
         def part(at: int, *came: Array) -> Array:
@@ -236,14 +236,22 @@ class MicroBatch:
             return sum((each.astype(made.dtype) for each in came), made).astype(self.own.dtype)
 
         def then(total: Array) -> None:
-            self.own = self.own + total
+            self.own = self.own + end.summed(total)
             self.halves.append(self.own)
-            if after is not None:
-                self.rows = {0: self.ops.rms_norm(self.own, *after)}
-                gather(self.lanes, self.rows, due)
+            if end.after is not None:
+                self.rows = {0: self.ops.rms_norm(self.own, *end.after)}
+                gather(self.lanes, self.rows, end.due)
 
         self.begun += 1
-        scatter(self.lanes, lengths, part, due, then)
+        scatter(self.lanes, lengths, part, end.due, then)
+
+
+class SumEnd(NamedTuple):
+    """End of a half, when its sum has come; see `MicroBatch.operations`."""
+
+    due: int
+    after: Norm | None
+    summed: Callable[[Array], Array]
 
 
 @dataclass

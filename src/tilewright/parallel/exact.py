@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.linear.scaled import ScaledMatrix, Table
 from tilewright.kernels.operations import (
+    PLAIN_SCORES,
     Heads,
     Joined,
     KeyValuePages,
@@ -25,6 +26,7 @@ from tilewright.kernels.operations import (
     Operations,
     RoutedProduct,
     RoutedWeights,
+    Scores,
     Transposed,
 )
 from tilewright.parallel.rings import Axis
@@ -185,32 +187,39 @@ def heads_apart(ops: Operations, projection: tuple[Array, ...], spec: Heads) -> 
     return queries, k, v
 
 
+def rule_of(scores: Scores, n: Array) -> dict[str, Scores]:
+    """What attention of query head n is told beyond its operands: nothing where all keys are weighed as usual."""
+    if scores.default:
+        return {}
+    sinks = None if scores.sinks is None else jax.lax.dynamic_slice_in_dim(scores.sinks, n, 1)
+    return {"rule": scores._replace(sinks=sinks)}
+
+
 def by_heads(
-    ops: Operations,
-    q: Float[Array, "B T N D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
-    lengths: Int[Array, "B T"],
-) -> Float[Array, "B T N D"]:
+    ops: Operations, q: Float[Array, "B T N D"], k: Float[Array, "B K S D"], v: Float[Array, "B K S D"],
+    lengths: Int[Array, "B T"], scores: Scores = PLAIN_SCORES,
+) -> Float[Array, "B T N D"]:  # fmt: skip
     """Attention of each query over the first `lengths` entries, one query head after another."""
     heads = q.shape[2]
 
     def of(n: Array) -> Array:
         own = [jax.lax.dynamic_slice_in_dim(part, n // (heads // k.shape[1]), 1, 1) for part in (k, v)]
-        return ops.prefix_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), *own, lengths)[:, :, 0]
+        return ops.prefix_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), *own, lengths, **rule_of(scores, n))[:, :, 0]
 
     return jnp.moveaxis(for_each(heads, of), 0, 2)
 
 
 def by_heads_over_pages(
-    ops: Operations, q: Float[Array, "B T N D"], pool: KeyValuePages, table: Int[Array, "B M"], lengths: Int[Array, "B T"]
-) -> Float[Array, "B T N D"]:
+    ops: Operations, q: Float[Array, "B T N D"], pool: KeyValuePages, table: Int[Array, "B M"], lengths: Int[Array, "B T"],
+    scores: Scores,
+) -> Float[Array, "B T N D"]:  # fmt: skip
     """Attention over entries in pages, one query head after another."""
     heads, kv_heads = q.shape[2], pool.k.shape[1]
 
     def of(n: Array) -> Array:
         own = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, n // (heads // kv_heads), 1, 1), pool)
-        return ops.paged_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), own, table, lengths)[:, :, 0]
+        query = jax.lax.dynamic_slice_in_dim(q, n, 1, 2)
+        return ops.paged_attention(query, own, table, lengths, **rule_of(scores, n))[:, :, 0]
 
     return jnp.moveaxis(for_each(heads, of), 0, 2)
 
@@ -223,7 +232,7 @@ def append_attend_pages(
     pool = cast(KeyValuePages, ops.paged_append(pool, table, new_k, new_v, start, count))
     at = jnp.arange(q.shape[1])[None]
     lengths = jnp.where(at < count[:, None], start[:, None] + at + 1, 0)
-    out = by_heads_over_pages(ops, q, pool, table, lengths)
+    out = by_heads_over_pages(ops, q, pool, table, lengths, spec.scores)
     return out.reshape(*out.shape[:2], -1), pool
 
 
@@ -260,11 +269,12 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         q, new_k, new_v = heads_apart(ops, projection, spec)
         k, v = ops.append(k, new_k, start, count), ops.append(v, new_v, start, count)
         lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
-        return flat(by_heads(ops, q, k, v, lengths)), k, v
+        return flat(by_heads(ops, q, k, v, lengths, spec.scores)), k, v
 
     def causal_attention(projection: Any, spec: Heads) -> Array:
         q, k, v = heads_apart(ops, projection, spec)
-        return flat(by_heads(ops, q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]) + 1, q.shape[:2])))
+        lengths = jnp.broadcast_to(jnp.arange(q.shape[1]) + 1, q.shape[:2])
+        return flat(by_heads(ops, q, k, v, lengths, spec.scores))
 
     return replace(
         ops, project=project, gated_linear=gated_linear, linear=linear, routed=partial(routed_in_parts, ops, count),

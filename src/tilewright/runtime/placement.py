@@ -155,15 +155,10 @@ def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     if family.post_norms and schedule not in (None, SYNC):
         why = "their halves are normed before they are added"
         raise ValueError(f"models of {family.name} run under the schedule {SYNC} alone, found {schedule!r}: {why}")
-    if family.output_bias and schedule not in (None, SYNC, "sequence", "ring", "column"):
-        why = "attention's sums have a bias"
-        raise ValueError(f"models of {family.name} run under sync, sequence, ring or column, found {schedule!r}: {why}")
     if config.delta is not None and schedule not in (None, SYNC):
         raise ValueError(f"linear attention is divided under the schedule {SYNC} alone, found {schedule!r}")
     if mixture is not None and mixture.shared and schedule not in (None, SYNC):
         raise ValueError(f"an expert that all rows go to is divided under the schedule {SYNC} alone, found {schedule!r}")
-    if any(config.windows) and schedule == "exact":
-        raise ValueError("the schedule exact takes no windows: expected another one, or a model without them")
     if mixture is not None and schedule == "exact" and mixture.experts % Exact.parts:
         found = f"expected experts that they divide, found {mixture.experts}"
         raise ValueError(f"the schedule exact sums {Exact.parts} parts: {found}")

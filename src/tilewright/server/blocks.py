@@ -55,7 +55,7 @@ class AnswerBlocks:
     """
 
     def __init__(self, tools: ToolUse | None):
-        self.parser = None if tools is None else CallParser(tools.form, tools.several)
+        self.parser = None if tools is None else CallParser(tools)
         self.found: list[AnswerBlock] = []
 
     @property

@@ -44,7 +44,7 @@ class ChoiceText:
     """
 
     def __init__(self, tools: ToolUse | None):
-        self.parser = None if tools is None else CallParser(tools.form, tools.several)
+        self.parser = None if tools is None else CallParser(tools)
 
     @property
     def calls(self) -> int:

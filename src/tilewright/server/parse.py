@@ -24,7 +24,7 @@ from tilewright.server.errors import ApiError
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Message, Templated
 from tilewright.server.structured import Asked, grammar_of, refused
 from tilewright.server.tokens import Offsets
-from tilewright.server.tools import ToolUse, arguments_schema, told, tool_use
+from tilewright.server.tools import ToolUse, told, tool_use
 
 log = logging.getLogger("tilewright.server")
 
@@ -295,7 +295,7 @@ def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constr
         field = asked.param.partition(".")[0]
         raise ApiError(400, f"'{field}': expected none beside tools that may be called", "invalid_value", field)
     if tools is not None and tools.forced:
-        asked = call_grammar(tools)
+        asked = call_grammar(tools, constrain)
     if asked is None:
         return None
     if constrain is None:
@@ -309,20 +309,23 @@ def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constr
         raise refused(asked.param, error) from error
 
 
-def call_grammar(tools: ToolUse) -> Asked:
-    """The grammar of calls that are wanted. Raises an `ApiError` for one that is too long."""
+def call_grammar(tools: ToolUse, constrain: Constrain | None) -> Asked:
+    """The grammar of calls that are wanted. Raises an `ApiError` for one that there cannot be, or that is too long."""
     try:
         return Asked(tools.grammar(), "tools")
     except ValueError as error:
+        check_parameters(tools, constrain)
         raise refused("tools", error) from error
 
 
-def check_parameters(tools: ToolUse, constrain: Constrain) -> None:
+def check_parameters(tools: ToolUse, constrain: Constrain | None) -> None:
     """Raises an `ApiError` that names the first function of those that may be called whose parameters cannot be used."""
     for number, tool in enumerate(tools.tools):
         if tool in tools.callable:
             try:
-                constrain(Grammar.json_schema(arguments_schema(tool)))
+                for part in tools.form.parts(tools.schemas[tool.function.name]):
+                    if constrain is not None:
+                        constrain(part)
             except ValueError as error:
                 raise refused(f"tools[{number}].function.parameters", error) from error
 

@@ -1,16 +1,10 @@
 """Calls in a model's text, found while it comes: content, the function that is called, and its arguments piece by piece."""
 
-import json
-import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tilewright.runtime.output import beginning_of_stop
-from tilewright.server.tools import CallForm
+from tilewright.server.tools import ToolUse
 
-OPENING = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""Of a call, up to its arguments, as models are told to write it."""
-BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)|[{}\[\]]', re.DOTALL)
-"""Of JSON, with strings, whole or cut off, so that those within them do not count."""
 PYTHON_TAG = "<|python_tag|>"
 """What Llama 3 may begin a call with."""
 
@@ -36,54 +30,6 @@ class Arguments(NamedTuple):
 Part = Content | Called | Arguments
 
 
-class Read(NamedTuple):
-    """A text that begins with a call, as far as it has come.
-
-    Attributes:
-        name: None while it is not known, or where this is no call.
-        arguments: as far as they have come.
-        end: where the call ends, or what is none; None while it goes on.
-    """
-
-    name: str | None
-    arguments: str = ""
-    end: int | None = None
-
-
-def object_end(text: str, start: int) -> int | None:
-    """End of the JSON object that begins at a place; None if it goes on."""
-    depth = 0
-    for found in BRACKETS.finditer(text, start):
-        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
-        if depth == 0:
-            return found.end()
-    return None
-
-
-def read_call(text: str) -> Read:
-    """Calls in a text that begins with one."""
-    begin = len(text) - len(text.lstrip())
-    if not text.startswith("{", begin):
-        return Read(None, end=len(text) if begin < len(text) else None)
-    end = object_end(text, begin)
-    if (opening := OPENING.match(text)) is not None:
-        return Read(json.loads(opening[1], strict=False), text[opening.end() : object_end(text, opening.end())], end)
-    return Read(None) if end is None else reordered(text[begin:end], end)
-
-
-def reordered(text: str, end: int) -> Read:
-    """A call whose keys come in another order; else what is none."""
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return Read(None, end=end)
-    name = found.get("name")
-    arguments = found.get("arguments", found.get("parameters"))
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Read(None, end=end)
-    return Read(name, json.dumps(arguments, ensure_ascii=False), end)
-
-
 class CallParser:
     """An answer's text as content and calls. Its parts, put together, do not depend on the pieces in which the text comes.
 
@@ -95,9 +41,10 @@ class CallParser:
         done: nothing more is read.
     """
 
-    def __init__(self, form: CallForm, several: bool):
-        """Args: `several`: without it, what comes behind the first call is dropped."""
-        self.form, self.several, self.calls = form, several, 0
+    def __init__(self, use: ToolUse):
+        """Args: `use`: where one call is wanted, what comes behind the first is dropped."""
+        self.form, self.several, self.calls = use.form, use.several, 0
+        self.schemas = use.schemas
         self.text, self.within, self.told, self.done = "", False, -1, False
         self.told_content = False
 
@@ -140,7 +87,7 @@ class CallParser:
 
     def call(self, parts: list[Part], last: bool) -> bool:
         """Gives what is known of the call that the text begins with. Returns whether there is more to read."""
-        name, arguments, end = read_call(self.text)
+        name, arguments, end = self.form.read(self.text, self.schemas)
         if name is None:
             if end is None and not last:
                 return False
@@ -157,5 +104,5 @@ class CallParser:
         if end is None or (not last and len(behind) < len(self.form.end) and self.form.end.startswith(behind)):
             return False
         self.text, self.within, self.told = behind.removeprefix(self.form.end), False, -1
-        self.done = not (self.several and self.form.repeats)
+        self.done = not self.several
         return True

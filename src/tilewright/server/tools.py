@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from tilewright.grammar.grammar import Grammar, Tagged
+from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.schema import closed
 from tilewright.models.chat import ChatTemplate
+from tilewright.server.call_forms import HERMES, LLAMA3, CallForm
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import Body, Ignored, expect
+from tilewright.server.xml_calls import FUNCTION, XML
 
 MOST_TOOLS = 128
 
@@ -81,38 +83,6 @@ class Call(Body):
 
 
 @dataclass(frozen=True)
-class CallForm:
-    """Form in which a family of models writes a call: a JSON object with the function's name and its arguments.
-
-    Attributes:
-        begin, end: what stands around a call; nothing where a call is a whole answer.
-        arguments: the key of the arguments.
-    """
-
-    begin: str
-    end: str
-    arguments: str
-
-    @property
-    def repeats(self) -> bool:
-        """True if an answer may have several calls."""
-        return bool(self.begin)
-
-    def written(self, name: str, arguments: Any) -> str:
-        """A call as the model writes it."""
-        body = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
-        return f"{self.begin}\n{body}\n{self.end}" if self.begin else body
-
-
-HERMES = CallForm("<tool_call>", "</tool_call>", "arguments")
-"""Of Hermes, Qwen and many others."""
-LLAMA3 = CallForm("", "", "parameters")
-"""Of Llama 3."""
-XML_FUNCTION = "<function="
-"""What calls of Qwen3-Coder and Qwen3.5 begin with, within Hermes's tags."""
-
-
-@dataclass(frozen=True)
 class ToolUse:
     """The tools that an answer may call.
 
@@ -144,16 +114,18 @@ class ToolUse:
         """The tools for chat templates."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Of each function's arguments."""
+        return {tool.function.name: arguments_schema(tool) for tool in self.tools}
+
     def grammar(self) -> Grammar:
-        """Of an answer that is nothing but calls."""
-        form = self.form
-        before, after = (f"{form.begin}\n", f"\n{form.end}") if form.begin else ("", "")
+        """Of an answer that is nothing but calls.
 
-        def tagged(tool: Tool) -> Tagged:
-            opening = f'{before}{{"name": {json.dumps(tool.function.name)}, "{form.arguments}": '
-            return Tagged(opening, arguments_schema(tool), f"}}{after}")
-
-        return Grammar.tagged([tagged(tool) for tool in self.callable], self.several)
+        Raises:
+            ValueError: the form has no way to write what a schema describes.
+        """
+        return self.form.grammar({tool.function.name: self.schemas[tool.function.name] for tool in self.callable}, self.several)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
@@ -196,7 +168,7 @@ def form_of(template: ChatTemplate) -> CallForm | None:
     if not template.takes_tools:
         return HERMES
     if HERMES.begin in template.source:
-        return None if XML_FUNCTION in template.source else HERMES
+        return XML if FUNCTION in template.source else HERMES
     return LLAMA3 if '"parameters"' in template.source and "ipython" in template.source else None
 
 
@@ -212,7 +184,7 @@ def told(messages: Sequence[dict[str, Any]], use: ToolUse | None) -> list[dict[s
     if use is None:
         return found
     functions = "\n".join(json.dumps(each["function"], ensure_ascii=False) for each in use.described)
-    form = use.form.written("the function's name", {"an argument's name": "its value"})
+    form = HERMES.written("the function's name", {"an argument's name": "its value"})
     text = HOW_TO_CALL.format(form=form, functions=functions)
     if found and found[0]["role"] == "system":
         return [{**found[0], "content": f"{found[0]['content']}\n\n{text}"}, *found[1:]]

@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from tilewright.kernels.attention import xla as attention_xla
 from tilewright.kernels.bundles.xla import xla_operations
 from tilewright.kernels.delta_rule import xla as delta_xla
 from tilewright.kernels.head_argmax import xla as argmax_xla
@@ -16,7 +17,7 @@ from tilewright.kernels.head_top_k import xla as top_k_xla
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import xla
 from tilewright.kernels.linear.scaled import ScaledMatrix
-from tilewright.kernels.operations import Heads, KeyValuePages, Norm, Pool, Transposed
+from tilewright.kernels.operations import PLAIN_SCORES, Heads, KeyValuePages, Norm, Pool, Scores, Transposed
 from tilewright.kernels.paged import pallas_tpu as paged_tpu
 from tilewright.kernels.paged import xla as paged_xla
 from tilewright.kernels.registry import first
@@ -45,7 +46,11 @@ def head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Ar
     return first("head's top-k", "tpu", x, w, k).head_top_k(x, w, k, tied)
 
 
-def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, extra: tuple[Array, Array] | None = None) -> Array:
+def prefix_attention(
+    q: Array, k: Array, v: Array, lengths: Array, extra: tuple[Array, Array] | None = None, rule: Scores = PLAIN_SCORES
+) -> Array:
+    if not rule.default:
+        return attention_xla.prefix_attention(q, k, v, lengths, extra, rule)
     return first("attention", "tpu", q, k, extra).prefix_attention(q, k, v, lengths, extra)
 
 
@@ -66,9 +71,11 @@ def paged_append(pool: Pool, *rest: Array) -> Pool:
     return made.append(pool, *rest)
 
 
-def paged_attention(q: Array, pool: Pool, table: Array, lengths: Array, extra: tuple[Array, Array] | None = None) -> Array:
+def paged_attention(
+    q: Array, pool: Pool, table: Array, lengths: Array, extra: tuple[Array, Array] | None = None, rule: Scores = PLAIN_SCORES
+) -> Array:
     made: Any = paged_xla if isinstance(pool, KeyValuePages) else paged_tpu
-    return made.prefix_attention(q, pool, table, lengths, extra, prefix_attention)
+    return made.prefix_attention(q, pool, table, lengths, extra, prefix_attention, rule)
 
 
 def paged_append_attend(projection: Any, spec: Heads, pool: Pool, *rest: Array) -> tuple[Array, Pool]:

@@ -121,10 +121,11 @@ def prefix_attention(
     lengths: Int[Array, "B T"],
     extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
     attend: Callable[..., Array],
+    rule: Scores = PLAIN_SCORES,
 ) -> Float[Array, "B T N D"]:
     """Attention of each query over the first entries of its row, and over all of `extra`; see `xla.prefix_attention`."""
     sizes = pool.kv_heads, pool.page_size
-    return xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, extra, attend)
+    return xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, extra, attend, rule)
 
 
 def pack_queries(q: Float[Array, "R N D"], kv_heads: int) -> Float[Array, "R _ lanes"]:

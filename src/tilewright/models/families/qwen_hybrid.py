@@ -105,15 +105,19 @@ QWEN3_NEXT = Family(
     write=write_next,
     defaults={**DEFAULTS, **EXPERTS, "num_experts": 512},
     delta_in_one=True,
+    gguf="qwen3next",
     experts=replace(OWN_TENSORS, shared=SHARED),
     **COMMON,
 )
-QWEN3_5 = Family(name="qwen3_5_text", architecture="Qwen3_5ForCausalLM", read=read, write=write, defaults=DEFAULTS, **COMMON)
+QWEN3_5 = Family(
+    name="qwen3_5_text", architecture="Qwen3_5ForCausalLM", read=read, write=write, defaults=DEFAULTS, gguf="qwen35", **COMMON
+)
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     read=read_moe,
     write=write_moe,
+    gguf="qwen35moe",
     defaults={**DEFAULTS, **EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
     experts=replace(OWN_TENSORS, shared=SHARED),
     experts_in_one=ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",) * 2, "mlp.experts.down_proj", shared=SHARED),
