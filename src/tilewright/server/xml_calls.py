@@ -213,7 +213,7 @@ def arguments_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 def json_rule(value: Mapping[str, Any], root: Mapping[str, Any]) -> Grammar:
     """A value that is no string; what it refers to goes with it."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return Grammar.json_schema({"x-guidance": ON_ONE_LINE} | definitions | value)
+    return Grammar.json_schema({"x-guidance": ON_ONE_LINE, **definitions, **value})
 
 
 def string_rule(name: str, value: Any, root: Mapping[str, Any], depth: int = DEEPEST) -> str:
