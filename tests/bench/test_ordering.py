@@ -7,20 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from tilewright.bench import ordering
 from tilewright.bench.ordering import COMPILER, ORDERINGS, OWN, PROGRAM_ORDER, in_order, ordered_name, read_name
 from tilewright.kernels.operations import Norm
 from tilewright.kernels.select import PLAIN
 from tilewright.parallel import rings
+from tilewright.parallel.mesh import make_mesh
 
 BARRIER = "optimization_barrier"
 
 
 def traced(order: str, run: Callable[..., Array]) -> str:
-    """The program of a ring of four devices, none of which need be there."""
-    mesh, whole, rows = AbstractMesh((4,), ("tp",)), PartitionSpec(), PartitionSpec("tp")
+    """The program of a ring of four devices."""
+    mesh, whole, rows = make_mesh({"tp": 4}), PartitionSpec(), PartitionSpec("tp")
     inside = jax.shard_map(in_order(order, run), mesh=mesh, in_specs=(rows, whole), out_specs=whole, check_vma=False)
     return str(jax.make_jaxpr(inside)(jnp.ones((8, 4)), jnp.ones((4, 4))))
 

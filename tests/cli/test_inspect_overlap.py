@@ -54,6 +54,7 @@ def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: i
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are made up, on a slice whose devices need no compiler."""
     monkeypatch.setattr(overlap.OverlapSetup, "devices", 8)
+    monkeypatch.setattr(overlap.OverlapSetup, "mesh", None)
     monkeypatch.setattr(overlap.OverlapSetup, "fabric", FABRIC)
     monkeypatch.setattr(overlap, "compiled", made)
     monkeypatch.setattr(inspect_overlap, "version", lambda _: "0")

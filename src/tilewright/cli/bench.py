@@ -12,7 +12,8 @@ app.command(
 app.command(
     "tilewright.cli.bench_graph:bench_graph",
     name="graph",
-    help="Compares graph neural networks on neighbour tables with gathering, masking and summing, side by side.",
+    help="Compares graph neural networks on neighbour tables with gathering, masking and summing, side by side.\n\n"
+    "Every figure is defined in docs/metrics.md.",
 )
 app.command(
     "tilewright.cli.bench_linear:linear",

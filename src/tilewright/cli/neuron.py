@@ -17,5 +17,5 @@ app.command(
 app.command(
     "tilewright.cli.neuron_tools:calibrate_command",
     name="calibrate",
-    help="Fits latency and rate of collectives to half of a measured curve, and says how well the other half is predicted.",
+    help="Fits latency and rate of collectives to half of what was measured, and says how well the other half is predicted.",
 )
