@@ -251,8 +251,8 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
         (
             {},
             "gptneox",
-            r"to be one of gemma2, gemma3, gpt-oss, llama, phi3, qwen2, qwen3, qwen35, qwen35moe, qwen3moe, qwen3next, smollm3, "
-            r"found 'gptneox'",
+            r"to be one of gemma2, gemma3, gpt-oss, llama, phi3, qwen2, qwen3, qwen35, qwen35moe, qwen3moe, qwen3next, "
+            r"smollm3, found 'gptneox'",
         ),
         ({"qwen2.expert_count": 8}, "qwen2", r"expected qwen2\.expert_count to be absent or 0, found 8"),
         ({"llama.rope.scaling.type": "longrope"}, "llama", r"rope\.scaling\.type to be absent or none or .*, found 'longrope'"),
