@@ -217,7 +217,7 @@ def bad_requests(limits: Limits) -> list[Bad]:
         body("context too small", 400, "context_length_exceeded", max_tokens=limits.context),
         body("far too many tokens", 400, "context_length_exceeded", CHATS, max_tokens=2**31 - 1),
         body("too many choices", 400, "too_many_choices", prompt=["x"] * 16, n=16, max_tokens=1),
-        Bad("unknown route", "POST", "/v1/embeddings", b"{}", 404), Bad("no route", "GET", "/../etc/passwd", b"", 404),
+        Bad("unknown route", "POST", "/v1/images/generations", b"{}", 404), Bad("no route", "GET", "/../etc/passwd", b"", 404),
         Bad("odd route", "GET", "/%ff%00", b"", 404),
         Bad("no such model", "GET", "/v1/models/other", b"", 404, "model_not_found"),
         Bad("wrong method", "GET", COMPLETIONS, b"", 405), Bad("post to health", "POST", "/health", b"{}", 405),

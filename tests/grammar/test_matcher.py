@@ -13,7 +13,7 @@ from tilewright.grammar.grammar import LONGEST, MOST_CHOICES, Grammar
 from tilewright.grammar.matcher import KEPT, Compiler
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.runtime.constraints import ALL, BlockMasks, ConstraintState, fill_all, words
+from tilewright.runtime.constraints import ALL, ConstraintState, words
 
 VOCAB, EOS = 4096, (0,)
 PERSON = {
@@ -37,7 +37,7 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
 def allowed(state: ConstraintState, drafts: Sequence[int] = ()) -> tuple[list[set[int]], int]:
     """The tokens of each mask that means something, and how many drafts were kept."""
     masks = np.full((len(drafts) + 1, words(VOCAB)), ALL, np.uint32)
-    (kept,) = fill_all([BlockMasks(state, drafts, masks)])
+    kept = state.fill(drafts, masks)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in bits[: kept + 1]], kept
 

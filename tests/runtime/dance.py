@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 from tilewright.runtime.automata import Automaton, AutomatonState, words
-from tilewright.runtime.constraints import BlockMasks, ConstraintError, naming_row
+from tilewright.runtime.constraints import ConstraintError
 
 VOCAB, EOS = 40, (39,)
 
@@ -50,15 +50,7 @@ class Dance:
     def forced(self) -> list[int]:
         return self.next() if len(self.seen) % 5 == 4 else []
 
-    @staticmethod
-    def fill(batch: Sequence[BlockMasks]) -> list[int]:
-        found = list[int]()
-        for row, slots in enumerate(batch):
-            with naming_row(row):
-                found.append(slots.state.fill_alone(slots.drafts, slots.masks))
-        return found
-
-    def fill_alone(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
+    def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
         if self.breaks is not None and len(self.seen) >= self.breaks:
             raise ConstraintError("it knows no further")
         state = self

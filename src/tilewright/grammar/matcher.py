@@ -10,7 +10,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +23,8 @@ from tilewright.grammar.thinking import AfterThought
 from tilewright.grammar.token_automaton import AUTOMATON_S, Vocabulary, automaton_of
 from tilewright.grammar.trial import Trial
 from tilewright.grammar.worker import CompilerSettings, compiled, made_tokenizer
-from tilewright.runtime.automata import WORD, Automaton, AutomatonState
-from tilewright.runtime.constraints import BlockMasks, ConstraintError, naming_row
+from tilewright.runtime.automata import Automaton, AutomatonState
+from tilewright.runtime.constraints import ConstraintError
 
 KEPT = 32
 """Compiled grammars that are kept, for requests that bring the same again."""
@@ -147,14 +146,6 @@ class Matcher:
         return Matching(self.matcher.deep_copy(), self.eos, stands)
 
 
-@lru_cache(maxsize=1)
-def executor() -> Any:
-    """Threads that make masks, of all matchers."""
-    from llguidance import LLExecutor
-
-    return LLExecutor()
-
-
 class Matching:
     """State of one text in a grammar; see `runtime.constraints.ConstraintState`.
 
@@ -170,43 +161,22 @@ class Matching:
         self.catch_up()
         return [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
 
-    @staticmethod
-    def fill(batch: Sequence[BlockMasks]) -> list[int]:
-        from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+    def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
+        from llguidance.numpy import fill_next_token_bitmask
 
-        sizes = [len(slots.drafts) + 1 for slots in batch]
-        masks = np.empty((sum(sizes), batch[0].masks.shape[1]), np.int32)
-        drafting, plain = list[tuple[Any, int, list[int]]](), list[tuple[Any, int]]()
-        first = 0
-        for row, (slots, size) in enumerate(zip(batch, sizes, strict=True)):
-            with naming_row(row):
-                slots.state.catch_up()
-            if slots.drafts:
-                drafting.append((slots.state.matcher, first, list(slots.drafts)))
-            else:
-                plain.append((slots.state.matcher, first))
-            first += size
-        if drafting:
-            fill_next_token_bitmask_par_with_draft_tokens(executor(), drafting, masks)
-        if plain:
-            fill_next_token_bitmask_par(executor(), plain, masks)
-        allowed, own = list[int](), np.split(masks.view(np.uint32), np.cumsum(sizes)[:-1])
-        for row, (slots, found) in enumerate(zip(batch, own, strict=True)):
-            with naming_row(row):
-                slots.state.check()
-            allowed.append(slots.state.allowed(slots.drafts, found))
-            slots.masks[: allowed[row] + 1] = found[: allowed[row] + 1]
+        self.catch_up()
+        rows, matcher, allowed = masks.view(np.int32), self.matcher, 0
+        fill_next_token_bitmask(matcher, rows, 0)
+        for draft in drafts:
+            # The token that ends the text is drawn by the target itself, behind the drafts before it.
+            if draft in self.eos or matcher.is_stopped() or not matcher.try_consume_tokens([draft]):
+                break
+            allowed += 1
+            fill_next_token_bitmask(matcher, rows, allowed)
+        if allowed and not matcher.is_error():
+            matcher.rollback(allowed)
+        self.check()
         return allowed
-
-    def allowed(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
-        """How many drafts their masks allow, from the first.
-
-        The token that ends the text is none: it is drawn by the target itself, behind the drafts before it.
-        """
-        for slot, draft in enumerate(drafts):
-            if draft in self.eos or not masks[slot, draft // WORD] >> np.uint32(draft % WORD) & 1:
-                return slot
-        return len(drafts)
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.behind += tokens

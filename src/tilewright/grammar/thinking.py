@@ -10,7 +10,7 @@ from jaxtyping import UInt32
 from tokenizers import Tokenizer
 
 from tilewright.runtime.automata import ALL, WORD, Automaton, AutomatonState
-from tilewright.runtime.constraints import BlockMasks, Constraint, ConstraintState, fill_all, naming_row
+from tilewright.runtime.constraints import Constraint, ConstraintState
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """Tokens that begin and end a thought, of the families that have such."""
@@ -69,26 +69,16 @@ class Thinking:
     def forced(self) -> list[int]:
         return [] if self.thinks else self.answer.forced()
 
-    @staticmethod
-    def fill(batch: Sequence[BlockMasks]) -> list[int]:
-        allowed = [slots.state.fill_thought(slots.drafts, slots.masks) for slots in batch]
-        answers: dict[int, BlockMasks] = {}
-        for row, (slots, count) in enumerate(zip(batch, allowed, strict=True)):
-            if not slots.state.thinks or slots.state.rule.mark in slots.drafts[:count]:
-                answers[row] = BlockMasks(slots.state.answer, slots.drafts[count:], slots.masks[count:])
-        with naming_row(answers):
-            for row, more in zip(answers, fill_all([*answers.values()]), strict=True):
-                allowed[row] += more
-        return allowed
-
-    def fill_thought(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
-        """Writes the masks of the thought. Returns how many drafts it allows, the one that ends it included."""
+    def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
         if not self.thinks:
-            return 0
-        masks[:] = thought_mask(masks.shape[1], self.rule.eos)
+            return self.answer.fill(drafts, masks)
+        masks[0] = thought_mask(masks.shape[1], self.rule.eos)
         for slot, draft in enumerate(drafts):
-            if draft in self.rule.eos or draft == self.rule.mark:
-                return slot + (draft == self.rule.mark)
+            if draft in self.rule.eos:
+                return slot
+            if draft == self.rule.mark:
+                return slot + 1 + self.answer.fill(drafts[slot + 1 :], masks[slot + 1 :])
+            masks[slot + 1] = masks[0]
         return len(drafts)
 
     def advance(self, tokens: Sequence[int]) -> None:

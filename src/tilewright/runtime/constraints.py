@@ -9,8 +9,7 @@ A state takes in what was committed, and nothing else: what was drafted is never
 a row that gives its pages up goes on from the state that it has.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ class ConstraintError(Exception):
     """A constraint cannot say what may come next; its message may be shown to whoever asked.
 
     Attributes:
-        row: of the batch for which masks were made, the one whose constraint it is.
+        row: of the batch whose constraint it is, where masks are made for one.
     """
 
     row: int = 0
@@ -47,17 +46,20 @@ class ConstraintState(Protocol):
         """Tokens of the text that has to come next, whatever the model says; it may have them in other tokens. Often none."""
         ...
 
-    @staticmethod
-    def fill(batch: Sequence["BlockMasks"]) -> list[int]:
-        """Writes masks for states of this type, all together, so that they may be made in parallel. The states stay.
+    def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
+        """Writes the mask of the next token and of those behind the drafts that the constraint allows; the state stays.
 
         An end-of-sequence token may come where the constraint is met.
 
+        Args:
+            drafts: at most T - 1.
+            masks: the first is that of the next token.
+
         Returns:
-            how many of its drafts each state allows, from the first. What stands in the masks behind theirs means nothing.
+            how many of the drafts it allows, from the first. What stands in `masks` behind theirs means nothing.
 
         Raises:
-            ConstraintError: one of them cannot say.
+            ConstraintError: it cannot say.
         """
         ...
 
@@ -73,20 +75,6 @@ class Constraint(Protocol):
     def begin(self) -> ConstraintState:
         """The state before the first token."""
         ...
-
-
-class BlockMasks(NamedTuple):
-    """The masks of a row's block, which are to be written.
-
-    Attributes:
-        state: before the block.
-        drafts: at most T - 1.
-        masks: uint32 `[T, W]`, of the next token and of those behind each draft.
-    """
-
-    state: Any
-    drafts: Sequence[int]
-    masks: UInt32[np.ndarray, "T W"]
 
 
 class Blocks(NamedTuple):
@@ -120,39 +108,17 @@ def fill_blocks(batch: Sequence[Drafted], rows: int, width: int, vocab: int) -> 
     """
     drafts, counts = np.zeros((rows, width - 1), np.int32), np.zeros(rows, np.int32)
     masks = np.full((rows, width, words(vocab)), ALL, np.uint32)
-    slots: dict[int, BlockMasks] = {}
     for row, (state, own) in enumerate(batch):
-        if state is not None:
-            with naming_row(row):
+        try:
+            if state is not None:
                 own = forced_first(state.forced(), own)
-            slots[row] = BlockMasks(state, own[: width - 1], masks[row])
-        counts[row] = len(own[: width - 1])
-        drafts[row, : counts[row]] = own[: width - 1]
-    with naming_row(slots):
-        counts[list(slots)] = fill_all([*slots.values()])
-    drafts[np.arange(width - 1) >= counts[:, None]] = 0
+            own = own[: width - 1]
+            counts[row] = len(own) if state is None else state.fill(own, masks[row])
+        except ConstraintError as error:
+            error.row = row
+            raise
+        drafts[row, : counts[row]] = own[: counts[row]]
     return Blocks(drafts, counts, masks)
-
-
-def fill_all(batch: Sequence[BlockMasks]) -> list[int]:
-    """Writes masks for states of any types; see `ConstraintState.fill`."""
-    found = [0] * len(batch)
-    for kind in dict.fromkeys(type(slots.state) for slots in batch):
-        members = [row for row, slots in enumerate(batch) if type(slots.state) is kind]
-        with naming_row(members):
-            for row, count in zip(members, kind.fill([batch[row] for row in members]), strict=True):
-                found[row] = count
-    return found
-
-
-@contextmanager
-def naming_row(rows: int | Iterable[int]) -> Iterator[None]:
-    """A `ConstraintError` is raised as that of a row, or of the one of these that its own row numbers."""
-    try:
-        yield
-    except ConstraintError as error:
-        error.row = rows if isinstance(rows, int) else [*rows][error.row]
-        raise
 
 
 def forced_first(forced: Sequence[int], drafts: Sequence[int]) -> Sequence[int]:
