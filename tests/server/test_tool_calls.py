@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tilewright.grammar.worker import matcher_of
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.call_forms import HERMES, LLAMA3, CallForm, object_end
+from tilewright.server.choice_text import ChoiceText
 from tilewright.server.errors import ApiError
 from tilewright.server.tool_calls import Arguments, CallParser, Content, Part
 from tilewright.server.tools import NamedTool, Tool, ToolUse, form_of, told, tool_use
@@ -124,6 +125,12 @@ def test_parts_of_a_text_that_comes_character_by_character(family: str):
     form, texts = FORMS[family]
     for text, want in texts.items():
         assert read(text, list(range(len(text))), form) == want
+
+
+def test_a_chunk_has_one_entry_for_a_call():
+    """Some clients look at the first entry alone."""
+    (call,) = ChoiceText(ToolUse(TOOLS, "auto", True, HERMES)).push(CALL, last=True).calls
+    assert (call.function.name, call.function.arguments) == ("f", ARGUMENTS)
 
 
 def test_a_second_call_is_dropped_where_one_is_wanted():

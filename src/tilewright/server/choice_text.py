@@ -64,6 +64,8 @@ class ChoiceText:
                 added.calls.append(
                     ToolCallDelta(index=index, id=f"call_{secrets.token_hex(12)}", type="function", function=function)
                 )
+            elif added.calls:  # one entry of a chunk for each call: some clients look at no second one
+                added.calls[-1].function.arguments += part.text
             else:
                 added.calls.append(ToolCallDelta(index=index, function=CallPart(arguments=part.text)))
         return added
