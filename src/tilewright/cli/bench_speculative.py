@@ -208,7 +208,7 @@ def speculative(
 
 
 def left_out(asked: Sequence[DatasetPrompts]) -> list[str]:
-    """What is said of each file of which not all turns were asked."""
+    """A line for each file of which some turns do not fit the context."""
     turns = ((each.name, each.skipped, len(each.prompts) + each.skipped) for each in asked if each.skipped)
     return [
         f"{name}: {skipped} of {all_} turns do not fit the model's context and were left out" for name, skipped, all_ in turns

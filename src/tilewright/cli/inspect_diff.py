@@ -125,7 +125,7 @@ def libtpu_version() -> str:
 
 
 def compiled_there(options: OverlapOptions, other: Path) -> Saved:
-    """The same by another interpreter, or by this one with the libtpu of a folder.
+    """The program as another interpreter compiles it, or this one with the libtpu of a folder.
 
     Raises:
         ValueError: there is no libtpu in the folder, no such file, or the command failed there.
@@ -164,7 +164,7 @@ def words_of(options: OverlapOptions) -> list[str]:
 
 
 def read_saved(file: Path) -> Saved:
-    """What `--save` wrote.
+    """The record of a program that `--save` wrote.
 
     Raises:
         ValueError: it is not that.

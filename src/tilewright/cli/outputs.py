@@ -1,4 +1,4 @@
-"""What commands that measure have in common: ranges of options, and the files that figures go to besides the terminal."""
+"""Options that measuring commands share: checks of their ranges, and the files that figures go to besides the terminal."""
 
 import datetime
 import shlex

@@ -1,4 +1,4 @@
-"""What a metric is: its field, its unit, its definition, and how it reads in a table."""
+"""A metric: its field, its unit, its definition, and how it reads in a table."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -126,7 +126,7 @@ GRAPH = (
     Metric("nki_read_bytes", "bytes", head="NKI MB read", form=",.2f", factor=1e-6),
     Metric("nki_written_bytes", "bytes", head="NKI MB written", form=",.2f", factor=1e-6),
 )
-"""What `tilewright bench graph` has besides."""
+"""Further fields of `tilewright bench graph`."""
 
 MEASURED, ESTIMATED = "median_ms speedup share_of_bandwidth", "estimated_cycles without_estimate memory_cycles"
 """The times of programs that ran, and of those that were compiled for a chip that is not here."""

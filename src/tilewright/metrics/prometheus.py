@@ -18,7 +18,7 @@ GAUGES = (
     Metric("tilewright_padding_ratio", "", "Share of padding in the rows of all rounds."),
     Metric("tilewright_prefill_padding_ratio", "", "Share of padding in all prefilled positions."),
 )
-"""What is now."""
+"""Gauges: the engine as it is now."""
 
 COUNTERS = (
     Metric("vllm:prompt_tokens", "tokens", "Prompt tokens of all requests."),
@@ -52,7 +52,7 @@ COUNTERS = (
         label="choice",
     ),
 )
-"""What has been counted since the start."""
+"""Counters since the start."""
 
 HISTOGRAMS = (
     Metric("vllm:time_to_first_token_seconds", "s", "From asking to the first token."),
