@@ -62,7 +62,7 @@ def test_speculation_gives_the_tokens_of_plain_decoding(name: str, kind: str, to
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "mixtral-untied"])
 def test_preemption_and_prefixes(name: str, tokenizer: Path, tmp_path: Path):  # noqa: F811
     """With few pages, requests that are asked for again: the tokens stay those of transformers."""
-    engine = engine_of(loaded(tmp_path, tokenizer, name, "ngram"), pages=9)
+    engine = engine_of(loaded(tmp_path, tokenizer, name, "ngram"), pages=8)
     asked, want = golden_tokens(name)
     requests = [GenerateRequest(prompt, Sampling(64, ignore_eos=True)) for prompt in asked]
     again = [0, 1, 1, 0, 1]

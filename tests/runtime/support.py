@@ -1,14 +1,18 @@
 """What the tests of the engine share: small models, requests of all kinds, and a driver that steps."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
+from tilewright.runtime.pace import Pace
 from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.service import Service
@@ -63,6 +67,31 @@ def expected(lm: LanguageModel, asks: Sequence[GenerateRequest]) -> list[list[in
     return [lm.generate([list(ask.prompt)], ask.sampling, speculative=False)[0].tokens for ask in asks]
 
 
+def pace_of(engine: Service) -> Pace:
+    pace = engine.pace if isinstance(engine, DiffusionEngine) else engine.chooser if isinstance(engine, Engine) else None
+    assert isinstance(pace, Pace)
+    return pace
+
+
+@contextmanager
+def paced_by(engine: Service, rng: np.random.Generator) -> Iterator[Callable[[], bool]]:
+    """Its step, with dispatches of drawn numbers of rounds.
+
+    An engine takes as many as its seconds allow: pages would do on one machine, and requests give way on another.
+    """
+    pace = pace_of(engine)
+    own, pace.dispatch_s = (pace.dispatch_s, pace.longest), math.inf
+
+    def step() -> bool:
+        pace.longest = int(rng.choice([1, 2, 4, 8]))
+        return engine.step()
+
+    try:
+        yield step
+    finally:
+        pace.dispatch_s, pace.longest = own
+
+
 def drive(
     engine: Service,
     asks: Sequence[GenerateRequest | DenoisingRequest],
@@ -72,16 +101,17 @@ def drive(
     """Asks in random portions between steps until all have ended; some requests are given up on the way."""
     heard = [Heard() for _ in asks]
     handles: list[RequestHandle] = []
-    while len(handles) < len(asks) or not all(each.ended for each in heard):
-        for _ in range(int(rng.integers(0, 5))):
-            if len(handles) < len(asks):
-                handles.append(engine.submit(asks[len(handles)], heard[len(handles)]))
-        for n in cancelled:
-            if n < len(handles) and not heard[n].ended and (len(heard[n].updates) > 1 or rng.random() < 0.05):
-                engine.cancel(handles[n])
-        engine.step()
-    while engine.step():
-        pass
+    with paced_by(engine, rng.spawn(1)[0]) as step:
+        while len(handles) < len(asks) or not all(each.ended for each in heard):
+            for _ in range(int(rng.integers(0, 5))):
+                if len(handles) < len(asks):
+                    handles.append(engine.submit(asks[len(handles)], heard[len(handles)]))
+            for n in cancelled:
+                if n < len(handles) and not heard[n].ended and (len(heard[n].updates) > 1 or rng.random() < 0.05):
+                    engine.cancel(handles[n])
+            step()
+        while step():
+            pass
     return heard, handles
 
 
