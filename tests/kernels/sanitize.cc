@@ -158,6 +158,7 @@ using linear::Weights;
 using Any = ffi::AnyBuffer;
 using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
+using U32 = ffi::Buffer<ffi::U32>;
 
 // A matrix [inputs, outputs] (with `gated`, two of them side by side in turns of 16 outputs), packed as tile.inc says, and its values.
 struct Matrix {
@@ -296,10 +297,24 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   Exact<int32_t> found(rows);
   Exact<float> most(rows);
   const Buffer index(XLA_FFI_DataType_S32, found, {rows}), value(XLA_FFI_DataType_F32, most, {rows});
-  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), index.as<S32>(), value.as<F32>(), outputs, 0.0f);
+  Exact<uint32_t> unmasked(0), masks(rows * ((outputs + 31) / 32));
+  const Buffer free(XLA_FFI_DataType_U32, unmasked, {0}), masked(XLA_FFI_DataType_U32, masks, {rows, (outputs + 31) / 32});
+  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), free.as<U32>(), index.as<S32>(),
+                 value.as<F32>(), outputs, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
     const float* largest = std::max_element(&y[row * outputs], &y[row * outputs] + outputs);
     check(found[row] == largest - &y[row * outputs] && most[row] == *largest, "argmax", rows, inputs, outputs);
+  }
+  // Under masks that allow one output in three of a row, in every other word.
+  for (int64_t i = 0; i < masks.count; ++i) masks[i] = i % 2 ? 0 : 0x49249249;
+  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), masked.as<U32>(), index.as<S32>(),
+                 value.as<F32>(), outputs, 0.0f);
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t first = -1;
+    for (int64_t n = 0; n < outputs; ++n)
+      if (masks[row * ((outputs + 31) / 32) + n / 32] >> (n % 32) & 1 && (first < 0 || y[row * outputs + n] > y[row * outputs + first])) first = n;
+    check(first < 0 ? found[row] == 0 && std::isinf(most[row]) : found[row] == first && most[row] == y[row * outputs + first], "masked argmax", rows,
+          inputs, outputs);
   }
   const int64_t top = std::min<int64_t>(outputs, 16);
   Exact<int32_t> places(rows * top);

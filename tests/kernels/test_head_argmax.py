@@ -25,9 +25,11 @@ def tpu_kernel(x: jax.Array, head: jax.Array, transposed: bool = False) -> tuple
 interpreted = jax.jit(partial(pallas_tpu.head_argmax, interpret=True), static_argnums=2)
 
 
-def packed(x: jax.Array, head: jax.Array, transposed: bool = False) -> tuple[jax.Array, jax.Array]:
+def packed(
+    x: jax.Array, head: jax.Array, transposed: bool = False, masks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     ops = select.operations("cpu")
-    return ops.head_argmax(x, ops.prepare_matrix(head.T if transposed else head, "head"))
+    return ops.head_argmax(x, ops.prepare_matrix(head.T if transposed else head, "head"), masks=masks)
 
 
 IMPLEMENTATIONS = [
@@ -60,6 +62,42 @@ def test_first_of_the_largest(run, seed: int, sizes: tuple[int, int, int, bool, 
     logits = x.astype(np.float64) @ head.astype(np.float64)
     np.testing.assert_array_equal(index, np.argmax(logits, axis=-1))
     np.testing.assert_array_equal(value, np.max(logits, axis=-1))
+
+
+def bits(may: np.ndarray) -> jax.Array:
+    """Masks of 32 tokens to a word."""
+    whole = np.zeros((*may.shape[:-1], -(-may.shape[-1] // 32) * 32), np.uint8)
+    whole[..., : may.shape[-1]] = may
+    return jnp.asarray(np.packbits(whole, axis=-1, bitorder="little").view(np.uint32))
+
+
+@pytest.mark.parametrize("vocab", [1, 32, 75])
+def test_masks_are_bits_by_token(vocab: int):
+    rng = np.random.default_rng(vocab)
+    may, logits = rng.random((2, 3, vocab)) < 0.5, rng.normal(size=(2, 3, vocab)).astype(np.float32)
+    np.testing.assert_array_equal(xla.allowed(jnp.asarray(logits), bits(may)), np.where(may, logits, -np.inf))
+
+
+@pytest.mark.parametrize("run", [pytest.param(xla.head_argmax, id="xla"), pytest.param(packed, id="cpu", marks=needs_native)])
+@given(seed=st.integers(0, 2**31 - 1), sizes=st.sampled_from(SIZES), share=st.sampled_from([0.001, 0.03, 0.5, 1.0]))
+def test_first_of_the_largest_that_masks_allow(run, seed: int, sizes: tuple[int, int, int, bool, jnp.dtype], share: float):
+    """Of few tokens and of many; the first row may take none, and takes the first one at minus infinity."""
+    rows, hidden, vocab, transposed, dtype = sizes
+    rng = np.random.default_rng(seed)
+    x, head = rng.integers(-1, 2, (rows, hidden)), rng.integers(-1, 2, (hidden, vocab))
+    may = rng.random((rows, vocab)) < share
+    may[0] = False
+    logits = np.where(may, x.astype(np.float64) @ head.astype(np.float64), -np.inf)
+    given = jnp.asarray(head.T if transposed else head, dtype)
+    index, value = run(jnp.asarray(x, dtype), given, transposed, masks=bits(may))
+    np.testing.assert_array_equal(index, np.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(value, np.max(logits, axis=-1))
+
+
+@needs_native
+def test_a_mask_of_another_size_is_an_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="expected a mask for each row"):
+        packed(jnp.ones((2, 8)), jnp.ones((8, 40)), masks=jnp.ones((2, 1), jnp.uint32))
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)

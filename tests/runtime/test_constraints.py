@@ -15,7 +15,7 @@ from runtime.dance import EOS, VOCAB, Dance, with_automaton
 from runtime.support import Heard, check_empty, drive, expected, samplings
 from tilewright.bench.exact_plain import draw_scores, next_logits
 from tilewright.llm.language_model import LanguageModel
-from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, allowed, fill_blocks, forced_first, words
+from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, fill_blocks, forced_first, words
 from tilewright.runtime.engine import Engine, fixed_rounds
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import ProgramKey
@@ -45,16 +45,6 @@ def plain(lm: LanguageModel, ask: GenerateRequest) -> list[int]:
             break
         dance.advance([token])
     return generated
-
-
-@pytest.mark.parametrize("vocab", [1, 32, 75])
-def test_masks_are_bits_by_token(vocab: int):
-    rng = np.random.default_rng(vocab)
-    may, logits = rng.random((2, 3, vocab)) < 0.5, rng.normal(size=(2, 3, vocab)).astype(np.float32)
-    bits = np.zeros((2, 3, 32 * words(vocab)), np.uint8)
-    bits[..., :vocab] = may
-    masks = np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)
-    np.testing.assert_array_equal(allowed(jnp.asarray(logits), jnp.asarray(masks)), np.where(may, logits, -np.inf))
 
 
 def test_blocks_cut_drafts_that_break_a_constraint():

@@ -27,6 +27,7 @@ from tilewright.kernels.graph import gather_reduce as gather_reduce
 from tilewright.kernels.graph import gather_reduce_csr as gather_reduce_csr
 from tilewright.kernels.graph import reduces_lists as reduces_lists
 from tilewright.kernels.graph import scatter_add as scatter_add
+from tilewright.kernels.head_argmax.xla import allowed as allowed
 from tilewright.kernels.head_argmax.xla import argmax as argmax
 from tilewright.kernels.head_top_k.xla import top_k as top_k
 from tilewright.kernels.operations import Operations, Products

@@ -474,9 +474,10 @@ def most_likely(
     params: DecoderParams,
     hidden: Float[Array, "*rows H"],
     schedule: Schedule = SINGLE_DEVICE,
+    masks: Array | None = None,
 ) -> Int[Array, "*rows"]:
-    """The token with the largest of `logits`, without these."""
-    return schedule.head_argmax(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
+    """The token with the largest of `logits`, without these; with masks of those that they allow (`Operations.head_argmax`)."""
+    return schedule.head_argmax(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps), masks)
 
 
 def causal_attend(ops: Operations, projection: Projection, heads: Heads, seen: Any, kept: Any) -> tuple[Array, None]:

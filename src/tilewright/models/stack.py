@@ -102,8 +102,14 @@ class Schedule(Protocol):
         """Final norm and output head, float32 `[..., V]`. Without a norm, `x` is normalised already."""
         ...
 
-    def head_argmax(self, ops: Operations, x: Array, head: Any, norm: Norm | None = None) -> Array:
-        """The index of the largest of the logits, the first of equals. Without a norm, `x` is normalised already."""
+    def head_argmax(
+        self, ops: Operations, x: Array, head: Any, norm: Norm | None = None, masks: Array | None = None
+    ) -> Array:
+        """The index of the largest of the logits, the first of equals. Without a norm, `x` is normalised already.
+
+        Args:
+            masks: see `Operations.head_argmax`.
+        """
         ...
 
     def head_top_k(self, ops: Operations, x: Array, head: Any, k: int) -> tuple[Array, Array]:
@@ -139,9 +145,9 @@ class SingleDevice:
         return ops.linear(x, head, jnp.float32, norm)
 
     def head_argmax(
-        self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None
+        self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None, masks: Array | None = None
     ) -> Int[Array, "*rows"]:
-        return ops.head_argmax(x, head, norm)[0]
+        return ops.head_argmax(x, head, norm, masks)[0]
 
     def head_top_k(
         self, ops: Operations, x: Float[Array, "*rows H"], head: Any, k: int

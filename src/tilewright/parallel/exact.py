@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.kernels.head_argmax.xla import allowed
 from tilewright.kernels.linear.scaled import ScaledMatrix, Table
 from tilewright.kernels.operations import (
     PLAIN_SCORES,
@@ -99,9 +100,12 @@ class Exact(TensorParallel):
         own = by_columns(lambda x, w: ops.linear(x, w, jnp.float32), x, head, self.parts // self.size)
         return jax.lax.all_gather(own, self.axis, axis=own.ndim - 1, tiled=True) if self.axis else own
 
-    def head_argmax(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Int[Array, "*rows"]:
+    def head_argmax(
+        self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None, masks: Any = None
+    ) -> Int[Array, "*rows"]:
         """The largest of `logits`, which are held for it."""
-        return jnp.argmax(self.logits(ops, x, head, norm), axis=-1).astype(jnp.int32)
+        logits = self.logits(ops, x, head, norm)
+        return jnp.argmax(logits if masks is None else allowed(logits, masks), axis=-1).astype(jnp.int32)
 
     def head_top_k(
         self, ops: Any, x: Float[Array, "*rows H"], head: Any, k: int

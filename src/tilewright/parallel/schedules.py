@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from tilewright.hardware.layers import Costs, ExpertExchange, expert_exchange
 from tilewright.hardware.links import Fabric
+from tilewright.kernels.head_argmax.xla import allowed, argmax
 from tilewright.kernels.linear.scaled import Table
 from tilewright.kernels.operations import Norm, Operations, RoutedProduct, RoutedWeights
 from tilewright.parallel import rings
@@ -57,8 +58,10 @@ class MicroBatches:
     def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Float[Array, "*rows V"]:
         return ops.linear(x, head, jnp.float32, norm)
 
-    def head_argmax(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Int[Array, "*rows"]:
-        return ops.head_argmax(x, head, norm)[0]
+    def head_argmax(
+        self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None, masks: Any = None
+    ) -> Int[Array, "*rows"]:
+        return ops.head_argmax(x, head, norm, masks)[0]
 
     def head_top_k(
         self, ops: Any, x: Float[Array, "*rows H"], head: Any, k: int
@@ -125,7 +128,11 @@ class TensorParallel:
         own = ops.linear(x, head, jnp.float32, norm)
         return jax.lax.all_gather(own, self.axis, axis=own.ndim - 1, tiled=True)
 
-    def head_argmax(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Int[Array, "*rows"]:
+    def head_argmax(
+        self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None, masks: Any = None
+    ) -> Int[Array, "*rows"]:
+        if masks is not None:  # whose words devices' parts of the vocabulary may cut in two
+            return argmax(allowed(self.logits(ops, x, head, norm), masks))
         index, value = ops.head_argmax(x, head, norm)
         places, values = self.gathered(index, value, head)
         return jnp.take_along_axis(places, jnp.argmax(values, axis=-1)[..., None], axis=-1)[..., 0]  # the first of equals

@@ -124,9 +124,3 @@ def fill_blocks(batch: Sequence[Drafted], rows: int, width: int, vocab: int) -> 
 def forced_first(forced: Sequence[int], drafts: Sequence[int]) -> Sequence[int]:
     """The drafts where they begin with what is forced, and else what is forced."""
     return drafts if list(drafts[: len(forced)]) == list(forced) else forced
-
-
-def allowed(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Float[Array, "B T V"]:
-    """The logits, -inf for tokens that may not come."""
-    bits = (masks[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    return jnp.where(bits.reshape(*masks.shape[:2], -1)[..., : logits.shape[-1]] == 1, logits, -jnp.inf)

@@ -19,7 +19,6 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.delta import DeltaState
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.runtime.cache import CausalCache
-from tilewright.runtime.constraints import allowed
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
 from tilewright.runtime.per_row import PenaltyHistory, penalises, sample_each
 from tilewright.runtime.sampling import RowSampling, SamplingMode, penalise, sample
@@ -204,15 +203,15 @@ def next_tokens(
 
     Args:
         hidden: the target's hidden states, `[B, T, H]`.
-        masks: see `verify`. With them every row's logits are computed, and are the masked ones to all that follows.
+        masks: see `verify`. Logits, where any are computed, are the masked ones to all that follows.
     """
     rows, after = state.sampling, block_positions(state.known + 1, block.shape[1])
-    if target.sampling == "greedy" and masks is None:
-        return decoder.most_likely(target.config, target.ops, params, hidden, target.schedule), None
+    if target.sampling == "greedy":
+        return decoder.most_likely(target.config, target.ops, params, hidden, target.schedule, masks), None
 
     def logits_of() -> Array:
         logits = decoder.logits(target.config, target.ops, params, hidden, target.schedule)
-        return logits if masks is None else allowed(logits, masks)
+        return logits if masks is None else select.allowed(logits, masks)
 
     if not target.loops:
         return sample(penalise(logits_of(), rows, state.tokens, state.known, block), rows, after), None
@@ -222,7 +221,7 @@ def next_tokens(
     none = partial(no_logprobs, block.shape, target.config.vocab_size)
 
     def best() -> tuple[Array, Logprobs | None]:
-        tokens = decoder.most_likely(target.config, target.ops, params, hidden, target.schedule)
+        tokens = decoder.most_likely(target.config, target.ops, params, hidden, target.schedule, masks)
         return tokens, none() if target.reports_logprobs else None
 
     def row_by_row() -> tuple[Array, Logprobs | None]:
@@ -238,8 +237,6 @@ def next_tokens(
 
         return tokens, jax.lax.cond(jnp.any(asking), told, none)
 
-    if masks is not None:
-        return row_by_row()
     # Neither side changes what it reads, so that XLA:CPU copies nothing of it to a branch.
     return jax.lax.cond(jnp.any(asking | drawing), row_by_row, best)
 

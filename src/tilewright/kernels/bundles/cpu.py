@@ -200,7 +200,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         delta_rule=delta_rule.delta_rule,
         causal_attention=partial(causal_xla.causal_attention, heads=heads),
         cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
-        head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),
+        head_argmax=lambda x, head, norm=None, masks=None: cpu.linear_argmax(x, head, **before(norm), masks=masks),
         head_top_k=cpu.linear_top_k,
         prepare_matrix=prepare_matrix,
         prepare_joined=prepare_joined,

@@ -30,11 +30,13 @@ def product(x: Float[Array, "*rows I"], w: Any, out_dtype: DTypeLike | None = No
     return xla.tpu_product(x, w, out_dtype)
 
 
-def head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
+def head_argmax(
+    x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None, masks: Array | None = None
+) -> tuple[Array, Array]:
     tied, x = isinstance(head, Transposed), xla.normed(x, norm)
     w = head.w if tied else head
-    if isinstance(w, ScaledMatrix):  # the kernel reads heads in the dtype of the rows
-        return argmax_xla.head_argmax(x, w, tied, product)
+    if isinstance(w, ScaledMatrix) or masks is not None:  # the kernel reads heads in the dtype of the rows, and no masks
+        return argmax_xla.head_argmax(x, w, tied, product, masks)
     return first("head's argmax", "tpu", x, w).head_argmax(x, w, tied)
 
 

@@ -29,9 +29,11 @@ from tilewright.kernels.scatter_rows import xla as scatter
 from tilewright.kernels.window_attention import xla as window
 
 
-def plain_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
+def plain_head_argmax(
+    x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None, masks: Array | None = None
+) -> tuple[Array, Array]:
     tied = isinstance(head, Transposed)
-    return argmax.head_argmax(xla.normed(x, norm), head.w if tied else head, tied)
+    return argmax.head_argmax(xla.normed(x, norm), head.w if tied else head, tied, masks=masks)
 
 
 def plain_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Array]:

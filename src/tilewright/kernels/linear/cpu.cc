@@ -39,6 +39,8 @@ struct Call {
   const void* add;            // [m, n], or null
   void* out;                  // [m, n]
   Best* best;                 // [pieces, m], for ARGMAX
+  const uint32_t* masks;      // [m, words], for ARGMAX: a bit for each output that may be taken; or null
+  int64_t words;              // of a row's mask
   int64_t piece;              // panels to a piece, for ARGMAX and TOP
   int64_t top;                // how many of the largest outputs, for TOP
   float* top_values;          // [pieces, m, top], for TOP: in descending order, from minus infinity
@@ -70,6 +72,11 @@ struct Gate {
 constexpr int64_t GRAIN = 4;  // panels that stay together in one thread
 
 inline Best* best_of(const Call& call, int64_t begin, int64_t row) { return call.best + begin / call.piece * call.m + row; }
+
+// The bits of a panel's 16 outputs in a row's mask.
+inline uint32_t panel_mask(const Call& call, int64_t row, int64_t panel) {
+  return (call.masks[row * call.words + panel / 2] >> (panel % 2 * 16)) & 0xFFFF;
+}
 
 inline int64_t top_of(const Call& call, int64_t begin, int64_t row) { return (begin / call.piece * call.m + row) * call.top; }
 
@@ -213,6 +220,22 @@ void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
   });
 }
 
+// A piece of the panels. Under masks, those of which no row may take an output are neither read nor multiplied.
+void run_piece(const Call& call, const Kernel& kernel, int64_t begin, int64_t end) {
+  if (call.masks == nullptr) return kernel.run(call, begin, end);
+  const auto wanted = [&](int64_t panel) {
+    for (int64_t row = 0; row < call.m; ++row)
+      if (panel_mask(call, row, panel) != 0) return true;
+    return false;
+  };
+  for (int64_t panel = begin; panel < end;) {
+    const int64_t first = panel;
+    while (panel < end && wanted(panel)) ++panel;
+    if (panel > first) kernel.run(call, first, panel);
+    while (panel < end && !wanted(panel)) ++panel;
+  }
+}
+
 void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
   call.panel_size = weights >= BLOCKS ? call.k_padded / form_of(weights).inputs() * form_of(weights).size() : call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
@@ -232,7 +255,7 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
   }
   const int64_t pieces = (call.panels + call.piece - 1) / call.piece;
   native::share(pool, pieces, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) kernel.run(call, p * call.piece, std::min(call.panels, (p + 1) * call.piece));
+    for (int64_t p = begin; p < end; ++p) run_piece(call, kernel, p * call.piece, std::min(call.panels, (p + 1) * call.piece));
   });
 }
 
@@ -373,7 +396,7 @@ int64_t cut(Call& call, ffi::ThreadPool& pool) {
 }
 
 ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
-                  ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs, float eps) {
+                  ffi::Buffer<ffi::U32> masks, ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs, float eps) {
   Call call{};
   Weights weights;
   call.output = ARGMAX;
@@ -382,6 +405,10 @@ ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
   if (index->element_count() != static_cast<size_t>(call.m) || value->element_count() != static_cast<size_t>(call.m))
     return ffi::Error::InvalidArgument("tilewright_argmax: the output has another shape");
+  call.words = (outputs + 31) / 32;
+  call.masks = masks.element_count() == 0 ? nullptr : masks.typed_data();
+  if (call.masks != nullptr && masks.element_count() != static_cast<size_t>(call.m * call.words))
+    return ffi::Error::InvalidArgument("tilewright_argmax: expected a mask for each row, a bit for each output");
   const int64_t pieces = cut(call, pool);
   call.best = static_cast<Best*>(native::scratch<3>(pieces * call.m * sizeof(Best)));
   for (int64_t i = 0; i < pieces * call.m; ++i) {
@@ -534,7 +561,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightGroupedLinear, Grouped,
                               ffi::Ffi::Bind().ROWS_AND_WEIGHTS.Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>().Attr<bool>("gated"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightArgmax, Argmax,
                               ffi::Ffi::Bind()
-                                  .ROWS_AND_WEIGHTS.Ret<ffi::Buffer<ffi::S32>>()
+                                  .ROWS_AND_WEIGHTS.Arg<ffi::Buffer<ffi::U32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("outputs")
                                   .Attr<float>("eps"));

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32, UInt32
 
 from tilewright.kernels.linear import blocks
 from tilewright.kernels.linear.blocks import BLOCK, FORMS, BlockFormat, QuantisedMatrix
@@ -321,15 +321,24 @@ def linear(
 
 
 def linear_argmax(
-    x: Float[Array, "*rows I"], w: PackedMatrix, *, norm: Float[Array, " I"] | None = None, eps: float = 0.0
+    x: Float[Array, "*rows I"],
+    w: PackedMatrix,
+    *,
+    norm: Float[Array, " I"] | None = None,
+    eps: float = 0.0,
+    masks: UInt32[Array, "*rows W"] | None = None,
 ) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
     """The first index of the largest of each row's outputs `x @ w`, and that output, without writing them to memory.
 
     A row whose outputs are all minus infinity, or no numbers, gives index 0 and minus infinity. `norm` as in `linear`.
+
+    Args:
+        masks: a bit for each output that a row may take, the lowest of the first word for the first one. Weights of outputs
+            that no row may take are not read.
     """
     results = (jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32))
     index, value = jax.ffi.ffi_call("tilewright_argmax", results)(
-        x, *w.operands, or_nothing(norm, x.dtype), outputs=w.outputs, eps=np.float32(eps)
+        x, *w.operands, or_nothing(norm, x.dtype), or_nothing(masks, jnp.uint32), outputs=w.outputs, eps=np.float32(eps)
     )
     return index, value
 
