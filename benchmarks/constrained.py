@@ -4,8 +4,9 @@
 
 Eight rows run at once, all with the same grammar, in four ways by turns in one engine: `free` without it; `device` by its
 automaton; `host` by masks of the matcher, one round to a dispatch; `unforced` as the device, but without drafts of text that
-has to come. A free row makes as many tokens as the others may (`ignore_eos`). Printed are medians of the seconds of a round,
-prefill left out, of their ratios to the free way, turn by turn, and acceptance lengths.
+has to come. In two more ways only one row has the grammar, `one_device` and `one_host`: how long the seven others wait for it.
+A free row makes as many tokens as the others may (`ignore_eos`). Printed are medians of the seconds of a round, prefill left
+out, of their ratios to the free way, turn by turn, and acceptance lengths.
 """
 
 import argparse
@@ -61,26 +62,33 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ways(matcher: Matcher) -> dict[str, Constraint | None]:
-    """The constraint of each way."""
+def ways(matcher: Matcher) -> dict[str, list[Constraint | None]]:
+    """The constraints of the rows, in each way."""
     automaton = matcher.automaton
     if automaton is None:
         raise SystemExit("the schema has no automaton for this model")
     silent = replace(automaton, forced=np.full_like(automaton.forced, -1))
+    host = Matcher(matcher.matcher, matcher.eos)
+    alone: list[Constraint | None] = [None] * (ROWS - 1)
     return {
-        "free": None,
-        "device": matcher,
-        "host": Matcher(matcher.matcher, matcher.eos),
-        "unforced": Matcher(matcher.matcher, matcher.eos, silent),
+        "free": [None, *alone],
+        "device": [matcher] * ROWS,
+        "host": [host] * ROWS,
+        "unforced": [Matcher(matcher.matcher, matcher.eos, silent)] * ROWS,
+        "one_device": [matcher, *alone],
+        "one_host": [host, *alone],
     }
 
 
 def run(
-    engine: Engine, prompts: list[list[int]], sampling: Sampling, constraint: Constraint | None
+    engine: Engine, prompts: list[list[int]], sampling: Sampling, constraints: list[Constraint | None]
 ) -> tuple[float, list[Result]]:
     """The seconds of a round, and what came of it."""
-    own = replace(sampling, ignore_eos=constraint is None)
-    handles = [engine.submit(GenerateRequest(each, own, constraint=constraint), lambda _: None) for each in prompts]
+    asks = [
+        GenerateRequest(each, replace(sampling, ignore_eos=constraint is None), constraint=constraint)
+        for each, constraint in zip(prompts, constraints, strict=True)
+    ]
+    handles = [engine.submit(ask, lambda _: None) for ask in asks]
     engine.take_in()
     engine.fill(everything=True)
     engine.runner.wait()
@@ -113,7 +121,7 @@ def measure(how: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
             took, results[name] = run(engine, prompts, sampling, kinds[name])
             seconds[name] += [took] if turn >= 0 else []
     texts = {name: [each.text for each in found] for name, found in results.items()}
-    if not texts["device"] == texts["host"] == texts["unforced"]:
+    if not texts["device"] == texts["host"] == texts["unforced"] or not texts["one_device"] == texts["one_host"]:
         raise SystemExit("the ways gave different texts")
     assert engine.stats().compilations == 0, "something was compiled"
 
