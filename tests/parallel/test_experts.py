@@ -33,6 +33,7 @@ from tilewright.parallel.experts import own_experts
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import CollectiveMatmul, Sequence, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.runtime.placement import exchange_of
 
 CONFIGS = {
     "qwen3_moe": decoder_config("qwen3_moe", 64, 32, 48, 2, 8, 2, 8, mixture=Mixture(16, 3, 24)),
@@ -242,4 +243,7 @@ def test_a_layer_with_experts_reads_more_of_them_for_more_rows():
     layers = (divided_layer(2048, 32, 4, 128, 2 * 768, 8, *experts) for experts in ((), (8, 2)))
     plain, cheaper = (ESTIMATES["sequence"](of, 4096, layer) for layer in layers)
     assert cheaper.exposed_s < 0.8 * plain.exposed_s, "rows are sent where they are needed"
+    beside = replace(divided_layer(2048, 32, 4, 128, 2 * 768, 8, 8, 2), shared=True)
+    assert ESTIMATES["sequence"](of, 4096, beside).exposed_s == plain.exposed_s, "and gathered for a shared expert"
+    assert exchange_of(Sequence(GROUPED_AXES, fabric=of.fabric), beside, 4096) is None
     assert of.product_s(512, begins, 8) > 4 * of.product_s(512, begins), "tiles read experts again"

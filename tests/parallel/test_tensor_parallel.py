@@ -18,9 +18,13 @@ from tilewright.compiled.hlo import read_module
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.delta import DeltaSizes, DeltaState
+from tilewright.models.experts import Mixture
 from tilewright.models.params import initialise
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.parallel.domino import Column, Domino
+from tilewright.parallel.exact import Exact
+from tilewright.parallel.experts import own_experts
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import Route
 from tilewright.parallel.schedules import CollectiveMatmul, Sequence, TensorParallel
@@ -32,6 +36,17 @@ CONFIGS = {
     "llama": decoder_config("llama", 64, 32, 48, 2, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts
     "qwen3": decoder_config("qwen3", 64, 32, 48, 2, 8, 8, 8, tie_word_embeddings=True),
 }
+OTHERS = {
+    "gemma2": decoder_config(
+        "gemma2", 64, 32, 48, 2, 16, 2, 8, tie_word_embeddings=True, sliding_window=5, sliding_layers=(0,),
+        attention_scale=0.3, score_softcap=5.0, logit_softcap=9.0, embedding_scale=3.0,
+    ),
+    "qwen3_next": decoder_config(
+        "qwen3_next", 64, 32, 48, 2, 16, 2, 8, partial_rotary_factor=0.5, delta=DeltaSizes(8, 16, 4, 6, 4), delta_layers=(0,),
+        mixture=Mixture(8, 2, 16, shared=16), dense_layers=(1,),
+    ),
+}  # fmt: skip
+"""Families whose halves begin with more than one operation, are normed behind their sums, or keep states."""
 SCHEDULES = {
     "sync": TensorParallel(GROUPED_AXES),
     "sequence": Sequence(GROUPED_AXES),
@@ -41,12 +56,18 @@ SCHEDULES = {
     "domino, four in one way": Domino(GROUPED_AXES, 4, Route(bidirectional=False), least=1),
     "column": Column(GROUPED_AXES, least=1),
 }
+MORE_SCHEDULES = {"exact": Exact(GROUPED_AXES), "sequence, to experts": Sequence(GROUPED_AXES, capacity=2)}
+"""`test_exact.py` and `test_experts.py` test them besides; rows that go to a shared expert, too, are gathered all the same."""
 WHOLE = PartitionSpec()
+
+
+def config_of(family: str) -> DecoderConfig:
+    return {**CONFIGS, **OTHERS}[family]
 
 
 @cache
 def drawn(family: str) -> DecoderParams:
-    params = jax.jit(partial(initialise, decoder.declare(CONFIGS[family])))(jax.random.key(0))
+    params = jax.jit(partial(initialise, decoder.declare(config_of(family))))(jax.random.key(0))
     # Larger than they are drawn, so that every part of a layer shows.
     return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, params)
 
@@ -72,7 +93,7 @@ def loss(config: DecoderConfig, schedule: Schedule, params: DecoderParams, batch
 
 def placed(family: str, devices: int) -> tuple[Mesh, DecoderParams]:
     """Parameters over so many devices."""
-    config = CONFIGS[family]
+    config = config_of(family)
     mesh = grouped_mesh(make_mesh({"tp": devices}), "tp", heads=config.num_heads, kv_heads=config.num_kv_heads)
     return mesh, jax.device_put(drawn(family), shardings(decoder.declare(config), mesh, GROUPED))
 
@@ -168,6 +189,64 @@ def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: i
         close(found[1], wanted[1], config)
     held = found[1][0].k.addressable_shards[0].data.shape
     assert held == (batch, max(1, config.num_kv_heads // devices), 16, config.head_dim)
+
+
+def through_a_round(config: DecoderConfig, schedule: Schedule, step: bool, params: DecoderParams, batch: Array) -> Any:
+    """Logits of a prefill, of a block of which two positions stay, and of a step behind these; what layers keep."""
+    rows, start, found = len(batch), jnp.zeros(len(batch), jnp.int32), []
+
+    def empty(layer: decoder.Layer) -> Any:
+        if layer.kind.delta is not None:
+            return DeltaState.empty(layer.kind.delta.part(layer.delta.beta.shape[1]), rows, jnp.float32)
+        heads = layer.qkv.parts[1].shape[1] // config.head_dim
+        return allocate(1, rows, heads, 16, config.head_dim, jnp.float32)[0]
+
+    kept, ops = tuple(map(empty, params.layers)), PLAIN if schedule is SINGLE_DEVICE else own_experts(PLAIN)
+    for length, count, stay, open_ended in ((8, 6, 6, False), (4, 4, 2, True), (1, 1, 1, False))[: 3 if step else 2]:
+        span = Span(start, jnp.full(rows, count, jnp.int32), open_ended)
+        places, now = start[:, None] + jnp.arange(length), (batch[:, :length] + len(found)) % config.vocab_size
+        ran = decoder.forward(config, ops, params, now, places, cached_attend, span, kept, schedule=schedule)
+        stays = jnp.full(rows, stay)
+        kept = tuple(each.settle(ops, stays) if isinstance(each, DeltaState) else each for each in ran.kept)
+        start += stay
+        found.append(decoder.logits(config, ops, params, ran.hidden, schedule)[:, :count])
+    return found, tuple(each.state for each in kept if isinstance(each, DeltaState))
+
+
+@cache
+def round_alone(family: str, batch: int) -> Any:
+    return jax.jit(partial(through_a_round, config_of(family), SINGLE_DEVICE, True))(drawn(family), tokens(batch, 8))
+
+
+SLOW_ROUNDS = [
+    ("qwen3_next", "ring", 8, 2),
+    ("qwen3_next", "sequence, to experts", 2, 1),
+    ("qwen3_next", "column", 8, 1),
+    ("gemma2", "domino", 8, 2),
+    ("gemma2", "exact", 2, 1),
+]
+
+
+@pytest.mark.parametrize(
+    "family, schedule, devices, batch",
+    [("qwen3_next", "domino", 2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_ROUNDS)],
+)
+def test_a_prefill_a_round_and_a_step_of_other_families(family: str, schedule: str, devices: int, batch: int):
+    """Micro-batches are rows of two, and positions of one, whose second half sees the first one's states."""
+    config, how = config_of(family), {**SCHEDULES, **MORE_SCHEDULES}[schedule]
+    step = batch > 1 or schedule != "domino"  # a single position cannot be divided
+    mesh, params = placed(family, devices)
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    run = jax.shard_map(
+        partial(through_a_round, config, how, step),
+        mesh=mesh, in_specs=(specs, WHOLE), out_specs=(WHOLE, PartitionSpec(None, GROUPED_AXES)), check_vma=False,
+    )  # fmt: skip
+    (logits, states), (wanted, wanted_states) = jax.jit(run)(params, tokens(batch, 8)), round_alone(family, batch)
+    close(logits, wanted[: len(logits)], config)
+    assert len(logits) == 2 + step
+    assert len(states) == len(config.delta_layers)
+    if step:
+        close(states, wanted_states, config)
 
 
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])

@@ -11,7 +11,9 @@ from rich.console import Console
 
 from tilewright.models import decoder, dflash
 from tilewright.models.decoder import DecoderConfig
+from tilewright.models.delta import DeltaSizes
 from tilewright.models.dflash import DFlashConfig
+from tilewright.models.experts import Mixture
 from tilewright.models.params import initialise
 from tilewright.train.data import TokenStream
 from tilewright.train.text import TextOptions
@@ -24,6 +26,11 @@ TARGET = DecoderConfig(
 DRAFTER = DFlashConfig(
     vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, block_size=4,
     mask_token_id=23, target_layer_ids=(0, 1), num_target_layers=2, rope_theta=10000.0,
+)  # fmt: skip
+HYBRID = DecoderConfig(
+    family="qwen3_next", vocab_size=24, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position_embeddings=64, partial_rotary_factor=0.5, delta=DeltaSizes(2, 4, 8, 8, 4), delta_layers=(0,),
+    mixture=Mixture(4, 2, 16, shared=16), dense_layers=(1,),
 )  # fmt: skip
 OPTIONS = TextOptions(
     steps=12, batch_size=2, sequence_length=16, learning_rate=3e-3, warmup=0.1, evaluate_every=6, save_every=5

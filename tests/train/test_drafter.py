@@ -49,6 +49,7 @@ from tilewright.train.lm import train_lm
 from train.support import (
     DRAFTER,
     END,
+    HYBRID,
     TARGET,
     counting_stream,
     drafter_params,
@@ -59,6 +60,7 @@ from train.support import (
 )
 
 SIZE = DRAFTER.block_size
+DENSE_HYBRID = replace(HYBRID, tie_word_embeddings=True, mixture=None, dense_layers=())
 TARGET_PARAMS, DRAFTER_PARAMS = target_params(), drafter_params()
 FROZEN = Frozen(TARGET_PARAMS)
 compiled_logits = jax.jit(draft_logits, static_argnums=(0, 1, 2))
@@ -422,23 +424,29 @@ def test_only_tokens_of_the_draft_vocabulary_are_learnt():
     np.testing.assert_allclose(logits, every[..., 1:7], rtol=1e-5, atol=1e-5)
 
 
-def test_a_drafter_with_a_draft_vocabulary_is_saved_loaded_and_right(tmp_path: Path):
-    config, text = replace(DRAFTER, draft_vocab_size=8), counting_stream()
-    chosen = options(steps=60, batch_size=4, learning_rate=5e-3, evaluate_every=60)
+@pytest.mark.parametrize(
+    "target", [pytest.param(TARGET, id="attention"), pytest.param(DENSE_HYBRID, id="hybrid", marks=pytest.mark.slow)]
+)
+def test_a_drafter_with_a_draft_vocabulary_is_saved_loaded_and_right(target: decoder.DecoderConfig, tmp_path: Path):
+    """The layers that it learns from have attention, or attention and states."""
+    config, text, params_of = replace(DRAFTER, draft_vocab_size=8), counting_stream(), target_params(target)
+    chosen = options(steps=60, batch_size=4, learning_rate=5e-3, evaluate_every=20)
     result = train_drafter(
-        TARGET, TARGET_PARAMS, config, text, text, chosen, DFlashOptions(4, dpace=0.5), tmp_path / "run", silent()
+        target, params_of, config, text, text, chosen, DFlashOptions(4, dpace=0.5), tmp_path / "run", silent()
     )
+    assert result.curve["held_out_loss"][0] > 2 * result.last("held_out_loss")
     assert result.last("held_out_loss") < 1.0
     drafter.save_drafter(tmp_path / "drafter", dflash, config, result.params, jnp.float32)
-    found, params = load_dflash(tmp_path / "drafter", read_config(tmp_path / "drafter"), TARGET, "float32", None)
+    found, params = load_dflash(tmp_path / "drafter", read_config(tmp_path / "drafter"), target, "float32", None)
     assert found == config
     np.testing.assert_array_equal(params.vocab.ids, result.params.vocab.ids)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(24)}, unk_token="t0"))
-    lm = LanguageModel(TARGET, TARGET_PARAMS, tokenizer, table=ShapeTable(batches=(1,), capacities=(64,), chunks=(8,)))
+    lm = LanguageModel(target, params_of, tokenizer, table=ShapeTable(batches=(1,), capacities=(64,), chunks=(8,)))
     drafting = lm.with_drafter(DFlash(found, 4), params)
     head = np.asarray(drafting.ops.restore(drafting.model.models.drafter.vocab.head))[:32]
-    np.testing.assert_allclose(head, np.asarray(TARGET_PARAMS.embed.T)[:, np.asarray(params.vocab.ids)], rtol=1e-6)
+    np.testing.assert_allclose(head, np.asarray(params_of.embed.T)[:, np.asarray(params.vocab.ids)], rtol=1e-6)
     for seed in range(3):
         sampling = Sampling(24, temperature=seed % 2, ignore_eos=True, seed=seed)
-        both = [drafting.generate([[3, 4, 5 + seed]], sampling, speculative=way)[0].tokens for way in (True, False)]
-        assert both[0] == both[1]
+        drafted, plain = (drafting.generate([[3, 4, 5 + seed]], sampling, speculative=way)[0] for way in (True, False))
+        assert drafted.tokens == plain.tokens
+        assert sum(drafted.acceptance_lengths) == 24

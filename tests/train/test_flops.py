@@ -8,10 +8,11 @@ import pytest
 
 import tilewright.train.flops
 import tilewright.train.loop
+from tilewright.models.delta import DeltaSizes
 from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainingPace, train
 from tilewright.train.text import text_metrics
-from train.support import TARGET, silent
+from train.support import HYBRID, TARGET, silent
 from train.test_loop import regression
 
 
@@ -25,6 +26,27 @@ def test_operations_are_those_of_each_product(tied: bool):
     scales = 2 * (2 * (2 * 32 + 2 * 8) + 32)  # of norms: a product for each channel, counted like the others
     config = replace(TARGET, tie_word_embeddings=tied)
     assert token_flops(config, 10) == 3 * (2 * (layer + scores) + head + scales)
+
+
+def test_operations_of_a_layer_of_linear_attention():
+    """Width 32, 2 heads of keys of 6 with 2 of values of 5 each, 3 taps; the layer behind it has gated attention."""
+    config = replace(HYBRID, mixture=None, dense_layers=(), delta=DeltaSizes(2, 4, 6, 5, 3))
+    mlp = 3 * 2 * 32 * 32
+    inputs = [
+        (32, 2 * 6 + 2 * 6 + 4 * 5),
+        (32, 4 * 5),
+        (32, 4),
+        (32, 4),
+    ]  # the convolution's, gates, what is written, what stays
+    linear = sum(2 * rows * columns for rows, columns in [*inputs, (4 * 5, 32)])
+    convolution = 2 * 3 * 44
+    states = 4 * 3 * (2 * 6 * 5)  # of each head of values: read by the key, corrected, read by the query
+    of_heads = 2 * (4 + 4 + 5)  # a bias and a rate of each head, and a norm that all share
+    products = [(32, 4 * 8), (32, 4 * 8), (32, 2 * 8), (32, 2 * 8), (4 * 8, 32)]  # a gate is as wide as the queries
+    attention = sum(2 * rows * columns for rows, columns in products) + 4 * (2 * 8 * 10) + 4 * (2 * 10 * 8) + 2 * (8 + 8)
+    layers = linear + convolution + states + of_heads + attention + 2 * (mlp + 2 * (2 * 32))
+    assert token_flops(config, 10) == 3 * (layers + 2 * 32 * 24 + 2 * 32)
+    assert token_flops(config, 30) - token_flops(config, 10) == 3 * (2 * 2 * 32 * 20), "states grow with no length"
 
 
 def test_a_longer_sequence_needs_more_attention_alone():

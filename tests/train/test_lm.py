@@ -14,13 +14,11 @@ from reference.dflash_numpy import Target
 from tilewright.kernels.delta_rule import reference as delta_reference
 from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.models import decoder
-from tilewright.models.delta import DeltaSizes
-from tilewright.models.experts import Mixture
 from tilewright.models.params import initialise, spec_leaves, to_tensors
 from tilewright.train.data import TokenStream
 from tilewright.train.lm import hidden_matrices, next_token_loss, train_lm
 from tilewright.train.text import HELD_OUT_BATCHES, Windows
-from train.support import TARGET, counting_stream, options, random_stream, silent, target_params
+from train.support import HYBRID, TARGET, counting_stream, options, random_stream, silent, target_params
 
 UNTIED = replace(TARGET, tie_word_embeddings=False)
 
@@ -50,13 +48,6 @@ def test_loss_is_the_mean_cross_entropy_of_what_is_in_it(config: decoder.Decoder
     assert float(count) == flags[:, 1:].sum()
     assert each.std() > 0.5, "the tokens must differ in their loss"
     np.testing.assert_allclose(float(loss), each[flags[:, 1:]].mean(), rtol=1e-4)
-
-
-HYBRID = decoder.DecoderConfig(
-    family="qwen3_next", vocab_size=24, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_position_embeddings=64, partial_rotary_factor=0.5, delta=DeltaSizes(2, 4, 8, 8, 4), delta_layers=(0,),
-    mixture=Mixture(4, 2, 16, shared=16), dense_layers=(1,),
-)  # fmt: skip
 
 
 def test_a_hybrid_is_trained_by_the_gradient_of_its_steps_of_one_position():

@@ -21,6 +21,7 @@ from tilewright.train.loop import gradient_step
 from tilewright.train.sharded import ShardedSetup, sharded_gradient, sharded_init, sharded_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
 from train.sharded_support import CONFIGS, alone, batch, drawn, equal, over_devices, setup
+from train.support import HYBRID
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 SHIFTS = list(product(range(3), repeat=2))
@@ -169,6 +170,8 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
          "expected devices that divide 8 heads, 64 vocabulary, 4 experts"),
         (lambda: setup("qwen3_moe", 4, 2, FullyShardedPlan(activations="ring")),
          "experts are not balanced where activations go in rings"),
+        (lambda: training_mesh({"tp": 2}, HYBRID),
+         "qwen3_next are not trained over several devices, expected no mesh: layers of linear attention have other arrays"),
         (lambda: training_mesh({"dp": 2}, CONFIGS["qwen2"]), "expected the axes fsdp and tp, found dp"),
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
         (lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),

@@ -69,10 +69,12 @@ class LayerShapes:
     Attributes:
         hidden: size of the residual stream.
         halves: the product that begins each half of a layer and the one that ends it, of attention and of the MLP.
+        shared: there is an expert that every row goes to besides, of which each device has a part: rows are gathered for it.
     """
 
     hidden: int
     halves: tuple[tuple[Product, Product], tuple[Product, Product]]
+    shared: bool = False
 
     @property
     def experts(self) -> int:
@@ -234,7 +236,7 @@ def sequence(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
     both = sum(costs.collective_s(kind, rows, layer) for kind in ("all-gather", "reduce-scatter"))
     second = both
-    if layer.experts > 1:
+    if layer.experts > 1 and not layer.shared:
         exchange = expert_exchange(costs, rows, layer.hidden, layer.experts, layer.chosen)
         second = exchange.seconds["gather" if exchange.capacity is None else "all-to-all"]
     return LayerEstimate(products + costs.stream_s(rows // costs.devices, layer), both + second)

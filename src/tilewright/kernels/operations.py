@@ -163,6 +163,7 @@ class RoutedProduct:
         apply: `(ops, x, w, experts, weights, count=None) -> [R, H]`, float32: the sum by these weights of those of a row's
             experts that a device has; an expert below 0 is none.
         experts, chosen: E, and K of them for a row.
+        shared: `apply` adds what every row has of an expert that devices divide: all rows have to come to all of them.
     """
 
     scores: Callable[..., Array]
@@ -170,6 +171,7 @@ class RoutedProduct:
     apply: Callable[..., Array]
     experts: int
     chosen: int
+    shared: bool = False
 
     def __call__(self, ops: "Operations", x: Array, w: RoutedWeights, count: Any = None) -> Array:
         """All steps, of rows where they are."""
@@ -184,6 +186,13 @@ def routed_in_place(
     h = x if norm is None else ops.rms_norm(x, *norm)
     y = product(ops, h.reshape(-1, h.shape[-1]), w, count).reshape(x.shape).astype(x.dtype)
     return y if add is None else add + y
+
+
+def begun_in_place(
+    ops: "Operations", product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None, count: Any = None
+) -> Any:
+    """`Operations.begin` of rows `[B, T, H]` that stay where they are."""
+    return product(ops, x, w, norm, count)
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,9 @@ class Operations:
         grouped_gated: `(x [R, I], joined, sizes [G]) -> silu(x @ gate) * (x @ up)`, likewise.
         routed: `(ops, product, x [B, T, H], w, norm=None, add=None, count=None) -> y`: a half of a layer whose rows choose
             experts, a `RoutedProduct` of `RoutedWeights`, with the operations that it computes with.
+        begin: `(ops, product, x [B, T, H], w, norm=None, count=None) -> tree`: what a half of a layer begins with where that is
+            neither `project` nor `gated_linear`: `product(ops, x, w, norm=None, count=None)`, a tree of arrays whose first dims
+            are the rows', each of them made of its own row.
         project: `(x, joined, norm=None, first=0, last=None, bias=None, count=None) -> Projection`: the products with all
             matrices from the `first` on, up to the one before the `last`, each plus its own of `bias`: a vector `[O]` for every
             matrix, or `[..., O]` with one for every row.
@@ -303,6 +315,7 @@ class Operations:
     first_expert: Callable[[int], Array | int] = lambda count: 0
     window_multiple: int = 1
     routed: Callable[..., Array] = routed_in_place
+    begin: Callable[..., Any] = begun_in_place
 
     def prepare(self, specs: Tree, params: Tree) -> Tree:
         """Parameters as these operations want them.

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
+from tilewright.models.beginnings import Gated, gated_projection, gelu_gated
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_half
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
 from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
@@ -352,21 +353,12 @@ def mlp(
         weights = routed_weights(layer.router, layer.gate_up, layer.down)
         return ops.routed(ops, routed_product(layer.router.mixture), x, weights, norm, add, count)
     if isinstance(layer.gate_up, tuple):
-        h = ops.rms_norm(x, *norm)
-        gate, up = (ops.linear(h, w, count=count) for w in layer.gate_up)
-        inner = (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(x.dtype)
+        inner = ops.begin(ops, gelu_gated, x, layer.gate_up, norm, count)
     else:
         inner = ops.gated_linear(x, layer.gate_up, norm, count=count)
     if add is None or layer.mlp_out_norm is None:
         return ops.linear(inner, layer.down, add=add, count=count)
     return add + summed(config, ops, layer, "mlp", ops.linear(inner, layer.down, count=count))
-
-
-class Gated(NamedTuple):
-    """A projection, and the gate `[B, T, N * D]` of what attention makes of it."""
-
-    projection: Projection
-    gate: Array
 
 
 def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:
@@ -376,11 +368,12 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
         return Norm(layer.input_norm, config.rms_norm_eps), Norm(layer.post_attention_norm, config.rms_norm_eps)
 
     def project(ops: Operations, layer: Layer, x: Float[Array, "B T H"]) -> Projection:
-        norm, eps = norms(layer)[0], config.rms_norm_eps
+        norm, _ = norms(layer)
         if layer.delta is not None:
-            return project_delta(ops, layer.delta, ops.rms_norm(x, layer.input_norm, eps))
-        projection = ops.project(x, layer.qkv, norm, bias=layer.qkv_bias)
-        return projection if layer.gate is None else Gated(projection, ops.linear(x, layer.gate, norm=norm))
+            return ops.begin(ops, project_delta, x, layer.delta.inputs, norm)
+        if layer.gate is not None:
+            return ops.begin(ops, gated_projection, x, (layer.qkv, layer.qkv_bias, layer.gate), norm)
+        return ops.project(x, layer.qkv, norm, bias=layer.qkv_bias)
 
     def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
         if layer.kind.delta is not None:

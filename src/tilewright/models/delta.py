@@ -13,6 +13,7 @@ value, W taps of the convolution, C channels of the convolution: those of querie
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -21,7 +22,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from tilewright.kernels.operations import Operations
+from tilewright.kernels.operations import Norm, Operations
 from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight, turn_by_turn
 
 L2_EPS = 1e-6
@@ -96,6 +97,11 @@ class DeltaWeights:
     log_rate: Any
     norm: Any
 
+    @property
+    def inputs(self) -> "DeltaInputs":
+        """The matrices of `project_delta`."""
+        return DeltaInputs(self.qkv, self.gate, self.beta, self.decay)
+
 
 def declare_delta(
     sizes: DeltaSizes, prefix: str, hidden: int, out_scale: float, in_one: bool
@@ -168,12 +174,12 @@ class Positions(Protocol):
 
 
 class DeltaInputs(NamedTuple):
-    """Products of a layer's inputs: `[B, T, _]` each."""
+    """Products of a layer's inputs, `[B, T, _]` each; or the matrices of these products."""
 
-    qkv: Array
-    gate: Array
-    beta: Array
-    decay: Array
+    qkv: Any
+    gate: Any
+    beta: Any
+    decay: Any
 
 
 @jax.tree_util.register_dataclass
@@ -222,6 +228,27 @@ class DeltaState:
         _, state = ops.delta_rule(block.k, block.k, block.v, log_decay, beta, self.state, by_position=True)
         return DeltaState(state, last_inputs(self.before, block.channels, count))
 
+    def behind_block(self, ops: Operations) -> "DeltaState":
+        """The state with all of the block: what further positions of the same pass see."""
+        return self if self.pending is None else self.settle(ops, jnp.full(len(self.state), self.pending.k.shape[1]))
+
+    def with_block(self, block: PendingBlock) -> "DeltaState":
+        """The same state with further positions behind those of its block."""
+        join = partial(jax.tree.map, lambda *parts: jnp.concatenate(parts, axis=1))
+        return replace(self, pending=block if self.pending is None else join(self.pending, block))
+
+    def rows(self, first: int | Array, count: int) -> "DeltaState":
+        """That of some rows, `count` from `first` on, which begin a pass: a block is one that other rows have gone through."""
+        return DeltaState(*(jax.lax.dynamic_slice_in_dim(x, first, count) for x in (self.state, self.before)))
+
+    def with_rows(self, first: int | Array, some: "DeltaState") -> "DeltaState":
+        """The state with rows from `first` on replaced. Where they have a block and the others none, these get one of zeros."""
+        pending = self.pending
+        if pending is None:
+            pending = jax.tree.map(lambda x: jnp.zeros((len(self.state), *x.shape[1:]), x.dtype), some.pending)
+        whole = replace(self, pending=pending)
+        return jax.tree.map(lambda x, rows: jax.lax.dynamic_update_slice_in_dim(x, rows, first, 0), whole, some)
+
 
 def slots_before(count: Int[Array, " B"], slots: int) -> Bool[Array, "B T"]:
     return jnp.arange(slots)[None] < count[:, None]
@@ -258,9 +285,12 @@ def unit(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
     return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + L2_EPS)
 
 
-def project_delta(ops: Operations, weights: DeltaWeights, h: Float[Array, "B T H"]) -> DeltaInputs:
-    """Products of hidden states that are normed already."""
-    return DeltaInputs(*(ops.linear(h, w) for w in (weights.qkv, weights.gate, weights.beta, weights.decay)))
+def project_delta(
+    ops: Operations, x: Float[Array, "*rows H"], w: DeltaInputs, norm: Norm | None = None, count: Int[Array, ""] | None = None
+) -> DeltaInputs:
+    """Products of rows with the matrices of a layer's inputs; see `Operations.begin`."""
+    h = x if norm is None else ops.rms_norm(x, *norm)
+    return DeltaInputs(*(ops.linear(h, each) for each in w))
 
 
 def attend_delta(
@@ -275,12 +305,13 @@ def attend_delta(
     """
     rows, length = inputs.qkv.shape[:2]
     sizes = sizes.part(inputs.beta.shape[-1])
-    held = DeltaState.empty(sizes, rows, inputs.qkv.dtype) if kept is None else kept
+    before = DeltaState.empty(sizes, rows, inputs.qkv.dtype) if kept is None else kept
     inside = None
     if seen is not None:
         inside = slots_before(seen.count, length)
         fresh = (seen.start == 0) & (seen.count > 0)
-        held = jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), 0, x), held)
+        before = jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), 0, x), before)
+    held = before.behind_block(ops)
 
     mixed = convolve(held.before, inputs.qkv, weights.convolution)
     by_head = mixed.reshape(rows, length, sizes.key_heads, -1)
@@ -300,7 +331,7 @@ def attend_delta(
     if seen is None:
         after = None
     elif pending:
-        after = replace(held, pending=PendingBlock(inputs.qkv, k, v, log_decay, beta))
+        after = before.with_block(PendingBlock(inputs.qkv, k, v, log_decay, beta))
     else:
         after = DeltaState(state, last_inputs(held.before, inputs.qkv, seen.count))
     return out.reshape(rows, length, -1), after

@@ -190,7 +190,8 @@ def grouped(experts: Int[Array, "R K"], held: int, first: Array | int = 0, count
 
 def routed_product(mixture: Mixture) -> RoutedProduct:
     """The product of rows with a mixture's experts."""
-    return RoutedProduct(router_scores, partial(route, mixture), sum_of_chosen, mixture.experts, mixture.chosen)
+    steps = router_scores, partial(route, mixture), sum_of_chosen
+    return RoutedProduct(*steps, mixture.experts, mixture.chosen, mixture.shared > 0)
 
 
 def routed_weights(router: Router, gate_up: Any, down: Any) -> RoutedWeights:

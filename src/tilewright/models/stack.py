@@ -4,8 +4,8 @@ A layer is four plain functions, of which the last two give this shard's *partia
 and decides how parts and collectives interleave: it may add the partial sums up between devices, divide a batch in two whose
 parts take turns, fetch a layer's weights while another one runs, or hand the parts other products, in the place of the
 operations that they are called with. Such products need not give the rows that they take: where the stream is divided along its
-rows, those that begin a half (`project`, `gated_linear`) take a shard's and give all, and those that end it (`linear`) take all
-and give a shard's. So a model knows no mesh, and a schedule no model.
+rows, those that begin a half (`project`, `gated_linear`, `begin`) take a shard's and give all, and those that end it (`linear`)
+take all and give a shard's. So a model knows no mesh, and a schedule no model.
 
 Legend: B rows of a batch, T positions, H hidden size, N heads, D head size, V vocabulary.
 """

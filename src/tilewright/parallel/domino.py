@@ -167,14 +167,13 @@ class MicroBatch:
         """
         ops, inner, end = self.ops, [], SumEnd(due, after, summed)
 
+        def begin(
+            _: Operations, product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None, count: Any = None
+        ) -> Any:
+            return self.of_all_rows(partial(product, ops), w)
+
         def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **which: int) -> Any:
-            made = self.tiles(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), (w, bias)).all()
-            starts = self.starts(made)
-
-            def whole(*parts: Array) -> Array:
-                return rings.placed(parts, starts).reshape(*self.shape[:-1], *parts[0].shape[1:])
-
-            return jax.tree.map(whole, *made.values())
+            return self.of_all_rows(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), (w, bias))
 
         def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Array:
             inner.append(self.tiles(ops.gated_linear, w))  # for `linear`, by which both are computed device by device
@@ -200,7 +199,17 @@ class MicroBatch:
             self.sum_tiles(tiles, lambda rows, _: rows, None, end)
             return self.own[None]
 
-        return replace(ops, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
+        return replace(ops, begin=begin, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
+
+    def of_all_rows(self, product: rings.Product, w: Any) -> Any:
+        """A product of all rows, `[B, T, ...]`, as they come."""
+        made = self.tiles(product, w).all()
+        starts = self.starts(made)
+
+        def whole(*parts: Array) -> Array:
+            return rings.placed(parts, starts).reshape(*self.shape[:-1], *parts[0].shape[1:])
+
+        return jax.tree.map(whole, *made.values())
 
     def tiles(self, product: rings.Product, w: Any, share: float = 1.0) -> "Tiles":
         """A product of the rows that come, once the sum has come that was begun last."""
@@ -346,8 +355,16 @@ class Column(TensorParallel):
         Raises:
             ValueError: the parts do not divide the hidden size, or weights were packed, which cannot be cut.
         """
-        ops = replace(stack.ops, linear=partial(self.summed, stack.ops), routed=partial(self.routed, stack.ops))
+        own = stack.ops
+        ops = replace(own, linear=partial(self.summed, own), routed=partial(self.routed, own), begin=partial(self.begun, own))
         return run_layers(replace(stack, ops=ops), x, rows, kept, taps, lambda x: x)
+
+    def begun(
+        self, ops: Operations, _: Operations, product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None,
+        count: Any = None,
+    ) -> Any:  # fmt: skip
+        """What begins a half: products of a device's own columns, which are summed nowhere."""
+        return product(ops, x, w, norm, count)
 
     def summed(
         self, ops: Operations, x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None,

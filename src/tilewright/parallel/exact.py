@@ -281,11 +281,24 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         return flat(by_heads(ops, q, k, v, lengths, spec.scores))
 
     return replace(
-        ops, project=project, gated_linear=gated_linear, linear=linear, routed=partial(routed_in_parts, ops, count),
-        heads=partial(heads_apart, ops),
+        ops, begin=partial(begun_in_parts, ops, count), project=project, gated_linear=gated_linear, linear=linear,
+        routed=partial(routed_in_parts, ops, count), heads=partial(heads_apart, ops),
         append_attend=append_attend, paged_append_attend=cast(Any, partial(append_attend_pages, ops)),
         causal_attention=causal_attention, prefix_attention=partial(by_heads, ops),
     )  # fmt: skip
+
+
+def begun_in_parts(
+    ops: Operations, blocks: int, _: Operations, product: Callable[..., Any], x: Float[Array, "B T H"], w: Any,
+    norm: Norm | None = None, count: Any = None,
+) -> Any:  # fmt: skip
+    """`Operations.begin`, whose products are computed by columns in so many blocks."""
+
+    def linear(x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, count: Any = None) -> Array:
+        h = x if norm is None else ops.rms_norm(x, *norm)
+        return by_columns(partial(ops.linear, out_dtype=out_dtype), h, w, blocks)
+
+    return product(replace(ops, linear=linear), x, w, norm, count)
 
 
 def routed_in_parts(

@@ -5,6 +5,7 @@ They take any stack and any tree of rows, and know no model.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -214,6 +215,11 @@ class Sequence(TensorParallel):
         def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Array:
             return gathered(ops.gated_linear, x, w, norm)
 
+        def begin(
+            _: Operations, product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None, count: Any = None
+        ) -> Any:
+            return gathered(partial(product, ops), x, w, norm)
+
         def linear(
             x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None, count: Any = None
         ) -> Array:
@@ -228,13 +234,14 @@ class Sequence(TensorParallel):
             y = self.routed_rows(ops, product, x[0] if norm is None else ops.rms_norm(x[0], *norm), w)[None]
             return y if add is None else add + y
 
-        return replace(ops, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
+        return replace(ops, begin=begin, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
 
     def routed_rows(self, ops: Operations, product: RoutedProduct, x: Float[Array, "M H"], w: RoutedWeights) -> Array:
         """A routed product of a device's own rows, of all devices' experts."""
         rows = len(x) * jax.lax.axis_size(self.axis)
         estimate = self.way_to_experts(rows, x.shape[1], product.experts, product.chosen)
         capacity = self.capacity if estimate is None else estimate.capacity
+        capacity = None if product.shared else capacity
         if capacity is not None:
             return all_to_all(ops, product, x, w, self.axis, capacity)
         made = self.gather(x, w, lambda rows, w: product(ops, rows, w))

@@ -16,7 +16,6 @@ from tilewright.hardware.layers import LayerShapes, divided_layer
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.registry import FAMILIES
 from tilewright.parallel.auto import AUTO, SCHEDULES, Auto, fabric_of, schedule_of
 from tilewright.parallel.compiling import compile_over
 from tilewright.parallel.exact import Exact
@@ -28,7 +27,7 @@ from tilewright.runtime.state import DecodeState, Models, Target
 
 Tree = TypeVar("Tree")
 
-SYNC = "sync"
+SYNC, EXACT = "sync", "exact"
 WHOLE = PartitionSpec()
 """Of what every device holds."""
 
@@ -125,7 +124,7 @@ def placement_over(
 
 def exchange_of(schedule: TensorParallel, layer: LayerShapes | None, rows: int) -> str | None:
     """How so many rows get to their experts under a schedule, and why; None where there are none, or nothing to choose."""
-    if not isinstance(schedule, Sequence) or layer is None or layer.experts == 1:
+    if not isinstance(schedule, Sequence) or layer is None or layer.experts == 1 or layer.shared:
         return None
     found = schedule.way_to_experts(rows, layer.hidden, layer.experts, layer.chosen)
     return None if found is None else found.why
@@ -146,22 +145,25 @@ def layer_shapes(config: DecoderConfig, devices: int) -> LayerShapes:
     """A device's products in a layer, one with experts where the model has such."""
     sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.mlp_columns)
     mixture = config.mixture
-    return divided_layer(*sizes, devices, *(() if mixture is None else (mixture.experts, mixture.chosen)))
+    layer = divided_layer(*sizes, devices, *(() if mixture is None else (mixture.experts, mixture.chosen)))
+    return replace(layer, shared=mixture is not None and mixture.shared > 0)
 
 
 def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
-    """Raises a `ValueError` for a model whose layers no schedule, or not this one, divides."""
-    family, mixture = FAMILIES[config.family], config.mixture
-    if family.post_norms and schedule not in (None, SYNC):
-        why = "their halves are normed before they are added"
-        raise ValueError(f"models of {family.name} run under the schedule {SYNC} alone, found {schedule!r}: {why}")
-    if config.delta is not None and schedule not in (None, SYNC):
-        raise ValueError(f"linear attention is divided under the schedule {SYNC} alone, found {schedule!r}")
-    if mixture is not None and mixture.shared and schedule not in (None, SYNC):
-        raise ValueError(f"an expert that all rows go to is divided under the schedule {SYNC} alone, found {schedule!r}")
-    if mixture is not None and schedule == "exact" and mixture.experts % Exact.parts:
+    """Raises a `ValueError` for a model whose layers this schedule does not divide."""
+    if schedule != EXACT:
+        return
+    if config.delta is not None:
+        why = "sums over the entries of a head go by how many heads a device has"
+        raise ValueError(f"linear attention does not run under the schedule {EXACT}: {why}")
+    if (mixture := config.mixture) is None:
+        return
+    if mixture.shared:
+        why = "each device has a part of it, and a sum in parts adds experts"
+        raise ValueError(f"an expert that all rows go to does not run under the schedule {EXACT}: {why}")
+    if mixture.experts % Exact.parts:
         found = f"expected experts that they divide, found {mixture.experts}"
-        raise ValueError(f"the schedule exact sums {Exact.parts} parts: {found}")
+        raise ValueError(f"the schedule {EXACT} sums {Exact.parts} parts: {found}")
 
 
 Allocate = Callable[[Target], tuple[Any, Any]]

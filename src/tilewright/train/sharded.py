@@ -152,8 +152,12 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
     """
     mesh = data_mesh(axes, devices)
     family = FAMILIES[config.family]
-    if family.post_norms or family.output_bias or config.delta is not None:
-        raise ValueError(f"models of {family.name} are not trained over several devices: expected no mesh")
+    reasons = {
+        "what halves give has norms or biases behind its sum": family.post_norms or family.output_bias,
+        "layers of linear attention have other arrays than those beside them": config.delta is not None,
+    }
+    if why := [reason for reason, holds in reasons.items() if holds]:
+        raise ValueError(f"models of {family.name} are not trained over several devices, expected no mesh: {why[0]}")
     if config.hidden_size % mesh.shape[DATA]:
         raise ValueError(f"expected fsdp that divides the hidden size {config.hidden_size}, found {mesh.shape[DATA]}")
     return grouped_mesh(mesh, TENSOR, **divided_sizes(config, vocabulary=config.vocab_size))
