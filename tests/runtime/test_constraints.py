@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +14,7 @@ from runtime.dance import EOS, VOCAB, Dance, with_automaton
 from runtime.support import Heard, check_empty, drive, expected, samplings
 from tilewright.bench.exact_plain import draw_scores, next_logits
 from tilewright.llm.language_model import LanguageModel
-from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, fill_blocks, forced_first, words
+from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, fill_blocks, forced_first
 from tilewright.runtime.engine import Engine, fixed_rounds
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import ProgramKey

@@ -248,8 +248,8 @@ class Operations:
             where the bundle trains.
         cross_entropy: `(x, head, labels, weights) -> the sum of weights * loss` in nats, by float32 sums; with a gradient
             where the bundle trains. Never holds the logits of all rows.
-        head_argmax: `(x, head, norm=None, masks=None) -> (index, value)` of the largest of `x @ head` by float32 sums; the first
-            of equals. Masks are uint32 `[*rows, ceil(V / 32)]`, with a bit for each token that may be taken.
+        head_argmax: `(x, head, norm=None, masks=None) -> (index, value)` of the largest of `x @ head` by float32 sums, the
+            first of equals. Masks are uint32 `[*rows, ceil(V / 32)]`, with a bit for each token that may be taken.
         head_top_k: `(x, head, k) -> (index, value)` `[..., k]` of the `k` largest of `x @ head`, in descending order; of equals
             the first goes first.
         prepare_matrix, prepare_joined: `(weight, name) -> weight` as the operations want it; a `ValueError` names a weight

@@ -102,9 +102,7 @@ class Schedule(Protocol):
         """Final norm and output head, float32 `[..., V]`. Without a norm, `x` is normalised already."""
         ...
 
-    def head_argmax(
-        self, ops: Operations, x: Array, head: Any, norm: Norm | None = None, masks: Array | None = None
-    ) -> Array:
+    def head_argmax(self, ops: Operations, x: Array, head: Any, norm: Norm | None = None, masks: Array | None = None) -> Array:
         """The index of the largest of the logits, the first of equals. Without a norm, `x` is normalised already.
 
         Args:

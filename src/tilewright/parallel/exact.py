@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.head_argmax.xla import allowed
 from tilewright.kernels.linear.scaled import ScaledMatrix, Table
 from tilewright.kernels.operations import (
     PLAIN_SCORES,
@@ -30,6 +29,7 @@ from tilewright.kernels.operations import (
     Scores,
     Transposed,
 )
+from tilewright.kernels.select import allowed
 from tilewright.parallel.rings import Axis
 from tilewright.parallel.schedules import TensorParallel, run_layers
 

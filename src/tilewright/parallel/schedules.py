@@ -15,9 +15,9 @@ from jaxtyping import Float, Int
 
 from tilewright.hardware.layers import Costs, ExpertExchange, expert_exchange
 from tilewright.hardware.links import Fabric
-from tilewright.kernels.head_argmax.xla import allowed, argmax
 from tilewright.kernels.linear.scaled import Table
 from tilewright.kernels.operations import Norm, Operations, RoutedProduct, RoutedWeights
+from tilewright.kernels.select import allowed, argmax
 from tilewright.parallel import rings
 from tilewright.parallel.experts import all_to_all
 from tilewright.parallel.turns import take_turns

@@ -12,12 +12,10 @@ a row that gives its pages up goes on from the state that it has.
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jaxtyping import Float, UInt32
+from jaxtyping import UInt32
 
-from tilewright.runtime.automata import ALL, WORD, AutomatonState, words
+from tilewright.runtime.automata import ALL, AutomatonState, words
 
 MaskSource = Literal["none", "host", "device"]
 """Where the masks of a round come from: there are none, the host makes them, or the device does."""
