@@ -5,7 +5,7 @@ VENV ?= .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON))
 BIN := $(VENV)/bin
 ORACLE_BIN := .venv-oracle/bin
 # What must hold for the programs that users run: the same answer, with all of XLA's optimisations.
-EXACTNESS := $(addprefix tests/llm/test_,equality.py exactness.py lossless.py stream.py int8.py) tests/speculation/test_drafters.py
+EXACTNESS := $(addprefix tests/llm/test_,equality.py exactness.py exactness_demo.py lossless.py stream.py int8.py) tests/speculation/test_drafters.py
 PIP_FLAGS := --disable-pip-version-check
 # Files in the order of tests/times.py, the longest first; each whole, for its fixtures.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder

@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("tpu") and find_spec("libtpu") is None:
         pytest.skip("needs the tpu extra: libtpu")
-    if item.get_closest_marker("product") and not item.config.getoption("products"):
+    if times.left_out(item):
         pytest.skip("left out without --products: every two values that it has are together in another case")
 
 

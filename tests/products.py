@@ -1,5 +1,6 @@
 """Cases of tests that hold for a product of values, of which slow runs keep as few as make every two values meet."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import combinations, product
 from typing import Any
@@ -23,6 +24,11 @@ def cases(quick: Collection[tuple[Any, ...]], *values: Iterable[Any], fits: Call
         best = max(every, key=lambda each: len(missing & pairs(each)))
         missing -= pairs(best)
         kept.add(best)
+    meetings = Counter[Any](pair for each in kept for pair in pairs(each))
+    for each in [each for each in every if each in kept and each not in quick]:
+        if all(meetings[pair] > 1 for pair in pairs(each)):  # of an early one others may have brought together all
+            meetings.subtract(pairs(each))
+            kept.remove(each)
     for each in every:
         marks = [] if each in quick else [pytest.mark.slow] if each in kept else [pytest.mark.slow, pytest.mark.product]
         yield pytest.param(*each, marks=marks)

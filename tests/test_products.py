@@ -22,5 +22,8 @@ def test_every_two_values_meet_in_few_cases(parts: list[tuple[int, ...]], all_fi
     run = [each for each in there if "product" not in marks[each]]
     for one, other in combinations(range(len(parts)), 2):
         assert {(each[one], each[other]) for each in run} == {(each[one], each[other]) for each in there}
+    pairs = {each: set(combinations(enumerate(each), 2)) for each in run}
+    for each in set(run) - quick:
+        assert pairs[each] - set[object]().union(*(pairs[other] for other in run if other != each)), "none is needless"
     largest = sorted(map(len, parts))[-2:]
     assert len(run) - len(quick) <= 2 * largest[0] * largest[1] + 2

@@ -28,13 +28,15 @@ def test_the_dearest_go_until_the_rest_fits_and_a_quick_one_of_each_file_stays(s
     assert max((seconds[test] for test in stay - kept), default=0.0) <= min((seconds[test] for test in gone), default=9.0)
 
 
-def item(test: str, mark: pytest.MarkDecorator | None = None) -> Any:
-    return SimpleNamespace(nodeid=test, get_closest_marker=lambda name: mark and {"slow": mark.mark}[name])
+def item(test: str, *marks: pytest.MarkDecorator) -> Any:
+    found = {mark.name: mark.mark for mark in marks}
+    return SimpleNamespace(nodeid=test, get_closest_marker=found.get, config=SimpleNamespace(getoption=lambda name: False))
 
 
 def test_whole_files_come_first_that_need_longest():
-    """A listed test needs what was measured, and another slow one more than one that is not."""
+    """A listed test needs what was measured, another slow one more than one that is not, and one that is left out nothing."""
     tests: list[Any] = [
+        *(item(f"product.py::{n}", pytest.mark.slow, pytest.mark.product) for n in range(9)),
         *(item(f"many.py::{n}") for n in range(9)),
         item("slow.py::0", pytest.mark.slow),
         item("listed.py::0"),
@@ -43,7 +45,7 @@ def test_whole_files_come_first_that_need_longest():
     ]
     kept = [test.nodeid for test in tests]
     times.longest_first(tests)
-    assert [test.nodeid for test in tests] == [*kept[-3:], kept[9], *kept[:9]]
+    assert [test.nodeid for test in tests] == [*kept[-3:], kept[18], *kept[9:18], *kept[:9]]
 
 
 def test_every_test_of_the_list_is_in_a_file_that_is_there():

@@ -34,9 +34,21 @@ def longest_first(items: list[pytest.Item]) -> None:
     """Orders whole files by what their tests need, so that at the end no worker is left alone with a long one."""
     seconds: dict[str, float] = defaultdict(float)
     for item in items:
-        mark = item.get_closest_marker("slow")
-        seconds[file_of(item)] += QUICK_S if mark is None else mark.kwargs.get("seconds", SLOW_S)
+        seconds[file_of(item)] += needed(item)
     items.sort(key=lambda item: -seconds[file_of(item)])
+
+
+def needed(item: pytest.Item) -> float:
+    """Seconds that a test is taken to need; none if it is left out."""
+    if left_out(item):
+        return 0.0
+    mark = item.get_closest_marker("slow")
+    return QUICK_S if mark is None else mark.kwargs.get("seconds", SLOW_S)
+
+
+def left_out(item: pytest.Item) -> bool:
+    """True for a case of a product that only `--products` asks for."""
+    return item.get_closest_marker("product") is not None and not item.config.getoption("products")
 
 
 def file_of(item: pytest.Item) -> str:

@@ -11,7 +11,7 @@ import pytest
 from kernels.test_instruction_sets import BEST, ORDER
 from tilewright.kernels import build
 
-pytestmark = pytest.mark.slow(seconds=120)  # compiles every kernel
+pytestmark = pytest.mark.slow(seconds=20)  # compiles every kernel
 HERE = Path(__file__).parent
 # Without optimisation, which would take the compiler three times as long and leave out accesses that the sanitizers could see.
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0", "-g1", "-pthread"]

@@ -10,6 +10,7 @@ import pytest
 
 from llm.support import check_same_as_autoregressive, tokens_of
 from models.test_decoder import GOLDENS
+from products import cases
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.kernels.select import Kernels, operations
 from tilewright.llm.language_model import load
@@ -58,30 +59,20 @@ def golden_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
         return asked, outputs["greedy"].tolist()
 
 
-QUICK = ("phi3-partial", "smollm3-tied")
+QUICK = [("phi3-partial", "auto", "ngram"), ("smollm3-tied", "auto", "ngram")]
 """Families in which the kernels do something that no other test has them do; the others in the slow tests."""
 
 
-@pytest.mark.parametrize("kernels", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
-def test_greedy_tokens_are_those_of_transformers(name: str, kernels: Kernels, tokenizer: Path, tmp_path: Path):
-    """Without drafts, and with those of n-grams."""
-    lm = load(copied(tmp_path / "target", name, tokenizer), "ngram", table=TABLE, kernels=kernels, block_size=4)
+@pytest.mark.parametrize("name, kernels, drafter", list(cases(QUICK, NAMES, ("auto", "xla"), ("ngram", "dflash"))))
+def test_greedy_tokens_are_those_of_transformers(name: str, kernels: Kernels, drafter: str, tokenizer: Path, tmp_path: Path):
+    """Without drafts, and with those of n-grams or of a DFlash drafter of random weights."""
+    folder = copied(tmp_path / "target", name, tokenizer)
+    source = "ngram" if drafter == "ngram" else random_drafter(tmp_path / "drafter", decoder_config(folder))
+    lm = load(folder, source, table=TABLE, kernels=kernels, block_size=4)
     asked, want = golden_tokens(name)
     sampling = Sampling(NEW, ignore_eos=True)
     check_same_as_autoregressive(lm, asked, sampling, 2, want)
     assert tokens_of(lm, asked, sampling, speculative=False, batch=2) == want
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["auto", "xla"])
-@pytest.mark.parametrize("name", NAMES)
-def test_so_are_those_with_a_learnt_drafter(name: str, kernels: Kernels, tokenizer: Path, tmp_path: Path):
-    """With random weights, and the target's rotation."""
-    folder = copied(tmp_path / "target", name, tokenizer)
-    lm = load(folder, random_drafter(tmp_path / "drafter", decoder_config(folder)), table=TABLE, kernels=kernels)
-    asked, want = golden_tokens(name)
-    check_same_as_autoregressive(lm, asked, Sampling(NEW, ignore_eos=True), 2, want)
 
 
 def test_8_bit_weights_of_a_family_with_biases(tokenizer: Path, tmp_path: Path):

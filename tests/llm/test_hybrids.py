@@ -1,6 +1,6 @@
 """Targets with layers of linear attention: speculation, batches and preemption give the tokens of transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from jax import Array
 
 from llm.test_families import copied, golden_tokens, random_drafter, tokenizer  # noqa: F401 (a fixture)
 from models.test_decoder import GOLDENS
+from products import cases
 from runtime.support import check_empty, drive, expected
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Kernels
@@ -124,23 +125,6 @@ def test_a_round_passes_the_target_once(hybrid: LanguageModel, monkeypatch: pyte
         assert passes == [(2, width)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["auto", "xla"])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_drafter_in_batches_with_and_without_room(name: str, kernels: Kernels, tokenizer: Path, tmp_path: Path):  # noqa: F811
-    """Of 1 and 8 rows; n-grams, DFlash, EAGLE-3, and a team of two that take turns."""
-    folder = copied(tmp_path / "target", name, tokenizer)
-    config = decoder_config(folder)
-    dflash, chain = random_drafter(tmp_path / "dflash", config), random_eagle3(tmp_path / "eagle3", config)
-    for drafters in ("ngram", dflash, chain, ["ngram", dflash]):
-        for batch, pages in ((1, 16), (8, 40)):
-            lm = load(folder, drafters, table=replace(TABLE, batches=(batch,)), kernels=kernels, block_size=None)
-            engine, (requests, want) = engine_of(lm, pages=pages), requests_of(name, ASKED * 2)
-            heard, _ = drive(engine, requests, np.random.default_rng(0))
-            assert [each.tokens for each in heard] == want
-            check_empty(engine)
-
-
 def random_eagle3(folder: Path, target: decoder.DecoderConfig) -> Path:
     """An EAGLE-3 drafter of random weights that proposes every token."""
     config = eagle3.Eagle3Config(
@@ -150,6 +134,29 @@ def random_eagle3(folder: Path, target: decoder.DecoderConfig) -> Path:
     params = initialise(eagle3.declare(config), jax.random.key(1))
     eagle3.save(folder, config, replace(params, target_ids=jnp.arange(target.vocab_size)), jnp.float32)
     return folder
+
+
+DRAFTERS: dict[str, Callable[[Path, decoder.DecoderConfig], Any]] = {
+    "ngram": lambda folder, config: "ngram",
+    "dflash": random_drafter,
+    "eagle3": random_eagle3,
+    "team": lambda folder, config: ["ngram", random_drafter(folder, config)],
+}
+PAGES = {1: 16, 8: 40}
+"""For so many rows: as many as they want, or too few."""
+
+
+@pytest.mark.parametrize("name, kernels, drafter, rows", list(cases([], NAMES, ("auto", "xla"), DRAFTERS, PAGES)))
+def test_every_drafter_in_batches_with_and_without_room(
+    name: str, kernels: Kernels, drafter: str, rows: int, tokenizer: Path, tmp_path: Path  # noqa: F811
+):  # fmt: skip
+    folder = copied(tmp_path / "target", name, tokenizer)
+    sources = DRAFTERS[drafter](tmp_path / "drafter", decoder_config(folder))
+    lm = load(folder, sources, table=replace(TABLE, batches=(rows,)), kernels=kernels, block_size=None)
+    engine, (requests, want) = engine_of(lm, pages=PAGES[rows]), requests_of(name, ASKED * 2)
+    heard, _ = drive(engine, requests, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == want
+    check_empty(engine)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llm.support import build, prompts
+from products import cases
 from reference.dflash_numpy import Pair, Target, as_folders, oracle_like_pair
 from runtime.support import Heard
 from tilewright.kernels.operations import is_batch_invariant
@@ -143,13 +144,6 @@ def logprobs_told(heard: Heard) -> Logprobs:
     return Logprobs(chosen, tops[..., 0].astype(np.int32), tops[..., 1].astype(np.float32))
 
 
-REST = [
-    *(("bfloat16", "auto", width) for width in (2, 16)),
-    *(("float32", "auto", width) for width in (2, 16)),
-    *(("float32", "xla", width) for width in (2, 5, 16)),
-]
-
-
 def compare(got: Logprobs, want: Logprobs, exact: bool) -> None:
     """Bit for bit; or else to a tolerance that float32 sums of another order keep to, whatever the order of ids."""
     if exact:
@@ -159,13 +153,16 @@ def compare(got: Logprobs, want: Logprobs, exact: bool) -> None:
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kernels", "width"),
-    [
-        ("float32", "auto", 5),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bfloat16", "auto", 5), *REST)),
-    ],
+EVERY = list(
+    cases(
+        [("float32", "auto", 5)], ("float32", "bfloat16"), ("auto", "xla"), (2, 5, 16),
+        fits=lambda dtype, kernels, width: (dtype, kernels) != ("bfloat16", "xla"),
+    )
 )  # fmt: skip
+"""Numbers, kernels and widths. XLA's products of bfloat16 depend on the number of rows."""
+
+
+@pytest.mark.parametrize(("dtype", "kernels", "width"), EVERY)
 def test_under_speculation_they_are_those_of_plain_decoding(
     tmp_path: Path, pair: Pair, dtype: str, kernels: Kernels, width: int
 ):

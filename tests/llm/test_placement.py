@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from llm.support import prompts
+from products import cases
 from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Pair, as_folders, random_pair
 from reference.dspark_numpy import as_dspark
@@ -44,7 +44,7 @@ SAMPLING = {
 }
 PAIR = random_pair(0, block_size=4, target_layers=2, drafter_layers=1, taps=[0, 1], eos_token_id=EOS)
 WALKERS = {"dflash2": as_dflash2(PAIR, window=6, sliding=[0]), "dspark": as_dspark(PAIR), "lilicorr": as_lilicorr(PAIR)}
-KINDS = [("qwen3", kind) for kind in ("none", "dflash", *WALKERS, "eagle3")] + [("llama", "ngram")]
+KINDS = [*(f"qwen3-{kind}" for kind in ("none", "dflash", *WALKERS, "eagle3")), "llama-ngram"]
 """Families of the target, and what drafts."""
 
 
@@ -99,34 +99,20 @@ def alone(family: str, drafter: str, kernels: Any, sampling: str, rows: int) -> 
     return told(lm, sampling, rows), programs_of(lm)
 
 
-QUICK = {
-    ("qwen3", "dflash", "sequence", 4, "auto"): [("greedy", 3)],
-    ("llama", "ngram", "ring", 2, "auto"): [("mixed", 3)],
-    ("qwen3", "none", "sync", 2, "xla"): [("greedy", 1)],
-}
-"""Of the product of families and drafters, schedules, devices and kernels; with which sampling and how many rows."""
-EVERY = [("greedy", 1), ("greedy", 3), ("mixed", 1), ("mixed", 3)]
-SCHEDULES = ("sync", "sequence", "ring")
-PAIRS = [
-    (*kind, schedule, (2, 4)[(row + column) % 2], ("auto", "xla")[(row // 2 + column) % 2])
-    for (row, kind), (column, schedule) in product(enumerate(KINDS), enumerate(SCHEDULES))
+QUICK = [
+    ("qwen3-dflash", "sequence", 4, "auto", 3),
+    ("llama-ngram", "ring", 2, "auto", 3),
+    ("qwen3-none", "sync", 2, "xla", 1),
 ]
-"""Every kind under every schedule; devices and kernels in turns."""
+"""Of the product of kinds, schedules, devices, kernels and numbers of rows."""
+EVERY = list(cases(QUICK, KINDS, ("sync", "sequence", "ring"), (2, 4), ("auto", "xla"), (1, 3)))
 
 
-@pytest.mark.parametrize(
-    "family, drafter, schedule, devices, kernels, ways",
-    [
-        *(pytest.param(*case, ways, id="-".join(map(str, case))) for case, ways in QUICK.items()),
-        *(pytest.param(*case, EVERY, id="all-" + "-".join(map(str, case)), marks=pytest.mark.slow) for case in PAIRS),
-    ],
-)
-def test_several_devices_decode_what_one_does(
-    family: str, drafter: str, schedule: str, devices: int, kernels: Any, ways: list[tuple[str, int]]
-):
-    over_several = {rows: build(family, drafter, rows, kernels=kernels, **over(devices, schedule)) for _, rows in ways}
-    for sampling, rows in ways:
-        lm = over_several[rows]
+@pytest.mark.parametrize("kind, schedule, devices, kernels, rows", EVERY)
+def test_several_devices_decode_what_one_does(kind: str, schedule: str, devices: int, kernels: Any, rows: int):
+    family, drafter = kind.split("-")
+    lm = build(family, drafter, rows, kernels=kernels, **over(devices, schedule))
+    for sampling in SAMPLING:
         found = told(lm, sampling, rows)
         wanted, programs = alone(family, drafter, kernels, sampling, rows)
         assert found == wanted

@@ -156,7 +156,7 @@ def test_what_the_schema_says_of_other_methods_holds(description: Any, label: st
     assert set(check_all(description, label, GenerationMode.POSITIVE, 5)) <= ({200} if "{" not in label else {404})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=16)
 @pytest.mark.parametrize("path", POSTS)
 def test_what_the_schema_says_holds_at_length(description: Any, path: str):
     positive_and_negative(description, path, 300)
@@ -172,7 +172,7 @@ def denoiser() -> Iterator[Any]:
     assert engine.stats().compilations == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=12)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_what_the_schema_says_of_a_diffusion_model_holds(denoiser: Any, path: str):
     positive_and_negative(denoiser, path, 100)

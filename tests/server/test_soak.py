@@ -195,7 +195,7 @@ def test_a_503_is_right_only_while_there_is_a_burst():
         load.check_full(5.0, {"retry-after": "1"}, {"error": {"code": "server_stopping"}})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=100)
 def test_a_short_soak_of_a_real_server_holds(monkeypatch: pytest.MonkeyPatch):
     """Latencies of so short a time on a busy machine say nothing, and memory little; all else is checked in full."""
     monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "0")
