@@ -62,6 +62,8 @@ class ScaleOptions:
         replicas: how many there are, or how many at least.
         max_replicas: how many there may be; by default no more than at least.
         target_requests: requests at a time that a replica should have; more make more replicas.
+        upscale_delay, downscale_delay: seconds that there have to be too many requests, or too few, before replicas are added
+            or taken away.
         gateways: processes that take what comes over HTTP.
         cpus, gpus, tpus: of the cluster, for each replica.
     """
@@ -69,6 +71,8 @@ class ScaleOptions:
     replicas: int = 1
     max_replicas: int | None = None
     target_requests: float = 8.0
+    upscale_delay: float = 30.0
+    downscale_delay: float = 600.0
     gateways: int = 1
     cpus: float = 1.0
     gpus: float = 0.0
@@ -87,7 +91,10 @@ class ScaleOptions:
         actor = {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": {"TPU": self.tpus} if self.tpus else {}}
         if most == self.replicas:
             return {"num_replicas": most, "ray_actor_options": actor}
-        scaling = AutoscalingConfig(min_replicas=self.replicas, max_replicas=most, target_ongoing_requests=self.target_requests)
+        scaling = AutoscalingConfig(
+            min_replicas=self.replicas, max_replicas=most, target_ongoing_requests=self.target_requests,
+            upscale_delay_s=self.upscale_delay, downscale_delay_s=self.downscale_delay,
+        )  # fmt: skip
         return {"autoscaling_config": scaling, "ray_actor_options": actor}
 
 

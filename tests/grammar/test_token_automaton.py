@@ -1,6 +1,6 @@
 """Automata over tokens, against the masks of llguidance along texts of all kinds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from tilewright.grammar.thinking import AfterThought, end_of_thought
 from tilewright.grammar.token_automaton import Vocabulary, automaton_of
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.runtime.automata import ALL, words
+from tilewright.runtime.automata import ALL, BEYOND, words
 from tilewright.runtime.constraints import Constraint, ConstraintState
 
 VOCAB, EOS = 4096, (0,)
@@ -48,8 +48,15 @@ def of_matcher(state: ConstraintState) -> np.ndarray:
     return masks[0]
 
 
-def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24) -> int:
-    """Goes along tokens that may come, with both masks compared at each. Returns how many were forced."""
+def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24, liked: Sequence[int] = ()) -> int:
+    """Goes along tokens that may come, with both masks compared at each, up to one that leaves the automaton.
+
+    Args:
+        liked: tokens of which every other one is.
+
+    Returns:
+        how many were forced.
+    """
     state, forced = constraint.begin(), 0
     for _ in range(most):
         mask = of_automaton(state)
@@ -62,7 +69,10 @@ def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24) -> in
         may = may[~np.isin(may, EOS)]
         if not len(may):
             break
-        state.advance([int(rng.choice(may))])
+        better = may[np.isin(may, liked)]
+        state.advance([int(rng.choice(better if len(better) and rng.random() < 0.5 else may))])
+        if state.automaton is None:
+            break
     return forced
 
 
@@ -119,6 +129,46 @@ def test_masks_are_those_of_the_matcher_on_every_way(
     walk(found, np.random.default_rng(seed))
 
 
+TREE = {
+    "type": "object", "properties": {"n": {"type": "null"}, "of": {"type": "array", "items": {"$ref": "#"}}}, "required": ["n"],
+}  # fmt: skip
+OPEN = {
+    "json_object": {"type": "object"},
+    "others": {"type": "object", "properties": {"a": {"type": "integer"}, "ab": {"type": "array"}}, "required": ["ab"]},
+    "map": {"type": "object", "properties": {"ä": {}}, "additionalProperties": {"type": "array", "items": {"$ref": "#"}}},
+    "tree": {**TREE, "additionalProperties": False},
+    "open tree": TREE,
+}
+DEEP = '{"n": null, "of": [{"n": null, "of": [{"n": null, "of": [{"n": null, "of": []}]}]}]}'
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_automata_of_open_and_recursive_schemas(compiler: Compiler, name: str):
+    found = compiler.compile(Grammar.json_schema(OPEN[name]))
+    assert found.automaton is not None
+    assert (found.automaton.after == BEYOND).any()
+    opening = [token for token, own in enumerate(bytes_of(compiler)) if own[-1:] in (b"[", b"{", b'"')]
+    for seed in range(6):
+        walk(found, np.random.default_rng(seed), 40, opening)
+
+
+@pytest.mark.parametrize("name", ["json_object", "tree", "open tree"])
+def test_a_text_leaves_its_automaton_where_that_ends(compiler: Compiler, tokenizer: Tokenizer, name: str):
+    """From there on its masks are the matcher's alone."""
+    found = compiler.compile(Grammar.json_schema(OPEN[name]))
+    state, plain, left = found.begin(), Matcher(found.matcher, found.eos).begin(), list[bool]()
+    for token in tokenizer.encode(DEEP, add_special_tokens=False).ids:
+        if state.automaton is not None:
+            np.testing.assert_array_equal(of_automaton(state), of_matcher(plain))
+        np.testing.assert_array_equal(of_matcher(state), of_matcher(plain))
+        state.advance([token])
+        plain.advance([token])
+        left.append(state.automaton is None)
+    assert left == sorted(left)
+    assert len(left) / 3 < left.index(True) < len(left) - 3
+    assert plain.matcher.is_accepting()
+
+
 def test_what_is_forced_is_known(compiler: Compiler):
     """After different tokens a forced text is written in different ones."""
     schema = {"type": "object", "properties": {"n": {"type": "string"}, "m": {"const": "long enough"}}, "required": ["n", "m"]}
@@ -132,7 +182,6 @@ def test_what_is_forced_is_known(compiler: Compiler):
     "grammar",
     [
         Grammar.lark('start: "a"'),
-        Grammar.json_object(),
         Grammar.regex(r"\w+"),
         Grammar.json_schema({"type": "string", "format": "date"}),
         Grammar.json_schema({"type": "string", "maxLength": 2000}),
@@ -155,7 +204,7 @@ def test_an_automaton_that_says_something_else_is_dropped(
     right = token_automaton.node_of
 
     def made(wrong: str) -> None:
-        monkeypatch.setattr(token_automaton, "node_of", lambda kind, _: right(kind, wrong))
+        monkeypatch.setattr(token_automaton, "node_of", lambda kind, _, most: right(kind, wrong, most))
         automaton_of(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 20.0)
 
     made("(a|b)ccc")
@@ -183,7 +232,7 @@ def test_automata_of_strangers_come_from_the_process_that_tries_their_grammars(t
         assert there is not None
         for name in ("masks", "mask_of", "classes", "after", "forced"):
             np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
-        assert careful.compile(Grammar.json_object(), seconds=30.0).automaton is None
+        assert careful.compile(Grammar.lark('start: "a"'), seconds=30.0).automaton is None
     finally:
         careful.trial.close()
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import UInt32
 
-from tilewright.runtime.automata import Automaton, AutomatonState, words
+from tilewright.runtime.automata import BEYOND, Automaton, AutomatonState, words
 from tilewright.runtime.constraints import ConstraintError
 
 VOCAB, EOS = 40, (39,)
@@ -17,7 +17,7 @@ class Dance:
     Attributes:
         least: tokens after which it may end.
         breaks: after how many tokens it cannot go on; None for never.
-        known: its automaton, if it has one.
+        known: its automaton, if it has one, and has not left it.
     """
 
     def __init__(
@@ -66,11 +66,17 @@ class Dance:
     def advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             assert token in self.next()
+            if self.known is not None and self.known.after[self.key, token] == BEYOND:
+                self.known = None
             self.seen = (*self.seen, token)
 
 
-def with_automaton(least: int) -> Dance:
-    """A dance with its automaton, of which every state is filled in, reached or not."""
+def with_automaton(least: int, leaving: Sequence[int] = ()) -> Dance:
+    """A dance with its automaton, of which every state is filled in, reached or not.
+
+    Args:
+        leaving: tokens that leave the automaton.
+    """
     assert least % 5 == 0, "what is forced is so by the count in circles of five"
     seen = [(0,) * (count - 1) + (last,) * (count > 0) for count in range(least + 5) for last in range(VOCAB)]
     states = [Dance(least=least, seen=each) for each in seen]
@@ -81,7 +87,7 @@ def with_automaton(least: int) -> Dance:
         bits[n, may] = True
         forced[n] = state.forced()[0] if state.forced() else -1
         for token in set(may) - {*EOS}:
-            after[n, token] = Dance(least=least, seen=(*state.seen, token)).key
+            after[n, token] = BEYOND if token in leaving else Dance(least=least, seen=(*state.seen, token)).key
     masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
     kinds, mask_of = np.unique(masks, axis=0, return_inverse=True)
     classes = np.arange(VOCAB, dtype=np.int32)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import Array
 
-from tilewright.runtime.automata import ALL, MOST_MASKS, MOST_STATES, Automaton, AutomatonState, words
+from tilewright.runtime.automata import ALL, BEYOND, MOST_MASKS, MOST_STATES, Automaton, AutomatonState, words
 from tilewright.runtime.automaton_table import (
     MOST_PLACES,
     AutomatonTable,
@@ -24,13 +24,14 @@ VOCAB, EOS = 40, 39
 
 
 def random_automaton(seed: int, states: int = 6) -> Automaton:
-    """One whose tokens lead anywhere, with a forced token in some states; the last token, which ends texts, leads nowhere."""
+    """One whose tokens lead anywhere, out of it, too, with a forced token in some states; the last token, which ends texts,
+    leads nowhere."""
     rng = np.random.default_rng(seed)
-    after = rng.integers(-1, states, (states, VOCAB)).astype(np.int32)
+    after = rng.integers(BEYOND, states, (states, VOCAB)).astype(np.int32)
     after[:, 0], after[:, EOS] = 0, -1
     forced = np.where(rng.random(states) < 0.3, 0, -1).astype(np.int32)
     bits = np.zeros((states, 32 * words(VOCAB)), bool)
-    bits[:, :VOCAB] = after >= 0
+    bits[:, :VOCAB] = after != -1
     masks = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
     kinds, mask_of = np.unique(masks, axis=0, return_inverse=True)
     columns, classes = np.unique(after, axis=1, return_inverse=True)
@@ -84,7 +85,8 @@ def test_blocks_follow_their_automata(seed: int):
         drawn = int(rng.choice(may[may < VOCAB]))
         committed[row] = rng.integers(2) * (accepted + 1)
         tokens[row, : accepted + 1] = [*np.asarray(found.drafts[row, :accepted]), drawn]
-        want[row] = own.advance(int(state[row]), tokens[row, : committed[row]].tolist())
+        reached = own.advance(int(state[row]), tokens[row, : committed[row]].tolist())
+        want[row] = BEYOND if reached is None else reached
     got = advanced(table, place, found.states, tokens, committed)
     np.testing.assert_array_equal(got, want)
 
@@ -121,10 +123,14 @@ def test_places_go_to_those_that_were_used_last():
 
 def test_states_on_the_host():
     automaton = random_automaton(3)
-    state = AutomatonState(automaton, 0).advance([0, 0])
-    assert state == AutomatonState(automaton, automaton.advance(0, [0, 0]))
+    reached = automaton.advance(0, [0, 0])
+    assert reached is not None
+    state = AutomatonState(automaton, reached)
+    assert AutomatonState(automaton, 0).advance([0, 0]) == state
     with pytest.raises(ValueError, match=rf"a token that may come in state 0, found {EOS}"):
         state.advance([EOS])
+    leaving = int(np.flatnonzero(automaton.after[0, automaton.classes] == BEYOND)[0])
+    assert state.advance([leaving, EOS]) is None, "what comes behind is not the automaton's"
 
 
 def test_automata_have_limits():

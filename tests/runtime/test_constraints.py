@@ -114,6 +114,12 @@ def known() -> list[Dance]:
 
 
 @pytest.fixture(scope="module")
+def leaving() -> list[Dance]:
+    """Dances with an automaton each, which they leave sooner or later."""
+    return [with_automaton(20, leaving=(n, n + 11, n + 22)) for n in range(2)]
+
+
+@pytest.fixture(scope="module")
 def wanted(lm: LanguageModel) -> list[list[int]]:
     """The tokens of 16 requests, of which every other one has a constraint."""
     asks = requests(0, 16, lambda n: n % 2 == 0)
@@ -122,13 +128,13 @@ def wanted(lm: LanguageModel) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("source", ["host", "device", "both"])
+@pytest.mark.parametrize("source", ["host", "device", "both", "left"])
 def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
-    engine: Engine, known: list[Dance], wanted: list[list[int]], source: str
+    engine: Engine, known: list[Dance], leaving: list[Dance], wanted: list[list[int]], source: str
 ):
     """In any company, with pages for a few only, so that some are computed anew. No program compiles."""
-    plainly = {"host": range(16), "device": (), "both": (2, 10)}[source]
-    asks = requests(0, 16, lambda n: n % 2 == 0, lambda n: Dance(least=20) if n in plainly else known[n // 2 % 2])
+    plainly, automata = {"host": range(16), "both": (2, 10)}.get(source, ()), leaving if source == "left" else known
+    asks = requests(0, 16, lambda n: n % 2 == 0, lambda n: Dance(least=20) if n in plainly else automata[n // 2 % 2])
     engine.open()
     heard, handles = drive(engine, asks, np.random.default_rng(1))
     for n, each in enumerate(heard):
@@ -139,7 +145,7 @@ def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
     assert (stats.constrained_rounds > 0, stats.automaton_rounds > 0) == (source != "device", source != "host")
     assert [handle.masks for handle in handles[1::2]] == [set()] * 8
     found = {each for handle in handles for each in handle.masks}
-    assert found == ({"host", "device"} if source == "both" else {source})
+    assert found == ({source} if source in ("host", "device") else {"host", "device"})
     results = [handle.result for handle in handles[::2]]
     assert sum(sum(result.accepted) for result in results if result is not None) > 0, "what is forced is accepted, at least"
     assert {"eos", "length"} == {each.end for each in heard[::2]}
@@ -189,6 +195,21 @@ def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
     assert [each.tokens for each in heard] == [plain(lm, ask) for ask in asks]
     assert waiting.count(1) > len(waiting) // 2
     assert (engine.stats().preemptions > 0) == fails
+    check_empty(engine)
+
+
+def test_rows_that_leave_their_automaton_go_on_under_masks_of_the_host(lm: LanguageModel, engine: Engine):
+    """In the middle of a dispatch of many rounds; one of them with its last token."""
+    engine.chooser = fixed_rounds(engine.runner, math.inf)
+    ask = GenerateRequest([1, 2, 3], Sampling(40, 1.0, seed=5), constraint=Dance(least=20))
+    want = plain(lm, ask)
+    rule, leaves = with_automaton(20, leaving=want[7:8]), want.index(want[7]) + 1
+    sizes = (leaves, leaves + 1, leaves + 20)
+    asks = [replace(ask, sampling=Sampling(size, 1.0, seed=5), constraint=rule) for size in sizes]
+    engine.open()
+    heard, handles = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == [want[:size] for size in sizes]
+    assert [handle.masks for handle in handles] == [{"device"}, {"device", "host"}, {"device", "host"}]
     check_empty(engine)
 
 

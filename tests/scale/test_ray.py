@@ -1,5 +1,6 @@
-"""Replicas by Ray Serve, one of which is killed: who gets what. `make scale` runs it; it needs the extra `ray`."""
+"""Replicas by Ray Serve: one is killed, one is taken away under load. `make scale` runs it; it needs the extra `ray`."""
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -55,16 +57,15 @@ class Outcome:
     retried: int = 0
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Two replicas, ready."""
-    folder = tmp_path_factory.mktemp("pair")
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[str]:
+    """The URL of replicas of a small model, the first of which is ready."""
     pair = random_pair(3, target_layers=2, drafter_layers=1, taps=(0, 1), block_size=4, max_position_embeddings=2048)
     target, _ = as_folders(folder, pair)
     (shapes := folder / "shapes.json").write_text(table_text(TABLE), encoding="utf-8")
     port = free_port()
     words = [sys.executable, str(ROOT / "deploy" / "ray_serve.py"), str(target), "--shapes", str(shapes), "--pages", "256"]
-    words += ["--replicas", "2", "--cpus", "0.5", "--port", str(port), "--dtype", "float32", "--log-level", "warning"]
+    words += ["--cpus", "0.5", "--port", str(port), "--dtype", "float32", "--log-level", "warning", *options]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "deploy")])
     started = subprocess.Popen(words, env=os.environ | PATIENT | {"PYTHONPATH": path})
     found = f"http://127.0.0.1:{port}"
@@ -106,6 +107,13 @@ def replicas() -> list[int]:
         if name.startswith(b"ray::ServeReplica:default:Replica"):
             found.append(int(path.parent.name))
     return sorted(found)
+
+
+def dispatches(url: str) -> float:
+    """Those of whichever replica is asked."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_S) as answer:
+        (line,) = (each for each in answer.read().decode().splitlines() if each.startswith("tilewright_dispatches_total{"))
+    return float(line.split()[-1])
 
 
 def body(number: int) -> dict[str, Any]:
@@ -155,8 +163,40 @@ def streamed(answer: Any, outcome: Outcome) -> str | None:
     raise HTTPException("a stream ended without an end")
 
 
-def test_one_of_two_replicas_is_killed(url: str):
-    wait_until(lambda: len(replicas()) == 2, READY_S)
+def test_one_of_two_replicas_is_killed(tmp_path: Path):
+    with served(tmp_path, "--replicas", "2") as url:
+        wait_until(lambda: len(replicas()) == 2, READY_S)
+        kill_one(url)
+
+
+def test_a_replica_is_taken_away_under_load(tmp_path: Path):
+    """Eight clients make it two replicas, and one client alone makes it one again: whatever is asked meanwhile is answered."""
+    scaling = "--replicas 1 --max-replicas 2 --target-requests 2 --upscale-delay 1 --downscale-delay 1"
+    outcomes, numbers = list[Outcome](), itertools.cycle(range(0, REQUESTS, 2))
+    few, enough = threading.Event(), threading.Event()
+
+    def ask_on(url: str, ends: threading.Event) -> None:
+        while not ends.is_set():
+            outcomes.append(ask(url, next(numbers)))
+
+    with served(tmp_path, *scaling.split()) as url, ThreadPoolExecutor(CLIENTS) as threads:
+        asking = [threads.submit(ask_on, url, few if n else enough) for n in range(CLIENTS)]
+        try:
+            counts = [dispatches(url)]
+            wait_until(lambda: counts.append(dispatches(url)) or counts[-1] < counts[-2], READY_S)  # that is another's
+            few.set()
+            wait_until(lambda: len(replicas()) == 1, READY_S)
+        finally:
+            few.set()
+            enough.set()
+        for each in asking:
+            each.result()
+    print(f"\n{len(outcomes)} streams were answered while there were one, two and one replicas")
+    assert all((len(one.answers), one.cut, one.retried) == (1, 0, 0) for one in outcomes)
+
+
+def kill_one(url: str) -> None:
+    """Asks for 200 answers, and kills a replica after a quarter of them."""
     first, done = replicas(), threading.Semaphore(0)
 
     def counted(number: int) -> Outcome:

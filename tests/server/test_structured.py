@@ -14,11 +14,14 @@ import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel, create_model
+from safetensors.numpy import load_file
 
+from reference.lora_numpy import config_of, random_adapter, write_adapter
 from server.conftest import Real, on_a_port
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Matcher
 from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models.hub import PACKAGED
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.sampling import Sampling
@@ -35,8 +38,12 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    return load("demo", "ngram", block_size=4, table=TABLE, dtype="float32")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """With an adapter, which few requests ask for."""
+    tensors = load_file(PACKAGED["demo"] / "model.safetensors")
+    adapter = random_adapter(np.random.default_rng(0), tensors, ["q_proj"], 2)
+    folder = write_adapter(tmp_path_factory.mktemp("tuned"), config_of(["q_proj"], 2, 4), adapter)
+    return load("demo", "ngram", block_size=4, table=TABLE, dtype="float32", lora={"tuned": folder})
 
 
 Plain = list[str]
@@ -105,7 +112,9 @@ GRAMMARS = (
     Grammar.json_schema(SCHEMA),
     Grammar.choice(["first of all", "first", 'a "second"']),
     Grammar.regex("(do|don't)( not){0,3} [a-f]+\\."),
+    Grammar.json_object(),
 )
+NESTED = Grammar.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}})
 
 
 def answered(real: Real, ask: GenerateRequest) -> tuple[list[int], set[str]]:
@@ -141,6 +150,14 @@ def test_masks_of_the_device_give_the_answers_of_the_hosts(lm: LanguageModel, re
     assert at > 0, "it thought"
     state = found.begin()
     state.advance([token for token in tokens[at + 1 :] if token not in lm.target.eos_token_ids])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_that_leave_their_automaton_go_on_under_masks_of_the_host(lm: LanguageModel, real: Real, temperature: float):
+    found, prompt = lm.constrain(NESTED), lm.encode(PROMPT)
+    sampling = Sampling(40, temperature, seed=1, logit_bias=((lm.encode("[")[0], 50.0),))
+    asks = [GenerateRequest(prompt, sampling, constraint=each) for each in (found, Matcher(found.matcher, found.eos))]
+    assert answered(real, asks[0]) == (answered(real, asks[1])[0], {"device", "host"})
 
 
 def a_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
@@ -184,6 +201,38 @@ def test_answers_follow_random_schemas(client: openai.OpenAI, count: int):
     for schema, choice in zip(schemas, found, strict=True):
         assert choice.finish_reason == "stop", (schema, choice.message.content)
         jsonschema.validate(json.loads(choice.message.content), schema, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.slow
+def test_mixed_requests_compile_nothing(real: Real):
+    """Whatever is asked beside whatever else: 300 requests, 8 at a time."""
+    chat = {"messages": HELLO, "max_tokens": 24, "temperature": 1}
+    tools = {"tools": TOOLS, "tool_choice": "required"}
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", chat),
+        ("chat/completions", {**chat, "response_format": schema_format(SCHEMA)}),
+        ("chat/completions", {**chat, "response_format": {"type": "json_object"}, "model": "tuned"}),
+        ("chat/completions", {**chat, **tools, "logprobs": True}),
+        ("chat/completions", {**chat, **tools, "tool_choice": "auto", "model": "tuned"}),
+        ("completions", {"prompt": PROMPT, "max_tokens": 9, "temperature": 0, "model": "tuned"}),
+        ("completions", {"prompt": PROMPT * 9, "n": 2, "presence_penalty": 0.5, "stream": True}),
+        ("completions", {"prompt": "1", "structured_outputs": {"grammar": 'start: ("a" | "b") start | "."'}}),
+        ("completions", {"prompt": "1", "structured_outputs": {"regex": "[ab]{3,9}"}, "logprobs": 2, "model": "tuned"}),
+        ("messages", {**chat, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
+        ("responses", {"input": PROMPT, "max_output_tokens": 9, "text": {"format": {"type": "json_object"}}}),
+        ("embeddings", {"input": [PROMPT, "a"]}),
+    ]
+
+    def asked(n: int) -> int:
+        route, body = kinds[n % len(kinds)]
+        seed = {} if route == "embeddings" else {"seed": n}
+        return httpx2.post(f"{real.url}/v1/{route}", json={**body, **seed}, timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(asked, np.random.default_rng(0).permutation(300).tolist())) == {200}
+    stats = real.engine.stats()
+    assert stats.compilations == 0
+    assert min(stats.automaton_rounds, stats.constrained_rounds) > 0
 
 
 def test_the_clients_own_helpers_read_answers(client: openai.OpenAI):
@@ -232,6 +281,7 @@ HOSTILE = {"allOf": [{"type": "string", "pattern": f"[a-z]{{0,50}}x{n}"} for n i
         ({"response_format": schema_format({"properties": {"a": {"not": {}}}})}, "schema", "at properties.a.not"),
         ({"response_format": schema_format(HOSTILE)}, "schema", "takes longer than 2 s"),
         ({"response_format": schema_format(DEEP)}, "schema", "recursion limit"),
+        ({"structured_outputs": {"json": {"const": "x" * 2**18}}}, "json", "a grammar of 1 to 262144 characters"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "expected json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "should be"),
         ({"structured_outputs": {}}, "structured_outputs", "found none of them"),
@@ -248,6 +298,19 @@ def test_what_cannot_be_used_is_refused(client: openai.OpenAI, more: dict[str, A
     found: Any = caught.value.body
     assert found["param"] is None if param is None else found["param"].endswith(param)
     assert time.monotonic() - began < 10
+
+
+DEEPER = '{"a": ' * 10_000 + "{}" + "}" * 10_000
+LONG = f'{{"const": "{"x" * (5 << 20)}"}}'
+
+
+@pytest.mark.parametrize(("schema", "status"), [(DEEPER, 400), (LONG, 413)], ids=["deep", "long"])
+def test_hostile_schemas_are_refused(real: Real, schema: str, status: int):
+    body = f'{{"prompt": "a", "structured_outputs": {{"json": {schema}}}}}'
+    headers = {"content-type": "application/json"}
+    answer = httpx2.post(f"{real.url}/v1/completions", content=body.encode(), headers=headers, timeout=60)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
 
 
 def a_tool(name: str) -> Any:

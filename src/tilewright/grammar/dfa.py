@@ -1,7 +1,7 @@
-"""Deterministic automata over bytes, of expressions over characters in UTF-8 (the subset construction).
+"""Deterministic automata over bytes, of expressions over characters in UTF-8 (the subset construction), as small as may be.
 
 Every state can still reach the end, for every part of an expression has a text. So a byte may come next where it has a
-transition, and nothing has to be looked ahead for.
+transition, and nothing has to be looked ahead for. Behind `Beyond` an expression says nothing: any byte is let through there.
 """
 
 import time
@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, Int64, Shaped
 
 from tilewright.grammar.regular import (
     LAST,
     SURROGATES,
     Alternation,
+    Beyond,
     CharacterClass,
     Concatenation,
     Node,
     NotRegular,
     Repetition,
+    Separated,
+    TooLarge,
 )
 
 MOST_NFA_STATES = 40_000
@@ -50,10 +53,12 @@ class ByteAutomaton:
     Attributes:
         after: the state behind a byte; -1 where it may not come.
         accepts: whether a text may end in a state.
+        beyond: whether the expression does not say what may come in a state; any byte leads back to it.
     """
 
     after: Int32[np.ndarray, "S 256"]
     accepts: Bool[np.ndarray, " S"]
+    beyond: Bool[np.ndarray, " S"]
 
 
 ByteRanges = tuple[tuple[int, int], ...]
@@ -98,12 +103,12 @@ class Nfa:
     def __init__(self, node: Node, deadline: Deadline):
         self.moves: list[list[tuple[int, int, int]]] = []
         self.free: list[list[int]] = []
-        self.deadline, self.parts = deadline, 0
+        self.deadline, self.parts, self.beyond = deadline, 0, set[int]()
         self.end = self.add(node, self.new())
 
     def new(self) -> int:
         if len(self.moves) >= MOST_NFA_STATES:
-            raise NotRegular("it is too large")
+            raise TooLarge("it is too large")
         if len(self.moves) % 256 == 0:
             self.deadline.check()
         self.moves.append([])
@@ -114,7 +119,7 @@ class Nfa:
         """Adds an expression behind a state. Returns the state behind it."""
         self.parts += 1
         if self.parts > MOST_PARTS:
-            raise NotRegular("it is too large")
+            raise TooLarge("it is too large")
         match node:
             case CharacterClass():
                 return self.add_characters(node, start)
@@ -129,6 +134,16 @@ class Nfa:
                 return end
             case Repetition():
                 return self.add_repeated(node, start)
+            case Separated():
+                loop = self.begin(start)
+                end = self.add(node.part, loop)
+                self.free[self.add(node.separator, end)].append(loop)
+                return end
+            case Beyond():
+                state = self.begin(start)
+                self.moves[state].append((0, 255, state))
+                self.beyond.add(state)
+                return state
 
     def begin(self, start: int) -> int:
         """A new state behind another, so that what loops back to it stays inside."""
@@ -196,6 +211,9 @@ def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
                 for piece in pieces:
                     behind[piece].add(target)
         row = np.full(len(behind), -1, np.int32)
+        if not nfa.beyond.isdisjoint(held):
+            row[:] = numbers[held]
+            behind = []
         for piece, targets in enumerate(map(frozenset, behind)):
             if targets:
                 if targets not in closures:
@@ -207,6 +225,42 @@ def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
                 row[piece] = numbers[following]
         rows.append(row)
         if len(order) > MOST_STATES:
-            raise NotRegular("its automaton is too large")
-    after = np.repeat(np.stack(rows), np.diff(bounds), axis=1)
-    return ByteAutomaton(after, np.asarray([nfa.end in held for held in order]))
+            raise TooLarge("its automaton is too large")
+    beyond = np.asarray([not nfa.beyond.isdisjoint(held) for held in order])
+    accepts = np.asarray([nfa.end in held for held in order]) & ~beyond
+    return minimal(np.stack(rows), np.diff(bounds), accepts, beyond, deadline)
+
+
+def minimal(
+    after: Int32[np.ndarray, "S P"], widths: Int64[np.ndarray, " P"], accepts: Bool[np.ndarray, " S"],
+    beyond: Bool[np.ndarray, " S"], deadline: Deadline,
+) -> ByteAutomaton:  # fmt: skip
+    """The automaton with each of its states once: those that nothing tells apart are one (Moore's algorithm).
+
+    States behind which the expression says nothing stay apart, each of which has a text of its own behind it.
+
+    Args:
+        after: by pieces of the bytes.
+        widths: bytes of each piece.
+    """
+    states, rng = len(after), np.random.default_rng(0)
+    columns = np.concatenate([np.arange(states, dtype=np.int32)[:, None], after], axis=1)
+    firsts, kinds = distinct(np.where(beyond, np.arange(2, states + 2), accepts))
+    while True:
+        deadline.check()
+        # Two states with one key are of one kind but for a chance of 2**-64; the matcher is asked about all that is left.
+        codes = rng.integers(1, 2**64, size=len(firsts) + 1, dtype=np.uint64)[np.append(kinds, len(firsts))]
+        weights = rng.integers(1, 2**64, size=columns.shape[1], dtype=np.uint64)
+        found, kinds = distinct((codes[columns] * weights).sum(axis=1))
+        if len(found) == len(firsts):
+            break
+        firsts = found
+    kept = np.append(kinds, -1)[after[found]].astype(np.int32)
+    return ByteAutomaton(np.repeat(kept, widths, axis=1), accepts[found], beyond[found])
+
+
+def distinct(keys: Shaped[np.ndarray, " S"]) -> tuple[Int64[np.ndarray, " K"], Int64[np.ndarray, " S"]]:
+    """The first state of each key, in their order, and for each state which of these it is like."""
+    _, firsts, kinds = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(firsts)
+    return firsts[order], np.argsort(order)[kinds]

@@ -180,10 +180,10 @@ class Matching:
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.behind += tokens
+        if self.automaton is not None:
+            self.automaton = self.automaton.advance(tokens)
         if self.automaton is None:
             self.catch_up()
-        else:
-            self.automaton = self.automaton.advance(tokens)
 
     def catch_up(self) -> None:
         """Has the matcher take in what it has not."""

@@ -31,6 +31,10 @@ class NotRegular(ValueError):
     """A grammar outside of what becomes an automaton here."""
 
 
+class TooLarge(NotRegular):
+    """A grammar whose automaton, or what it is made of, would be too large."""
+
+
 @dataclass(frozen=True)
 class CharacterClass:
     """One character out of some."""
@@ -61,7 +65,20 @@ class Repetition:
     most: int | None
 
 
-Node = CharacterClass | Concatenation | Alternation | Repetition
+@dataclass(frozen=True)
+class Separated:
+    """A part once or more, with a separator between each two of them."""
+
+    part: "Node"
+    separator: "Node"
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """Text that the expression does not describe: from here on the grammar's matcher alone knows what may come."""
+
+
+Node = CharacterClass | Concatenation | Alternation | Repetition | Separated | Beyond
 NOTHING = Concatenation(())
 """The empty text."""
 

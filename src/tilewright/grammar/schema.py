@@ -1,25 +1,30 @@
 """JSON schemas whose texts are a regular language, as expressions: what llguidance allows for them, on one line.
 
-The forms are those that `worker.ON_ONE_LINE` asks for. A schema that says anything else is refused by `NotRegular`, and so is
-one that goes round in a circle.
+The forms are those that `worker.ON_ONE_LINE` asks for. A schema that says anything else is refused by `NotRegular`. Values of
+any kind, and schemas that refer to themselves, are described up to so many brackets within one another; behind one more
+bracket stands `Beyond`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tilewright.grammar.regular import (
     NOTHING,
     Alternation,
+    Beyond,
     CharacterClass,
     Concatenation,
     Node,
     NotRegular,
     Repetition,
+    Separated,
+    TooLarge,
     literal,
     optional,
     others,
     parsed,
+    united,
 )
 
 SAID = {"title", "description", "default", "examples", "$schema", "$comment", "$id", "deprecated", "readOnly", "writeOnly"}
@@ -29,6 +34,7 @@ DEEPEST = 32
 """Schemas within one another."""
 MOST_SCHEMAS = 10_000
 """Schemas within one, each as often as it is referred to."""
+ANY_TYPE = ["null", "boolean", "number", "string", "array", "object"]
 MOST_DIGITS = 40
 """Of an integer's bounds."""
 QUOTED = {*'"\\'} | {chr(code) for code in [*range(32), 127]}
@@ -42,18 +48,26 @@ PLAIN_KEYS = {
 """Keys of schemas that `closed` knows: with them alone, an object is described in one place."""
 
 PLAIN_CHARACTER = CharacterClass(others(((0, 31), (34, 34), (92, 92), (127, 127))))
-STRING_CHARACTER = Alternation((PLAIN_CHARACTER, parsed(r'\\(?:["\\bfnrt]|u00(?:[01][0-9a-fA-F]|7[fF]))')))
+ESCAPE = parsed(r'\\(?:["\\bfnrt]|u00(?:[01][0-9a-fA-F]|7[fF]))')
+HEX = "[0-9a-fA-F]"
+PAIR = rf"\\u[dD][89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}}"
+ANY_ESCAPE = parsed(rf'\\(?:["\\bfnrt]|u(?:[0-9a-ce-fA-CE-F]{HEX}|[dD][0-7]){HEX}{{2}})|{PAIR}')
+"""What may stand for a character in a key that must not be one of some."""
+STRING_CHARACTER = Alternation((PLAIN_CHARACTER, ESCAPE))
 NUMBER = parsed(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 QUOTE, COMMA, COLON = literal('"'), literal(", "), literal(": ")
 
 
-def schema_node(schema: Any) -> Node:
+def schema_node(schema: Any, most: int) -> Node:
     """The texts of a schema.
+
+    Args:
+        most: brackets within one another that are described where the schema does not bound them.
 
     Raises:
         NotRegular: it is none of those that become an expression here.
     """
-    return SchemaReader(schema).node(schema, 0)
+    return SchemaReader(schema, most).node(schema, Place())
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,49 +105,83 @@ def closed_part(schema: Any, depth: int) -> Any:
     return found
 
 
+class Place(NamedTuple):
+    """Where a schema stands in another.
+
+    Attributes:
+        depth: schemas around it.
+        references: those of them that a reference names.
+        left: brackets that may still be opened; None where the schema itself bounds them.
+    """
+
+    depth: int = 0
+    references: frozenset[str] = frozenset()
+    left: int | None = None
+
+    def inside(self) -> "Place":
+        """In a schema's part."""
+        return self._replace(depth=self.depth + 1)
+
+    def bracketed(self) -> "Place":
+        """Behind a bracket."""
+        return self.inside()._replace(left=None if self.left is None else self.left - 1)
+
+    def unbounded(self, most: int) -> "Place":
+        """In a part that may go on for ever, but for a bound of so many brackets."""
+        return self._replace(left=most if self.left is None else self.left)
+
+
 class SchemaReader:
     """Reads the parts of one schema.
 
     Args:
         root: what references point into.
+        most: brackets within one another that are described in values of any kind, and in schemas that refer to themselves.
     """
 
-    def __init__(self, root: Any):
-        self.root, self.read = root, 0
+    def __init__(self, root: Any, most: int):
+        self.root, self.most, self.read = root, most, 0
 
-    def node(self, schema: Any, depth: int) -> Node:
+    def node(self, schema: Any, place: Place) -> Node:
+        if schema is True:
+            schema = {}
         if not isinstance(schema, Mapping):
             raise NotRegular("a schema that is no object")
         self.read += 1
-        if depth > DEEPEST or self.read > MOST_SCHEMAS:
-            raise NotRegular("a schema that is too deep, or too large")
-        said = {key: value for key, value in schema.items() if key not in SAID and not (depth == 0 and key in DEFINITIONS)}
+        if place.depth > DEEPEST or self.read > MOST_SCHEMAS:
+            raise TooLarge("a schema that is too deep, or too large")
+        hidden = SAID if place.depth else SAID | DEFINITIONS
+        said = {key: value for key, value in schema.items() if key not in hidden}
+        if not said:
+            return self.node({"type": ANY_TYPE}, place.unbounded(self.most).inside())
         if "$ref" in said:
-            return self.node(self.referred(keys_of(said, "$ref")[0]), depth + 1)
+            return self.referred(keys_of(said, "$ref")[0], place)
         if "anyOf" in said:
             options = keys_of(said, "anyOf")[0]
-            return Alternation(tuple(self.node(each, depth + 1) for each in some(options)))
+            return Alternation(tuple(self.node(each, place.inside()) for each in some(options)))
         if "const" in said:
             return constant(keys_of(said, "const", "type")[0], said.get("type"))
         if "enum" in said:
             return Alternation(tuple(constant(each, said.get("type")) for each in some(keys_of(said, "enum", "type")[0])))
         kind = said.pop("type", None)
         if isinstance(kind, list):
-            return Alternation(tuple(self.node({**said, "type": each}, depth + 1) for each in some(kind)))
-        return self.of_type(kind, said, depth)
+            return Alternation(tuple(self.node({**said, "type": each}, place.inside()) for each in some(kind)))
+        return self.of_type(kind, said, place)
 
-    def referred(self, reference: Any) -> Any:
+    def referred(self, reference: Any, place: Place) -> Node:
         """The schema that a reference within this one names."""
         found = self.root
-        if not isinstance(reference, str) or not reference.startswith("#/") or "%" in reference or "~" in reference:
+        if not isinstance(reference, str) or not reference.startswith("#") or "%" in reference or "~" in reference:
             raise NotRegular("a reference to another place")
-        for key in reference[2:].split("/"):
+        for key in reference.split("/")[1:]:
             if not isinstance(found, Mapping) or key not in found:
                 raise NotRegular("a reference to nothing")
             found = found[key]
-        return found
+        again = reference in place.references
+        inside = place.unbounded(self.most).inside() if again else place.inside()
+        return self.node(found, inside._replace(references=place.references | {reference}))
 
-    def of_type(self, kind: Any, said: dict[str, Any], depth: int) -> Node:
+    def of_type(self, kind: Any, said: dict[str, Any], place: Place) -> Node:
         match kind:
             case "null":
                 return literal("null") if not said else refused(said)
@@ -146,37 +194,51 @@ class SchemaReader:
             case "string":
                 return string(*keys_of(said, "minLength", "maxLength", "pattern"))
             case "array":
-                return self.array(depth, *keys_of(said, "items", "minItems", "maxItems"))
+                return self.array(place, *keys_of(said, "items", "minItems", "maxItems"))
             case "object":
-                return self.object_(depth, *keys_of(said, "properties", "required", "additionalProperties"))
+                return self.object_(place, *keys_of(said, "properties", "required", "additionalProperties"))
             case _:
                 raise NotRegular(f"the type {kind!r:.40}")
 
-    def array(self, depth: int, items: Any, least: Any, most: Any) -> Node:
+    def array(self, place: Place, items: Any, least: Any, most: Any) -> Node:
+        if place.left == 0:
+            return Concatenation((literal("["), Beyond()))
         least, most = bound(least, 0), bound(most, None)
         if most is not None and most < max(1, least):
             raise NotRegular("an array without items")
-        item = self.node(items, depth + 1)
+        item = self.node({} if items is None else items, place.bracketed())
         more = Repetition(Concatenation((COMMA, item)), max(0, least - 1), None if most is None else most - 1)
-        filled = Concatenation((item, more))
+        filled = Separated(item, COMMA) if most is None and least <= 1 else Concatenation((item, more))
         return Concatenation((literal("["), filled if least else optional(filled), literal("]")))
 
-    def object_(self, depth: int, properties: Any, required: Any, more: Any) -> Node:
-        needed = [] if required is None else required
-        if more is not False or not isinstance(properties, Mapping) or not isinstance(needed, list):
-            raise NotRegular("an object with other properties")
-        if any(name not in properties for name in needed):
+    def object_(self, place: Place, properties: Any, required: Any, more: Any) -> Node:
+        if place.left == 0:
+            return Concatenation((literal("{"), Beyond()))
+        described, needed = {} if properties is None else properties, [] if required is None else required
+        if not isinstance(described, Mapping) or not isinstance(needed, list):
+            raise NotRegular("properties that are no object, or required ones that are no list")
+        if any(name not in described for name in needed):
             raise NotRegular("a required property that is not described")
+        inside = place.bracketed()
         fields = [
-            (Concatenation((literal_string(name), COLON, self.node(each, depth + 1))), name in needed)
-            for name, each in properties.items()
+            (Concatenation((literal_string(name), COLON, self.node(each, inside))), name in needed)
+            for name, each in described.items()
         ]
-        return Concatenation((literal("{"), listed(fields), literal("}")))
+        if more is False:
+            return Concatenation((literal("{"), listed(fields), literal("}")))
+        others = Concatenation((other_strings(described), COLON, self.node({} if more is None else more, inside)))
+        return Concatenation((literal("{"), listed(fields, others), literal("}")))
 
 
-def listed(fields: Sequence[tuple[Node, bool]]) -> Node:
-    """Fields in order with commas between them; those that need not be there are left out or not."""
-    tails: list[Node] = [NOTHING]  # of the fields from each on, behind another
+def listed(fields: Sequence[tuple[Node, bool]], others: Node | None = None) -> Node:
+    """Fields in order with commas between them; those that need not be there are left out or not.
+
+    Args:
+        others: fields of which any number come behind; None for none.
+    """
+    tails: list[Node] = [  # of the fields from each on, behind another
+        NOTHING if others is None else Repetition(Concatenation((COMMA, others)), 0, None)
+    ]
     for field, needed in reversed(fields):
         behind = Concatenation((COMMA, field))
         tails.append(Concatenation((behind if needed else optional(behind), tails[-1])))
@@ -185,7 +247,26 @@ def listed(fields: Sequence[tuple[Node, bool]]) -> Node:
         starts.append(Concatenation((field, tails[len(fields) - n - 1])))
         if needed:
             return Alternation(tuple(starts))
-    return Alternation((*starts, NOTHING))
+    return Alternation((*starts, *([] if others is None else [Separated(others, COMMA)]), NOTHING))
+
+
+def other_strings(names: Collection[str]) -> Node:
+    """Strings but those of some names."""
+    return Concatenation((QUOTE, other_texts(names))) if names else string(None, None, None)
+
+
+def other_texts(names: Iterable[str]) -> Node:
+    """Characters of strings and the quote behind them, but for those of some texts."""
+    following: dict[str, list[str]] = {}
+    for name in names:
+        following.setdefault(name[:1], []).append(name[1:])
+    ended = following.pop("", None) is not None
+    known = tuple(Concatenation((literal(first), other_texts(rest))) for first, rest in sorted(following.items()))
+    taken = united([(ord(first), ord(first)) for first in following])
+    character = CharacterClass(others(united([*others(PLAIN_CHARACTER.ranges), *taken])))
+    rest = Repetition(Alternation((PLAIN_CHARACTER, ANY_ESCAPE)), 0, None)
+    free = Concatenation((Alternation((character, ANY_ESCAPE)), rest, QUOTE))
+    return Alternation((*known, free, *([] if ended else [QUOTE])))
 
 
 def keys_of(said: Mapping[str, Any], *known: str) -> list[Any]:
@@ -289,6 +370,10 @@ def is_plain(node: Node) -> bool:
             return is_plain(node.part)
         case Concatenation() | Alternation():
             return all(map(is_plain, node.parts))
+        case Separated():
+            return is_plain(node.part) and is_plain(node.separator)
+        case Beyond():
+            return False
 
 
 def literal_string(text: str) -> Node:

@@ -105,7 +105,7 @@ def thoughtful(automaton: Automaton, mark: int, eos: Sequence[int]) -> Automaton
     classes, after = automaton.classes.copy(), np.full((states + 1, count + 2), -1, np.int32)
     classes[mark], classes[list(eos)] = count, count + 1
     after[0, :count], after[0, count] = 0, 1
-    after[1:, :count] = np.where(automaton.after < 0, -1, automaton.after + 1)
+    after[1:, :count] = np.where(automaton.after < 0, automaton.after, automaton.after + 1)
     after[1:, count] = after[1:, automaton.classes[mark]]
     try:
         return Automaton(

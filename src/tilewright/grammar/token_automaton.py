@@ -2,8 +2,9 @@
 
 A grammar becomes an automaton over bytes (`regular.py`, `schema.py`, `dfa.py`), and this one over tokens. It is kept only where
 it says what llguidance says: the bytes that may come next behind every transition of the one over bytes, and the mask of tokens
-at every state of the one over tokens. All of it is bounded, in time and in size; where there is no automaton, masks are made on
-the host.
+at every state of the one over tokens. Where a grammar sets no bound to how deep its texts go, the automaton does; of tokens
+that go beyond it the matcher says which may come, and the text leaves the automaton with them. All of it is bounded, in time
+and in size; where there is no automaton, masks are made on the host.
 """
 
 import base64
@@ -17,15 +18,19 @@ import numpy as np
 from jaxtyping import Bool, Int16, Int32
 
 from tilewright.grammar.dfa import ByteAutomaton, Deadline, byte_automaton
-from tilewright.grammar.regular import Alternation, Concatenation, Node, NotRegular, Repetition, literal, parsed
+from tilewright.grammar.regular import Alternation, Concatenation, Node, NotRegular, Repetition, TooLarge, literal, parsed
 from tilewright.grammar.schema import schema_node
 from tilewright.grammar.worker import matcher_of
-from tilewright.runtime.automata import MOST_ENTRIES, MOST_MASKS, MOST_STATES, Automaton, words
+from tilewright.runtime.automata import BEYOND, MOST_ENTRIES, MOST_MASKS, MOST_STATES, Automaton, words
 
 MOST_STEPS = 2**27
 """Entries of the table of states behind tokens before these are classed: 256 MiB."""
 AUTOMATON_S = 6.0
 """Seconds of a processor that making one may take."""
+MOST_BRACKETS = 3
+"""Brackets within one another that an automaton describes where the schema sets no bound; fewer where it would be too large."""
+MOST_OPEN_STATES, MOST_OPEN_STEPS = 1024, 2**26
+"""Of an automaton over bytes that does not describe all of its texts, and of these times tokens: it may describe fewer."""
 TOGETHER = 64
 """States that go through all tokens together."""
 
@@ -78,24 +83,24 @@ class Vocabulary:
         return np.where((found == dead) | (self.node == 0), -1, found).astype(np.int32)
 
 
-def node_of(kind: str, text: str) -> Node:
-    """A grammar's texts as an expression. Raises `NotRegular` where they are none."""
+def node_of(kind: str, text: str, most: int) -> Node:
+    """A grammar's texts as an expression, as `schema_node`. Raises `NotRegular` where they are none."""
     match kind:
         case "choice":
             return Alternation(tuple(map(literal, json.loads(text))))
         case "regex":
             return parsed(text)
         case "json_schema":
-            return schema_node(json.loads(text))
+            return schema_node(json.loads(text), most)
         case "tagged":
-            return tagged_node(**json.loads(text))
+            return tagged_node(**json.loads(text), most=most)
         case _:
             raise NotRegular(f"a grammar of the kind {kind}")
 
 
-def tagged_node(options: list[list[Any]], repeats: bool) -> Node:
+def tagged_node(options: list[list[Any]], repeats: bool, most: int) -> Node:
     """Tagged JSON texts, each as begin, schema and end, as an expression. Raises `NotRegular` as `schema_node`."""
-    parts = [Concatenation((literal(begin), schema_node(schema), literal(end))) for begin, schema, end in options]
+    parts = [Concatenation((literal(begin), schema_node(schema, most), literal(end))) for begin, schema, end in options]
     text = Alternation(tuple(parts))
     return Concatenation((text, Repetition(Concatenation((literal("\n"), text)), 0, None))) if repeats else text
 
@@ -112,13 +117,30 @@ def automaton_of(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str, s
     """
     deadline = Deadline(seconds)
     try:
-        automaton = byte_automaton(node_of(kind, text), deadline)
+        automaton = largest_automaton(kind, text, min(MOST_OPEN_STATES, MOST_OPEN_STEPS // vocabulary.size), deadline)
     except RecursionError:
         raise NotRegular("its parts are too deep within one another") from None
     check_bytes(automaton, kind, text, deadline)
     found = Exploration(vocabulary, automaton, matcher_of(tokenizer, kind, text))
     found.run(deadline)
     return tabulated(np.stack(found.rows), np.stack(found.masks), np.asarray(found.forced, np.int32), deadline)
+
+
+def largest_automaton(kind: str, text: str, states: int, deadline: Deadline) -> ByteAutomaton:
+    """The automaton over bytes of a grammar, with as many brackets as it may have where the grammar sets no bound.
+
+    Args:
+        states: that it may have if it does not describe all texts.
+    """
+    bounds = range(MOST_BRACKETS, 0, -1) if kind in ("json_schema", "tagged") else ()
+    for most in bounds:
+        try:
+            automaton = byte_automaton(node_of(kind, text, most), deadline)
+        except TooLarge:
+            continue
+        if not automaton.beyond.any() or len(automaton.after) <= states:
+            return automaton
+    return byte_automaton(node_of(kind, text, 0), deadline)
 
 
 def automaton_text(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str) -> str:
@@ -152,6 +174,8 @@ def check_bytes(automaton: ByteAutomaton, kind: str, text: str, deadline: Deadli
         row = automaton.after[state]
         edges = np.flatnonzero(live[state] & (np.diff(row, prepend=-2) != 0))
         for byte, following in zip(edges.tolist(), row[edges].tolist(), strict=True):
+            if automaton.beyond[following]:
+                continue
             matcher = matchers[state].deep_copy()
             matcher.consume_token(byte)
             check_state(matcher, live[following], bool(automaton.accepts[following]))
@@ -176,7 +200,8 @@ class Exploration:
 
     Attributes:
         states: of the automaton over bytes; `forced` has the token that is forced in each, -1 for none.
-        rows: of each state the states behind all tokens, int16 `[V]`; -1 for those that may not come.
+        rows: of each state the states behind all tokens, int16 `[V]`; -1 for those that may not come, `BEYOND` for those that
+            leave the automaton over bytes.
         masks: of each state.
     """
 
@@ -208,7 +233,9 @@ class Exploration:
             deadline.check()
             matcher = self.matchers.pop(number)
             behind = self.behind(number)
-            self.masks.append(self.checked_mask(number, behind, matcher))
+            bits = self.checked_bits(number, behind, matcher)
+            behind[~bits[: len(behind)]] = -1
+            self.masks.append(np.packbits(bits, bitorder="little").view(np.uint32))
             self.rows.append(self.numbered(behind, matcher))
 
     def behind(self, number: int) -> Int32[np.ndarray, " V"]:
@@ -226,24 +253,33 @@ class Exploration:
             self.walked |= dict(zip(batch, found, strict=True))
         return self.walked.pop(state)
 
-    def checked_mask(self, number: int, behind: Int32[np.ndarray, " V"], matcher: Any) -> np.ndarray:
-        """The mask of a state. Raises `NotRegular` where the matcher has another one."""
+    def checked_bits(self, number: int, behind: Int32[np.ndarray, " V"], matcher: Any) -> Bool[np.ndarray, " bits"]:
+        """The tokens that may come in a state. Raises `NotRegular` where the matcher says others.
+
+        Of those that leave the automaton the matcher alone says which may come.
+        """
         from llguidance.numpy import fill_next_token_bitmask
 
         bits = np.zeros(32 * words(self.vocabulary.size), bool)
         bits[: self.vocabulary.size] = behind >= 0
         bits[list(self.vocabulary.eos)] = self.automaton.accepts[self.states[number]]
-        mask, said = np.packbits(bits, bitorder="little").view(np.uint32), np.zeros((1, len(bits) // 32), np.int32)
-        fill_next_token_bitmask(matcher, said, 0)
-        if matcher.is_error() or not np.array_equal(mask, said[0].view(np.uint32)):
+        mask = np.zeros((1, len(bits) // 32), np.int32)
+        fill_next_token_bitmask(matcher, mask, 0)
+        said = np.unpackbits(mask.view(np.uint8)[0], bitorder="little").astype(bool)
+        leaving = np.flatnonzero((behind >= 0) & self.automaton.beyond[behind])
+        bits[leaving] = said[leaving]
+        if matcher.is_error() or not np.array_equal(bits, said):
             raise NotRegular("the matcher has other tokens")
-        return mask
+        return bits
 
     def numbered(self, behind: Int32[np.ndarray, " V"], matcher: Any) -> Int16[np.ndarray, " V"]:
         """The numbers of the states behind each token."""
         numbers, may = np.full(len(behind), -1, np.int16), np.flatnonzero(behind >= 0)
         for state in np.flatnonzero(np.bincount(behind[may])).tolist():
             tokens = may[behind[may] == state]
+            if self.automaton.beyond[state]:
+                numbers[tokens] = BEYOND
+                continue
             if not self.alone[state]:
                 numbers[tokens] = self.number(state, -1, matcher, int(tokens[0]))
                 continue

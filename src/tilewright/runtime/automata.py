@@ -17,6 +17,9 @@ WORD = 32
 ALL = np.uint32(0xFFFFFFFF)
 """A word of a mask that allows all of its tokens."""
 
+BEYOND = -2
+"""The state behind what leaves an automaton: the constraint goes on there, and the automaton does not."""
+
 MOST_STATES = 4096
 MOST_MASKS = 256
 """Different ones of one automaton: most states of a long text have the same."""
@@ -37,7 +40,8 @@ class Automaton:
         masks: the different masks.
         mask_of: which of them each state has.
         classes: of tokens. Those of one class lead to the same state, wherever they may come.
-        after: the state behind a token of each class; -1 where it may not come, and behind a token that ends the text.
+        after: the state behind a token of each class; -1 where it may not come, and behind a token that ends the text;
+            `BEYOND` where it may come, and what follows is not described here.
         forced: the token that a state's forced text begins with; -1 where there is none.
     """
 
@@ -55,10 +59,12 @@ class Automaton:
                 f"{states}, {len(self.masks)} and {states * classes}"
             )
 
-    def advance(self, state: int, tokens: Sequence[int]) -> int:
-        """The state behind tokens. Raises a `ValueError` for one that may not come."""
+    def advance(self, state: int, tokens: Sequence[int]) -> int | None:
+        """The state behind tokens; None once they leave it. Raises a `ValueError` for one that may not come."""
         for token in tokens:
             following = int(self.after[state, self.classes[token]])
+            if following == BEYOND:
+                return None
             if following < 0:
                 raise ValueError(f"expected a token that may come in state {state}, found {token}")
             state = following
@@ -71,6 +77,7 @@ class AutomatonState(NamedTuple):
     automaton: Automaton
     state: int
 
-    def advance(self, tokens: Sequence[int]) -> "AutomatonState":
-        """Where it stands behind tokens. Raises a `ValueError` for one that may not come."""
-        return self._replace(state=self.automaton.advance(self.state, tokens))
+    def advance(self, tokens: Sequence[int]) -> "AutomatonState | None":
+        """Where it stands behind tokens; None once they leave it. Raises a `ValueError` for one that may not come."""
+        state = self.automaton.advance(self.state, tokens)
+        return None if state is None else self._replace(state=state)

@@ -1,7 +1,8 @@
 """Automata of rows in a table of declared size on the device, so that constrained rows run many rounds to a dispatch.
 
 The device makes masks by itself, cuts off drafts that may not come, drafts what has to come, and goes on from state to state
-with the tokens that it commits. The host says in which state a row begins, and hears the tokens, as of any other row.
+with the tokens that it commits. The host says in which state a row begins, and hears the tokens, as of any other row. A row
+whose text leaves its automaton rests until the host makes its masks.
 
 Legend: G places in the table, S states, M masks, W words of a mask, V tokens, C classes of tokens, E entries of an automaton.
 """
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Int, Int32, UInt32
+from jaxtyping import Bool, Int, Int32, UInt32
 
-from tilewright.runtime.automata import ALL, MOST_ENTRIES, MOST_MASKS, MOST_STATES, Automaton, words
+from tilewright.runtime.automata import ALL, BEYOND, MOST_ENTRIES, MOST_MASKS, MOST_STATES, Automaton, words
 
 MOST_PLACES = 8
 """Automata that rows can have at once, if there are as many slots."""
@@ -41,7 +42,7 @@ class AutomatonTable(NamedTuple):
     forced: Any
 
     def advance(self, place: Int[Array, " B"], state: Int[Array, " B"], token: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The state behind a token; below 0 where it may not come."""
+        """The state behind a token; `BEYOND` where that leaves the automaton, -1 where it may not come."""
         entry = state * self.stride[place] + self.classes[place, token]
         return self.after[place, entry].astype(jnp.int32)
 
@@ -106,13 +107,19 @@ def advance_committed(
 ) -> Int[Array, " B"]:  # fmt: skip
     """The states behind the first `committed` of a block's tokens, of which all but the last were drafts that may come.
 
-    A row that committed a token that ends it stays where it is, as does one that committed nothing.
+    A row that committed a token that ends it stays where it is, as does one that committed nothing. A token that leaves the
+    automaton is the last that a row commits: drafts end before it.
     """
     last = jnp.maximum(committed - 1, 0)[:, None]
     before = jnp.take_along_axis(states, last, axis=1)[:, 0]
     token = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
     after = table.advance(place, before, jnp.maximum(token, 0))
-    return jnp.where((committed > 0) & (token >= 0) & (after >= 0), after, states[:, 0])
+    return jnp.where((committed > 0) & (token >= 0) & (after != -1), after, states[:, 0])
+
+
+def has_left(state: Int[Array, " B"]) -> Bool[Array, " B"]:
+    """True for rows that have left their automaton: the host goes on with them, and the device leaves them as they are."""
+    return state == BEYOND
 
 
 class AutomatonTables:

@@ -2,8 +2,9 @@
 
 Masks (`automata.py` has their form) are applied to the target's logits before anything else is, so that what is drawn is what
 plain decoding under the same masks draws. The mask behind a draft depends on the draft. Where every row's constraint has an
-automaton, the device makes masks by itself (`automaton_table.py`). Else the host must know a block's drafts before it is
-verified: a dispatch is one round then, in which the block comes from the host and the drafts behind what it commits go back.
+automaton, and has not left it, the device makes masks by itself (`automaton_table.py`). Else the host must know a block's
+drafts before it is verified: a dispatch is one round then, in which the block comes from the host and the drafts behind what
+it commits go back.
 
 A state takes in what was committed, and nothing else: what was drafted is never part of it, so that nothing is rolled back, and
 a row that gives its pages up goes on from the state that it has.
@@ -37,7 +38,7 @@ class ConstraintState(Protocol):
 
     @property
     def automaton(self) -> AutomatonState | None:
-        """Where it stands in the constraint's automaton; None for a constraint that has none, from its beginning to its end."""
+        """Where it stands in the constraint's automaton; None for a constraint that has none, or has left it, to its end."""
         ...
 
     def forced(self) -> list[int]:

@@ -23,7 +23,7 @@ from tilewright.kernels.operations import is_batch_invariant
 from tilewright.models.delta import DeltaState
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.automata import words
-from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, row_shapes, starting, table_shapes
+from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, has_left, row_shapes, starting, table_shapes
 from tilewright.runtime.cache import KVCache, Ring
 from tilewright.runtime.constraints import Blocks, MaskSource
 from tilewright.runtime.interfaces import Choice, Drafter, Variant
@@ -256,10 +256,12 @@ class Programs(Store[ProgramKey]):
             rows: AutomatonRows, limit: Array,
         ) -> tuple[DecodeState, Reports]:  # fmt: skip
             some, close = self.opened(key, turn, target, models, state, slots, table, running)
-            some = replace(some, automaton=starting(rows, some.automaton))
+            begun = starting(rows, some.automaton)
+            some = replace(some, automaton=begun, done=some.done | has_left(begun))
             step = partial(automaton_round, turn, automata, rows, target)
             some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
-            return close(some), reports
+            done = jnp.where(has_left(some.automaton), some.known >= some.end - 1, some.done)
+            return close(replace(some, done=done)), reports
 
         automata = table_shapes(self.layout.batch, target.config.vocab_size)
         return run_rounds, (*self.round_inputs(key), automata, row_shapes(key.rows), jax.ShapeDtypeStruct((), jnp.int32))

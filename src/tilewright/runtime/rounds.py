@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, advance_committed, follow
+from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, advance_committed, follow, has_left
 from tilewright.runtime.constraints import Blocks
 from tilewright.runtime.interfaces import OneKind, Proposal, Variant
 from tilewright.runtime.layout import Layout
@@ -131,14 +131,17 @@ def constrained_round(
 def automaton_round(
     drafter: Variant, table: AutomatonTable, rows: AutomatonRows, target: Target, models: Models, state: DecodeState
 ) -> tuple[DecodeState, StepInfo]:
-    """One round under the masks of the rows' automata, which go on with what it commits."""
+    """One round under the masks of the rows' automata, which go on with what it commits.
+
+    A row that leaves its automaton counts as done until the dispatch ends.
+    """
     drafted = drafter.propose(target, models, state)
     followed = follow(table, rows.place, state.automaton, drafted.block[:, 1:], drafted.drafts)
     proposal = Proposal(jnp.concatenate([drafted.block[:, :1], followed.drafts], axis=1), followed.counts)
     masks = table.of(rows.place, followed.states)
     after, info = run_block(drafter, target, models, state, proposal, masks)
     states = advance_committed(table, rows.place, followed.states, info.tokens, info.committed)
-    return replace(after, automaton=states), info
+    return replace(after, automaton=states, done=after.done | has_left(states)), info
 
 
 def step_of(drafter: Variant | None, target: Target) -> Step:

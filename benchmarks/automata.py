@@ -1,0 +1,93 @@
+"""Automata over a model's tokens: how large they are, and how long making one takes a processor.
+
+    python benchmarks/automata.py TOKENIZER [--json FILE]
+
+TOKENIZER is a `tokenizer.json`. Schemas are closed ones, as OpenAI's structured outputs want them, open ones, as pydantic makes
+them, and ones that refer to themselves. Bytes are those of masks and of the table of states, as the device has them.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.regular import NotRegular
+from tilewright.grammar.token_automaton import Vocabulary, automaton_of
+from tilewright.grammar.worker import CompilerSettings, made_tokenizer
+
+TEXT: dict[str, Any] = {"type": "string"}
+
+
+def record(properties: dict[str, Any], closed: bool = True, **more: Any) -> dict[str, Any]:
+    """An object all of whose properties are required."""
+    shut = {"additionalProperties": False} if closed else {}
+    return {"type": "object", "properties": properties, "required": list(properties), **shut, **more}
+
+
+def listed(items: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, **more}
+
+
+PERSON = {
+    "first name": {"type": "string", "maxLength": 12},
+    "favourite colour": {"enum": ["red", "green", "blue", "violet"]},
+    "age in years": {"type": "integer", "minimum": 0, "maximum": 120},
+}
+EVENT = {"name": TEXT, "date": TEXT, "participants": listed(TEXT)}
+LINE = {"item": TEXT, "count": {"type": "integer", "minimum": 0, "maximum": 999}, "price": {"type": "number"}}
+INVOICE = {
+    "number": {"type": "string", "maxLength": 20}, "total": {"type": "number"}, "currency": {"enum": ["EUR", "USD", "GBP"]},
+    "lines": listed(record(LINE), minItems=1), "paid": {"type": "boolean"},
+}  # fmt: skip
+WEATHER = {"location": TEXT, "unit": {"enum": ["celsius", "fahrenheit"]}}
+WIDGET = {
+    "type": {"enum": ["div", "button", "header", "section", "field", "form"]}, "label": TEXT, "children": listed({"$ref": "#"}),
+    "attributes": listed(record({"name": TEXT, "value": TEXT})),
+}  # fmt: skip
+SCHEMAS = {
+    "two people": listed(record(PERSON), minItems=2, maxItems=2),
+    "steps of a proof": record({"steps": listed(record({"explanation": TEXT, "output": TEXT})), "answer": TEXT}),
+    "event": record(EVENT),
+    "invoice": record(INVOICE),
+    "event, open": record(EVENT, closed=False),
+    "weather, open": record(WEATHER, closed=False),
+    "widgets, recursive": record(WIDGET),
+    "tree, recursive": record({"value": {"type": "integer"}, "children": listed({"$ref": "#"})}),
+    "json_object": {"type": "object"},
+}
+
+
+def measured(tokenizer: Any, vocabulary: Vocabulary, schema: dict[str, Any]) -> dict[str, Any]:
+    """What is printed of a schema; why it has no automaton, if it has none."""
+    grammar, began = Grammar.json_schema(schema), time.thread_time()
+    try:
+        found = automaton_of(tokenizer, vocabulary, grammar.kind, grammar.text, 60.0)
+    except NotRegular as error:
+        return {"none": str(error)}
+    states, classes = found.after.shape
+    seconds, size = time.thread_time() - began, found.masks.nbytes + 2 * found.after.size
+    return {"states": states, "classes": classes, "masks": len(found.masks), "kB": size // 1000, "seconds": round(seconds, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("--json", type=Path)
+    how = parser.parse_args()
+    read = Tokenizer.from_file(str(how.tokenizer))
+    size, eos = read.get_vocab_size(), [read.token_to_id("<|im_end|>") or 0]
+    tokenizer = made_tokenizer(CompilerSettings(read.to_str(), size, eos))
+    vocabulary = Vocabulary.of(tokenizer, size, eos)
+    found = {name: measured(tokenizer, vocabulary, schema) for name, schema in SCHEMAS.items()}
+    for name, each in found.items():
+        print(f"{name:20}", "  ".join(f"{key} {value}" for key, value in each.items()))
+    if how.json is not None:
+        how.json.write_text(json.dumps({"tokens": size, "schemas": found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
