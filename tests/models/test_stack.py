@@ -49,8 +49,9 @@ class Sharded(SingleDevice):
             after.append(x)
         return x, tuple(after[tap] for tap in taps), kept
 
-    def head_argmax(self, ops: Any, x: Array, head: Any, norm: Any = None) -> Array:
+    def head_argmax(self, ops: Any, x: Array, head: Any, norm: Any = None, masks: Any = None) -> Array:
         """Each shard of the vocabulary gives its best; the largest wins, the first of equals."""
+        assert masks is None, "nothing here runs under a grammar"
         size = head.w.shape[0] // SHARDS
         best = [ops.head_argmax(x, Transposed(head.w[n * size : (n + 1) * size]), norm) for n in range(SHARDS)]
         winner = jnp.argmax(jnp.stack([value for _, value in best]), axis=0)
