@@ -33,9 +33,9 @@ from tilewright.cli.common import JsonFile, check_output_file, human_console, ke
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import print_table
 from tilewright.models import published
 from tilewright.models.gguf import open_gguf
-from tilewright.report.terminal import print_table
 from tilewright.runtime.memory import step_bytes
 from tilewright.runtime.shapes import ShapeTable
 

@@ -34,12 +34,12 @@ import tilewright as tw
 from tilewright.bench.model_configs import MODELS
 from tilewright.cli.common import JsonFile, check_output_file, human_console, keep_programs, write_json
 from tilewright.compiled.machine import chip_name, cores
+from tilewright.metrics.tables import print_table
 from tilewright.models import published
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.gguf import open_gguf
 from tilewright.models.gguf_blocks import KEPT
 from tilewright.models.tokenizer import encode, load_tokenizer
-from tilewright.report.terminal import print_table
 from tilewright.runtime.memory import step_bytes
 
 DEMO, RANDOM = "smollm2-135m", "random"

@@ -28,8 +28,8 @@ from rich.table import Table
 
 import tilewright as tw
 from tilewright.bench.datasets import read_examples
-from tilewright.bench.figures import BASELINE
 from tilewright.bench.speculative import DatasetPrompts, ask
+from tilewright.bench.speculative_figures import BASELINE
 from tilewright.cli.bench_speculative import DrafterArguments
 from tilewright.cli.common import AUTO, JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
 from tilewright.compiled.machine import chip_name, cores
@@ -37,9 +37,9 @@ from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.llm.acceptance import distinct_ngram_ratio
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import print_table
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
-from tilewright.report.terminal import print_table
 
 DRAFTS, NGRAMS = (2, 4, 10), (2, 3)
 """How many tokens llama.cpp is tried with, and how long a run it looks up."""

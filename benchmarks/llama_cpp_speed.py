@@ -31,10 +31,10 @@ from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import print_table
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.gguf import open_gguf
 from tilewright.models.tokenizer import encode
-from tilewright.report.terminal import print_table
 from tilewright.runtime.shapes import ShapeTable
 
 OURS: dict[str, dict[str, Any]] = {

@@ -41,12 +41,12 @@ from tilewright.cli.common import WORDS, JsonFile, check_output_file, human_cons
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.kernels.operations import Operations
 from tilewright.llm.language_model import LanguageModel
+from tilewright.metrics.tables import print_table
 from tilewright.models import decoder
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import decoder_config
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import encode, load_tokenizer
-from tilewright.report.terminal import print_table
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.shapes import ShapeTable

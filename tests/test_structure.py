@@ -16,7 +16,7 @@ IMPORTS: dict[str, set[str]] = {
     "hardware": set(),
     "metrics": set(),
     "report": {"metrics"},
-    "compiled": {"hardware", "report"},
+    "compiled": {"hardware", "metrics"},
     "kernels": {"compiled"},
     "parallel": {"kernels"},
     "models": {"kernels"},

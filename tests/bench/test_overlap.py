@@ -8,8 +8,8 @@ import pytest
 from tilewright.bench import overlap
 from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import LAYERS, OverlapRun, OverlapSetup, Phase, runs_of, steady
-from tilewright.hardware.figures import Ranged
 from tilewright.hardware.links import Fabric, ring_of, torus_of
+from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.auto import AUTO
 from tilewright.parallel.mesh import make_mesh

@@ -265,7 +265,7 @@ def test_a_page_that_fails_is_not_there(run: Run, pair: list[Any], empty: Path, 
         path.write_text("half")
         raise ValueError("no page")
 
-    monkeypatch.setattr("tilewright.cli.common.write_replay", fail)
+    monkeypatch.setattr("tilewright.cli.outputs.write_replay", fail)
     Path("page.html").write_text("before")
     ran = run("generate", "t1", *pair, "--max-new-tokens", 4, "--replay", "page.html")
     assert (ran.status, ran.err) == (2, "tilewright: no page\n")

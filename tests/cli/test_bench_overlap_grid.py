@@ -166,7 +166,7 @@ def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, tmp_path:
     (one,) = ran.json["predicted"]
     assert (one["prefill_layers_compiled"], one["prefill_steady"], one["decode_steady"]) == (11, False, False)
     assert ran.err.count("not steady") >= 2
-    assert "(not steady)" in page.read_text()
+    assert "\nnot steady</td>" in page.read_text()
 
 
 @pytest.mark.usefixtures("without_compiler")

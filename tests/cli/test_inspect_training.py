@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from cli.conftest import Run
-from tilewright.bench import training
+from tilewright.bench import overlap_training as training
 from tilewright.cli import inspect_training
 from tilewright.compiled.aot import Compiled
 from tilewright.hardware.links import Fabric, torus_of

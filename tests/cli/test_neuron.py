@@ -229,7 +229,7 @@ def test_chips(run: Run):
         (["plan", "inference", "--batch", "1"], "expected batches of at least 2 rows for domino"),
         (["plan", "inference", "--draws", "1"], "expected --draws from 2, found 1"),
         (["plan", "inference", "--output", "0"], "expected output from 1, found 0"),
-        (["plan", "training", "--mesh", "pp=4"], "expected --mesh tp=N,fsdp=M with whole numbers from 1, found 'pp=4'"),
+        (["plan", "training", "--mesh", "pp=4"], "expected --mesh as tp=N,fsdp=N, found 'pp=4'"),
         (["plan", "training", "--mesh", "tp=4,fsdp=32"], "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4"),
         (["plan", "training", "--streams", "5"], "at most as many streams as the 4 collective cores"),
         (["plan", "training", "--packet-size", "big"], "expected packet sizes of default, recommended; found 'big'"),

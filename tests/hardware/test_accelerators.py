@@ -5,8 +5,8 @@ from dataclasses import fields
 import pytest
 
 from tilewright.hardware.accelerators import ACCELERATORS, accelerator_of, accelerator_of_device
-from tilewright.hardware.figures import ranged
 from tilewright.hardware.neuron import CORES, INSTANCES, NEURON_CHIPS, instance_of
+from tilewright.hardware.ranged import ranged
 
 
 def test_a_core_s_peak_is_its_array_s():

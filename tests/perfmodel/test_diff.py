@@ -1,12 +1,14 @@
 """Differences of two compilations of a program, from texts written by hand."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 
 from perfmodel.test_schedule import ARRAY, BYTES, GROUPS, compute, done, joined, program
 from tilewright.compiled.aot import Compiled, read_compiled, read_record
-from tilewright.perfmodel.diff import COMPILER, OpChange, Site, WayChange, diff
+from tilewright.metrics.diff import DIFF
+from tilewright.perfmodel.diff import COMPILER, OpChange, ProgramFigures, Site, WayChange, diff
 
 SUM = Site("all-reduce", "jit(f)/layer/psum")
 AT_SUM = 'metadata={op_name="jit(f)/layer/psum"}'
@@ -30,6 +32,10 @@ OFFLOADED = made(
     f'  %s = (({ARRAY}), {ARRAY}, u32[]) async-start(%x0), async_execution_thread="sparsecore", calls=%wrapped, {AT_SUM}',
     compute("c", "x1"), done("d", "s", "async-done"), before=WRAPPED,
 )  # fmt: skip
+
+
+def test_each_figure_of_a_program_is_declared():
+    assert [metric.name for metric in DIFF] == [one.name for one in fields(ProgramFigures)]
 
 
 def test_a_program_does_not_differ_from_itself():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.hardware.figures import Ranged, ranged
+from tilewright.hardware.ranged import Ranged, ranged
 from tilewright.hardware.tpu import CHIPS
 from tilewright.perfmodel.uncertainty import MODEL_ERROR, Basis, latin_hypercube, rank_correlation, swept
 

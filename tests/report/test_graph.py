@@ -11,6 +11,7 @@ import pytest
 from report.reading import Page, check_self_contained
 from tilewright.report.graph import bars, kernels_table, memory_table, terminal_tables, times_table, write_graph
 from tilewright.report.page import Cell, HtmlTable, Report, asset
+from tilewright.report.tables import page_table
 
 
 def record(experiment: str, name: str, place: str = "a machine", ms: float | None = 2.0, **more: Any) -> dict[str, Any]:
@@ -55,16 +56,16 @@ def test_the_page_is_one_file_with_all_its_data(tmp_path: Path):
 
 def test_the_tables_have_the_figures_and_the_best_speedup_is_strong():
     records = sample().records
-    table = times_table("a machine", records[:3]).page()
+    table = page_table(times_table("a machine", records[:3]))
     assert texts(table)[1] == ["gather-scatter, bucketed", "2.000", "5.00", "25%", "1e-06", "0.50"]
-    assert texts(memory_table("a machine", records[:3]).page())[1][1:] == ["3.00", "1.00", "2", "0.50", "7.00"]
+    assert texts(page_table(memory_table("a machine", records[:3])))[1][1:] == ["3.00", "1.00", "2", "0.50", "7.00"]
     assert [isinstance(row[2], Cell) and row[2].strong for row in table.rows] == [False, True, True]
-    estimates = times_table("v5e:1x1", records[3:]).page()
+    estimates = page_table(times_table("v5e:1x1", records[3:]))
     assert texts(estimates)[0][1:4] == ["41.0", "3", "1.5"]
     chips = (("TPU", "tpu"), ("Trainium", "nki"))
-    counted = [row[1:] for chip in chips for row in texts(kernels_table(records[1:2], *chip).page())]
+    counted = [row[1:] for chip in chips for row in texts(page_table(kernels_table(records[1:2], *chip)))]
     assert counted == [["68,126", "35.40", "1.05"], ["93,705", "40.00", "1.06"]]
-    loaded = times_table("a machine", [record("gcn", "baseline", loaded=True)]).page()
+    loaded = page_table(times_table("a machine", [record("gcn", "baseline", loaded=True)]))
     assert texts(loaded)[0][-1] == "0.50 loaded"
 
 

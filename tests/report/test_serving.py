@@ -11,6 +11,7 @@ from report.reading import Page, check_self_contained
 from tilewright.report.page import asset
 from tilewright.report.serving import ServingReport, at_share, sentences, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
+from tilewright.report.tables import page_table
 
 FACTS: dict[str, Any] = {
     "model": "a <model>", "url": "http://x/v1", "trace": None, "prompt_file": None, "records": None, "rate_per_s": None,
@@ -180,7 +181,7 @@ def test_latencies_without_values_have_no_line():
     (rows,) = latency_table(figures(), (50, 99.9)).groups.values()
     assert [row["name"] for row in rows][3:6] == ["between tokens", "end to end (E2E)", "held by --concurrency"]
     assert len(rows) == 7
-    assert latency_table(figures(), (50,)).page().rows[0] == ["first token (TTFT)", "1.23", "1.23"]
+    assert page_table(latency_table(figures(), (50,))).rows[0] == ["first token (TTFT)", "1.23", "1.23"]
     absent = {f"{name}_{column}_ms": None for name in NAMES for column in ("mean", "p50")}
     still = {f"held_{column}_ms": 0.0 for column in ("mean", "p50")}
     assert latency_table({**absent, **still}, (50,)).terminal().row_count == 0

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from report.reading import Page, check_self_contained
+from tilewright.metrics.tables import FigureTable, print_table
 from tilewright.report.charts import LineChart, Series, StackedBars, compact, round_step, ticks, x_ticks
 from tilewright.report.page import Cell, HtmlTable, Report, Section, write_sections
 from tilewright.report.speculative import benchmark_tables, shown_positions, write_benchmark
-from tilewright.report.tables import FigureTable
-from tilewright.report.terminal import print_table
 
 PLAIN: dict[str, Any] = {
     "dataset": "gsm8k", "drafter": "none", "tokens_per_s": 1234.56, "speedup": 1.0, "tokens_per_round": 1.0,
@@ -48,7 +47,7 @@ CHOSEN: dict[str, Any] = {
 
 def lines(table: FigureTable, width: int = 100) -> list[str]:
     console = Console(record=True, width=width, file=io.StringIO())
-    print_table(console, table.terminal())
+    print_table(console, table)
     return console.export_text().splitlines()
 
 

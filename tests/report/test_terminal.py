@@ -3,12 +3,9 @@
 import io
 from typing import Any
 
-import pytest
 from rich.console import Console, RenderableType
-from rich.table import Table
 
 from tilewright.report import terminal
-from tilewright.report.terminal import print_table
 
 FIGURES: dict[str, Any] = {
     "autoregressive_tokens_per_s": 1234.56,
@@ -109,28 +106,3 @@ def test_legend_names_both_sources_in_their_colours():
     legend = terminal.legend()
     styles = {legend.plain[span.start : span.end]: span.style for span in legend.spans}
     assert styles == {"accepted draft tokens": terminal.DRAFTED, "tokens from the target": terminal.TARGET}
-
-
-def printed(width: int) -> str:
-    table = Table(title="what takes how long")
-    table.add_column("program")
-    for name in ("seconds of\nwork", "bytes", "of them"):
-        table.add_column(name, justify="right")
-    table.add_row("a program with a name of many words", "1,284.33 ± 0.25", "123,456,789.01", "100%")
-    console = Console(file=io.StringIO(), width=width)
-    print_table(console, table)
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
-def test_no_figure_is_cut(width: int):
-    text = printed(width)
-    assert "…" not in text
-    for figure in ("1,284.33 ± 0.25", "123,456,789.01", "100%", "seconds of", "of them"):
-        assert figure in text
-
-
-@pytest.mark.parametrize("width", [64, 80])
-def test_names_fold_to_make_room(width: int):
-    assert max(map(len, printed(width).splitlines())) <= width
-    assert "a program with a name of many words" in printed(200)

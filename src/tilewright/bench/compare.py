@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from tilewright.bench.chosen import chosen_figures
-from tilewright.bench.figures import BASELINE, DecodingRun, Row, benchmark_row
+from tilewright.bench.speculative_figures import BASELINE, DecodingRun, Row, benchmark_row
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate
 from tilewright.llm.acceptance import num_spec_tokens

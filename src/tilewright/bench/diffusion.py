@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from tilewright.bench.diffusion_quality import Quality, compare_with_dense, token_agreement
-from tilewright.bench.figures import mean
+from tilewright.bench.speculative_figures import mean
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.diffusion.model import Denoised, DiffusionModel, StepReport
 from tilewright.diffusion.options import Denoising, Mode
 from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
-from tilewright.report.tables import csv_text
+from tilewright.metrics.tables import csv_text
 
 Row = dict[str, Any]
 

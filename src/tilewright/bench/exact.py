@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
-from tilewright.bench.figures import first_difference
+from tilewright.bench.speculative_figures import first_difference
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.sampling import Sampling
 

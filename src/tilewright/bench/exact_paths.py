@@ -11,7 +11,7 @@ import numpy as np
 
 from tilewright.bench.exact import ExactFinding, ExactRequest, PathAnswer, PathResult, Plain, requests_of
 from tilewright.bench.exact_engine import ARRIVALS, Arrivals, EnginePath, make_engine
-from tilewright.bench.figures import BASELINE
+from tilewright.bench.speculative_figures import BASELINE
 from tilewright.compiled.store import warm
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.llm.language_model import LanguageModel

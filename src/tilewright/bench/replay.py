@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from tilewright.bench.chosen import held
 from tilewright.bench.compare import environment
-from tilewright.bench.figures import first_difference
+from tilewright.bench.speculative_figures import first_difference
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.kernels.operations import Operations
 from tilewright.llm.language_model import LanguageModel

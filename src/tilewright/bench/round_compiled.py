@@ -16,7 +16,7 @@ from jax import Array
 from tilewright.bench.round import RoundSetup, programs, with_ratios
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
-from tilewright.hardware.figures import ranged
+from tilewright.hardware.ranged import ranged
 from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations

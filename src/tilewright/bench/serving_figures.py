@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.bench.figures import Row, mean
 from tilewright.bench.serving import Outcome, failures
+from tilewright.bench.speculative_figures import Row, mean
 
 OBJECTIVES = ("ttft", "tpot", "e2e")
 """Latencies that goodput can bound, in milliseconds."""

@@ -11,7 +11,7 @@ from jax import Array
 
 from tilewright.bench.compare import decode_in_turns
 from tilewright.bench.datasets import NOT_THINKING, Example, prompt
-from tilewright.bench.figures import BASELINE, DecodingRun
+from tilewright.bench.speculative_figures import BASELINE, DecodingRun
 from tilewright.compiled.store import warm
 from tilewright.compiled.timing import alternate
 from tilewright.llm.language_model import LanguageModel

@@ -8,22 +8,21 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress
 
 from tilewright.bench.datasets import NOT_THINKING, read_examples
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import environment, fitted_table, measure, rows, rows_in_all, scalars_as_csv, ways_of
 from tilewright.cli.common import SEVERAL, progress_console, write_text
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
-from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances
+from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances, progress
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising, Mode
+from tilewright.metrics.tables import print_table
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
 from tilewright.report.diffusion import figures_table, programs_table, write_diffusion
 from tilewright.report.page import Report
-from tilewright.report.terminal import print_table
 from tilewright.train.arithmetic import Problem, is_right
 
 ARITHMETIC = "arithmetic"
@@ -142,22 +141,19 @@ def bench_diffusion(
         model.check(prompt, base)
     model = model.with_table(fitted_table(prompts, base, compared.batch_size))
     sizes = {name: getattr(compared, name) for name in ("timed", "repetitions")} | {"compared": compared.beside}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("denoising", total=rows_in_all(len(ways), len(prompts), **sizes))
-        found = measure(
-            model, ways, prompts, batch_size=compared.batch_size, **sizes, on_row=lambda count: bar.advance(task, count)
-        )
+    with progress(console, rows_in_all(len(ways), len(prompts), **sizes), "denoising") as step:
+        found = measure(model, ways, prompts, batch_size=compared.batch_size, **sizes, on_row=lambda rows: step(count=rows))
     right = (lambda n, text: is_right(problems[n], text)) if problems else None
     figures = rows(found, right)
     for table in (figures_table(figures), programs_table(figures)):
-        print_table(console, table.terminal())
+        print_table(console, table)
     about = facts(model, models, compared, base, problems)
     if outputs.csv is not None:
         write_text(outputs.csv, scalars_as_csv(figures))
     asked = f"{len(prompts)} {'problems' if problems else 'prompts'}"
     lead = f"{models.model}, {asked}, responses of {base.new_tokens} tokens in blocks of {base.block}."
     report = Report("Denoising side by side", lead, figures, circumstances(about))
-    outputs.write(console, {**about, "data": figures}, report, write_diffusion)
+    outputs.write(console, {**about, "data": figures}, lambda path: write_diffusion(path, report))
 
 
 def facts(

@@ -7,20 +7,19 @@ from typing import Annotated, Any
 import jax
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress
 
 from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, BenchGraph, Experiment, measure, prepare, read_graph
 from tilewright.cli.common import WORDS, CompileCache, keep_programs
-from tilewright.cli.outputs import PageFiles, check_least, circumstances
+from tilewright.cli.outputs import PageFiles, check_least, circumstances, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.compare import steps
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.table import LAYOUTS
 from tilewright.kernels import native
+from tilewright.metrics.tables import print_table
 from tilewright.models.params import Dtype
 from tilewright.report.graph import terminal_tables, write_graph
 from tilewright.report.page import Report
-from tilewright.report.terminal import print_table
 
 FOOT = ("graph", "chip", "kernels", "repetitions", "dtype", "jax_version")
 """Settings at the foot of the page."""
@@ -75,14 +74,14 @@ def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = 
     experiments = prepare(graph, options.experiment, options.layout, options.features, options.dtype, options.chip)
     records = run(console, experiments, options.repetitions, options.chip)
     for table in terminal_tables(records):
-        print_table(console, table.terminal())
+        print_table(console, table)
     notes = [note for experiment in experiments for note in experiment.notes]
     for note in notes:
         console.print(note, style="yellow", markup=False)
     figures = {**about(graph, options), "notes": notes, "data": records}
     foot = circumstances({name: figures.get(name) for name in FOOT})
     report = Report("Message passing in fixed shapes", lead(graph, options), records, foot, notes)
-    outputs.write(console, figures, report, write_graph)
+    outputs.write(console, figures, lambda path: write_graph(path, report))
 
 
 def run(
@@ -90,13 +89,12 @@ def run(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Compares all experiments, with a bar that says how far it is."""
     records: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        total = sum(steps(len(one.functions), repetitions, len(chips), not chips) for one in experiments)
-        task = bar.add_task("", total=total)
+    total = sum(steps(len(one.functions), repetitions, len(chips), not chips) for one in experiments)
+    with progress(console, total) as step:
         for experiment in experiments:
-            bar.update(task, description=experiment.name)
+            step(experiment.name, 0)
             if experiment.functions:
-                records += measure(experiment, repetitions, chips, lambda: bar.advance(task))[1]
+                records += measure(experiment, repetitions, chips, step)[1]
     differing = [record for record in records if record["agrees"] is False]
     for one in differing:
         told = f"{one['experiment']}, {one['name']}: DIFFERS from {one['compared_with']} by {one['largest_difference']}"

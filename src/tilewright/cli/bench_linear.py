@@ -2,26 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Annotated, Any
 
 import jax
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress
 
 from tilewright.bench.bandwidth import DotProducts, MemoryBuffers, threads
 from tilewright.bench.linear import XLA_DTYPES, Format, Load, measure, steps, summary
 from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
-from tilewright.cli.outputs import check_least
+from tilewright.cli.outputs import check_least, progress
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import LinearCase, named
 from tilewright.metrics.linear import LINEAR
 from tilewright.metrics.metric import Metric, chosen
-from tilewright.report.tables import FigureTable, grouped
-from tilewright.report.terminal import print_table
+from tilewright.metrics.tables import FigureTable, grouped, print_table
 
 
 @Parameter(name="*")
@@ -66,13 +63,7 @@ class LinearOptions:
 
 
 def linear(*, options: LinearOptions = LinearOptions(), json_file: JsonFile = None) -> None:
-    """Times the linear layers of real models against XLA and against the machine's memory.
-
-    Parameters
-    ----------
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    """
+    """Times the linear layers of real models against XLA and against the machine's memory."""
     report(options, json_file)
 
 
@@ -95,13 +86,10 @@ def report(
     rows, dtypes = tuple(dict.fromkeys(options.rows)), tuple(dict.fromkeys(options.dtype))
     records: list[dict[str, Any]] = []
     memory, dots = MemoryBuffers(), DotProducts() if DotProducts.possible() else None
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        each = steps(len(rows), len(dtypes), options.repetitions, len(peers))
-        task = bar.add_task("", total=each * len(cases))
+    with progress(console, len(cases) * steps(len(rows), len(dtypes), options.repetitions, len(peers))) as step:
         for case in cases:
-            bar.update(task, description=f"{case.model} {case.layer}")
-            advance = partial(bar.advance, task)
-            records += measure(case, rows, dtypes, memory, dots, options.weights_mb, options.repetitions, peers, advance)
+            step(f"{case.model} {case.layer}", 0)
+            records += measure(case, rows, dtypes, memory, dots, options.weights_mb, options.repetitions, peers, step)
     summaries = []
     for (model, dtype), group in groupby(sorted(records, key=group_of), key=group_of):
         listed = list(group)
@@ -121,7 +109,7 @@ def group_of(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def show(console: Console, records: Sequence[Mapping[str, Any]], verdicts: Sequence[Mapping[str, Any]]) -> None:
     """The table of one model and dtype, and what it comes to."""
-    print_table(console, table(records).terminal())
+    print_table(console, table(records))
     for verdict in verdicts:
         bound = f"{'at most' if verdict['at_most'] else 'at least'} {verdict['bound']:g}"
         worst = f"worst {verdict['worst']:.2f} ({verdict['worst_layer']}), median {verdict['median']:.2f}"

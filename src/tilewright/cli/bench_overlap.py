@@ -3,36 +3,25 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 from cyclopts import Parameter
-from rich import box
-from rich.progress import Progress
-from rich.table import Table
+from rich.console import Console
 
 from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, HIDDEN, ROWS, MicroCase, cases, compiled, measured
 from tilewright.cli.bench_overlap_grid import GridOptions, bench_grid
-from tilewright.cli.bench_round import NUMBERS
-from tilewright.cli.common import (
-    WORDS,
-    JsonFile,
-    check_json_file,
-    check_output_file,
-    given,
-    human_console,
-    whole_file,
-    write_json,
-)
+from tilewright.cli.common import NUMBERS, WORDS, given
+from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.links import HOP_US
 from tilewright.hardware.tpu import chip_of
-from tilewright.metrics.metric import significant
+from tilewright.metrics.metric import Metric, chosen
+from tilewright.metrics.overlap import MICRO
+from tilewright.metrics.tables import FigureTable, grouped, print_table
 from tilewright.parallel.mesh import make_mesh
-from tilewright.report.overlap import write_micro
-from tilewright.report.terminal import print_table
+from tilewright.report.overlap import measured_micro_table, size_name, write_micro
 
 TOPOLOGIES, KINDS = ("v5e:4x2", "v5p:2x2x2", "v6e:4x2"), ("v5e",)
 
@@ -99,28 +88,19 @@ class PlaceOptions:
 
 
 def bench_overlap(
-    *, options: PlaceOptions = PlaceOptions(), grid: GridOptions = GridOptions(), json_file: JsonFile = None,
-    html: Path | None = None,
+    *, options: PlaceOptions = PlaceOptions(), grid: GridOptions = GridOptions(), files: PageFiles = PageFiles(),
 ) -> None:  # fmt: skip
     """Times to the first token and for each further one, by schedule and number of devices, for fixed shapes.
 
     Predicted from compiled programs for TPUs that aren't here, and run on a small model where several devices are. --micro
     shows what compilers make of single collectives beside a product. Every figure is defined in docs/metrics.md.
-
-    Parameters
-    ----------
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    html
-        Write a page with the tables to this file.
     """
-    check_json_file(json_file)
-    check_output_file("--html", None if html is None else str(html))
+    files.check()
     check_options(options, grid)
     if options.micro:
-        micro(options, json_file, html)
+        micro(options, files)
     else:
-        bench_grid(grid, options.chips(), options.here, options.hop_us, json_file, html)
+        bench_grid(grid, options.chips(), options.here, options.hop_us, files)
 
 
 def check_options(options: PlaceOptions, grid: GridOptions) -> None:
@@ -132,31 +112,24 @@ def check_options(options: PlaceOptions, grid: GridOptions) -> None:
         raise ValueError(f"expected {expected} --{name.replace('_', '-')}")
 
 
-def micro(options: PlaceOptions, json_file: str | None, html: Path | None) -> None:
+def micro(options: PlaceOptions, files: PageFiles) -> None:
     """Single collectives beside a product."""
-    jobs, console = options.jobs(), human_console(json_file)
+    jobs, console = options.jobs(), files.console()
     found: dict[str, list[dict[str, Any]]] = {"compiled": [], "measured": []}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(len(of) for _, of in jobs))
+    with progress(console, sum(len(of) for _, of in jobs)) as step:
         for chip, of in jobs:
             mesh = make_mesh({AXIS: None}) if chip is None else None
             for case in of:
-                bar.update(task, description=f"{chip or 'here'} {case.collective} {case.program}")
+                step(f"{chip or 'here'} {case.collective} {case.program}", 0)
                 if mesh is None:
                     found["compiled"].append(compiled(str(chip), case, options.hop_us))
                 else:
                     found["measured"].append(measured(case, mesh, options.repetitions))
-                bar.advance(task)
+                step()
     about = environment(options, bool(found["measured"]))
-    for chip in dict.fromkeys(one["chip"] for one in found["compiled"]):
-        print_table(console, compiled_table(chip, [one for one in found["compiled"] if one["chip"] == chip]))
-    if found["measured"]:
-        print_table(console, measured_table(found["measured"]))
-    write_json(json_file, {**about, **found})
-    if html is not None:
-        with whole_file(html) as partial:
-            write_micro(partial, found["compiled"], found["measured"], about)
-        console.print(f"{html} written", markup=False)
+    show(console, found["compiled"], found["measured"])
+    shown = (found["compiled"], found["measured"], about)
+    files.write(console, {**about, **found}, lambda path: write_micro(path, *shown))
 
 
 def environment(options: PlaceOptions, ran: bool) -> dict[str, Any]:
@@ -167,38 +140,29 @@ def environment(options: PlaceOptions, ran: bool) -> dict[str, Any]:
     return {**about, "measured_on": chip_name() if ran else None, "repetitions": options.repetitions if ran else None}
 
 
-def size_name(size_bytes: int) -> str:
-    return f"{size_bytes // 1024:,} KiB" if size_bytes % 2**20 else f"{size_bytes // 2**20:,} MiB"
+def show(console: Console, compiled: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]) -> None:
+    """A table for each chip, and one of what ran."""
+    for chip, of in grouped(compiled, "chip").items():
+        print_table(console, compiled_table(chip, of))
+    if measured:
+        caption = "medians; hidden: how much less both take than one after the other, of the collective's time; may be below 0"
+        print_table(console, measured_micro_table(f"collectives beside products on {chip_name()}", measured, caption))
 
 
-def compiled_table(chip: str, records: Sequence[Mapping[str, Any]]) -> Table:
+def compiled_table(chip: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
     """A line for each program: at each size what became of its collectives, and how much of their time is hidden."""
     caption = "compiler estimates; in brackets the share of the communication that is hidden"
-    table = Table(title=f"collectives beside products on {chip}", caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    sizes = list(dict.fromkeys(one["size_bytes"] for one in records))
-    for name in ("collective", "program", *map(size_name, sizes)):
-        table.add_column(name)
-    for collective, program in dict.fromkeys((one["collective"], one["program"]) for one in records):
-        line = [one for one in records if (one["collective"], one["program"]) == (collective, program)]
-        table.add_row(collective, program, *map(compiled_cell, line), end_section=program == "two")
-    return table
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for one in records:
+        names = {name: one[name] for name in ("collective", "program")}
+        lines.setdefault((*names.values(),), names)[size_name(one["size_bytes"])] = compiled_cell(one)
+    sizes = [Metric(size, head=size, words=True) for size in dict.fromkeys(size_name(one["size_bytes"]) for one in records)]
+    metrics = (*chosen(MICRO, "collective program"), *sizes)
+    title = f"collectives beside products on {chip}"
+    return FigureTable(title, "", {"": list(lines.values())}, metrics, caption=caption, apart="collective")
 
 
 def compiled_cell(one: Mapping[str, Any]) -> str:
     if not one["communication_us"]:
         return one["made_of_it"]
     return f"{one['made_of_it']} ({one['hidden_us'] / one['communication_us']:.0%})"
-
-
-def measured_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Table of what ran here."""
-    caption = "medians; hidden: how much less both take than one after the other, of the collective's time; may be below 0"
-    table = Table(title=f"collectives beside products on {chip_name()}", caption=caption, box=box.SIMPLE_HEAD)
-    for name in ("collective", "program", "size"):
-        table.add_column(name)
-    for name in ("product us", "collective us", "both us", "hidden"):
-        table.add_column(name, justify="right")
-    for one in records:
-        times = (significant(one[f"{name}_us"]) for name in ("product", "collective", "both"))
-        table.add_row(one["collective"], one["program"], size_name(one["size_bytes"]), *times, f"{one['hidden_share']:.0%}")
-    return table

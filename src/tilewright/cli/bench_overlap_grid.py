@@ -9,25 +9,21 @@ from typing import Annotated, Any
 
 import jax
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench import overlap_here
 from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled, slice_of
-from tilewright.cli.bench_round import NUMBERS
-from tilewright.cli.calibrate import calibrated_for, print_ranges
-from tilewright.cli.common import WORDS, human_console, whole_file, write_json
+from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
+from tilewright.cli.common import NUMBERS, WORDS
+from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
-from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import grouped, print_table
 from tilewright.parallel.auto import AUTO
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
-from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, write_grid
-from tilewright.report.terminal import print_table
+from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, kind_of, measured_table, predicted_table, write_grid
 
 RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
 """Schedules whose tokens are those of one device. `exact` sums in an order of its own."""
@@ -105,11 +101,9 @@ class GridOptions:
         return found
 
 
-def bench_grid(
-    grid: GridOptions, chips: Sequence[str], here: bool | None, hop_us: float, json_file: str | None, html: Path | None
-) -> None:
+def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, hop_us: float, files: PageFiles) -> None:
     """Predicts, runs, and writes what was asked for."""
-    cases, setups, console = grid.cases(), grid.setups(chips, hop_us), human_console(json_file)
+    cases, setups, console = grid.cases(), grid.setups(chips, hop_us), files.console()
     if here and jax.device_count() == 1:
         raise ValueError("expected several devices here for --here, found one")
     runs = here if here is not None else jax.device_count() > 1
@@ -119,26 +113,18 @@ def bench_grid(
     names = [name for name in grid.schedule if name in RUN_HERE] if runs else []
     widths = local_widths(grid) if runs else []
     found: dict[str, list[dict[str, Any]]] = {"predicted": [], "measured": []}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        total = 2 * len(setups) * len(cases) * len(grid.schedule) + len(small) * (1 + len(names) * len(widths))
-        task = bar.add_task("", total=total)
-
-        def on_run(name: str) -> None:
-            bar.update(task, advance=1, description=name)
-
-        found["predicted"], drawn = predictions(setups, cases, grid.schedule, on_run, grid.draws)
+    total = 2 * len(setups) * len(cases) * len(grid.schedule) + len(small) * (1 + len(names) * len(widths))
+    with progress(console, total) as step:
+        found["predicted"], drawn = predictions(setups, cases, grid.schedule, step, grid.draws)
         if runs:
-            found["measured"] = measurements(small, widths, names, grid.compiler_options, on_run)
+            found["measured"] = measurements(small, widths, names, grid.compiler_options, step)
     about = environment(grid, hop_us, bool(setups), runs)
     ranges = {name: one.record() for name, one in drawn.items()}
     show(console, found)
     for name, one in ranges.items():
         print_ranges(console, name, [one])
-    write_json(json_file, {**about, **found, "ranges": ranges})
-    if html is not None:
-        with whole_file(html) as partial:
-            write_grid(partial, found["predicted"], found["measured"], about, ranges)
-        console.print(f"{html} written", markup=False)
+    shown = (found["predicted"], found["measured"], about, ranges)
+    files.write(console, {**about, **found, "ranges": ranges}, lambda path: write_grid(path, *shown))
     if any(one["same_tokens"] is False for one in found["measured"]):
         raise SystemExit(1)
 
@@ -190,72 +176,12 @@ def environment(grid: GridOptions, hop_us: float, predicted: bool, ran: bool) ->
 
 def show(console: Console, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """A table of the predictions for each kind of chip, and one of what ran."""
-    for kind in dict.fromkeys(kind_of(one) for one in found["predicted"]):
-        of = [one for one in found["predicted"] if kind_of(one) == kind]
-        print_table(console, table_of(f"predicted for {kind}", of, predicted_cells, PREDICTED_HEADS))
+    for kind, of in grouped(found["predicted"], kind_of).items():
+        print_table(console, predicted_table(f"predicted for {kind}", of))
         console.print(grid_estimates(of), markup=False)
-        for note in dict.fromkeys(note for one in of for note in one["notes"]):
-            console.print(note, style="yellow", markup=False)
+        print_notes(console, of)
         console.print(PREDICTED)
     if found["measured"]:
-        print_table(console, table_of(f"run on {chip_name()}", found["measured"], measured_cells, MEASURED_HEADS))
+        print_table(console, measured_table(f"run on {chip_name()}", found["measured"]))
         if jax.devices()[0].platform == "cpu":
             console.print(CPUS)
-
-
-def kind_of(record: Mapping[str, Any]) -> str:
-    return record["chip"].partition(":")[0]
-
-
-CASE_HEADS = ("input", "output", "batch", "devices")
-PREDICTED_HEADS = (
-    "TTFT ms", "of it\nexposed", "of\nsync's", "compute\nof sync's", "TPOT ms", "of it\nexposed", "of\nsync's", "tokens/s",
-    "fits",
-)  # fmt: skip
-MEASURED_HEADS = ("TTFT ms", "TPOT ms", "tokens/s", "same\ntokens", "collectives\nprefill", "KiB", "collectives\na step", "KiB")
-
-
-def table_of(
-    title: str, records: Sequence[Mapping[str, Any]], cells: Callable[[Mapping[str, Any]], list[str]], heads: Sequence[str]
-) -> Table:
-    """A line for each record, in the order of the cases."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in (*CASE_HEADS, "schedule", *heads):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
-    ordered = sorted(records, key=lambda one: (one["input_tokens"], one["batch_rows"], one["devices"]))
-    for one, after in zip(ordered, [*ordered[1:], None], strict=True):
-        case = [str(one[key]) for key in ("input_tokens", "output_tokens", "batch_rows", "devices")]
-        table.add_row(
-            *case, one["schedule"] or "", *cells(one), end_section=after is None or after["batch_rows"] != one["batch_rows"]
-        )
-    return table
-
-
-def predicted_cells(one: Mapping[str, Any]) -> list[str]:
-    first, step = (
-        significant(one[f"{name}_ms"]) + ("" if one[f"{phase}_steady"] else "\nnot steady")
-        for name, phase in (("ttft", "prefill"), ("tpot", "decode"))
-    )
-    exposed = (f"{one['prefill_exposed_ms'] / one['ttft_ms']:.0%}", f"{one['decode_exposed_ms'] / one['tpot_ms']:.0%}")
-    shares = (one[f"{name}_over_sync"] for name in ("ttft", "prefill_compute", "tpot"))
-    of_sync = ["" if share is None else f"{share:.2f}" for share in shares]
-    return [
-        first,
-        exposed[0],
-        *of_sync[:2],
-        step,
-        exposed[1],
-        of_sync[2],
-        f"{one['output_tokens_per_s']:,.0f}",
-        "yes" if one["fits"] else "no",
-    ]
-
-
-def measured_cells(one: Mapping[str, Any]) -> list[str]:
-    times = [significant(one["ttft_ms"]), significant(one["tpot_ms"]), f"{one['output_tokens_per_s']:,.0f}"]
-    same = "" if one["same_tokens"] is None else "yes" if one["same_tokens"] else "no"
-    counts = []
-    for name in ("prefill", "step"):
-        kinds = " + ".join(f"{count} {kind}" for kind, count in sorted(one[f"{name}_collectives"].items()))
-        counts += [kinds, f"{one[f'{name}_sent_bytes'] / 1024:,.0f}"]
-    return [*times, same, *counts]

@@ -7,10 +7,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.model_configs import json_fields
 from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, measure, runs
@@ -27,17 +24,18 @@ from tilewright.cli.common import (
     keep_programs,
     write_json,
 )
-from tilewright.cli.outputs import check_least
+from tilewright.cli.outputs import check_least, progress
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import operations
-from tilewright.metrics.metric import significant
+from tilewright.metrics.metric import Metric, chosen, significant
+from tilewright.metrics.round import PARTS, ROUND
+from tilewright.metrics.tables import FigureTable, grouped, print_table
 from tilewright.models import checkpoint, decoder, dflash
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.hub import PACKAGED
 from tilewright.models.params import Dtype
-from tilewright.report.terminal import print_table
 
 DEMO_DRAFTER = "demo-drafter"
 BUILT_IN = "qwen3-4b, dflash-b16"
@@ -128,13 +126,7 @@ def read_config(file: str, packaged: str) -> dict[str, Any]:
 
 
 def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile = None) -> None:
-    """Times drafting, verifying, both heads and the extension of the context apart, with random weights.
-
-    Parameters
-    ----------
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    """
+    """Times drafting, verifying, both heads and the extension of the context apart, with random weights."""
     check_json_file(json_file)
     setups = options.setups()
     keep_programs(options.compile_cache)
@@ -162,56 +154,70 @@ def measured(
     """Measures on this machine and prints the table."""
     models, kernels = load(setups[0][0]), setups[0][0].ops.name
     data = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=sum(runs(len(group), options.repetitions) for group in setups))
+    with progress(console, sum(runs(len(group), options.repetitions) for group in setups)) as step:
         for group in setups:
-            bar.update(task, description=f"context {group[0].context}")
-            data += measure(models, group, options.repetitions, lambda: bar.advance(task))
-    table = Table(
-        title=f"a round on {chip_name()}, {kernels}: ms (× of block {data[0]['base_block_size']})", box=box.SIMPLE_HEAD
-    )
-    for column in ("context", "block", "draft", "its head", "top 16", "verify", "its head", "extend", "round", "step"):
-        table.add_column(column, justify="right")
-    for one in data:
-        parts = [f"{significant(one[f'{part}_ms'])} ({one[f'{part}_ms_ratio']:.2f})" for part in MEASURED]
-        table.add_row(str(one["context"]), str(one["block_size"]), *parts, significant(one["step_ms"]))
-    print_table(console, table)
-    share = ", ".join(f"{group['step_share_of_bandwidth']:.0%} at context {group['context']}" for group in by_context(data))
-    console.print(
-        f"a plain step reads its weights at this share of the memory's {data[0]['bandwidth_gb_per_s']:.0f} GB/s: {share}"
-    )
+            step(f"context {group[0].context}", 0)
+            data += measure(models, group, options.repetitions, step)
+    show_measured(console, kernels, data)
     return kernels, data
 
 
-MEASURED = ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend", "round")
+def show_measured(console: Console, kernels: str, data: Sequence[Mapping[str, Any]]) -> None:
+    """A line for each context and block size."""
+    title = f"a round on {chip_name()}, {kernels}: ms (× of block {data[0]['base_block_size']})"
+    rows = [
+        {**one, **{part: f"{significant(one[f'{part}_ms'])} ({one[f'{part}_ms_ratio']:.2f})" for part in MEASURED}}
+        for one in data
+    ]
+    parts = [Metric(part, head=name) for part, name in MEASURED.items()]
+    metrics = (*chosen(ROUND, "context block_size"), *parts, *chosen(ROUND, "step_ms"))
+    print_table(console, FigureTable(title, "", {"": rows}, metrics))
+    firsts = [of[0] for of in grouped(data, "context").values()]
+    share = ", ".join(f"{one['step_share_of_bandwidth']:.0%} at context {one['context']}" for one in firsts)
+    console.print(
+        f"a plain step reads its weights at this share of the memory's {data[0]['bandwidth_gb_per_s']:.0f} GB/s: {share}"
+    )
 
 
-def by_context(data: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first record of each context."""
-    return list({one["context"]: one for one in reversed(data)}.values())[::-1]
+MEASURED = {
+    "draft": "draft",
+    "draft_head": "its head",
+    "draft_top_k": "top 16",
+    "verify": "verify",
+    "verify_head": "its head",
+    "extend": "extend",
+    "round": "round",
+}
+"""Parts of a round and their names in the table."""
 
 
 def estimated(console: Console, topology: str, setups: Sequence[Sequence[RoundSetup]]) -> list[dict[str, Any]]:
     """Compiles for a TPU and prints the tables."""
     data: list[dict[str, Any]] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(topology, total=sum(len(group) + 1 for group in setups))
+    with progress(console, sum(len(group) + 1 for group in setups), topology) as step:
         for group in setups:
-            data += compiled_rounds(topology, group, lambda: bar.advance(task))
+            data += compiled_rounds(topology, group, step)
+    show_estimated(console, topology, data)
+    return [{"chip": topology, **one} for one in data]
+
+
+def show_estimated(console: Console, topology: str, data: Sequence[Mapping[str, Any]]) -> None:
+    """A table for each context, with lines for the parts of each block size."""
     layers = " and ".join(map(str, data[0]["layers_compiled"]))
     how = f"layers beyond those of models of {layers} extrapolated" if data[0]["extrapolated"] else "all layers compiled"
-    for first in by_context(data):
-        table = Table(title=f"a round on {topology} at context {first['context']}, {how}", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("block", "part", "cycles", "HBM", "larger", "×", "MB read", "written", "GB"):
-            table.add_column(column, justify="left" if column == "part" else "right")
-        table.add_row("", "plain step", *estimate_cells(first, "step"), end_section=True)
-        for one in (one for one in data if one["context"] == first["context"]):
-            for line, (part, name) in enumerate((part, name) for part, name in ESTIMATED.items() if f"{part}_cycles" in one):
-                block = "" if line else str(one["block_size"])
-                table.add_row(block, name, *estimate_cells(one, part), end_section=part == "extend")
-        print_table(console, table)
+    metrics = (*chosen(ROUND, "block_size"), Metric("part", head="part", words=True), *ESTIMATES)
+    for context, of in grouped(data, "context").items():
+        rows = [{"at": 0, "block_size": "", "part": "plain step", **estimates(of[0], "step")}]
+        for one in of:
+            parts = [part for part in ESTIMATED if f"{part}_cycles" in one]
+            rows += [
+                {"at": size, "block_size": "" if line else str(size), "part": ESTIMATED[part], **estimates(one, part)}
+                for size in (one["block_size"],)
+                for line, part in enumerate(parts)
+            ]
+        title = f"a round on {topology} at context {context}, {how}"
+        print_table(console, FigureTable(title, "", {"": rows}, metrics, apart="at", unknown=""))
     console.print(FOOTNOTE.format(base=data[0]["base_block_size"]))
-    return [{"chip": topology, **one} for one in data]
 
 
 ESTIMATED = {
@@ -229,15 +235,9 @@ ESTIMATED = {
 A DFlash 2 drafter asks for each slot's best tokens where a DFlash one asks for the best."""
 
 
-def estimate_cells(one: Mapping[str, Any], part: str) -> list[str]:
-    """The figures of a row of the table."""
-    ratio = one.get(f"{part}_bound_cycles_ratio")
-    return [
-        f"{one[f'{part}_cycles'] / 1e3:,.0f}",
-        f"{one[f'{part}_memory_cycles'] / 1e3:,.0f}",
-        f"{one[f'{part}_bound_cycles'] / 1e3:,.0f}",
-        "" if ratio is None else f"{ratio:.2f}",
-        f"{one[f'{part}_read_bytes'] / 1e6:,.0f}",
-        f"{one[f'{part}_written_bytes'] / 1e6:,.1f}",
-        f"{one[f'{part}_peak_bytes'] / 1e9:.1f}",
-    ]
+ESTIMATES = [metric for metric in PARTS if metric.head]
+
+
+def estimates(one: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """The figures of a part in a record; only those of the largest programs have a ratio."""
+    return {metric.name: one.get(f"{part}_{metric.name}") for metric in ESTIMATES}

@@ -35,11 +35,11 @@ from tilewright.bench.workload import (
     trace_plan,
     trace_times,
 )
-from tilewright.cli.common import SEVERAL, packaged_prompts_file, whole_file, write_json
+from tilewright.cli.common import SEVERAL, packaged_prompts_file
 from tilewright.cli.outputs import PageFiles, check_least
+from tilewright.metrics.tables import print_table
 from tilewright.report.serving import ServingReport, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
-from tilewright.report.terminal import print_table
 
 NEW_TOKENS = 128
 """Tokens to generate behind a prompt of a file."""
@@ -309,15 +309,12 @@ def serving(
     figures["warmup_failed"] = ran.warmup_failed
     for line in summary(figures, facts):
         console.print(line, markup=False, soft_wrap=True)
-    print_table(console, latency_table(figures, outputs.percentiles).terminal())
+    print_table(console, latency_table(figures, outputs.percentiles))
     for line in notes(figures, facts, late(ran.outcomes)):
         console.print(line, style="dim", markup=False, soft_wrap=True)
     detail = {"request_records": request_rows(ran.outcomes)} if outputs.detailed else {}
-    write_json(outputs.json_file, {**facts, **figures, **detail})
-    if outputs.html is not None:
-        with whole_file(outputs.html) as path:
-            write_serving(path, report(facts, figures, ran.outcomes, outputs.percentiles))
-        console.print(f"{outputs.html} written", markup=False)
+    shown = (facts, figures, ran.outcomes, outputs.percentiles)
+    outputs.write(console, {**facts, **figures, **detail}, lambda path: write_serving(path, report(*shown)))
     if not figures["completed"]:
         sys.exit(1)
 

@@ -15,24 +15,16 @@ from rich.progress import Progress
 
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
-from tilewright.bench.figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
 from tilewright.bench.speculative import DatasetPrompts, ask, measure
-from tilewright.cli.common import (
-    AUTO,
-    TargetOptions,
-    check_packaged,
-    packaged_prompts_file,
-    progress_console,
-    write_replay_page,
-    write_text,
-)
-from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances
+from tilewright.bench.speculative_figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
+from tilewright.cli.common import AUTO, TargetOptions, check_packaged, packaged_prompts_file, progress_console, write_text
+from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances, write_replay_page
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
+from tilewright.metrics.tables import print_table
 from tilewright.models.chat import ChatTemplate
 from tilewright.report.page import Report
 from tilewright.report.speculative import benchmark_tables, write_benchmark
-from tilewright.report.terminal import print_table
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
@@ -192,13 +184,13 @@ def speculative(
     title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)
     title += " and ".join(map(str, measuring.batch_size))
     for table in benchmark_tables(title, rows, averages):
-        print_table(console, table.terminal())
+        print_table(console, table)
     for line in (notes := left_out(asked)):
         console.print(line, style="dim", markup=False)
     lead = f"Model {target.model}, {title}."
     report = Report("Speculative decoding", lead, rows, circumstances(facts), [f"{note}." for note in notes])
     figures = {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages}
-    outputs.write(console, figures, report, partial(write_benchmark, averages=averages))
+    outputs.write(console, figures, lambda path: write_benchmark(path, report, averages=averages))
     if outputs.csv is not None:
         write_text(outputs.csv, benchmark_csv(rows))
     if outputs.replay is not None:

@@ -17,6 +17,12 @@ def print_ranges(console: Console, title: str, sweeps: Iterable[Mapping[str, Any
         console.print(f"  {line}", markup=False, soft_wrap=True, highlight=False)
 
 
+def print_notes(console: Console, records: Iterable[Mapping[str, Any]]) -> None:
+    """Prints what records note, each note once."""
+    for note in dict.fromkeys(note for one in records for note in one["notes"]):
+        console.print(note, style="yellow", markup=False)
+
+
 def calibrated_for(path: Path | None, chips: Iterable[TpuChip]) -> dict[str, Calibration]:
     """Constants of kinds of TPUs that are fitted to a file of `bench overlap --micro`, by kind; none without a file.
 

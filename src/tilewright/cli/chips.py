@@ -2,15 +2,13 @@
 
 from typing import Annotated, Any
 
-from rich import box
-from rich.table import Table
-
 from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
 from tilewright.hardware.accelerators import ACCELERATORS, Accelerator, accelerator_of
-from tilewright.hardware.figures import ranged
 from tilewright.hardware.neuron import NEURON_CHIPS
-from tilewright.metrics.metric import significant
-from tilewright.report.terminal import print_table
+from tilewright.hardware.ranged import ranged
+from tilewright.metrics.chips import CHIPS
+from tilewright.metrics.metric import chosen
+from tilewright.metrics.tables import FigureTable, print_table
 
 FOOTNOTE = (
     "flop/byte: how many bfloat16 operations a chip does while a byte passes its memory, or its links in either direction; "
@@ -40,8 +38,6 @@ def chips(
         Work: bytes to and from memory, in 1e6.
     link_mb
         Work: bytes sent over links, in 1e6; chips without links take none.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     for name, value in (("--gflop", gflop), ("--memory-mb", memory_mb), ("--link-mb", link_mb)):
@@ -51,18 +47,12 @@ def chips(
     work = None if gflop is memory_mb is link_mb is None else (1e9 * (gflop or 0), 1e6 * (memory_mb or 0), 1e6 * (link_mb or 0))
     records = [record(one, work) for one in shown]
     console = human_console(json_file)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("chip")
-    heads = ["TFLOP/s\nbf16", "memory\nGB", "memory\nGB/s", "links\nGB/s", "flop/byte\nmemory", "flop/byte\nlinks"]
-    for head in heads + (["least\nms"] if work else []):
-        table.add_column(head, justify="right")
-    table.add_column("limit" if work else "fabric")
-    for one in records:
-        links = [one["links_gb_per_s"], one["flops_per_memory_byte"], one["flops_per_link_byte"]]
-        cells = [one["bf16_tflop_per_s"], one["memory_gb"], one["memory_gb_per_s"], *links]
-        last = [significant(one["least_ms"]), one["limit"]] if work else [one["fabric"]]
-        table.add_row(one["name"], *("" if cell is None else significant(cell) for cell in cells), *last)
-    print_table(console, table)
+    last = "least_ms limit" if work else "fabric"
+    columns = chosen(
+        CHIPS,
+        f"bf16_tflop_per_s memory_gb memory_gb_per_s links_gb_per_s flops_per_memory_byte flops_per_link_byte {last}",
+    )
+    print_table(console, FigureTable("", "chip", {"": records}, columns, unknown=""))
     console.print(FOOTNOTE)
     write_json(json_file, {"data": records})
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from cyclopts import Parameter
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import Progress
 
 from tilewright.bench.datasets import Example, read_examples
-from tilewright.bench.replay import replay
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
@@ -28,8 +27,6 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.models.hub import PACKAGED, PUBLISHED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import is_first_process, make_mesh
-from tilewright.report.replay import write_replay
-from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.state import KvDtype
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
@@ -88,6 +85,23 @@ def comma_separated_numbers(type_: Any, tokens: Sequence[Any]) -> tuple[int, ...
 
 NUMBERS = Parameter(consume_multiple=True, negative=(), converter=comma_separated_numbers)
 """Options of several whole numbers."""
+
+
+def mesh_axes(text: str, names: Sequence[str] = ()) -> dict[str, int]:
+    """The axes of a mesh, as `fsdp=4,tp=2` has them.
+
+    Args:
+        names: that axes may have; any without.
+
+    Raises:
+        ValueError: it is spelled otherwise, or has an axis of another name, or one twice.
+    """
+    found = re.fullmatch(r"(\w+=[1-9]\d*)(,\w+=[1-9]\d*)*", text)
+    axes = [part.split("=") for part in text.split(",")]
+    known = {name for name, *_ in axes}
+    if found is None or len(known) < len(axes) or (names and not known <= set(names)):
+        raise ValueError(f"expected --mesh as {','.join(f'{name}=N' for name in names) or 'fsdp=4,tp=2'}, found {text!r}")
+    return {name: int(size) for name, size in axes}
 
 
 def given(value: Any, default: Any) -> Any:
@@ -349,8 +363,13 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     return fields
 
 
-JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=True)]
-"""Where to write the figures as JSON; "-" is standard output."""
+JsonFile = Annotated[
+    str | None,
+    Parameter(
+        name="--json", allow_leading_hyphen=True, help='Write the figures as JSON to this file, "-" for standard output.'
+    ),
+]
+"""Where to write the figures as JSON."""
 
 
 def human_console(json_file: str | None) -> Console:
@@ -399,19 +418,6 @@ def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
         sys.stdout.write(text)
     else:
         write_text(Path(json_file), text)
-
-
-def write_replay_page(
-    path: Path, lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, Sequence[int]]],
-    sampling: Sampling | Sequence[Sampling], console: Console,
-) -> None:  # fmt: skip
-    """Decodes the prompts, each with its title, once more round by round, and writes the page that plays them."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("replay", total=len(prompts))
-        shown = replay(lm, names, prompts, sampling, lambda: bar.advance(row))
-    with whole_file(path) as partial:
-        write_replay(partial, shown)
-    console.print(f"{path} written", markup=False)
 
 
 def check_output_file(option: str, name: str | None) -> None:

@@ -21,10 +21,10 @@ from tilewright.cli.common import (
     gather_prompts,
     human_console,
     progress_console,
-    whole_file,
     write_json,
 )
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
+from tilewright.cli.outputs import progress, write_file
 from tilewright.compiled.ledger import Ledger
 from tilewright.diffusion.model import Denoised, DiffusionModel, DiffusionSession
 from tilewright.diffusion.options import Denoising, Mode, Saliency
@@ -147,13 +147,10 @@ def write_page(
     path: Path, model: DiffusionModel, name: str, tokens: Sequence[list[int]], requests: Sequence[Denoising], console: Console
 ) -> None:
     """Denoises the prompts once more step by step, and writes the page that plays them."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("replay", total=len(tokens))
-        titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
-        shown = denoising_replay(model, name, titled, requests, lambda: bar.advance(row))
-    with whole_file(path) as partial:
-        write_denoising(partial, shown)
-    console.print(f"{path} written", markup=False)
+    titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
+    with progress(console, len(tokens), "replay") as step:
+        shown = denoising_replay(model, name, titled, requests, step)
+    write_file(console, path, lambda partial: write_denoising(partial, shown))
 
 
 def show(

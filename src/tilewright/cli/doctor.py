@@ -275,8 +275,6 @@ def doctor(*, model: str = DEMO, repair: bool = False, compile_cache: CompileCac
         operations are listed.
     repair
         Clear the kernel cache and the compile cache first; kernels are built anew.
-    json_file
-        Write the findings as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)

@@ -12,8 +12,8 @@ from rich.progress import Progress
 from tilewright.bench.chosen import chosen_figures
 from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
-from tilewright.bench.figures import generation_figures
 from tilewright.bench.speculative import encoded
+from tilewright.bench.speculative_figures import generation_figures
 from tilewright.cli.common import (
     NUMBERS,
     WORDS,
@@ -24,13 +24,13 @@ from tilewright.cli.common import (
     gather_prompts,
     human_console,
     write_json,
-    write_replay_page,
 )
+from tilewright.cli.outputs import progress, write_replay_page
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.acceptance import num_spec_tokens
 from tilewright.llm.language_model import LanguageModel
+from tilewright.metrics.tables import print_table
 from tilewright.report import terminal
-from tilewright.report.terminal import print_table
 from tilewright.runtime.output import Generation
 from tilewright.runtime.sampling import Sampling
 
@@ -185,9 +185,8 @@ def comparison(
     lm: LanguageModel, tokens: Sequence[list[int]], sampling: Sequence[Sampling], repetitions: int, console: Console
 ) -> Any:
     """The figures of decoding both ways, after printing them."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("comparing", total=2 * (repetitions + 1))
-        measured = compare(lm, [tokens], sampling, repetitions, lambda: bar.advance(row))
+    with progress(console, 2 * (repetitions + 1), "comparing") as step:
+        measured = compare(lm, [tokens], sampling, repetitions, step)
     names = {"autoregressive_tokens_per_s": "baseline_tokens_per_s", "speculative_tokens_per_s": "tokens_per_s"}
     figures = {name: measured[names.get(name, name)] for name in COMPARED} | {"repetitions": repetitions}
     print_table(console, terminal.comparison_table(figures))

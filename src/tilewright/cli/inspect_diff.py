@@ -14,23 +14,17 @@ from typing import Annotated, Any
 
 import jax
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from tilewright.bench.overlap import LEAST_LAYERS, compile_layers
-from tilewright.cli.common import (
-    JsonFile,
-    check_json_file,
-    check_output_file,
-    human_console,
-    write_json,
-    write_text,
-)
+from tilewright.cli.common import JsonFile, check_json_file, check_output_file, human_console, write_json
 from tilewright.cli.inspect_overlap import OverlapOptions
+from tilewright.cli.outputs import write_file
 from tilewright.compiled.aot import Compiled, read_record
-from tilewright.perfmodel.diff import FIGURES, OpChange, ProgramDiff, WayChange, diff
-from tilewright.report.terminal import print_table
+from tilewright.metrics.diff import DIFF
+from tilewright.metrics.metric import Metric
+from tilewright.metrics.tables import FigureTable, print_table
+from tilewright.perfmodel.diff import OpChange, ProgramDiff, WayChange, diff
 
 LIBRARY = "TPU_LIBRARY_PATH"
 """Variable that names the library to JAX."""
@@ -68,8 +62,6 @@ def inspect_diff(
         to (pip install --no-deps --target FOLDER libtpu==VERSION).
     save
         Write what the compiler here makes of the programs to this file.
-    json_file
-        Write all differences as JSON to this file, "-" for standard output.
     fail_above
         Exit with status 1 if bytes or cycles rise by more than this share, or if a collective is no longer asynchronous.
     """
@@ -81,9 +73,7 @@ def inspect_diff(
         raise ValueError(f"expected --fail-above from 0, found {fail_above:g}")
     console = human_console(json_file)
     before = read_saved(files[0]) if files else compiled_here(options, console)
-    if save is not None:
-        write_text(save, json.dumps(before))
-        console.print(f"{save} written", markup=False)
+    write_file(console, save, lambda path: path.write_text(json.dumps(before), encoding="utf-8"))
     if not files and other is None:
         return
     after = read_saved(files[1]) if files else compiled_there(options, other or Path())
@@ -196,16 +186,15 @@ def programs_of(saved: Saved) -> dict[str, Compiled]:
 
 def show(console: Console, found: ProgramDiff, about: Mapping[str, Mapping[str, str]]) -> None:
     """A table of the figures, and one of what changed."""
-    heads = [f"libtpu {about[name]['libtpu_version']}\nJAX {about[name]['jax_version']}" for name in ("before", "after")]
-    table = Table(title=found.name, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("figure")
-    for column in (*heads, "change"):
-        table.add_column(column, justify="right")
-    for name in FIGURES:
-        old, new = getattr(found.before, name), getattr(found.after, name)
-        share = "" if old == new else f"{found.rise(name):+.1%}" if old else "new"
-        table.add_row(name.replace("_", " "), f"{old:,}", f"{new:,}", share)
-    print_table(console, table)
+    heads = {name: f"libtpu {one['libtpu_version']}\nJAX {one['jax_version']}" for name, one in about.items()}
+    rows = []
+    for metric in DIFF:
+        old, new = getattr(found.before, metric.name), getattr(found.after, metric.name)
+        share = "" if old == new else f"{found.rise(metric.name):+.1%}" if old else "new"
+        sides = {"before": metric.text(old), "after": metric.text(new)}
+        rows.append({"name": metric.name.replace("_", " "), **sides, "change": share})
+    columns = [*(Metric(name, head=head) for name, head in heads.items()), Metric("change", head="change")]
+    print_table(console, FigureTable(found.name, "figure", {"": rows}, columns, unknown=""))
     for change in found.ways:
         console.print(said(change), markup=False)
     for op in found.ops[:SHOWN]:

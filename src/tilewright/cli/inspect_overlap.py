@@ -11,10 +11,7 @@ from typing import Annotated, Any
 
 import jax
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
 from tilewright.bench.ordering import ORDERINGS, OWN, PROGRAM_ORDER, ordered_name, program_order
@@ -32,24 +29,17 @@ from tilewright.bench.overlap import (
     runs_of,
     sweeps,
 )
-from tilewright.cli.calibrate import calibrated_for, print_ranges
-from tilewright.cli.common import (
-    WORDS,
-    JsonFile,
-    check_json_file,
-    check_output_file,
-    human_console,
-    whole_file,
-    write_json,
-    write_text,
-)
+from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
+from tilewright.cli.common import WORDS
+from tilewright.cli.outputs import TracedFiles, check_share, progress, write_file
 from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import Kernels
 from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import grouped, print_table
 from tilewright.perfmodel.timeline import trace
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
-from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, place, write_overlap
-from tilewright.report.terminal import percent, print_table
+from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, layer_table, place, write_overlap
+from tilewright.report.terminal import percent
 
 FOOTNOTE = (
     "One layer, compiler estimates and a model of links and memory. under way: at least one collective is; hidden beside "
@@ -145,13 +135,31 @@ class OverlapOptions:
         return [read_phase(text) for text in self.phase]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class OverlapFiles(TracedFiles):
+    """The same, with the programs.
+
+    Attributes:
+        graph: the programs as graphs (operations, engines, cycles, bytes, dependencies), as JSON for a simulator.
+    """
+
+    graph: Path | None = None
+
+    def write_graph(self, console: Console, about: Mapping[str, Any], named: Sequence[tuple[str, OverlapRun]]) -> None:
+        """Writes the graphs of programs, each with its chip and phase, if they were asked for."""
+
+        def write(path: Path) -> None:
+            programs = [{"name": name, "schedule": run.schedule, **run.timeline.graph.record()} for name, run in named]
+            path.write_text(json.dumps({**about, "programs": programs}), encoding="utf-8")
+
+        write_file(console, self.graph, write)
+
+
 def inspect_overlap(
     *,
     options: OverlapOptions = OverlapOptions(),
-    json_file: JsonFile = None,
-    html: Path | None = None,
-    trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
-    graph: Path | None = None,
+    files: OverlapFiles = OverlapFiles(),
     fail_above: float | None = None,
 ) -> None:
     """Compiles a model's layers for TPUs and shows how much of their communication each schedule hides.
@@ -160,37 +168,30 @@ def inspect_overlap(
 
     Parameters
     ----------
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    html
-        Write a page with tables and timelines to this file.
-    trace_file
-        Write what runs when as a Chrome trace, which Perfetto opens, to this file.
-    graph
-        Write the programs as graphs (operations, engines, cycles, bytes, dependencies) to this file, as JSON for a simulator.
     fail_above
         Exit with status 1 if a schedule leaves more than this share of its communication exposed, from 0 to 1; sync counts only
         where no other schedule is asked for.
     """
-    check_json_file(json_file)
-    for option, path in (("--html", html), ("--trace", trace_file), ("--graph", graph)):
-        check_output_file(option, None if path is None else str(path))
-    if fail_above is not None and not 0 <= fail_above <= 1:
-        raise ValueError(f"expected --fail-above from 0 to 1, found {fail_above:g}")
-    phases, setups, console = options.phases(), options.setups(), human_console(json_file)
+    files.check()
+    check_share("--fail-above", fail_above)
+    phases, setups, console = options.phases(), options.setups(), files.console()
     schedules = (*options.names(console), BOUND)
     runs: list[OverlapRun] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(setups) * len(phases) * len(schedules))
+    with progress(console, len(setups) * len(phases) * len(schedules)) as step:
         for setup, phase in product(setups, phases):
-            runs += runs_of(setup, phase, schedules, lambda name: bar.update(task, advance=1, description=name))
+            runs += runs_of(setup, phase, schedules, step)
     figures, about = records(runs), environment(options)
     ranges = {name: one.record() for name, one in sweeps(runs, options.draws).items()}
     show(console, options, figures)
     for name, one in ranges.items():
         print_ranges(console, name, [one])
-    write_json(json_file, {**about, "measured": False, "data": figures, "ranges": ranges})
-    write_files(console, runs, figures, about, html, trace_file, graph, ranges)
+    named = [(f"{run.setup.chip} {run.phase.name}", run) for run in runs]
+    shown = {name: [lanes(run) for other, run in named if other == name] for name, _ in named}
+    report = OverlapReport(f"Communication of {about['model']} under schedules", figures, shown, about, ranges)
+    found = {**about, "measured": False, "data": figures, "ranges": ranges}
+    files.write(console, found, lambda path: write_overlap(path, report))
+    files.write_trace(console, lambda: trace((f"{name} {run.schedule}", run.timeline) for name, run in named))
+    files.write_graph(console, about, named)
     if fail_above is not None:
         check_exposed(console, figures, fail_above)
 
@@ -202,70 +203,16 @@ def environment(options: OverlapOptions) -> dict[str, Any]:
     return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 
-def write_files(
-    console: Console, runs: Sequence[OverlapRun], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
-    html: Path | None, trace_file: Path | None, graph: Path | None, ranges: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """The page, the trace and the graphs, as far as they are asked for."""
-    named = [(f"{run.setup.chip} {run.phase.name}", run) for run in runs]
-    if html is not None:
-        shown = {name: [lanes(run) for other, run in named if other == name] for name, _ in named}
-        report = OverlapReport(f"Communication of {about['model']} under schedules", figures, shown, about, ranges)
-        with whole_file(html) as partial:
-            write_overlap(partial, report)
-    if trace_file is not None:
-        write_text(trace_file, json.dumps(trace((f"{name} {run.schedule}", run.timeline) for name, run in named)))
-    if graph is not None:
-        programs = [{"name": name, "schedule": run.schedule, **run.timeline.graph.record()} for name, run in named]
-        write_text(graph, json.dumps({**about, "programs": programs}))
-    for path in (html, trace_file, graph):
-        if path is not None:
-            console.print(f"{path} written", markup=False)
-
-
 def show(console: Console, options: OverlapOptions, figures: Sequence[Mapping[str, Any]]) -> None:
     """A table for each chip and phase."""
-    for name in dict.fromkeys(map(place, figures)):
-        of = [one for one in figures if place(one) == name]
+    for name, of in grouped(figures, place).items():
         first = of[0]
-        title = f"{options.model_config} on {name}: one of {first['model_layers']} layers"
-        table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("schedule")
-        heads = ("layers\ncompiled", "compute\nkcycles", "compute\nms", "under\nway ms", "hidden\nms", "exposed\nms", "exposed")
-        for column in (*heads, "of\nsync's", "compute\nextra", "least\nms", "total\nms", "×\nbound", "model\nms"):
-            table.add_column(column, justify="right")
-        for one in of:
-            table.add_row(one["schedule"], *cells(one))
-        cycles, total = first["bound_compute_cycles"], first["bound_total_ms"]
-        model = significant(total * first["model_layers"])
-        table.add_row(BOUND, "", f"{cycles / 1e3:,.0f}", *[""] * 9, shown_total(total, first["bound_steady"]), "1.00", model)
-        print_table(console, table)
+        print_table(console, layer_table(f"{options.model_config} on {name}: one of {first['model_layers']} layers", of))
         links, exposed = (significant(first[f"all_links_{name}_ms"]) for name in ("communication", "least_exposed"))
         console.print(f"through all links of every chip: {links} ms, {exposed} ms of them beyond the bound's compute")
         console.print(layer_estimates(of, "schedule"), markup=False)
-        for note in dict.fromkeys(note for one in of for note in one["notes"]):
-            console.print(note, style="yellow", markup=False)
+        print_notes(console, of)
     console.print(FOOTNOTE)
-
-
-def cells(one: Mapping[str, Any]) -> list[str]:
-    """The figures of a row of the table."""
-    return [
-        str(one["layers_compiled"]),
-        f"{one['compute_cycles'] / 1e3:,.0f}",
-        *(significant(one[f"{name}_ms"]) for name in ("compute", "communication", "hidden", "exposed")),
-        percent(one["exposed_share"]),
-        percent(one["exposed_share_of_sync"]),
-        percent(one["extra_compute_share"]),
-        significant(one["least_exposed_ms"]),
-        shown_total(one["total_ms"], one["steady"]),
-        f"{one['total_over_bound']:.2f}",
-        significant(one["model_total_ms"]),
-    ]
-
-
-def shown_total(total_ms: float, steady: bool) -> str:
-    return significant(total_ms) + ("" if steady else "\nnot steady")
 
 
 def check_exposed(console: Console, figures: Sequence[Mapping[str, Any]], most: float) -> None:

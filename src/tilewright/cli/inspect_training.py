@@ -1,6 +1,5 @@
 """`tilewright inspect training`: what a train step over a mesh leaves exposed of its communication, on absent TPUs."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,16 +9,12 @@ from typing import Annotated, Any, Literal
 
 import jax
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.training import (
+from tilewright.bench.overlap_training import (
     ANNOTATED,
     LEAST_LAYERS,
-    PASSES,
     PLAIN_STEP,
     UNTHREADED,
     TrainingCase,
@@ -30,28 +25,18 @@ from tilewright.bench.training import (
     records,
     sweeps,
 )
-from tilewright.cli.calibrate import calibrated_for, print_ranges
-from tilewright.cli.common import (
-    WORDS,
-    JsonFile,
-    check_json_file,
-    check_output_file,
-    human_console,
-    whole_file,
-    write_json,
-    write_text,
-)
+from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
+from tilewright.cli.common import WORDS, mesh_axes
 from tilewright.cli.inspect_overlap import end_if_exposed
-from tilewright.cli.train import mesh_axes
+from tilewright.cli.outputs import TracedFiles, check_share, progress
 from tilewright.hardware.links import HOP_US
 from tilewright.hardware.tpu import chip_of
-from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import grouped, print_table
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.perfmodel.timeline import trace
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
-from tilewright.report.terminal import percent, print_table
-from tilewright.report.training import place, write_training
+from tilewright.report.overlap_training import TERMINAL, place, step_table, transfers_table, write_training
 
 TRAVELLERS = ("weights", "gradients", "activations")
 
@@ -150,10 +135,8 @@ class TrainingInspection:
 def inspect_training(
     *,
     options: TrainingInspection = TrainingInspection(),
+    files: TracedFiles = TracedFiles(),
     transfers: bool = False,
-    json_file: JsonFile = None,
-    html: Path | None = None,
-    trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
     fail_above: float | None = None,
 ) -> None:
     """Compiles a train step over a mesh for TPUs and shows how much of its communication each shift hides, and at what memory.
@@ -165,35 +148,30 @@ def inspect_training(
     ----------
     transfers
         Print each transfer of the reported layer: when it begins and ends, what the core waits for it, what runs meanwhile.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    html
-        Write a page with tables and timelines to this file.
-    trace_file
-        Write what runs when as a Chrome trace, which Perfetto opens, to this file.
     fail_above
         Exit with status 1 if a plan leaves more than this share of its communication exposed, from 0 to 1; the programs beside
         them don't count.
     """
-    check_json_file(json_file)
-    for option, path in (("--html", html), ("--trace", trace_file)):
-        check_output_file(option, None if path is None else str(path))
-    if fail_above is not None and not 0 <= fail_above <= 1:
-        raise ValueError(f"expected --fail-above from 0 to 1, found {fail_above:g}")
-    plans, console = options.plans(), human_console(json_file)
+    files.check()
+    check_share("--fail-above", fail_above)
+    plans, console = options.plans(), files.console()
     cases, plans = options.cases(), programs_of(plans, options.peers)
     programs: list[TrainingProgram] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(cases) * len(plans))
+    with progress(console, len(cases) * len(plans)) as step:
         for case in cases:
-            programs += compiled_programs(case, plans, lambda name: bar.update(task, advance=1, description=name))
+            programs += compiled_programs(case, plans, step)
     figures, about = records(programs), environment(options)
     ranges = {name: one.record() for name, one in sweeps(programs, options.draws).items()}
     show(console, figures, transfers)
     for name, one in ranges.items():
         print_ranges(console, name, [one])
-    write_json(json_file, {**about, "measured": False, "data": figures, "ranges": ranges})
-    write_files(console, programs, figures, about, html, trace_file, ranges)
+    shown: dict[str, list[dict[str, Any]]] = {}
+    for one, program in zip(figures, programs, strict=True):
+        shown.setdefault(place(one), []).append(lanes(program))
+    report = OverlapReport(f"Communication of training {about['model']}", figures, shown, about, ranges)
+    found = {**about, "measured": False, "data": figures, "ranges": ranges}
+    files.write(console, found, lambda path: write_training(path, report))
+    files.write_trace(console, lambda: trace((f"{one.case.chip} {one.name}", one.timeline) for one in programs))
     if fail_above is not None:
         check_exposed(console, figures, fail_above)
 
@@ -204,88 +182,17 @@ def environment(options: TrainingInspection) -> dict[str, Any]:
     return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 
-def write_files(
-    console: Console, programs: Sequence[TrainingProgram], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
-    html: Path | None, trace_file: Path | None, ranges: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """The page and the trace, as far as they are asked for."""
-    if html is not None:
-        shown = {place(one): [] for one in figures}
-        for one, program in zip(figures, programs, strict=True):
-            shown[place(one)].append(lanes(program))
-        report = OverlapReport(f"Communication of training {about['model']}", figures, shown, about, ranges)
-        with whole_file(html) as partial:
-            write_training(partial, report)
-    if trace_file is not None:
-        named = ((f"{program.case.chip} {program.name}", program.timeline) for program in programs)
-        write_text(trace_file, json.dumps(trace(named)))
-    for path in (html, trace_file):
-        if path is not None:
-            console.print(f"{path} written", markup=False)
-
-
 def show(console: Console, figures: Sequence[Mapping[str, Any]], transfers: bool) -> None:
     """A table for each chip, and one of transfers for each program if they are asked for."""
-    for name in dict.fromkeys(map(place, figures)):
-        of = [one for one in figures if place(one) == name]
+    for name, of in grouped(figures, place).items():
         first = of[0]
         layers = f"layer {first['reported_layer']} of {first['layers_compiled']} compiled, {first['model_layers']} in all"
-        table = Table(title=f"{name}: {layers}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("program")
-        heads = [f"{part}\n{what}" for part in PASSES for what in ("compute ms", "exposed ms")]
-        for column in (
-            *heads,
-            "hidden\nms",
-            "exposed",
-            "of\nplain's",
-            "total\nms",
-            "compute\nshare",
-            "peak\nGiB",
-            "all layers\nGiB",
-        ):
-            table.add_column(column, justify="right")
-        table.add_column("all layers\nms", justify="right")
-        for one in of:
-            table.add_row(one["program"], *cells(one))
-        print_table(console, table)
+        print_table(console, step_table(f"{name}: {layers}", of, *TERMINAL))
         console.print(layer_estimates(of, "program"), markup=False)
-        for note in dict.fromkeys(note for one in of for note in one["notes"]):
-            console.print(note, style="yellow", markup=False)
+        print_notes(console, of)
         for one in of if transfers else ():
             print_table(console, transfers_table(one))
     console.print(FOOTNOTE)
-
-
-def cells(one: Mapping[str, Any]) -> list[str]:
-    """The figures of a row of the table."""
-    return [
-        *(significant(one[part][f"{what}_ms"]) for part in PASSES for what in ("compute", "exposed")),
-        significant(one["hidden_ms"]),
-        percent(one["exposed_share"]),
-        percent(one["exposed_share_of_plain"]),
-        significant(one["total_ms"]),
-        percent(one["compute_share"]),
-        f"{one['peak_bytes'] / 2**30:.2f}",
-        f"{one['model_peak_bytes'] / 2**30:.2f}",
-        significant(one["model_total_ms"]),
-    ]
-
-
-def transfers_table(one: Mapping[str, Any]) -> Table:
-    """The transfers of the reported layer of one program."""
-    table = Table(title=f"{one['program']}: transfers of layer {one['reported_layer']}", box=box.SIMPLE_HEAD)
-    table.add_column("pass")
-    table.add_column("for")
-    table.add_column("kind")
-    for column in ("begin ms", "end ms", "alone ms", "exposed ms"):
-        table.add_column(column, justify="right")
-    table.add_column("compute meanwhile, ms")
-    for each in one["transfers_of_layer"]:
-        beside = ", ".join(f"{name} {significant(taken)}" for name, taken in each["beside_ms"].items())
-        times = (significant(each[f"{what}_ms"]) for what in ("begin", "end", "alone", "exposed"))
-        kind = f"{each['transfers']} {each['kind']}, {each['asynchronous']} asynchronous"
-        table.add_row(each["pass"], each["name"], kind, *times, beside)
-    return table
 
 
 def check_exposed(console: Console, figures: Sequence[Mapping[str, Any]], most: float) -> None:

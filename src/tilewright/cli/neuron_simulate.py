@@ -1,34 +1,24 @@
 """`tilewright neuron simulate`: a program on a simulated Neuron chip."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
-from tilewright.cli.calibrate import print_ranges
-from tilewright.cli.common import (
-    NUMBERS,
-    JsonFile,
-    check_json_file,
-    check_output_file,
-    human_console,
-    whole_file,
-    write_json,
-    write_text,
-)
+from tilewright.cli.calibrate import print_notes, print_ranges
+from tilewright.cli.common import NUMBERS
+from tilewright.cli.outputs import TracedFiles
 from tilewright.cli.plan_inference import fitted_constants
 from tilewright.cli.plan_training import halves_of
 from tilewright.hardware.neuron import instance_of
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import print_table
 from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.inference import Work, inference_program
 from tilewright.perfmodel.machine import Machine, Settings, machine_constants, machine_of, with_figures
@@ -39,8 +29,7 @@ from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.simulate import simulate
 from tilewright.perfmodel.training import TrainingStep, training_program
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
-from tilewright.report.neuron import Engines, write_simulation
-from tilewright.report.terminal import print_table
+from tilewright.report.neuron import Engines, engines_table, write_simulation
 
 MOST_OPERATIONS, LEAST_DRAWS = 48_000, 8
 """Operations that a sweep simulates by default in all its draws, and the fewest draws."""
@@ -149,9 +138,7 @@ def simulate_program(
     kind: Kind,
     *,
     options: ProgramOptions = ProgramOptions(),
-    json_file: JsonFile = None,
-    html: Path | None = None,
-    trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
+    files: TracedFiles = TracedFiles(),
 ) -> None:
     """Simulates a program on a Neuron chip that need not be there, and shows what its engines do.
 
@@ -162,19 +149,11 @@ def simulate_program(
     kind
         decode, prefill, training, dflash (a speculative round), diffusion (a sparse denoising step), gather-reduce, or hlo
         (what XLA scheduled for a TPU).
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    html
-        Write a page with what each engine does when to this file.
-    trace_file
-        Write what runs when as a Chrome trace, which Perfetto opens, to this file.
     """
-    check_json_file(json_file)
-    for option, path in (("--html", html), ("--trace", trace_file)):
-        check_output_file(option, None if path is None else str(path))
+    files.check()
     calibration = options.calibration()
     machine = options.machine(calibration)
-    program, console = options.program(kind, machine), human_console(json_file)
+    program, console = options.program(kind, machine), files.console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task(program.name, total=len(program.ops))
         result = simulate(program, machine, progress=lambda done: bar.update(row, completed=done))
@@ -182,16 +161,10 @@ def simulate_program(
         ranges = options.sweep(kind, machine, calibration, lambda: bar.advance(row)).record()
     figures = {**result.record(), "operations": len(program.ops), "measured": False, "ranges": {"total_ms": ranges}}
     show(console, figures)
-    write_json(json_file, figures)
     about = {"instance": options.instance, "mesh": str(dict(machine.mesh.axes)), "streams": options.streams}
-    if html is not None:
-        with whole_file(html) as partial:
-            write_simulation(partial, f"{program.name} on {options.instance}", figures, engines_of(result), about)
-    if trace_file is not None:
-        write_text(trace_file, json.dumps(trace([(program.name, result)])))
-    for path in (html, trace_file):
-        if path is not None:
-            console.print(f"{path} written", markup=False)
+    title = f"{program.name} on {options.instance}"
+    files.write(console, figures, lambda path: write_simulation(path, title, figures, engines_of(result), about))
+    files.write_trace(console, lambda: trace([(program.name, result)]))
 
 
 def engines_of(result: SimulationResult) -> Engines:
@@ -208,19 +181,11 @@ def engines_of(result: SimulationResult) -> Engines:
 
 def show(console: Console, figures: dict[str, Any]) -> None:
     """A table of engines, and what the time goes to."""
-    table = Table(title=f"{figures['program']} on {figures['instance']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("engine")
-    for head in ("busy ms", "idle ms", "busy"):
-        table.add_column(head, justify="right")
-    for name, busy in figures["busy_ms"].items():
-        cells = significant(busy), significant(figures["idle_ms"][name]), f"{busy / (figures['total_ms'] or 1.0):.1%}"
-        table.add_row(name, *cells)
-    print_table(console, table)
+    print_table(console, engines_table(f"{figures['program']} on {figures['instance']}", figures))
     times = ", ".join(f"{name} {significant(figures[f'{name}_ms'])}" for name in MOMENTS)
     console.print(f"{significant(figures['total_ms'])} ms: {times}")
     shares = ", ".join(f"{name} {share:.1%}" for name, share in figures["dma_share"].items())
     memory = f"{figures['memory_gib']:.2f} of {figures['memory_limit_gib']:.1f} GiB"
     console.print(f"bytes through the DMA engines: {shares}; device memory: {memory}; busy longest: {figures['limit']}")
     print_ranges(console, "ranges", figures["ranges"].values())
-    for note in figures["notes"]:
-        console.print(note, style="yellow", markup=False)
+    print_notes(console, [figures])

@@ -3,17 +3,14 @@
 from pathlib import Path
 from typing import Annotated
 
-from rich import box
-from rich.table import Table
-
 from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
 from tilewright.hardware.neuron import instance_of
-from tilewright.metrics.metric import significant
+from tilewright.metrics.ranges import CALIBRATION
+from tilewright.metrics.tables import FigureTable, print_table
 from tilewright.perfmodel.calibration import read_measurements
 from tilewright.perfmodel.calibration_neuron import INSTANCE, PUBLISHED, calibrate_neuron
 from tilewright.perfmodel.environment import as_record, recommended
 from tilewright.perfmodel.uncertainty import with_range
-from tilewright.report.terminal import print_table
 
 TITLES = {"jax": "JAX", "nxd": "NeuronX Distributed"}
 
@@ -25,8 +22,6 @@ def environment(*, train: Annotated[tuple[str, ...], WORDS] = ("fsdp", "tp"), js
     ----------
     train
         Axes that training is divided over: fsdp, or fsdp,tp.
-    json_file
-        Write it as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     found = recommended(train)
@@ -51,22 +46,12 @@ def calibrate_command(
         The output of nccom-test, with its command line above each table; by default the curve that AWS publishes of it.
     instance
         That was measured.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     measured = PUBLISHED if curve is None else read_measurements(curve)
     found = calibrate_neuron(measured, instance_of(instance)).record()
     console = human_console(json_file)
-    table = Table(title=found["calibrated_against"], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("collective")
-    for column in ("ranks", "bytes", "measured us", "modelled us"):
-        table.add_column(column, justify="right")
-    table.add_column("role")
-    for one in found["points"]:
-        times = significant(one["measured_us"]), significant(one["modelled_us"])
-        table.add_row(one["kind"], str(one["devices"]), f"{one['bytes']:,.0f}", *times, one["role"])
-    print_table(console, table)
+    print_table(console, FigureTable(found["calibrated_against"], "", {"": found["points"]}, CALIBRATION))
     for name, (low, value, high) in found["constants"].items():
         console.print(f"{name} {with_range(value, (low, high))}, of two standard errors", markup=False)
     for name in found["unconstrained"]:

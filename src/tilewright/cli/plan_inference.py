@@ -2,35 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
-from tilewright.cli.calibrate import print_ranges
-from tilewright.cli.common import (
-    NUMBERS,
-    WORDS,
-    JsonFile,
-    check_json_file,
-    check_output_file,
-    human_console,
-    whole_file,
-    write_json,
-)
+from tilewright.cli.calibrate import print_notes, print_ranges
+from tilewright.cli.common import NUMBERS, WORDS
+from tilewright.cli.outputs import PageFiles, progress
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import grouped, print_table
 from tilewright.perfmodel.calibration import Calibration, read_measurements
 from tilewright.perfmodel.calibration_neuron import calibrate_neuron
 from tilewright.perfmodel.plan_inference import InferencePlan, compare, sweeps, winner
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
-from tilewright.report.neuron import write_inference_plan
-from tilewright.report.terminal import print_table
+from tilewright.report.neuron import inference_table, write_inference_plan
 
 
 @Parameter(name="*")
@@ -80,55 +70,40 @@ def fitted_constants(path: Path | None, instance: str, draws: int) -> Calibratio
     return None if path is None else calibrate_neuron(read_measurements(path), instance_of(instance))
 
 
-def plan_inference(
-    *, options: InferenceOptions = InferenceOptions(), json_file: JsonFile = None, html: Path | None = None
-) -> None:
+def plan_inference(*, options: InferenceOptions = InferenceOptions(), files: PageFiles = PageFiles()) -> None:
     """Compares schedules by cores, batch and input: throughput, time to the first token, time per token.
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
-
-    Parameters
-    ----------
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    html
-        Write a page with plots and tables to this file.
     """
-    check_json_file(json_file)
-    check_output_file("--html", None if html is None else str(html))
-    plan, console = options.plan(), human_console(json_file)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("", total=len(plan.places) * len(plan.schedules) + 2 * options.draws)
-        records = compare(plan, lambda name: bar.update(row, advance=1, description=name))
+    files.check()
+    plan, console = options.plan(), files.console()
+    with progress(console, len(plan.places) * len(plan.schedules) + 2 * options.draws) as step:
+        records = compare(plan, step)
         best = winner(records)
-        drawn = sweeps(plan, records, best, options.draws, lambda: bar.update(row, advance=1, description="ranges"))
+        drawn = sweeps(plan, records, best, options.draws, partial(step, "ranges"))
     figures = {
         "model": plan.name, "instance": plan.instance.name, "dtype": "bfloat16", "adaptive": plan.adaptive, "measured": False,
         "output_tokens": plan.output, "data": records, "winner": best,
         "ranges": {name: one.record() for name, one in drawn.items()},
     }  # fmt: skip
     show(console, figures)
-    write_json(json_file, figures)
-    if html is not None:
-        with whole_file(html) as partial:
-            write_inference_plan(partial, f"Inference of {plan.name} on {plan.instance.name}", figures)
-        console.print(f"{html} written", markup=False)
+    title = f"Inference of {plan.name} on {plan.instance.name}"
+    files.write(console, figures, lambda path: write_inference_plan(path, title, figures))
+
+
+SHOWN = (
+    "schedule cores batch_rows tokens_per_s tokens_per_s_gain tokens_per_s_gain_over_sequence ttft_ms ttft_gain "
+    "ttft_gain_over_sequence memory_gib limit"
+)
+"""Columns in the terminal; a page has times per token too."""
 
 
 def show(console: Console, figures: Mapping[str, Any]) -> None:
     """A table for each input, the winner, and the ranges at its place."""
     records = figures["data"]
-    for tokens in dict.fromkeys(one["input_tokens"] for one in records):
+    for tokens, of in grouped(records, "input_tokens").items():
         title = f"{figures['model']} on {figures['instance']}, {tokens:,} tokens in, {figures['output_tokens']:,} out"
-        table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("schedule")
-        heads = ("cores", "batch", "tokens/s", "gain", "over\nseq.", "TTFT\nms", "gain", "over\nseq.", "GiB")
-        for head in heads:
-            table.add_column(head, justify="right")
-        table.add_column("decode\nlimit")
-        for one in (each for each in records if each["input_tokens"] == tokens):
-            table.add_row(*cells(one))
-        print_table(console, table)
+        print_table(console, inference_table(title, of, SHOWN))
     best = figures["winner"]
     said = f"most tokens a second: {best['schedule']} over {best['cores']} cores, batch {best['batch_rows']}"
     limit = f"{best['decode']['limit']}, busy for {best['decode']['limit_share']:.0%} of a decoding step"
@@ -137,15 +112,4 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     print_ranges(
         console, f"ranges at {place}; all other figures are at the constants that are used", figures["ranges"].values()
     )
-    for note in dict.fromkeys(note for one in records for note in one["notes"]):
-        console.print(note, style="yellow", markup=False)
-
-
-def cells(one: Mapping[str, Any]) -> list[str]:
-    """The figures of a row."""
-    found = [one["schedule"], str(one["cores"]), str(one["batch_rows"])]
-    for name, gain in (("tokens_per_s", "tokens_per_s_gain"), ("ttft_ms", "ttft_gain")):
-        gains = (one[gain], one[f"{gain}_over_sequence"])
-        found += [significant(one[name]), *("" if each is None else f"{each:+.1%}" for each in gains)]
-    memory = significant(one["memory_gib"]) + ("" if one["fits"] else " !")
-    return [*found, memory, f"{one['decode']['limit']} {one['decode']['limit_share']:.0%}"]
+    print_notes(console, records)

@@ -1,37 +1,27 @@
 """`tilewright plan training`: streams, packet sizes and shifts of a sharded training step, on a simulated Neuron instance."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.model_configs import model_config
-from tilewright.cli.calibrate import print_ranges
-from tilewright.cli.common import (
-    NUMBERS,
-    WORDS,
-    JsonFile,
-    check_json_file,
-    check_output_file,
-    human_console,
-    whole_file,
-    write_json,
-)
+from tilewright.cli.calibrate import print_notes, print_ranges
+from tilewright.cli.common import NUMBERS, WORDS, mesh_axes
+from tilewright.cli.outputs import PageFiles, progress
 from tilewright.cli.plan_inference import fitted_constants
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import print_table
 from tilewright.perfmodel.environment import as_record
 from tilewright.perfmodel.plan_training import TrainingPlan, compare, setting_of, sweep
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
-from tilewright.report.neuron import write_training_plan
-from tilewright.report.terminal import print_table
+from tilewright.report.neuron import training_table, write_training_plan
 
 SHOWN = 16
 """Settings in the table; `--json` and `--html` have all."""
@@ -58,7 +48,7 @@ class TrainingOptions:
 
     model_config: str = "llama3-70b"
     instance: str = "trn2.48xlarge"
-    mesh: Annotated[tuple[str, ...], WORDS] = ("tp=4", "fsdp=16")
+    mesh: str = "tp=4,fsdp=16"
     streams: Annotated[tuple[int, ...], NUMBERS] = (1, 2)
     packet_size: Annotated[tuple[str, ...], WORDS] = ("default", "recommended")
     prefetch_distance: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1")
@@ -71,7 +61,7 @@ class TrainingOptions:
 
     def plan(self) -> TrainingPlan:
         """Raises ValueError where an option is none that there is, or does not fit the others."""
-        axes = read_mesh(self.mesh)
+        axes = {"fsdp": 1, "tp": 1} | mesh_axes(self.mesh, ("tp", "fsdp"))
         names = ("prefetch_distance", "scatter_delay")
         distances, delays = (tuple(halves_of(name, text) for text in getattr(self, name)) for name in names)
         if self.adaptive:
@@ -82,26 +72,17 @@ class TrainingOptions:
 
 
 def plan_training(
-    *, options: TrainingOptions = TrainingOptions(), json_file: JsonFile = None, html: Path | None = None
+    *, options: TrainingOptions = TrainingOptions(), files: PageFiles = PageFiles()
 ) -> None:  # fmt: skip
     """Ranks streams, packet sizes and shifts of a sharded training step, and prints the winner's environment.
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
-
-    Parameters
-    ----------
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    html
-        Write a page with the ranking and plots to this file.
     """
-    check_json_file(json_file)
-    check_output_file("--html", None if html is None else str(html))
-    plan, console = options.plan(), human_console(json_file)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("", total=len(plan.settings) + options.draws)
-        records = compare(plan, lambda name: bar.update(row, advance=1, description=name))
-        drawn = sweep(plan, records, options.draws, lambda: bar.update(row, advance=1, description="ranges"))
+    files.check()
+    plan, console = options.plan(), files.console()
+    with progress(console, len(plan.settings) + options.draws) as step:
+        records = compare(plan, step)
+        drawn = sweep(plan, records, options.draws, partial(step, "ranges"))
     best = records[0]
     variables = setting_of(best).variables()
     text = f"{best['setting']}: {significant(best['step_ms'])} ms, limited by {limit_of(best)}"
@@ -114,11 +95,8 @@ def plan_training(
     show(console, figures)
     for one in variables:
         console.print(f"export {one.name}={one.value}  # {one.does}", markup=False, soft_wrap=True)
-    write_json(json_file, figures)
-    if html is not None:
-        with whole_file(html) as partial:
-            write_training_plan(partial, f"Training of {plan.name} on {plan.instance.name}", figures)
-        console.print(f"{html} written", markup=False)
+    title = f"Training of {plan.name} on {plan.instance.name}"
+    files.write(console, figures, lambda path: write_training_plan(path, title, figures))
 
 
 def halves_of(name: str, text: str) -> int:
@@ -132,21 +110,6 @@ def halves_of(name: str, text: str) -> int:
     return round(2 * float(text))
 
 
-def read_mesh(words: Sequence[str]) -> dict[str, int]:
-    """The sizes of both axes.
-
-    Raises:
-        ValueError: other names, or no whole numbers.
-    """
-    axes = {"fsdp": 1, "tp": 1}
-    for word in words:
-        name, _, size = word.partition("=")
-        if name not in axes or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"expected --mesh tp=N,fsdp=M with whole numbers from 1, found {word!r}")
-        axes[name] = int(size)
-    return axes
-
-
 def limit_of(one: Mapping[str, Any]) -> str:
     return f"{one['limit']}, busy for {one['limit_share']:.0%} of the step"
 
@@ -155,25 +118,11 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     """The ranking, the winner, and the ranges of the fastest."""
     records = figures["data"]
     title = f"{figures['model']} on {figures['instance']}, {','.join(figures['mesh'])}, {figures['positions']:,} positions"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("packets")
-    shifts = ("prefetch\nlayers", "delay\nlayers")
-    for head in ("streams", *shifts, "step\nms", "gain", "tokens/s", "exposed\nms", "TP delay\nms", "GiB"):
-        table.add_column(head, justify="right")
-    table.add_column("limit")
     own = [one for one in records[SHOWN:] if not one["threaded"]]
-    for one in (*records[:SHOWN], *own):
-        times = [significant(one["step_ms"]), f"{one['gain']:+.1%}", f"{one['tokens_per_s']:,.0f}"]
-        waits = [significant(one["exposed_ms"]), significant(one["tp_delay_ms"])]
-        memory = significant(one["memory_gib"]) + ("" if one["fits"] else " !")
-        shifts = (f"{one['early_layers']:g}", f"{one['late_layers']:g}") if one["threaded"] else ("compiler's", "order")
-        limit = f"{one['limit']} {one['limit_share']:.0%}"
-        table.add_row(one["packets"], str(one["streams"]), *shifts, *times, *waits, memory, limit)
-    print_table(console, table)
+    print_table(console, training_table(title, [*records[:SHOWN], *own]))
     if len(records) > SHOWN:
         console.print(f"{len(records)} settings, of which the first {SHOWN} and the compiler's own order")
     console.print(f"fastest: {figures['winner_text']}", markup=False, soft_wrap=True)
     title = "ranges of the fastest settings; all other figures are at the constants that are used"
     print_ranges(console, title, figures["ranges"].values())
-    for note in dict.fromkeys(note for one in records for note in one["notes"]):
-        console.print(note, style="yellow", markup=False)
+    print_notes(console, records)

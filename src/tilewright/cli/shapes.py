@@ -8,17 +8,16 @@ from typing import Annotated, Any
 
 import numpy as np
 from cyclopts import App, Parameter
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from tilewright.bench.lengths import read_lengths
-from tilewright.cli.common import SEVERAL, JsonFile, TargetOptions, check_output_file, human_console, write_json, write_text
-from tilewright.cli.outputs import check_least
+from tilewright.cli.common import SEVERAL, JsonFile, TargetOptions, check_output_file, human_console, write_json
+from tilewright.cli.outputs import check_least, write_file
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.language_model import LanguageModel
-from tilewright.metrics.metric import significant
-from tilewright.report.terminal import number, print_table
+from tilewright.metrics.metric import Metric, chosen, significant
+from tilewright.metrics.shapes import SHAPES
+from tilewright.metrics.tables import FigureTable, print_table
 from tilewright.runtime.advice import (
     Buckets,
     Lengths,
@@ -203,8 +202,6 @@ def suggest(
         Write the recommended table to this file, as JSON.
     force
         Let --out replace a file.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_output_file("--json", json_file)
     check_output_file("--out", None if out is None else str(out))
@@ -220,9 +217,7 @@ def suggest(
     lengths = {"prompt_tokens": spread(prompts), "output_tokens": spread(outputs)}
     figures = {"trace": str(trace), "requests": len(prompts), **lengths, **figures}
     show(figures, console)
-    if out is not None:
-        write_text(out, table_text(table))
-        console.print(f"{out} written", markup=False)
+    write_file(console, out, lambda path: path.write_text(table_text(table), encoding="utf-8"))
     write_json(json_file, figures)
 
 
@@ -330,23 +325,23 @@ def show(figures: Mapping[str, Any], console: Console) -> None:
         say(line)
 
 
-def choices_table(name: str, figures: Mapping[str, Any]) -> Table:
+def choices_table(name: str, figures: Mapping[str, Any]) -> FigureTable:
     """A line for each number of buckets; that which is recommended has a star."""
-    table = Table(title=TITLES[name], box=box.SIMPLE_HEAD)
-    table.padding = (0, 1, 0, 0)
-    table.add_column("")
-    table.add_column("positions")
-    for column in ("padding", *(["runs a\nprompt"] if name == "chunks" else []), "work\nsaved", "programs", "compile"):
-        table.add_column(column, justify="right")
     requests = figures["requests"] - figures["requests_beyond_context"]
-    for one in figures[name]:
-        cells = [f"{one['padding_share']:.1%}"]
-        if name == "chunks":
-            cells.append(f"{one['runs'] / requests:.2f}")
-        cells += [number(one["saved_share"], ".1%"), f"{one['programs']:,}", duration(one["compile_seconds"])]
-        sizes = " ".join(map(str, one[name]))
-        table.add_row("*" if one["recommended"] else "", sizes, *cells, style="bold" if one["recommended"] else "")
-    return table
+    rows = [
+        {
+            **one,
+            "star": "*" if one["recommended"] else "",
+            "positions": " ".join(map(str, one[name])),
+            "runs_a_prompt": one["runs"] / requests,
+            "compile_seconds": duration(one["compile_seconds"]),
+        }
+        for one in figures[name]
+    ]
+    padding, *others = chosen(SHAPES, "padding_share saved_share programs compile_seconds")
+    runs = [Metric("runs_a_prompt", head="runs a prompt", short="runs a\nprompt", form=".2f")] if name == "chunks" else []
+    columns = (Metric("star", words=True), Metric("positions", head="positions", words=True), padding, *runs, *others)
+    return FigureTable(TITLES[name], "", {"": rows}, columns)
 
 
 def explanation(figures: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ from tilewright.cli.common import (
     given,
     human_console,
     keep_programs,
+    mesh_axes,
     progress_console,
     write_json,
 )
@@ -37,13 +38,7 @@ from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.parallel.mesh import is_first_process
 from tilewright.train.checkpoint import steps_in
-from tilewright.train.data import (
-    encode_documents,
-    end_of_text,
-    read_documents,
-    split_documents,
-    train_tokenizer,
-)
+from tilewright.train.data import encode_documents, end_of_text, read_documents, split_documents, train_tokenizer
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainResult
@@ -239,15 +234,6 @@ class MeshOptions:
         return {} if self.mesh is None else {"devices": prod(mesh_axes(self.mesh).values()), "mesh": self.mesh}
 
 
-def mesh_axes(text: str) -> dict[str, int]:
-    """The axes of a mesh, as `fsdp=4,tp=2` has them."""
-    found = re.fullmatch(r"(\w+=[1-9]\d*)(,\w+=[1-9]\d*)*", text)
-    axes = [part.split("=") for part in text.split(",")]
-    if found is None or len({name for name, _ in axes}) < len(axes):
-        raise ValueError(f"expected --mesh as fsdp=4,tp=2, found {text!r}")
-    return {name: int(size) for name, size in axes}
-
-
 def halves(name: str, text: str) -> Halves:
     """A shift of both halves, or one of each: `1` or `1,2`."""
     if re.fullmatch(r"\d+(,\d+)?", text) is None:
@@ -327,8 +313,6 @@ def lm(
         Of the model as it is written; it is trained in float32.
     router_aux_loss_coef
         Of a mixture of experts: what the loss that balances experts is multiplied with, 0 for none; by default the model's.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)

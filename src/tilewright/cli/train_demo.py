@@ -48,8 +48,6 @@ def demo(
         Steps of the target.
     drafter_steps
         Steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)
@@ -85,8 +83,6 @@ def evaluate(
         A folder, a Hugging Face id, or "demo". Its tokenizer must be a byte-level BPE.
     gsm8k
         GSM8K's training questions, as JSONL; a twentieth of them is held out.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)

@@ -60,8 +60,6 @@ def diffusion(
         Train on the source of the Python standard library too, but for the modules that the demo holds out.
     dtype
         Of the saved weights.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)

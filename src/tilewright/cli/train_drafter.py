@@ -11,10 +11,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
+from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, mesh_axes, progress_console
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
-from tilewright.cli.train import LoopOptions, finish, mesh_axes, require_data
+from tilewright.cli.train import LoopOptions, finish, require_data
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import dflash, dflash2, dspark, eagle3, hub, lilicorr
 from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
@@ -332,8 +332,6 @@ def drafter(
         token after another.
     dtype
         Of the drafter as it is written; it is trained in float32.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)

@@ -13,10 +13,10 @@ from tilewright.cli.common import CompileCache, JsonFile, check_json_file, human
 from tilewright.cli.outputs import check_least
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
+from tilewright.metrics.tables import print_table
 from tilewright.models.gnn import FAMILIES, Config
 from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
 from tilewright.parallel.mesh import make_mesh
-from tilewright.report.terminal import print_table
 from tilewright.train.gnn import PARTS, GNNOptions, at_best_validation, best_run, validates
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import Task, TrainResult, train
@@ -167,8 +167,6 @@ def gnn(
         Folder for the model: the weights that validate best, of all epochs and all runs; where nothing validates, the last ones
         of the first run. Its subfolder `training` holds the checkpoint that an interrupted run resumes from. Without it nothing
         is written.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)

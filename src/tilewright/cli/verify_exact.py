@@ -31,8 +31,8 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.outputs import check_least, check_some
 from tilewright.llm.language_model import LanguageModel
+from tilewright.metrics.tables import print_table
 from tilewright.report.exact import by_path, difference_lines, exact_table
-from tilewright.report.terminal import print_table
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 QUICK_DRAFTER = "dflash"
@@ -139,8 +139,6 @@ def verify_exact(
     ----------
     model
         The same as --model.
-    json_file
-        Write all findings as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     effort = asking.effort()

@@ -25,8 +25,7 @@ from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotient
 from tilewright.hardware.tpu import CHIPS
 from tilewright.metrics.metric import chosen
 from tilewright.metrics.programs import ESTIMATED, MEASURED, PROGRAMS
-from tilewright.report.tables import FigureTable
-from tilewright.report.terminal import uncut
+from tilewright.metrics.tables import FigureTable, uncut
 
 RUN_S = 0.05
 """Seconds that a timed run should take; one that takes longer consists of a single call."""

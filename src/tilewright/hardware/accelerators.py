@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tilewright.hardware.figures import refuse_name
 from tilewright.hardware.neuron import GIB, NEURON_CHIPS, NeuronChip
+from tilewright.hardware.ranged import refuse_name
 from tilewright.hardware.tpu import CHIPS, KINDS, TpuChip
 
 Maker = Literal["Neuron", "TPU", "GPU", "CPU"]

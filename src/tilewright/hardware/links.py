@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tilewright.hardware.collectives import GATHER_TOUCHES, CollectiveCosts, ring_share, ring_steps, touched_share
-from tilewright.hardware.figures import Ranged
+from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import TpuChip
 
 HOP_US = Ranged(1.0, 0.5, 2.7)

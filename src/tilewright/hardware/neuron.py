@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from tilewright.hardware.figures import Ranged, refuse_name
 from tilewright.hardware.links import Torus
+from tilewright.hardware.ranged import Ranged, refuse_name
 
 GIB = 2**30 / 1e9
 """GiB in 1e9 bytes."""

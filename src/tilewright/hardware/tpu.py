@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilewright.hardware.figures import Ranged
+from tilewright.hardware.ranged import Ranged
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tilewright.metrics import (
+    chips,
     denoising,
+    diff,
     exactness,
     linear,
     neuron,
     overlap,
     programs,
     prometheus,
+    ranges,
+    round,
     serving,
     shapes,
     speculative,
@@ -35,9 +39,17 @@ TABLES: dict[str, tuple[Metric, ...]] = {
     "exactness": exactness.EXACTNESS,
     "denoising": denoising.DENOISING,
     "layer": overlap.LAYER,
+    "diff": (*diff.DIFF, *diff.CHANGES),
     "training-step": overlap.TRAINING_STEP,
+    "transfers": overlap.TRANSFERS,
     "times": overlap.TIMES,
+    "micro": overlap.MICRO,
+    "round": round.ROUND,
+    "round-parts": round.PARTS,
+    "ranges": ranges.RANGES,
+    "calibration": ranges.CALIBRATION,
     "neuron": neuron.NEURON,
+    "chips": chips.CHIPS,
     "training": training.TRAINING,
     "gauges": prometheus.GAUGES,
     "counters": prometheus.COUNTERS,
@@ -46,7 +58,7 @@ TABLES: dict[str, tuple[Metric, ...]] = {
 """Tables of the document, each by the name that stands in the comment above it."""
 
 HEAD = ("field", "unit", "definition", "in")
-PLACE = re.compile(r"<!-- metrics: ([\w-]+) -->\n\n(?:\|.*\n)*")
+PLACE = re.compile(r"<!-- metrics: ([\w-]+) -->\n\n(?:\|.*\n)*\n*")
 
 
 def table(metrics: Sequence[Metric]) -> str:
@@ -85,7 +97,7 @@ def with_tables(text: str) -> str:
     if sorted(names) != sorted(TABLES):
         wrong = sorted(set(names) ^ set(TABLES)) or sorted(name for name in set(names) if names.count(name) > 1)
         raise ValueError(f"expected each declared table once, found otherwise: {', '.join(wrong)}")
-    return PLACE.sub(lambda found: f"<!-- metrics: {found[1]} -->\n\n{table(TABLES[found[1]])}", text)
+    return PLACE.sub(lambda found: f"<!-- metrics: {found[1]} -->\n\n{table(TABLES[found[1]])}\n", text).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Metric:
         form: how a value reads, as `format` takes it.
         digits: significant digits, in the place of `form`.
         factor: what a value is multiplied with before it is shown: 1e-6 for bytes in MB.
+        words: true of names and remarks, which tables set to the left.
         csv: true of a column of `--csv`.
         label: of a counter in Prometheus' format, what tells its series apart besides the model's name.
     """
@@ -31,6 +32,7 @@ class Metric:
     form: str = ""
     digits: int = 0
     factor: float = 1
+    words: bool = False
     csv: bool = False
     label: str = ""
 

@@ -18,24 +18,34 @@ SHAPES = (
         "positions",
         "the capacities that hold the requests, or the chunks of their prefill plans, summed",
     ),
-    Metric("padding_share", "", "1 − `needed_positions` / `computed_positions`"),
+    Metric("padding_share", "", "1 − `needed_positions` / `computed_positions`", head="padding", form=".1%"),
     Metric("runs", "", "chunks in all plans; for capacities the requests"),
     Metric(
         "work_positions",
         "positions",
         "what choices are judged by: `computed_positions`, for chunks with `chunk_overhead_positions` more for each run",
     ),
-    Metric("saved_share", "", "of the work of the choice before; null for the first"),
+    Metric(
+        "saved_share",
+        "",
+        "of the work of the choice before; null for the first",
+        head="work saved",
+        short="work\nsaved",
+        form=".1%",
+    ),
     Metric(
         "programs",
         "",
         "of the whole table, for requests up to the longest: with this choice, and with the recommended one of the other list",
+        head="programs",
+        form=",",
     ),
     Metric(
         "compile_seconds",
         "s",
         "an estimate: the programs one after another, each as long as `compile_seconds_per_program` says; null "
         "where that is unknown",
+        head="compile",
     ),
     Metric(
         "compile_seconds_source",

@@ -1,4 +1,4 @@
-"""Figures of `tilewright bench speculative`; `bench/figures.py` computes them."""
+"""Figures of `tilewright bench speculative`; `bench/speculative_figures.py` computes them."""
 
 from tilewright.metrics.metric import Metric
 

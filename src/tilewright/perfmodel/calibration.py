@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewright.hardware.collectives import COLLECTIVES
-from tilewright.hardware.figures import Ranged
 from tilewright.hardware.links import HOP_US, Fabric, Torus
+from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import TpuChip
 from tilewright.perfmodel.uncertainty import MODEL_ERROR, Basis
 

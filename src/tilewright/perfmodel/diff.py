@@ -7,7 +7,7 @@ are read from compiled text: compiler estimates, no measurements.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tilewright.compiled.aot import Compiled
@@ -244,7 +244,3 @@ def with_callees(module: Module, op: HloOp) -> Iterator[HloOp]:
     for name in op.callees("calls"):
         for inner in module.computations[name].ops:
             yield from with_callees(module, inner)
-
-
-FIGURES = tuple(one.name for one in fields(ProgramFigures))
-"""Names of the figures, in their order."""

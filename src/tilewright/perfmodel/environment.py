@@ -6,7 +6,7 @@ Source: neuron-runtime/explore/compute-comm-overlap of the AWS Neuron documentat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.hardware.figures import refuse_name
+from tilewright.hardware.ranged import refuse_name
 from tilewright.perfmodel.machine import CC_PACKET_BYTES, DMA_PACKET_BYTES
 
 FRAMEWORKS = ("jax", "nxd")

@@ -21,7 +21,7 @@ from math import ceil
 from typing import Literal
 
 from tilewright.hardware.collectives import ring_chunks
-from tilewright.hardware.figures import refuse_name
+from tilewright.hardware.ranged import refuse_name
 from tilewright.perfmodel.builder import BF16, SBUF_SHARE, TILE, Builder, WeightTiles, element_cycles, product_cycles
 from tilewright.perfmodel.machine import Machine
 from tilewright.perfmodel.program import PSUM, SBUF, Algorithm, NeuronProgram

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tilewright.hardware.collectives import CollectiveCosts
-from tilewright.hardware.figures import Ranged, ranged, refuse_name
 from tilewright.hardware.neuron import NeuronInstance
+from tilewright.hardware.ranged import Ranged, ranged, refuse_name
 from tilewright.perfmodel.collectives import Mesh, steps_of
 from tilewright.perfmodel.program import COMPUTE, DMA, Collective
 from tilewright.perfmodel.sharing import Limits

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilewright.hardware.figures import refuse_name
 from tilewright.hardware.neuron import NeuronInstance
+from tilewright.hardware.ranged import refuse_name
 from tilewright.perfmodel.builder import BF16
 from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.collectives import algorithms, steps_of

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tilewright.hardware.figures import refuse_name
 from tilewright.hardware.neuron import NeuronInstance
+from tilewright.hardware.ranged import refuse_name
 from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.environment import Variable, recommended_packets, variables
 from tilewright.perfmodel.estimate import ProgramEstimate, estimate

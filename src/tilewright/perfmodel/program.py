@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tilewright.hardware.figures import refuse_name
+from tilewright.hardware.ranged import refuse_name
 
 COMPUTE = ("tensor", "vector", "scalar", "gpsimd")
 """Engines that compute."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tilewright.hardware.figures import Ranged, ranged
 from tilewright.hardware.links import Fabric
+from tilewright.hardware.ranged import Ranged, ranged
 from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with, with_constants
 from tilewright.perfmodel.schedule import ScheduleGraph
 from tilewright.perfmodel.timeline import Timeline, simulate

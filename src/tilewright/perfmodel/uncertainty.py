@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.hardware.figures import Ranged
+from tilewright.hardware.ranged import Ranged
 from tilewright.metrics.metric import significant
 
 DRAWS = 100

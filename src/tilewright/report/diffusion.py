@@ -6,9 +6,10 @@ from typing import Any
 
 from tilewright.metrics.denoising import DENOISING
 from tilewright.metrics.metric import chosen
+from tilewright.metrics.tables import FigureTable
 from tilewright.report.charts import LineChart, Series, StackedBars
 from tilewright.report.page import Block, Report, Section
-from tilewright.report.tables import FigureTable
+from tilewright.report.tables import page_table
 
 Row = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ def write_diffusion(path: Path, report: Report) -> None:
     rows = report.records
     times = [(row["name"], (1000 * row["seconds_per_step"],)) for row in rows]
     sections = [
-        Section("Speed and accuracy", [figures_table(rows).page()], " ".join([TEXT, *report.notes])),
+        Section("Speed and accuracy", [page_table(figures_table(rows))], " ".join([TEXT, *report.notes])),
         Section("Time of a step", [StackedBars("A step, median", ("time",), times, "ms")]),
     ]
     compared = [row for row in rows if row["logit_kl_nats_by_step"]]
@@ -74,7 +75,7 @@ def write_diffusion(path: Path, report: Report) -> None:
     if parallel:
         points = charts("", "tokens", parallel, lambda row: row["tokens_per_forward_by_step"])
         sections.append(Section("Tokens that a step commits", points, grid=True))
-    sections.append(Section("Programs", [programs_table(rows).page()]))
+    sections.append(Section("Programs", [page_table(programs_table(rows))]))
     report.write(path, sections)
 
 

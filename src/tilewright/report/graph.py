@@ -6,9 +6,10 @@ from typing import Any
 
 from tilewright.metrics.metric import chosen
 from tilewright.metrics.programs import ESTIMATED, GRAPH, MEASURED, PROGRAMS
+from tilewright.metrics.tables import FigureTable, grouped
 from tilewright.report.charts import StackedBars
 from tilewright.report.page import Report, Section
-from tilewright.report.tables import FigureTable, grouped
+from tilewright.report.tables import page_table
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -57,7 +58,7 @@ def write_graph(path: Path, report: Report) -> None:
         if not sections:
             text = " ".join([TEXT, text, *report.notes])
         tables = [times_table(place, records), memory_table(place, records)]
-        sections.append(Section(place, [table.page() for table in tables], text))
+        sections.append(Section(place, [page_table(table) for table in tables], text))
         if measured:
             sections.append(Section("Time of a call", bars(records, {"time": "median_ms"}, "ms"), grid=True))
         moved = bars(records, {"read": "read_bytes", "written": "written_bytes"}, "MB", 1e-6)
@@ -66,7 +67,7 @@ def write_graph(path: Path, report: Report) -> None:
     if counted:
         text = "What the fused kernels' DMAs move, counted from the kernels; a model's other parts are not in it."
         tables = [kernels_table(counted, chip, key) for chip, key in (("TPU", "tpu"), ("Trainium", "nki"))]
-        sections.append(Section("DMAs of the accelerators' kernels", [table.page() for table in tables], text))
+        sections.append(Section("DMAs of the accelerators' kernels", [page_table(table) for table in tables], text))
     report.write(path, sections)
 
 

@@ -1,14 +1,18 @@
 """The pages of simulated Neuron programs and of plans: what engines do when, and figures by cores, batch and schedule."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from tilewright.metrics.metric import Metric, chosen, significant
+from tilewright.metrics.neuron import NEURON
+from tilewright.metrics.tables import FigureTable, grouped
 from tilewright.report.charts import LineChart, Series, StackedBars, bar_key, figure
-from tilewright.report.page import Block, Cell, HtmlTable, Section, series_class, write_sections
+from tilewright.report.page import Block, HtmlTable, Section, series_class, write_sections
 from tilewright.report.ranges import ranges_section, sentences
+from tilewright.report.tables import page_table
 
 MOMENTS = ("compute", "loading", "exposed", "waiting")
 """Kinds of moments that all of the time is divided into, as records name them."""
@@ -24,6 +28,17 @@ WIDTH, LANE, GAP = 1000, 10, 3
 """Of the picture, in its own units."""
 
 LEAD = "A discrete-event model; nothing ran on a chip. docs/neuron.md says what is modelled and where its figures come from."
+
+
+PLACES = (
+    "schedule cores batch_rows tokens_per_s tokens_per_s_gain tokens_per_s_gain_over_sequence ttft_ms ttft_gain "
+    "ttft_gain_over_sequence tpot_ms tpot_gain tpot_gain_over_sequence memory_gib limit"
+)
+AT_BEST = "Schedules against sync and sequence, each at its best"
+SETTINGS = chosen(
+    NEURON, "packets streams early_layers late_layers step_ms gain tokens_per_s exposed_ms tp_delay_ms memory_gib limit"
+)
+BUSY = Metric("busy_share", head="busy", form=".1%")
 
 
 @dataclass(frozen=True)
@@ -83,29 +98,30 @@ def write_simulation(
         record: figures, named as in docs/metrics.md.
         environment: what they depend on.
     """
-    shares = {name: min(1.0, ms / (record["total_ms"] or 1.0)) for name, ms in record["busy_ms"].items()}
-    busy = [
-        [name, f"{ms:,.3f}", f"{record['idle_ms'][name]:,.3f}", Cell(f"{shares[name]:.1%}", share=shares[name])]
-        for name, ms in record["busy_ms"].items()
-    ]
-    layers = record["exposed_layers_ms"]
+    sent = [{"name": name, "dma_gb": size, "dma_share": record["dma_share"][name]} for name, size in record["dma_gb"].items()]
+    layers = [{"name": name, "exposed_ms": ms} for name, ms in record["exposed_layers_ms"].items()]
+    exposed = FigureTable("Exposed communication of each layer", "layer", {"": layers}, chosen(NEURON, "exposed_ms"))
     blocks: list[Block] = [
         StackedBars("What the time goes to", MOMENT_NAMES, [(record["program"], [record[f"{n}_ms"] for n in MOMENTS])], "ms"),
-        HtmlTable("Engines", ["engine", "busy ms", "idle ms", "busy"], busy),
-        HtmlTable(
-            "DMA engines by sender",
-            ["sender", "GB", "share"],
-            [[name, f"{size:,.3f}", f"{record['dma_share'][name]:.1%}"] for name, size in record["dma_gb"].items()],
-        ),
-        HtmlTable(
-            "Exposed communication of each layer", ["layer", "ms"], [[name, f"{ms:,.3f}"] for name, ms in layers.items()]
-        ),
+        page_table(engines_table("Engines", record)),
+        page_table(FigureTable("DMA engines by sender", "sender", {"": sent}, chosen(NEURON, "dma_gb dma_share"))),
+        page_table(exposed),
     ]
     text = f"{record['total_ms']:,.3f} ms; {record['limit']} is busy longest; {record['memory_gib']:,.2f} GiB of device memory."
     text = " ".join([text, *sentences(record["notes"])])
     sections = [Section("What runs when", [engines], text), Section("Figures", blocks, grid=True)]
     data = {"environment": dict(environment), "data": dict(record)}
     write_sections(path, title, sections, lead=LEAD, facts=environment, data=data)
+
+
+def engines_table(title: str, record: Mapping[str, Any]) -> FigureTable:
+    """Table of how long each engine of a simulated program is busy."""
+    total = record["total_ms"] or 1.0
+    rows = [
+        {"name": name, "busy_ms": ms, "idle_ms": record["idle_ms"][name], BUSY.name: ms / total}
+        for name, ms in record["busy_ms"].items()
+    ]
+    return FigureTable(title, "engine", {"": rows}, (*chosen(NEURON, "busy_ms idle_ms"), BUSY), shares=(BUSY.name,))
 
 
 def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -> None:
@@ -115,8 +131,7 @@ def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) 
         plan: what `--json` holds: `data`, `winner`, `ranges` and the environment.
     """
     records, sections = plan["data"], []
-    for tokens in dict.fromkeys(one["input_tokens"] for one in records):
-        of = [one for one in records if one["input_tokens"] == tokens]
+    for tokens, of in grouped(records, "input_tokens").items():
         blocks: list[Block] = [
             *by_cores(f"Output throughput, input of {tokens:,}", "tokens/s", "tokens_per_s", of),
             *by_cores(f"Time to the first token, input of {tokens:,}", "ms", "ttft_ms", of),
@@ -124,7 +139,7 @@ def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) 
         ]
         sections.append(Section(f"Input of {tokens:,} tokens", blocks, grid=True))
         notes = " ".join(sentences(note for one in of for note in one["notes"]))
-        sections.append(Section(f"Figures, input of {tokens:,}", [inference_table(of)], notes))
+        sections.append(Section(f"Figures, input of {tokens:,}", [page_table(inference_table(AT_BEST, of))], notes))
     sections.append(ranges_section(plan["ranges"]))
     environment = {name: value for name, value in plan.items() if name not in ("data", "ranges", "winner")}
     write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
@@ -147,19 +162,18 @@ def by_cores(title: str, unit: str, name: str, records: Sequence[Mapping[str, An
     return [LineChart(f"{title}, batch {rows}", "cores", unit, of) for rows, of in drawn.items()]
 
 
-def inference_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
-    gains = ("gain over sync", "over sequence")
-    heads = ["schedule", "cores", "batch", "tokens/s", *gains, "TTFT ms", *gains, "TPOT ms", *gains, "decode limit", "GiB"]
-    rows = []
-    for one in records:
-        figures = []
-        for name, gain in (("tokens_per_s", "tokens_per_s_gain"), ("ttft_ms", "ttft_gain"), ("tpot_ms", "tpot_gain")):
-            both = (one[gain], one[f"{gain}_over_sequence"])
-            figures += [f"{one[name]:,.2f}", *(None if each is None else f"{each:+.1%}" for each in both)]
-        limit = f"{one['decode']['limit']} {one['decode']['limit_share']:.0%}"
-        memory = f"{one['memory_gib']:,.1f}" + ("" if one["fits"] else " (does not fit)")
-        rows.append([one["schedule"], str(one["cores"]), str(one["batch_rows"]), *figures, limit, memory])
-    return HtmlTable("Schedules against sync and sequence, each at its best", heads, rows)
+def inference_table(title: str, records: Sequence[Mapping[str, Any]], names: str = PLACES) -> FigureTable:
+    """Table of schedules at each place: throughput and times, with the gains over `sync` and over `sequence`."""
+    limits = ({"limit": one["decode"]["limit"], "limit_share": one["decode"]["limit_share"]} for one in records)
+    rows = [told({**one, **limit}) for one, limit in zip(records, limits, strict=True)]
+    *others, limit = chosen(NEURON, names)
+    return FigureTable(title, "", {"": rows}, (*others, replace(limit, head="decode limit", short="decode\nlimit")), unknown="")
+
+
+def told(one: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with its limit and its memory as tables show them: "!" where that is too much."""
+    memory = significant(one["memory_gib"]) + ("" if one["fits"] else " !")
+    return {**one, "memory_gib": memory, "limit": f"{one['limit']} {one['limit_share']:.0%}"}
 
 
 def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -> None:
@@ -178,7 +192,7 @@ def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -
         if (series := [Series(key, sorted(points)) for key, points in lines.items() if key.endswith(packets)])
     ]
     sections = [
-        Section("Ranking", [training_table(records)], plan["winner_text"]),
+        Section("Ranking", [page_table(training_table("Settings, the fastest first", records))], plan["winner_text"]),
         Section("What steps are made of", [StackedBars("The fastest settings", MOMENT_NAMES, bars, "ms"), *charts], grid=True),
         Section("Environment of the winner", [HtmlTable("Variables", ["name", "value", "what it does"], shown)]),
         ranges_section(plan["ranges"]),
@@ -188,16 +202,11 @@ def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -
     write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
 
 
-def training_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
-    heads = ["setting", "step ms", "gain", "exposed ms", "TP delay ms", "limit", "GiB"]
-    rows = []
-    for one in records:
-        share = max(0.0, min(1.0, one["exposed_ms"] / one["step_ms"]))
-        times = [f"{one['step_ms']:,.1f}", f"{one['gain']:+.1%}", Cell(f"{one['exposed_ms']:,.1f}", share=share, colour=2)]
-        memory = f"{one['memory_gib']:,.1f}" + ("" if one["fits"] else " (does not fit)")
-        limit = f"{one['limit']} {one['limit_share']:.0%}"
-        rows.append([one["setting"], *times, f"{one['tp_delay_ms']:,.1f}", limit, memory])
-    return HtmlTable("Settings, the fastest first", heads, rows)
+def training_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+    """Table of settings, as they are ranked."""
+    own = {"early_layers": "compiler's", "late_layers": "order"}
+    rows = [told(one if one["threaded"] else {**one, **own}) for one in records]
+    return FigureTable(title, "", {"": rows}, SETTINGS, unknown="")
 
 
 def plain(environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,16 +6,32 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from tilewright.metrics.metric import Metric, chosen, significant
+from tilewright.metrics.overlap import LAYER, MICRO
+from tilewright.metrics.tables import FigureTable, grouped
 from tilewright.report.charts import StackedBars, bar_key, figure
-from tilewright.report.page import Cell, HtmlTable, Section, series_class, write_sections
+from tilewright.report.page import HtmlTable, Section, series_class, write_sections
 from tilewright.report.ranges import ranges_section
+from tilewright.report.tables import page_table
 
 KINDS = ("compute", "exposed", "memory wait", "hidden")
 """Kinds of spans in a chart, in the order of the colours."""
 
 NAMES = ("compute", "exposed communication", "waiting for memory", "hidden communication")
-WITHOUT = ("bound_total", "all_links_communication", "all_links_least_exposed")
-"""Figures of a phase that are the same under every schedule."""
+
+COLUMNS = chosen(
+    LAYER,
+    "layers_compiled compute_cycles compute_ms communication_ms hidden_ms exposed_ms exposed_share exposed_share_of_sync "
+    "extra_compute_share least_exposed_ms total_ms total_over_bound model_total_ms",
+)
+AGAINST = (
+    "Total: compute, exposed communication, and waiting for copies from memory; × bound: against the layer without "
+    "communication; least exposed: what the busiest link takes beyond the compute. Not steady: the layer's neighbours "
+    "differ from it, so that it may not stand for all."
+)
+HIDDEN = Metric("hidden_share_of_communication", head="hidden", form=".0%")
+MICRO_COLUMNS = (*chosen(MICRO, "made_of_it compute_us communication_us exposed_us"), HIDDEN)
+MEASURED_COLUMNS = chosen(MICRO, "collective program size_bytes product_us collective_us both_us hidden_share")
 
 WIDTH, LANE, GAP = 1000, 12, 3
 """Of the picture, in its own units: its width, the height of a lane, and what is between them."""
@@ -93,18 +109,17 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
         ValueError: the environment holds something that JSON cannot.
     """
     sections = []
-    for name in dict.fromkeys(map(place, report.records)):
-        records = [one for one in report.records if place(one) == name]
+    for name, records in grouped(report.records, place).items():
         first = records[0]
-        bound, wires, beyond = (milliseconds(first[f"{key}_ms"]) for key in WITHOUT)
+        wires, beyond = (milliseconds(first[f"all_links_{key}_ms"]) for key in ("communication", "least_exposed"))
         text = (
             f"One of {first['model_layers']} layers, the middle of those that were compiled, on {first['devices']} chips. "
-            f"Without communication it takes {bound} ms{unsteady(first['bound_steady'])}. If every chip used all its links, "
-            f"two sums would take {wires} ms, and {beyond} ms of them would not fit under the compute. "
-            f"{layer_estimates(records, 'schedule')}"
+            f"If every chip used all its links, two sums would take {wires} ms, and {beyond} ms of them would not fit under "
+            f"the compute. {layer_estimates(records, 'schedule')}"
         )
         picture = LaneChart(f"What runs when, {name}", report.lanes[name])
-        blocks = [figures_table(records), against_table(records), layer_bars(records), picture]
+        table = page_table(layer_table("Communication of a layer", records), note=AGAINST)
+        blocks = [table, layer_bars(records), picture]
         sections.append(Section(name, blocks, text))
     if report.ranges:
         sections.append(ranges_section(report.ranges))
@@ -120,40 +135,20 @@ def milliseconds(value: float) -> str:
     return f"{value:,.3f}"
 
 
-def unsteady(steady: bool) -> str:
-    """Remark beside a time if the layer may not stand for all."""
-    return "" if steady else " (not steady)"
+def layer_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+    """Table of the layer of one phase under each schedule, against that of plain sums and against what cannot be less."""
+    first, bound = records[0], dict.fromkeys(metric.name for metric in COLUMNS)
+    total = first["bound_total_ms"]
+    bound |= {"compute_cycles": first["bound_compute_cycles"], "total_over_bound": 1.0}
+    bound |= {"total_ms": total_text(total, first["bound_steady"]), "model_total_ms": total * first["model_layers"]}
+    rows = [{**one, "name": one["schedule"], "total_ms": total_text(one["total_ms"], one["steady"])} for one in records]
+    rows.append({"name": "no communication", **bound})
+    return FigureTable(title, "schedule", {"": rows}, COLUMNS, shares=("exposed_share",), unknown="")
 
 
-def percent(share: float | None) -> str | None:
-    return None if share is None else f"{100 * share:.1f} %"
-
-
-def figures_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
-    """The layer under each schedule."""
-    rows = []
-    for one in records:
-        share = one["exposed_share"]
-        times = [milliseconds(one[f"{name}_ms"]) for name in ("compute", "communication", "hidden", "exposed")]
-        rows.append([one["schedule"], *times, Cell(percent(share) or "", share=min(1.0, share or 0.0), colour=1)])
-    heads = ["schedule", "compute ms", "under way ms", "hidden ms", "exposed ms", "share exposed"]
-    return HtmlTable("Communication of a layer", heads, rows)
-
-
-def against_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
-    """The layer against that of plain sums, and against what cannot be less."""
-    rows = []
-    for one in records:
-        of_sync = [percent(one["exposed_share_of_sync"]), percent(one["extra_compute_share"])]
-        total = [milliseconds(one["total_ms"]) + unsteady(one["steady"]), f"{one['total_over_bound']:.2f}"]
-        rows.append([one["schedule"], *of_sync, milliseconds(one["least_exposed_ms"]), *total])
-    heads = ["schedule", "exposed of sync's", "compute over sync's", "least exposed ms", "total ms", "over bound"]
-    note = (
-        "Total: compute, exposed communication, and waiting for copies from memory; over bound: against the layer without "
-        "communication; least exposed: what the busiest link takes beyond the compute. Not steady: the layer's neighbours "
-        "differ from it, so that it may not stand for all."
-    )
-    return HtmlTable("Against plain sums and bounds", heads, rows, note=note)
+def total_text(total_ms: float, steady: bool) -> str:
+    """A time, with a remark if the layer may not stand for all."""
+    return significant(total_ms) + ("" if steady else "\nnot steady")
 
 
 def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
@@ -214,10 +209,31 @@ class LaneChart:
         return HtmlTable(f"{self.title}, ms", ["", *NAMES], rows)
 
 
-MICRO = (
+ABOUT_MICRO = (
     "Beside: a product and an independent collective; after: a collective of what a product gives; before: a product of what a "
     "collective gives; two: a product and two independent collectives of one kind."
 )
+
+
+def size_name(size_bytes: int) -> str:
+    return f"{size_bytes // 1024:,} KiB" if size_bytes % 2**20 else f"{size_bytes // 2**20:,} MiB"
+
+
+def micro_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+    """Table of what was compiled for one chip: a line for each collective, program and size."""
+    rows = []
+    for one in records:
+        under_way = one["communication_us"]
+        share = one["hidden_us"] / under_way if under_way else None
+        name = f"{one['program']}, {size_name(one['size_bytes'])}"
+        rows.append({**one, "name": name, HIDDEN.name: share})
+    return FigureTable(title, "program", grouped(rows, "collective"), MICRO_COLUMNS, shares=(HIDDEN.name,))
+
+
+def measured_micro_table(title: str, records: Sequence[Mapping[str, Any]], caption: str = "") -> FigureTable:
+    """Table of what ran here."""
+    rows = [{**one, "size_bytes": size_name(one["size_bytes"])} for one in records]
+    return FigureTable(title, "", {"": rows}, MEASURED_COLUMNS, caption=caption)
 
 
 def write_micro(
@@ -233,37 +249,13 @@ def write_micro(
         environment: what they depend on, in the order shown.
     """
     sections = []
-    for chip in dict.fromkeys(one["chip"] for one in compiled):
-        of = [one for one in compiled if one["chip"] == chip]
-        tables = [micro_table(name, [one for one in of if one["collective"] == name]) for name in unique(of, "collective")]
-        sections.append(Section(chip, tables, f"Compiler estimates; nothing ran. {MICRO}", grid=False))
+    for chip, of in grouped(compiled, "chip").items():
+        sections.append(
+            Section(chip, [page_table(micro_table("Programs", of))], f"Compiler estimates; nothing ran. {ABOUT_MICRO}")
+        )
     if measured:
-        heads = ["collective", "program", "KiB", "product us", "collective us", "both us", "hidden"]
-        rows = [
-            [
-                *(one["collective"], one["program"], f"{one['size_bytes'] // 1024:,}"),
-                *(f"{one[f'{name}_us']:,.0f}" for name in ("product", "collective", "both")),
-                f"{one['hidden_share']:.0%}",
-            ]
-            for one in measured
-        ]
-        sections.append(Section("Measured here", [HtmlTable("Medians of runs in turns", heads, rows)], MICRO))
+        sections.append(
+            Section("Measured here", [page_table(measured_micro_table("Medians of runs in turns", measured))], ABOUT_MICRO)
+        )
     data = {"environment": dict(environment), "compiled": list(compiled), "measured": list(measured)}
     write_sections(path, "Collectives beside products", sections, facts=environment, data=data)
-
-
-def unique(records: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    """The values of a figure, in the order in which they come."""
-    return list(dict.fromkeys(one[key] for one in records))
-
-
-def micro_table(collective: str, records: Sequence[Mapping[str, Any]]) -> HtmlTable:
-    """Table of one collective: a line for each program and size."""
-    rows = []
-    for one in records:
-        under_way = one["communication_us"]
-        share = one["hidden_us"] / under_way if under_way else None
-        times = [f"{one[f'{name}_us']:,.1f}" for name in ("compute", "communication", "exposed")]
-        bar = None if share is None else Cell(f"{share:.0%}", share=min(1.0, share), colour=3)
-        rows.append([f"{one['program']}, {one['size_bytes'] // 1024:,} KiB", one["made_of_it"], *times, bar])
-    return HtmlTable(collective, ["program", "made of it", "compute us", "under way us", "exposed us", "hidden"], rows)

@@ -4,10 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tilewright.metrics.metric import Metric, chosen
+from tilewright.metrics.overlap import TIMES
+from tilewright.metrics.tables import FigureTable, grouped
 from tilewright.report.charts import LineChart, Series
-from tilewright.report.overlap import CAVEATS, unsteady, without_estimate
-from tilewright.report.page import Block, Cell, HtmlTable, Section, write_sections
+from tilewright.report.overlap import CAVEATS, total_text, without_estimate
+from tilewright.report.page import Block, Section, write_sections
 from tilewright.report.ranges import ranges_section
+from tilewright.report.tables import page_table
 
 PREDICTED = (
     "Predictions: compiler estimates and a model of links and memory; nothing ran. The time to the first token (TTFT) is all "
@@ -22,6 +26,24 @@ CPUS = (
 RAN = "A small model of random weights, on the devices that are here."
 
 FIGURES = (("output_tokens_per_s", "Throughput", "tokens/s"), ("ttft_ms", "TTFT", "ms"), ("tpot_ms", "TPOT", "ms"))
+
+
+CASE_COLUMNS = chosen(TIMES, "input_tokens output_tokens batch_rows devices schedule")
+EXPOSED = (
+    Metric("prefill_exposed_share", head="exposed of TTFT", short="of it\nexposed", form=".0%"),
+    Metric("decode_exposed_share", head="exposed of TPOT", short="of it\nexposed", form=".0%"),
+)
+"""Shares of predicted times in which the core waits for a collective."""
+PREDICTED_COLUMNS = chosen(
+    (*TIMES, *EXPOSED),
+    "ttft_ms prefill_exposed_share ttft_over_sync prefill_compute_over_sync tpot_ms decode_exposed_share tpot_over_sync "
+    "output_tokens_per_s fits",
+)
+COUNTED = ("prefill_collectives", "step_collectives")
+MEASURED_COLUMNS = chosen(
+    TIMES,
+    "ttft_ms tpot_ms output_tokens_per_s same_tokens prefill_collectives prefill_sent_bytes step_collectives step_sent_bytes",
+)
 
 
 def write_grid(
@@ -44,15 +66,19 @@ def write_grid(
     if not predicted and not measured:
         raise ValueError("expected at least one record, found none")
     sections = []
-    for kind in dict.fromkeys(one["chip"].partition(":")[0] for one in predicted):
-        of = [one for one in predicted if one["chip"].partition(":")[0] == kind]
+    for kind, of in grouped(predicted, kind_of).items():
         sections.append(Section(f"Predicted for {kind}", charts(of), f"{PREDICTED} {grid_estimates(of)}", grid=True))
-        sections.append(Section(f"Figures for {kind}", [predicted_table(of)]))
+        sections.append(
+            Section(
+                f"Figures for {kind}",
+                [page_table(predicted_table("Predictions", of, (*PREDICTED_COLUMNS, *chosen(TIMES, "device_gb"))))],
+            )
+        )
     if ranges:
         sections.append(ranges_section(ranges))
     if measured:
         text = CPUS if about.get("measured_platform") == "cpu" else RAN
-        sections.append(Section("Run here", [measured_table(measured)], text))
+        sections.append(Section("Run here", [page_table(measured_table("Tokens and collectives", measured))], text))
     data = {
         "environment": dict(about),
         "predicted": [dict(one) for one in predicted],
@@ -60,6 +86,11 @@ def write_grid(
         "ranges": dict(ranges),
     }
     write_sections(path, "Schedules over the number of devices", sections, facts=about, data=data)
+
+
+def kind_of(record: Mapping[str, Any]) -> str:
+    """The kind of chip that a record is of."""
+    return record["chip"].partition(":")[0]
 
 
 def grid_estimates(records: Sequence[Mapping[str, Any]]) -> str:
@@ -92,40 +123,34 @@ def charts(records: Sequence[Mapping[str, Any]]) -> list[Block]:
     return found
 
 
-def predicted_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
-    """Every record; of each time the share in which the core waits for a collective."""
-    rows: list[list[str | Cell | None]] = []
+def predicted_table(
+    title: str, records: Sequence[Mapping[str, Any]], metrics: Sequence[Metric] = PREDICTED_COLUMNS
+) -> FigureTable:
+    """Table of the predictions for a kind of chip; of each time the share in which the core waits for a collective."""
+    rows = []
     for one in records:
-        shares = (one["prefill_exposed_ms"] / one["ttft_ms"], one["decode_exposed_ms"] / one["tpot_ms"])
-        exposed = [Cell(f"{share:.0%}", share=min(1.0, share), colour=1) for share in shares]
-        times = [
-            f"{one[f'{name}_ms']:,.2f}" + unsteady(one[f"{phase}_steady"])
-            for name, phase in (("ttft", "prefill"), ("tpot", "decode"))
-        ]
-        speed = f"{one['output_tokens_per_s']:,.0f}"
-        needs = Cell(f"{one['device_gb']:.1f}" + ("" if one["fits"] else " (too much)"), strong=not one["fits"])
-        computed = f"{one['prefill_compute_ms']:,.2f}"
-        rows.append([row_name(one), times[0], computed, exposed[0], times[1], exposed[1], speed, needs])
-    heads = ["batch × input, devices", "TTFT ms", "of it compute", "exposed", "TPOT ms", "exposed", "tokens/s", "GB a device"]
-    return HtmlTable("Predictions", heads, rows)
+        shares = {
+            "prefill_exposed_share": ("prefill_exposed_ms", "ttft_ms"),
+            "decode_exposed_share": ("decode_exposed_ms", "tpot_ms"),
+        }
+        row = {**one, **{name: one[exposed] / one[total] for name, (exposed, total) in shares.items()}}
+        for name, phase in (("ttft_ms", "prefill"), ("tpot_ms", "decode")):
+            row[name] = total_text(one[name], one[f"{phase}_steady"])
+        rows.append(row)
+    return case_table(title, rows, metrics)
 
 
-def row_name(one: Mapping[str, Any]) -> str:
-    schedule = f", {one['schedule']}" if one["schedule"] else ""
-    return f"{one['batch_rows']} × {one['input_tokens']:,} on {one['devices']}{schedule}"
-
-
-def measured_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
-    """Table of the cases that were measured."""
-    rows: list[list[str | Cell | None]] = []
+def measured_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+    """Table of the cases that ran: tokens, collectives, and the bytes that a device gives to them."""
+    rows = []
     for one in records:
-        same = (
-            None if one["same_tokens"] is None else Cell("yes" if one["same_tokens"] else "no", strong=not one["same_tokens"])
-        )
-        cells = [f"{one['ttft_ms']:,.1f}", f"{one['tpot_ms']:,.2f}", same]
-        for name in ("prefill", "step"):
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(one[f"{name}_collectives"].items()))
-            cells += [kinds or "none", f"{one[f'{name}_sent_bytes'] / 1024:,.0f}"]
-        rows.append([row_name(one), *cells])
-    heads = ["batch × input, devices", "TTFT ms", "TPOT ms", "same tokens", "in a prefill", "KiB", "in a step", "KiB"]
-    return HtmlTable("Runs: tokens, collectives, and the bytes that a device gives to them", heads, rows)
+        kinds = {name: " + ".join(f"{count} {kind}" for kind, count in sorted(one[name].items())) for name in COUNTED}
+        rows.append({**one, **kinds})
+    return case_table(title, rows, MEASURED_COLUMNS)
+
+
+def case_table(title: str, rows: Sequence[dict[str, Any]], metrics: Sequence[Metric]) -> FigureTable:
+    """Table with a line for each row, in the order of the cases."""
+    ordered = sorted(rows, key=lambda one: (one["input_tokens"], one["batch_rows"], one["devices"]))
+    shares = [metric.name for metric in EXPOSED]
+    return FigureTable(title, "", {"": ordered}, (*CASE_COLUMNS, *metrics), apart="batch_rows", shares=shares, unknown="")

@@ -12,6 +12,7 @@ from tilewright.metrics.metric import significant
 from tilewright.report.charts import LineChart, Series
 from tilewright.report.page import Block, HtmlTable, Section, asset, document, facts_html
 from tilewright.report.serving_terminal import GOODPUT, OUTPUT, latency_table
+from tilewright.report.tables import page_table
 
 SHARES = (*range(0, 90, 5), *range(90, 101))
 """Percent of the values at which a distribution is drawn, closer together where its tail is."""
@@ -77,7 +78,9 @@ def write_serving(path: str | Path, report: ServingReport) -> None:
         ValueError: figures or environment hold something that JSON cannot.
     """
     sections = [
-        Section("How long things took", [latency_table(report.figures, report.percentiles).page()], sentences(report.notes)),
+        Section(
+            "How long things took", [page_table(latency_table(report.figures, report.percentiles))], sentences(report.notes)
+        ),
         distributions(report),
     ]
     if report.figures["failures"]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen
 from tilewright.metrics.serving import LATENCIES, SERVING
-from tilewright.report.tables import UNKNOWN, FigureTable
+from tilewright.metrics.tables import UNKNOWN, FigureTable
 
 REQUESTS, OUTPUT, TOTAL, GOODPUT = chosen(
     SERVING, "requests_per_s output_tokens_per_s total_tokens_per_s goodput_requests_per_s"

@@ -7,9 +7,10 @@ from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen
 from tilewright.metrics.speculative import FIGURES, POSITIONS, TAU
+from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LineChart, Series, StackedBars
 from tilewright.report.page import Block, Report, Section
-from tilewright.report.tables import FigureTable, Row, grouped
+from tilewright.report.tables import page_table
 from tilewright.report.terminal import shares_text
 
 PLAIN = "none"
@@ -112,7 +113,7 @@ def write_benchmark(path: Path, report: Report, averages: Sequence[Row] = ()) ->
     rows = [row for row in shown(report.records) if row["drafter"] != PLAIN]
     tables = benchmark_tables("Speed and acceptance", report.records, averages)
     sections = [
-        Section("Speed and acceptance", [table.page() for table in tables], " ".join([TEXT, *report.notes])),
+        Section("Speed and acceptance", [page_table(table) for table in tables], " ".join([TEXT, *report.notes])),
         Section(
             "Acceptance by position",
             charts_of(rows, "slot in the block", "rounds whose draft is accepted", accepted, percent=True),

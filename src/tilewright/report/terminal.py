@@ -1,18 +1,13 @@
 """Terminal output: text with its drafted tokens told apart, tables of figures, histograms."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 DRAFTED = "green"
 TARGET = "bold yellow"
-NAME_WIDTH = 12
-"""A column of names folds, but not below this."""
 
 
 def piece_text(text: str, drafted: bool) -> Text:
@@ -97,11 +92,6 @@ def chosen_line(chosen: Mapping[str, Any]) -> str:
     return f"{text}; a round of {name} costs {cost:.1f} steps and gives {rows[0]['tokens_per_round']:.1f} tokens"
 
 
-def number(value: float | None, form: str) -> str:
-    """A figure, or a dash where it is not known."""
-    return "–" if value is None else format(value, form)
-
-
 def identical_text(figures: Mapping[str, Any]) -> Text:
     if figures["identical"]:
         return Text("yes", style="green")
@@ -114,26 +104,3 @@ def identical_text(figures: Mapping[str, Any]) -> Text:
 def percent(share: float | None) -> str:
     """A share for a table, empty where there is none."""
     return "" if share is None else f"{share:.1%}"
-
-
-def uncut(table: Table, console: Console) -> Table:
-    """The table with its columns of figures, those on the right, as wide as their figures; names fold to make room.
-
-    Where the figures alone are wider than the terminal, so is the table.
-    """
-    for column in table.columns:
-        texts = (str(text) for text in (column.header, *column.cells))
-        width = max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
-        column.no_wrap, column.overflow = column.justify == "right", "fold"
-        column.min_width = column.max_width = width if column.no_wrap else min(width, NAME_WIDTH)
-    least = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
-    for column in table.columns:
-        column.max_width = None
-    if least > console.width:
-        table.width = least
-    return table
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Prints a table `uncut`; lines that are longer than the terminal's go on in its next."""
-    console.print(uncut(table, console), crop=False)

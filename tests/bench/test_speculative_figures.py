@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.bench.figures import (
+from tilewright.bench.speculative_figures import (
     DecodingRun,
     acceptance_by_position,
     average_rows,

@@ -8,7 +8,7 @@ from typing import Any
 from tilewright.compiled.timing import quotients, spread
 from tilewright.llm.acceptance import distinct_ngram_ratio, drafting_rounds, speculative_decoding
 from tilewright.metrics.speculative import FIGURES, TAU, VLLM
-from tilewright.report.tables import csv_text
+from tilewright.metrics.tables import csv_text
 from tilewright.runtime.output import Result
 
 BASELINE = "none"

@@ -1,0 +1,103 @@
+"""The page of `tilewright inspect training`: for each chip the figures of every program, its transfers, and what runs when."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tilewright.metrics.metric import chosen, significant
+from tilewright.metrics.overlap import LAYER, TRAINING_STEP, TRANSFERS
+from tilewright.metrics.tables import FigureTable, grouped
+from tilewright.report.charts import StackedBars
+from tilewright.report.overlap import LEAD, NAMES, LaneChart, OverlapReport, layer_estimates
+from tilewright.report.page import Section, write_sections
+from tilewright.report.ranges import ranges_section
+from tilewright.report.tables import page_table
+
+PASSES = ("forward", "backward")
+COMMUNICATION = "exposed_share exposed_share_of_plain", "compute_ms hidden_ms exposed_ms"
+MEMORY = "total_ms compute_share peak_bytes temporary_bytes model_peak_bytes model_total_ms"
+MEMORY_NOTE = "All layers: reckoned from the compiled ones; the update of those that were not compiled is not in the time."
+TERMINAL = (
+    "hidden_ms exposed_share exposed_share_of_plain total_ms compute_share peak_bytes model_peak_bytes model_total_ms",
+    "compute_ms exposed_ms",
+)
+"""Names of the metrics that both passes have together, and of those that each has by itself."""
+
+
+def write_training(path: str | Path, report: OverlapReport) -> None:
+    """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
+
+    Args:
+        report: records of each chip and program, and lanes by `place`, one entry for each program.
+
+    Raises:
+        ValueError: the environment holds something that JSON cannot.
+    """
+    sections = []
+    for name, records in grouped(report.records, place).items():
+        first = records[0]
+        text = (
+            f"Layer {first['reported_layer']} of {first['layers_compiled']} that were compiled; the model has "
+            f"{first['model_layers']}. What is the layer's own in both passes, wherever it runs. "
+            f"{layer_estimates(records, 'program')}"
+        )
+        picture = LaneChart(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
+        tables = [
+            page_table(step_table("Communication of a layer", records, *COMMUNICATION)),
+            page_table(step_table("Time and memory", records, MEMORY, ""), note=MEMORY_NOTE),
+        ]
+        blocks = [*tables, layer_bars(records), picture, *(page_table(transfers_table(one)) for one in records)]
+        sections.append(Section(name, blocks, text))
+    if report.ranges:
+        sections.append(ranges_section(report.ranges))
+    write_sections(path, report.title, sections, lead=LEAD, facts=report.environment, data=report.data)
+
+
+def place(record: Mapping[str, Any]) -> str:
+    """The chip, mesh and batch that figures are of."""
+    return f"{record['chip']} {record['mesh']} {record['batch_rows']}x{record['positions']}"
+
+
+def step_table(title: str, records: Sequence[Mapping[str, Any]], names: str, parts: str) -> FigureTable:
+    """Table of the reported layer and of the whole step, with a line for each program.
+
+    Args:
+        names: of the metrics that both passes have together.
+        parts: of those that each pass has by itself.
+    """
+    own = [(each, metric) for each in PASSES for metric in chosen(LAYER, parts)]
+    rows = [
+        {**one, "name": one["program"], **{f"{each} {metric.name}": one[each][metric.name] for each, metric in own}}
+        for one in records
+    ]
+    heads = [
+        replace(metric, name=f"{each} {metric.name}", head=f"{each} {metric.head}", short=f"{each}\n{metric.head}")
+        for each, metric in own
+    ]
+    metrics = (*heads, *chosen((*LAYER, *TRAINING_STEP), names))
+    return FigureTable(title, "program", {"": rows}, metrics, shares=("exposed_share",), unknown="")
+
+
+def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
+    """The time of each compiled layer in each program."""
+    bars = [
+        (
+            f"{one['program']}, {layer['pass']} {layer['layer']}",
+            [layer[f"{name}_ms"] for name in ("compute", "exposed", "memory_wait")],
+        )
+        for one in records
+        for layer in one["layers"]
+    ]
+    return StackedBars("Time of each layer", NAMES[:3], bars, "ms")
+
+
+def transfers_table(record: Mapping[str, Any]) -> FigureTable:
+    """Table of when the transfers of the reported layer begin and end, and what is computed meanwhile."""
+    rows = []
+    for each in record["transfers_of_layer"]:
+        beside = ", ".join(f"{name} {significant(taken)}" for name, taken in each["beside_ms"].items())
+        kind = f"{each['transfers']} {each['kind']}, {each['asynchronous']} asynchronous"
+        rows.append({**each, "kind": kind, "beside_ms": beside})
+    title = f"{record['program']}: transfers of layer {record['reported_layer']}"
+    return FigureTable(title, "", {"": rows}, [metric for metric in TRANSFERS if metric.head])
