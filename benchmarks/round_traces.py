@@ -5,8 +5,9 @@
     python benchmarks/round_traces.py simulate traces.json --uneven 0.1 --seeds 6
     python benchmarks/round_traces.py simulate traces.json --costs round.json
 
-With `--uneven` the policy begins with costs that are wrong by about so much and hears of dispatches that are as uneven, which
-says more of what it does on a machine that others use too. The last takes the costs of rounds from
+With `--uneven` the policy begins with costs that are wrong by about so much, those of two shapes from moments of different
+load, and hears of dispatches that are as uneven, which says more of what it does on a machine that others use too. The last
+takes the costs of rounds from
 `tilewright bench round --chip v5e:2x2 --json round.json`, say.
 """
 

@@ -139,11 +139,25 @@ def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: L
         assert len(runs) == (2 * 5 if step < 1 else 2), "a large model's budget ends after one run of each"
 
 
-def test_a_dispatch_is_what_rounds_do_not_explain():
-    assert Run(10e-3, 5).dispatch(4e-3) == pytest.approx(2.5e-3)
+def test_what_a_dispatch_takes_is_told_by_empty_ones(lm: LanguageModel):
+    """However much others disturb what is longer, and no drafter's round costs less than a step then."""
+    mostly = Choice("ngram", 16)
+
+    class Scripted(RoundTimer):
+        def timed(self, choice: Choice, rounds: int) -> Run:
+            ran = super().timed(choice, rounds)
+            slow = {PLAIN: 9.0, mostly: 3.0}.get(choice, 4.0)
+            return ran._replace(seconds=2.5e-3 + slow * rounds)
+
+        def agreed(self, seconds: float) -> float:
+            return 100.0
+
+    costs = measure(Scripted(runner_of(lm, 1, 64), 1), [PLAIN, NARROW, WIDE, mostly])
+    assert costs.dispatch == 2.5e-3
+    assert {choice: cost.drafting for choice, cost in costs.rounds.items()} == {
+        PLAIN: pytest.approx(3.0), NARROW: pytest.approx(4.0), WIDE: pytest.approx(4.0), mostly: pytest.approx(3.0),
+    }  # fmt: skip
     assert Run(10e-3, 5).beyond(2.5e-3).seconds == pytest.approx(7.5e-3)
-    assert Run(4e-3, 1).dispatch(4e-3) == 1e-9, "rows with room for a single round tell nothing"
-    assert Run(10e-3, 5).dispatch(1e-3) == 1e-9, "a single round that was faster than the others explains it all"
     assert Run(10e-3, 5).beyond(9.9e-3).seconds == pytest.approx(2e-3)
 
 
@@ -161,6 +175,7 @@ def test_a_narrow_block_costs_no_more_than_a_wide_one():
     costs = {PLAIN: Cost(1.0), NARROW: Cost(9.0), WIDE: Cost(2.0), **dict(zip(ngram, map(Cost, (1.5, 4.0, 3.0)), strict=True))}
     best = no_dearer_when_narrower(costs)
     assert best == {**costs, NARROW: Cost(2.0), ngram[1]: Cost(3.0)}
+    assert no_dearer_when_narrower({**costs, PLAIN: Cost(5.0)}) == {**best, PLAIN: Cost(1.5)}, "nor does a step"
 
 
 def test_files_keep_costs(files: CostFiles, said: list[str]):

@@ -26,6 +26,10 @@ from tilewright.speculation.team import Team
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 IDLE = "."
 """In the place of a number of accepted drafts, where nothing was drafted."""
+LOADED = 3.0
+"""How much more uneven the times are at which a shape is measured than dispatches that follow each other."""
+SHAPES = 2
+"""Shapes among which texts take turns, each with costs that were measured for it."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,11 @@ def accepted_before(tokens: Sequence[int], drafts: Sequence[np.ndarray]) -> str:
 
 
 class Uneven:
-    """A machine that is not as it was measured: some drafters cost more there than they were found to, some less, and of
-    dispatches that are alike some take longer, for a while or once.
+    """A machine that is not as it was measured: it had more to do then, or less; some drafters cost more there than they were
+    found to, some less, and of dispatches that are alike some take longer, for a while or once.
 
     Args:
-        sigma: of all of it, the standard deviation of a time's logarithm.
+        sigma: the standard deviation of a time's logarithm; of the load when it was measured it is `LOADED` times as large.
     """
 
     def __init__(self, sigma: float, seed: int = 0):
@@ -129,7 +133,8 @@ class Uneven:
 
     def measured(self, rounds: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
         """Costs as a measurement with errors might have found them, those of a drafter mostly wrong together."""
-        own = {name: self.factor() for name in sorted({choice.drafter for choice in rounds})}
+        load = self.factor() ** LOADED
+        own = {name: load * self.factor() for name in sorted({choice.drafter for choice in rounds})}
         return {choice: cost.times(own[choice.drafter] * self.factor() ** 0.5) for choice, cost in rounds.items()}
 
     def timed(self, seconds: float) -> float:
@@ -219,9 +224,10 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
             {name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)}, recording.expected
         )
         total, rounds, machine = 0.0, dict[Choice, int](), Uneven(uneven, seed) if uneven else None
-        begun = dict(costs.rounds) if machine is None else machine.measured(costs.rounds)
-        for trace in own:
-            seconds, counts = seconds_of(trace, costs, Policy(history, begun, choices, costs.dispatch), machine)
+        begun = [dict(costs.rounds) if machine is None else machine.measured(costs.rounds) for _ in range(SHAPES)]
+        for place, trace in enumerate(own):
+            policy = Policy(history, begun[place % SHAPES], choices, costs.dispatch)
+            seconds, counts = seconds_of(trace, costs, policy, machine)
             total += seconds
             for choice, count in counts.items():
                 rounds[choice] = rounds.get(choice, 0) + count

@@ -69,7 +69,7 @@ def measure(timer: "RoundTimer", choices: Collection[Choice]) -> RoundCosts:
     timer.repeat_text()
     rounds = dict.fromkeys(choices, 2)
     taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
-    single: list[float] = []
+    empty: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
         for choice in list(rounds)[:: -1 if run % 2 else 1]:
@@ -78,13 +78,12 @@ def measure(timer: "RoundTimer", choices: Collection[Choice]) -> RoundCosts:
                 rounds[choice] = max(2, timer.enough(choice, timer.timed(choice, 2)))
                 continue
             taken[choice].append(timed)
-            single.append(timer.timed(PLAIN, 1).seconds)
+            empty.append(timer.empty())
         if run and timer.agreed(time.perf_counter() - began) > BUDGET_S * len(rounds):
             break
-    least = {choice: min(runs) for choice, runs in taken.items()}
-    dispatch = least[PLAIN].dispatch(min(single))
-    least = {choice: run.beyond(dispatch) for choice, run in least.items()}
-    step = least[PLAIN].seconds / least[PLAIN].drafting
+    dispatch = max(min(empty), LEAST_DISPATCH_S)
+    least = {choice: min(runs).beyond(dispatch) for choice, runs in taken.items()}
+    step = min(run.seconds / (run.drafting + run.idle) for run in least.values())
     costs = {choice: run.cost(step, timer.drafter.turn(choice).may_be_idle) for choice, run in least.items()}
     return RoundCosts(dispatch, with_idle_rounds(timer, dispatch, no_dearer_when_narrower(costs)))
 
@@ -125,13 +124,6 @@ class Run(NamedTuple):
     drafting: int
     idle: int = 0
 
-    def dispatch(self, single: float) -> float:
-        """Seconds that a dispatch takes besides its rounds, given one of a single round like these."""
-        others = self.drafting + self.idle - 1
-        if not others:  # rows have room for no second round, and nothing tells rounds from what is besides
-            return LEAST_DISPATCH_S
-        return max(single - (self.seconds - single) / others, LEAST_DISPATCH_S)
-
     def beyond(self, dispatch: float) -> "Run":
         """Its rounds alone, given what a dispatch takes besides."""
         return self._replace(seconds=max(self.seconds - dispatch, LEAST_SHARE * self.seconds))
@@ -145,8 +137,9 @@ class Run(NamedTuple):
 
 
 def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
-    """The costs, none above that of a wider block of the same drafter: what disturbs a run only makes it longer."""
-    best = dict(costs)
+    """The costs, none above that of a wider block of the same drafter, nor a step's above any: what disturbs a run only makes
+    it longer."""
+    best = {**costs, PLAIN: Cost(min(cost.drafting for cost in costs.values()))}
     for choice in sorted(costs, reverse=True):
         wider = [best[one].drafting for one in best if one.drafter == choice.drafter and one.width > choice.width]
         best[choice] = replace(best[choice], drafting=min([best[choice].drafting, *wider]))
@@ -230,6 +223,11 @@ class RoundTimer:
         """Number of rounds that make a run of so many seconds, and have room."""
         room = int(self.end[0] - self.start[0]) - self.drafter.turn(choice).block_size
         return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(wanted / timed.seconds * (timed.drafting + timed.idle))))
+
+    def empty(self) -> float:
+        """Seconds of a dispatch that runs no round: it is short, so that one of a few is hardly ever disturbed. A difference of
+        long ones would be mostly noise on a machine that others use. Without loops on the device there is none."""
+        return self.timed(PLAIN, 0).seconds if self.runner.programs.target.loops else 0.0
 
     def timed(self, choice: Choice, rounds: int) -> Run:
         """A dispatch of so many rounds, from the middle on."""

@@ -42,15 +42,20 @@ OPTIMISM = 0.7
 measured what it gives on held-out text expects that."""
 CAUTION = 0.3
 """The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
-CORRECTION = 0.2
-"""How far the costs of a drafter's choices follow the time of a dispatch of one of them, as a power of their quotient. What its
-widths cost beside each other was measured in turns; single dispatches are too uneven to tell them apart."""
-PACING = 0.15
-"""The same of the pace of all choices. Whatever runs is slower than its fastest run was, and what does not run must not look
-better for that: only what a dispatch is slower than the others is put down to its drafter. These two are from simulations with
-uneven dispatches and wrong costs (`benchmarks/round_traces.py --uneven`)."""
+UNEVEN = 0.2
+"""Standard deviation of the logarithm of a dispatch's time where nothing changes. With the next it is from a machine that a
+dozen processes shared, where what dispatches took, by their costs, differed from one to the next by 0.3."""
+DRIFT = 0.1
+"""The same of how much the machine's pace is another one at the next dispatch. What a drafter costs beside others changes a
+tenth as much, since texts grow: else a server would not take it in any more after a while."""
+MISMEASURED = 0.15
+"""The same of what a drafter's rounds were found to cost beside those of others. What its widths cost beside each other was
+measured in turns; single dispatches are too uneven to tell them apart."""
+ANY_PACE = 10.0
+"""The same of the pace that a batch begins with: as good as nothing is known. A shape may have been measured when the machine
+had several times as much to do as now, the next one when it was idle, which says nothing of choices beside each other."""
 MOST_CORRECTION = 2.0
-"""The largest such quotient that is believed: a dispatch may have been interrupted."""
+"""The largest quotient that is believed of a dispatch beside those before it: it may have been interrupted."""
 WORTHWHILE = 1.02
 """How much faster a choice must be expected to be for a program to be compiled."""
 
@@ -173,7 +178,6 @@ class AcceptanceHistory:
             self.seen[name] = Acceptance(width - 1, LONG_MEMORY, hope)
         self.counterfactual: dict[Choice, Acceptance] = {}
         self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
-        self.pace = 1.0
 
     def of(self, choice: Choice) -> Acceptance:
         """Acceptance seen of a choice, or told from the text, if it was."""
@@ -205,9 +209,11 @@ class Policy:
     Attributes:
         costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed,
             those of all widths of a drafter alike.
+        uncertain: covariance of the logarithms of the pace and of each drafter's costs, of `names`.
         ready: the choices that may run.
         counterfactual: what this batch's text tells of rounds whether they run or not, of each choice by itself; see
             `observe_counterfactual`.
+        pace: seconds that pass now for each one that costs say, whatever runs.
     """
 
     def __init__(
@@ -230,6 +236,8 @@ class Policy:
         self.trying: Choice | None = None
         self.counterfactual: dict[Choice, Acceptance] = {}
         self.rows = 1
+        self.pace, self.timed, self.names = 1.0, False, [PLAIN.drafter, *history.widest]
+        self.uncertain = np.diag([ANY_PACE**2, *[MISMEASURED**2] * len(self.names)])
 
     def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
         """Expectations of these choices."""
@@ -323,20 +331,36 @@ class Policy:
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
         if seconds is not None and rounds:
-            slower = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION) / self.history.pace
-            own = {choice: cost, **{one: each for one, each in self.costs.items() if one.drafter == choice.drafter}}
-            self.costs.update({one: each.times(slower**CORRECTION) for one, each in own.items()})
-            self.history.pace *= slower**PACING
+            self.correct(choice, seconds / spent)
         # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
         late = 0.0
         if choice == self.trying:
-            late, self.trying = min(max((seconds or 0.0) - spent, 0.0), MOST_CORRECTION * spent), None
+            late, self.trying = min(max((seconds or 0.0) / self.pace - spent, 0.0), MOST_CORRECTION * spent), None
         allowance = self.history.allowance
         allowance[choice.drafter] = -late
         for name in allowance:
             if name != choice.drafter:
                 unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
                 allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
+
+    def correct(self, choice: Choice, slower: float) -> None:
+        """Takes in that a dispatch took so many times as long as its cost says.
+
+        A Kalman filter of logarithms tells the pace of all rounds from what each drafter costs beside the others: of what a
+        dispatch is slower than the one before, a new drafter has a large share, the same one a small one.
+        """
+        of = np.asarray([True, *(name == choice.drafter for name in self.names)], float)
+        slower /= self.pace
+        if self.timed:
+            slower = min(max(slower, 1 / MOST_CORRECTION), MOST_CORRECTION)
+        shared = self.uncertain @ of
+        gain = shared / (of @ shared + UNEVEN**2)
+        self.uncertain = self.uncertain - np.outer(gain, shared)
+        self.uncertain += np.diag([DRIFT**2, *[(DRIFT / 10) ** 2] * len(self.names)])
+        factors = slower**gain
+        self.timed, self.pace = True, self.pace * float(factors[0])
+        of_names = dict(zip(self.names, factors[1:].tolist(), strict=True))
+        self.costs.update({one: cost.times(of_names[one.drafter]) for one, cost in self.costs.items()})
 
     def observe_counterfactual(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Takes in rounds of a drafter that did not run: what they would have given is plain from the text.
