@@ -63,9 +63,9 @@ def observer(lm: LanguageModel) -> Callable[..., Any]:
     def observe(models: Any, state: Any) -> tuple[Any, Any, Any]:
         seen: list[Any] = []
 
-        def record(x: Any, head: Any, norm: Any = None) -> Any:
+        def record(x: Any, head: Any, norm: Any = None, masks: Any = None) -> Any:
             seen.append(lm.ops.linear(x, head, jnp.float32, norm))
-            return lm.ops.head_argmax(x, head, norm)
+            return lm.ops.head_argmax(x, head, norm, masks)
 
         def record_top(x: Any, head: Any, k: int) -> Any:
             seen.append(lm.ops.linear(x, head, jnp.float32))

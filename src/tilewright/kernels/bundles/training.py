@@ -83,5 +83,7 @@ def cpu_operations(bfloat16: bool) -> Operations:
         paged_append_attend=partial(paged_xla.append_attend, heads=heads),
         causal_attention=causal_attention,
         cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
-        head_argmax=lambda x, head, norm=None: plain_head_argmax(normed(x, norm).astype(jnp.float32), head),
+        head_argmax=lambda x, head, norm=None, masks=None: plain_head_argmax(
+            normed(x, norm).astype(jnp.float32), head, masks=masks
+        ),
     )
