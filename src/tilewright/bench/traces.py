@@ -27,7 +27,7 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 IDLE = "."
 """In the place of a number of accepted drafts, where nothing was drafted."""
 LOADED = 3.0
-"""How much more uneven the times are at which a shape is measured than dispatches that follow each other."""
+"""Spread of the load under which shapes are measured, in units of that of dispatches which follow each other."""
 SHAPES = 2
 """Shapes among which texts take turns, each with costs that were measured for it."""
 

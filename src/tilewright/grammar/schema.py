@@ -52,7 +52,7 @@ ESCAPE = parsed(r'\\(?:["\\bfnrt]|u00(?:[01][0-9a-fA-F]|7[fF]))')
 HEX = "[0-9a-fA-F]"
 PAIR = rf"\\u[dD][89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}}"
 ANY_ESCAPE = parsed(rf'\\(?:["\\bfnrt]|u(?:[0-9a-ce-fA-CE-F]{HEX}|[dD][0-7]){HEX}{{2}})|{PAIR}')
-"""What may stand for a character in a key that must not be one of some."""
+"""Escapes in a key of an open object, which must not be one of its known keys."""
 STRING_CHARACTER = Alternation((PLAIN_CHARACTER, ESCAPE))
 NUMBER = parsed(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 QUOTE, COMMA, COLON = literal('"'), literal(", "), literal(": ")

@@ -42,4 +42,4 @@ CHANGES = (
     ),
     Metric("operations", "", "by `kind` and `place`: number and HBM bytes of other operations, where they differ"),
 )
-"""What differs between two compilers' programs."""
+"""Fields of `inspect diff`: differences between the programs of two compilers."""

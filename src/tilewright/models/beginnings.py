@@ -1,4 +1,4 @@
-"""What halves of a layer begin with, where that is more than one operation: products for `Operations.begin`."""
+"""Products for `Operations.begin`: beginnings of a layer's halves that are more than one operation."""
 
 from typing import Any, NamedTuple
 

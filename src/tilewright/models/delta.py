@@ -233,7 +233,7 @@ class DeltaState:
         return self if self.pending is None else self.settle(ops, jnp.full(len(self.state), self.pending.k.shape[1]))
 
     def with_block(self, block: PendingBlock) -> "DeltaState":
-        """The same state with further positions behind those of its block."""
+        """Copy with further positions behind those of its pending block."""
         join = partial(jax.tree.map, lambda *parts: jnp.concatenate(parts, axis=1))
         return replace(self, pending=block if self.pending is None else join(self.pending, block))
 

@@ -363,7 +363,7 @@ class Column(TensorParallel):
         self, ops: Operations, _: Operations, product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None,
         count: Any = None,
     ) -> Any:  # fmt: skip
-        """What begins a half: products of a device's own columns, which are summed nowhere."""
+        """`Operations.begin` by a device's own columns, whose products are summed nowhere."""
         return product(ops, x, w, norm, count)
 
     def summed(

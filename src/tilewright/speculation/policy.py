@@ -46,14 +46,15 @@ UNEVEN = 0.2
 """Standard deviation of the logarithm of a dispatch's time where nothing changes. With the next it is from a machine that a
 dozen processes shared, where what dispatches took, by their costs, differed from one to the next by 0.3."""
 DRIFT = 0.1
-"""The same of how much the machine's pace is another one at the next dispatch. What a drafter costs beside others changes a
-tenth as much, since texts grow: else a server would not take it in any more after a while."""
+"""Standard deviation of the logarithm by which the machine's pace changes from one dispatch to the next. What a drafter
+costs beside others changes a tenth as much, since texts grow: else a server would not take it in any more after a while."""
 MISMEASURED = 0.15
-"""The same of what a drafter's rounds were found to cost beside those of others. What its widths cost beside each other was
-measured in turns; single dispatches are too uneven to tell them apart."""
+"""Standard deviation of the logarithm of the error in a drafter's measured costs beside others'. What its widths cost beside
+each other was measured in turns; single dispatches are too uneven to tell them apart."""
 ANY_PACE = 10.0
-"""The same of the pace that a batch begins with: as good as nothing is known. A shape may have been measured when the machine
-had several times as much to do as now, the next one when it was idle, which says nothing of choices beside each other."""
+"""Standard deviation of the logarithm of the pace that a batch begins with: as good as nothing is known. A shape may have
+been measured when the machine had several times as much to do as now, the next one when it was idle, which says nothing
+of choices beside each other."""
 MOST_CORRECTION = 2.0
 """The largest quotient that is believed of a dispatch beside those before it: it may have been interrupted."""
 WORTHWHILE = 1.02
