@@ -2,11 +2,13 @@
 
     python benchmarks/few_bits.py --llama-python PYTHON [--models NAME ...] [--repetitions N] [--json FILE]
 
-The demo's model in the file that it is published in, and the shapes of Qwen3-0.6B and Llama-3.2-1B with random weights.
+The demo's model in the file that it is published in, and the shapes of Qwen3-0.6B, Llama-3.2-1B and, if it is named, of four
+layers of Qwen3-30B-A3B (8 of 128 experts) with random weights.
 llama.cpp has each in Q4_0, Q4_1, Q8_0 and Q4_K_M, which it makes itself; 16 rows and prompts are computed in those alone that
 it repacks. We read Q4_1: its bits as they are (`int4`), or quantised anew (`int8`). `llama_cpp_speed.py` says how the two sides
 take turns; whether llama.cpp runs with flash attention is tried once for each model and number of rows. A share of bandwidth is
 the bytes of the matrices that a step reads, over what this machine's cores read in the same time, measured in the same turns.
+With experts it depends on what rows choose, and is left out.
 """
 
 import gc
@@ -35,12 +37,22 @@ from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import print_table
 from tilewright.models import published
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.experts import Mixture
 from tilewright.models.gguf import open_gguf
 from tilewright.runtime.memory import step_bytes
 from tilewright.runtime.shapes import ShapeTable
 
 DEMO = "smollm2-135m"
 NAMES = (DEMO, "qwen3-0.6b", "llama3.2-1b")
+SHAPES = {
+    **{name: MODELS[name] for name in NAMES},
+    # huggingface.co/Qwen/Qwen3-30B-A3B, config.json, with fewer layers and a vocabulary as the demo's
+    "qwen3-30b-a3b-4": DecoderConfig(
+        family="qwen3_moe", vocab_size=MODELS[DEMO].vocab_size, hidden_size=2048, intermediate_size=6144, num_layers=4,
+        num_heads=32, num_kv_heads=4, head_dim=128, mixture=Mixture(128, 8, 768),
+    ),
+}  # fmt: skip
 OURS = ("int4", "int8")
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K_M")
 CAPACITIES = (256, 768, 2304)
@@ -95,7 +107,7 @@ def model_file(name: str, folder: Path) -> Path:
     if name == DEMO:
         return demo
     file = folder / f"{name}.gguf"
-    write_gguf(file, MODELS[name], open_gguf(demo))
+    write_gguf(file, SHAPES[name], open_gguf(demo))
     return file
 
 
@@ -105,7 +117,11 @@ def matrix_bytes(file: Path) -> int:
 
 
 def figures(model: str, taken: Mapping[Side, Sequence[Any]], nbytes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A record for each side of each case; ratios are within a repetition, above 1 where ours are faster."""
+    """A record for each side of each case; ratios are within a repetition, above 1 where ours are faster.
+
+    Args:
+        nbytes: of the matrices that a step of each side reads; empty where that depends on what rows choose.
+    """
     records = []
     read = spread(taken["memory", "read"]).median
     for case in CASES:
@@ -116,7 +132,7 @@ def figures(model: str, taken: Mapping[Side, Sequence[Any]], nbytes: Mapping[str
                 "model": model, "case": case.name, "side": name,
                 "ms": 1e3 * middle.median, "range_ms": [1e3 * each for each in middle.range],
                 "tokens_per_s": (case.rows if case.of_steps else 1) / middle.median,
-                "read_share": nbytes[name] / middle.median / 1e9 / read if case.of_steps else None,
+                "read_share": nbytes[name] / middle.median / 1e9 / read if case.of_steps and nbytes else None,
             }  # fmt: skip
             for own in case.ours if name not in OURS else ():
                 ratio = quotients(seconds, times[own])
@@ -165,8 +181,10 @@ def measure(
         files = {kind: found[kind] for kind in KINDS}
         shapes = ShapeTable(batches=(1, 16), capacities=CAPACITIES)
         loaded = {own: tw.load(files["Q4_1"], table=shapes, dtype="bfloat16", weights=own) for own in OURS}
-        nbytes = {kind: matrix_bytes(file) for kind, file in files.items()}
-        nbytes |= {own: step_bytes(lm.model.models.target) for own, lm in loaded.items()}
+        nbytes = {}
+        if SHAPES[model].mixture is None:
+            nbytes = {kind: matrix_bytes(file) for kind, file in files.items()}
+            nbytes |= {own: step_bytes(lm.model.models.target) for own, lm in loaded.items()}
         runs: dict[Side, Callable[[], Any]] = {("memory", "read"): memory.read}
         for case in CASES:
             prompts = [[int(token) for token in rng.integers(100, 40000, case.prompt)] for _ in range(case.rows)]
@@ -196,15 +214,15 @@ def main(
     llama_python
         An interpreter that has llama-cpp-python.
     models
-        Of smollm2-135m, qwen3-0.6b and llama3.2-1b.
+        Of smollm2-135m, qwen3-0.6b, llama3.2-1b and qwen3-30b-a3b-4.
     repetitions
         How often each side runs.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
     check_output_file("--json", json_file)
-    if unknown := [name for name in models if name not in NAMES]:
-        raise ValueError(f"expected models of {', '.join(NAMES)}, found {unknown[0]!r}")
+    if unknown := [name for name in models if name not in SHAPES]:
+        raise ValueError(f"expected models of {', '.join(SHAPES)}, found {unknown[0]!r}")
     if repetitions < 1:
         raise ValueError(f"expected repetitions of at least 1, found {repetitions}")
     console = human_console(json_file)

@@ -7,6 +7,7 @@ What it says means nothing. `write_gguf` writes a GGUF file in 8 bits, of which 
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 
 from tilewright.bench.model_configs import MODELS
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
-from tilewright.models.gguf import ARCHITECTURES, GGUFCheckpoint
+from tilewright.models.gguf import GGUFCheckpoint
 from tilewright.models.params import ArraySpec, spec_leaves
+from tilewright.models.registry import FAMILIES
 
 DRAWN = 2**22
 """Numbers that are drawn; larger arrays repeat them."""
@@ -44,8 +46,8 @@ def write_weights(path: Path, specs: list[ArraySpec], seed: int) -> None:
 
 def write_gguf(path: Path, config: DecoderConfig, tokenizer: GGUFCheckpoint) -> None:
     """A GGUF file in Q8_0, with another file's tokenizer, whose vocabulary is filled up with tokens that mean nothing."""
-    architecture = config_to_hf(config)["model_type"]
-    assert architecture in ARCHITECTURES
+    architecture = FAMILIES[config.family].gguf
+    assert architecture is not None
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -59,17 +61,25 @@ def write_gguf(path: Path, config: DecoderConfig, tokenizer: GGUFCheckpoint) -> 
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_vocab_size(config.vocab_size)
+    if config.mixture is not None:
+        writer.add_expert_count(config.mixture.experts)
+        writer.add_expert_used_count(config.mixture.chosen)
+        writer.add_expert_feed_forward_length(config.mixture.size)
     add_tokenizer(writer, config.vocab_size, tokenizer.fields)
     blocks = np.random.default_rng(0).integers(0, 256, (2**16, 34), np.uint8)  # a scale in half precision and 32 integers
     known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
     for spec in spec_leaves(declare(config)):
-        name = f"{known.get_name(spec.name.removesuffix('.weight'))}.weight"
+        part = spec.name.removesuffix(".weight").replace("experts.*.", "experts.")
+        name = f"{known.get_name(part)}.weight"
         if len(spec.stored_shape) == 1:
             writer.add_tensor(name, np.ones(spec.stored_shape, np.float32))
             continue
-        rows, width = spec.stored_shape
+        if spec.kind == "router":  # which llama.cpp reads in no other format
+            writer.add_tensor(name, np.random.default_rng(0).normal(0, spec.scale, spec.stored_shape).astype(np.float32))
+            continue
+        *rows, width = spec.stored_shape
         blocks[:, :2] = np.float16(spec.scale / 74).reshape(1).view(np.uint8)  # integers of any bits are about 74 in size
-        drawn = np.resize(blocks, (rows * width // 32, 34)).reshape(rows, -1)
+        drawn = np.resize(blocks, (math.prod(rows) * width // 32, 34)).reshape(*rows, -1)
         writer.add_tensor(name, drawn, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -54,6 +54,8 @@ CONFIG = DecoderConfig(
     num_kv_heads=4, head_dim=128, mixture=MIXTURE, tie_word_embeddings=True,
 )  # fmt: skip
 CONTEXT, CAPACITY = 64, 128
+REST_S = 0.3
+"""How long torch's threads are left to themselves after a step: they spin on for a while, on the cores of what is timed next."""
 Step = Callable[[], float]
 
 
@@ -140,7 +142,9 @@ def their_step(model: Any, tokens: np.ndarray, experts: str, threads: int) -> St
         began = time.perf_counter()
         for _ in range(3):
             model(input_ids=torch.tensor(tokens[:, None].astype(np.int64)), cache=held, logits_to_keep=1)
-        return (time.perf_counter() - began) / 3
+        taken = (time.perf_counter() - began) / 3
+        time.sleep(REST_S)
+        return taken
 
     timed()
     return timed

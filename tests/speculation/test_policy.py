@@ -1,5 +1,6 @@
 """Which round runs next: what is expected of each choice, what is tried, and what that may cost. No device, no model."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.runtime.interfaces import PLAIN, Choice
-from tilewright.speculation.policy import Acceptance, AcceptanceHistory, Cost, Policy, RoundPlan, estimated
+from tilewright.speculation.policy import Acceptance, AcceptanceHistory, Corrections, Cost, Policy, RoundPlan, estimated
 
 WIDTHS = (2, 4, 8, 16)
 WIDE = [Choice("dflash", width) for width in WIDTHS]
@@ -221,15 +222,16 @@ def test_a_dispatch_corrects_all_widths_of_its_drafter():
     for _ in range(8):
         policy.observe(PLAIN, nothing, nothing, nothing == 0, 8.0)
     policy.observe(WIDE[1], nothing, nothing, nothing == 0, 1.5 * 8 * STEEP[WIDE[1]].drafting)
-    factors = [policy.costs[choice].drafting / STEEP[choice].drafting for choice in WIDE]
+    factors = [policy.cost(choice).drafting / STEEP[choice].drafting for choice in WIDE]
     assert factors == pytest.approx([factors[0]] * len(WIDE))
-    plain = policy.costs[PLAIN].drafting
+    plain = policy.cost(PLAIN).drafting
     assert 1.1 < factors[0] / plain < 1.3, "a part of it, and plain decoding may be what differs from what was measured"
-    assert policy.costs[other] == Cost(2.0, 1.0)
+    assert policy.cost(other) == Cost(2.0, 1.0)
+    assert policy.costs == {**STEEP, other: Cost(2.0, 1.0)}, "what was measured stays"
     for _ in range(300):
         policy.observe(WIDE[1], nothing, nothing, nothing == 0, 1.5 * 8 * STEEP[WIDE[1]].drafting)
         policy.observe(PLAIN, nothing, nothing, nothing == 0, 8.0)
-    found = policy.costs[WIDE[1]].drafting / policy.costs[PLAIN].drafting
+    found = policy.cost(WIDE[1]).drafting / policy.cost(PLAIN).drafting
     assert found == pytest.approx(1.5 * STEEP[WIDE[1]].drafting, rel=0.02), "all of it, if it goes on"
 
 
@@ -305,10 +307,10 @@ def test_costs_follow_what_dispatches_take():
         chosen.append(choice)
     assert chosen[0] == WIDE[1]
     assert chosen[-30:].count(PLAIN) >= 25
-    assert policy.costs[WIDE[1]].drafting > 1
-    before = policy.costs[PLAIN].drafting
+    assert policy.cost(WIDE[1]).drafting > 1
+    before = policy.cost(PLAIN).drafting
     policy.observe(PLAIN, np.zeros((1, 1), int), np.zeros((1, 1), int), np.ones((1, 1), bool), 1000.0)
-    assert policy.costs[PLAIN].drafting < 1.25 * before
+    assert policy.cost(PLAIN).drafting < 1.25 * before
 
 
 @given(st.floats(0.05, 20.0), st.integers(0, 99))
@@ -327,7 +329,7 @@ def test_the_load_under_which_costs_were_measured_changes_no_choice(pace: float,
             idle = 1 - found.mean() if plan.choice.drafter == "ngram" else 0.0
             seconds = 0.02 + plan.rounds * truth[plan.choice].expected(idle)
             policy.observe(plan.choice, drafted, rng.integers(0, drafted + 1), found >= 0, seconds)
-        ratios = {one: cost.drafting / policy.costs[PLAIN].drafting for one, cost in policy.costs.items()}
+        ratios = {one: policy.cost(one).drafting / policy.cost(PLAIN).drafting for one in truth}
         assert ratios == pytest.approx({one: cost.drafting for one, cost in truth.items()}, rel=0.01)
         return plans
 
@@ -346,7 +348,30 @@ def test_a_machine_that_slows_down_changes_no_choice_for_long():
         policy.observe(choice, drafted, accepted, drafted >= 0, rounds * (1 if turn < 50 else 5) * truth[choice])
         chosen.append(choice)
     assert chosen[-100:].count(WIDE[1]) >= 90
-    assert policy.costs[WIDE[1]].drafting / policy.costs[PLAIN].drafting == pytest.approx(1.5, rel=0.25)
+    assert policy.cost(WIDE[1]).drafting / policy.cost(PLAIN).drafting == pytest.approx(1.5, rel=0.25)
+
+
+def test_what_disturbs_one_call_after_another_does_not_add_up():
+    """What is learnt of a drafter, and how sure it is, goes from one call to the next. If each began anew where the last one
+    ended, costs beside each other would wander off."""
+    truth, nothing = {PLAIN: Cost(1.0), WIDE[1]: Cost(1.5)}, np.zeros((4, 1), int)
+
+    def off(anew: bool) -> float:
+        """How far costs beside each other are from the truth in the end, as a logarithm: the mean square over 20 draws."""
+        squares = []
+        for seed in range(20):
+            rng, corrections, costs = np.random.default_rng(seed), Corrections(["dflash"]), dict(truth)
+            for _ in range(60):
+                policy = Policy(AcceptanceHistory({"dflash": 4}), costs, costs, corrections=corrections)
+                for choice in (PLAIN, WIDE[1]):
+                    policy.observe(choice, nothing, nothing, nothing == 0, 4 * truth[choice].drafting * rng.lognormal(0, 0.3))
+                if anew:
+                    costs, corrections = {one: policy.cost(one) for one in costs}, Corrections(["dflash"])
+            squares.append(math.log(policy.cost(WIDE[1]).drafting / policy.cost(PLAIN).drafting / 1.5) ** 2)
+        return math.sqrt(np.mean(squares))
+
+    assert off(anew=False) < 0.1
+    assert off(anew=True) > 1.5 * off(anew=False)
 
 
 def test_choices_are_named():

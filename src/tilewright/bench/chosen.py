@@ -7,7 +7,7 @@ from tilewright.kernels.operations import is_batch_invariant
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.interfaces import PLAIN
 from tilewright.runtime.output import Result
-from tilewright.speculation.policy import Policy, estimated
+from tilewright.speculation.policy import Policy
 from tilewright.speculation.team import Team
 
 Row = dict[str, Any]
@@ -25,7 +25,7 @@ def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None
             "capacity": of.layout.capacity,
             "drawn": of.drawn,
             "dispatch_ms": 1000 * costs.dispatch,
-            "rounds": cost_rows(team, Policy(pacing.history, costs.rounds, costs.rounds)),
+            "rounds": cost_rows(team, Policy(pacing.history, costs.rounds, costs.rounds, 0.0, pacing.corrections_of(of))),
         }
         for of, costs in pacing.costs.items()
     ]
@@ -50,10 +50,10 @@ def held(lm: LanguageModel) -> str:
 
 def cost_rows(team: Team, policy: Policy) -> list[Row]:
     """Of each choice: what a round costs, and what is expected of it after all that was decoded so far."""
-    outlook, plain = policy.outlook(team.choices), policy.costs[PLAIN].drafting
+    outlook, plain = policy.outlook(team.choices), policy.cost(PLAIN).drafting
     rows = []
     for choice, expected in outlook.items():
-        cost = estimated(policy.costs, choice)
+        cost = policy.cost(choice)
         about = {"drafter": choice.drafter, "block_size": choice.width, "measured": choice in policy.costs}
         about |= {"round_ms": 1000 * cost.drafting, "idle_ms": None if cost.idle is None else 1000 * cost.idle}
         about |= {"round_cost_steps": expected.seconds / plain, "expected_tokens_per_round": expected.tokens}

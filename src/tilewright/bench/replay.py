@@ -28,7 +28,6 @@ from tilewright.runtime.output import Generation, Result
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.state import DecodeState, Models, Target
 from tilewright.speculation.pacer import Pacer
-from tilewright.speculation.policy import estimated
 from tilewright.speculation.team import Team
 
 MULTIPLE = 256
@@ -156,7 +155,7 @@ def round_seconds(stream: Stream, timed: Generation) -> list[float]:
         return [timed.decode_seconds / timed.rounds] * timed.rounds
     policy = chooser.policy(1)
     costs = [
-        estimated(policy.costs, choice).expected(float(drafted == 0))
+        policy.cost(choice).expected(float(drafted == 0))
         for choice, drafted in zip(result.choices, result.drafted, strict=True)
     ]
     return [cost / sum(costs) * timed.decode_seconds for cost in costs]

@@ -20,7 +20,7 @@ from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.costs import RoundCosts, parsed
 from tilewright.speculation.drafters.ngram import NGram
-from tilewright.speculation.policy import AcceptanceHistory, Cost, Policy
+from tilewright.speculation.policy import AcceptanceHistory, Corrections, Cost, Policy
 from tilewright.speculation.team import Team
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -224,9 +224,10 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
             {name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)}, recording.expected
         )
         total, rounds, machine = 0.0, dict[Choice, int](), Uneven(uneven, seed) if uneven else None
-        begun = [dict(costs.rounds) if machine is None else machine.measured(costs.rounds) for _ in range(SHAPES)]
+        begun = [costs.rounds if machine is None else machine.measured(costs.rounds) for _ in range(SHAPES)]
+        learnt = [Corrections(history.widest) for _ in range(SHAPES)]
         for place, trace in enumerate(own):
-            policy = Policy(history, begun[place % SHAPES], choices, costs.dispatch)
+            policy = Policy(history, begun[place % SHAPES], choices, costs.dispatch, learnt[place % SHAPES])
             seconds, counts = seconds_of(trace, costs, policy, machine)
             total += seconds
             for choice, count in counts.items():

@@ -53,7 +53,7 @@ class RoundCosts:
 
     Attributes:
         dispatch: seconds that a dispatch takes besides its rounds.
-        rounds: of each choice that was measured; policies correct them as they time dispatches.
+        rounds: of each choice that was measured.
     """
 
     dispatch: float

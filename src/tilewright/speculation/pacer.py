@@ -17,7 +17,7 @@ from tilewright.runtime.state import StepInfo
 from tilewright.speculation.counterfactual import CounterfactualNGram, joined
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.pacing import Costed, Pacing, new_history
-from tilewright.speculation.policy import AcceptanceHistory, Policy
+from tilewright.speculation.policy import AcceptanceHistory, Corrections, Policy
 from tilewright.speculation.team import Team
 
 FIRST_WIDTH = 4
@@ -46,7 +46,7 @@ class Pacer(Pace):
 
     def new_policy(self, rows: int) -> Policy:
         costs = self.pacing.measured(self.runner, rows, False, self.team.choices)
-        return Policy(self.history, dict(costs.rounds), self.team.choices, costs.dispatch)
+        return Policy(self.history, costs.rounds, self.team.choices, costs.dispatch)
 
     def follow(self, prompt: Sequence[int]) -> CounterfactualNGram | None:
         """Counterfactual of n-grams along a request's text, if they may draft."""
@@ -115,10 +115,16 @@ class CallPacer(Pacer):
                 ready |= {PLAIN, *self.firsts(rows)}
                 self.programs.warm(self.key(choice, rows) for choice in sorted(ready))
             costs = self.pacing.measured(self.runner, rows, self.drawn, ready)
-            return Policy(self.history, costs.rounds, ready, costs.dispatch)
+            return Policy(self.history, costs.rounds, ready, costs.dispatch, self.corrections(rows))
 
     def key(self, choice: Choice, rows: int) -> Any:
         return self.programs.round_key(choice, rows, self.programs.layout.capacity, self.runner.sampling)
+
+    def costed(self, rows: int) -> Costed:
+        return Costed(self.programs.layout, rows, self.drawn)
+
+    def corrections(self, rows: int) -> Corrections:
+        return self.pacing.corrections_of(self.costed(rows))
 
     def compiled(self, rows: int) -> set[Choice]:
         return {choice for choice in self.team.choices if self.key(choice, rows) in self.programs.compiled}
@@ -133,13 +139,13 @@ class CallPacer(Pacer):
         drafted = self.team.choices[1:]
         names = {drafted[0].drafter} | {member.name for member in self.team.members if member.expected_acceptance}
         own = [[choice for choice in drafted if choice.drafter == name] for name in sorted(names)]
-        known = self.pacing.known(self.programs, Costed(self.programs.layout, rows, self.drawn))
+        known = self.pacing.known(self.programs, self.costed(rows))
         if known is None:
             narrow = jax.default_backend() == "cpu" and not self.team.masked
             return {
                 max(choice for choice in each if not narrow or choice.width <= max(FIRST_WIDTH, each[0].width)) for each in own
             }
-        policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch)
+        policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch, self.corrections(rows))
         return {policy.best(policy.outlook(each)) for each in (drafted, *own)}
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:

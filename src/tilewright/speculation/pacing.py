@@ -9,7 +9,7 @@ from tilewright.runtime.layout import Layout
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.speculation.costs import CostFiles, RoundCosts, RoundTimer, configuration, measure
-from tilewright.speculation.policy import AcceptanceHistory
+from tilewright.speculation.policy import AcceptanceHistory, Corrections
 from tilewright.speculation.team import Team
 
 
@@ -32,6 +32,7 @@ class Pacing:
     Attributes:
         history: what all calls have seen.
         costs: those that were measured, or read.
+        corrections: what calls learnt beside them, while this process runs.
         files: where costs are kept; None measures them in every process.
         looked: whose file was read, or found not to fit.
         patient: compile whatever promises to be faster, however long it takes: for measurements.
@@ -42,9 +43,14 @@ class Pacing:
         self.team, self.weights, self.files = team, weights, files
         self.history = new_history(team)
         self.costs: dict[Costed, RoundCosts] = {}
+        self.corrections: dict[Costed, Corrections] = {}
         self.looked: set[Costed] = set()
         self.patient = False
         self.lock = threading.RLock()
+
+    def corrections_of(self, of: Costed) -> Corrections:
+        """What calls learnt of these rounds, for the next ones to go on with."""
+        return self.corrections.setdefault(of, Corrections(self.history.widest))
 
     def known(self, programs: Programs, of: Costed) -> RoundCosts | None:
         """Costs as far as they were measured, now or by an earlier process."""

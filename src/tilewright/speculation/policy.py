@@ -204,29 +204,71 @@ class Outlook(NamedTuple):
         return self.tokens / self.seconds
 
 
+class Corrections:
+    """What timed dispatches say beside measured costs: the machine's pace, and what each drafter costs beside the others.
+
+    A Kalman filter of logarithms: of what a dispatch is slower than the one before, a new drafter has a large share, the same
+    one a small one. Batches come and go and the pace with them, but what was learnt of drafters stays, and how sure it is: a
+    filter that began anew with each batch would believe every one's disturbances as much as the first's.
+
+    Attributes:
+        factors: by which each drafter's measured costs are multiplied, those of all its widths alike.
+        pace: seconds that pass now for each one that corrected costs say, whatever runs.
+        uncertain: covariance of the logarithms of the pace and of the factors, in their order.
+    """
+
+    def __init__(self, drafters: Iterable[str]):
+        self.factors = dict.fromkeys([PLAIN.drafter, *drafters], 1.0)
+        self.uncertain = np.diag([0.0, *[MISMEASURED**2] * len(self.factors)])
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the pace."""
+        self.pace, self.timed = 1.0, False
+        self.uncertain[0], self.uncertain[:, 0] = 0.0, 0.0
+        self.uncertain[0, 0] = ANY_PACE**2
+
+    def observe(self, drafter: str, slower: float) -> None:
+        """Takes in that a dispatch of a drafter took so many times as long as its corrected costs say."""
+        of = np.asarray([True, *(name == drafter for name in self.factors)], float)
+        slower /= self.pace
+        if self.timed:
+            slower = min(max(slower, 1 / MOST_CORRECTION), MOST_CORRECTION)
+        shared = self.uncertain @ of
+        gain = shared / (of @ shared + UNEVEN**2)
+        self.uncertain = self.uncertain - np.outer(gain, shared)
+        self.uncertain += np.diag([DRIFT**2, *[(DRIFT / 10) ** 2] * len(self.factors)])
+        shares = slower**gain
+        self.timed, self.pace = True, self.pace * float(shares[0])
+        of_names = zip(self.factors.items(), shares[1:].tolist(), strict=True)
+        self.factors = {name: factor * share for (name, factor), share in of_names}
+
+
 class Policy:
     """Chooses the rounds of one batch.
 
     Attributes:
-        costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed,
-            those of all widths of a drafter alike.
-        uncertain: covariance of the logarithms of the pace and of each drafter's costs, of `names`.
+        costs: measured, of some choices, plain decoding among them.
+        corrections: what dispatches say beside these.
         ready: the choices that may run.
         counterfactual: what this batch's text tells of rounds whether they run or not, of each choice by itself; see
             `observe_counterfactual`.
-        pace: seconds that pass now for each one that costs say, whatever runs.
     """
 
     def __init__(
-        self, history: AcceptanceHistory, costs: dict[Choice, Cost], ready: Iterable[Choice], dispatch: float = 0.0
+        self, history: AcceptanceHistory, costs: Mapping[Choice, Cost], ready: Iterable[Choice], dispatch: float = 0.0,
+        corrections: Corrections | None = None,
     ):  # fmt: skip
         """Args:
         dispatch: seconds that a dispatch costs, whatever it runs.
+        corrections: of batches before, which it goes on with.
 
         Raises:
             ValueError: plain decoding has no cost or is not ready.
         """
         self.history, self.costs, self.ready, self.dispatch = history, costs, set(ready), dispatch
+        self.corrections = corrections or Corrections(history.widest)
+        self.corrections.begin()
         if PLAIN not in self.costs or PLAIN not in self.ready:
             raise ValueError(f"expected plain decoding among the choices that are ready and have a cost, found {self.ready}")
         self.seen = {name: Acceptance(width - 1, MEMORY) for name, width in history.widest.items()}
@@ -237,18 +279,20 @@ class Policy:
         self.trying: Choice | None = None
         self.counterfactual: dict[Choice, Acceptance] = {}
         self.rows = 1
-        self.pace, self.timed, self.names = 1.0, False, [PLAIN.drafter, *history.widest]
-        self.uncertain = np.diag([ANY_PACE**2, *[MISMEASURED**2] * len(self.names)])
+
+    def cost(self, choice: Choice) -> Cost:
+        """The cost of a choice, measured or estimated, and corrected."""
+        return estimated(self.costs, choice).times(self.corrections.factors[choice.drafter])
 
     def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
         """Expectations of these choices."""
         found = {}
         for choice in choices:
             if choice == PLAIN:
-                found[PLAIN] = Outlook(1.0, self.costs[PLAIN].drafting)
+                found[PLAIN] = Outlook(1.0, self.cost(PLAIN).drafting)
                 continue
             committed, idle = self.expected(choice)
-            found[choice] = Outlook(committed[choice.width - 1], estimated(self.costs, choice).expected(idle))
+            found[choice] = Outlook(committed[choice.width - 1], self.cost(choice).expected(idle))
         return found
 
     def expected(self, choice: Choice) -> tuple[list[float], float]:
@@ -329,39 +373,19 @@ class Policy:
                 seen.fade(float(np.sum(accepted[running]) + np.sum(running)) / max(1, running.shape[1]))
         self.rows = max(1, int(np.sum(running[-1:])))
         self.forget([choice.drafter], rounds)
-        cost = estimated(self.costs, choice)
-        spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
+        spent = self.dispatch + rounds * self.cost(choice).expected(idle / max(rounds, 1))
         if seconds is not None and rounds:
-            self.correct(choice, seconds / spent)
+            self.corrections.observe(choice.drafter, seconds / spent)
         # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
         late = 0.0
         if choice == self.trying:
-            late, self.trying = min(max((seconds or 0.0) / self.pace - spent, 0.0), MOST_CORRECTION * spent), None
+            late, self.trying = min(max((seconds or 0.0) / self.corrections.pace - spent, 0.0), MOST_CORRECTION * spent), None
         allowance = self.history.allowance
         allowance[choice.drafter] = -late
         for name in allowance:
             if name != choice.drafter:
                 unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
                 allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
-
-    def correct(self, choice: Choice, slower: float) -> None:
-        """Takes in that a dispatch took so many times as long as its cost says.
-
-        A Kalman filter of logarithms tells the pace of all rounds from what each drafter costs beside the others: of what a
-        dispatch is slower than the one before, a new drafter has a large share, the same one a small one.
-        """
-        of = np.asarray([True, *(name == choice.drafter for name in self.names)], float)
-        slower /= self.pace
-        if self.timed:
-            slower = min(max(slower, 1 / MOST_CORRECTION), MOST_CORRECTION)
-        shared = self.uncertain @ of
-        gain = shared / (of @ shared + UNEVEN**2)
-        self.uncertain = self.uncertain - np.outer(gain, shared)
-        self.uncertain += np.diag([DRIFT**2, *[(DRIFT / 10) ** 2] * len(self.names)])
-        factors = slower**gain
-        self.timed, self.pace = True, self.pace * float(factors[0])
-        of_names = dict(zip(self.names, factors[1:].tolist(), strict=True))
-        self.costs.update({one: cost.times(of_names[one.drafter]) for one, cost in self.costs.items()})
 
     def observe_counterfactual(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Takes in rounds of a drafter that did not run: what they would have given is plain from the text.
