@@ -15,6 +15,7 @@ from tilewright.hardware.links import (
     least_seconds,
     ring_of,
     ring_seconds,
+    slice_fabric,
     torus_of,
 )
 from tilewright.hardware.tpu import CHIPS
@@ -140,3 +141,12 @@ def test_no_ring_is_faster_than_all_links_of_a_chip(sizes: tuple[int, int], whol
     ring = fabric.collective(kind, [range(len(fabric.places))], whole).seconds
     assert least_seconds(V5E, torus, kind, whole) <= ring * (1 + 1e-9)
     assert least_seconds(V5E, torus_of(V5E, (1, 1)), kind, whole) == 0
+
+
+def test_a_slice_has_all_its_devices_in_a_ring():
+    fabric = slice_fabric("v5p:2x2x1", hop_us=0.0)
+    assert (fabric.chip, fabric.torus, fabric.hop_us) == (V5P, torus_of(V5P, (2, 2, 1)), 0)
+    assert list(fabric.places) == ring_of(chips((2, 2, 1)))
+    for wrong in ("v5p", "v5p:2x2", "v5p:0x2x2", "v9:2x2"):
+        with pytest.raises(ValueError, match="expected a"):
+            slice_fabric(wrong)

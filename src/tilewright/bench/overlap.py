@@ -265,12 +265,13 @@ class OverlapRun:
 
 
 def roofline_share(timeline: Timeline, layers: Collection[int | None]) -> float:
-    """Part of these layers' compute whose operations have no estimate by the compiler, and count at the full roofline."""
+    """Part of these layers' compute whose operations have no estimate by the compiler, and count at the full roofline; or 0."""
     taken = {True: 0.0, False: 0.0}
     for span in timeline.core:
         if span.track == "compute" and timeline.layer(span) in layers:
             taken[timeline.graph.nodes[span.node].estimated] += span.seconds
-    return taken[False] / sum(taken.values())
+    whole = sum(taken.values())
+    return taken[False] / whole if whole else 0.0
 
 
 def layer_of(name: str) -> int | None:

@@ -22,3 +22,9 @@ app.command(
     help="Compares what two versions of the TPU compiler make of the same program: bytes, cycles, collectives, fusions, copies."
     "\n\nCompiler estimates, no measurements; every figure is defined in docs/metrics.md.",
 )
+app.command(
+    "tilewright.cli.inspect_trace:inspect_trace",
+    name="trace",
+    help="Sets a profiler's trace of a program beside the prediction of it, operation by operation.\n\n"
+    "The prediction is of compiler estimates and a model of links and memory; every figure is defined in docs/metrics.md.",
+)

@@ -7,13 +7,13 @@ from typing import Any, Literal
 import numpy as np
 from cyclopts import Parameter
 from jax.sharding import Mesh
-from rich.table import Table
 
 from tilewright.cli.common import CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.cli.outputs import check_least
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
-from tilewright.metrics.tables import print_table
+from tilewright.metrics.tables import FigureTable, print_table
+from tilewright.metrics.training import ACCURACY
 from tilewright.models.gnn import FAMILIES, Config
 from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
 from tilewright.parallel.mesh import make_mesh
@@ -211,20 +211,16 @@ def summary(values: np.ndarray) -> dict[str, Any] | None:
     return {"mean": float(values.mean()), "std": spread, "runs": [float(value) for value in values]}
 
 
-def accuracy_table(title: str, figures: dict[str, dict[str, Any]]) -> Table:
-    runs = len(next(iter(figures.values()))["test"]["runs"]) if figures else 0
-    table = Table(title=f"{title}: accuracy in %{f', mean ± standard deviation of {runs} runs' if runs > 1 else ''}")
-    table.add_column("")
-    names = {"train": "training", "val": "validation", "test": "test"}
-    parts = list(next(iter(figures.values())))
-    for part in parts:
-        table.add_column(names[part], justify="right")
-    for row, cells in figures.items():
-        table.add_row(row, *(percent(cells[part]) for part in parts))
-    return table
+def accuracy_table(title: str, figures: dict[str, dict[str, Any]]) -> FigureTable:
+    """A line for each epoch that accuracies are of."""
+    rows = [{"name": name, **{part: percent(cell) for part, cell in cells.items()}} for name, cells in figures.items()]
+    runs = len(next(iter(figures.values()))["test"]["runs"])
+    title = f"{title}: accuracy in %{f', mean ± standard deviation of {runs} runs' if runs > 1 else ''}"
+    return FigureTable(title, "epoch", {"": rows}, [metric for metric in ACCURACY if metric.name in rows[0]])
 
 
-def percent(cell: dict[str, Any] | None) -> str:
+def percent(cell: dict[str, Any] | None) -> str | None:
+    """An accuracy as the table shows it; None where nothing was measured."""
     if cell is None:
-        return "–"
+        return None
     return f"{100 * cell['mean']:.2f}" + (f" ± {100 * cell['std']:.2f}" if cell["std"] is not None else "")

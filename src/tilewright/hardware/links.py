@@ -5,14 +5,16 @@ from chip to chip, over the shortest way, one axis after another. Every link car
 the same time. Steps, starts, completions and memory are those of `collectives.py`.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from tilewright.hardware.collectives import GATHER_TOUCHES, CollectiveCosts, ring_share, ring_steps, touched_share
 from tilewright.hardware.ranged import Ranged
-from tilewright.hardware.tpu import TpuChip
+from tilewright.hardware.tpu import TpuChip, chip_of
 
 HOP_US = Ranged(1.0, 0.5, 2.7)
 """Latency of a hop to a neighbour, in microseconds, where nothing else is said: what jax-ml.github.io/scaling-book/sharding
@@ -252,3 +254,17 @@ def least_seconds(chip: TpuChip, torus: Torus, kind: str, whole_bytes: float) ->
         return 0.0
     sent = whole_bytes * (1 if kind == "all-to-all" else ring_share(kind, chips, 1) * chips / (chips - 1)) * (chips - 1) / chips
     return sent / (1e9 * chip.ici_gb_per_s * torus.fewest_links)
+
+
+def slice_fabric(topology: str, hop_us: float = HOP_US) -> Fabric:
+    """All links of a slice such as `v6e:4x2`, under a program whose devices go round a ring of neighbours (see `ring_of`).
+
+    Raises:
+        ValueError: it names no chip that is known, or not a size for each of its axes.
+    """
+    chip, dims = chip_of(topology), topology.partition(":")[2]
+    sizes = [int(size) for size in dims.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", dims) else []
+    if len(sizes) != chip.ici_axes:
+        wanted = "x".join("ABC"[: chip.ici_axes])
+        raise ValueError(f"expected a topology as {chip.name}:{wanted}, found {topology!r}")
+    return Fabric(chip, torus_of(chip, sizes), tuple(ring_of(product(*map(range, sizes)))), hop_us)

@@ -20,6 +20,7 @@ from tilewright.metrics import (
     serving,
     shapes,
     speculative,
+    traced,
     training,
 )
 from tilewright.metrics.metric import Metric
@@ -40,6 +41,9 @@ TABLES: dict[str, tuple[Metric, ...]] = {
     "denoising": denoising.DENOISING,
     "layer": overlap.LAYER,
     "diff": (*diff.DIFF, *diff.CHANGES),
+    "traced": traced.TRACED,
+    "traced-parts": traced.PARTS,
+    "traced-operations": traced.OPERATIONS,
     "training-step": overlap.TRAINING_STEP,
     "transfers": overlap.TRANSFERS,
     "times": overlap.TIMES,
@@ -51,6 +55,7 @@ TABLES: dict[str, tuple[Metric, ...]] = {
     "neuron": neuron.NEURON,
     "chips": chips.CHIPS,
     "training": training.TRAINING,
+    "accuracy": training.ACCURACY,
     "gauges": prometheus.GAUGES,
     "counters": prometheus.COUNTERS,
     "histograms": prometheus.HISTOGRAMS,

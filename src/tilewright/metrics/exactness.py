@@ -3,7 +3,7 @@
 from tilewright.metrics.metric import Metric
 
 EXACTNESS = (
-    Metric("same", "", "whether every path of every finding gave the plain tokens, and nothing else went wrong"),
+    Metric("same", "", "whether every path of every finding gave the plain tokens, and nothing else went wrong", head="same"),
     Metric("prompt_tokens", "tokens", "of each request"),
     Metric(
         "requests_compared",
@@ -18,7 +18,10 @@ EXACTNESS = (
         "for each kind of sampling the SHA-256 of the plain answers: of each its length and its token ids, as "
         "little-endian 32-bit integers, in the order of the requests",
     ),
-    Metric("findings", "", "one for each path and kind of sampling"),
+    Metric("findings", "", "one for each drafter, path and kind of sampling"),
+    Metric("drafter"),
+    Metric("path", head="path", words=True),
+    Metric("sampling"),
     Metric("sha256", "", "the same of the path's answers, of a request that was asked twice the last"),
     Metric(
         "answers",
@@ -32,6 +35,8 @@ EXACTNESS = (
         "what happened: `rounds` (in the engine counted once for all rows, else for each), `accepted drafts`, "
         "`preemptions`, `prefix tokens` found in the cache, requests `cancelled`, and with a team the rounds `of` "
         "each choice",
+        head="exercised",
+        words=True,
     ),
     Metric("not_exercised", "", "what the path was to do and did not"),
     Metric(

@@ -76,3 +76,16 @@ TRAINING = (
     Metric("epochs_per_s", "1/s", "graphs: epochs of all runs side by side, compilation and evaluations included"),
 )
 """Of a run."""
+
+ACCURACY = (
+    Metric(
+        "train",
+        "",
+        "`mean`, `std` and each of `runs` (folds, for graphs), in the part of the data of that name; null where nothing was "
+        "measured. Tables show %, with the standard deviation of several",
+        head="training",
+    ),
+    Metric("val", head="validation"),
+    Metric("test", head="test"),
+)
+"""Of `train gnn`, at each of the epochs of `accuracy`."""

@@ -3,43 +3,32 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
+from tilewright.metrics.exactness import EXACTNESS
+from tilewright.metrics.metric import Metric, chosen
+from tilewright.metrics.tables import FigureTable
 
 SHOWN_DIGITS = 8
 """Of a hash."""
-ABSENT = "-"
-"""Where a path does not run a kind of sampling."""
 
 Row = Mapping[str, Any]
 
 
-def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -> Table:
-    """A row for each path with a hash for each kind of sampling, beneath that of plain decoding.
+def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -> FigureTable:
+    """A line for each path with a hash for each kind of sampling, beneath that of plain decoding.
 
     Args:
         plain: the hash of the plain answers, by kind.
         findings: as `--json` writes them.
     """
-    table = Table(title=escape(title))
-    table.add_column("drafter")
-    table.add_column("path")
-    for kind in plain:
-        table.add_column(kind, justify="right")
-    table.add_column("same", justify="right")
-    table.add_column("exercised")
-    table.add_row("none", "plain decoding", *(sha[:SHOWN_DIGITS] for sha in plain.values()), "", "")
-    before = "none"
+    hashes = {kind: sha[:SHOWN_DIGITS] for kind, sha in plain.items()}
+    rows: list[Row] = [{"name": "none", "path": "plain decoding", **hashes, "same": "", "exercised": ""}]
     for (drafter, path), group in by_path(findings).items():
-        if drafter != before:
-            table.add_section()
-            before = drafter
-        cells = {one["sampling"]: hash_cell(one) for one in group}
-        good = all(one["same"] for one in group)
-        same = "[green]yes[/green]" if good else "[red]no[/red]"
-        row = [cells.get(kind, ABSENT) for kind in plain]
-        table.add_row(escape(drafter), escape(path), *row, same, escape(exercised_text(group)))
-    return table
+        cells = dict.fromkeys(plain) | {one["sampling"]: hash_cell(one) for one in group}
+        same = all(one["same"] for one in group)
+        rows.append({"name": drafter, "path": path, **cells, "same": same, "exercised": exercised_text(group)})
+    path, same, exercised = chosen(EXACTNESS, "path same exercised")
+    columns = [path, *(Metric(kind, head=kind) for kind in plain), same, exercised]
+    return FigureTable(title, "drafter", {"": rows}, columns, apart="name")
 
 
 def by_path(findings: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -51,8 +40,8 @@ def by_path(findings: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def hash_cell(finding: Row) -> str:
-    sha = finding["sha256"][:SHOWN_DIGITS]
-    return sha if finding["same"] else f"[red]{sha}[/red]"
+    """Hash of a path's answers, marked where they are not the plain ones."""
+    return f"{'' if finding['same'] else '≠ '}{finding['sha256'][:SHOWN_DIGITS]}"
 
 
 def exercised_text(group: Sequence[Row]) -> str:

@@ -1,0 +1,134 @@
+"""`tilewright inspect trace`: a profiler's trace of a program beside the prediction of it, operation by operation."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tilewright.bench.overlap import roofline_share
+from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
+from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.hardware.links import HOP_US, slice_fabric
+from tilewright.hardware.tpu import KINDS, chip_of
+from tilewright.metrics.metric import significant
+from tilewright.metrics.tables import FigureTable, print_table
+from tilewright.metrics.traced import OPERATIONS, PARTS
+from tilewright.perfmodel.calibration import calibrated
+from tilewright.perfmodel.schedule import read_schedule
+from tilewright.perfmodel.timeline import Timeline, simulate
+from tilewright.perfmodel.timeline_ranges import swept_timelines
+from tilewright.perfmodel.traced import TraceComparison, compare, module_name, program_in
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
+from tilewright.perfmodel.xplane import TracedProgram, read_trace
+
+RUN = "run"
+"""Name of the prediction that has a range."""
+
+NAMED = 5
+"""Operations without a measurement that a line names; the JSON file has all."""
+
+
+def inspect_trace(
+    trace: Path,
+    hlo: Path,
+    /,
+    *,
+    chip: str,
+    program: str = "",
+    top: int = 20,
+    hop_us: float = HOP_US,
+    calibrate: Path | None = None,
+    draws: int = EVENT_DRAWS,
+    json_file: JsonFile = None,
+) -> None:
+    """Sets a profiler's trace of a program beside the prediction of it, operation by operation.
+
+    The prediction is of compiler estimates and a model of links and memory; every figure is defined in docs/metrics.md.
+
+    Parameters
+    ----------
+    trace
+        An .xplane.pb, or a folder in which jax.profiler.trace wrote; of several traces in it the newest is read.
+    hlo
+        The program's compiled text: compiled.as_text(), or what XLA_FLAGS=--xla_dump_to=FOLDER writes after optimizations.
+    chip
+        The topology that the program ran on: v5e:4x2, v5p:2x2x2, v6e:1x1. Its devices count as a ring of neighbours.
+    program
+        The program's name in the trace, where that has several of the module's name.
+    top
+        Operations that the table shows, those that took longest; the JSON file has all.
+    hop_us
+        Latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
+    calibrate
+        JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are fitted.
+    draws
+        Of the constants that have a range.
+    """
+    check_json_file(json_file)
+    if top < 1:
+        raise ValueError(f"expected --top from 1, found {top}")
+    text = hlo.read_text(encoding="utf-8")
+    timeline, sweep = predicted(text, chip, hop_us, calibrate, draws)
+    traced = program_in(read_trace(trace), module_name(text), program)
+    check_kind(traced, chip_of(chip).name)
+    found = compare(timeline, text, traced)
+    record, console = found.record(), human_console(json_file)
+    show(console, chip, record, top)
+    print_notes(console, [record])
+    print_ranges(console, f"prediction for {chip}", [sweep.record()])
+    console.print(within(found, sweep.range(RUN)))
+    write_json(json_file, {"chip": chip, "hop_us": float(hop_us), "data": record, "ranges": sweep.record()})
+
+
+def predicted(text: str, chip: str, hop_us: float, calibrate: Path | None, draws: int) -> tuple[Timeline, Sweep]:
+    """The prediction of a program, and the range of its run; arguments and errors as for `inspect_trace`."""
+    fitted = calibrated_for(calibrate, [chip_of(chip)]).get(chip_of(chip).name)
+    fabric = calibrated(slice_fabric(chip, hop_us), fitted)
+    timeline = simulate(read_schedule(text, fabric.chip), fabric)
+    rough = roofline_share(timeline, timeline.layers)
+    sweep = swept_timelines({RUN: timeline}, fabric, lambda _, one: 1e6 * one.whole().total_s, fitted, rough, draws, "us a run")
+    return timeline, sweep
+
+
+def check_kind(traced: TracedProgram, chip: str) -> None:
+    """Raises ValueError for a trace of another kind of TPU than the prediction is for."""
+    kinds = {kind.lower(): name for kind, name in KINDS.items()}
+    if (found := kinds.get(traced.device_kind.lower(), chip)) != chip:
+        raise ValueError(f"expected a trace of {chip}, found one of {found} ({traced.device_kind})")
+
+
+def show(console: Console, chip: str, record: Mapping[str, Any], top: int) -> None:
+    """A table of the run's parts, one of operations, and what the two sides do not share."""
+    shortest, longest = map(significant, record["run_range_us"])
+    console.print(
+        f"{record['program']}: predicted for {chip}; measured on {record['devices']} x {record['device_kind']}, "
+        f"{record['runs']} runs of {shortest} to {longest} us",
+        markup=False,
+    )
+    print_table(console, FigureTable("A run", "part", {"": record["parts"]}, PARTS[1:]))
+    shown = record["operations"][:top]
+    title = f"{len(shown)} of {len(record['operations'])} operations, those that took longest"
+    columns = [metric for metric in OPERATIONS if metric.head]
+    print_table(console, FigureTable(title, "operation", {"": shown}, columns))
+    if not record["device_kind"].startswith("TPU"):
+        console.print(f"measured on a {record['device_kind']}, which the prediction is not of", style="yellow")
+    console.print(
+        f"{record['matched_operations']} of {record['traced_operations']} operations of the trace are in the program, with "
+        f"{record['matched_share']:.1%} of the measured time."
+    )
+    if names := record["untraced_operations"]:
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        listed = f"{', '.join(names[:NAMED])}{more}"
+        console.print(f"Not in the trace, {significant(record['untraced_us'])} us predicted: {listed}", markup=False)
+    console.print(
+        f"Operations without an estimate, at the full roofline: {record['without_estimate']}, with "
+        f"{record['without_estimate_share']:.1%} of the measured time."
+    )
+
+
+def within(found: TraceComparison, ends: tuple[float, float]) -> str:
+    """Sentence on the measured run and the range of the predicted one."""
+    low, high = ends
+    place = "below" if found.measured_us < low else "above" if found.measured_us > high else "inside"
+    return f"The measured run, {significant(found.measured_us)} us, is {place} the range."
