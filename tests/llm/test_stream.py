@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tilewright.llm import language_model
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.layout import is_paged
 from tilewright.runtime.output import Piece, Result
-from tilewright.runtime.programs import ProgramKey, empty_state
+from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 
@@ -298,10 +299,10 @@ def test_the_single_step_gives_what_the_loop_gives(
 def test_the_single_step_has_no_loop_that_depends_on_data(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """Loops of a fixed number of turns are `scan` in a trace."""
     programs, counted = lm.start(ASKED, Sampling(NEW)).engine.programs, {}
-    state = jax.eval_shape(lambda: empty_state(programs.layout, *programs.get(ProgramKey("allocate"))()))
-    for loops in (True, False):
+    state = jax.eval_shape(lambda: programs.empty_state(*programs.get(ProgramKey("allocate"))()))
+    for loops, masked in product((True, False), repeat=2):
         monkeypatch.setattr(programs, "target", replace(lm.model.target, loops=loops))
-        function, inputs = programs.function(programs.round_key(None, 4, 64))
-        counted[loops] = str(jax.make_jaxpr(function)(lm.model.models, state, *inputs)).count(" while[")
-    assert counted[False] == 0
-    assert counted[True] > 1
+        function, inputs = programs.function(programs.round_key(None, 4, 64, masked=masked))
+        counted[loops, masked] = str(jax.make_jaxpr(function)(lm.model.models, state, *inputs)).count(" while[")
+    assert counted[False, False] == counted[False, True] == 0
+    assert min(counted[True, False], counted[True, True]) > 1

@@ -152,14 +152,24 @@ def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
     check_empty(engine)
 
 
-def test_rows_under_masks_of_the_device_run_many_rounds_to_a_dispatch(lm: LanguageModel, engine: Engine, known: list[Dance]):
+def test_rows_under_masks_of_the_device_run_many_rounds_to_a_dispatch(
+    lm: LanguageModel, engine: Engine, known: list[Dance], monkeypatch: pytest.MonkeyPatch
+):
+    """With the drafts that they have in dispatches of one round: the device keeps them from one to the next."""
     engine.chooser = fixed_rounds(engine.runner, math.inf)
     asks = [GenerateRequest([1, 2, 3], Sampling(40, temperature, seed=5), constraint=known[0]) for temperature in (0.0, 1.0)]
+    want = [plain(lm, ask) for ask in asks]
     engine.open()
-    heard, _ = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == [plain(lm, ask) for ask in asks]
+    heard, handles = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == want
     stats = engine.stats()
     assert stats.automaton_rounds == stats.rounds > 3 * stats.dispatches
+    monkeypatch.setattr(engine.chooser, "under_masks", lambda *_: 1)
+    again = drive(engine, asks, np.random.default_rng(0))[1]
+    assert engine.stats().rounds - stats.rounds <= engine.stats().dispatches - stats.dispatches
+    for one, other in zip(handles, again, strict=True):
+        assert one.result is not None
+        assert one.result == other.result
     check_empty(engine)
 
 
@@ -258,6 +268,14 @@ def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, en
         assert {one for one, value in top.items() if value > -np.inf} == set(sorted(may, key=lambda one: -want[one])[:20])
         dance.advance([token.token])
         before.append(token.token)
+
+
+def test_rounds_under_masks_are_one_program_for_each_number_of_rows(lm: LanguageModel):
+    """Whoever makes the masks."""
+    programs = lm.engine(EngineOptions(constraints=True, context=CAPACITY)).programs
+    without, keys = list(programs.declared()), list(programs.declared(constraints=True))
+    assert not any(key.masked for key in without)
+    assert [key.rows for key in keys if key not in without] == list(programs.table.batches)
 
 
 def test_what_is_refused(lm: LanguageModel, engine: Engine):

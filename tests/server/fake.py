@@ -52,7 +52,7 @@ class WidthsAlone(Programs):
     def __init__(self, block: int):
         self.target, self.drafter, self.block = model_without_weights().target, None, block
 
-    def width(self, choice: Choice | None) -> int:
+    def width(self, choice: Choice | None, masked: bool = False) -> int:
         return self.block
 
 

@@ -11,6 +11,8 @@ import pytest
 
 import tilewright as tw
 from server.fake import FakeEngine
+from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.matcher import Matcher
 from tilewright.runtime.request import GenerateRequest, RequestHandle
 from tilewright.server import run
 from tilewright.server.api import Api, ServerOptions
@@ -37,6 +39,28 @@ def test_a_server_told_to_stop_as_its_engine_begins_ends_in_peace(monkeypatch: p
         run.Server(api, 0.0, lambda: said.append("ready")).run(listening)
     assert said == []
     assert (engine.ready, engine.thread) == (False, None)
+
+
+def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """By the thread of grammars; what goes wrong there is no harm to the server."""
+    engine, told = FakeEngine(), list[object]()
+
+    def constrain(grammar: Grammar) -> Matcher:
+        told.append(grammar)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("not with this tokenizer")
+
+    caplog.set_level("DEBUG", "tilewright.server")
+    api = Api(engine, ServerOptions("demo", tw.__version__, constrain=constrain))
+    monkeypatch.setattr(engine, "warm", lambda console: told.append("warm"))
+    monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done
+    with run.listen("127.0.0.1", 0) as listening:
+        run.Server(api, 0.0, lambda: told.append("ready")).run(listening)
+    api.close()
+    assert told == ["warm", "ready", Grammar.json_object()]
+    assert "no grammar of JSON objects: not with this tokenizer" in caplog.text
 
 
 class Broken(FakeEngine):

@@ -54,12 +54,12 @@ class Stream:
         chunks = {chunk for length in lengths for _, chunk in programs.table.prefill_plan(max(1, length))}
         together = programs.table.together if scheduler.computed_together(lengths) else None
         rounds = programs.choices if len(programs.choices) == 1 else ()
-        masks = {self.engine.mask_source([sequence]) for sequence in self.sequences}
+        masked = {sequence.constraint is not None for sequence in self.sequences}
 
         def needed(key: ProgramKey) -> bool:
             if key.name == "prefill":
                 return (key.rows, key.chunk) == together or (key.rows == 1 and key.chunk in chunks)
-            return key.name == "allocate" or (key.choice in rounds and key.masks in masks)
+            return key.name == "allocate" or (key.choice in rounds and key.masked in masked)
 
         return [key for key in programs.declared(self.engine.runner.sampling, constraints=True) if needed(key)]
 

@@ -4,7 +4,7 @@ Masks (`automata.py` has their form) are applied to the target's logits before a
 plain decoding under the same masks draws. The mask behind a draft depends on the draft. Where every row's constraint has an
 automaton, and has not left it, the device makes masks by itself (`automaton_table.py`). Else the host must know a block's
 drafts before it is verified: a dispatch is one round then, in which the block comes from the host and the drafts behind what
-it commits go back.
+it commits go back. It is the same program (`rounds.masked_round`).
 
 A state takes in what was committed, and nothing else: what was drafted is never part of it, so that nothing is rolled back, and
 a row that gives its pages up goes on from the state that it has.
@@ -13,6 +13,7 @@ a row that gives its pages up goes on from the state that it has.
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jaxtyping import UInt32
 
@@ -77,11 +78,11 @@ class Constraint(Protocol):
 
 
 class Blocks(NamedTuple):
-    """Drafts and masks that the host gives to a round of rows of which some have a constraint.
+    """Drafts and masks that the host gives to rounds of rows of which some have a constraint.
 
     Attributes:
         drafts: int32 `[B, T - 1]`.
-        counts: how many of them each row has, int32 `[B]`.
+        counts: how many of them each row has, int32 `[B]`; below 0 for those that the device has proposed for itself.
         masks: uint32 `[B, T, ceil(V / 32)]`.
     """
 
@@ -118,6 +119,16 @@ def fill_blocks(batch: Sequence[Drafted], rows: int, width: int, vocab: int) -> 
             raise
         drafts[row, : counts[row]] = own[: counts[row]]
     return Blocks(drafts, counts, masks)
+
+
+def open_blocks(rows: int, width: int, vocab: int) -> Blocks:
+    """Blocks of drafts that the device has proposed, in which any token may come."""
+    return fill_blocks((), rows, width, vocab)._replace(counts=np.full(rows, -1, np.int32))
+
+
+def block_shapes(rows: int, width: int, vocab: int) -> Blocks:
+    """The arrays of blocks, abstract."""
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), open_blocks(rows, width, vocab))
 
 
 def forced_first(forced: Sequence[int], drafts: Sequence[int]) -> Sequence[int]:

@@ -9,7 +9,7 @@ device, and what was committed behind a stop string is dropped.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.pooling import PooledChunk, embedding
 from tilewright.runtime.prefill import Prefilled
-from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype, mask_sources
+from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype, makes_masks
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
@@ -224,7 +224,7 @@ class Engine(Service):
             )
         widest = max(self.programs.width(choice) for choice in self.programs.choices)
         if request.constraint is not None:
-            widest = max(widest, self.programs.constrained_width(self.programs.constrained_choice))
+            widest = max(widest, self.programs.width(self.programs.constrained_choice, masked=True))
         needed = self.scheduler.pages_for(end + widest)
         if needed > self.pages.count:
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
@@ -318,17 +318,13 @@ class Engine(Service):
         return not tokens or ends or sequence.length + len(tokens) >= sequence.processor.end
 
     def masks_of(self, batch: Sequence[RunningSequence]) -> MaskSource:
-        """Where the masks of rounds of a batch come from."""
-        return self.mask_source(running.sequence for running in batch)
-
-    def mask_source(self, sequences: Iterable[TokenSequence]) -> MaskSource:
-        """Where the masks of rounds of these come from: from the device if every constraint has an automaton there."""
-        constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
+        """Where the masks of rounds of a batch come from: from the device if every constraint has an automaton there."""
+        constraints = [constraint for running in batch if (constraint := running.sequence.constraint) is not None]
         if not constraints:
             return "none"
         automata = {None if each is None else each.automaton for each in (one.automaton for one in constraints)}
         few = len(automata) <= places(self.programs.layout.batch)
-        return "device" if None not in automata and few and "device" in mask_sources(self.programs.target) else "host"
+        return "device" if None not in automata and few and makes_masks(self.programs.target) else "host"
 
     def send(self) -> bool:
         """Sends rounds for all that are ready for them."""
@@ -348,19 +344,13 @@ class Engine(Service):
     def send_rounds(self, choice: Choice | None, rounds: int) -> bool:
         """Sends up to so many rounds of a kind for all that are ready. Returns False if nobody is."""
         batch = self.scheduler.runnable()
-        width = (self.programs.width if self.masks_of(batch) == "none" else self.programs.constrained_width)(choice)
+        width = self.programs.width(choice, masked=self.masks_of(batch) != "none")
         batch, rounds = self.scheduler.make_room(batch, rounds, width)
         if not batch:
             return False
         reach = max(self.scheduler.reach(running, rounds, width) for running in batch)
         try:
-            match self.masks_of(batch):
-                case "host":
-                    sent = self.runner.constrained_round(batch, choice, reach)
-                case "device":
-                    sent = self.runner.automaton_rounds(batch, choice, rounds, reach)
-                case "none":
-                    sent = self.runner.rounds(batch, choice, rounds, reach)
+            sent = self.runner.rounds(batch, choice, rounds, reach, self.masks_of(batch))
         except ConstraintError as error:
             sequence = batch[error.row].sequence
             self.scheduler.remove(sequence)

@@ -22,15 +22,14 @@ from tilewright.compiled.store import Store
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.models.delta import DeltaState
 from tilewright.parallel.sharding import GROUPED_AXES
-from tilewright.runtime.automata import words
-from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, has_left, row_shapes, starting, table_shapes
+from tilewright.runtime.automaton_table import row_shapes, table_shapes
 from tilewright.runtime.cache import KVCache, Ring
-from tilewright.runtime.constraints import Blocks, MaskSource
+from tilewright.runtime.constraints import block_shapes
 from tilewright.runtime.interfaces import Choice, Drafter, Variant
 from tilewright.runtime.layout import Layout, kept, restored, rows_of, with_rows
 from tilewright.runtime.placement import compile_allocate, compile_step
 from tilewright.runtime.prefill import prefill
-from tilewright.runtime.rounds import HostDrafts, automaton_round, constrained_round, step_of
+from tilewright.runtime.rounds import HostDrafts, RowMasks, begin_masked, end_masked, step_of
 from tilewright.runtime.sampling import Sampling, SamplingMode, row_sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Models, Reports, Target, run_steps
@@ -69,7 +68,7 @@ class ProgramKey:
         chunk: the most tokens of a prefill.
         choice: what rounds do, where there are several kinds.
         sampling: what rows may ask for; of a prefill "logprobs" or "greedy", for it draws nothing.
-        masks: of rounds; with the host's it is a single one, of the host's drafts; see `constraints.py`.
+        masked: rounds are under masks, for rows of which some have a constraint.
     """
 
     name: Literal["allocate", "prefill", "rounds"]
@@ -78,7 +77,7 @@ class ProgramKey:
     chunk: int = 0
     choice: Choice | None = None
     sampling: SamplingMode = "greedy"
-    masks: MaskSource = "none"
+    masked: bool = False
 
 
 class Programs(Store[ProgramKey]):
@@ -119,23 +118,22 @@ class Programs(Store[ProgramKey]):
             raise ValueError(f"expected plain decoding, without a drafter, found rounds of {choice}")
         return None
 
-    def width(self, choice: Choice | None) -> int:
-        """Tokens in a block of such rounds."""
-        turn = self.turn(choice)
-        return 1 if turn is None else turn.block_size
-
-    def constrained_turn(self, choice: Choice | None) -> Variant:
+    def masked_turn(self, choice: Choice | None) -> Variant:
         """The drafter of rounds under masks."""
-        width = self.constrained_width(choice)
+        width = self.width(choice, masked=True)
         return self.turn(choice) or HostDrafts(width, may_be_idle=self.target.loops and width > 1)
 
-    def constrained_width(self, choice: Choice | None) -> int:
-        """Tokens in a block of rounds under masks.
+    def width(self, choice: Choice | None, masked: bool = False) -> int:
+        """Tokens in a block of such rounds.
 
-        Without a drafter there is room for text that has to come, where a row's results do not depend on the width.
+        Args:
+            masked: under masks there is room for text that has to come without a drafter, too, where a row's results do not
+                depend on the width.
         """
-        if self.drafter is not None:
-            return self.width(choice)
+        if (turn := self.turn(choice)) is not None:
+            return turn.block_size
+        if not masked:
+            return 1
         states, dtype = self.target.config.delta is not None, jnp.dtype(self.dtype).name
         return FORCED if dtype == "float32" or is_batch_invariant(self.target.ops, dtype, states=states) else 1
 
@@ -145,29 +143,29 @@ class Programs(Store[ProgramKey]):
 
     def declared(self, sampling: SamplingMode = "logprobs", constraints: bool = False) -> Iterator[ProgramKey]:
         """All programs that may be needed where rows ask for no more than this, and some have `constraints`."""
-        return program_keys(self.table, self.choices, sampling, mask_sources(self.target) if constraints else ())
+        return program_keys(self.table, self.choices, sampling, constraints)
 
     def round_key(
-        self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs", masks: MaskSource = "none"
+        self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs", masked: bool = False
     ) -> ProgramKey:
         """The program of rounds of a kind over so many rows that look at so many positions."""
         positions = next(each for each in self.table.capacities if each >= positions)
-        return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling, masks=masks)
+        return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling, masked=masked)
+
+    def empty_state(self, target_cache: Any, draft_cache: Any) -> DecodeState:
+        """Slots that hold nothing, around the caches that the program `allocate` gives."""
+        return empty_state(self.layout, target_cache, draft_cache, self.width(self.constrained_choice, masked=True))
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
         allocate = partial(allocate_caches, layout=self.layout, drafter=self.drafter, dtype=self.dtype)
         if key.name == "allocate":
             return compile_allocate(self.target, allocate)
         function, inputs = self.function(key)
-        empty = partial(empty_state, self.layout)
-        return compile_step(self.target, function, self.params_for(key), allocate, empty, inputs)
+        return compile_step(self.target, function, self.params_for(key), allocate, self.empty_state, inputs)
 
     def function(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The program to compile, as `f(models, state, *inputs) -> (state, result)`, and its inputs."""
-        if key.name == "prefill":
-            return self.prefill(key)
-        kinds = {"none": self.rounds, "host": self.constrained_rounds, "device": self.automaton_rounds}
-        return kinds[key.masks](key)
+        return self.prefill(key) if key.name == "prefill" else self.rounds(key)
 
     def params_for(self, key: ProgramKey) -> Models:
         """The parameters that a program reads."""
@@ -200,6 +198,7 @@ class Programs(Store[ProgramKey]):
             def given(new: Any, old: Any) -> Array:
                 return jnp.where(admitted.reshape(-1, *[1] * (jnp.ndim(new) - 1)), new, old)
 
+            rows = rows | {"proposed": jnp.zeros_like(before.proposed)}
             own = replace(before, **{name: jax.tree.map(given, new, getattr(before, name)) for name, new in rows.items()})
             start = jnp.maximum(start, 0)
             if drafter is not None:
@@ -219,73 +218,40 @@ class Programs(Store[ProgramKey]):
         return prefill_chunk, (*given, SnapshotRows(numbers, numbers)) if self.layout.snapshots else given
 
     def rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], table [G, n, M], running [n], limit)`: runs up to `limit` rounds of some slots.
+        """`f(models, state, slots [n], table [G, n, M], running [n], limit, masks)`: runs up to `limit` rounds of some slots.
 
         Slots that are not running fill the shape. The result are the rounds' reports (`state.run_steps`). Without loops it runs
-        one round, and has no limit.
+        one round, and `limit` is None; under masks, and only there, `masks` are `RowMasks`.
         """
         target = replace(self.target, sampling=key.sampling)
-        turn, width, step = self.turn(key.choice), self.width(key.choice), step_of(self.turn(key.choice), target)
+        turn = self.masked_turn(key.choice) if key.masked else self.turn(key.choice)
+        width = self.width(key.choice, key.masked)
         vocab = target.config.vocab_size if target.reports_logprobs else None
 
         def run_rounds(
-            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array | None = None
-        ) -> tuple[DecodeState, Reports]:
+            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array | None = None,
+            masks: RowMasks | None = None,
+        ) -> tuple[DecodeState, Reports]:  # fmt: skip
             some, close = self.opened(key, turn, target, models, state, slots, table, running)
+            some, step = some if masks is None else begin_masked(masks, some), step_of(turn, target, masks)
             if limit is not None:
                 some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
             else:
                 some, info = step(models, some)
                 reports = Reports(info.packed()[None], None)
-            return close(some), reports
+            if masks is None:
+                return close(replace(some, proposed=jnp.zeros_like(some.proposed))), reports
+            return close(end_masked(masks, some)), reports._replace(proposed=some.proposed)
 
-        limit = (jax.ShapeDtypeStruct((), jnp.int32),) if target.loops else ()
-        return run_rounds, (*self.round_inputs(key), *limit)
+        limit = jax.ShapeDtypeStruct((), jnp.int32) if target.loops else None
+        return run_rounds, (*self.round_inputs(key), limit, self.mask_shapes(key.rows, width) if key.masked else None)
 
-    def automaton_rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], table [G, n, M], running [n], automata, rows, limit)`: as `rounds`, under masks.
-
-        `automata` has the automata of these rows, and `rows` says which each has, and where it stands.
-        """
-        target = replace(self.target, sampling=key.sampling)
-        turn, width = self.constrained_turn(key.choice), self.constrained_width(key.choice)
-        vocab = target.config.vocab_size if target.reports_logprobs else None
-
-        def run_rounds(
-            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, automata: AutomatonTable,
-            rows: AutomatonRows, limit: Array,
-        ) -> tuple[DecodeState, Reports]:  # fmt: skip
-            some, close = self.opened(key, turn, target, models, state, slots, table, running)
-            begun = starting(rows, some.automaton)
-            some = replace(some, automaton=begun, done=some.done | has_left(begun))
-            step = partial(automaton_round, turn, automata, rows, target)
-            some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
-            done = jnp.where(has_left(some.automaton), some.known >= some.end - 1, some.done)
-            return close(replace(some, done=done)), reports
-
-        automata = table_shapes(self.layout.batch, target.config.vocab_size)
-        return run_rounds, (*self.round_inputs(key), automata, row_shapes(key.rows), jax.ShapeDtypeStruct((), jnp.int32))
-
-    def constrained_rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], table [G, n, M], running [n], given)`: one round of some slots; `rounds` runs several.
-
-        `given` are the host's drafts and masks, and the reports have the drafts for the next round.
-        """
-        target = replace(self.target, sampling=key.sampling)
-        turn, width = self.constrained_turn(key.choice), self.constrained_width(key.choice)
-
-        def run_round(
-            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, given: Blocks
-        ) -> tuple[DecodeState, Reports]:
-            some, close = self.opened(key, turn, target, models, state, slots, table, running)
-            some, info, proposed = constrained_round(turn, target, models, some, given)
-            logprobs = jax.tree.map(lambda each: each[None], info.logprobs)
-            return close(some), Reports(info.packed()[None], logprobs, proposed)
-
-        shapes = (width - 1,), (), (width, words(target.config.vocab_size))
-        dtypes = jnp.int32, jnp.int32, jnp.uint32
-        abstract = (jax.ShapeDtypeStruct((key.rows, *each), dtype) for each, dtype in zip(shapes, dtypes, strict=True))
-        return run_round, (*self.round_inputs(key), Blocks(*abstract))
+    def mask_shapes(self, rows: int, width: int) -> RowMasks:
+        """The masks of a program's rows, abstract."""
+        blocks = block_shapes(rows, width, vocab := self.target.config.vocab_size)
+        if not makes_masks(self.target):
+            return RowMasks(blocks)
+        return RowMasks(blocks, (table_shapes(self.layout.batch, vocab), row_shapes(rows)))
 
     def round_inputs(self, key: ProgramKey) -> tuple[Any, ...]:
         """The first arguments of the programs of rounds: slots, their pages, and which of them are running."""
@@ -308,10 +274,9 @@ class Programs(Store[ProgramKey]):
         return some if turn is None else turn.open(target, models, some), close
 
 
-def mask_sources(target: Target) -> tuple[MaskSource, ...]:
-    """Where masks may come from: the host alone without loops on the device, and over several processes."""
-    several = target.mesh is not None and target.mesh.is_multi_process
-    return ("host", "device") if target.loops and not several else ("host",)
+def makes_masks(target: Target) -> bool:
+    """True if the device makes masks; without loops there, and over several processes, the host alone does."""
+    return target.loops and not (target.mesh is not None and target.mesh.is_multi_process)
 
 
 def outside_pages(target: Target, layout: Layout, drafter: Drafter | None, dtype: DTypeLike) -> str:
@@ -332,20 +297,20 @@ def constrained_choice(choices: Sequence[Choice | None]) -> Choice | None:
 
 def program_keys(
     table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "logprobs",
-    masks: Sequence[MaskSource] = (),
+    constraints: bool = False,
 ) -> Iterator[ProgramKey]:  # fmt: skip
     """All programs that serve a table with rounds of these kinds, for rows that ask for no more than this.
 
     Args:
-        masks: where those of rows with a constraint may come from; of nowhere if no row may have one.
+        constraints: some may have one.
     """
     yield ProgramKey("allocate")
     for rows, chunk in dict.fromkeys([*((1, chunk) for chunk in table.chunks), table.together]):
         yield prefill_key(rows, chunk, sampling)
     for positions, rows in product(table.capacities, table.batches):
         yield from (ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling) for choice in choices)
-        choice = constrained_choice(choices)
-        yield from (ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling, masks=each) for each in masks)
+        if constraints:
+            yield ProgramKey("rounds", rows, positions, choice=constrained_choice(choices), sampling=sampling, masked=True)
 
 
 def prefill_key(rows: int, chunk: int, sampling: SamplingMode) -> ProgramKey:
@@ -372,8 +337,12 @@ def held_dtype(target: Target, dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(dtype if target.kv_dtype == "auto" else target.kv_dtype)
 
 
-def empty_state(layout: Layout, target_cache: Any, draft_cache: Any) -> DecodeState:
-    """Slots that hold nothing, done from the start."""
+def empty_state(layout: Layout, target_cache: Any, draft_cache: Any, width: int = 1) -> DecodeState:
+    """Slots that hold nothing, done from the start.
+
+    Args:
+        width: of rounds under masks.
+    """
     rows = np.zeros(layout.batch, np.int32)
     return DecodeState(
         tokens=np.zeros((layout.batch, layout.capacity), np.int32),
@@ -386,6 +355,7 @@ def empty_state(layout: Layout, target_cache: Any, draft_cache: Any) -> DecodeSt
         draft_cache=draft_cache,
         adapter=np.zeros_like(rows),
         automaton=rows.copy(),
+        proposed=np.zeros((layout.batch, width), np.int32),
     )
 
 

@@ -9,14 +9,15 @@ rule, p(draft).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, advance_committed, follow, has_left
+from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, advance_committed, follow, has_left, starting
 from tilewright.runtime.constraints import Blocks
 from tilewright.runtime.interfaces import OneKind, Proposal, Variant
 from tilewright.runtime.layout import Layout
@@ -115,41 +116,65 @@ class HostDrafts(OneKind):
         return state
 
 
-def constrained_round(
-    drafter: Variant, target: Target, models: Models, state: DecodeState, given: Blocks
-) -> tuple[DecodeState, StepInfo, Array]:
-    """One round of the host's drafts under its masks, and the drafts for the next one, as `Reports.proposed` has them.
+class RowMasks(NamedTuple):
+    """Masks of a program's rows: what the host has made, and the automata that the device makes them of.
 
-    So the host knows drafts before they are run, and makes their masks; see `constraints.py`.
+    A token may come where both let it. A row under masks of the one has none of the other: its blocks allow all tokens, or its
+    place in the table is that of rows without a constraint.
+
+    Attributes:
+        blocks: for a single round; of rows that allow all tokens for any number.
+        automata: those of the rows, and where each row stands in its own; None where the device makes no masks.
     """
-    proposal = Proposal(jnp.concatenate([known_token(state), given.drafts], axis=1), jnp.asarray(given.counts))
-    state, info = run_block(drafter, target, models, state, proposal, jnp.asarray(given.masks))
-    block, drafts = drafter.propose(target, models, state)
-    return state, info, jnp.concatenate([drafts[:, None], block[:, 1:]], axis=1)
+
+    blocks: Blocks
+    automata: tuple[AutomatonTable, AutomatonRows] | None = None
 
 
-def automaton_round(
-    drafter: Variant, table: AutomatonTable, rows: AutomatonRows, target: Target, models: Models, state: DecodeState
+def begin_masked(masks: RowMasks, state: DecodeState) -> DecodeState:
+    """The state with rows where they stand in their automata. Those that have left theirs wait for the host, as if done."""
+    if masks.automata is None:
+        return state
+    begun = starting(masks.automata[1], state.automaton)
+    return replace(state, automaton=begun, done=state.done | has_left(begun))
+
+
+def masked_round(
+    drafter: Variant, masks: RowMasks, target: Target, models: Models, state: DecodeState
 ) -> tuple[DecodeState, StepInfo]:
-    """One round under the masks of the rows' automata, which go on with what it commits.
+    """One round under masks of drafts that are known before it, and the drafts for the next one, in the state.
 
-    A row that leaves its automaton counts as done until the dispatch ends.
+    So the host can make masks for drafts before they are run; see `constraints.py`. A row that leaves its automaton counts as
+    done until the dispatch ends.
     """
-    drafted = drafter.propose(target, models, state)
-    followed = follow(table, rows.place, state.automaton, drafted.block[:, 1:], drafted.drafts)
-    proposal = Proposal(jnp.concatenate([drafted.block[:, :1], followed.drafts], axis=1), followed.counts)
-    masks = table.of(rows.place, followed.states)
-    after, info = run_block(drafter, target, models, state, proposal, masks)
-    states = advance_committed(table, rows.place, followed.states, info.tokens, info.committed)
-    return replace(after, automaton=states, done=after.done | has_left(states)), info
+    blocks, allowed = masks.blocks, jnp.asarray(masks.blocks.masks)
+    counts = jnp.where(blocks.counts < 0, state.proposed[:, 0], blocks.counts)
+    drafts = jnp.where(blocks.counts[:, None] < 0, state.proposed[:, 1:], blocks.drafts)
+    states = jnp.zeros_like(state.proposed)
+    if masks.automata is not None:
+        table, rows = masks.automata
+        drafts, counts, states = follow(table, rows.place, state.automaton, drafts, counts)
+        allowed = allowed & table.of(rows.place, states)
+    proposal = Proposal(jnp.concatenate([known_token(state), drafts], axis=1), counts)
+    after, info = run_block(drafter, target, models, state, proposal, allowed)
+    if masks.automata is not None:
+        table, rows = masks.automata
+        reached = advance_committed(table, rows.place, states, info.tokens, info.committed)
+        after = replace(after, automaton=reached, done=after.done | has_left(reached))
+    block, counts = drafter.propose(target, models, after)
+    return replace(after, proposed=jnp.concatenate([counts[:, None], block[:, 1:]], axis=1)), info
 
 
-def step_of(drafter: Variant | None, target: Target) -> Step:
-    """The step that a decode loop runs: a round with the drafter, or an autoregressive step without one."""
+def end_masked(masks: RowMasks, state: DecodeState) -> DecodeState:
+    """The state in which rows that have left their automata are done only if nothing comes behind."""
+    if masks.automata is None:
+        return state
+    return replace(state, done=jnp.where(has_left(state.automaton), state.known >= state.end - 1, state.done))
 
-    def step(models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        if drafter is None:
-            return autoregressive_step(target, models, state)
-        return speculative_round(drafter, target, models, state)
 
-    return step
+def step_of(drafter: Variant | None, target: Target, masks: RowMasks | None = None) -> Step:
+    """The step that a decode loop runs: a round with the drafter, under masks if there are any, or an autoregressive step
+    without one."""
+    if drafter is None:
+        return partial(autoregressive_step, target)
+    return partial(speculative_round, drafter, target) if masks is None else partial(masked_round, drafter, masks, target)

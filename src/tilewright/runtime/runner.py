@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from tilewright.kernels.operations import UNMAPPED
-from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTables
-from tilewright.runtime.constraints import Drafted, MaskSource, fill_blocks
+from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, AutomatonTables
+from tilewright.runtime.constraints import Blocks, Drafted, MaskSource, fill_blocks, open_blocks
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.lockstep import Lockstep
 from tilewright.runtime.placement import on_devices
@@ -18,10 +18,11 @@ from tilewright.runtime.programs import (
     Programs,
     RowRequest,
     SnapshotRows,
-    empty_state,
+    makes_masks,
     prefill_key,
     request_rows,
 )
+from tilewright.runtime.rounds import RowMasks
 from tilewright.runtime.sampling import SamplingMode
 from tilewright.runtime.scheduler import Chunk, RunningSequence
 from tilewright.runtime.state import DecodeState, Models, Reports, StepInfo
@@ -65,6 +66,7 @@ class ModelRunner:
         state: the slots and the pool; None before `reset`.
         sent: what was sent since the last rounds.
         automata: of rows with a constraint; None before there was one.
+        open_blocks: by how many rows, on the device, for rounds under its own masks.
         lockstep: tells the other processes of each program; None where there are none, or all decide alike.
     """
 
@@ -74,6 +76,7 @@ class ModelRunner:
         self.state: DecodeState | None = None
         self.sent: list[str] = []
         self.automata: AutomatonTables | None = None
+        self.open_blocks: dict[int, Blocks] = {}
         self.called: dict[ProgramKey, tuple[Callable[..., Any], Models]] = {}
         self.lockstep: Lockstep | None = None
 
@@ -88,11 +91,11 @@ class ModelRunner:
         key = ProgramKey("allocate")
         if self.lockstep is not None:
             self.lockstep.tell(key, ())
-        self.state = empty_state(self.programs.layout, *self.programs.get(key)())
+        self.state = self.programs.empty_state(*self.programs.get(key)())
 
     def free(self) -> None:
         """Gives the device's memory back."""
-        self.state = self.automata = None
+        self.state, self.automata, self.open_blocks = None, None, {}
 
     def run(self, key: ProgramKey, *inputs: Any) -> Any:
         if key not in self.called:
@@ -164,50 +167,52 @@ class ModelRunner:
         others = [slot for slot in range(self.programs.layout.batch) if slot not in own]
         return np.asarray([*own, *others[: rows - len(own)]], np.int32)
 
-    def rounds(self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int) -> SentRounds:
-        """Runs up to so many rounds.
+    def rounds(
+        self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int, source: MaskSource = "none"
+    ) -> SentRounds:
+        """Runs up to so many rounds; under masks of the host a single one, and all that was sent before must have been read.
 
         Args:
             positions: that rounds look at, at most.
-        """
-        programs, rows = self.programs, self.programs.rows_for(len(batch))
-        key = programs.round_key(choice, rows, positions, self.sampling)
-        at = time.perf_counter()
-        return self.sending(batch, key, rounds, self.run_rounds(key, *self.round_inputs(batch, key), rounds), at)
-
-    def constrained_round(self, batch: Sequence[RunningSequence], choice: Choice | None, positions: int) -> SentRounds:
-        """Runs one round, each row's drafts and masks made here; all that was sent before must have been read.
+            source: of their masks. The device makes them if every constraint among the rows has an automaton.
 
         Raises:
             ConstraintError: a row's constraint cannot say what may come.
         """
         programs, rows = self.programs, self.programs.rows_for(len(batch))
-        key = programs.round_key(choice, rows, positions, self.sampling, masks="host")
-        drafted = [Drafted(running.sequence.constraint, running.drafts) for running in batch]
-        width, vocab = programs.constrained_width(choice), programs.target.config.vocab_size
-        given, at = fill_blocks(drafted, rows, width, vocab), time.perf_counter()
-        for running in batch:
-            running.automaton_sent = False
-        return self.sending(batch, key, 1, self.run(key, *self.round_inputs(batch, key), given), at)
+        key = programs.round_key(choice, rows, positions, self.sampling, masked=source != "none")
+        masks, at = None if source == "none" else self.masks(batch, key, source), time.perf_counter()
+        rounds = 1 if source == "host" else rounds
+        return self.sending(batch, key, rounds, self.run_rounds(key, *self.round_inputs(batch, key), rounds, masks), at, source)
 
-    def automaton_rounds(
-        self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int
-    ) -> SentRounds:
-        """Runs up to so many rounds under masks that the device makes; every constraint among the rows has an automaton."""
-        programs, rows = self.programs, self.programs.rows_for(len(batch))
-        key = programs.round_key(choice, rows, positions, self.sampling, masks="device")
+    def masks(self, batch: Sequence[RunningSequence], key: ProgramKey, source: MaskSource) -> RowMasks:
+        """Masks for rounds of these: the host's, made here, or where each stands in its automaton. Raises as `rounds` does."""
+        target, rows, width = self.programs.target, key.rows, self.programs.width(key.choice, masked=True)
+        vocab, put = target.config.vocab_size, on_devices(target.mesh)
+        if source == "host":
+            drafted = [Drafted(running.sequence.constraint, running.drafts) for running in batch]
+            blocks = fill_blocks(drafted, rows, width, vocab)
+        elif (blocks := self.open_blocks.get(rows)) is None:
+            blocks = self.open_blocks[rows] = Blocks(*map(put, open_blocks(rows, width, vocab)))
+        if not makes_masks(target):
+            return RowMasks(blocks)
         if self.automata is None:
-            target = programs.target
-            self.automata = AutomatonTables(programs.layout.batch, target.config.vocab_size, on_devices(target.mesh))
-        at = time.perf_counter()
+            self.automata = AutomatonTables(self.programs.layout.batch, vocab, put)
+        return RowMasks(blocks, self.automata_of(self.automata, batch, rows, by_host=source == "host"))
+
+    @staticmethod
+    def automata_of(
+        tables: AutomatonTables, batch: Sequence[RunningSequence], rows: int, by_host: bool
+    ) -> tuple[AutomatonTable, AutomatonRows]:
+        """The table on the device, and where each of a program's rows stands: nowhere, where the host makes all masks."""
         given = AutomatonRows(*(np.zeros(rows, dtype) for dtype in (np.int32, np.int32, bool)))
-        stands = [None if each is None else each.automaton for each in (running.sequence.constraint for running in batch)]
-        table, given.place[: len(batch)] = self.automata.placed([None if each is None else each.automaton for each in stands])
+        constraints = [None if by_host else running.sequence.constraint for running in batch]
+        stands = [None if each is None else each.automaton for each in constraints]
+        table, given.place[: len(batch)] = tables.placed([None if each is None else each.automaton for each in stands])
         for row, (running, each) in enumerate(zip(batch, stands, strict=True)):
-            given.state[row], given.known[row] = 0 if each is None else each.state, not running.automaton_sent
-            running.automaton_sent = True
-        reports = self.run(key, *self.round_inputs(batch, key), table, given, np.int32(rounds))
-        return self.sending(batch, key, rounds, reports, at)
+            given.state[row], given.known[row] = 0 if each is None else each.state, by_host or not running.automaton_sent
+            running.automaton_sent = not by_host
+        return table, given
 
     def round_inputs(self, batch: Sequence[RunningSequence], key: ProgramKey) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The first arguments of the programs of rounds: slots, their pages, and which of them are running."""
@@ -215,24 +220,28 @@ class ModelRunner:
         return self.slots(batch, rows), self.table(batch, rows, key.positions), np.arange(rows) < len(batch)
 
     def sending(
-        self, batch: Sequence[RunningSequence], key: ProgramKey, rounds: int, reports: Reports, at: float
+        self, batch: Sequence[RunningSequence], key: ProgramKey, rounds: int, reports: Reports, at: float, source: MaskSource
     ) -> SentRounds:
         """Rounds that were sent at a time. What the host reads of their reports begins to come."""
         alone, self.sent = self.sent == ["rounds"], []
-        width = (self.programs.width if key.masks == "none" else self.programs.constrained_width)(key.choice)
-        sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, key.masks)
+        width = self.programs.width(key.choice, key.masked)
+        sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, source)
         for each in jax.tree.leaves(reports if sent.wants_logprobs else reports._replace(logprobs=None)):
             if isinstance(each, jax.Array):
                 each.copy_to_host_async()
         return sent
 
-    def run_rounds(self, key: ProgramKey, slots: np.ndarray, table: np.ndarray, running: np.ndarray, rounds: int) -> Reports:
+    def run_rounds(
+        self, key: ProgramKey, slots: np.ndarray, table: np.ndarray, running: np.ndarray, rounds: int,
+        masks: RowMasks | None = None,
+    ) -> Reports:  # fmt: skip
         """Runs up to so many rounds of these slots; without loops on the device, one program after another."""
-        if self.programs.target.loops:
-            return self.run(key, slots, table, running, np.int32(rounds))
+        if self.programs.target.loops or masks is not None:
+            limit = np.int32(rounds) if self.programs.target.loops else None
+            return self.run(key, slots, table, running, limit, masks)
         taken: list[np.ndarray] = []
         while len(taken) < rounds and (not taken or taken[-1][..., 0].any()):
-            taken.append(np.asarray(self.run(key, slots, table, running).packed))
+            taken.append(np.asarray(self.run(key, slots, table, running, None, None).packed))
         self.sent = self.sent[: len(self.sent) - len(taken) + 1]
         return Reports(np.concatenate(taken), None)
 

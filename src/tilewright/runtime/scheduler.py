@@ -114,7 +114,7 @@ class RunningSequence:
         prompt: positions that prefill computes: all before the known one, and of a request for an embedding that one, too.
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
         held: how many positions each of the drafter's contexts holds that may fall behind.
-        drafts: behind its last committed token, where the host knows them: after a round under masks of its own.
+        drafts: behind its last committed token, where the host knows them: after rounds under masks.
         automaton_sent: the device knows the state of its constraint's automaton; else the host has to say.
         steps: taken since something was handed out, of a model that commits many tokens over and over.
         stops: positions before `prompt` at which a chunk ends, for a snapshot of its states.

@@ -16,7 +16,7 @@ from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import part_of
-from tilewright.runtime.programs import allocate_caches, mask_sources, outside_pages
+from tilewright.runtime.programs import allocate_caches, makes_masks, outside_pages
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
 
@@ -173,7 +173,7 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     fixed, each = pool.fixed_bytes, pool.page_bytes
     pages, free = full if options.pages is None else options.pages, None
     automata = table_bytes(table.batches[-1], target.config.vocab_size)
-    automata *= options.constraints and "device" in mask_sources(target)
+    automata *= options.constraints and makes_masks(target)
     if options.pages is None and options.memory_fraction is not None:
         free = least_bytes(target.mesh, free_bytes(None if target.mesh is None else target.mesh.devices.flat))
         besides = fixed + temporary_bytes(target, table, widest) + automata

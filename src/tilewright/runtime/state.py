@@ -116,6 +116,8 @@ class DecodeState:
         adapter: int32 `[B]`, the number of each row's low-rank adapter, 0 for none; None for none in any row.
         automaton: int32 `[B]`, the state that rounds left each row's automaton in; see `automaton_table.py`. None where no
             rounds ask for it.
+        proposed: int32 `[B, T]`, how many drafts each row has for its next round under masks, T being the width of such rounds,
+            and the drafts; none behind other rounds. None where no rounds ask for it.
     """
 
     tokens: Any
@@ -128,6 +130,7 @@ class DecodeState:
     draft_cache: Any
     adapter: Any = None
     automaton: Any = None
+    proposed: Any = None
 
 
 class Verified(NamedTuple):
@@ -318,8 +321,7 @@ class Reports(NamedTuple):
     Attributes:
         packed: int32 `[most, B, 3 + T]`, see `StepInfo.packed`.
         logprobs: of all steps; None where they report none.
-        proposed: int32 `[B, T]`, how many drafts each row has for the next round, and the drafts; None where the device keeps
-            them to itself.
+        proposed: `DecodeState.proposed` behind rounds under masks; None behind others.
     """
 
     packed: Any

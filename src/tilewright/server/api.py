@@ -1,6 +1,7 @@
 """Parts that all routes share: the engine, the limits, reading a body, and the way into the engine's queue."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.grammar.grammar import Grammar
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.request import Overloaded
@@ -33,6 +35,8 @@ from tilewright.server.stream import Running, stopping
 from tilewright.server.tokens import TokenTexts
 from tilewright.server.tracing import Ended, Tracer
 from tilewright.server.translate import ChatLike
+
+log = logging.getLogger("tilewright.server")
 
 Body = TypeVar("Body", bound=ModelBody)
 T = TypeVar("T")
@@ -99,6 +103,14 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"expected {name} above 0, found {value}")
+
+
+def compiled_ahead(constrain: Constrain) -> None:
+    """Compiles the grammar of JSON objects. Whoever asks for what cannot be compiled is told why, and so is the log here."""
+    try:
+        constrain(Grammar.json_object())
+    except Exception as error:
+        log.debug("no grammar of JSON objects: %s", error)
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
@@ -182,6 +194,11 @@ class Api:
             each.shutdown()
         if self.options.tracer is not None:
             self.options.tracer.close()
+
+    def compile_ahead(self) -> None:
+        """Has the grammar of JSON objects compiled aside, so that the first request that asks for it need not wait."""
+        if (constrain := self.options.constrain) is not None:
+            self.grammars_thread.submit(compiled_ahead, constrain)
 
     @property
     def completion_body(self) -> type[CompletionBody]:

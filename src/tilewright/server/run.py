@@ -97,6 +97,7 @@ class Server:
             self.api.engine.warm(self.console)
             self.api.engine.start()
             self.say()
+            self.api.compile_ahead()  # not before: rounds are measured while the engine warms
         except Stopped:
             log.info("the server was told to stop before it was ready")
         except BaseException as error:
