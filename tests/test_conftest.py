@@ -1,8 +1,10 @@
-"""The suite's own settings: flags of XLA's are asked for before they are used, and asked for once."""
+"""The suite's own settings: flags of XLA's are asked for before they are used, and once; freed memory is given back."""
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -25,3 +27,14 @@ def test_only_flags_under_which_jax_starts_are_used_and_the_answer_is_kept(conft
     assert conftest.quick_flags(config) == f" {known}"
     monkeypatch.setattr(conftest, "jax_starts_with", lambda _: pytest.fail("asked again"))
     assert conftest.quick_flags(config) == f" {known}"
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")
+def test_memory_that_is_free_is_given_back(conftest: Any):
+    """Also where what was allocated last is still in use, which keeps all before it in the process."""
+    blocks = [np.ones(8000) for _ in range(3000)]
+    full, last = conftest.resident_bytes(), blocks.pop()
+    blocks.clear()
+    conftest.give_back_memory()
+    assert conftest.resident_bytes() < full - 100e6
+    assert last.all()

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,18 @@ LONG_FUNCTIONS: dict[str, int] = {}
 """Functions of the package above the cap, with the lines granted to each (docstring and inner functions included)."""
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    """A file's tree. Six tests look at every file, and parsing takes longer than what they look for."""
+    return ast.parse(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_let_go() -> Iterator[None]:
+    yield
+    parsed.cache_clear()
+
+
 def sources(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
@@ -105,7 +118,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def import_problems(package: str, text: str) -> list[str]:
     """What a file of `package` imports and may not."""
     allowed, problems = reachable(package), []
-    for line, name in imported(ast.parse(text)):
+    for line, name in imported(parsed(text)):
         parts = name.split(".")
         if name.startswith("."):
             problems.append(f"{line}: relative import {name}")
@@ -133,7 +146,7 @@ def documented_imports(text: str) -> dict[str, set[str]]:
 
 def imported_implementations(text: str) -> list[str]:
     """The implementations of operations that a file imports, as `linear.cpu`, and bundles of them, as `bundles.tpu`."""
-    modules = [re.match(r"tilewright\.kernels\.((\w+)\.(\w+))", name) for _, name in imported(ast.parse(text))]
+    modules = [re.match(r"tilewright\.kernels\.((\w+)\.(\w+))", name) for _, name in imported(parsed(text))]
     return sorted({match[1] for match in modules if match and (match[2] == "bundles" or match[3] in IMPLEMENTATIONS)})
 
 
@@ -166,7 +179,7 @@ def unnamed(trees: list[ast.Module], elsewhere: set[str]) -> set[str]:
 def construct_problems(text: str) -> list[str]:
     """Constructs that hide errors, read code from data, or promise work instead of doing it."""
     problems = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 problems.append(f"{node.lineno}: bare except")
@@ -262,7 +275,7 @@ def test_only_the_dispatcher_imports_implementations():
 
 
 def test_nothing_is_there_for_tests_alone():
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources(PACKAGE)]
+    trees = [parsed(path.read_text(encoding="utf-8")) for path in sources(PACKAGE)]
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml", *(ROOT / "docs").glob("*.md")]
     others = documents + sources(ROOT / "benchmarks") + [ROOT / "hatch_build.py"]
     elsewhere = {word for path in others for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
@@ -284,7 +297,7 @@ def test_no_swallowed_errors_and_no_promises():
 def test_one_name_is_one_class():
     defined: dict[str, list[str]] = {}
     for path in sources(PACKAGE):
-        for name in public_classes(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in public_classes(parsed(path.read_text(encoding="utf-8"))):
             defined.setdefault(name, []).append(shown(path))
     shared = {name: paths for name, paths in defined.items() if len(paths) > 1}
     problems = [f"{name} is a class in {' and in '.join(shared[name])}" for name in shared if name not in SHARED_NAMES]
@@ -301,7 +314,7 @@ def test_files_stay_short():
 def test_functions_stay_short():
     sizes: dict[str, int] = {}
     for path in sources(PACKAGE):
-        for name, size in function_lengths(ast.parse(path.read_text(encoding="utf-8"))):
+        for name, size in function_lengths(parsed(path.read_text(encoding="utf-8"))):
             key = f"{shown(path)}:{name}"
             sizes[key] = max(size, sizes.get(key, 0))
     problems = size_problems(sizes, {name: caps(name)[1] for name in sizes}, LONG_FUNCTIONS)
