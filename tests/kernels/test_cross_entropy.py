@@ -29,31 +29,36 @@ def drawn(seed: int, rows: tuple[int, ...], inputs: int, vocab: int) -> tuple[An
     )
 
 
-def test_the_reference_against_numpy():
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_the_reference_against_numpy(cap: float | None):
     x, head, labels, weights = drawn(0, (3, 5), 7, 11)
     logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
     picked = np.take_along_axis(logits, np.asarray(labels)[..., None], -1)[..., 0]
     expected = np.sum((np.log(np.exp(logits).sum(-1)) - picked) * np.asarray(weights, np.float64))
-    np.testing.assert_allclose(reference.cross_entropy(x, head, labels, weights), expected, rtol=1e-5)
+    np.testing.assert_allclose(reference.cross_entropy(x, head, labels, weights, cap), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("products", ["float32", pytest.param("bfloat16", marks=[needs_native, pytest.mark.slow])])
 @settings(max_examples=30)  # each compiles three programs
 @given(
-    seed=st.integers(0, 2**31 - 1), rows=st.sampled_from([(1,), (2, 9), (31,)]), block=st.integers(1, 40), tied=st.booleans()
-)
-def test_blocks_give_value_and_gradient_of_the_whole(products: str, seed: int, rows: tuple[int, ...], block: int, tied: bool):
+    seed=st.integers(0, 2**31 - 1), rows=st.sampled_from([(1,), (2, 9), (31,)]), block=st.integers(1, 40), tied=st.booleans(),
+    cap=st.sampled_from([None, 1.5]),
+)  # fmt: skip
+def test_blocks_give_value_and_gradient_of_the_whole(
+    products: str, seed: int, rows: tuple[int, ...], block: int, tied: bool, cap: float | None
+):
     x, head, labels, weights = drawn(seed, rows, 8, 21)
     linear = select.training_operations(products).linear
     count = labels.size
 
     def blocked(x: Any, w: Any, weights: Any) -> Any:
         flat = x.reshape(count, -1), Transposed(w.T) if tied else w, labels.reshape(-1), weights.reshape(-1)
-        loss: Any = xla.weighted(linear, min(block, count), *flat)
+        loss: Any = xla.weighted(partial(xla.capped_products, linear, cap), min(block, count), *flat)
         return 3 * loss
 
     def whole(x: Any, w: Any, weights: Any) -> Any:
-        return 3 * reference.cross_entropy(x, w, labels, weights)
+        return 3 * reference.cross_entropy(x, w, labels, weights, cap)
 
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, head, weights) for f in (blocked, whole))
     tolerance = 1e-5 if products == "float32" else 0.05

@@ -175,11 +175,17 @@ def wide(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
     return folder
 
 
-@pytest.mark.parametrize(("devices", "schedule"), [(2, "ring"), pytest.param(8, "domino", marks=pytest.mark.slow)])
-def test_several_devices_decode_what_one_does(devices: int, schedule: str, wide: Path):
+@pytest.mark.parametrize(
+    ("devices", "schedule", "kernels"),
+    [
+        (2, "ring", "auto"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((8, "domino", "auto"), (4, "exact", "xla"))),
+    ],
+)
+def test_several_devices_decode_what_one_does(devices: int, schedule: str, kernels: Kernels, wide: Path):
     """Each has some of the heads, their states and their convolutions; with drafts and behind a snapshot, too."""
-    one = load(wide, "ngram", table=TABLE, block_size=4)
-    several = load(wide, "ngram", table=TABLE, block_size=4, mesh=over(devices), schedule=schedule)
+    one = load(wide, "ngram", table=TABLE, block_size=4, kernels=kernels)
+    several = load(wide, "ngram", table=TABLE, block_size=4, kernels=kernels, mesh=over(devices), schedule=schedule)
     requests, rng = alike_requests(3, new=16), np.random.default_rng(0)
     want, engine = expected(one, requests), engine_of(several)
     assert [drive(engine, [request], rng)[0][0].tokens for request in requests] == want
@@ -197,19 +203,17 @@ def over(devices: int) -> jax.sharding.Mesh:
 @pytest.mark.parametrize(
     ("devices", "schedule", "said"),
     [
-        (2, "exact", "linear attention does not run under the schedule exact: sums over the entries of a head"),
+        (
+            2,
+            "exact",
+            "the schedule exact sums 8 parts: expected sizes that they divide, found 4 value heads of linear attention",
+        ),
         (4, None, "expected devices that divide 4 heads, .*, 2 key heads of linear attention"),
     ],
 )
 def test_what_is_not_divided_is_refused(devices: int, schedule: str | None, said: str):
     with pytest.raises(ValueError, match=said):
         placement_over(decoder_config(GOLDENS / "qwen3-next"), over(devices), schedule)
-
-
-def test_exact_sums_take_no_shared_expert():
-    config = replace(decoder_config(GOLDENS / "qwen3-next-moe"), delta=None, delta_layers=())
-    with pytest.raises(ValueError, match="an expert that all rows go to does not run under the schedule exact"):
-        placement_over(config, over(2), "exact")
 
 
 ALIKE, RESTS, LATER = 97, (43, 43, 2, 3), 100

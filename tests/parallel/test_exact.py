@@ -11,13 +11,14 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from models.sizes import decoder_config
+from parallel.test_tensor_parallel import round_alone, round_over
 from tilewright.compiled.hlo import read_module
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.params import initialise
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
-from tilewright.parallel.exact import Exact, tree_sum
+from tilewright.parallel.exact import Exact, one_after_another, tree_sum
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
@@ -87,6 +88,22 @@ def test_the_same_bits_on_any_number_of_devices(family: str, batch: int):
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
     assert differing(over(family, TensorParallel(GROUPED_AXES), 8, batch), plain) > 0, "nothing was there to be kept"
+
+
+@cache
+def hybrid_over(devices: int, batch: int) -> Any:
+    return round_over("qwen3_next", Exact(GROUPED_AXES), devices, batch, ops=one_after_another(PLAIN))
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(4, 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (2, 8))])
+def test_linear_attention_and_a_shared_expert_have_the_same_bits(devices: int, batch: int):
+    """Of prefill, of a block of which two positions stay, and of a step behind these: logits and states."""
+    alone, plain = hybrid_over(1, batch), round_alone("qwen3_next", batch)
+    assert differing(hybrid_over(devices, batch), alone) == 0
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+    if devices == 8:
+        assert differing(round_over("qwen3_next", TensorParallel(GROUPED_AXES), devices, batch), plain) > 0
 
 
 @pytest.mark.parametrize("devices", [2, 8])

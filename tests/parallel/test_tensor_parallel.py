@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from models.sizes import decoder_config
 from products import cases
 from tilewright.compiled.hlo import read_module
+from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -191,7 +192,9 @@ def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: i
     assert held == (batch, max(1, config.num_kv_heads // devices), 16, config.head_dim)
 
 
-def through_a_round(config: DecoderConfig, schedule: Schedule, step: bool, params: DecoderParams, batch: Array) -> Any:
+def through_a_round(
+    config: DecoderConfig, schedule: Schedule, step: bool, params: DecoderParams, batch: Array, ops: Operations = PLAIN
+) -> Any:
     """Logits of a prefill, of a block of which two positions stay, and of a step behind these; what layers keep."""
     rows, start, found = len(batch), jnp.zeros(len(batch), jnp.int32), []
 
@@ -201,7 +204,7 @@ def through_a_round(config: DecoderConfig, schedule: Schedule, step: bool, param
         heads = layer.qkv.parts[1].shape[1] // config.head_dim
         return allocate(1, rows, heads, 16, config.head_dim, jnp.float32)[0]
 
-    kept, ops = tuple(map(empty, params.layers)), PLAIN if schedule is SINGLE_DEVICE else own_experts(PLAIN)
+    kept = tuple(map(empty, params.layers))
     for length, count, stay, open_ended in ((8, 6, 6, False), (4, 4, 2, True), (1, 1, 1, False))[: 3 if step else 2]:
         span = Span(start, jnp.full(rows, count, jnp.int32), open_ended)
         places, now = start[:, None] + jnp.arange(length), (batch[:, :length] + len(found)) % config.vocab_size
@@ -216,6 +219,19 @@ def through_a_round(config: DecoderConfig, schedule: Schedule, step: bool, param
 @cache
 def round_alone(family: str, batch: int) -> Any:
     return jax.jit(partial(through_a_round, config_of(family), SINGLE_DEVICE, True))(drawn(family), tokens(batch, 8))
+
+
+def round_over(
+    family: str, schedule: Schedule, devices: int, batch: int, step: bool = True, ops: Operations = PLAIN
+) -> tuple[list[Array], tuple[Array, ...]]:
+    """`through_a_round` of so many devices."""
+    mesh, params = placed(family, devices)
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    run = jax.shard_map(
+        partial(through_a_round, config_of(family), schedule, step, ops=own_experts(ops)),
+        mesh=mesh, in_specs=(specs, WHOLE), out_specs=(WHOLE, PartitionSpec(None, GROUPED_AXES)), check_vma=False,
+    )  # fmt: skip
+    return jax.jit(run)(params, tokens(batch, 8))
 
 
 SLOW_ROUNDS = [
@@ -235,13 +251,7 @@ def test_a_prefill_a_round_and_a_step_of_other_families(family: str, schedule: s
     """Micro-batches are rows of two, and positions of one, whose second half sees the first one's states."""
     config, how = config_of(family), {**SCHEDULES, **MORE_SCHEDULES}[schedule]
     step = batch > 1 or schedule != "domino"  # a single position cannot be divided
-    mesh, params = placed(family, devices)
-    specs = jax.tree.map(lambda x: x.sharding.spec, params)
-    run = jax.shard_map(
-        partial(through_a_round, config, how, step),
-        mesh=mesh, in_specs=(specs, WHOLE), out_specs=(WHOLE, PartitionSpec(None, GROUPED_AXES)), check_vma=False,
-    )  # fmt: skip
-    (logits, states), (wanted, wanted_states) = jax.jit(run)(params, tokens(batch, 8)), round_alone(family, batch)
+    (logits, states), (wanted, wanted_states) = round_over(family, how, devices, batch, step), round_alone(family, batch)
     close(logits, wanted[: len(logits)], config)
     assert len(logits) == 2 + step
     assert len(states) == len(config.delta_layers)

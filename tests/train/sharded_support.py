@@ -13,7 +13,8 @@ from models.sizes import decoder_config
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.experts import Mixture
+from tilewright.models.delta import DeltaSizes
+from tilewright.models.experts import ClampedGate, Mixture
 from tilewright.models.params import ArraySpec
 from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.lm import next_token_loss
@@ -26,19 +27,37 @@ CONFIGS = {
     "qwen3": decoder_config("qwen3", 64, 32, 48, 2, 8, 8, 8, tie_word_embeddings=True),
     "qwen2": decoder_config("qwen2", 64, 32, 48, 2, 8, 2, 8),
     "qwen3_moe": decoder_config("qwen3_moe", 64, 32, 48, 2, 8, 2, 8, mixture=Mixture(8, 2, 16), balance=0.5),
-    "unbalanced": decoder_config("qwen3_moe", 64, 32, 48, 2, 8, 2, 8, mixture=Mixture(8, 2, 16), balance=0.0),
-}
+    "hybrid": decoder_config(
+        "qwen3_next", 64, 32, 48, 2, 8, 2, 8, partial_rotary_factor=0.5, delta=DeltaSizes(8, 16, 4, 6, 4), delta_layers=(0,),
+        mixture=Mixture(8, 2, 16, shared=16), dense_layers=(1,), balance=0.5,
+    ),
+    "unbalanced hybrid": decoder_config(
+        "qwen3_next", 64, 32, 48, 2, 8, 2, 8, delta=DeltaSizes(8, 16, 4, 6, 4), delta_layers=(0,),
+        mixture=Mixture(8, 2, 16, shared=16), balance=0.0,
+    ),
+    "in turns": decoder_config(  # layers of two kinds, so many that some are in a loop
+        "smollm3", 64, 32, 48, 7, 8, 8, 8, unrotated_layers=(1, 3, 5), sliding_window=3, sliding_layers=(0, 2, 4, 6),
+    ),
+    "gemma2": decoder_config(
+        "gemma2", 64, 32, 48, 2, 8, 2, 8, tie_word_embeddings=True, sliding_window=3, sliding_layers=(0,), attention_scale=0.3,
+        score_softcap=5.0, logit_softcap=9.0, embedding_scale=3.0,
+    ),
+    "gpt_oss": decoder_config(
+        "gpt_oss", 64, 32, 24, 2, 8, 2, 8, mixture=Mixture(8, 2, 16, clamped=ClampedGate(1.702, 7.0)), balance=0.5,
+        sliding_window=3, sliding_layers=(0,),
+    ),
+}  # fmt: skip
 EPS = float(jnp.finfo(jnp.float32).eps)
 
 
 @cache
 def drawn(family: str) -> DecoderParams:
-    """By NumPy, which compiles nothing; larger than models begin, so that all of a layer shows, and norms not all alike."""
+    """By NumPy, which compiles nothing; larger than models begin, so that all of a layer shows, and no norm like another."""
     rng = np.random.default_rng(0)
 
     def draw(spec: ArraySpec) -> Array:
         values = np.ones(spec.shape) if spec.init == "ones" else spec.scale * rng.normal(size=spec.shape).clip(-3, 3)
-        larger = 4 * values if values.ndim >= 2 else values * (1 + 0.1 * np.cos(np.arange(len(values))))
+        larger = 4 * values if values.ndim >= 2 else values * (1 + 0.1 * np.cos(np.arange(len(values)) + rng.uniform(0, 6)))
         return jnp.asarray(larger.astype(np.float32))
 
     return jax.tree.map(draw, decoder.declare(CONFIGS[family]))

@@ -50,6 +50,22 @@ def test_loss_is_the_mean_cross_entropy_of_what_is_in_it(config: decoder.Decoder
     np.testing.assert_allclose(float(loss), each[flags[:, 1:]].mean(), rtol=1e-4)
 
 
+def test_capped_logits_are_those_of_the_loss():
+    config = replace(UNTIED, logit_softcap=2.0)
+    params, (tokens, flags) = target_params(config), batch()
+
+    def plain(params: Any) -> Any:
+        hidden = decoder.forward_full(config, PLAIN, params, jnp.asarray(tokens)[:, :-1]).hidden
+        log_p = jax.nn.log_softmax(decoder.logits(config, PLAIN, params, hidden))
+        return -jnp.take_along_axis(log_p, jnp.asarray(tokens)[:, 1:, None], axis=-1)[..., 0]
+
+    each = np.asarray(jax.jit(plain)(params))[flags[:, 1:]]
+    loss, _ = jax.jit(partial(next_token_loss, config, PLAIN))(params, jnp.asarray(tokens), jnp.asarray(flags))
+    np.testing.assert_allclose(float(loss), each.mean(), rtol=1e-5)
+    assert each.max() < 4 + np.log(24)
+    assert reference_losses(config, params, tokens).max() > each.max() + 1, "the cap shows"
+
+
 def test_a_hybrid_is_trained_by_the_gradient_of_its_steps_of_one_position():
     """Its chunks and the bundle that trains on this CPU have the gradient of the rule as it is defined, for every array."""
     params = initialise(decoder.declare(HYBRID), jax.random.key(0))

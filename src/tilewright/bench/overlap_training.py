@@ -91,6 +91,8 @@ class TrainingCase:
                 f"expected from {LEAST_LAYERS} to {self.config.num_layers} layers, so that {self.model} has them and two are "
                 f"in the middle; found {self.layers}"
             )
+        if self.config.delta is not None or self.config.dense_layers:
+            raise ValueError(f"expected layers with the same arrays, of which one stands for all, found others in {self.model}")
         for name, value in (("--batch-size", self.batch), ("--length", self.length)):
             if value < 1:
                 raise ValueError(f"expected {name} from 1, found {value}")

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 Tree = TypeVar("Tree")
@@ -147,10 +148,17 @@ class RoutedWeights(NamedTuple):
     Attributes:
         whole: what every device has, such as the router.
         divided: trees of arrays whose first dim is the experts that a device has.
+        shared: products `[H, I]` and `[I, H]` of an expert that every row has, of which devices divide I; None without one.
     """
 
     whole: Any
     divided: Any
+    shared: tuple[Any, Any] | None = None
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """`cap * tanh(x / cap)`: between -cap and cap (Gemma 2, arXiv 2408.00118, section 2). Without a cap, x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,11 @@ def begun_in_place(
     return product(ops, x, w, norm, count)
 
 
+def heads_together(of: Callable[..., Any], heads: int, arguments: tuple[Any, ...], dims: Any, made_dims: Any) -> Any:
+    """`Operations.each_head` of all heads at once."""
+    return of(*arguments)
+
+
 @dataclass(frozen=True)
 class Operations:
     """A bundle of operations, one implementation of each. Hashable: a static argument of whatever is compiled.
@@ -218,6 +231,9 @@ class Operations:
         begin: `(ops, product, x [B, T, H], w, norm=None, count=None) -> tree`: what a half of a layer begins with where that is
             neither `project` nor `gated_linear`: `product(ops, x, w, norm=None, count=None)`, a tree of arrays whose first dims
             are the rows', each of them made of its own row.
+        each_head: `(of, heads, arguments, dims, made_dims) -> of(*arguments)`, where so many heads lie one after another along
+            a dim of each array, and none reads another's numbers. The dims are trees as the arguments and as what is made are,
+            or prefixes of such; None for what all heads have in common.
         project: `(x, joined, norm=None, first=0, last=None, bias=None, count=None) -> Projection`: the products with all
             matrices from the `first` on, up to the one before the `last`, each plus its own of `bias`: a vector `[O]` for every
             matrix, or `[..., O]` with one for every row.
@@ -246,8 +262,8 @@ class Operations:
             order of a step of one position, however many come together; but a TPU takes them in a chunk all the same.
         causal_attention: `(projection, Heads) -> out [B, T, N * D]`: each query sees all entries up to its own; with a gradient
             where the bundle trains.
-        cross_entropy: `(x, head, labels, weights) -> the sum of weights * loss` in nats, by float32 sums; with a gradient
-            where the bundle trains. Never holds the logits of all rows.
+        cross_entropy: `(x, head, labels, weights, cap=None) -> the sum of weights * loss` in nats, by float32 sums; with a
+            gradient where the bundle trains. Logits y become `cap * tanh(y / cap)`. Never holds those of all rows.
         head_argmax: `(x, head, norm=None, masks=None) -> (index, value)` of the largest of `x @ head` by float32 sums, the
             first of equals. Masks are uint32 `[*rows, ceil(V / 32)]`, with a bit for each token that may be taken.
         head_top_k: `(x, head, k) -> (index, value)` `[..., k]` of the `k` largest of `x @ head`, in descending order; of equals
@@ -296,7 +312,7 @@ class Operations:
     paged_append_attend: Callable[[Projection, Heads, Pool, Array, Array, Array], tuple[Array, Pool]]
     delta_rule: Callable[..., tuple[Array, Array]]
     causal_attention: Callable[[Projection, Heads], Array]
-    cross_entropy: Callable[[Array, Any, Array, Array], Array]
+    cross_entropy: Callable[..., Array]
     head_argmax: Callable[..., tuple[Array, Array]]
     head_top_k: Callable[[Array, Any, int], tuple[Array, Array]]
     prepare_matrix: Callable[..., Any]
@@ -316,6 +332,7 @@ class Operations:
     window_multiple: int = 1
     routed: Callable[..., Array] = routed_in_place
     begin: Callable[..., Any] = begun_in_place
+    each_head: Callable[..., Any] = heads_together
 
     def prepare(self, specs: Tree, params: Tree) -> Tree:
         """Parameters as these operations want them.

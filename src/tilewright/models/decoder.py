@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed, softcapped
 from tilewright.models.beginnings import Gated, gated_projection, gelu_gated
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_half
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
@@ -419,11 +419,14 @@ def forward(
     rows = Rows(config.rope_tables(positions), seen)
     stack = stack_of(config, ops, params.layers, attend)
     before = (None,) * config.num_layers if kept is None else kept
-    embedded = schedule.embed(ops, params.embed, tokens)
-    if config.embedding_scale != 1:
-        embedded = embedded * jnp.asarray(config.embedding_scale, embedded.dtype)
+    embedded = scaled(config, schedule.embed(ops, params.embed, tokens))
     hidden, taps, after = schedule.run(stack, embedded, rows, before, tap_layers)
     return Forward(hidden, taps, after)
+
+
+def scaled(config: DecoderConfig, embedded: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+    """Embeddings as the layers read them."""
+    return embedded if config.embedding_scale == 1 else embedded * jnp.asarray(config.embedding_scale, embedded.dtype)
 
 
 def output_head(params: DecoderParams) -> Any:
@@ -440,7 +443,7 @@ def logits(
 ) -> Float[Array, "*rows V"]:
     """Final norm and output head; float32 sums whatever the model's dtype."""
     found = schedule.logits(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
-    return found if config.logit_softcap is None else config.logit_softcap * jnp.tanh(found / config.logit_softcap)
+    return softcapped(found, config.logit_softcap)
 
 
 def cross_entropy(
@@ -451,14 +454,9 @@ def cross_entropy(
     labels: Int[Array, "*rows"],
     weights: Float[Array, "*rows"],
 ) -> Float[Array, ""]:
-    """The sum of `weights` times the loss of each label under `logits`, in nats, without these.
-
-    Raises:
-        ValueError: logits are capped, which this leaves out.
-    """
-    if config.logit_softcap is not None:
-        raise ValueError(f"models of {config.family} are not trained here: their logits are capped")
-    return ops.cross_entropy(ops.rms_norm(hidden, params.norm, config.rms_norm_eps), output_head(params), labels, weights)
+    """The sum of `weights` times the loss of each label under `logits`, in nats, without these."""
+    h = ops.rms_norm(hidden, params.norm, config.rms_norm_eps)
+    return ops.cross_entropy(h, output_head(params), labels, weights, config.logit_softcap)
 
 
 def most_likely(

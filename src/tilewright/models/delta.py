@@ -102,6 +102,11 @@ class DeltaWeights:
         """The matrices of `project_delta`."""
         return DeltaInputs(self.qkv, self.gate, self.beta, self.decay)
 
+    @property
+    def of_heads(self) -> "HeadWeights":
+        """The others, which `attend_delta` reads."""
+        return HeadWeights(self.convolution, self.decay_bias, self.log_rate, self.norm)
+
 
 def declare_delta(
     sizes: DeltaSizes, prefix: str, hidden: int, out_scale: float, in_one: bool
@@ -173,6 +178,15 @@ class Positions(Protocol):
     def open_ended(self) -> bool: ...
 
 
+class HeadWeights(NamedTuple):
+    """Arrays of heads; or, of each, the dim along which key heads lie. See `DeltaWeights`."""
+
+    convolution: Any
+    decay_bias: Any
+    log_rate: Any
+    norm: Any
+
+
 class DeltaInputs(NamedTuple):
     """Products of a layer's inputs, `[B, T, _]` each; or the matrices of these products."""
 
@@ -214,19 +228,21 @@ class DeltaState:
     pending: Any = None
 
     @staticmethod
+    def head_dims(pending: bool) -> "DeltaState":
+        """The dim of each array along which key heads lie, with or without a block that is pending."""
+        return DeltaState(1, 2, PendingBlock(2, 2, 2, 2, 2) if pending else None)
+
+    @staticmethod
     def empty(sizes: DeltaSizes, rows: int, dtype: DTypeLike) -> "DeltaState":
         before = jnp.zeros((rows, sizes.taps - 1, sizes.channels), dtype)
         return DeltaState(jnp.zeros((rows, *sizes.state_shape), jnp.float32), before)
 
     def settle(self, ops: Operations, count: Int[Array, " B"]) -> "DeltaState":
         """The state with the first `count` positions of each row's block; one that has no block stays as it is."""
-        block = self.pending
-        if block is None:
+        if self.pending is None:
             return self
-        inside = slots_before(count, block.k.shape[1])
-        log_decay, beta = only(block.log_decay, inside), only(block.beta, inside)
-        _, state = ops.delta_rule(block.k, block.k, block.v, log_decay, beta, self.state, by_position=True)
-        return DeltaState(state, last_inputs(self.before, block.channels, count))
+        dims = (self.head_dims(True), None), self.head_dims(False)
+        return ops.each_head(partial(settled, ops), self.state.shape[1], (self, count), *dims)
 
     def behind_block(self, ops: Operations) -> "DeltaState":
         """The state with all of the block: what further positions of the same pass see."""
@@ -248,6 +264,15 @@ class DeltaState:
             pending = jax.tree.map(lambda x: jnp.zeros((len(self.state), *x.shape[1:]), x.dtype), some.pending)
         whole = replace(self, pending=pending)
         return jax.tree.map(lambda x, rows: jax.lax.dynamic_update_slice_in_dim(x, rows, first, 0), whole, some)
+
+
+def settled(ops: Operations, kept: DeltaState, count: Int[Array, " B"]) -> DeltaState:
+    """`DeltaState.settle` of some heads, of a state with a block."""
+    block = kept.pending
+    inside = slots_before(count, block.k.shape[1])
+    log_decay, beta = only(block.log_decay, inside), only(block.beta, inside)
+    _, state = ops.delta_rule(block.k, block.k, block.v, log_decay, beta, kept.state, by_position=True)
+    return DeltaState(state, last_inputs(kept.before, block.channels, count))
 
 
 def slots_before(count: Int[Array, " B"], slots: int) -> Bool[Array, "B T"]:
@@ -303,6 +328,24 @@ def attend_delta(
         sizes: of all devices' heads; the arrays may be those of some of them.
         seen, kept: None for whole sequences from position 0, of which nothing is kept.
     """
+    arguments = weights.of_heads, inputs, kept
+    after = None if seen is None else DeltaState.head_dims(is_pending(seen, inputs.qkv.shape[1]))
+    before = None if kept is None else DeltaState.head_dims(kept.pending is not None)
+    dims = (HeadWeights(0, 0, 0, None), DeltaInputs(2, 2, 2, 2), before), (2, after)
+    heads = sizes.part(inputs.beta.shape[-1]).key_heads
+    return ops.each_head(partial(attend_heads, sizes, ops, eps, seen), heads, arguments, *dims)
+
+
+def is_pending(seen: Positions, length: int) -> bool:
+    """True where so many positions are a block whose end is open."""
+    return seen.open_ended and length > 1
+
+
+def attend_heads(
+    sizes: DeltaSizes, ops: Operations, eps: float, seen: Positions | None, weights: HeadWeights, inputs: DeltaInputs,
+    kept: DeltaState | None,
+) -> tuple[Float[Array, "B T _"], DeltaState | None]:  # fmt: skip
+    """`attend_delta` of some key heads, with their value heads."""
     rows, length = inputs.qkv.shape[:2]
     sizes = sizes.part(inputs.beta.shape[-1])
     before = DeltaState.empty(sizes, rows, inputs.qkv.dtype) if kept is None else kept
@@ -325,7 +368,7 @@ def attend_delta(
     if inside is not None:
         log_decay, beta = only(log_decay, inside), only(beta, inside)
 
-    pending = seen is not None and seen.open_ended and length > 1
+    pending = seen is not None and is_pending(seen, length)
     out, state = ops.delta_rule(q * sizes.key_dim**-0.5, k, v, log_decay, beta, held.state, by_position=pending)
     out = gated_norm(ops, out.astype(inputs.gate.dtype), inputs.gate.reshape(rows, length, *groups, -1), weights.norm, eps)
     if seen is None:

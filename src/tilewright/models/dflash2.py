@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int, Int32
 
-from tilewright.kernels.operations import Operations
+from tilewright.kernels.operations import Operations, softcapped
 from tilewright.kernels.select import argmax
 from tilewright.models import convolution, dflash
 from tilewright.models.convolution import Convolution
@@ -150,8 +150,7 @@ def fresh(config: DFlash2Config, key: Array) -> DFlash2Params:
 
 def scaled_logits(config: DFlash2Config, logits: Float[Array, "..."]) -> Float[Array, "..."]:
     """The target head's logits as this drafter was trained to read them; their order stays."""
-    scaled, cap = logits * config.output_multiplier, config.final_logit_softcapping
-    return scaled if cap is None else cap * jnp.tanh(scaled / cap)
+    return softcapped(logits * config.output_multiplier, config.final_logit_softcapping)
 
 
 def pair_scores(

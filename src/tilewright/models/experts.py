@@ -196,7 +196,10 @@ def routed_product(mixture: Mixture) -> RoutedProduct:
 
 def routed_weights(router: Router, gate_up: Any, down: Any) -> RoutedWeights:
     """The arrays of `routed_product`."""
-    return RoutedWeights(replace(router, expert_bias=None), (gate_up, down, router.expert_bias))
+    common, shared, products = replace(router, expert_bias=None), router.shared, None
+    if shared is not None:
+        common, products = replace(common, shared=replace(shared, gate_up=None, down=None)), (shared.gate_up, shared.down)
+    return RoutedWeights(common, (gate_up, down, router.expert_bias), products)
 
 
 def router_scores(ops: Operations, h: Float[Array, "R H"], w: RoutedWeights) -> Float[Array, "R E"]:
@@ -214,7 +217,7 @@ def sum_of_chosen(
     count: Int[Array, ""] | None = None,
 ) -> Float[Array, "R H"]:
     """The sum of each row's experts by their weights, in float32; of this device's experts alone where there are more."""
-    router, (gate_up, down, expert_bias) = w
+    router, (gate_up, down, expert_bias), shared = w
     mixture, held = router.mixture, down.shape[0]
     groups = grouped(experts, held, ops.first_expert(held), count)
     x = ops.gather_rows(h, groups.rows)
@@ -232,9 +235,9 @@ def sum_of_chosen(
     total = weights[:, 0, None] * parts[:, 0]  # one after another: a row's sum is the same however many rows there are
     for n in range(1, mixture.chosen):
         total += weights[:, n, None] * parts[:, n]
-    if (shared := router.shared) is not None:
-        y = ops.linear(ops.gated_linear(h, shared.gate_up), shared.down, jnp.float32)
-        total += jax.nn.sigmoid(ops.linear(h, shared.weight, jnp.float32)) * y
+    if shared is not None:
+        y = ops.linear(ops.gated_linear(h, shared[0]), shared[1], jnp.float32)
+        total += jax.nn.sigmoid(ops.linear(h, router.shared.weight, jnp.float32)) * y
     return total
 
 

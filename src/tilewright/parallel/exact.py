@@ -42,17 +42,18 @@ class Exact(TensorParallel):
     """`TensorParallel` whose logits have the same bits on 1, 2, 4, ... up to `parts` devices, in float32 on CPUs.
 
     Contractions that devices share are summed in `parts` parts, in the order of a binary tree; other products, and the head,
-    are computed by columns in as many blocks, and attention by query heads. Between devices the sum is that of `tree_sum`,
-    which sends as many bytes as a ring: 2 (n - 1) / n times the stream for n devices after each half of a layer. It costs
-    memory traffic instead: each of n devices writes and reads `parts / n` partial sums, and each query head reads its keys and
-    values for itself, where otherwise those of a group do so together. With as many devices as parts, products of heads and of
-    the MLP are what they would be.
+    are computed by columns in as many blocks, attention by query heads, and linear attention by key heads. Between devices the
+    sum is that of `tree_sum`, which sends as many bytes as a ring: 2 (n - 1) / n times the stream for n devices after each half
+    of a layer. It costs memory traffic instead: each of n devices writes and reads `parts / n` partial sums, and each query
+    head reads its keys and values for itself, where otherwise those of a group do so together. With as many devices as parts,
+    products of heads and of the MLP are what they would be.
 
     Gradients are right, but not the same bits. It takes bundles that compute with matrices as they are.
 
     Attributes:
         axis: of the mesh, or axes; `()` is a single device, outside of `jax.shard_map`.
-        parts: a power of two; it divides heads times their size, the MLP's columns and the vocabulary.
+        parts: a power of two; it divides heads times their size, the MLP's columns and the vocabulary; experts, and the columns
+            of one that all rows have; the value heads of linear attention.
     """
 
     axis: Axis = ()
@@ -164,11 +165,16 @@ def as_tree(sums: Float[Array, "count *of"]) -> Float[Array, "*of"]:
 
 
 def by_experts(ops: Operations, product: RoutedProduct, x: Float[Array, "R H"], w: RoutedWeights, count: int) -> Array:
-    """The sum of so many products, of some of a device's experts each, as a tree; rows choose again for each of them."""
+    """The sum of so many products, of some of a device's experts each, as a tree; rows choose again for each of them.
+
+    An expert that all rows have is summed with them, some of its columns with each product.
+    """
 
     def of(n: Array) -> Array:
         part = replace(ops, first_expert=lambda held: ops.first_expert(held * count) + n * held)
-        return product(part, x, RoutedWeights(w.whole, jax.tree.map(lambda each: block(each, n, count, 0), w.divided)))
+        shared = None if w.shared is None else (block(w.shared[0], n, count, 1), block(w.shared[1], n, count, 0))
+        own = jax.tree.map(lambda each: block(each, n, count, 0), w.divided)
+        return product(part, x, RoutedWeights(w.whole, own, shared))
 
     return as_tree(for_each(count, of))
 
@@ -189,6 +195,23 @@ def heads_apart(ops: Operations, projection: tuple[Array, ...], spec: Heads) -> 
         return queries, None, None
     k, v = (jnp.moveaxis(part, 0, 1) for part in of(kv, lambda made: tuple(part[:, 0] for part in made[1:])))
     return queries, k, v
+
+
+def head_by_head(of: Callable[..., Any], heads: int, arguments: tuple[Any, ...], dims: Any, made_dims: Any) -> Any:
+    """`Operations.each_head`, one head after another."""
+
+    def cut(n: Array, dim: int | None, part: Any) -> Any:
+        return part if dim is None else jax.tree.map(lambda x: block(x, n, heads, dim), part)
+
+    def side_by_side(dim: int, x: Array) -> Array:
+        apart = jnp.moveaxis(x, 0, dim)
+        return apart.reshape(*apart.shape[:dim], -1, *apart.shape[dim + 2 :])
+
+    def joined(dim: int | None, part: Any) -> Any:
+        return part if dim is None else jax.tree.map(partial(side_by_side, dim), part)
+
+    over = partial(jax.tree.map, is_leaf=lambda dim: dim is None)
+    return over(joined, made_dims, for_each(heads, lambda n: of(*over(partial(cut, n), dims, arguments))))
 
 
 def rule_of(scores: Scores, n: Array) -> dict[str, Scores]:
@@ -281,24 +304,29 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         return flat(by_heads(ops, q, k, v, lengths, spec.scores))
 
     return replace(
-        ops, begin=partial(begun_in_parts, ops, count), project=project, gated_linear=gated_linear, linear=linear,
-        routed=partial(routed_in_parts, ops, count), heads=partial(heads_apart, ops),
+        one_after_another(ops), begin=partial(begun_in_parts, ops, count, project), project=project, linear=linear,
+        gated_linear=gated_linear, routed=partial(routed_in_parts, ops, count), heads=partial(heads_apart, ops),
         append_attend=append_attend, paged_append_attend=cast(Any, partial(append_attend_pages, ops)),
         causal_attention=causal_attention, prefix_attention=partial(by_heads, ops),
     )  # fmt: skip
 
 
+def one_after_another(ops: Operations) -> Operations:
+    """Operations whose heads of linear attention go one after another, in layers and where their states are settled."""
+    return replace(ops, each_head=head_by_head)
+
+
 def begun_in_parts(
-    ops: Operations, blocks: int, _: Operations, product: Callable[..., Any], x: Float[Array, "B T H"], w: Any,
-    norm: Norm | None = None, count: Any = None,
+    ops: Operations, blocks: int, project: Callable[..., Any], _: Operations, product: Callable[..., Any],
+    x: Float[Array, "B T H"], w: Any, norm: Norm | None = None, count: Any = None,
 ) -> Any:  # fmt: skip
-    """`Operations.begin`, whose products are computed by columns in so many blocks."""
+    """`Operations.begin`, whose products are computed by columns in so many blocks, or as `project` does."""
 
     def linear(x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, count: Any = None) -> Array:
         h = x if norm is None else ops.rms_norm(x, *norm)
         return by_columns(partial(ops.linear, out_dtype=out_dtype), h, w, blocks)
 
-    return product(replace(ops, linear=linear), x, w, norm, count)
+    return product(replace(ops, linear=linear, project=project), x, w, norm, count)
 
 
 def routed_in_parts(

@@ -19,8 +19,9 @@ Legend: R rows that a group of the data axis has, M those of them that a device 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial, reduce
+from operator import eq
 from typing import Any, NamedTuple
 
 import jax
@@ -65,17 +66,39 @@ Watch = Callable[[Operations, Callable[[Any], None]], Operations]
 """`watch(ops, note)`: operations that hand `note` a tree like `ResidualStream.sums` whenever a half has something to add."""
 
 
-def check_layers(plan: FullyShardedPlan, layers: tuple[Any, ...], watch: Watch | None) -> None:
-    """Raises a `ValueError` for layers that a plan cannot run (`FullyShardedPlan.check`), or that are not all of one kind."""
-    plan.check(len(layers), watch is not None)
-    if len({jax.tree.structure(layer) for layer in layers}) > 1:
-        raise ValueError("expected layers that are all of one kind, found several (rotations, say): train without a mesh")
+@dataclass(frozen=True)
+class LoopedLayer:
+    """Index of a layer in a loop, whose body is a period of layers (see `period_of`).
+
+    Attributes:
+        turn: of the loop.
+        place: in the period of that turn; one outside of it is in that of another turn.
+    """
+
+    turn: Any
+    place: int
+
+    def __add__(self, layers: int) -> "LoopedLayer":
+        return replace(self, place=self.place + layers)
+
+
+Index = int | LoopedLayer
+"""Which of all layers."""
+
+
+def period_of(layers: tuple[Any, ...]) -> int:
+    """The least number of layers after which the same kinds of layers come again; all of them where they don't.
+
+    Layers are of one kind if their trees are equal, with whatever else than arrays these hold, and their arrays' shapes.
+    """
+    kinds = [(jax.tree.structure(layer), [leaf.shape for leaf in jax.tree.leaves(layer)]) for layer in layers]
+    return next(n for n in range(1, len(kinds) + 1) if all(map(eq, kinds[n:], kinds)))
 
 
 def run_layers(
-    exchange: Exchange, stack: Any, split: Callable[[Any], tuple[Any, Any]], join: Callable[[Any, Any], Any], placements: Any,
-    x: Float[Array, "M H"], rows: Any, shape: tuple[int, ...], tail: Any = None, tail_placements: Any = None, sums: Any = (),
-    watch: Watch | None = None,
+    exchange: Exchange, stack: Any, split: Callable[[Any], tuple[Any, Any]], join: Callable[[Any, Any], Any],
+    placements: tuple[Any, ...], x: Float[Array, "M H"], rows: Any, shape: tuple[int, ...], tail: Any = None,
+    tail_placements: Any = None, sums: Any = (), watch: Watch | None = None,
 ) -> tuple[ResidualStream, Any]:  # fmt: skip
     """All layers of a stack, within `jax.shard_map`; differentiable by their shards, by `x` and by the tail's shards.
 
@@ -83,7 +106,7 @@ def run_layers(
         exchange: the plan and its axes.
         stack: whose layers are shards (see `models.stack.Stack`).
         split, join: a layer to its halves, of each of which the other's arrays are missing, and back.
-        placements: a layer's `ArrayPlacement`s.
+        placements: each layer's `ArrayPlacement`s.
         x: this device's rows of the stream.
         rows: what the parts need to know of each row; not differentiated.
         shape: of the stream of all rows, `[B, T, H]`.
@@ -95,10 +118,10 @@ def run_layers(
         the stream after the last layer, and the whole tail.
 
     Raises:
-        ValueError: see `check_layers`.
+        ValueError: layers that the plan cannot run; see `FullyShardedPlan.check`.
     """
-    check_layers(exchange.plan, stack.layers, watch)
-    parts = _Parts(exchange, stack, shape, Halves(*split(placements)), tail_placements, watch)
+    exchange.plan.check(len(stack.layers), watch is not None)
+    parts = _Parts(exchange, stack, shape, Halves(*_columns(map(split, placements))), tail_placements, watch)
 
     @jax.custom_vjp
     def run(layers: Any, tail: Any, x: ResidualStream, rows: Any) -> tuple[ResidualStream, Any]:
@@ -142,12 +165,37 @@ class _Parts:
     def rings(self) -> bool:
         return self.plan.activations == "ring"
 
+    @cached_property
+    def period(self) -> int:
+        """Layers of which a loop runs one after another in each turn."""
+        return period_of(self.stack.layers)
+
     @property
-    def peeled(self) -> int:
-        """Layers at the end that stand outside a loop: all of them where too few are left to loop over."""
+    def loops(self) -> int:
+        """Layers from the first on that are in the forward pass's loop: none where the backward pass's would have one turn."""
         layers, distance = len(self.stack.layers), max(self.plan.prefetch_distance)
         peeled = max(distance, *self.plan.scatter_delay, 0 if self.tail_placements is None else 1)
-        return peeled if self.plan.scan and layers - peeled - distance > 1 else layers
+        loops = (layers - peeled) // self.period * self.period
+        return loops if self.plan.scan and loops - self.least > self.period else 0
+
+    @property
+    def least(self) -> int:
+        """The first layer in the backward pass's loop: before it there are others to gather."""
+        return -(-max(self.plan.prefetch_distance) // self.period) * self.period
+
+    def placement(self, half: int, n: Index) -> Any:
+        """How the arrays of a layer's half travel."""
+        return self.placements[half][n if isinstance(n, int) else n.place % self.period]
+
+    def layers_of(self, shards: Halves) -> Halves:
+        """The shards of both halves, stacked where layers are in a loop."""
+        period, looped = self.period, self.loops > 0
+
+        def of(layers: list[Any]) -> "_Layers":
+            each = [jax.tree.map(lambda *of: jnp.stack(of), *layers[place::period]) for place in range(period if looped else 0)]
+            return _Layers(each or layers, looped)
+
+        return Halves(*map(of, shards))
 
     def half(self, which: int, rows: Any, w: Any, x: ResidualStream, token: Any) -> tuple[ResidualStream, Any]:
         """A half's partial sum over all rows, in rings its whole sum over own rows; the token is that of its first gather."""
@@ -163,15 +211,41 @@ class _Parts:
             y = stack.mlp(ops, w, x.rows[None])[0]
         return ResidualStream(y, reduce(added, noted, jax.tree.map(jnp.zeros_like, x.sums))), chain[0]
 
+    def summed(self, which: int, w: Any, y: Float[Array, "M H"]) -> Float[Array, "M H"]:
+        """What a half's whole sum becomes before it is added to the stream."""
+        return self.stack.summed(self.stack.ops, w, NAMES[which], y)
+
+    def changed(self, which: int, w: Any, y: ResidualStream) -> tuple[ResidualStream, Any]:
+        """`summed` of a stream, and what its gradient needs: the sum, or the gradient itself. None where nothing changes it."""
+        run = partial(self.summed, which)
+        if not jax.make_jaxpr(partial(run, w))(y.rows).eqns:
+            return y, None
+        made, back = (run(w, y.rows), y.rows) if self.plan.remat else jax.vjp(run, w, y.rows)
+        return y._replace(rows=made), back
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A tree of each layer; or, where they are stacked, of each place in a period, with those of all turns."""
+
+    trees: list[Any]
+    stacked: bool
+
+    def at(self, n: Index) -> Any:
+        if not self.stacked:
+            assert isinstance(n, int), "nothing is looped over"
+            return self.trees[n]
+        turn, place = (0, n) if isinstance(n, int) else (n.turn, n.place)
+        return row(self.trees[place % len(self.trees)], turn + place // len(self.trees))
+
 
 class _Forward:
     """The forward pass."""
 
     def __init__(self, parts: _Parts, shards: Halves, rows: Any, keep: bool):
         self.parts, self.exchange, self.rows, self.keep = parts, parts.exchange, rows, keep
-        self.count = len(shards.attention)
-        self.loops = self.count - parts.peeled
-        self.shards = Halves(*map(stacked, shards)) if self.loops else shards
+        self.count, self.loops = len(shards.attention), parts.loops
+        self.shards = parts.layers_of(shards)
 
     def run(self, x: ResidualStream, tail: Any) -> tuple[tuple[ResidualStream, Any], Any]:
         """The stream and the tail after the last layer; what is kept of each layer, those in a loop first."""
@@ -181,9 +255,9 @@ class _Forward:
                 if n < distance[half]:
                     w, token = self.gather(half, n, token)
                     held = with_half(held, half, (*held[half], w))
-        state, kept, looped = (token, x, held), [], None
+        state, kept, looped = (token, x, held), [], []
         if self.loops:
-            state, looped = jax.lax.scan(lambda state, n: self.layer(state, n, True), state, jnp.arange(self.loops))
+            state, looped = jax.lax.scan(self.turn, state, jnp.arange(self.loops // self.parts.period))
         whole_tail = None
         for n in range(self.loops, self.count):
             last = tail if n == self.count - 1 else None
@@ -194,9 +268,17 @@ class _Forward:
             whole_tail = held[1][-1]
         return (x, whole_tail), (looped, kept)
 
+    def turn(self, state: Any, turn: Array) -> tuple[Any, list[Any]]:
+        """One turn of the loop, and what is kept of its layers."""
+        kept = []
+        for place in range(self.parts.period):
+            state, each = self.layer(state, LoopedLayer(turn, place), True)
+            kept.append(each)
+        return state, kept
+
     def gather(self, half: int, n: Any, token: Any) -> tuple[Any, Any]:
         name = f"{n if isinstance(n, int) else 'next'}_{NAMES[half]}"
-        return self.exchange.gather(at(self.shards[half], n), self.parts.placements[half], token, name)
+        return self.exchange.gather(self.shards[half].at(n), self.parts.placement(half, n), token, name)
 
     def layer(self, state: Any, n: Any, steady: bool, tail: Any = None) -> tuple[Any, Any]:
         """One layer. In the steady state of a loop there is always a layer ahead; what is kept is its second result."""
@@ -210,15 +292,16 @@ class _Forward:
             with jax.named_scope(f"layer_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 y, back, token = self.computed(half, w, x, token)
             if distance[half] and (steady or n + distance[half] < self.count):
-                w, token = self.gather(half, n + distance[half], token)
-                held = with_half(held, half, (*held[half], w))
+                ahead, token = self.gather(half, n + distance[half], token)
+                held = with_half(held, half, (*held[half], ahead))
             if tail is not None and half == 1:
-                w, token = self.exchange.gather(tail, self.parts.tail_placements, token, "tail")
-                held = with_half(held, 1, (*held[1], w))
+                behind, token = self.exchange.gather(tail, self.parts.tail_placements, token, "tail")
+                held = with_half(held, 1, (*held[1], behind))
             if not self.parts.rings:
                 own, token = self.exchange.scatter_rows(y.rows, token)
                 y = y._replace(rows=own)
-            kept.append((x if self.parts.plan.remat else back) if self.keep else None)
+            y, of_sum = self.parts.changed(half, w, y)
+            kept.append((x if self.parts.plan.remat else back, of_sum) if self.keep else None)
             x = added(x, y)
         return (token, x, held), tuple(kept)
 
@@ -237,9 +320,8 @@ class _Backward:
 
     def __init__(self, parts: _Parts, shards: Halves | None, rows: Any, kept: Any):
         self.parts, self.exchange, self.rows = parts, parts.exchange, rows
-        (self.looped, self.kept), self.count = kept, len(parts.stack.layers)
-        self.loops = self.count - parts.peeled
-        self.shards = Halves(*map(stacked, shards)) if self.loops and shards is not None else shards
+        (looped, self.kept), self.count, self.loops = kept, len(parts.stack.layers), parts.loops
+        self.looped, self.shards = _Layers(looped, True), None if shards is None else parts.layers_of(shards)
         self.gradients: Halves = Halves([None] * self.count, [None] * self.count)
 
     @property
@@ -265,9 +347,9 @@ class _Backward:
             self.note(n, found)
             tail_gradient = of_tail if n == last else tail_gradient
         if self.loops:
-            state = self.loop(state, max(distance))
-            for n in range(max(distance) - 1, -1, -1):
-                state, found, _ = self.layer(state, n, at(self.looped, n))
+            state = self.loop(state)
+            for n in range(self.parts.least - 1, -1, -1):
+                state, found, _ = self.layer(state, n, self.looped.at(n))
                 self.note(n, found)
         token, sent, x_cotangent, held, pending = state
         token = tokens.joined(token, *sent)
@@ -276,17 +358,23 @@ class _Backward:
                 self.gradients[half][n], token = self.scatter(half, n, cotangent, token)
         return self.all_summed(), tail_gradient, x_cotangent
 
-    def loop(self, state: Any, least: int) -> Any:
-        """Layers from the last in the forward pass's loop down to `least`, before which there are none to gather."""
+    def loop(self, state: Any) -> Any:
+        """Layers from the last in the forward pass's loop down to the first that has all others to gather before it."""
+        period = self.parts.period
 
-        def layer(state: Any, n: Array) -> tuple[Any, Any]:
-            state, found, _ = self.layer(state, n, at(self.looped, n))
+        def turn(state: Any, turn: Array) -> tuple[Any, list[Any]]:
+            found = []
+            for place in reversed(range(period)):
+                n = LoopedLayer(turn, place)
+                state, each, _ = self.layer(state, n, self.looped.at(n))
+                found.insert(0, each)
             return state, found
 
-        order = range(self.loops - 1, least - 1, -1)
-        state, found = jax.lax.scan(layer, state, jnp.asarray(list(order)))
+        order = range(self.loops // period - 1, self.parts.least // period - 1, -1)
+        state, found = jax.lax.scan(turn, state, jnp.asarray(list(order)))
         for step, n in enumerate(order):
-            self.note(n, at(found, step))
+            for place, each in enumerate(found):
+                self.note(n * period + place, row(each, step))
         return state
 
     def note(self, n: int, found: tuple[Any, Any]) -> None:
@@ -296,28 +384,32 @@ class _Backward:
                 self.gradients[half][n + self.parts.plan.scatter_delay[half]] = gradient
 
     def all_summed(self) -> Halves:
-        """Sums of what all layers left as summands, the same array of all layers in one."""
+        """Sums of what all layers left as summands, the same array of all layers that have it in one."""
 
         def of(half: int) -> list[Any]:
-            each = self.gradients[half]
+            each, same = self.gradients[half], dict[Any, list[tuple[int, int]]]()
             leaves = [jax.tree.leaves(one) for one in each]
-            for place, placement in enumerate(jax.tree.leaves(self.parts.placements[half])):
-                if placement.dim is None:
-                    together = self.exchange.summed(jnp.stack([one[place] for one in leaves]), placement)
-                    for n, one in enumerate(leaves):
-                        one[place] = together[n]
-            return [jax.tree.unflatten(jax.tree.structure(each[0]), one) for one in leaves]
+            for n, gradient in enumerate(each):
+                paths, placements = jax.tree.leaves_with_path(gradient), jax.tree.leaves(self.parts.placement(half, n))
+                for place, ((path, x), placement) in enumerate(zip(paths, placements, strict=True)):
+                    if placement.dim is None:
+                        same.setdefault((path, x.shape, placement), []).append((n, place))
+            for (_, _, placement), found in same.items():
+                together = self.exchange.summed(jnp.stack([leaves[n][place] for n, place in found]), placement)
+                for at, (n, place) in enumerate(found):
+                    leaves[n][place] = together[at]
+            return [jax.tree.unflatten(jax.tree.structure(one), of) for one, of in zip(each, leaves, strict=True)]
 
         return Halves(of(0), of(1))
 
     def gather(self, half: int, n: Any, token: Any) -> tuple[Any, Any]:
         assert self.shards is not None
         name = f"{n if isinstance(n, int) else 'next'}_{NAMES[half]}_again"
-        return self.exchange.gather(at(self.shards[half], n), self.parts.placements[half], token, name)
+        return self.exchange.gather(self.shards[half].at(n), self.parts.placement(half, n), token, name)
 
     def scatter(self, half: int, n: Any, cotangent: Any, token: Any) -> tuple[Any, Any]:
         name = f"{n if isinstance(n, int) else 'last'}_{NAMES[half]}"
-        return self.exchange.scatter(cotangent, self.parts.placements[half], token, name)
+        return self.exchange.scatter(cotangent, self.parts.placement(half, n), token, name)
 
     def layer(self, state: Any, n: Any, kept: Any, tail_cotangent: Any = None) -> tuple[Any, tuple[Any, Any], Any]:
         """One layer: the state, for each half the gradient that was scattered meanwhile, and the tail's."""
@@ -325,22 +417,20 @@ class _Backward:
         tail_gradient = w = None
         for half in (1, 0):
             x_cotangent, token = self.exchange.mark(x_cotangent, token)
-            waiting, cotangent = pending[half], x_cotangent
+            waiting, (before, of_sum) = pending[half], kept[half]
             if plan.remat and plan.prefetch_distance[half]:
                 w, held = take_first(held, half)
             elif plan.remat:
                 w, token = self.gather(half, n, token)
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
-                if not self.parts.rings:
-                    whole, token = self.exchange.gather_rows(x_cotangent.rows, token)
-                    cotangent = x_cotangent._replace(rows=whole)
-                back, token = self.again(half, w, kept[half], token) if plan.remat else (kept[half], token)
+                cotangent, w_more, token = self.before_sum(half, w, of_sum, x_cotangent, token)
+                back, token = self.again(half, w, before, token) if plan.remat else (before, token)
             out = token = tokens.joined(token, sent[half])
             for other in (0, 1) if half == 1 and plan.remat else ():
-                of = n - plan.prefetch_distance[other] + int(other == 0)
+                of = n + (int(other == 0) - plan.prefetch_distance[other])
                 if plan.prefetch_distance[other] and (not isinstance(n, int) or of >= 0):
-                    w, token = self.gather(other, of, token)
-                    held = with_half(held, other, (*held[other], w))
+                    ahead, token = self.gather(other, of, token)
+                    held = with_half(held, other, (*held[other], ahead))
             if not self.apart:
                 out = token
             if tail_cotangent is not None and half == 1:
@@ -354,6 +444,7 @@ class _Backward:
                 token = out
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 w_grad, more, token = back((cotangent, token))
+                w_grad = w_grad if w_more is None else added(w_grad, w_more)
             x_cotangent = added(x_cotangent, more)
             if plan.scatter_delay[half]:
                 waiting = (*waiting, w_grad)
@@ -361,6 +452,20 @@ class _Backward:
                 found[half], token = self.scatter(half, n, w_grad, token)
             pending = with_half(pending, half, waiting)
         return (token, sent, x_cotangent, held, pending), (found[0], found[1]), tail_gradient
+
+    def before_sum(
+        self, half: int, w: Any, of_sum: Any, cotangent: ResidualStream, token: Any
+    ) -> tuple[ResidualStream, Any, Any]:
+        """Cotangent of what `_Parts.half` gave; the gradient of weights behind its sum, if there are any; and the token."""
+        w_more = None
+        if of_sum is not None:
+            back = jax.vjp(partial(self.parts.summed, half), w, of_sum)[1] if self.parts.plan.remat else of_sum
+            w_more, rows = back(cotangent.rows)
+            cotangent = cotangent._replace(rows=rows)
+        if not self.parts.rings:
+            rows, token = self.exchange.gather_rows(cotangent.rows, token)
+            cotangent = cotangent._replace(rows=rows)
+        return cotangent, w_more, token
 
     def again(self, half: int, w: Any, x: ResidualStream, token: Any) -> tuple[Any, Any]:
         """Computes a half once more, for its gradient."""
@@ -374,16 +479,9 @@ def added(one: Any, other: Any) -> Any:
     return jax.tree.map(jnp.add, one, other)
 
 
-def stacked(layers: list[Any]) -> Any:
-    """Trees of arrays as one, their layers the first dim."""
-    return jax.tree.map(lambda *of: jnp.stack(of), *layers)
-
-
-def at(layers: Any, n: Any) -> Any:
-    """One layer of a list, or of a stack."""
-    if isinstance(layers, list):
-        return layers[n]
-    return jax.tree.map(lambda of: jax.lax.dynamic_index_in_dim(of, n, keepdims=False), layers)
+def row(stacked: Any, n: Any) -> Any:
+    """One of what is stacked along the first dim of each array."""
+    return jax.tree.map(lambda of: jax.lax.dynamic_index_in_dim(of, n, keepdims=False), stacked)
 
 
 def take_first(held: Halves, half: int) -> tuple[Any, Halves]:

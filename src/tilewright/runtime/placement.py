@@ -18,7 +18,7 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.parallel.auto import AUTO, SCHEDULES, Auto, fabric_of, schedule_of
 from tilewright.parallel.compiling import compile_over
-from tilewright.parallel.exact import Exact
+from tilewright.parallel.exact import Exact, one_after_another
 from tilewright.parallel.experts import own_experts
 from tilewright.parallel.packing import on_each_device
 from tilewright.parallel.schedules import Sequence, TensorParallel
@@ -74,7 +74,7 @@ class Placement:
 
     def running(self, ops: Operations) -> Operations:
         """Operations of a program that each device runs with its part of the model."""
-        return own_experts(ops)
+        return own_experts(one_after_another(ops) if self.name == EXACT else ops)
 
     def prepared(self, config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
         """A model's parameters, each device's part as the operations want it."""
@@ -153,16 +153,14 @@ def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     """Raises a `ValueError` for a model whose layers this schedule does not divide."""
     if schedule != EXACT:
         return
+    mixture, sizes = config.mixture, dict[str, int]()
     if config.delta is not None:
-        why = "sums over the entries of a head go by how many heads a device has"
-        raise ValueError(f"linear attention does not run under the schedule {EXACT}: {why}")
-    if (mixture := config.mixture) is None:
-        return
-    if mixture.shared:
-        why = "each device has a part of it, and a sum in parts adds experts"
-        raise ValueError(f"an expert that all rows go to does not run under the schedule {EXACT}: {why}")
-    if mixture.experts % Exact.parts:
-        found = f"expected experts that they divide, found {mixture.experts}"
+        sizes["value heads of linear attention"] = config.delta.value_heads
+    if mixture is not None:
+        sizes["experts"] = mixture.experts
+        sizes["columns of the shared expert"] = mixture.shared
+    if wrong := [f"{count} {name}" for name, count in sizes.items() if count % Exact.parts]:
+        found = f"expected sizes that they divide, found {', '.join(wrong)}"
         raise ValueError(f"the schedule {EXACT} sums {Exact.parts} parts: {found}")
 
 

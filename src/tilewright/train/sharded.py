@@ -19,11 +19,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from tilewright.kernels.operations import Norm, Operations, Transposed
+from tilewright.kernels.operations import Norm, Operations, Transposed, softcapped
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import ArraySpec, abstract
-from tilewright.models.registry import FAMILIES
 from tilewright.models.stack import Rows
 from tilewright.parallel import rings, vocabulary
 from tilewright.parallel.exchanges import Exchange, FullyShardedPlan, array_placement, whole
@@ -151,13 +150,6 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
         ValueError: another axis; sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
     """
     mesh = data_mesh(axes, devices)
-    family = FAMILIES[config.family]
-    reasons = {
-        "what halves give has norms or biases behind its sum": family.post_norms or family.output_bias,
-        "layers of linear attention have other arrays than those beside them": config.delta is not None,
-    }
-    if why := [reason for reason, holds in reasons.items() if holds]:
-        raise ValueError(f"models of {family.name} are not trained over several devices, expected no mesh: {why[0]}")
     if config.hidden_size % mesh.shape[DATA]:
         raise ValueError(f"expected fsdp that divides the hidden size {config.hidden_size}, found {mesh.shape[DATA]}")
     return grouped_mesh(mesh, TENSOR, **divided_sizes(config, vocabulary=config.vocab_size))
@@ -235,19 +227,20 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
     inputs = predicted.inputs
     table = whole(exchange, how.embed, params.embed, "embedding")
     final = whole(exchange, how.norm, params.norm, "final_norm")
-    x = _embedded(ops, plan, table, inputs)
+    x = decoder.scaled(config, _embedded(ops, plan, table, inputs))
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     rows = Rows(config.rope_tables(positions), predicted.seen)
     (x, load), head = run_layers(
         exchange, decoder.stack_of(config, ops, params.layers, setup.attend), decoder.split_layer, decoder.join_layer,
-        how.layers[0], x, rows, (*inputs.shape, config.hidden_size), params.head, how.head, *watching(config),
+        how.layers, x, rows, (*inputs.shape, config.hidden_size), params.head, how.head, *watching(config),
     )  # fmt: skip
     x = jax.lax.all_gather(ops.rms_norm(x, *Norm(final, config.rms_norm_eps)), GROUPED_AXES, tiled=True)
     if setup.predicting is not None:
         x = setup.predicting(x.reshape(*inputs.shape, -1)).reshape(x.shape)
 
     def logits(x: Array, head: Any) -> Array:
-        return ops.linear(x, Transposed(head) if params.head is None else head, jnp.float32)
+        found = ops.linear(x, Transposed(head) if params.head is None else head, jnp.float32)
+        return softcapped(found, config.logit_softcap)
 
     labels, weights = predicted.labels.reshape(-1), predicted.weights.reshape(-1)
     loss = vocabulary.cross_entropy(logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.operations import PLAIN_SCORES, Scores
+from tilewright.kernels.operations import PLAIN_SCORES, Scores, softcapped
 
 
 def prefix_attention(
@@ -29,9 +29,7 @@ def prefix_attention(
     wide_k, wide_v = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("btnd,bnsd->bnts", q.astype(jnp.float32), wide_k, precision=exact)
-    scores = scores * rule.scale_of(q.shape[3])
-    if rule.softcap is not None:
-        scores = rule.softcap * jnp.tanh(scores / rule.softcap)
+    scores = softcapped(scores * rule.scale_of(q.shape[3]), rule.softcap)
     seen_by_heads = jnp.broadcast_to(seen[:, None], scores.shape)
     if rule.sinks is not None:
         sinks = jnp.broadcast_to(rule.sinks.astype(jnp.float32)[None, :, None, None], (*scores.shape[:3], 1))

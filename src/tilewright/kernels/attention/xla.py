@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from tilewright.kernels.operations import PLAIN_SCORES, Scores
+from tilewright.kernels.operations import PLAIN_SCORES, Scores, softcapped
 
 MASKED = -1e30
 """Score of a key that a query may not see: finite, so that a row without any visible key stays free of NaN."""
@@ -35,11 +35,6 @@ def ungroup_rows(rows: Float[Array, "B K R D"], t: int) -> Float[Array, "B T N D
     """The inverse of `group_rows`."""
     b, heads, r, d = rows.shape
     return rows.reshape(b, heads, r // t, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, heads * (r // t), d)
-
-
-def capped(scores: Array, rule: Scores) -> Array:
-    """Scores as they are weighed."""
-    return scores if rule.softcap is None else rule.softcap * jnp.tanh(scores / rule.softcap)
 
 
 def sink_rows(sinks: Float[Array, " N"], heads: int, t: int) -> Float[Array, "1 K R 1"]:
@@ -71,7 +66,7 @@ def attention_over(
     batch = max(part.mask.shape[0] for part in parts)
     seen = jnp.concatenate([jnp.broadcast_to(part.mask, (batch, *part.mask.shape[1:])) for part in parts], axis=-1)
     seen = jnp.tile(seen, (1, n // heads, 1))[:, None]
-    masked = jnp.where(seen, capped(jnp.concatenate([scores(part) for part in parts], axis=-1), rule), MASKED)
+    masked = jnp.where(seen, softcapped(jnp.concatenate([scores(part) for part in parts], axis=-1), rule.softcap), MASKED)
     if rule.sinks is not None:  # behind all parts, which take their shares by slices from the first on
         sinks = jnp.broadcast_to(sink_rows(rule.sinks, heads, t), (*masked.shape[:3], 1))
         masked = jnp.concatenate([masked, sinks], axis=-1)

@@ -5,11 +5,21 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.kernels.operations import softcapped
+
 
 def cross_entropy(
-    x: Float[Array, "*rows H"], head: Float[Array, "H V"], labels: Int[Array, "*rows"], weights: Float[Array, "*rows"]
+    x: Float[Array, "*rows H"],
+    head: Float[Array, "H V"],
+    labels: Int[Array, "*rows"],
+    weights: Float[Array, "*rows"],
+    cap: float | None = None,
 ) -> Float[Array, ""]:
-    """The sum over rows of `weights * (logsumexp(x @ head) - (x @ head)[label])`, in nats."""
-    logits = jnp.matmul(x, head, precision=jax.lax.Precision.HIGHEST)
+    """The sum over rows of `weights * (logsumexp(logits) - logits[label])`, in nats.
+
+    Args:
+        cap: of the logits; see `softcapped`.
+    """
+    logits = softcapped(jnp.matmul(x, head, precision=jax.lax.Precision.HIGHEST), cap)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - picked))

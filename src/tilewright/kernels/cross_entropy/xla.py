@@ -15,12 +15,21 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int
 
+from tilewright.kernels.operations import softcapped
+
 BLOCK_BYTES = 2**25
 """Logits of a block, in float32; at least LEAST_ROWS rows, so that a large vocabulary's products stay products of matrices."""
 LEAST_ROWS = 256
 
 Linear = Callable[..., Array]
-"""`linear(x, head, out_dtype) -> logits`, of a bundle of operations."""
+"""`linear(x, head, out_dtype)`, of a bundle of operations."""
+Logits = Callable[[Array, Any], Array]
+"""`logits(x, head)`, in float32."""
+
+
+def capped_products(linear: Linear, cap: float | None, x: Float[Array, "M H"], head: Any) -> Float32[Array, "M V"]:
+    """Logits of some rows."""
+    return softcapped(linear(x, head, jnp.float32), cap)
 
 
 def block_rows(rows: int, vocab: int) -> int:
@@ -45,23 +54,23 @@ def divided(rows: int, *arrays: Array) -> tuple[Array, ...]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def weighted(
-    linear: Linear, rows: int, x: Float[Array, "M H"], head: Any, labels: Int[Array, " M"], weights: Float32[Array, " M"]
+    logits: Logits, rows: int, x: Float[Array, "M H"], head: Any, labels: Int[Array, " M"], weights: Float32[Array, " M"]
 ) -> Float32[Array, ""]:
     def block(total: Array, part: Any) -> tuple[Array, None]:
         x, labels, weights = part
-        return total + jnp.sum(losses(linear(x, head, jnp.float32), labels)[0] * weights), None
+        return total + jnp.sum(losses(logits(x, head), labels)[0] * weights), None
 
     return jax.lax.scan(block, jnp.float32(0), divided(rows, x, labels, weights))[0]
 
 
 def forward(
-    linear: Linear, rows: int, x: Array, head: Any, labels: Array, weights: Array
+    logits: Logits, rows: int, x: Array, head: Any, labels: Array, weights: Array
 ) -> tuple[Array, tuple[Array, Any, Array]]:
     def block(sums: tuple[Array, Any], part: Any) -> tuple[tuple[Array, Any], tuple[Array, Array]]:
         x, labels, weights = part
-        logits, back = jax.vjp(lambda x, head: linear(x, head, jnp.float32), x, head)
-        loss, powers, total = losses(logits, labels)
-        is_label = jnp.arange(logits.shape[1]) == labels[:, None]
+        made, back = jax.vjp(logits, x, head)
+        loss, powers, total = losses(made, labels)
+        is_label = jnp.arange(made.shape[1]) == labels[:, None]
         dx, dhead = back(powers * (weights / total)[:, None] - jnp.where(is_label, weights[:, None], 0.0))
         return (sums[0] + jnp.sum(loss * weights), jax.tree.map(jnp.add, sums[1], dhead)), (dx, loss)
 
@@ -71,7 +80,7 @@ def forward(
     return total, (dx.reshape(-1, x.shape[1])[:count], dhead, loss.reshape(-1)[:count])
 
 
-def backward(linear: Linear, rows: int, kept: tuple[Array, Any, Array], due: Array) -> tuple[Array, Any, None, Array]:
+def backward(logits: Logits, rows: int, kept: tuple[Array, Any, Array], due: Array) -> tuple[Array, Any, None, Array]:
     dx, dhead, loss = kept
     return due.astype(dx.dtype) * dx, jax.tree.map(lambda x: due.astype(x.dtype) * x, dhead), None, due * loss
 
@@ -84,6 +93,8 @@ def cross_entropy(
     head: Any,
     labels: Int[Array, "*rows"],
     weights: Float32[Array, "*rows"],
+    cap: float | None = None,
+    *,
     linear: Linear,
 ) -> Float32[Array, ""]:
     """The sum over rows of `weights` times the loss of the row's label, in nats: see `reference.py`.
@@ -91,6 +102,6 @@ def cross_entropy(
     Args:
         head: as `linear` takes it.
     """
-    flat = x.reshape(labels.size, -1)
-    vocab = jax.eval_shape(lambda x, head: linear(x, head, jnp.float32), flat, head).shape[-1]
-    return weighted(linear, block_rows(len(flat), vocab), flat, head, labels.reshape(-1), weights.reshape(-1))
+    flat, logits = x.reshape(labels.size, -1), partial(capped_products, linear, cap)
+    vocab = jax.eval_shape(logits, flat, head).shape[-1]
+    return weighted(logits, block_rows(len(flat), vocab), flat, head, labels.reshape(-1), weights.reshape(-1))

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Int32, Shaped
 
 from tilewright.kernels.attention import xla
 from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
-from tilewright.kernels.operations import PLAIN_SCORES, UNMAPPED, Heads, KeyValuePages, Quantised, Scores
+from tilewright.kernels.operations import PLAIN_SCORES, UNMAPPED, Heads, KeyValuePages, Quantised, Scores, softcapped
 from tilewright.kernels.paged.quantise import as_held, dequantise
 
 BLOCK_ENTRIES = 512
@@ -144,7 +144,7 @@ def attention_over_blocks(
         largest, total, values = carry
         seen = jnp.tile(seen, (1, n // heads, 1))[:, None]
         scores = jnp.einsum("bkrd,bksd->bkrs", rows, k, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, xla.capped(scores, rule), MASKED)
+        scores = jnp.where(seen, softcapped(scores, rule.softcap), MASKED)
         now = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - now), 0.0)  # a query that has seen nothing yet has MASKED for its largest
         kept = jnp.exp(largest - now)
