@@ -47,7 +47,8 @@ HELD_BYTES = 3 << 30
 """How much memory a process may hold after a module, before it lets go of what was traced and compiled."""
 QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 """XLA's MLIR emitters take most of the time of a compilation. JAX 0.10 can do without, 0.12 has no such flag. Code in one part
-rather than in parts for 32 threads takes a tenth less."""
+rather than in parts for 32 threads takes a tenth less. Tried without gain: XLA's FAST_COMPILE preset, and leaving out the
+passes that move code out of loops and simplify them (rounds compile faster, prefills slower)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
