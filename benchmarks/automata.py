@@ -2,22 +2,20 @@
 
     python benchmarks/automata.py TOKENIZER [--json FILE]
 
-TOKENIZER is a `tokenizer.json`. Schemas are closed ones, as OpenAI's structured outputs want them, open ones, as pydantic makes
-them, and ones that refer to themselves. Bytes are those of masks and of the table of states, as the device has them.
+TOKENIZER is a `tokenizer.json`; the figures are those of `tilewright inspect grammar`. Schemas are closed ones, as OpenAI's
+structured outputs want them, open ones, as pydantic makes them, and ones that refer to themselves.
 """
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from tilewright.cli.inspect_grammar import grammar_figures
 from tilewright.grammar.grammar import Grammar
-from tilewright.grammar.regular import NotRegular
-from tilewright.grammar.token_automaton import Vocabulary, automaton_of
-from tilewright.grammar.worker import CompilerSettings, made_tokenizer
+from tilewright.grammar.matcher import Compiler
 
 TEXT: dict[str, Any] = {"type": "string"}
 
@@ -61,18 +59,6 @@ SCHEMAS = {
 }
 
 
-def measured(tokenizer: Any, vocabulary: Vocabulary, schema: dict[str, Any]) -> dict[str, Any]:
-    """What is printed of a schema; why it has no automaton, if it has none."""
-    grammar, began = Grammar.json_schema(schema), time.thread_time()
-    try:
-        found = automaton_of(tokenizer, vocabulary, grammar.kind, grammar.text, 60.0)
-    except NotRegular as error:
-        return {"none": str(error)}
-    states, classes = found.after.shape
-    seconds, size = time.thread_time() - began, found.masks.nbytes + 2 * found.after.size
-    return {"states": states, "classes": classes, "masks": len(found.masks), "kB": size // 1000, "seconds": round(seconds, 2)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", type=Path)
@@ -80,11 +66,10 @@ def main() -> None:
     how = parser.parse_args()
     read = Tokenizer.from_file(str(how.tokenizer))
     size, eos = read.get_vocab_size(), [read.token_to_id("<|im_end|>") or 0]
-    tokenizer = made_tokenizer(CompilerSettings(read.to_str(), size, eos))
-    vocabulary = Vocabulary.of(tokenizer, size, eos)
-    found = {name: measured(tokenizer, vocabulary, schema) for name, schema in SCHEMAS.items()}
+    compiler = Compiler(read, size, eos)
+    found = {name: grammar_figures(compiler, Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
     for name, each in found.items():
-        print(f"{name:20}", "  ".join(f"{key} {value}" for key, value in each.items()))
+        print(f"{name:20}", "  ".join(f"{key} {value}" for key, value in each.items() if value is not None))
     if how.json is not None:
         how.json.write_text(json.dumps({"tokens": size, "schemas": found}, indent=1) + "\n", encoding="utf-8")
 

@@ -64,10 +64,10 @@ def parsed() -> argparse.Namespace:
 
 def ways(matcher: Matcher) -> dict[str, list[Constraint | None]]:
     """The constraints of the rows, in each way."""
-    automaton = matcher.automaton
-    if automaton is None:
+    made = matcher.made
+    if made is None:
         raise SystemExit("the schema has no automaton for this model")
-    silent = replace(automaton, forced=np.full_like(automaton.forced, -1))
+    silent = made._replace(automaton=replace(made.automaton, forced=np.full_like(made.automaton.forced, -1)))
     host = Matcher(matcher.matcher, matcher.eos)
     alone: list[Constraint | None] = [None] * (ROWS - 1)
     return {

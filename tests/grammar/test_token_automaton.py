@@ -1,5 +1,6 @@
 """Automata over tokens, against the masks of llguidance along texts of all kinds."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tilewright.grammar import token_automaton
+from tilewright.grammar.dfa import Deadline
 from tilewright.grammar.grammar import Grammar, Tagged
 from tilewright.grammar.matcher import Compiler, Matcher
 from tilewright.grammar.regular import NotRegular
 from tilewright.grammar.thinking import AfterThought, end_of_thought
-from tilewright.grammar.token_automaton import Vocabulary, automaton_of
+from tilewright.grammar.token_automaton import PARTS, Vocabulary, automaton_of, deepest_automaton
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.automata import ALL, BEYOND, words
@@ -49,7 +51,7 @@ def of_matcher(state: ConstraintState) -> np.ndarray:
 
 
 def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24, liked: Sequence[int] = ()) -> int:
-    """Goes along tokens that may come, with both masks compared at each, up to one that leaves the automaton.
+    """Goes along tokens that may come, with both masks compared wherever the text is in its automaton.
 
     Args:
         liked: tokens of which every other one is.
@@ -59,20 +61,18 @@ def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24, liked
     """
     state, forced = constraint.begin(), 0
     for _ in range(most):
-        mask = of_automaton(state)
-        np.testing.assert_array_equal(mask, of_matcher(state))
+        mask, told = of_matcher(state), state.forced()
+        if state.automaton is not None:
+            np.testing.assert_array_equal(of_automaton(state), mask)
+            says = state.automaton.automaton.forced[state.automaton.state]
+            assert says == (told[0] if told else -1)
+            forced += says >= 0
         may = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        assert state.automaton is not None
-        says, told = state.automaton.automaton.forced[state.automaton.state], state.forced()
-        assert says == (told[0] if told else -1)
-        forced += says >= 0
         may = may[~np.isin(may, EOS)]
         if not len(may):
             break
         better = may[np.isin(may, liked)]
         state.advance([int(rng.choice(better if len(better) and rng.random() < 0.5 else may))])
-        if state.automaton is None:
-            break
     return forced
 
 
@@ -139,7 +139,6 @@ OPEN = {
     "tree": {**TREE, "additionalProperties": False},
     "open tree": TREE,
 }
-DEEP = '{"n": null, "of": [{"n": null, "of": [{"n": null, "of": [{"n": null, "of": []}]}]}]}'
 
 
 @pytest.mark.parametrize("name", OPEN)
@@ -152,21 +151,60 @@ def test_automata_of_open_and_recursive_schemas(compiler: Compiler, name: str):
         walk(found, np.random.default_rng(seed), 40, opening)
 
 
-@pytest.mark.parametrize("name", ["json_object", "tree", "open tree"])
-def test_a_text_leaves_its_automaton_where_that_ends(compiler: Compiler, tokenizer: Tokenizer, name: str):
-    """From there on its masks are the matcher's alone."""
+@pytest.mark.parametrize(("name", "levels"), [("json_object", 4), ("tree", 16), ("open tree", 4)])
+def test_a_text_leaves_its_automaton_where_that_ends_and_comes_back(
+    compiler: Compiler, tokenizer: Tokenizer, name: str, levels: int
+):
+    """What it goes through meanwhile has brackets in strings, too."""
+    within = {"json_object": '"]\\"}\\\\"', "tree": '{"n": null}', "open tree": '{"n": null, "}": "["}'}[name]
+    deep = '{"n": null, "of": [' * levels + within + "]}" * levels
     found = compiler.compile(Grammar.json_schema(OPEN[name]))
     state, plain, left = found.begin(), Matcher(found.matcher, found.eos).begin(), list[bool]()
-    for token in tokenizer.encode(DEEP, add_special_tokens=False).ids:
+    for token in tokenizer.encode(deep, add_special_tokens=False).ids:
         if state.automaton is not None:
             np.testing.assert_array_equal(of_automaton(state), of_matcher(plain))
         np.testing.assert_array_equal(of_matcher(state), of_matcher(plain))
         state.advance([token])
         plain.advance([token])
         left.append(state.automaton is None)
-    assert left == sorted(left)
-    assert len(left) / 3 < left.index(True) < len(left) - 3
+    away = [place for place, one in enumerate(left) if one]
+    assert away == [*range(away[0], away[-1] + 1)]
+    assert 0 < away[0] < away[-1] < len(left) - 2
     assert plain.matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("name", "least"), [("json_object", 3), ("tree", 9)])
+def test_an_automaton_goes_as_deep_as_there_is_room_for(name: str, least: int):
+    text, deadline = json.dumps(OPEN[name]), Deadline(20.0)
+    found, brackets = deepest_automaton("json_schema", text, 700, deadline)
+    assert len(found.after) <= 700
+    assert brackets is not None
+    assert brackets >= least
+    assert deepest_automaton("json_schema", text, len(found.after) - 1, deadline)[1] == brackets - 1
+    assert deepest_automaton("json_schema", text, 1, deadline)[1] == 0, "there is an automaton, whatever the room"
+
+
+def test_an_automaton_that_describes_all_texts_has_no_depth():
+    found, brackets = deepest_automaton("json_schema", '{"enum": [1, 2]}', 1, Deadline(20.0))
+    assert brackets is None
+    assert len(found.after) > 1
+
+
+@pytest.mark.parametrize(("bound", "most"), [("FITTING_MASKS", 9), ("MOST_ENTRIES", 600)])
+def test_a_text_leaves_its_automaton_where_a_table_has_no_room_for_more(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+):
+    grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["red", "green", 10]}, "minItems": 3, "maxItems": 3})
+    whole = compiler.compile(grammar)
+    monkeypatch.setattr(token_automaton, bound, most)
+    made = compiler.automaton(grammar)
+    assert whole.automaton is not None
+    assert made is not None
+    assert len(made.automaton.masks) <= 9 if bound == "FITTING_MASKS" else made.automaton.after.size <= most
+    assert [(each.after == BEYOND).any() for each in (whole.automaton, made.automaton)] == [False, True]
+    constraint = Matcher(whole.matcher, whole.eos, made, lambda token: compiler.tokenizer.decode_bytes([token]))
+    for seed in range(6):
+        walk(constraint, np.random.default_rng(seed))
 
 
 def test_what_is_forced_is_known(compiler: Compiler):
@@ -227,11 +265,14 @@ def test_automata_of_strangers_come_from_the_process_that_tries_their_grammars(t
     trusting, careful = Compiler(tokenizer, VOCAB, EOS), Compiler(tokenizer, VOCAB, EOS)
     try:
         grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3})
-        here, there = trusting.compile(grammar).automaton, careful.compile(grammar, seconds=30.0).automaton
+        here, there = trusting.compile(grammar).made, careful.compile(grammar, seconds=30.0).made
         assert here is not None
         assert there is not None
-        for name in ("masks", "mask_of", "classes", "after", "forced"):
-            np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+        for part, (_, names) in PARTS.items():
+            for name in names:
+                np.testing.assert_array_equal(getattr(getattr(here, part), name), getattr(getattr(there, part), name))
+        np.testing.assert_array_equal(here.states, there.states)
+        assert here.brackets == there.brackets
         assert careful.compile(Grammar.lark('start: "a"'), seconds=30.0).automaton is None
     finally:
         careful.trial.close()

@@ -1,8 +1,10 @@
 """Structured output and tools over the real engine and the demo's model, asked by the openai client."""
 
+import itertools
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file
 
 from reference.lora_numpy import config_of, random_adapter, write_adapter
 from server.conftest import Real, on_a_port
+from tilewright.grammar import token_automaton
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Matcher
 from tilewright.llm.language_model import LanguageModel, load
@@ -160,16 +163,35 @@ def test_answers_that_leave_their_automaton_go_on_under_masks_of_the_host(lm: La
     assert answered(real, asks[0]) == (answered(real, asks[1])[0], {"device", "host"})
 
 
+def record(properties: dict[str, Any], needed: list[str] | None = None) -> dict[str, Any]:
+    """The schema of an object with these properties alone, of which all are needed unless it is said which."""
+    required = [*properties] if needed is None else needed
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+PAIR = record({"of": {"anyOf": [{"$ref": "#/$defs/pair"}, {"type": "null"}]}})
+
+
+def test_answers_come_back_into_their_automaton(lm: LanguageModel, real: Real, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(token_automaton, "OPEN_CLASSES", token_automaton.MOST_ENTRIES)  # no bracket more than there must be
+    schema = {"type": "array", "items": {"$ref": "#/$defs/pair"}, "minItems": 3, "maxItems": 3, "$defs": {"pair": PAIR}}
+    found, prompt = lm.constrain(Grammar.json_schema(schema)), lm.encode(PROMPT)
+    for seed in (1, 3):
+        sampling = Sampling(40, 1.0, seed=seed)
+        asks = [GenerateRequest(prompt, sampling, constraint=each) for each in (found, Matcher(found.matcher, found.eos))]
+        tokens, masks = answered(real, asks[0])
+        assert (tokens, masks) == (answered(real, asks[1])[0], {"device", "host"})
+        state, inside = found.begin(), list[bool]()
+        for token in tokens:
+            state.advance([token])
+            inside.append(state.automaton is not None)
+        assert (False, True) in itertools.pairwise(inside), "it left and came back"
+
+
 def a_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
     """A random schema, of an object."""
     if not depth:
-        names = [f"key {n}" for n in range(int(rng.integers(1, 4)))]
-        return {
-            "type": "object",
-            "properties": {name: a_schema(rng, 1) for name in names},
-            "required": names,
-            "additionalProperties": False,
-        }
+        return record({f"key {n}": a_schema(rng, 1) for n in range(int(rng.integers(1, 4)))})
     if depth < 3 and rng.random() < 0.4:
         item = a_schema(rng, depth + 1)
         return {"type": "array", "items": item, "maxItems": 2} if rng.random() < 0.5 else {"anyOf": [item, {"type": "null"}]}
@@ -182,25 +204,49 @@ def a_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
     return kinds[int(rng.integers(len(kinds)))]
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_answers_follow_random_schemas(client: openai.OpenAI, count: int):
-    schemas = [a_schema(np.random.default_rng(seed)) for seed in range(count)]
+TREE = record({"of": {"type": "array", "items": {"$ref": "#/$defs/tree"}}, "n": {"type": "integer"}}, ["n"])
+NOT_OFFERED = ({"not": {}}, {"type": "array", "uniqueItems": True}, {"type": "integer", "minimum": 5, "maximum": 3})
 
-    def asked(n: int) -> Any:
-        return client.chat.completions.create(
-            model="demo",
-            messages=HELLO,
-            max_tokens=160,
-            temperature=float(n % 2),
-            seed=n,
-            response_format=schema_format(schemas[n]),
-        ).choices[0]
+
+def one_of_many(n: int) -> tuple[dict[str, Any], str]:
+    """A random schema, of which some refer to themselves and some ask for what is not offered, and which of these it is."""
+    schema = a_schema(np.random.default_rng(n))
+    more = {7: {"tree": {"$ref": "#/$defs/tree"}}, 12: {"no": NOT_OFFERED[n // 25 % len(NOT_OFFERED)]}}.get(n % 25, {})
+    schema |= {"properties": schema["properties"] | more, "required": [*schema["required"], *more], "$defs": {"tree": TREE}}
+    return schema, next(iter(more), "bounded")
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_answers_follow_random_schemas(lm: LanguageModel, client: openai.OpenAI, count: int, pytestconfig: pytest.Config):
+    """With `--products` it is more of them."""
+    if count > 20 and pytestconfig.getoption("products"):
+        count = 500
+
+    def asked(n: int) -> str:
+        """What became of one, and where its masks come from if no other request keeps them from there."""
+        schema, kind = one_of_many(n)
+        try:
+            answer: Any = client.chat.completions.create(
+                model="demo", messages=HELLO, max_tokens=200, temperature=float(n % 2), seed=n,
+                response_format=schema_format(schema),
+            )  # fmt: skip
+        except openai.BadRequestError:
+            assert kind == "no", schema
+            return "refused"
+        choice, known = answer.choices[0], lm.constrain(Grammar.json_schema(schema)).automaton is not None
+        where = "in the device's loop" if known else "under the host's masks"
+        if choice.finish_reason == "length":
+            assert kind == "tree", (schema, choice.message.content)
+            return f"cut off {where}"
+        assert kind != "no", schema
+        jsonschema.validate(json.loads(choice.message.content), schema, cls=jsonschema.Draft202012Validator)
+        return f"valid {where}"
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(asked, range(count)))
-    for schema, choice in zip(schemas, found, strict=True):
-        assert choice.finish_reason == "stop", (schema, choice.message.content)
-        jsonschema.validate(json.loads(choice.message.content), schema, cls=jsonschema.Draft202012Validator)
+        found = Counter(pool.map(asked, range(count)))
+    print(f"\n{count} schemas: {dict(found)}")
+    assert found["refused"] == len(range(12, count, 25))
+    assert min(found["valid in the device's loop"], found["valid under the host's masks"]) > count / 5
 
 
 @pytest.mark.slow
@@ -355,6 +401,33 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
         goes_on = [*HELLO, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "21"}]
         after = client.chat.completions.create(model="demo", messages=goes_on, tools=TOOLS, max_tokens=4, temperature=0)
         assert after.choices[0].finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_a_hundred_forced_calls_are_valid(client: openai.OpenAI):
+    """Of ten pairs of functions, one of which is named or either may be called."""
+
+    def asked(n: int) -> str:
+        schemas = {name: a_schema(np.random.default_rng(2 * (n // 10) + place)) for place, name in enumerate(("look", "find"))}
+        tools: Any = [
+            {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()
+        ]
+        named: Any = {"type": "function", "function": {"name": "find"}}
+        answer: Any = client.chat.completions.create(
+            model="demo", messages=HELLO, tools=tools, tool_choice=named if n % 2 else "required",
+            temperature=1.0, seed=n, parallel_tool_calls=False,
+        )  # fmt: skip
+        assert answer.choices[0].finish_reason == "tool_calls"
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "find" or n % 2 == 0
+        schema = schemas[call.function.name]
+        jsonschema.validate(json.loads(call.function.arguments), schema, cls=jsonschema.Draft202012Validator)
+        return call.function.name
+
+    with ThreadPoolExecutor(4) as pool:
+        found = Counter(pool.map(asked, range(100)))
+    print(f"\n100 calls: {dict(found)}")
+    assert min(found["look"], found["find"]) > 10
 
 
 def test_the_other_apis_have_the_same_grammars(real: Real, client: openai.OpenAI):

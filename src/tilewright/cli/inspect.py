@@ -1,8 +1,8 @@
-"""`tilewright inspect`: what compilers make of programs, also for chips that aren't here. Imported when called."""
+"""`tilewright inspect`: what compilers make of programs, also for chips that aren't here, and of grammars."""
 
 from cyclopts import App
 
-app = App(name="inspect", help="Shows what compilers make of programs, also for chips that aren't here.")
+app = App(name="inspect", help="Shows what compilers make of programs, also for chips that aren't here, and of grammars.")
 app.command(
     "tilewright.cli.inspect_overlap:inspect_overlap",
     name="overlap",
@@ -27,4 +27,9 @@ app.command(
     name="trace",
     help="Sets a profiler's trace of a program beside the prediction of it, operation by operation.\n\n"
     "The prediction is of compiler estimates and a model of links and memory; every figure is defined in docs/metrics.md.",
+)
+app.command(
+    "tilewright.cli.inspect_grammar:inspect_grammar",
+    name="grammar",
+    help="Shows for each grammar whether a device makes its masks, how deep and how large it is, or why the host makes them.",
 )

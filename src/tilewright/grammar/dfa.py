@@ -54,11 +54,14 @@ class ByteAutomaton:
         after: the state behind a byte; -1 where it may not come.
         accepts: whether a text may end in a state.
         beyond: whether the expression does not say what may come in a state; any byte leads back to it.
+        resume: of such a state, the one behind the text that the expression does not describe; -1 where that depends on the
+            text, and of any other state.
     """
 
     after: Int32[np.ndarray, "S 256"]
     accepts: Bool[np.ndarray, " S"]
     beyond: Bool[np.ndarray, " S"]
+    resume: Int32[np.ndarray, " S"]
 
 
 ByteRanges = tuple[tuple[int, int], ...]
@@ -98,12 +101,13 @@ class Nfa:
     Attributes:
         moves: of each state, ranges of bytes and the state behind one of them.
         free: of each state, those that it becomes without a byte.
+        beyond: of each state behind which the expression says nothing, the state behind the text that it does not describe.
     """
 
     def __init__(self, node: Node, deadline: Deadline):
         self.moves: list[list[tuple[int, int, int]]] = []
         self.free: list[list[int]] = []
-        self.deadline, self.parts, self.beyond = deadline, 0, set[int]()
+        self.deadline, self.parts, self.beyond = deadline, 0, dict[int, int]()
         self.end = self.add(node, self.new())
 
     def new(self) -> int:
@@ -142,8 +146,8 @@ class Nfa:
             case Beyond():
                 state = self.begin(start)
                 self.moves[state].append((0, 255, state))
-                self.beyond.add(state)
-                return state
+                self.beyond[state] = self.new()
+                return self.beyond[state]
 
     def begin(self, start: int) -> int:
         """A new state behind another, so that what loops back to it stays inside."""
@@ -190,6 +194,33 @@ class Nfa:
         return frozenset(each for each in seen if self.moves[each] or each == self.end)
 
 
+class Subsets:
+    """Sets of an automaton's states, each with what its states become without a byte, numbered as they are met.
+
+    Attributes:
+        order: the sets by their numbers.
+    """
+
+    def __init__(self, nfa: Nfa):
+        self.nfa, self.order = nfa, list[frozenset[int]]()
+        self.numbers, self.closures = dict[frozenset[int], int](), dict[frozenset[int], frozenset[int]]()
+
+    def number(self, states: frozenset[int]) -> int:
+        """The number of the set that some states become."""
+        if states not in self.closures:
+            self.closures[states] = self.nfa.closure(states)
+        held = self.closures[states]
+        if held not in self.numbers:
+            self.numbers[held] = len(self.order)
+            self.order.append(held)
+        return self.numbers[held]
+
+    def resumed(self, held: frozenset[int]) -> int:
+        """The number of the set behind a text that is not described, which begins in this one; -1 if that depends on it."""
+        ends = {self.nfa.closure(frozenset([self.nfa.beyond[each]])) for each in held if each in self.nfa.beyond}
+        return self.number(ends.pop()) if len(ends) == 1 and held <= self.nfa.beyond.keys() else -1
+
+
 def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
     """The automaton of an expression.
 
@@ -200,40 +231,31 @@ def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
     bounds = sorted({0, 256, *(edge for moves in nfa.moves for low, high, _ in moves for edge in (low, high + 1))})
     place = {bound: n for n, bound in enumerate(bounds)}
     moves = [[(range(place[low], place[high + 1]), target) for low, high, target in each] for each in nfa.moves]
-    first = nfa.closure(frozenset([0]))
-    numbers, order, rows = {first: 0}, [first], list[np.ndarray]()
-    closures: dict[frozenset[int], frozenset[int]] = {}
-    for held in order:  # which grows meanwhile
+    subsets, rows, resume = Subsets(nfa), list[np.ndarray](), list[int]()
+    subsets.number(frozenset([0]))
+    for number, held in enumerate(subsets.order):  # which grows meanwhile
         deadline.check()
-        behind: list[set[int]] = [set() for _ in bounds[:-1]]
-        for state in held:
-            for pieces, target in moves[state]:
-                for piece in pieces:
-                    behind[piece].add(target)
-        row = np.full(len(behind), -1, np.int32)
-        if not nfa.beyond.isdisjoint(held):
-            row[:] = numbers[held]
-            behind = []
+        unsaid = not held.isdisjoint(nfa.beyond)
+        row = np.full(len(bounds) - 1, number if unsaid else -1, np.int32)
+        resume.append(subsets.resumed(held) if unsaid else -1)
+        behind: list[set[int]] = [set() for _ in row]
+        for pieces, target in () if unsaid else (move for state in held for move in moves[state]):
+            for piece in pieces:
+                behind[piece].add(target)
         for piece, targets in enumerate(map(frozenset, behind)):
             if targets:
-                if targets not in closures:
-                    closures[targets] = nfa.closure(targets)
-                following = closures[targets]
-                if following not in numbers:
-                    numbers[following] = len(order)
-                    order.append(following)
-                row[piece] = numbers[following]
+                row[piece] = subsets.number(targets)
         rows.append(row)
-        if len(order) > MOST_STATES:
+        if len(subsets.order) > MOST_STATES:
             raise TooLarge("its automaton is too large")
-    beyond = np.asarray([not nfa.beyond.isdisjoint(held) for held in order])
-    accepts = np.asarray([nfa.end in held for held in order]) & ~beyond
-    return minimal(np.stack(rows), np.diff(bounds), accepts, beyond, deadline)
+    beyond = np.asarray([not held.isdisjoint(nfa.beyond) for held in subsets.order])
+    accepts = np.asarray([nfa.end in held for held in subsets.order]) & ~beyond
+    return minimal(np.stack(rows), np.diff(bounds), accepts, beyond, np.asarray(resume, np.int32), deadline)
 
 
 def minimal(
     after: Int32[np.ndarray, "S P"], widths: Int64[np.ndarray, " P"], accepts: Bool[np.ndarray, " S"],
-    beyond: Bool[np.ndarray, " S"], deadline: Deadline,
+    beyond: Bool[np.ndarray, " S"], resume: Int32[np.ndarray, " S"], deadline: Deadline,
 ) -> ByteAutomaton:  # fmt: skip
     """The automaton with each of its states once: those that nothing tells apart are one (Moore's algorithm).
 
@@ -255,8 +277,8 @@ def minimal(
         if len(found) == len(firsts):
             break
         firsts = found
-    kept = np.append(kinds, -1)[after[found]].astype(np.int32)
-    return ByteAutomaton(np.repeat(kept, widths, axis=1), accepts[found], beyond[found])
+    kept = np.append(kinds, -1).astype(np.int32)
+    return ByteAutomaton(np.repeat(kept[after[found]], widths, axis=1), accepts[found], beyond[found], kept[resume[found]])
 
 
 def distinct(keys: Shaped[np.ndarray, " S"]) -> tuple[Int64[np.ndarray, " K"], Int64[np.ndarray, " S"]]:

@@ -9,7 +9,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,13 +18,14 @@ import numpy as np
 from jaxtyping import UInt32
 from tokenizers import Tokenizer
 
+from tilewright.grammar.excursion import Excursion
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.regular import NotRegular
 from tilewright.grammar.thinking import AfterThought
-from tilewright.grammar.token_automaton import AUTOMATON_S, Vocabulary, automaton_of
+from tilewright.grammar.token_automaton import AUTOMATON_S, TokenAutomaton, Vocabulary, automaton_of, forced_token
 from tilewright.grammar.trial import Trial
 from tilewright.grammar.worker import CompilerSettings, compiled, made_tokenizer
-from tilewright.runtime.automata import Automaton, AutomatonState
+from tilewright.runtime.automata import AutomatonState
 from tilewright.runtime.constraints import ConstraintError
 
 KEPT = 32
@@ -79,25 +81,38 @@ class Compiler:
             if grammar in self.kept:
                 self.kept.move_to_end(grammar)
                 return self.kept[grammar]
-        why = "" if seconds is None else self.trial.refusal(grammar, seconds)
-        matcher, why = (None, why) if why else compiled(self.tokenizer, grammar.kind, grammar.text)
-        if why:
-            raise ValueError(refusal(grammar, why))
-        found = Matcher(matcher, self.eos, self.automaton(grammar) if seconds is None else self.trial.automaton(grammar))
+        matcher = self.checked(grammar, "" if seconds is None else self.trial.refusal(grammar, seconds))
+        made = self.automaton(grammar) if seconds is None else self.trial.automaton(grammar)
+        found = Matcher(matcher, self.eos, made, lambda token: self.tokenizer.decode_bytes([token]))
         with self.lock:
             self.kept[grammar] = found
             if len(self.kept) > KEPT:
                 self.kept.popitem(last=False)
         return found
 
-    def automaton(self, grammar: Grammar) -> Automaton | None:
+    def checked(self, grammar: Grammar, why: str = "") -> Any:
+        """A grammar's matcher, of llguidance. Raises a `ValueError` with the reason where it cannot be used.
+
+        Args:
+            why: the reason, where it is known already.
+        """
+        matcher, why = (None, why) if why else compiled(self.tokenizer, grammar.kind, grammar.text)
+        if why:
+            raise ValueError(refusal(grammar, why))
+        return matcher
+
+    def automaton(self, grammar: Grammar) -> TokenAutomaton | None:
         """A grammar's automaton, made here; None if it has none."""
-        with self.lock:
-            self.vocabulary = self.vocabulary or Vocabulary.of(self.tokenizer, self.setting.vocab, self.eos)
         try:
-            return automaton_of(self.tokenizer, self.vocabulary, grammar.kind, grammar.text, AUTOMATON_S)
+            return self.token_automaton(grammar)
         except NotRegular:
             return None
+
+    def token_automaton(self, grammar: Grammar) -> TokenAutomaton:
+        """A grammar's automaton, made here. Raises `NotRegular` where it has none, with the reason."""
+        with self.lock:
+            self.vocabulary = self.vocabulary or Vocabulary.of(self.tokenizer, self.setting.vocab, self.eos)
+        return automaton_of(self.tokenizer, self.vocabulary, grammar.kind, grammar.text, AUTOMATON_S)
 
 
 def refusal(grammar: Grammar, why: str) -> str:
@@ -129,10 +144,19 @@ def places_of(schema: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 class Matcher:
-    """A compiled grammar, with its automaton if it has one."""
+    """A compiled grammar, with its automaton if it has one.
 
-    def __init__(self, matcher: Any, eos: Sequence[int], automaton: Automaton | None = None):
-        self.matcher, self.eos, self.automaton = matcher, eos, automaton
+    Args:
+        bytes_of: those of a token, for texts that leave the automaton and come back; without it, none comes back.
+    """
+
+    def __init__(
+        self, matcher: Any, eos: Sequence[int], made: TokenAutomaton | None = None,
+        bytes_of: Callable[[int], bytes] | None = None,
+    ):  # fmt: skip
+        self.matcher, self.eos, self.made = matcher, eos, made
+        self.automaton = None if made is None else made.automaton
+        self.leave = None if made is None or bytes_of is None else partial(Excursion, made, bytes_of)
         self.thoughts: dict[int, AfterThought] = {}
 
     def after_thought(self, mark: int) -> AfterThought:
@@ -143,7 +167,7 @@ class Matcher:
 
     def begin(self) -> "Matching":
         stands = None if self.automaton is None else AutomatonState(self.automaton, 0)
-        return Matching(self.matcher.deep_copy(), self.eos, stands)
+        return Matching(self.matcher.deep_copy(), self.eos, stands, self.leave)
 
 
 class Matching:
@@ -151,11 +175,16 @@ class Matching:
 
     Attributes:
         behind: tokens that the matcher has not taken in yet: where an automaton says what may come, nobody asks it.
+        excursion: of a text that has left its automaton, if it may come back.
     """
 
-    def __init__(self, matcher: Any, eos: Sequence[int], automaton: AutomatonState | None = None):
-        self.matcher, self.eos, self.automaton = matcher, eos, automaton
+    def __init__(
+        self, matcher: Any, eos: Sequence[int], automaton: AutomatonState | None = None,
+        leave: Callable[[int], Excursion] | None = None,
+    ):  # fmt: skip
+        self.matcher, self.eos, self.automaton, self.leave = matcher, eos, automaton, leave
         self.behind: list[int] = []
+        self.excursion: Excursion | None = None
 
     def forced(self) -> list[int]:
         self.catch_up()
@@ -180,10 +209,28 @@ class Matching:
 
     def advance(self, tokens: Sequence[int]) -> None:
         self.behind += tokens
-        if self.automaton is not None:
-            self.automaton = self.automaton.advance(tokens)
+        away = self.excursion is not None
+        for token in tokens:
+            if self.automaton is not None:
+                stood, self.automaton = self.automaton, self.automaton.advance([token])
+                self.excursion = None if self.automaton is not None or self.leave is None else self.leave(stood.state)
+            if self.excursion is not None:
+                self.excursion.advance(token)
         if self.automaton is None:
             self.catch_up()
+            if away:  # not with the token that left: the device rests until a round of the host's masks tells it to go on
+                self.come_back()
+
+    def come_back(self) -> None:
+        """Goes on in the automaton, where the text is back in it and the matcher has the same mask there."""
+        assert self.excursion is not None, "a text that has not left"
+        found = None if self.matcher.is_stopped() else self.excursion.back(forced_token(self.matcher))
+        if found is not None:
+            automaton, state = found
+            mask = np.zeros((1, automaton.masks.shape[1]), np.uint32)
+            self.fill([], mask)
+            if np.array_equal(mask[0], automaton.masks[automaton.mask_of[state]]):
+                self.automaton, self.excursion = found, None
 
     def catch_up(self) -> None:
         """Has the matcher take in what it has not."""

@@ -75,7 +75,10 @@ class Separated:
 
 @dataclass(frozen=True)
 class Beyond:
-    """Text that the expression does not describe: from here on the grammar's matcher alone knows what may come."""
+    """Text that the expression does not describe, up to where a bracket closes that is open before it.
+
+    The grammar's matcher alone knows what may come in it.
+    """
 
 
 Node = CharacterClass | Concatenation | Alternation | Repetition | Separated | Beyond

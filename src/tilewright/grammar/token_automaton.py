@@ -2,9 +2,10 @@
 
 A grammar becomes an automaton over bytes (`regular.py`, `schema.py`, `dfa.py`), and this one over tokens. It is kept only where
 it says what llguidance says: the bytes that may come next behind every transition of the one over bytes, and the mask of tokens
-at every state of the one over tokens. Where a grammar sets no bound to how deep its texts go, the automaton does; of tokens
-that go beyond it the matcher says which may come, and the text leaves the automaton with them. All of it is bounded, in time
-and in size; where there is no automaton, masks are made on the host.
+at every state of the one over tokens. Where a grammar sets no bound to how deep its texts go, the automaton does, by the room
+that a table on the device has; of tokens that go beyond it the matcher says which may come, and the text leaves the automaton
+with them (`excursion.py` says when it is back). All of it is bounded, in time and in size; where there is no automaton, masks
+are made on the host.
 """
 
 import base64
@@ -12,7 +13,8 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int16, Int32
@@ -27,10 +29,11 @@ MOST_STEPS = 2**27
 """Entries of the table of states behind tokens before these are classed: 256 MiB."""
 AUTOMATON_S = 6.0
 """Seconds of a processor that making one may take."""
-MOST_BRACKETS = 3
-"""Brackets within one another that an automaton describes where the schema sets no bound; fewer where it would be too large."""
-MOST_OPEN_STATES, MOST_OPEN_STEPS = 1024, 2**26
-"""Of an automaton over bytes that does not describe all of its texts, and of these times tokens: it may describe fewer."""
+OPEN_CLASSES, MOST_OPEN_STEPS = 256, 2**26
+"""Where a grammar sets no bound to how deep its texts go: classes of tokens that the table has room for, which gives the states
+and so the depth; and states times tokens, for each state goes through all tokens."""
+FITTING_MASKS = MOST_MASKS - 1
+"""Of an automaton: one more is that of a thought before it."""
 TOGETHER = 64
 """States that go through all tokens together."""
 
@@ -105,7 +108,28 @@ def tagged_node(options: list[list[Any]], repeats: bool, most: int) -> Node:
     return Concatenation((text, Repetition(Concatenation((literal("\n"), text)), 0, None))) if repeats else text
 
 
-def automaton_of(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str, seconds: float) -> Automaton:
+class TokenAutomaton(NamedTuple):
+    """A grammar's automaton over tokens, with the one over bytes that it was made of.
+
+    Attributes:
+        states: of each state that over bytes.
+        brackets: within one another that it describes where the grammar sets no bound; None where the grammar sets bounds.
+    """
+
+    automaton: Automaton
+    over_bytes: ByteAutomaton
+    states: Int32[np.ndarray, " S"]
+    brackets: int | None
+
+
+PARTS: dict[str, tuple[Any, list[str]]] = {
+    "automaton": (Automaton, [each.name for each in fields(Automaton)]),
+    "over_bytes": (ByteAutomaton, [each.name for each in fields(ByteAutomaton)]),
+}
+"""Of a `TokenAutomaton`: classes and the names of their arrays."""
+
+
+def automaton_of(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str, seconds: float) -> TokenAutomaton:
     """A grammar's automaton, whose masks are those of the grammar's matcher at every state.
 
     Args:
@@ -117,30 +141,42 @@ def automaton_of(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str, s
     """
     deadline = Deadline(seconds)
     try:
-        automaton = largest_automaton(kind, text, min(MOST_OPEN_STATES, MOST_OPEN_STEPS // vocabulary.size), deadline)
+        automaton, brackets = deepest_automaton(kind, text, most_open_states(vocabulary.size), deadline)
     except RecursionError:
         raise NotRegular("its parts are too deep within one another") from None
     check_bytes(automaton, kind, text, deadline)
     found = Exploration(vocabulary, automaton, matcher_of(tokenizer, kind, text))
     found.run(deadline)
-    return tabulated(np.stack(found.rows), np.stack(found.masks), np.asarray(found.forced, np.int32), deadline)
+    made = tabulated(np.stack(found.rows), np.stack(found.masks), np.asarray(found.forced, np.int32), deadline)
+    return TokenAutomaton(made, automaton, np.asarray(found.states[: len(made.after)], np.int32), brackets)
 
 
-def largest_automaton(kind: str, text: str, states: int, deadline: Deadline) -> ByteAutomaton:
-    """The automaton over bytes of a grammar, with as many brackets as it may have where the grammar sets no bound.
+def most_open_states(tokens: int) -> int:
+    """States over bytes that an automaton may have which does not describe all texts, for a vocabulary of so many tokens."""
+    return min(MOST_ENTRIES // OPEN_CLASSES, MOST_OPEN_STEPS // tokens)
+
+
+def deepest_automaton(kind: str, text: str, states: int, deadline: Deadline) -> tuple[ByteAutomaton, int | None]:
+    """The automaton over bytes of a grammar, and how many brackets within one another it describes.
 
     Args:
         states: that it may have if it does not describe all texts.
+
+    Returns:
+        the deepest that has no more, and its brackets where the grammar sets no bound; None where it describes all texts.
     """
-    bounds = range(MOST_BRACKETS, 0, -1) if kind in ("json_schema", "tagged") else ()
-    for most in bounds:
+    found = byte_automaton(node_of(kind, text, 0), deadline)
+    if not found.beyond.any():
+        return found, None
+    for brackets in count(1):
         try:
-            automaton = byte_automaton(node_of(kind, text, most), deadline)
+            deeper = byte_automaton(node_of(kind, text, brackets), deadline)
         except TooLarge:
-            continue
-        if not automaton.beyond.any() or len(automaton.after) <= states:
-            return automaton
-    return byte_automaton(node_of(kind, text, 0), deadline)
+            break
+        if len(deeper.after) > states:
+            break
+        found = deeper
+    return found, brackets - 1
 
 
 def automaton_text(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str) -> str:
@@ -149,17 +185,19 @@ def automaton_text(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str)
         found = automaton_of(tokenizer, vocabulary, kind, text, AUTOMATON_S)
     except (NotRegular, MemoryError):
         return ""
-    file = io.BytesIO()
-    np.savez(file, **{each.name: getattr(found, each.name) for each in fields(found)})
+    arrays = {f"{name} {field}": getattr(getattr(found, name), field) for name, (_, parts) in PARTS.items() for field in parts}
+    file, brackets = io.BytesIO(), [] if found.brackets is None else [found.brackets]
+    np.savez_compressed(file, **arrays, states=found.states, brackets=np.asarray(brackets, np.int32))
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read_automaton(text: str) -> Automaton | None:
+def read_automaton(text: str) -> TokenAutomaton | None:
     """The automaton that `automaton_text` wrote; None for none."""
     if not text:
         return None
     with np.load(io.BytesIO(base64.b64decode(text))) as arrays:
-        return Automaton(**arrays)
+        made = {name: kind(**{field: arrays[f"{name} {field}"] for field in parts}) for name, (kind, parts) in PARTS.items()}
+        return TokenAutomaton(**made, states=arrays["states"], brackets=next(iter(arrays["brackets"].tolist()), None))
 
 
 def check_bytes(automaton: ByteAutomaton, kind: str, text: str, deadline: Deadline) -> None:
@@ -318,10 +356,9 @@ def tabulated(
 ) -> Automaton:
     """An automaton with each mask once, and tokens in classes of those that lead to the same states everywhere.
 
-    Raises:
-        NotRegular: it takes more than a table has.
+    Where a table has no room for all, it has the first states, and what leads to others leaves it.
     """
-    kinds, mask_of = np.unique(masks, axis=0, return_inverse=True)
+    kinds, firsts, mask_of = np.unique(masks, axis=0, return_index=True, return_inverse=True)
     # Two tokens with one key are of one class but for a chance of 2**-64; whether they are is looked at below.
     keys, rng = np.zeros(behind.shape[1], np.uint64), np.random.default_rng(0)
     for row in behind:
@@ -329,8 +366,10 @@ def tabulated(
     _, members, classes = np.unique(keys, return_index=True, return_inverse=True)
     after = behind[:, members]
     deadline.check()
-    if len(kinds) > MOST_MASKS or after.size > MOST_ENTRIES:
-        raise NotRegular("it has too many masks, or classes of tokens")
+    room = min([len(behind), MOST_ENTRIES // len(members), *np.sort(firsts)[FITTING_MASKS : FITTING_MASKS + 1]])
+    if room < len(behind):
+        kept = behind[:room]
+        return tabulated(np.where(kept < room, kept, np.int16(BEYOND)), masks[:room], forced[:room], deadline)
     if not all(np.array_equal(own[classes], row) for own, row in zip(after, behind, strict=True)):
         raise NotRegular("its tokens have no classes")
     return Automaton(

@@ -8,9 +8,8 @@ import threading
 import weakref
 
 from tilewright.grammar.grammar import Grammar
-from tilewright.grammar.token_automaton import AUTOMATON_S, read_automaton
+from tilewright.grammar.token_automaton import AUTOMATON_S, TokenAutomaton, read_automaton
 from tilewright.grammar.worker import CompilerSettings
-from tilewright.runtime.automata import Automaton
 
 STARTS_WITHIN_S = 60.0
 """Seconds that the process may take to begin: it reads a tokenizer, on a machine that may be busy."""
@@ -38,7 +37,7 @@ class Trial:
             answer = self.answer(process, json.dumps(["refusal", grammar.kind, grammar.text]), seconds)
         return f"compiling it takes longer than {seconds:g} s, or too much memory" if answer is None else json.loads(answer)
 
-    def automaton(self, grammar: Grammar) -> Automaton | None:
+    def automaton(self, grammar: Grammar) -> TokenAutomaton | None:
         """The automaton of a grammar that is not refused; None if it has none, or if making it takes too much."""
         with self.lock:
             process = self.process if self.process is not None and self.process.poll() is None else self.started()

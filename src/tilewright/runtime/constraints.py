@@ -39,7 +39,10 @@ class ConstraintState(Protocol):
 
     @property
     def automaton(self) -> AutomatonState | None:
-        """Where it stands in the constraint's automaton; None for a constraint that has none, or has left it, to its end."""
+        """Where it stands in the constraint's automaton; None for a constraint that has none, and outside of it.
+
+        What leaves it comes back, if at all, with tokens that were drawn later: the device rests until it is told the state.
+        """
         ...
 
     def forced(self) -> list[int]:
