@@ -55,7 +55,7 @@ CONFIG = DecoderConfig(
 )  # fmt: skip
 CONTEXT, CAPACITY = 64, 128
 REST_S = 0.3
-"""How long torch's threads are left to themselves after a step: they spin on for a while, on the cores of what is timed next."""
+"""how long torch's threads are left to themselves after a step: they spin on for a while, on cores that are timed next."""
 Step = Callable[[], float]
 
 
