@@ -361,13 +361,15 @@ def test_what_disturbs_one_call_after_another_does_not_add_up():
         squares = []
         for seed in range(20):
             rng, corrections, costs = np.random.default_rng(seed), Corrections(["dflash"]), dict(truth)
+            found = dict(truth)
             for _ in range(60):
                 policy = Policy(AcceptanceHistory({"dflash": 4}), costs, costs, corrections=corrections)
                 for choice in (PLAIN, WIDE[1]):
                     policy.observe(choice, nothing, nothing, nothing == 0, 4 * truth[choice].drafting * rng.lognormal(0, 0.3))
+                found = {one: policy.cost(one) for one in costs}
                 if anew:
-                    costs, corrections = {one: policy.cost(one) for one in costs}, Corrections(["dflash"])
-            squares.append(math.log(policy.cost(WIDE[1]).drafting / policy.cost(PLAIN).drafting / 1.5) ** 2)
+                    costs, corrections = found, Corrections(["dflash"])
+            squares.append(math.log(found[WIDE[1]].drafting / found[PLAIN].drafting / 1.5) ** 2)
         return math.sqrt(np.mean(squares))
 
     assert off(anew=False) < 0.1

@@ -168,15 +168,15 @@ def deepest_automaton(kind: str, text: str, states: int, deadline: Deadline) -> 
     found = byte_automaton(node_of(kind, text, 0), deadline)
     if not found.beyond.any():
         return found, None
-    for brackets in count(1):
+    brackets = 0
+    while True:
         try:
-            deeper = byte_automaton(node_of(kind, text, brackets), deadline)
+            deeper = byte_automaton(node_of(kind, text, brackets + 1), deadline)
         except TooLarge:
-            break
+            return found, brackets
         if len(deeper.after) > states:
-            break
-        found = deeper
-    return found, brackets - 1
+            return found, brackets
+        found, brackets = deeper, brackets + 1
 
 
 def automaton_text(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str) -> str:
