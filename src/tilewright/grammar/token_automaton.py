@@ -13,7 +13,6 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
