@@ -43,7 +43,7 @@ OTHERS = {
         attention_scale=0.3, score_softcap=5.0, logit_softcap=9.0, embedding_scale=3.0,
     ),
     "qwen3_next": decoder_config(
-        "qwen3_next", 64, 32, 48, 2, 16, 2, 8, partial_rotary_factor=0.5, delta=DeltaSizes(8, 16, 4, 6, 4), delta_layers=(0,),
+        "qwen3_next", 64, 64, 48, 2, 16, 2, 8, partial_rotary_factor=0.5, delta=DeltaSizes(8, 16, 4, 6, 4), delta_layers=(0,),
         mixture=Mixture(8, 2, 16, shared=16), dense_layers=(1,),
     ),
 }  # fmt: skip
