@@ -52,7 +52,6 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
         os.kill(os.getpid(), signal.SIGTERM)
         raise ValueError("not with this tokenizer")
 
-    caplog.set_level("DEBUG", "tilewright.server")
     api = Api(engine, ServerOptions("demo", tw.__version__, constrain=constrain))
     monkeypatch.setattr(engine, "warm", lambda console: told.append("warm"))
     monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done

@@ -8,7 +8,7 @@ transfers could hide, the last nothing behind it. See `steady`.
 
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -256,22 +256,12 @@ class OverlapRun:
 
     @cached_property
     def roofline_share(self) -> float:
-        return roofline_share(self.timeline, (self.middle,))
+        return self.timeline.roofline_share((self.middle,))
 
     @cached_property
     def busiest_link_s(self) -> float:
         """Seconds for which the layer's transfers occupy the busiest link: the least that they need."""
         return busiest_link_s(self.timeline, self.setup.fabric, self.middle)
-
-
-def roofline_share(timeline: Timeline, layers: Collection[int | None]) -> float:
-    """Part of these layers' compute whose operations have no estimate by the compiler, and count at the full roofline; or 0."""
-    taken = {True: 0.0, False: 0.0}
-    for span in timeline.core:
-        if span.track == "compute" and timeline.layer(span) in layers:
-            taken[timeline.graph.nodes[span.node].estimated] += span.seconds
-    whole = sum(taken.values())
-    return taken[False] / whole if whole else 0.0
 
 
 def layer_of(name: str) -> int | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, roofline_share, timeline_lanes
+from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, timeline_lanes
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
 from tilewright.hardware.links import HOP_US, Fabric, torus_of
 from tilewright.hardware.tpu import TpuChip, chip_of
@@ -318,7 +318,7 @@ def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[st
         "transfers_of_layer": [each for part in PASSES for each in travels(program, part)],
         "compile_s": program.compile_s,
         "without_estimate": len(timeline.graph.without_estimate),
-        "roofline_share": roofline_share(timeline, own),
+        "roofline_share": timeline.roofline_share(own),
         "unsteady_share": program.unsteady_share,
         "notes": program.notes,
     }
@@ -331,7 +331,7 @@ def sweeps(programs: Sequence[TrainingProgram], draws: int = EVENT_DRAWS) -> dic
         same = {program.name: program for program in programs if program.case.chip == chip}
         case = next(iter(same.values())).case
         own = {number_of(part, program.middle) for program in same.values() for part in PASSES}
-        share = max(roofline_share(program.timeline, own) for program in same.values())
+        share = max(program.timeline.roofline_share(own) for program in same.values())
 
         def milliseconds(_: str, timeline: Timeline, own: Collection[int] = own) -> float:
             sums = timeline.sums()

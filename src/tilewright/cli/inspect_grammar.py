@@ -60,7 +60,7 @@ def read_schema(path: Path) -> Grammar:
 
 
 def read_compiler(model: str, console: Console) -> Compiler:
-    """What compiles grammars over a model's tokens."""
+    """Compiler of grammars over a model's tokens."""
     folder = resolve(model, console=progress_console(console))
     config = decoder_config(folder)
     return Compiler(load_tokenizer(folder), config.vocab_size, config.eos_token_ids)

@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.console import Console
 
-from tilewright.bench.overlap import roofline_share
 from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
 from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
 from tilewright.hardware.links import HOP_US, slice_fabric
@@ -86,7 +85,7 @@ def predicted(text: str, chip: str, hop_us: float, calibrate: Path | None, draws
     fitted = calibrated_for(calibrate, [chip_of(chip)]).get(chip_of(chip).name)
     fabric = calibrated(slice_fabric(chip, hop_us), fitted)
     timeline = simulate(read_schedule(text, fabric.chip), fabric)
-    rough = roofline_share(timeline, timeline.layers)
+    rough = timeline.roofline_share(timeline.layers)
     sweep = swept_timelines({RUN: timeline}, fabric, lambda _, one: 1e6 * one.whole().total_s, fitted, rough, draws, "us a run")
     return timeline, sweep
 

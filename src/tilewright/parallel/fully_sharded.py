@@ -184,7 +184,7 @@ class _Parts:
         return -(-max(self.plan.prefetch_distance) // self.period) * self.period
 
     def placement(self, half: int, n: Index) -> Any:
-        """How the arrays of a layer's half travel."""
+        """Placements of the arrays of a layer's half."""
         return self.placements[half][n if isinstance(n, int) else n.place % self.period]
 
     def layers_of(self, shards: Halves) -> Halves:
@@ -212,7 +212,7 @@ class _Parts:
         return ResidualStream(y, reduce(added, noted, jax.tree.map(jnp.zeros_like, x.sums))), chain[0]
 
     def summed(self, which: int, w: Any, y: Float[Array, "M H"]) -> Float[Array, "M H"]:
-        """What a half's whole sum becomes before it is added to the stream."""
+        """A half's whole sum as it is added to the stream: normed, say."""
         return self.stack.summed(self.stack.ops, w, NAMES[which], y)
 
     def changed(self, which: int, w: Any, y: ResidualStream) -> tuple[ResidualStream, Any]:

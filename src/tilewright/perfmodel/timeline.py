@@ -13,7 +13,7 @@ operation of the core away never makes a program wait less for its transfers.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -134,6 +134,15 @@ class Timeline:
         for one in self.sums().values():
             total = total.plus(one)
         return total
+
+    def roofline_share(self, layers: Collection[int | None]) -> float:
+        """Part of these layers' compute in operations without a compiler's estimate, which count at the full roofline; or 0."""
+        taken = {True: 0.0, False: 0.0}
+        for span in self.core:
+            if span.track == "compute" and self.layer(span) in layers:
+                taken[self.graph.nodes[span.node].estimated] += span.seconds
+        whole = sum(taken.values())
+        return taken[False] / whole if whole else 0.0
 
 
 def overlap(one: Interval, others: list[Interval]) -> float:

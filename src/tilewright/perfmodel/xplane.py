@@ -110,7 +110,7 @@ class OpEvent(NamedTuple):
 
 @dataclass
 class ProgramRuns:
-    """What was read of one program.
+    """Events of one program's runs, added up as they are read.
 
     Attributes:
         ends: of each run, when it begins and ends, in nanoseconds.

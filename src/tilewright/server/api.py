@@ -106,11 +106,11 @@ class ServerOptions:
 
 
 def compiled_ahead(constrain: Constrain) -> None:
-    """Compiles the grammar of JSON objects. Whoever asks for what cannot be compiled is told why, and so is the log here."""
+    """Compiles the grammar of JSON objects. Where it cannot be, the log says why, and whoever asks for it is told again."""
     try:
         constrain(Grammar.json_object())
     except Exception as error:
-        log.debug("no grammar of JSON objects: %s", error)
+        log.warning("no grammar of JSON objects: %s", error)
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -49,7 +49,7 @@ class Pacing:
         self.lock = threading.RLock()
 
     def corrections_of(self, of: Costed) -> Corrections:
-        """What calls learnt of these rounds, for the next ones to go on with."""
+        """Corrections of these rounds' costs, which calls go on with one after another."""
         return self.corrections.setdefault(of, Corrections(self.history.widest))
 
     def known(self, programs: Programs, of: Costed) -> RoundCosts | None:

@@ -205,7 +205,7 @@ class Outlook(NamedTuple):
 
 
 class Corrections:
-    """What timed dispatches say beside measured costs: the machine's pace, and what each drafter costs beside the others.
+    """Corrections of measured costs by timed dispatches: the machine's pace, and a factor for each drafter beside the others.
 
     A Kalman filter of logarithms: of what a dispatch is slower than the one before, a new drafter has a large share, the same
     one a small one. Batches come and go and the pace with them, but what was learnt of drafters stays, and how sure it is: a
