@@ -1,6 +1,7 @@
 """A server's beginning and end, where they meet, and requests whose client goes while they are submitted."""
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -41,16 +42,20 @@ def test_a_server_told_to_stop_as_its_engine_begins_ends_in_peace(monkeypatch: p
     assert (engine.ready, engine.thread) == (False, None)
 
 
+@pytest.mark.parametrize(
+    ("error", "level"), [(ValueError("not with this tokenizer"), logging.DEBUG), (OSError("no room"), logging.WARNING)]
+)
 def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """By the thread of grammars; what goes wrong there is no harm to the server."""
+    """By the thread of grammars; what goes wrong there is no harm to the server, and in its log unless requests are told."""
+    caplog.set_level(logging.DEBUG, "tilewright.server")
     engine, told = FakeEngine(), list[object]()
 
     def constrain(grammar: Grammar) -> Matcher:
         told.append(grammar)
         os.kill(os.getpid(), signal.SIGTERM)
-        raise ValueError("not with this tokenizer")
+        raise error
 
     api = Api(engine, ServerOptions("demo", tw.__version__, constrain=constrain))
     monkeypatch.setattr(engine, "warm", lambda console: told.append("warm"))
@@ -59,7 +64,9 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
         run.Server(api, 0.0, lambda: told.append("ready")).run(listening)
     api.close()
     assert told == ["warm", "ready", Grammar.json_object()]
-    assert "no grammar of JSON objects: not with this tokenizer" in caplog.text
+    said = [(record.levelno, record.getMessage()) for record in caplog.records if "JSON objects" in record.getMessage()]
+    assert [each for each, _ in said] == [level]
+    assert said[0][1].endswith(str(error))
 
 
 class Broken(FakeEngine):

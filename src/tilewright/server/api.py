@@ -106,11 +106,13 @@ class ServerOptions:
 
 
 def compiled_ahead(constrain: Constrain) -> None:
-    """Compiles the grammar of JSON objects. Where it cannot be, the log says why, and whoever asks for it is told again."""
+    """Compiles the grammar of JSON objects. A model that takes no grammars is no fault: who asks for one is told why."""
     try:
         constrain(Grammar.json_object())
+    except ValueError as error:
+        log.debug("no grammar of JSON objects: %s", error)
     except Exception as error:
-        log.warning("no grammar of JSON objects: %s", error)
+        log.warning("no grammar of JSON objects: %s: %s", type(error).__name__, error)
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
