@@ -30,7 +30,7 @@ from tilewright.runtime import per_row as mixed_module
 from tilewright.runtime import rounds
 from tilewright.runtime import state as state_module
 from tilewright.runtime.per_row import draw_slots, sample_each
-from tilewright.runtime.sampling import RowSampling, Sampling, noise, penalise, warp_logits
+from tilewright.runtime.sampling import RowSampling, Sampling, penalise, warp_logits
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Verified, verify
 
@@ -246,11 +246,11 @@ def greedy_rows_drawn(logits: Array, rows: RowSampling, *rest: Any) -> Array:
     return sample_each(logits, replace(rows, temperature=jnp.where(rows.temperature > 0, rows.temperature, 1)), *rest)
 
 
-def temperature_last(logits: Array, rows: RowSampling, positions: Array) -> Array:
+def temperature_last(tempered: Array, random: Array, rows: RowSampling) -> Array:
     """The filters see the distribution before its temperature."""
-    filtered = warp_logits(logits, replace(rows, temperature=jnp.ones_like(rows.temperature)))
-    tempered = filtered / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None, None]
-    return jnp.argmax(tempered + noise(rows, positions, logits.shape[-1]), axis=-1)
+    temperature = jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None, None]
+    filtered = warp_logits(tempered * temperature, replace(rows, temperature=jnp.ones_like(rows.temperature)))
+    return jnp.argmax(filtered / temperature + random, axis=-1)
 
 
 def block_unseen(logits: Array, rows: RowSampling, tokens: Array, known: Array, block: Array) -> Array:

@@ -27,7 +27,21 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"logit_bias": ((3, 4.0), (17, -100.0))},
     {"temperature": 0.9, "top_p": 0.9, "logit_bias": ((5, 3.5),), "presence_penalty": 0.5},
 )
-each_jitted = jax.jit(sample_each)
+
+
+def together(most: int) -> Any:
+    """`sample_each` where so many rows draw together."""
+
+    @jax.jit
+    def sample_together(*given: Any) -> jax.Array:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(per_row, "drawn_together", lambda batch, slots: most)
+            return sample_each(*given)
+
+    return sample_together
+
+
+each_jitted, TOGETHER = jax.jit(sample_each), {most: together(most) for most in (2, 3, ROWS)}
 
 
 @jax.jit
@@ -77,11 +91,12 @@ def meant(request: Sampling, tokens: NDArray[np.int32], block: NDArray[np.int32]
 
 
 def check_each(
-    requests: list[Sampling], logits: Any, history: PenaltyHistory, positions: Any, asking: NDArray[np.bool_]
-) -> None:
+    requests: list[Sampling], logits: Any, history: PenaltyHistory, positions: Any, asking: NDArray[np.bool_],
+    jitted: Any = each_jitted,
+) -> None:  # fmt: skip
     lengths = np.maximum(history.known - 5, 1)
     history = agreeing(requests, logits, history, positions, lengths, int(history.known[0]))
-    got = np.asarray(each_jitted(logits, row_sampling(requests, lengths), history, positions, asking))
+    got = np.asarray(jitted(logits, row_sampling(requests, lengths), history, positions, asking))
     best = np.asarray(logits).argmax(axis=-1)
     greedy = [request.temperature == 0 and not changes_logits(request) for request in requests]
     if not np.any(asking & greedy):
@@ -130,20 +145,30 @@ def test_a_draw_that_the_filters_left_none_of_the_best_tokens(tries: int, monkey
     rows, positions = row_sampling(requests, [1] * 40), jnp.full((40, 1), 3, jnp.int32)
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (40, 1, VOCAB)), jnp.float32)
     wanted = sample(logits, rows, positions)
-    np.testing.assert_array_equal(jax.jit(per_row.draw_kept)(logits, rows, positions), wanted)
-    best = np.argsort(-np.asarray(temper(logits, rows) + noise(rows, positions, VOCAB))[:, 0], axis=-1)
+    tempered, random = temper(logits, rows), noise(rows, positions, VOCAB)
+    np.testing.assert_array_equal(jax.jit(per_row.draw_kept)(tempered, random, rows), wanted)
+    best = np.argsort(-np.asarray(tempered + random)[:, 0], axis=-1)
     needed = np.argmax(best == np.asarray(wanted), axis=-1) + 1
     assert needed.min() <= TRIES < needed.max()
 
 
-def test_a_gpu_draws_all_rows_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    kinds = [KINDS[n] for n in (1, 0, 2, 1)]
-    requests, (logits, history, positions) = [Sampling(seed=n, **kind) for n, kind in enumerate(kinds)], problem(7, 1, False)
-    rows, asking = row_sampling(requests, np.maximum(history.known - 5, 1)), np.asarray([True, True, True, False])
-    got = np.asarray(jax.jit(lambda *given: sample_each(*given))(logits, rows, history, positions, asking))
-    np.testing.assert_array_equal(got[:3], np.asarray(alike(logits, rows, history, positions))[:3])
-    assert got[3] == logits[3].argmax(), "nobody asked for it"
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 2**32 - 1)), min_size=ROWS, max_size=ROWS),
+    st.lists(st.booleans() | st.just(True), min_size=ROWS, max_size=ROWS),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([2, 3, ROWS]),
+)
+def test_rows_that_draw_together(kinds: list[tuple[dict[str, Any], int]], asking: list[bool], seed: int, together: int):
+    """As on accelerators: any number of rows of one kind in a turn, of which the last one may be short."""
+    requests = [Sampling(seed=own, **kind) for kind, own in kinds]
+    check_each(requests, *problem(seed, 1, rounded=False), np.asarray(asking), TOGETHER[together])
+
+
+def test_how_many_rows_draw_together(monkeypatch: pytest.MonkeyPatch):
+    for backend, wanted in (("cpu", (1, 1)), ("tpu", (16, 1)), ("gpu", (64, 1))):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)  # noqa: B023
+        assert tuple(per_row.drawn_together(64, slots) for slots in (1, 4)) == wanted
 
 
 def test_what_rows_ask_is_told_as_their_requests_tell_it():
@@ -166,7 +191,7 @@ def test_a_turn_for_each_row_that_is_named_and_for_no_other(which: list[bool]):
 
 
 @pytest.mark.parametrize("rows", [1, ROWS])
-@pytest.mark.parametrize(("slots", "loops"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(("slots", "loops"), [(1, 1), (2, 1)])
 def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots: int, loops: int, rows: int):
     """XLA computes before a loop what does not depend on its counter, were the loop to have no turn."""
     requests, whole = [Sampling(**kind) for kind in KINDS[:rows]], problem(0, slots, rounded=False)

@@ -6,7 +6,6 @@ block one slot after the other, up to the first token that is not the block's ow
 penalties are gone through one by one. The functions are those of `sampling.py`, on slices.
 """
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +25,7 @@ from tilewright.runtime.sampling import (
     nucleus,
     penalise,
     temper,
-    warp_logits,
+    threshold,
 )
 
 Tree = TypeVar("Tree")
@@ -50,8 +49,8 @@ def of_row(row: Array, arrays: Tree) -> Tree:
     return jax.lax.optimization_barrier((own, row))[0]
 
 
-def counted(x: Array, counter: Array) -> Array:
-    """An array that XLA takes to depend on a loop's counter."""
+def counted(x: Tree, counter: Array) -> Tree:
+    """Arrays that XLA takes to depend on a loop's counter."""
     return jax.lax.optimization_barrier((x, counter))[0]
 
 
@@ -62,26 +61,36 @@ def for_each(which: Bool[Array, " N"], run: Callable[[Array, Tree], Tree], carry
 
 
 TOGETHER = 16
-"""How many rows draw a single token together at most."""
+"""How many rows draw a single token together on a TPU."""
 
 
-def for_some(which: Bool[Array, " N"], most: int, run: Callable[[list[Array], Array], list[Array]], carry: Array) -> Array:
-    """Replaces the rows of `carry` that `which` names by what `run` makes of their numbers, `most` at a time.
+def drawn_together(batch: int, slots: int) -> int:
+    """How many rows draw together: of a block one. Of single tokens on a CPU also one, whose logits stay in its caches; on a
+    GPU, where a turn costs as much as a draw of all rows, all."""
+    backend = jax.default_backend()
+    if slots > 1 or backend == "cpu":
+        return 1
+    return batch if backend == "gpu" else min(batch, TOGETHER)
 
-    The last time, rows that were asked for before, or not at all, may fill up; what is made of those is dropped.
+
+def in_groups(
+    kinds: Bool[Array, "K N"], most: int, run: Callable[[Array, Array, Array, Tree], Tree], carry: Tree
+) -> Tree:  # fmt: skip
+    """`carry = run(kind, members, count, carry)` for groups of up to `most` rows of one kind, one kind after the other.
+
+    Only the first `count` of the `most` members are meant. A row is of one kind at most.
     """
-    count, order = jnp.sum(which), jnp.argsort(~which, stable=True)
+    counts, order = jnp.sum(kinds, axis=1), jnp.argsort(~kinds, axis=1, stable=True)
+    turns = (counts + most - 1) // most
+    ends = jnp.cumsum(turns)
 
-    def turn(n: Array, carry: Array) -> Array:
-        places = [n * most + k for k in range(most)]
-        rows = [counted(order[jnp.minimum(place, which.shape[0] - 1)], n) for place in places]
-        for place, row, made in zip(places, rows, run(rows, carry), strict=True):
-            made = jnp.where(place < count, made, of_row(row, carry))
-            carry = jax.lax.dynamic_update_slice_in_dim(carry, made, row, 0)
-        return carry
+    def turn(n: Array, carry: Tree) -> Tree:
+        kind = jnp.sum(n >= ends)
+        first = (n - (ends - turns)[kind]) * most
+        members = order[kind, jnp.minimum(first + jnp.arange(most), kinds.shape[1] - 1)]
+        return run(kind, counted(members, n), jnp.minimum(counts[kind] - first, most), carry)
 
-    turns = jnp.sum(count > jnp.arange(0, which.shape[0], most))
-    return jax.lax.fori_loop(0, turns, turn, carry)
+    return jax.lax.fori_loop(0, ends[-1], turn, carry)
 
 
 def where_asked(asked: Bool[Array, ""], row: Array, run: Callable[[Array, Tree], Tree], otherwise: Tree) -> Tree:
@@ -105,30 +114,27 @@ def filters(rows: RowSampling) -> Bool[Array, " B"]:
     return (top_p != 1) | (top_k != 0) | (min_p != 0)
 
 
-Draw = Callable[[Array, RowSampling, Array], Array]
-"""`draw(logits, rows, positions)`: the tokens `[B, T]` of rows that all draw."""
-
-
-def draw_plain(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Tokens drawn from the whole tempered distribution."""
-    return argmax(temper(logits, rows) + noise(rows, positions, logits.shape[-1]))
-
-
 TRIES = 8
 """How many of the best tokens `draw_kept` asks for before it filters them all."""
 
 
-def draw_kept(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Tokens drawn after all filters, in loops whose length is data: much less work than `draw`.
+def draw_kept(
+    tempered: Float[Array, "B T V"], random: Float[Array, "B T V"], rows: RowSampling
+) -> Int32[Array, "B T"]:  # fmt: skip
+    """Tokens drawn after all filters, in loops whose length is data: much less work than `sampling.sample`.
 
     Top-p takes a bisection, 32 passes over the vocabulary. But what is wanted is the first token in the order of the draw that
     it keeps, and whether it keeps a single one takes one pass: those that are more likely must hold less than the mass. Of the
     best ones, a nucleus of mass m keeps each with a chance of about m.
+
+    Args:
+        tempered: logits at the rows' temperatures.
+        random: the draw's noise.
     """
     once, asked = jnp.int32(0), jnp.any(jnp.asarray(rows.top_k) > 0)
-    kept = where_asked(asked, once, lambda _, kept: keep_best(kept, rows), temper(logits, rows))
-    of, random = nucleus(kept, rows), noise(rows, positions, logits.shape[-1])
-    whole, place = jnp.asarray(rows.top_p)[:, None] >= 1, jnp.arange(logits.shape[-1])
+    kept = where_asked(asked, once, lambda _, kept: keep_best(kept, rows), tempered)
+    of, likely = nucleus(kept, rows), keep_likely(kept, rows)
+    whole, place = jnp.asarray(rows.top_p)[:, None] >= 1, jnp.arange(tempered.shape[-1])
 
     def searching(carry: tuple[Array, Array, Array]) -> Array:
         tries, _, tokens = carry
@@ -142,14 +148,25 @@ def draw_kept(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32
         scores = jnp.where(place == best[..., None], -jnp.inf, scores)
         return tries + 1, scores, jnp.where((tokens < 0) & found, best, tokens)
 
-    unknown = jnp.full(positions.shape, -1, jnp.int32)
-    tokens = jax.lax.while_loop(searching, search, (jnp.int32(0), keep_likely(kept, rows) + random, unknown))[2]
+    unknown = jnp.full(random.shape[:-1], -1, jnp.int32)
+    tokens = jax.lax.while_loop(searching, search, (jnp.int32(0), likely + random, unknown))[2]
 
-    def filter_all(_: Array, tokens: Array) -> Array:
-        left = jnp.where(tokens[..., None] < 0, logits, 0.0)
-        return jnp.where(tokens < 0, argmax(warp_logits(left, rows) + random), tokens)
+    def filter_all(n: Array, tokens: Array) -> Array:
+        least = threshold(counted(of.order, n), lambda kept: of.holding(kept) >= of.mass)
+        filtered = jnp.where((of.order >= least) | whole[..., None], likely, -jnp.inf)
+        return jnp.where(tokens < 0, argmax(filtered + random), tokens)
 
     return where_asked(jnp.any(tokens < 0), once, filter_all, tokens)
+
+
+def draw(
+    logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], filtering: Bool[Array, ""]
+) -> Int32[Array, "B T"]:  # fmt: skip
+    """Tokens of rows that all draw; `filtering` says if it is from less than the whole vocabulary."""
+    once, tempered, random = jnp.int32(0), temper(logits, rows), noise(rows, positions, logits.shape[-1])
+    unknown = jnp.full(positions.shape, -1, jnp.int32)
+    tokens = where_asked(~filtering, once, lambda n, _: argmax(counted(tempered, n) + random), unknown)
+    return where_asked(filtering, once, lambda n, _: draw_kept(counted(tempered, n), random, rows), tokens)
 
 
 def sample_each(
@@ -164,63 +181,56 @@ def sample_each(
         asking: what rows that are not get means nothing, and costs nothing.
     """
     penalised, filtered, drawn = penalises(rows), filters(rows), jnp.asarray(rows.temperature) > 0
+    (batch, slots, _), nothing = logits.shape, jnp.zeros(positions.shape, jnp.int32)
+    together = drawn_together(batch, slots)
 
     def penalise_one(row: Array, known: tuple[Array, Array]) -> tuple[Array, Array]:
         own = penalise(known[0], of_row(row, rows), *of_row(row, history))
         return own, argmax(own)
 
-    def draw_row(row: Array, tokens: Array) -> Array:
-        own, best = where_asked(penalised[row], row, penalise_one, of_row(row, (logits, tokens)))
-        kinds = [(drawn[row] & ~filtered[row], draw_plain), (drawn[row] & filtered[row], draw_kept)]
-        found = draw_slots(own, of_row(row, rows), of_row(row, positions), of_row(row, history.block), kinds, best)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, found, row, 0)
+    def taken(row: Array, tokens: Array) -> tuple[Array, Array]:
+        """A row's logits, penalised if it asks for that, and the best tokens of these."""
+        return where_asked(penalised[row], row, penalise_one, of_row(row, (logits, tokens)))
 
-    def draw_some(how: Draw, some: list[Array], _: Array) -> list[Array]:
-        own = [of_row(row, (logits, rows, positions)) for row in some]
-        asked, sampling, places = jax.tree.map(lambda *each: jnp.concatenate(each), *own)
-        return jnp.split(how(asked, sampling, places), len(some))
+    def draw_group(kind: Array, members: Array, count: Array, tokens: Array) -> Array:
+        def take(k: Array, group: tuple[Array, Array]) -> tuple[Array, Array]:
+            return jax.tree.map(partial(put, place=k), group, taken(members[k], tokens))
 
-    greedy, nothing = jnp.any(asking & ~penalised & ~drawn), jnp.zeros(positions.shape, jnp.int32)
+        if together == 1:
+            own, best = taken(members[0], tokens)
+        else:
+            own, best = jax.lax.fori_loop(0, count, take, (jnp.zeros((together, *logits.shape[1:])), tokens[members]))
+        settings = jax.tree.map(lambda each: jnp.asarray(each)[members], (rows, positions, history.block))
+        found = draw_slots(own, *settings, kind == 2, best, kind > 0)
+        return jax.lax.fori_loop(0, count, lambda k, tokens: put(tokens, of_row(k, found), members[k]), tokens)
+
+    greedy = jnp.any(asking & ~penalised & ~drawn)
     tokens = where_asked(greedy, jnp.int32(0), lambda n, _: argmax(counted(logits, n)), nothing)
-    if logits.shape[1] > 1:
-        return for_each(asking & (penalised | drawn), draw_row, tokens)
-    tokens = for_each(asking & penalised, draw_row, tokens)
-    together, left = min(logits.shape[0], TOGETHER), asking & drawn & ~penalised
-    if jax.default_backend() == "gpu":
-        # A turn of the loop costs a GPU as much as a draw of all rows.
-        def draw_all(n: Array, tokens: Array) -> Array:
-            found = draw_plain(counted(logits, n), rows, positions)
-            return jnp.where((left & ~filtered)[:, None], found, tokens)
+    kinds = jnp.stack([penalised & ~drawn, drawn & ~filtered, drawn & filtered])
+    return in_groups(asking & kinds, together, draw_group, tokens)
 
-        tokens = where_asked(jnp.any(left & ~filtered), jnp.int32(0), draw_all, tokens)
-    else:
-        tokens = for_some(left & ~filtered, together, partial(draw_some, draw_plain), tokens)
-    return for_some(left & filtered, together, partial(draw_some, draw_kept), tokens)
+
+def put(whole: Array, one: Array, place: Array) -> Array:
+    """The array with an entry, a batch of one, at a place."""
+    return jax.lax.dynamic_update_slice_in_dim(whole, one, place, 0)
 
 
 def draw_slots(
-    logits: Float[Array, "1 T V"], row: RowSampling, positions: Int32[Array, "1 T"], block: Int32[Array, "1 T"],
-    kinds: list[tuple[Bool[Array, ""], Draw]], best: Int32[Array, "1 T"],
-) -> Int32[Array, "1 T"]:  # fmt: skip
-    """A row's tokens, slot by slot up to the first that is not the block's next one.
+    logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], block: Int32[Array, "B T"],
+    filtering: Bool[Array, ""], best: Int32[Array, "B T"], drawing: Bool[Array, ""],
+) -> Int32[Array, "B T"]:  # fmt: skip
+    """Tokens of one row slot by slot, up to the first that is not the block's next one; or of several that have one slot each.
 
     Args:
-        kinds: how it draws: whichever is true; `best` stays where none is.
+        best: what stays unless they are `drawing`.
     """
-    size = block.shape[1]
-
-    def draw_one(how: Draw, slot: Array, _: Array) -> Array:
-        own, place = (jax.lax.dynamic_slice_in_dim(each, slot, 1, axis=1) for each in (logits, positions))
-        return how(own, row, place)
 
     def draw_slot(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         slot, tokens, _ = carry
-        token = jax.lax.dynamic_slice_in_dim(tokens, slot, 1, axis=1)
-        for asked, how in kinds:
-            token = where_asked(asked, slot, partial(draw_one, how), token)
-        following = jax.lax.dynamic_slice_in_dim(block, jnp.minimum(slot + 1, size - 1), 1, axis=1)
-        more = (slot + 1 < size) & (token == following)[0, 0]
+        own, place = (jax.lax.dynamic_slice_in_dim(each, slot, 1, axis=1) for each in (logits, positions))
+        token = draw(*counted((own, rows, place), slot), filtering)
+        following = jax.lax.dynamic_slice_in_dim(block, jnp.minimum(slot + 1, block.shape[1] - 1), 1, axis=1)
+        more = (slot + 1 < block.shape[1]) & (token == following)[0, 0]
         return slot + 1, jax.lax.dynamic_update_slice_in_dim(tokens, token, slot, 1), more
 
-    first = functools.reduce(jnp.logical_or, [asked for asked, _ in kinds])
-    return jax.lax.while_loop(lambda carry: carry[2], draw_slot, (jnp.int32(0), best, first))[1]
+    return jax.lax.while_loop(lambda carry: carry[2], draw_slot, (jnp.int32(0), best, drawing))[1]
