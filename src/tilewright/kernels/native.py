@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -169,6 +169,6 @@ def kernels() -> Native:
     return Native(isa, folder=folder)
 
 
-def or_nothing(x: Array | None, dtype: DTypeLike) -> Array:
-    """An operand, or in the place of one that is left out an array without elements."""
-    return jnp.zeros(0, dtype) if x is None else x
+def or_nothing(x: Array | None, dtype: DTypeLike) -> Array | np.ndarray:
+    """An operand, or in the place of one that is left out an array without elements, which takes no tracing."""
+    return np.zeros(0, dtype) if x is None else x

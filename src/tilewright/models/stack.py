@@ -12,6 +12,7 @@ Legend: B rows of a batch, T positions, H hidden size, N heads, D head size, V v
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -129,10 +130,15 @@ class SingleDevice:
         self, stack: Stack, x: Float[Array, "B T H"], rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
         ops, after, left = stack.ops, [], []
-        for layer, own in zip(stack.layers, kept, strict=True):
+
+        # So layers that are alike are traced once.
+        @partial(jax.jit, inline=True)
+        def run_layer(layer: Any, x: Array, rows: Rows, own: Any) -> tuple[Array, Any]:
             out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
-            x = stack.output(ops, layer, out, x)
-            x = stack.mlp(ops, layer, x, x)
+            return stack.mlp(ops, layer, x := stack.output(ops, layer, out, x), x), own
+
+        for layer, own in zip(stack.layers, kept, strict=True):
+            x, own = run_layer(layer, x, rows, own)
             after.append(x)
             left.append(own)
         return x, tuple(after[tap] for tap in taps), tuple(left)
