@@ -2,7 +2,7 @@
 
     python benchmarks/against.py --old FOLDER --new FOLDER --command "bench linear --rows 1 16" [--command ...] [--json FILE]
 
-`engine_speed` with its options is a command, too: each checkout's own `benchmarks/engine_speed.py`.
+`engine_speed` and `sampling` with their options are commands, too: each checkout's own `benchmarks/engine_speed.py`.
 
 Every command runs in a process of its own, once for the old checkout and once for the new, every second time in reverse. Each
 repetition gives one quotient for each figure, of two processes that ran one right after the other; their median is shown, with
@@ -30,6 +30,8 @@ from tilewright.cli.common import JsonFile, check_output_file, human_console, wr
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients
 
+SCRIPTS = ("engine_speed", "sampling")
+"""Benchmarks that are scripts."""
 RUN = "from tilewright.cli.main import main; main()"
 
 FIGURES: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
@@ -42,6 +44,7 @@ FIGURES: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
         ("model", "drafter", "dtype"),
         {f"{name}_tokens_per_s": True for name in ("standalone", "engine", "http", "eight")},
     ),
+    "sampling": (("name",), {"median_ms": False, "compile_s": False}),
 }
 """Of each benchmark: what names a record, and its figures of speed; whether more is faster."""
 
@@ -73,7 +76,7 @@ def run(python: str, checkout: Path, command: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = shlex.split(command)
-        program = [checkout / "benchmarks" / f"{words.pop(0)}.py"] if words[0] == "engine_speed" else ["-c", RUN]
+        program = [checkout / "benchmarks" / f"{words.pop(0)}.py"] if words[0] in SCRIPTS else ["-c", RUN]
         words = [python, *program, *words, "--json", str(file)]
         environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
@@ -89,7 +92,7 @@ def benchmark_of(command: str) -> str:
         ValueError: it runs none of `FIGURES`.
     """
     words = shlex.split(command)
-    if words[:1] == ["engine_speed"]:
+    if words and words[0] in SCRIPTS:
         return words[0]
     if len(words) < 2 or words[0] != "bench" or words[1] not in FIGURES:
         raise ValueError(f"expected bench {', '.join(FIGURES)} with its options, found {command!r}")

@@ -11,6 +11,7 @@ error. It does not try again by itself.
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,8 @@ PLAIN = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path",
 LOST = (RayError, RayServeException)
 """What a gateway hears of a replica that is not there any more."""
 RESPONSES = "/v1/responses"
+APP = "default"
+"""The name of the application, on which Ray's names of processes depend."""
 GATEWAY_CPUS = 0.2
 HEALTH_S = 10.0
 """Seconds from one question to the next whether a replica can go on."""
@@ -256,9 +259,15 @@ def main(
         num_replicas=scale.gateways, ray_actor_options={"num_cpus": GATEWAY_CPUS}, **shared,
         max_ongoing_requests=most * scale.most,
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends `serve.run`, and the replicas with it
     serve.start(http_options=HTTPOptions(host=http.host, port=http.port))
-    serve.run(gateways.bind(bound, int(http.max_body_mb * 2**20)), blocking=True)
+    ends = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):  # behind the start of Ray, which takes SIGTERM for itself
+        signal.signal(each, lambda *_: ends.set())
+    serve.run(gateways.bind(bound, int(http.max_body_mb * 2**20)), name=APP)
+    ends.wait()
+    # The replicas end their requests within `--drain`. By itself `shutdown` ends the proxies first, and streams with them.
+    serve.delete(APP)
+    serve.shutdown()
 
 
 if __name__ == "__main__":

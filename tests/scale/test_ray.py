@@ -1,4 +1,4 @@
-"""Replicas by Ray Serve: one is killed, one is taken away under load. `make scale` runs it; it needs the extra `ray`."""
+"""Replicas by Ray Serve: one is killed, one is taken away under load, all end at SIGTERM. `make scale` runs it; it needs the extra `ray`."""
 
 import itertools
 import json
@@ -58,8 +58,8 @@ class Outcome:
 
 
 @contextmanager
-def served(folder: Path, *options: str) -> Iterator[str]:
-    """The URL of replicas of a small model, the first of which is ready."""
+def served(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The URL of replicas of a small model, the first of which is ready, and the process that was started."""
     pair = random_pair(3, target_layers=2, drafter_layers=1, taps=(0, 1), block_size=4, max_position_embeddings=2048)
     target, _ = as_folders(folder, pair)
     (shapes := folder / "shapes.json").write_text(table_text(TABLE), encoding="utf-8")
@@ -72,7 +72,7 @@ def served(folder: Path, *options: str) -> Iterator[str]:
     try:
         wait_until(lambda: started.poll() is not None or is_ready(found), READY_S)
         assert started.poll() is None, "it ended before it was ready"
-        yield found
+        yield found, started
     finally:
         started.send_signal(signal.SIGTERM)
         try:
@@ -123,15 +123,20 @@ def body(number: int) -> dict[str, Any]:
     return asked | {"stream": streams, "max_tokens": LONG if streams else 20}
 
 
+def opened(url: str, asked: dict[str, Any]) -> Any:
+    """The answer to a request, as it begins."""
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
+    request.add_header("content-type", "application/json")
+    return urllib.request.urlopen(request, timeout=ANSWER_S)
+
+
 def ask(url: str, number: int) -> Outcome:
     """Asks until an answer has begun."""
     outcome, asked = Outcome(), body(number)
     while not outcome.answers and not outcome.cut:
         assert outcome.retried < TRIES
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
-        request.add_header("content-type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            with opened(url, asked) as answer:
                 text = streamed(answer, outcome) if asked["stream"] else json.load(answer)["choices"][0]["text"]
         except urllib.error.HTTPError as error:
             if error.code != 503 or not error.headers["retry-after"]:
@@ -164,7 +169,7 @@ def streamed(answer: Any, outcome: Outcome) -> str | None:
 
 
 def test_one_of_two_replicas_is_killed(tmp_path: Path):
-    with served(tmp_path, "--replicas", "2") as url:
+    with served(tmp_path, "--replicas", "2") as (url, _):
         wait_until(lambda: len(replicas()) == 2, READY_S)
         kill_one(url)
 
@@ -179,7 +184,7 @@ def test_a_replica_is_taken_away_under_load(tmp_path: Path):
         while not ends.is_set():
             outcomes.append(ask(url, next(numbers)))
 
-    with served(tmp_path, *scaling.split()) as url, ThreadPoolExecutor(CLIENTS) as threads:
+    with served(tmp_path, *scaling.split()) as (url, _), ThreadPoolExecutor(CLIENTS) as threads:
         asking = [threads.submit(ask_on, url, few if n else enough) for n in range(CLIENTS)]
         try:
             counts = [dispatches(url)]
@@ -193,6 +198,21 @@ def test_a_replica_is_taken_away_under_load(tmp_path: Path):
             each.result()
     print(f"\n{len(outcomes)} streams were answered while there were one, two and one replicas")
     assert all((len(one.answers), one.cut, one.retried) == (1, 0, 0) for one in outcomes)
+
+
+def test_streams_come_to_their_end_at_sigterm(tmp_path: Path):
+    with served(tmp_path, "--replicas", "2") as (url, started):
+        wait_until(lambda: len(replicas()) == 2, READY_S)
+        answers = [opened(url, body(number) | {"n": 8}) for number in range(0, 2 * CLIENTS, 2)]
+        started.send_signal(signal.SIGTERM)
+        wait_until(lambda: not is_ready(url), READY_S)
+        assert len(replicas()) == 2, "they go on meanwhile"
+        seen = Outcome()
+        texts = [streamed(answer, seen) for answer in answers]
+        assert started.wait(ANSWER_S) == 0
+    assert not seen.cut
+    assert len(texts) == CLIENTS
+    assert all(texts)
 
 
 def kill_one(url: str) -> None:

@@ -1,9 +1,9 @@
 """Sampling for batches that mix rows of every kind: a row pays for what it asks, and the others do not.
 
-The argmax is taken for all rows together, if one of them wants it. Rows that draw are gone through in loops on the device that
-have as many turns as it takes: where a row has a single token, many at once, for there a turn costs more than its rows; of a
-block one slot after the other, up to the first token that is not the block's own, for none behind it is committed. Rows with
-penalties are gone through one by one. The functions are those of `sampling.py`, on slices.
+The argmax is taken for all rows together, if one of them wants it. Rows that ask for more are gone through in a loop on the device
+that has as many turns as it takes: one by one on a CPU, whose caches hold the logits of a row and hardly those of several, and in
+groups of one kind on accelerators. Of a block one slot after the other is drawn, up to the first token that is not the block's
+own, for none behind it is committed. The functions are those of `sampling.py`, on slices.
 """
 
 from collections.abc import Callable
