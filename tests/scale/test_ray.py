@@ -1,4 +1,7 @@
-"""Replicas by Ray Serve: one is killed, one is taken away under load, all end at SIGTERM. `make scale` runs it; it needs the extra `ray`."""
+"""Replicas by Ray Serve: one is killed, one is taken away under load, all end at SIGTERM.
+
+`make scale` runs it; it needs the extra `ray`.
+"""
 
 import itertools
 import json

@@ -1,9 +1,9 @@
 """Sampling for batches that mix rows of every kind: a row pays for what it asks, and the others do not.
 
-The argmax is taken for all rows together, if one of them wants it. Rows that ask for more are gone through in a loop on the device
-that has as many turns as it takes: one by one on a CPU, whose caches hold the logits of a row and hardly those of several, and in
-groups of one kind on accelerators. Of a block one slot after the other is drawn, up to the first token that is not the block's
-own, for none behind it is committed. The functions are those of `sampling.py`, on slices.
+The argmax is taken for all rows together, if one of them wants it. Rows that ask for more are gone through in a loop on the
+device that has as many turns as it takes: one by one on a CPU, whose caches hold the logits of a row and hardly those of
+several, and in groups of one kind on accelerators. Of a block one slot after the other is drawn, up to the first token that is
+not the block's own, for none behind it is committed. The functions are those of `sampling.py`, on slices.
 """
 
 from collections.abc import Callable
@@ -200,8 +200,9 @@ def sample_each(
             own, best = taken(members[0], tokens)
         else:
             own, best = jax.lax.fori_loop(0, count, take, (jnp.zeros((together, *logits.shape[1:])), tokens[members]))
-        settings = jax.tree.map(lambda each: jnp.asarray(each)[members], (rows, positions, history.block))
-        found = draw_slots(own, *settings, kind == 2, best, kind > 0)
+        given = rows, positions, history.block
+        settings, places, block = jax.tree.map(lambda each: jnp.asarray(each)[members], given)
+        found = draw_slots(own, settings, places, block, kind == 2, best, kind > 0)
         return jax.lax.fori_loop(0, count, lambda k, tokens: put(tokens, of_row(k, found), members[k]), tokens)
 
     greedy = jnp.any(asking & ~penalised & ~drawn)

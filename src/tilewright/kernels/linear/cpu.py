@@ -75,7 +75,7 @@ class PackedMatrix:
         return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
 
     @property
-    def operands(self) -> tuple[Array, Array, Array]:
+    def operands(self) -> tuple[Array, Array | np.ndarray, Array | np.ndarray]:
         """Panels, scales and sums as the kernels take them."""
         return self.panels, or_nothing(self.scales, jnp.float32), or_nothing(self.sums, jnp.int32)
 
