@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from acceptance_traces import Recording, costs_of, record, simulate
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -25,7 +26,6 @@ from rich.table import Table
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import read_examples
 from tilewright.bench.speculative import ask
-from tilewright.bench.traces import Recording, costs_of, record, simulate
 from tilewright.cli.common import ModelOptions, packaged_prompts_file
 from tilewright.runtime.sampling import Sampling
 

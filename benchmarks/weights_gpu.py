@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from weight_traffic import FORMATS, arguments, bytes_held, greedy_step
 
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.weight_traffic import FORMATS, arguments, bytes_held, greedy_step
 from tilewright.compiled.timing import alternate, quotients, spread
 from tilewright.kernels.linear.scaled import FP8, ScaledMatrix
 from tilewright.kernels.operations import Operations

@@ -10,8 +10,9 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from weight_traffic import FORMATS, step
+
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.weight_traffic import FORMATS, step
 
 LAYERS, BATCH, POSITIONS = 2, 8, 640
 

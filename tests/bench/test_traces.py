@@ -5,10 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from llm.support import prompts
-from reference.dflash_numpy import as_folders, random_pair
-from tilewright.bench.traces import (
+from acceptance_traces import (
     LOADED,
     AcceptanceTrace,
     Recording,
@@ -19,6 +16,9 @@ from tilewright.bench.traces import (
     seconds_of,
     simulate,
 )
+
+from llm.support import prompts
+from reference.dflash_numpy import as_folders, random_pair
 from tilewright.llm.language_model import load
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.sampling import Sampling

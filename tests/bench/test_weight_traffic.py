@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from weight_traffic import FORMATS, arguments, greedy_step, matrix, step
 
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.weight_traffic import FORMATS, arguments, greedy_step, matrix, step
 from tilewright.kernels.linear import blocks, scaled
 from tilewright.kernels.select import operations
 
