@@ -30,7 +30,6 @@ from rich.table import Table
 
 import tilewright as tw
 from tilewright.bench.bandwidth import MemoryBuffers
-from tilewright.bench.model_configs import MODELS
 from tilewright.cli.common import JsonFile, check_output_file, human_console, keep_programs, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
@@ -40,6 +39,7 @@ from tilewright.models import published
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.experts import Mixture
 from tilewright.models.gguf import open_gguf
+from tilewright.models.published_configs import MODELS
 from tilewright.runtime.memory import step_bytes
 from tilewright.runtime.shapes import ShapeTable
 

@@ -31,7 +31,6 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import tilewright as tw
-from tilewright.bench.model_configs import MODELS
 from tilewright.cli.common import JsonFile, check_output_file, human_console, keep_programs, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.metrics.tables import print_table
@@ -39,6 +38,7 @@ from tilewright.models import published
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.gguf import open_gguf
 from tilewright.models.gguf_blocks import KEPT
+from tilewright.models.published_configs import MODELS
 from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.runtime.memory import step_bytes
 

@@ -17,10 +17,10 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from tilewright.bench.model_configs import MODELS
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.gguf import GGUFCheckpoint
 from tilewright.models.params import ArraySpec, spec_leaves
+from tilewright.models.published_configs import MODELS
 from tilewright.models.registry import FAMILIES
 
 DRAWN = 2**22

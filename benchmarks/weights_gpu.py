@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from weight_traffic import FORMATS, arguments, bytes_held, greedy_step
 
-from tilewright.bench.model_configs import model_config
 from tilewright.compiled.timing import alternate, quotients, spread
 from tilewright.kernels.linear.scaled import FP8, ScaledMatrix
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
+from tilewright.models.published_configs import model_config
 from tilewright.runtime.state import Span, cached_attend
 
 BATCH, POSITIONS, STEPS, SIZE = 8, 640, 50, 0.02

@@ -12,7 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from weight_traffic import FORMATS, step
 
-from tilewright.bench.model_configs import model_config
+from tilewright.models.published_configs import model_config
 
 LAYERS, BATCH, POSITIONS = 2, 8, 640
 

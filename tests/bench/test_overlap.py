@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 
 from tilewright.bench import overlap
-from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import LAYERS, OverlapRun, OverlapSetup, Phase, runs_of, steady
 from tilewright.hardware.links import Fabric, ring_of, torus_of
 from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import CHIPS
+from tilewright.models.published_configs import model_config
 from tilewright.parallel.auto import AUTO
 from tilewright.parallel.mesh import make_mesh
 from tilewright.perfmodel.calibration import Calibration, Measurement, calibrated

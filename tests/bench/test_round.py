@@ -9,13 +9,15 @@ import pytest
 
 from tilewright.bench import round as rounds
 from tilewright.bench import round_compiled
-from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, programs, with_ratios
+from tilewright.bench.round import RoundSetup, load, programs, with_ratios
 from tilewright.bench.round_compiled import RoundEstimate, kernel_cycles, over_layers, whole
 from tilewright.hardware.tpu import CHIPS
 from tilewright.models import decoder, dflash, params
 from tilewright.models.experts import Mixture
+from tilewright.models.published_configs import DFLASH_B16, MODELS
 from tilewright.runtime.memory import step_bytes
 
+QWEN3_4B = MODELS["qwen3-4b"]
 TARGET = replace(QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
                  head_dim=16)  # fmt: skip
 DRAFTER = replace(DFLASH_B16, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1,

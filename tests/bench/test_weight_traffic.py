@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from weight_traffic import FORMATS, arguments, greedy_step, matrix, step
 
-from tilewright.bench.model_configs import model_config
 from tilewright.kernels.linear import blocks, scaled
 from tilewright.kernels.select import operations
+from tilewright.models.published_configs import model_config
 
 
 @pytest.mark.tpu

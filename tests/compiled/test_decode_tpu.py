@@ -5,11 +5,11 @@ from math import prod
 
 import pytest
 
-from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import OverlapSetup, Phase, program
 from tilewright.compiled.aot import compile_for
 from tilewright.compiled.hlo import read_module
 from tilewright.kernels.select import operations
+from tilewright.models.published_configs import model_config
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED_AXES
 

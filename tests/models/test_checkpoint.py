@@ -210,7 +210,7 @@ def test_absent_shard_is_named(tmp_path: Path):
     "index, problem",
     [
         ("{", "is not JSON"),
-        ("[]", "must hold a JSON object, found a list"),
+        ("[]", "expected a JSON object, found list"),
         ("{}", "weight_map must map tensor names to file names"),
         ('{"weight_map": {"a": 1}}', "weight_map must map tensor names to file names"),
         ('{"weight_map": {"a": "../b.safetensors"}}', r"expected names of files beside it, found \.\./b\.safetensors"),
@@ -244,10 +244,10 @@ def test_read_config_errors(tmp_path: Path):
     for content, problem in {
         b"{,": "is not JSON",
         b"\xff\xfe": "is not JSON",
-        b"3": "must hold a JSON object, found a int",
+        b"3": "expected a JSON object, found int",
     }.items():
         (tmp_path / "config.json").write_bytes(content)
-        with pytest.raises(ValueError, match=rf"config\.json {problem}"):
+        with pytest.raises(ValueError, match=rf"config\.json:? {problem}"):
             read_config(tmp_path)
 
 

@@ -38,34 +38,6 @@ BANDWIDTH_BYTES = 2**30
 CACHE_MULTIPLE = 128
 """Caches are as long as context and block together, rounded up to this."""
 
-QWEN3_4B = DecoderConfig(
-    family="qwen3",
-    vocab_size=151936,
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    tie_word_embeddings=True,
-)
-"""huggingface.co/Qwen/Qwen3-4B, config.json."""
-
-DFLASH_B16 = DFlashConfig(
-    vocab_size=151936,
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_layers=5,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    block_size=16,
-    mask_token_id=151669,
-    target_layer_ids=(1, 9, 17, 25, 33),
-    num_target_layers=36,
-)
-"""The drafter for it: sgl-project/SpecForge, configs/qwen3-4b-dflash.json."""
-
 PARTS = ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend", "round")
 """A round's parts: drafting and verifying with their heads, these heads alone, extending the context, and all of it; and
 beside the draft's head what DFlash 2 asks of it, each slot's `TOP_K` best tokens."""

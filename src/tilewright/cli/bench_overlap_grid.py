@@ -12,7 +12,6 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench import overlap_here
-from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled, slice_of
 from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
@@ -21,6 +20,7 @@ from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.tables import grouped, print_table
+from tilewright.models.published_configs import model_config
 from tilewright.parallel.auto import AUTO
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, kind_of, measured_table, predicted_table, write_grid

@@ -9,8 +9,7 @@ import jax
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.bench.model_configs import json_fields
-from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, measure, runs
+from tilewright.bench.round import RoundSetup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds, round_sweep
 from tilewright.cli.calibrate import print_ranges
 from tilewright.cli.common import (
@@ -36,6 +35,7 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.hub import PACKAGED
 from tilewright.models.params import Dtype
+from tilewright.models.published_configs import DFLASH_B16, MODELS
 
 DEMO_DRAFTER = "demo-drafter"
 BUILT_IN = "qwen3-4b, dflash-b16"
@@ -83,7 +83,7 @@ class RoundOptions:
         if (self.model_config is None) != (self.draft_config is None):
             raise ValueError("expected --model-config and --draft-config together, or neither; found one of them")
         if self.model_config is None or self.draft_config is None:
-            return QWEN3_4B, DFLASH_B16
+            return MODELS["qwen3-4b"], DFLASH_B16
         target = decoder.config_from_hf(read_config(self.model_config, DEMO), self.model_config)
         drafter = dflash.config_from_hf(read_config(self.draft_config, DEMO_DRAFTER), self.draft_config, target)
         dflash.check_fits(drafter, target)
@@ -122,7 +122,7 @@ def read_config(file: str, packaged: str) -> dict[str, Any]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"expected a config.json or {packaged!r}, found {file!r}, which is no file")
-    return json_fields(path)
+    return checkpoint.read_json(path)
 
 
 def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile = None) -> None:

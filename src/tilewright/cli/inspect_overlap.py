@@ -13,7 +13,6 @@ import jax
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.bench.model_configs import model_config
 from tilewright.bench.ordering import ORDERINGS, OWN, PROGRAM_ORDER, ordered_name, program_order
 from tilewright.bench.overlap import (
     BOUND,
@@ -36,6 +35,7 @@ from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import Kernels
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import grouped, print_table
+from tilewright.models.published_configs import model_config
 from tilewright.perfmodel.timeline import trace
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, layer_table, place, write_overlap

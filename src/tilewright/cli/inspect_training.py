@@ -11,7 +11,6 @@ import jax
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap_training import (
     ANNOTATED,
     LEAST_LAYERS,
@@ -32,6 +31,7 @@ from tilewright.cli.outputs import TracedFiles, check_share, progress
 from tilewright.hardware.links import HOP_US
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.tables import grouped, print_table
+from tilewright.models.published_configs import model_config
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.perfmodel.timeline import trace
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS

@@ -9,7 +9,6 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from tilewright.bench.model_configs import model_config
 from tilewright.cli.calibrate import print_notes, print_ranges
 from tilewright.cli.common import NUMBERS
 from tilewright.cli.outputs import TracedFiles
@@ -19,6 +18,7 @@ from tilewright.hardware.neuron import instance_of
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import print_table
+from tilewright.models.published_configs import model_config
 from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
 from tilewright.perfmodel.inference import Work, inference_program
 from tilewright.perfmodel.machine import Machine, Settings, machine_constants, machine_of, with_figures

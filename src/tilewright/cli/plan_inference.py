@@ -9,13 +9,13 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.bench.model_configs import model_config
 from tilewright.cli.calibrate import print_notes, print_ranges
 from tilewright.cli.common import NUMBERS, WORDS
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import grouped, print_table
+from tilewright.models.published_configs import model_config
 from tilewright.perfmodel.calibration import Calibration, read_measurements
 from tilewright.perfmodel.calibration_neuron import calibrate_neuron
 from tilewright.perfmodel.plan_inference import InferencePlan, compare, sweeps, winner

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.bench.model_configs import model_config
 from tilewright.cli.calibrate import print_notes, print_ranges
 from tilewright.cli.common import NUMBERS, WORDS, mesh_axes
 from tilewright.cli.outputs import PageFiles, progress
@@ -18,6 +17,7 @@ from tilewright.cli.plan_inference import fitted_constants
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import print_table
+from tilewright.models.published_configs import model_config
 from tilewright.perfmodel.environment import as_record
 from tilewright.perfmodel.plan_training import TrainingPlan, compare, setting_of, sweep
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS

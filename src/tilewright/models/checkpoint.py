@@ -76,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:  # not JSON, or not even UTF-8
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold a JSON object, found a {type(fields).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")
     return fields
 
 

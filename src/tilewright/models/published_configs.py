@@ -1,12 +1,12 @@
-"""Shapes of published models, for benchmarks that need no checkpoint."""
+"""Shapes of published models, for benchmarks and predictions that need no checkpoint."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench.round import QWEN3_4B
 from tilewright.models import decoder
+from tilewright.models.checkpoint import read_json
 from tilewright.models.decoder import DecoderConfig
+from tilewright.models.dflash import DFlashConfig
 
 
 def llama3(**sizes: Any) -> DecoderConfig:
@@ -43,13 +43,28 @@ MODELS = {
     "llama3.2-1b": llama3(
         hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, head_dim=64, tie_word_embeddings=True
     ),
-    # huggingface.co/Qwen/Qwen3-0.6B, -8B and -32B, config.json
+    # huggingface.co/Qwen/Qwen3-0.6B, -4B, -8B and -32B, config.json
     "qwen3-0.6b": qwen3(hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_word_embeddings=True),
-    "qwen3-4b": QWEN3_4B,
+    "qwen3-4b": qwen3(hidden_size=2560, intermediate_size=9728, num_layers=36, num_heads=32, tie_word_embeddings=True),
     "qwen3-8b": qwen3(hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32),
     "qwen3-32b": qwen3(hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64),
 }
 """By name."""
+
+DFLASH_B16 = DFlashConfig(
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_layers=5,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    block_size=16,
+    mask_token_id=151669,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    num_target_layers=36,
+)
+"""The drafter for Qwen3-4B: sgl-project/SpecForge, configs/qwen3-4b-dflash.json."""
 
 
 def model_config(name: str) -> DecoderConfig:
@@ -63,19 +78,4 @@ def model_config(name: str) -> DecoderConfig:
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise ValueError(f"expected a model of {', '.join(MODELS)}, or a folder with a config.json; found {name!r}")
-    return decoder.config_from_hf(json_fields(file), str(file))
-
-
-def json_fields(file: Path) -> dict[str, Any]:
-    """The fields of a config.json.
-
-    Raises:
-        ValueError: it holds no JSON object.
-    """
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(fields).__name__}")
-    return fields
+    return decoder.config_from_hf(read_json(file), str(file))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.bench.model_configs import MODELS, model_config
 from tilewright.models import decoder
 from tilewright.models.params import count
+from tilewright.models.published_configs import MODELS, model_config
 
 BILLIONS = {
     "smollm2-135m": 0.1345,
