@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tilewright.bench.ordering import OWN, PROGRAM_ORDER, in_order, in_units, ordered_name, read_name
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
 from tilewright.hardware.layers import StrategyChoice
-from tilewright.hardware.links import HOP_US, Fabric, least_seconds, torus_of
+from tilewright.hardware.links import HOP_US, Fabric, least_seconds
 from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Kernels, operations
@@ -29,7 +29,7 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import abstract
 from tilewright.models.stack import Rows, Schedule
-from tilewright.parallel.auto import AUTO, Auto, schedule_of
+from tilewright.parallel.auto import AUTO, Auto, fabric_of, schedule_of
 from tilewright.parallel.auto import SCHEDULES as NAMED
 from tilewright.parallel.compiling import compile_hiding
 from tilewright.parallel.experts import own_experts
@@ -38,7 +38,7 @@ from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, grouping, shardings
 from tilewright.perfmodel.calibration import Calibration, calibrated, calibrated_chip
 from tilewright.perfmodel.schedule import read_schedule
-from tilewright.perfmodel.timeline import Sums, Timeline, busiest_link_s, simulate
+from tilewright.perfmodel.timeline import Sums, Timeline, busiest_link_s, lane_spans, simulate
 from tilewright.perfmodel.timeline_ranges import swept_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.runtime.cache import allocate
@@ -113,6 +113,13 @@ def read_phase(text: str) -> Phase:
     return Phase("prefill" if found[1] == "prefill" else "decode", int(found[2]), int(found[3]))
 
 
+def slice_of_mesh(mesh: Mesh, hop_us: float) -> Fabric:
+    """The links between a mesh's devices of a TPU that is not here, in its order."""
+    fabric = fabric_of(mesh)
+    assert fabric is not None, "the devices are a TPU's"
+    return replace(fabric, hop_us=hop_us)
+
+
 @dataclass(frozen=True)
 class OverlapSetup:
     """A model on a slice of TPUs, as it is to be compiled.
@@ -151,9 +158,7 @@ class OverlapSetup:
 
     @cached_property
     def fabric(self) -> Fabric:
-        sizes = [int(size) for size in self.chip.partition(":")[2].split("x")]
-        places = tuple(tuple(device.coords)[: len(sizes)] for device in self.mesh.devices.flat)
-        return calibrated(Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us), self.calibration)
+        return calibrated(slice_of_mesh(self.mesh, self.hop_us), self.calibration)
 
     @cached_property
     def auto(self) -> Auto:
@@ -450,32 +455,11 @@ def layer_figures(sums: Sums, chip: TpuChip) -> dict[str, Any]:
 def lanes(run: OverlapRun) -> dict[str, Any]:
     """Spans of the core and of the links, for a chart; milliseconds, neighbours of a kind put together.
 
-    `core` and `links` hold (begin, end, kind): `compute`, `exposed`, `memory wait`; `hidden` and `exposed`.
+    `core` and `links` hold (begin, end, kind), see `perfmodel.timeline.lane_spans`.
     """
     begins: dict[int, float] = {}
     for span in run.timeline.core:
         layer = run.timeline.layer(span)
         if layer is not None and span.track == "compute":
             begins.setdefault(layer, 1e3 * span.begin_s)
-    return {"schedule": run.schedule, **timeline_lanes(run.timeline), "layer_begins_ms": [begins[n] for n in sorted(begins)]}
-
-
-def timeline_lanes(timeline: Timeline) -> dict[str, list[tuple[float, float, str]]]:
-    """`core` and `links`, as `lanes` has them."""
-    core, transfers = timeline.core, timeline.transfers
-    under_way = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
-    waits = [(span.begin_s, span.end_s, "exposed") for span in core if span.track == "exposed"]
-    # What is exposed is drawn over what is under way.
-    shown = {"core": merged([(span.begin_s, span.end_s, span.track) for span in core]), "links": under_way + merged(waits)}
-    return {name: [(1e3 * begin, 1e3 * end, kind) for begin, end, kind in spans] for name, spans in shown.items()}
-
-
-def merged(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """The spans in order; those of a kind that touch or overlap are one."""
-    found: list[tuple[float, float, str]] = []
-    for begin, end, kind in sorted(spans):
-        if found and found[-1][2] == kind and begin <= found[-1][1] + 1e-12:
-            found[-1] = (found[-1][0], max(end, found[-1][1]), kind)
-        else:
-            found.append((begin, end, kind))
-    return found
+    return {"schedule": run.schedule, **lane_spans(run.timeline), "layer_begins_ms": [begins[n] for n in sorted(begins)]}

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tilewright.bench.overlap import slice_of_mesh
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.timing import alternate, medians
-from tilewright.hardware.links import HOP_US, Fabric, ring_seconds, torus_of
+from tilewright.hardware.links import HOP_US, ring_seconds
 from tilewright.hardware.tpu import chip_of
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import shift
@@ -127,11 +128,9 @@ def arguments(case: MicroCase, mesh: Mesh) -> tuple[Callable[..., Any], tuple[ja
 def compiled(chip: str, case: MicroCase, hop_us: float = HOP_US) -> dict[str, Any]:
     """Record of a case that is compiled for an absent TPU."""
     spec, mesh = chip_of(chip), make_mesh({AXIS: None}, tpu_topology(chip).devices)
-    sizes = [int(size) for size in chip.partition(":")[2].split("x")]
-    places = tuple(tuple(device.coords)[: len(sizes)] for device in mesh.devices.flat)
     function, given = arguments(case, mesh)
     graph = read_schedule(compile_for(chip, function, *given).hlo, spec)
-    whole = simulate(graph, Fabric(spec, torus_of(spec, sizes), places, hop_us)).whole()
+    whole = simulate(graph, slice_of_mesh(mesh, hop_us)).whole()
     size = case.size_bytes * (mesh.size if case.collective == "all-gather" else 1)
     ring = None if case.collective == PERMUTE else ring_seconds(spec, case.collective, size, (mesh.size,), hop_us=hop_us)
     return {

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, timeline_lanes
+from tilewright.bench.overlap import STEADY, layer_figures, ratio, slice_of_mesh
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
-from tilewright.hardware.links import HOP_US, Fabric, torus_of
+from tilewright.hardware.links import HOP_US, Fabric
 from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
@@ -29,7 +29,17 @@ from tilewright.models.params import abstract
 from tilewright.parallel.exchanges import NAMES, FullyShardedPlan
 from tilewright.perfmodel.calibration import Calibration, calibrated, calibrated_chip
 from tilewright.perfmodel.schedule import Node, ScheduleGraph, read_schedule
-from tilewright.perfmodel.timeline import Interval, Sums, Timeline, TimelineSpan, busiest_s, overlap, simulate
+from tilewright.perfmodel.timeline import (
+    Interval,
+    Sums,
+    Timeline,
+    TimelineSpan,
+    busiest_s,
+    lane_spans,
+    merged,
+    overlap,
+    simulate,
+)
 from tilewright.perfmodel.timeline_ranges import swept_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.train.annotated import annotated_gradient
@@ -112,10 +122,7 @@ class TrainingCase:
 
     @cached_property
     def fabric(self) -> Fabric:
-        sizes = [int(size) for size in self.chip.partition(":")[2].split("x")]
-        devices = self.setup(FullyShardedPlan()).mesh.devices.flat
-        places = tuple(tuple(device.coords)[: len(sizes)] for device in devices)
-        return calibrated(Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us), self.calibration)
+        return calibrated(slice_of_mesh(self.setup(FullyShardedPlan()).mesh, self.hop_us), self.calibration)
 
     @property
     def least_compute_s(self) -> float:
@@ -440,4 +447,4 @@ def lanes(program: TrainingProgram) -> dict[str, Any]:
     """Spans of the core and of the links, for a chart; see `overlap.lanes`."""
     numbers = [number_of(part, layer) for part in PASSES for layer in range(program.case.layers)]
     begins = sorted(1e3 * first_product_s(program.timeline, number) for number in numbers)
-    return {"schedule": program.name, **timeline_lanes(program.timeline), "layer_begins_ms": begins}
+    return {"schedule": program.name, **lane_spans(program.timeline), "layer_begins_ms": begins}

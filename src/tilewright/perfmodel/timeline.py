@@ -22,6 +22,8 @@ from tilewright.perfmodel.schedule import COPY, PERMUTE, ScheduledTransfer, Sche
 from tilewright.perfmodel.trace import Track, complete, named
 
 Interval = tuple[float, float]
+KindSpan = tuple[float, float, str]
+"""Begin, end and kind."""
 
 HBM: Link = ((), ())
 """The way to a chip's memory, which copies take as collectives take links."""
@@ -223,6 +225,27 @@ def trace(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
             shown, track = f"wait for {node.name}" if waits else node.name, Track(process, tracks.get(span.track, 0))
             events.append(complete(track, shown, span.track, span.begin_s, span.end_s, about))
     return {"traceEvents": events, "displayTimeUnit": "ns"}
+
+
+def lane_spans(timeline: Timeline) -> dict[str, list[KindSpan]]:
+    """Spans of the `core` (compute, exposed, memory wait) and of the `links` (hidden, exposed) for a chart, in milliseconds."""
+    core, transfers = timeline.core, timeline.transfers
+    under_way = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
+    waits = [(span.begin_s, span.end_s, "exposed") for span in core if span.track == "exposed"]
+    # What is exposed is drawn over what is under way.
+    shown = {"core": merged([(span.begin_s, span.end_s, span.track) for span in core]), "links": under_way + merged(waits)}
+    return {name: [(1e3 * begin, 1e3 * end, kind) for begin, end, kind in spans] for name, spans in shown.items()}
+
+
+def merged(spans: Iterable[KindSpan]) -> list[KindSpan]:
+    """The spans in order; those of a kind that touch or overlap are one."""
+    found: list[KindSpan] = []
+    for begin, end, kind in sorted(spans):
+        if found and found[-1][2] == kind and begin <= found[-1][1] + 1e-12:
+            found[-1] = (found[-1][0], max(end, found[-1][1]), kind)
+        else:
+            found.append((begin, end, kind))
+    return found
 
 
 def busiest_link_s(timeline: Timeline, fabric: Fabric, layer: int | None) -> float:
