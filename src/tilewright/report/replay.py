@@ -200,5 +200,5 @@ def write_player(path: str | Path, title: str, lead: str, facts: Mapping[str, An
     body = Template(asset("replay.html")).substitute(
         title=escape(title), lead=escape(lead), facts=facts_html(facts), **vars(words), **of_one_kind
     )
-    page = document(title, body, styles=("page.css", "replay.css"), scripts=("replay.js",), data=data)
+    page = document(title, body, styles=("page.css", "scripted.css", "replay.css"), scripts=("replay.js",), data=data)
     Path(path).write_text(page, encoding="utf-8")
