@@ -6,6 +6,7 @@ edges stands beside it. A model runs the same code on all sides: only the reduct
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,25 +101,17 @@ def rmat(nodes: int, edges: int) -> Int[np.ndarray, "2 E"]:
     return found[:, :edges]
 
 
-def by_degree(total: Float[Array, "N F"], degrees: Float[Array, " N"]) -> Float[Array, "N F"]:
-    """A sum made a mean."""
-    return total / jnp.maximum(degrees, 1).astype(total.dtype)[:, None]
-
-
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Gathered:
-    """The baseline: gather, mask, sum, with every factor worked out before. Offers `models.gnn.Neighbours`.
+class PeerReduction(ABC):
+    """What the other sides share, with every factor worked out before: `models.gnn.Neighbours` over sums of messages.
 
     Attributes:
-        sources: neighbours of each node, padded with 0.
-        mask: 1 for a slot that is a neighbour.
-        symmetric, own: GCN's factors of the slots, and of the node itself.
+        sources: neighbours of each node: slots padded with 0, or edges in the order of their destinations.
+        symmetric, own: GCN's factors of the neighbours, and of the node itself.
     """
 
-    sources: Int32[Array, "N K"]
-    mask: Float[Array, "N K"]
-    symmetric: Float[Array, "N K"]
+    sources: Int32[Array, "*K"]
+    symmetric: Float[Array, "*K"]
     own: Float[Array, " N"]
     degrees: Float[Array, " N"]
     num_nodes: int = field(metadata={"static": True})
@@ -127,13 +120,31 @@ class Gathered:
     def num_sources(self) -> int:
         return self.num_nodes
 
+    @abstractmethod
+    def total(self, messages: Array, factors: Array | None = None) -> Array:
+        """The sum of each node's messages, each times its factor."""
+
     def aggregate(self, x: Array, *, reduce: str = "sum", normalisation: str | None = None) -> Array:
-        factors = self.mask if normalisation is None else self.symmetric
-        messages = x[self.sources]
-        total = (messages * factors.astype(x.dtype)[:, :, None]).sum(axis=1)
         if normalisation is not None:
-            return total + x * self.own.astype(x.dtype)[:, None]
-        return by_degree(total, self.degrees) if reduce == "mean" else total
+            return self.total(x[self.sources], self.symmetric) + x * self.own.astype(x.dtype)[:, None]
+        total = self.total(x[self.sources])
+        return total / jnp.maximum(self.degrees, 1).astype(x.dtype)[:, None] if reduce == "mean" else total
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gathered(PeerReduction):
+    """The baseline: gather, mask, sum. Offers `models.gnn.Neighbours`.
+
+    Attributes:
+        mask: 1 for a slot that is a neighbour.
+    """
+
+    mask: Float[Array, "N K"]
+
+    def total(self, messages: Array, factors: Array | None = None) -> Array:
+        factors = self.mask if factors is None else factors
+        return (messages * factors.astype(messages.dtype)[:, :, None]).sum(axis=1)
 
     def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float, *dropout: Any) -> Array:
         scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[:, None], negative_slope)
@@ -143,29 +154,14 @@ class Gathered:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Segments:
+class Segments(PeerReduction):
     """JAX's own reduction: a segment sum over edges that are sorted by destination. Offers `models.gnn.Neighbours`."""
 
-    sources: Int32[Array, " E"]
     destinations: Int32[Array, " E"]
-    symmetric: Float[Array, " E"]
-    own: Float[Array, " N"]
-    degrees: Float[Array, " N"]
-    num_nodes: int = field(metadata={"static": True})
 
-    @property
-    def num_sources(self) -> int:
-        return self.num_nodes
-
-    def total(self, messages: Array) -> Array:
-        return jax.ops.segment_sum(messages, self.destinations, self.num_nodes, indices_are_sorted=True)
-
-    def aggregate(self, x: Array, *, reduce: str = "sum", normalisation: str | None = None) -> Array:
-        if normalisation is not None:
-            factors = self.symmetric.astype(x.dtype)[:, None]
-            return self.total(x[self.sources] * factors) + x * self.own.astype(x.dtype)[:, None]
-        total = self.total(x[self.sources])
-        return by_degree(total, self.degrees) if reduce == "mean" else total
+    def total(self, messages: Array, factors: Array | None = None) -> Array:
+        weighted = messages if factors is None else messages * factors.astype(messages.dtype)[:, None]
+        return jax.ops.segment_sum(weighted, self.destinations, self.num_nodes, indices_are_sorted=True)
 
     def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float, *dropout: Any) -> Array:
         scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[self.destinations], negative_slope)
@@ -184,8 +180,8 @@ def peers(graph: BenchGraph, gathered: bool) -> dict[str, Any]:
     root = (degrees + loops) ** -0.5
     factors = root[sources] * root[destinations]
     own, counts = jnp.asarray(loops * root * root, jnp.float32), jnp.asarray(degrees, jnp.float32)
-    ends, each = (jnp.asarray(sources), jnp.asarray(destinations)), jnp.asarray(factors, jnp.float32)
-    inputs: dict[str, Any] = {"segments": Segments(*ends, each, own, counts, graph.num_nodes)}
+    edges = jnp.asarray(sources), jnp.asarray(factors, jnp.float32)
+    inputs: dict[str, Any] = {"segments": Segments(*edges, own, counts, graph.num_nodes, jnp.asarray(destinations))}
     if gathered:
         shape = (graph.num_nodes, max(1, int(degrees.max())))
         filled = np.arange(shape[1]) < degrees[:, None]
@@ -193,7 +189,7 @@ def peers(graph: BenchGraph, gathered: bool) -> dict[str, Any]:
         for slot, values in zip(slots, (sources, 1, factors), strict=True):
             slot[filled] = values
         named, mask, symmetric = map(jnp.asarray, slots)
-        inputs["gathered"] = Gathered(named, mask, symmetric, own, counts, graph.num_nodes)
+        inputs["gathered"] = Gathered(named, symmetric, own, counts, graph.num_nodes, mask)
     return inputs
 
 
