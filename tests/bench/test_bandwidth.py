@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tilewright.bench import bandwidth
-from tilewright.bench.bandwidth import DotProducts, MemoryBuffers, threads
+from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
 from tilewright.kernels import native
 from tilewright.kernels.dot.cpu import PIECE, count_products
 from tilewright.kernels.read.cpu import read
@@ -29,20 +29,20 @@ def test_a_copy_counts_both_ways_and_a_read_one():
     assert memory.read() == pytest.approx(8e-6)
 
 
-@pytest.mark.parametrize("cores", [1, 3, 7])
-def test_the_threads_share_the_whole_buffer(cores: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bandwidth, "threads", lambda: cores)
+@pytest.mark.parametrize("threads", [1, 3, 7])
+def test_the_threads_share_the_whole_buffer(threads: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bandwidth, "cores", lambda: threads)
     memory, sums = MemoryBuffers(4 * 1001), []
     memory.copy()
     np.testing.assert_array_equal(memory.target, np.arange(1001))
     memory._rate(lambda source, _: sums.append(source.sum()), 1)
-    assert len(sums) == bandwidth.PIECES * cores
+    assert len(sums) == bandwidth.PIECES * threads
     assert sum(sums) == 1001 * 500
 
 
 def test_threads_are_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bandwidth.os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
-    assert threads() == 3
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
+    assert bandwidth.cores() == 3
 
 
 @pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -63,7 +63,7 @@ def test_products_count_themselves():
 @needs_dots
 @pytest.mark.usefixtures("_one_second")
 def test_a_product_is_two_operations(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bandwidth, "threads", lambda: 3)
+    monkeypatch.setattr(bandwidth, "cores", lambda: 3)
     assert DotProducts(2).rate() == pytest.approx(2 * 3 * 2 * PIECE / 1e9)
 
 

@@ -22,10 +22,9 @@ from rich.progress import track
 from rich.table import Table
 from torch_geometric.nn import SAGEConv
 
-from tilewright.bench.bandwidth import threads
 from tilewright.bench.graph import BenchGraph, Segments, peers, read_graph
 from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
-from tilewright.compiled.machine import chip_name
+from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import Spread, alternate, spread
 from tilewright.graph.table import NeighborTable
 from tilewright.kernels import native
@@ -155,7 +154,7 @@ def show(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> Non
 def main(*, data: SeveralWords = GRAPHS, features: int = 128, repetitions: int = 11, json_file: JsonFile = None) -> None:
     check_json_file(json_file)
     console = human_console(json_file)
-    torch.set_num_threads(threads())
+    torch.set_num_threads(cores())
     rng = np.random.default_rng(0)
     aggregated, models = [], []
     with torch.inference_mode():
@@ -167,7 +166,7 @@ def main(*, data: SeveralWords = GRAPHS, features: int = 128, repetitions: int =
     show(console, f"mean over the neighbours, {features} features, float32", aggregated)
     show(console, f"GraphSAGE, two layers of {features}, float32", models)
     versions = {"jax_version": jax.__version__, "torch_version": torch.__version__}
-    about = {"chip": chip_name(), "threads": threads(), "kernels": native.kernels().isa or "xla", **versions}
+    about = {"chip": chip_name(), "threads": cores(), "kernels": native.kernels().isa or "xla", **versions}
     about |= {"torch_geometric_version": torch_geometric.__version__, "features": features, "repetitions": repetitions}
     write_json(json_file, {**about, "aggregation": aggregated, "graphsage": models})
 

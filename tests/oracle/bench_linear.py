@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from cyclopts import App
 
-from tilewright.bench.bandwidth import threads
 from tilewright.bench.linear import Side, copied
 from tilewright.cli.bench_linear import LinearOptions, report
 from tilewright.cli.common import JsonFile
+from tilewright.compiled.machine import cores
 from tilewright.kernels.linear.cases import LinearCase
 
 
@@ -45,7 +45,7 @@ def torch_bfloat16(threads: int, name: str, case: LinearCase, matrices: Sequence
 
 
 def main(*, options: LinearOptions = LinearOptions(), json_file: JsonFile = None) -> None:
-    peers = [partial(torch_bfloat16, threads(), "torch_bfloat16"), partial(torch_bfloat16, 1, "torch_bfloat16_1thread")]
+    peers = [partial(torch_bfloat16, cores(), "torch_bfloat16"), partial(torch_bfloat16, 1, "torch_bfloat16_1thread")]
     report(options, json_file, peers, {"torch_version": torch.__version__})
 
 

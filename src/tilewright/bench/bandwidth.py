@@ -11,7 +11,6 @@ Figures are with every core that the process may use; those of memory are over b
   (AVX-512-VNNI, AVX2's, the tile unit's): two operations each. AVX2 needs fewer instructions for weights of 4 bits.
 """
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
+from tilewright.compiled.machine import cores
 from tilewright.kernels import native
 from tilewright.kernels.dot.cpu import ISAS, PIECE, count_products
 from tilewright.kernels.linear.cpu import on_huge_pages
@@ -34,11 +34,6 @@ DOT_PIECES = 128
 """Pieces of dot products for each thread, some milliseconds in all."""
 
 
-def threads() -> int:
-    """The cores that this process may use, which is also the size of XLA's thread pool."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class DotProducts:
     """Products of 8-bit numbers, and how fast they are added up.
 
@@ -48,7 +43,7 @@ class DotProducts:
 
     def __init__(self, pieces: int | None = None):
         assert self.possible()
-        self.pieces = (pieces or DOT_PIECES) * threads()
+        self.pieces = (pieces or DOT_PIECES) * cores()
         self.count = jax.jit(lambda: count_products(self.pieces)).lower().compile()
 
     @staticmethod
@@ -93,8 +88,8 @@ class MemoryBuffers:
 
     def _rate(self, work: Callable[[np.ndarray, np.ndarray], object], nbytes: int) -> float:
         """Works on all pieces of the buffers with all threads; NumPy lets go of the interpreter's lock meanwhile."""
-        pieces = [np.array_split(buffer, PIECES * threads()) for buffer in (self.source, self.target)]
-        with ThreadPoolExecutor(threads()) as pool:
+        pieces = [np.array_split(buffer, PIECES * cores()) for buffer in (self.source, self.target)]
+        with ThreadPoolExecutor(cores()) as pool:
             began = time.perf_counter()
             list(pool.map(work, *pieces))
             return nbytes / (time.perf_counter() - began) / 1e9

@@ -1,6 +1,5 @@
 """The figures of `tilewright bench serving`, each computed in one place. `docs/metrics.md` defines them."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +7,12 @@ import numpy as np
 
 from tilewright.bench.serving import Outcome, failures
 from tilewright.bench.speculative_figures import Row, mean
+from tilewright.report.charts import round_step
 
 OBJECTIVES = ("ttft", "tpot", "e2e")
 """Latencies that goodput can bound, in milliseconds."""
+SHORTEST_BIN_S = 0.001
+"""The least length of a span in which tokens are counted."""
 REJECTED = ("http_429", "http_503")
 """Failures by which a server says that it has too much to do."""
 
@@ -195,7 +197,7 @@ def tokens_over_time(outcomes: Sequence[Outcome], bins: int = 300) -> tuple[floa
 
     Where chunks do not say how many tokens they bring, an answer's tokens are spread evenly over its chunks.
     """
-    length = round_length(max((outcome.end_s for outcome in outcomes), default=0.0) / bins)
+    length = round_step(max(max((outcome.end_s for outcome in outcomes), default=0.0) / bins, SHORTEST_BIN_S))
     counts = [0.0] * (bins + 1)
     for outcome in outcomes:
         chunks = outcome.answer.chunks
@@ -205,10 +207,3 @@ def tokens_over_time(outcomes: Sequence[Outcome], bins: int = 300) -> tuple[floa
     while len(counts) > 1 and not counts[-1]:
         counts.pop()
     return length, counts
-
-
-def round_length(least: float) -> float:
-    """The smallest of 1, 2, 5 and their decimal multiples that is not less than `least`, and at least a millisecond."""
-    least = max(least, 0.001)
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))

@@ -9,11 +9,11 @@ import jax
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.bench.bandwidth import DotProducts, MemoryBuffers, threads
+from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
 from tilewright.bench.linear import XLA_DTYPES, Format, Load, measure, steps, summary
 from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.cli.outputs import check_least, progress
-from tilewright.compiled.machine import chip_name
+from tilewright.compiled.machine import chip_name, cores
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import LinearCase, named
 from tilewright.metrics.linear import LINEAR
@@ -96,7 +96,7 @@ def report(
         verdicts = summary(listed)
         show(console, listed, verdicts)
         summaries.append({"model": model, "dtype": dtype, "criteria": verdicts})
-    about = {"chip": chip_name(), "threads": threads(), "isa": found.isa, "kernels": f"cpu {found.isa}" if found.isa else "xla"}
+    about = {"chip": chip_name(), "threads": cores(), "isa": found.isa, "kernels": f"cpu {found.isa}" if found.isa else "xla"}
     about |= {"kernels_reason": found.reason or None, "jax_version": jax.__version__, **(versions or {})}
     settings = {"dtype": dtypes, "weights_mb": options.weights_mb, "repetitions": options.repetitions}
     write_json(json_file, {**about, **settings, "summary": summaries, "data": records})

@@ -24,7 +24,7 @@ def takes_loops() -> bool:
 
 
 def cores() -> int:
-    """Number of cores that this process may use."""
+    """Number of cores that this process may use, which is also the size of XLA's thread pool."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
