@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from report.reading import Page, check_self_contained
-from tilewright.report.page import asset
-from tilewright.report.serving import ServingReport, at_share, sentences, write_serving
+from tilewright.report.page import asset, sentences
+from tilewright.report.serving import ServingReport, at_share, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
 from tilewright.report.tables import page_table
 

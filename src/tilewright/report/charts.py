@@ -1,7 +1,7 @@
 """Charts as inline SVG, coloured by the page's style, so that they follow its light and dark scheme."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
@@ -152,6 +152,52 @@ class StackedBars:
 def drawn(values: Sequence[float]) -> list[float]:
     """The lengths of a bar's parts: a value below 0 stands in the figures alone."""
     return [max(value, 0.0) for value in values]
+
+
+LANES_WIDTH, LANE, LANE_GAP = 1000, 12, 3
+"""Of a picture of lanes, in its own units: its width, the height of a lane, and what is between two of them."""
+
+
+@dataclass(frozen=True)
+class LaneRow:
+    """What one thing does over time.
+
+    Attributes:
+        lanes: of spans (begin, end, kind), one lane below the other.
+        marks: moments that get a line through all lanes.
+    """
+
+    name: str
+    lanes: Sequence[Sequence[tuple[float, float, str]]]
+    marks: Sequence[float] = ()
+
+
+def lane_figure(title: str, rows: Sequence[LaneRow], kinds: Mapping[str, str], longest: float, table: HtmlTable) -> str:
+    """A chart of what several things do, all over the same axis of time.
+
+    Args:
+        kinds: names of the kinds of spans, in the order of the colours. Spans too short to see are left out.
+        longest: where the axis ends, in milliseconds as all times are.
+        table: the chart's figures.
+    """
+    scale, colours = LANES_WIDTH / (longest or 1.0), [*kinds]
+    pictures = []
+    for row in rows:
+        height = len(row.lanes) * (LANE + LANE_GAP) - LANE_GAP
+        parts = [
+            f'<rect class="{series_class(colours.index(kind))}" x="{scale * begin:.2f}" y="{n * (LANE + LANE_GAP)}" '
+            f'width="{scale * (end - begin):.2f}" height="{LANE}"/>'
+            for n, spans in enumerate(row.lanes)
+            for begin, end, kind in spans
+            if scale * (end - begin) >= 0.02
+        ]
+        for mark in row.marks:
+            parts.append(f'<line class="axis" x1="{scale * mark:.1f}" x2="{scale * mark:.1f}" y1="0" y2="{height}"/>')
+        label = escape(f"{title}: {row.name} over {longest:,.3f} ms")
+        box = f'viewBox="0 0 {LANES_WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{label}"'
+        pictures.append(f"<div>{escape(row.name)}</div><svg {box}>{''.join(parts)}</svg>")
+    ends = f"<p><span>0</span><span>{longest:,.3f} ms</span></p>"
+    return figure(title, f'<div class="lanes">{"".join(pictures)}{ends}</div>', bar_key([*kinds.values()]), table)
 
 
 def figure(title: str, drawing: str, key: str, table: HtmlTable) -> str:

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.neuron import NEURON
 from tilewright.metrics.tables import FigureTable, grouped
-from tilewright.report.charts import LineChart, Series, StackedBars, bar_key, figure
-from tilewright.report.page import Block, HtmlTable, Section, series_class, write_sections
-from tilewright.report.ranges import ranges_section, sentences
+from tilewright.report.charts import LaneRow, LineChart, Series, StackedBars, lane_figure
+from tilewright.report.page import Block, HtmlTable, Section, sentences, write_sections
+from tilewright.report.ranges import ranges_section
 from tilewright.report.tables import page_table
 
 MOMENTS = ("compute", "loading", "exposed", "waiting")
@@ -19,13 +18,11 @@ MOMENTS = ("compute", "loading", "exposed", "waiting")
 
 MOMENT_NAMES = ("compute", "loading alone", "exposed communication", "waiting")
 
-KINDS = ("compute", "dma", "tp", "fsdp", "other")
-"""Kinds of spans in a chart, in the order of the colours."""
-
-KIND_NAMES = ("compute", "compute's transfers", "tensor-parallel", "fully sharded", "other collectives")
-
-WIDTH, LANE, GAP = 1000, 10, 3
-"""Of the picture, in its own units."""
+KINDS = {
+    "compute": "compute", "dma": "compute's transfers", "tp": "tensor-parallel", "fsdp": "fully sharded",
+    "other": "other collectives",
+}  # fmt: skip
+"""Kinds of spans in a chart and what it calls them, in the order of the colours."""
 
 LEAD = "A discrete-event model; nothing ran on a chip. docs/neuron.md says what is modelled and where its figures come from."
 
@@ -55,19 +52,8 @@ class Engines:
     total_ms: float
 
     def html(self) -> str:
-        scale = WIDTH / (self.total_ms or 1.0)
-        pictures = []
-        for name, spans in self.lanes:
-            rects = "".join(
-                f'<rect class="{series_class(KINDS.index(kind))}" x="{scale * begin:.2f}" y="0" '
-                f'width="{scale * (end - begin):.2f}" height="{LANE}"/>'
-                for begin, end, kind in merged(spans, 0.2 / scale)
-            )
-            label = escape(f"{self.title}: {name} over {self.total_ms:,.3f} ms")
-            box = f'viewBox="0 0 {WIDTH} {LANE + GAP}" preserveAspectRatio="none" role="img" aria-label="{label}"'
-            pictures.append(f"<div>{escape(name)}</div><svg {box}>{rects}</svg>")
-        ends = f"<p><span>0</span><span>{self.total_ms:,.3f} ms</span></p>"
-        return figure(self.title, f'<div class="lanes">{"".join(pictures)}{ends}</div>', bar_key(KIND_NAMES), self.table())
+        rows = [LaneRow(name, [merged(spans, self.total_ms / 5000)]) for name, spans in self.lanes]
+        return lane_figure(self.title, rows, KINDS, self.total_ms, self.table())
 
     def table(self) -> HtmlTable:
         """Table of the time in which each lane has something under way."""
@@ -108,7 +94,7 @@ def write_simulation(
         page_table(exposed),
     ]
     text = f"{record['total_ms']:,.3f} ms; {record['limit']} is busy longest; {record['memory_gib']:,.2f} GiB of device memory."
-    text = " ".join([text, *sentences(record["notes"])])
+    text = f"{text} {sentences(record['notes'])}".rstrip()
     sections = [Section("What runs when", [engines], text), Section("Figures", blocks, grid=True)]
     data = {"environment": dict(environment), "data": dict(record)}
     write_sections(path, title, sections, lead=LEAD, facts=environment, data=data)
@@ -138,7 +124,7 @@ def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) 
             *by_cores(f"Time per output token, input of {tokens:,}", "ms", "tpot_ms", of),
         ]
         sections.append(Section(f"Input of {tokens:,} tokens", blocks, grid=True))
-        notes = " ".join(sentences(note for one in of for note in one["notes"]))
+        notes = sentences(note for one in of for note in one["notes"])
         sections.append(Section(f"Figures, input of {tokens:,}", [page_table(inference_table(AT_BEST, of))], notes))
     sections.append(ranges_section(plan["ranges"]))
     environment = {name: value for name, value in plan.items() if name not in ("data", "ranges", "winner")}

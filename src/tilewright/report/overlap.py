@@ -2,22 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.overlap import LAYER, MICRO
 from tilewright.metrics.tables import FigureTable, grouped
-from tilewright.report.charts import StackedBars, bar_key, figure
-from tilewright.report.page import HtmlTable, Section, series_class, write_sections
+from tilewright.report.charts import LaneRow, StackedBars, lane_figure
+from tilewright.report.page import HtmlTable, Section, write_sections
 from tilewright.report.ranges import ranges_section
 from tilewright.report.tables import page_table
 
-KINDS = ("compute", "exposed", "memory wait", "hidden")
-"""Kinds of spans in a chart, in the order of the colours."""
-
-NAMES = ("compute", "exposed communication", "waiting for memory", "hidden communication")
+KINDS = {
+    "compute": "compute", "exposed": "exposed communication", "memory wait": "waiting for memory",
+    "hidden": "hidden communication",
+}  # fmt: skip
+"""Kinds of spans in a chart and what it calls them, in the order of the colours."""
 
 COLUMNS = chosen(
     LAYER,
@@ -32,9 +32,6 @@ AGAINST = (
 HIDDEN = Metric("hidden_share_of_communication", head="hidden", form=".0%")
 MICRO_COLUMNS = (*chosen(MICRO, "made_of_it compute_us communication_us exposed_us"), HIDDEN)
 MEASURED_COLUMNS = chosen(MICRO, "collective program size_bytes product_us collective_us both_us hidden_share")
-
-WIDTH, LANE, GAP = 1000, 12, 3
-"""Of the picture, in its own units: its width, the height of a lane, and what is between them."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
         )
         picture = LaneChart(f"What runs when, {name}", report.lanes[name])
         table = page_table(layer_table("Communication of a layer", records), note=AGAINST)
-        blocks = [table, layer_bars(records), picture]
+        blocks = [table, layer_bars(records, "schedule"), picture]
         sections.append(Section(name, blocks, text))
     if report.ranges:
         sections.append(ranges_section(report.ranges))
@@ -151,14 +148,14 @@ def total_text(total_ms: float, steady: bool) -> str:
     return significant(total_ms) + ("" if steady else "\nnot steady")
 
 
-def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
-    """The time of each compiled layer under each schedule."""
-    bars = [
-        (f"{one['schedule']}, layer {layer['layer']}", [layer[f"{name}_ms"] for name in ("compute", "exposed", "memory_wait")])
-        for one in records
-        for layer in one["layers"]
-    ]
-    return StackedBars("Time of each layer", NAMES[:3], bars, "ms")
+def layer_bars(records: Sequence[Mapping[str, Any]], name: str) -> StackedBars:
+    """The time of each compiled layer, in each pass if there are two, of the programs that this field of records names."""
+    bars = []
+    for one in records:
+        for layer in one["layers"]:
+            label = f"{one[name]}, {layer.get('pass', 'layer')} {layer['layer']}"
+            bars.append((label, [layer[f"{part}_ms"] for part in ("compute", "exposed", "memory_wait")]))
+    return StackedBars("Time of each layer", [*KINDS.values()][:3], bars, "ms")
 
 
 @dataclass(frozen=True)
@@ -173,28 +170,9 @@ class LaneChart:
     rows: Sequence[Mapping[str, Any]]
 
     def html(self) -> str:
-        longest = max((span[1] for row in self.rows for span in (*row["core"], *row["links"])), default=0.0) or 1.0
-        pictures = []
-        for row in self.rows:
-            parts = [self.lane(spans, n * (LANE + GAP), longest) for n, spans in enumerate((row["core"], row["links"]))]
-            for begin in row["layer_begins_ms"]:
-                x = WIDTH * begin / longest
-                parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{2 * LANE + GAP}"/>')
-            label = escape(f"{row['schedule']}: the core above, the links below, over {milliseconds(longest)} ms")
-            box = f'viewBox="0 0 {WIDTH} {2 * LANE + GAP}" preserveAspectRatio="none" role="img" aria-label="{label}"'
-            pictures.append(f"<div>{escape(row['schedule'])}</div><svg {box}>{''.join(parts)}</svg>")
-        drawing = f'<div class="lanes">{"".join(pictures)}<p><span>0</span><span>{milliseconds(longest)} ms</span></p></div>'
-        return figure(f"{self.title}: core above, links below", drawing, bar_key(NAMES), self.table())
-
-    def lane(self, spans: Sequence[Sequence[Any]], y: float, longest: float) -> str:
-        """Bars; those too short to see are left out."""
-        scale = WIDTH / longest
-        return "".join(
-            f'<rect class="{series_class(KINDS.index(kind))}" x="{scale * begin:.2f}" y="{y}" '
-            f'width="{scale * (end - begin):.2f}" height="{LANE}"/>'
-            for begin, end, kind in spans
-            if scale * (end - begin) >= 0.02
-        )
+        longest = max((span[1] for row in self.rows for span in (*row["core"], *row["links"])), default=0.0)
+        rows = [LaneRow(row["schedule"], [row["core"], row["links"]], row["layer_begins_ms"]) for row in self.rows]
+        return lane_figure(f"{self.title}: core above, links below", rows, KINDS, longest, self.table())
 
     def table(self) -> HtmlTable:
         """Table of the time of each kind, on both lanes."""
@@ -206,7 +184,7 @@ class LaneChart:
             under_way = sum(end - begin for begin, end, kind in row["links"] if kind == "hidden")
             taken["hidden"] = max(0.0, under_way - taken["exposed"])
             rows.append([row["schedule"], *(milliseconds(taken[kind]) for kind in KINDS)])
-        return HtmlTable(f"{self.title}, ms", ["", *NAMES], rows)
+        return HtmlTable(f"{self.title}, ms", ["", *KINDS.values()], rows)
 
 
 ABOUT_MICRO = (

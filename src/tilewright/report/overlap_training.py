@@ -8,8 +8,7 @@ from typing import Any
 from tilewright.metrics.metric import chosen, significant
 from tilewright.metrics.overlap import LAYER, TRAINING_STEP, TRANSFERS
 from tilewright.metrics.tables import FigureTable, grouped
-from tilewright.report.charts import StackedBars
-from tilewright.report.overlap import LEAD, NAMES, LaneChart, OverlapReport, layer_estimates
+from tilewright.report.overlap import LEAD, LaneChart, OverlapReport, layer_bars, layer_estimates
 from tilewright.report.page import Section, write_sections
 from tilewright.report.ranges import ranges_section
 from tilewright.report.tables import page_table
@@ -47,7 +46,7 @@ def write_training(path: str | Path, report: OverlapReport) -> None:
             page_table(step_table("Communication of a layer", records, *COMMUNICATION)),
             page_table(step_table("Time and memory", records, MEMORY, ""), note=MEMORY_NOTE),
         ]
-        blocks = [*tables, layer_bars(records), picture, *(page_table(transfers_table(one)) for one in records)]
+        blocks = [*tables, layer_bars(records, "program"), picture, *(page_table(transfers_table(one)) for one in records)]
         sections.append(Section(name, blocks, text))
     if report.ranges:
         sections.append(ranges_section(report.ranges))
@@ -77,19 +76,6 @@ def step_table(title: str, records: Sequence[Mapping[str, Any]], names: str, par
     ]
     metrics = (*heads, *chosen((*LAYER, *TRAINING_STEP), names))
     return FigureTable(title, "program", {"": rows}, metrics, shares=("exposed_share",), unknown="")
-
-
-def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
-    """The time of each compiled layer in each program."""
-    bars = [
-        (
-            f"{one['program']}, {layer['pass']} {layer['layer']}",
-            [layer[f"{name}_ms"] for name in ("compute", "exposed", "memory_wait")],
-        )
-        for one in records
-        for layer in one["layers"]
-    ]
-    return StackedBars("Time of each layer", NAMES[:3], bars, "ms")
 
 
 def transfers_table(record: Mapping[str, Any]) -> FigureTable:

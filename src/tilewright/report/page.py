@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
@@ -128,6 +128,11 @@ class Section:
         kind = "grid" if self.grid else "stack"
         blocks = "".join(f'<div class="block">{block.html()}</div>' for block in self.blocks)
         return f'<section><h2>{escape(self.title)}</h2>{text}<div class="{kind}">{blocks}</div></section>'
+
+
+def sentences(notes: Iterable[str]) -> str:
+    """Notes as the text of a page, each once."""
+    return " ".join(f"{note[0].upper()}{note[1:]}." for note in dict.fromkeys(notes))
 
 
 def facts_html(facts: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """The part of a page that says how far predictions for chips that are not here may be off."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from tilewright.report.page import Block, HtmlTable, Section
+from tilewright.report.page import Block, HtmlTable, Section, sentences
 
 
 def ranges_section(sweeps: Mapping[str, Mapping[str, Any]]) -> Section:
@@ -17,10 +17,5 @@ def ranges_section(sweeps: Mapping[str, Mapping[str, Any]]) -> Section:
             rows.append([label, f"{one['value']:,.3f}", ends, f"{one['first']} of {sweep['draws']}", decides])
         heads = ["", sweep["unit"], "range", "first in", "decides (rank correlation)"]
         tables.append(HtmlTable(f"{name}, with the {sweep['range']}", heads, rows))
-    text = " ".join(sentences(line for sweep in sweeps.values() for line in sweep["text"][1:]))
+    text = sentences(line for sweep in sweeps.values() for line in sweep["text"][1:])
     return Section("Ranges", tables, text)
-
-
-def sentences(notes: Iterable[str]) -> list[str]:
-    """Notes for a page, each once."""
-    return [f"{note[0].upper()}{note[1:]}." for note in dict.fromkeys(notes)]

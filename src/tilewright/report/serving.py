@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewright.metrics.metric import significant
 from tilewright.report.charts import LineChart, Series
-from tilewright.report.page import Block, HtmlTable, Section, asset, document, facts_html
+from tilewright.report.page import Block, HtmlTable, Section, asset, document, facts_html, sentences
 from tilewright.report.serving_terminal import GOODPUT, OUTPUT, latency_table
 from tilewright.report.tables import page_table
 
@@ -99,12 +99,8 @@ def write_serving(path: str | Path, report: ServingReport) -> None:
         "bin_s": report.bin_s,
         "tokens_per_bin": list(report.tokens_per_bin),
     }
-    page = document(report.title, body, styles=("page.css", "serving.css"), scripts=("serving.js",), data=data)
+    page = document(report.title, body, styles=("page.css", "scripted.css", "serving.css"), scripts=("serving.js",), data=data)
     Path(path).write_text(page, encoding="utf-8")
-
-
-def sentences(notes: Sequence[str]) -> str:
-    return " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
 
 
 def headline_html(figures: Mapping[str, Any]) -> str:
