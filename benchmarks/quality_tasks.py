@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench.datasets import MBPP_SPLITS, messages, read_examples, read_records
+from tilewright.bench.datasets import MBPP_SPLITS, messages, read_examples
 from tilewright.models.chat import ChatTemplate
+from tilewright.train.data import read_records
 
 REFERENCES = {"gsm8k_test": "answer", "humaneval": "canonical_solution", "mbpp": "code", "math500": "solution"}
 """The data files, and the field of each that holds the reference answer."""

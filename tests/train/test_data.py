@@ -84,10 +84,10 @@ def test_only_a_newline_ends_a_record(tmp_path: Path):
     ("content", "problem"),
     [
         (b'{"text": "a"}\n\n{"text": \n', r"data\.jsonl:3: not JSON"),
-        (b'{"text": "a"}\n[1]\n', r"data\.jsonl:2: expected a JSON object, found list"),
+        (b'{"text": "a"}\n[1]\n', r"data\.jsonl:2: expected a JSON object, found \[1\]"),
         (b'{"text": "a"}\n{"prompt": "p"}\n', r"data\.jsonl, record 2: expected a record with"),
         (b'{"text": 3}\n', r"data\.jsonl, record 1: expected a record with"),
-        (b'{"text": "\xff"}\n', r"data\.jsonl: not UTF-8 text"),
+        (b'{"text": "\xff"}\n', r"data\.jsonl:1: not UTF-8 \(byte 11 of the line\)"),
     ],
 )
 def test_what_is_no_record_is_named(tmp_path: Path, content: bytes, problem: str):

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from tilewright.bench.datasets import shortened
 from tilewright.bench.http_client import Malformed
 from tilewright.bench.sse import Event
+from tilewright.train.data import shortened
 
 DONE = "[DONE]"
 COUNTS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")

@@ -3,16 +3,14 @@
 Everything is read and checked before anything runs; what is wrong is a `ValueError` that names the file and the line.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tilewright.models.chat import ChatTemplate
-from tilewright.train.data import format_question
+from tilewright.train.data import Record, format_question, read_records, shortened
 
-Record = dict[str, Any]
 Message = dict[str, str]
 
 MBPP_SPLITS = {"test": range(11, 511), "train": range(511, 975)}
@@ -74,11 +72,6 @@ def checked_text(value: object, what: str) -> str:
     return value
 
 
-def shortened(value: object) -> str:
-    shown = ascii(value)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
 def one(name: str) -> Callable[[Record], tuple[str, ...]]:
     """The turns of records whose only turn stands in one field."""
     return lambda record: (text_of(record, name),)
@@ -127,32 +120,6 @@ LAYOUTS = {
 }
 """By name, the first that fits decides. The wording for chat models is that of DFlash's benchmark (z-lab/dflash,
 `dflash/benchmark.py`; SWE-bench as in forks of its first version), so that acceptance lengths compare with published ones."""
-
-
-def read_records(path: Path) -> list[tuple[int, Record]]:
-    """Line number and object of each record of a JSONL file; empty lines are passed over.
-
-    Raises:
-        ValueError: naming the line that is not UTF-8, no JSON, or no object; or the file cannot be read.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")  # no other line break ends a record
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line)") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: expected a JSON object, found {shortened(record)}")
-        records.append((number, record))
-    return records
 
 
 def layout_name(record: Record, where: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from tilewright.bench.datasets import read_records, shortened
+from tilewright.train.data import read_records, shortened
 
 NAMES = (("prompt_tokens", "output_tokens"), ("prompt_tokens", "completion_tokens"), ("ContextTokens", "GeneratedTokens"))
 """The fields of prompt and output lengths, in tokens: plain ones, those of OpenAI's `usage`, those of Azure's published traces

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -16,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
+Record = dict[str, Any]
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 
 
@@ -69,24 +70,41 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 text") from None
 
 
-def read_jsonl(path: Path) -> list[dict[str, object]]:
-    """All records of a JSONL file.
+def read_records(path: Path) -> list[tuple[int, Record]]:
+    """Line number and object of each record of a JSONL file; empty lines are passed over.
 
     Raises:
-        ValueError: naming the line that is no JSON object.
+        ValueError: naming the line that is not UTF-8, no JSON, or no object; or the file cannot be read.
     """
+    try:
+        lines = path.read_bytes().split(b"\n")  # no other line break ends a record
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     records = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):  # no other line break ends a record
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error.msg})") from None
+            record = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line)") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
-        records.append(record)
+            raise ValueError(f"{path}:{number}: expected a JSON object, found {shortened(record)}")
+        records.append((number, record))
     return records
+
+
+def read_jsonl(path: Path) -> list[Record]:
+    """The records of `read_records` without their lines; errors are those."""
+    return [record for _, record in read_records(path)]
+
+
+def shortened(value: object) -> str:
+    """A value in at most 60 characters, for messages."""
+    shown = ascii(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def read_documents(paths: Sequence[Path]) -> list[Document]:
