@@ -12,7 +12,7 @@ from tilewright.llm.language_model import LanguageModel, load
 from tilewright.llm.stream import Stream
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import rows_of
-from tilewright.runtime.output import Piece
+from tilewright.runtime.output import Piece, Result
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import Shape, ShapeTable
@@ -94,3 +94,10 @@ def check_same_as_autoregressive(
             assert all(added - 1 <= accepted <= drafted for added, drafted, accepted in rounds)
             lengths += result.acceptance_lengths
     return lengths
+
+
+def result(*added: int, drafts: int = 3, tokens: list[int] | None = None, **known: list[int]) -> Result:
+    """A result whose rounds added so many tokens each, and accepted one fewer unless `accepted` says more."""
+    tokens = list(range(sum(added))) if tokens is None else tokens
+    drafted, accepted = known.get("drafted", [drafts] * len(added)), known.get("accepted", [n - 1 for n in added])
+    return Result("", tokens, list(added), "length", 1, drafted, accepted)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from reference.dflash_numpy import Drafter, Target
-from tilewright.bench.speculative_figures import tokens_per_round
 from tilewright.kernels.operations import Norm
 from tilewright.kernels.select import PLAIN
+from tilewright.llm.acceptance import tokens_per_round
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder, dflash
 from tilewright.models.checkpoint import read_config

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from tilewright.bench.diffusion_quality import Quality, compare_with_dense, token_agreement
-from tilewright.bench.speculative_figures import mean
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name
-from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
+from tilewright.compiled.timing import REPETITIONS, alternate, mean, quotients, spread
 from tilewright.diffusion.model import Denoised, DiffusionModel, StepReport
 from tilewright.diffusion.options import Denoising, Mode
 from tilewright.diffusion.programs import DiffusionKey, DiffusionTable

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from tilewright.bench.speculative_figures import mean
+from tilewright.compiled.timing import mean
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.state import SPANS, DiffusionState, Span, plan

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from tilewright.bench.serving import Outcome, failures
-from tilewright.bench.speculative_figures import Row, mean
+from tilewright.bench.speculative_figures import Row
+from tilewright.compiled.timing import mean
 from tilewright.report.charts import round_step
 
 OBJECTIVES = ("ttft", "tpot", "e2e")

@@ -5,8 +5,9 @@ and threads. So all sides of a comparison run once before any runs again, every 
 early as late, and follows as often upon the one as upon the other of its neighbours.
 """
 
+import math
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,6 +58,12 @@ class Spread:
 
 def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The mean, None of nothing."""
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else None
 
 
 def medians(times: Mapping[Key, Sequence[float]]) -> dict[Key, float]:

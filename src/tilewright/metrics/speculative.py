@@ -1,4 +1,4 @@
-"""Figures of `tilewright bench speculative`; `bench/speculative_figures.py` computes them."""
+"""Figures of `tilewright bench speculative`; `llm/acceptance.py` and `bench/speculative_figures.py` compute them."""
 
 from tilewright.metrics.metric import Metric
 
