@@ -11,7 +11,7 @@ import pytest
 
 from llm.support import build
 from reference.dflash_numpy import random_pair
-from tilewright.bench.replay import described, difference, opinions_of, passage, replay, token_texts
+from tilewright.bench.replay import described, opinions_of, passage, replay, token_texts
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
 from tilewright.report.replay import Passage, write_replay
@@ -136,11 +136,3 @@ def test_tokens_are_described_in_their_places(lm: LanguageModel):
 def test_token_texts_add_up_to_the_text(lm: LanguageModel):
     assert token_texts(lm, []) == []
     assert "".join(token_texts(lm, [4, 4, 9])) == "t4 t4 t9"
-
-
-def test_a_difference_is_placed_with_its_margin(lm: LanguageModel):
-    assert difference(lm, PROMPT, [1, 2, 3], [1, 2, 3]) is None
-    found = difference(lm, PROMPT, [1, 2, 3], [1, 4, 3])
-    assert found is not None
-    assert found.at == 1
-    assert found.margin == opinions_of(lm, [*PROMPT, 1, 2])[1][-1]

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llm.divergence import difference
 from llm.support import prompts
 from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Target, as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
-from tilewright.bench.replay import difference
 from tilewright.kernels.select import Weights
 from tilewright.llm.language_model import Kernels, LanguageModel, load
 from tilewright.runtime.sampling import Sampling

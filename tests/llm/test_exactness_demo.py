@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from llm.divergence import difference
 from llm.test_exactness import tokens_of
-from tilewright.bench.replay import difference
 from tilewright.llm.language_model import load
 from tilewright.models.hub import PACKAGED
 from tilewright.runtime.sampling import Sampling

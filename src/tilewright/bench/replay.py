@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jaxtyping import Float, Int
 
 from tilewright.bench.chosen import held
 from tilewright.bench.compare import environment
-from tilewright.bench.speculative_figures import first_difference
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.kernels.operations import Operations
 from tilewright.llm.language_model import LanguageModel
@@ -62,25 +60,6 @@ def opinions_of(lm: LanguageModel, text: Sequence[int]) -> tuple[np.ndarray, np.
     padded[0, : len(text)] = text
     probability, margin = opinions(lm.target, lm.ops, lm.model.models.target, padded)
     return np.asarray(probability)[0, : len(text)], np.asarray(margin)[0, : len(text)]
-
-
-class Divergence(NamedTuple):
-    """Place where two generations part: the index of the first token that differs, and the target's margin there.
-
-    The margin is the largest logit less the second. Programs that round differently part where it is close to 0.
-    """
-
-    at: int
-    margin: float
-
-
-def difference(lm: LanguageModel, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Divergence | None:
-    """Place where two generations after one prompt first differ; None if they are equal."""
-    at = first_difference(a, b)
-    if at is None:
-        return None
-    text = [*prompt, *max(a, b, key=len)[: at + 1]]
-    return Divergence(at, float(opinions_of(lm, text)[1][-1]))
 
 
 def token_texts(lm: LanguageModel | DiffusionModel, tokens: Sequence[int]) -> list[str]:
