@@ -219,7 +219,6 @@ def test_a_part_below_0_is_in_the_figures_and_not_drawn():
         (lambda: StackedBars("t", ["p"], [("a", [float("nan")])], "ms"), "expected finite parts of 'a'"),
         (lambda: StackedBars("t", ["p"], [("a", [0.0])], "ms"), "at least one bar above 0"),
         (lambda: HtmlTable("t", ["a", "b"], [["x"]]), "expected rows of 2 cells, found one of 1"),
-        (lambda: HtmlTable("t", ["a", "b"], [], groups=[("g", 3)]), "expected groups over 2 columns, found 3"),
         (lambda: Cell("x", share=1.5), "found 1.5"),
     ],
 )

@@ -22,6 +22,6 @@ def test_rows_without_a_group_and_values_without_a_bar():
 
 def test_shares_have_a_bar_of_themselves():
     rows = [{"name": "x", "rate": 1.0, "share": 0.25}, {"name": "y", "rate": 2.0, "share": None}]
-    page = page_table(FigureTable("t", "", {"": rows}, (RATE, SHARE), shares=("share",)), "title", "note")
+    page = page_table(FigureTable("title", "", {"": rows}, (RATE, SHARE), shares=("share",)), "note")
     assert page.rows == [["1.00", Cell("25%", share=0.25, colour=1)], ["2.00", None]]
     assert (page.title, page.note, list(page.columns)) == ("title", "note", ["tokens/s", "share"])

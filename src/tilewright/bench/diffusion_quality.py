@@ -1,6 +1,6 @@
 """Accuracy of cached steps: logits beside those of a dense pass over the same tokens, all along a mode's own trajectory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -89,13 +89,7 @@ class Quality:
         }
 
 
-def compare_with_dense(
-    model: DiffusionModel,
-    prompts: Sequence[Sequence[int]],
-    request: Denoising,
-    batch_size: int,
-    on_batch: Callable[[], None] = lambda: None,
-) -> Quality:
+def compare_with_dense(model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int) -> Quality:
     """Denoises the prompts step by step, each beside a dense pass over the tokens as they stand.
 
     Dense steps differ from themselves in nothing, and are not run.
@@ -113,7 +107,6 @@ def compare_with_dense(
             state, difference = step_beside_dense(denoiser, span, model.programs.params, state)
             quality.add(step, difference, len(batch))
             step += 1
-        on_batch()
     return quality
 
 

@@ -8,7 +8,6 @@ is that of the runtime's plain decoding, one request at a time. Every other way 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
@@ -16,8 +15,6 @@ from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens,
 from tilewright.bench.speculative_figures import first_difference
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.sampling import Sampling
-
-Kind = Literal["greedy", "sampled", "penalised", "mixed"]
 
 KINDS: dict[str, Sampling] = {
     "greedy": Sampling(),

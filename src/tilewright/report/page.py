@@ -49,42 +49,27 @@ class HtmlTable:
     Attributes:
         columns: headers; the first is that of the row names.
         rows: as long as `columns`; None leaves a cell empty.
-        groups: headers above several columns, as (text, number of columns); together as long as `columns`, or none.
-        total: whether the last row sums up the others.
+        note: below it.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell | None]]
-    groups: Sequence[tuple[str, int]] = ()
-    total: bool = False
     note: str = ""
 
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.title!r}: expected rows of {len(self.columns)} cells, found one of {len(row)}")
-        spanned = sum(span for _, span in self.groups)
-        if self.groups and spanned != len(self.columns):
-            raise ValueError(f"table {self.title!r}: expected groups over {len(self.columns)} columns, found {spanned}")
 
     def html(self) -> str:
         head = "".join(f'<th scope="col">{escape(column)}</th>' for column in self.columns)
-        above, spans = "", ""
-        if self.groups:
-            spans = "".join(f'<colgroup span="{span}"></colgroup>' for _, span in self.groups)
-            cells = (
-                f'<th scope="colgroup" colspan="{span}">{escape(text)}</th>' if text else f'<td colspan="{span}"></td>'
-                for text, span in self.groups
-            )
-            above = f'<tr class="groups">{"".join(cells)}</tr>'
-        body = list(map(row_html, self.rows))
-        foot = f"<tfoot>{body.pop()}</tfoot>" if self.total and body else ""
+        body = "".join(map(row_html, self.rows))
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         caption = f"<caption>{escape(self.title)}</caption>"
         return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>{caption}{spans}'
-            f"<thead>{above}<tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>{foot}</table></div>{note}"
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>{caption}'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
         )
 
 

@@ -7,11 +7,10 @@ from tilewright.metrics.tables import FigureTable, Row
 from tilewright.report.page import Cell, HtmlTable
 
 
-def page_table(table: FigureTable, title: str = "", note: str = "") -> HtmlTable:
+def page_table(table: FigureTable, note: str = "") -> HtmlTable:
     """The table for a page: a group's name stands before those of its rows.
 
     Args:
-        title: in the place of the table's own.
         note: below it.
     """
     every = [row for rows in table.groups.values() for row in rows]
@@ -21,7 +20,7 @@ def page_table(table: FigureTable, title: str = "", note: str = "") -> HtmlTable
             names = [f"{group}, {row['name']}" if group else row["name"]] if table.head else []
             lines.append([*names, *(cell(table, metric, row, rows, every) for metric in table.metrics)])
     heads = [*([table.head] if table.head else []), *(metric.head for metric in table.metrics)]
-    return HtmlTable(title or table.title, heads, lines, note=note)
+    return HtmlTable(table.title, heads, lines, note=note)
 
 
 def cell(table: FigureTable, metric: Metric, row: Row, rows: Sequence[Row], every: Sequence[Row]) -> str | Cell | None:
