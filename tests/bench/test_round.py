@@ -10,11 +10,11 @@ import pytest
 from tilewright.bench import round as rounds
 from tilewright.bench import round_compiled
 from tilewright.bench.round import RoundSetup, load, programs, with_ratios
-from tilewright.bench.round_compiled import RoundEstimate, kernel_cycles, over_layers, whole
-from tilewright.hardware.tpu import CHIPS
+from tilewright.bench.round_compiled import over_layers, whole
 from tilewright.models import decoder, dflash, params
 from tilewright.models.experts import Mixture
 from tilewright.models.published_configs import DFLASH_B16, MODELS
+from tilewright.perfmodel.compiler_estimate import CompilerEstimate
 from tilewright.runtime.memory import step_bytes
 
 QWEN3_4B = MODELS["qwen3-4b"]
@@ -119,14 +119,14 @@ def test_ratios_are_to_block_16_or_else_the_smallest():
     assert [(one["a_ratio"], one["base_block_size"]) for one in without] == [(4, 8), (1, 8)]
 
 
-def estimate_of(value: float) -> RoundEstimate:
-    return RoundEstimate(value, 0, 2 * value, 3 * value, value, 10 * value)
+def estimate_of(value: float) -> CompilerEstimate:
+    return CompilerEstimate(value, 0, 2 * value, 3 * value, value, 10 * value)
 
 
 def test_layers_beyond_the_compiled_ones_are_extrapolated():
     compiled: list[int] = []
 
-    def compile_with(layers: int) -> RoundEstimate:
+    def compile_with(layers: int) -> CompilerEstimate:
         compiled.append(layers)
         return estimate_of(5 + 3 * layers)
 
@@ -142,20 +142,3 @@ def test_what_both_share_is_in_the_peak_once():
     assert (both.cycles, both.memory_cycles, both.peak_bytes) == (9, 18, 75)
     assert both.bound_cycles == 18
     assert both.record()["bound_cycles"] == 18
-
-
-CALL = """HloModule one, is_scheduled=true
-
-ENTRY %main (x: f32[8,128]) -> f32[8,128] {
-  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
-  ROOT %call = f32[8,128]{1,0:T(8,128)} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={COST}
-}
-"""
-
-
-def test_a_kernel_counts_by_the_roofline_of_what_it_declares():
-    chip = CHIPS["v5e"]
-    declared = '{"custom_call_config":{"cost_estimate":{"flops":"12","transcendentals":"0","bytes_accessed":"819000000"}}}'
-    assert kernel_cycles(chip, CALL.replace("{COST}", declared)) == pytest.approx(1e6 * chip.clock_ghz)
-    with pytest.raises(ValueError, match="declares its cost, found call without"):
-        kernel_cycles(chip, CALL.replace("{COST}", "{}"))

@@ -11,15 +11,11 @@ from itertools import product
 from typing import Any
 
 from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, runs_of
-from tilewright.hardware.tpu import CHIPS
 from tilewright.parallel.sharding import grouping
 from tilewright.perfmodel.timeline import Timeline
 from tilewright.perfmodel.timeline_ranges import swept_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.runtime.placement import divided_sizes
-
-SLICES = {2: {2: "2x1", 4: "2x2", 8: "4x2", 16: "4x4"}, 3: {2: "2x1x1", 4: "2x2x1", 8: "2x2x2", 16: "4x2x2"}}
-"""By the axes of a chip's torus and the number of devices: the slice that is compiled for."""
 
 TILE = 128
 """Positions of a decoding step are rounded up to a multiple of this, so that caches fill whole tiles."""
@@ -53,20 +49,6 @@ class GridCase:
         """Record of the case with its TTFT, TPOT and throughput."""
         about = {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens, "batch_rows": self.batch}
         return {**about, "ttft_ms": 1e3 * ttft_s, "tpot_ms": 1e3 * tpot_s, "output_tokens_per_s": self.batch / tpot_s}
-
-
-def slice_of(kind: str, devices: int) -> str:
-    """The topology of a kind of chip over which a model is divided.
-
-    Raises:
-        ValueError: a kind or a number of devices that there is none for.
-    """
-    if kind not in CHIPS:
-        raise ValueError(f"expected a kind of TPU of {', '.join(CHIPS)}, found {kind!r}")
-    slices = SLICES[CHIPS[kind].ici_axes]
-    if devices not in slices:
-        raise ValueError(f"expected tensor parallelism over {', '.join(map(str, slices))} devices of {kind}, found {devices}")
-    return f"{kind}:{slices[devices]}"
 
 
 def head_s(setup: OverlapSetup, rows: int) -> float:

@@ -5,7 +5,7 @@ for all the others; embedding, head and the extension of the context are compile
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from tilewright.bench.round import RoundSetup, programs, with_ratios
-from tilewright.compiled.aot import Compiled, compile_for
-from tilewright.compiled.hlo import execution, read_module
+from tilewright.compiled.aot import compile_for
 from tilewright.hardware.ranged import ranged
 from tilewright.hardware.tpu import TpuChip, chip_of
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, dflash
 from tilewright.perfmodel.calibration import chip_with
+from tilewright.perfmodel.compiler_estimate import CompilerEstimate, estimate
 from tilewright.perfmodel.timeline_ranges import ROOFLINE_TIME
 from tilewright.perfmodel.uncertainty import DRAWS, Basis, Sweep, swept
 from tilewright.runtime.state import DecodeState, Span, Target, block_positions, run_target
@@ -35,72 +35,8 @@ RATIOS = (
 )
 """The figures that a record sets against those of block 16."""
 
-KERNEL = "tpu_custom_call"
-"""The custom-call target of a Pallas kernel."""
 
-
-@dataclass(frozen=True)
-class RoundEstimate:
-    """The compiler's estimates of a program: cycles, memory traffic and peak memory.
-
-    Attributes:
-        cycles: its estimated cycles, and `kernel_cycles`.
-        kernel_cycles: for Pallas kernels, of which it knows nothing: the roofline of the bytes and flops that they declare.
-        memory_cycles: the least number of cycles in which all its bytes can pass to and from device memory. Copies that run
-            beside the compute are here and not in `cycles`, so that a program takes at least the larger of the two.
-        read_bytes, written_bytes: of device memory.
-        peak_bytes: of device memory, at once.
-    """
-
-    cycles: float
-    kernel_cycles: float
-    memory_cycles: float
-    read_bytes: float
-    written_bytes: float
-    peak_bytes: float
-
-    def combined(self, other: "RoundEstimate", weight: float) -> "RoundEstimate":
-        """This, and `weight` times the other."""
-        return RoundEstimate(*(getattr(self, one.name) + weight * getattr(other, one.name) for one in fields(self)))
-
-    def beyond(self, fewer: "RoundEstimate") -> "RoundEstimate":
-        """Difference to an estimate of fewer layers: never less than nothing, however XLA placed the two."""
-        return RoundEstimate(*(max(0, getattr(self, one.name) - getattr(fewer, one.name)) for one in fields(self)))
-
-    @property
-    def bound_cycles(self) -> float:
-        """The larger of compute and memory."""
-        return max(self.cycles, self.memory_cycles)
-
-    def record(self) -> dict[str, float]:
-        return {**{one.name: round(getattr(self, one.name)) for one in fields(self)}, "bound_cycles": round(self.bound_cycles)}
-
-
-def estimate(chip: TpuChip, compiled: Compiled) -> RoundEstimate:
-    """Reads the estimate of a compiled program."""
-    traffic = compiled.traffic()
-    kernels = kernel_cycles(chip, compiled.hlo)
-    memory = chip.roofline_cycles(traffic.total, 0)
-    return RoundEstimate(compiled.cycles + kernels, kernels, memory, traffic.read, traffic.written, compiled.peak_bytes)
-
-
-def kernel_cycles(chip: TpuChip, hlo: str) -> float:
-    """The roofline of all Pallas kernels in a program, from the cost that each declares.
-
-    Raises:
-        ValueError: one declares none.
-    """
-    total = 0.0
-    for step in execution(read_module(hlo), lambda op, _: op.number("bytes_accessed") or 0).steps:
-        if step.op.custom_call_target == KERNEL:
-            moved, flops = step.op.number("bytes_accessed"), step.op.number("flops")
-            if moved is None or flops is None:
-                raise ValueError(f"expected a kernel that declares its cost, found {step.op.name} without it")
-            total += step.times * chip.roofline_cycles(moved, flops)
-    return total
-
-
-def over_layers(compile_with: Callable[[int], RoundEstimate], layers: int) -> RoundEstimate:
+def over_layers(compile_with: Callable[[int], CompilerEstimate], layers: int) -> CompilerEstimate:
     """The estimate for a model of `layers` layers, from those of the models in `LAYERS_COMPILED`."""
     few, more = LAYERS_COMPILED
     if layers <= more:
@@ -110,7 +46,7 @@ def over_layers(compile_with: Callable[[int], RoundEstimate], layers: int) -> Ro
     return second.combined(second.beyond(first), (layers - more) / (more - few))
 
 
-def head_estimates(topology: str, setup: RoundSetup) -> dict[str, RoundEstimate]:
+def head_estimates(topology: str, setup: RoundSetup) -> dict[str, CompilerEstimate]:
     """Both heads and the draft's best tokens, and all of them as XLA compiles them; none depends on the context."""
     target, models = setup.target, with_layers(setup, 1).models()
     norm_and_head = replace(models.target, layers=())
@@ -143,7 +79,7 @@ def with_layers(setup: RoundSetup, layers: int) -> RoundSetup:
     return replace(setup, target=target, drafter=replace(setup.drafter, num_layers=layers))
 
 
-def verify_layers(topology: str, setup: RoundSetup, layers: int) -> RoundEstimate:
+def verify_layers(topology: str, setup: RoundSetup, layers: int) -> CompilerEstimate:
     """Verification without its head."""
     small = with_layers(setup, layers)
 
@@ -159,7 +95,7 @@ def verify_layers(topology: str, setup: RoundSetup, layers: int) -> RoundEstimat
     return estimate(chip_of(topology), compile_for(topology, run, small.models().target, state, block, donate=1))
 
 
-def draft_layers(topology: str, setup: RoundSetup, layers: int) -> RoundEstimate:
+def draft_layers(topology: str, setup: RoundSetup, layers: int) -> CompilerEstimate:
     """Drafting without its head."""
     small = with_layers(setup, layers)
 
@@ -174,14 +110,14 @@ def draft_layers(topology: str, setup: RoundSetup, layers: int) -> RoundEstimate
     return estimate(chip_of(topology), compile_for(topology, run, *arguments))
 
 
-def extend_estimate(topology: str, setup: RoundSetup) -> RoundEstimate:
+def extend_estimate(topology: str, setup: RoundSetup) -> CompilerEstimate:
     """Extending the context: all layers of the drafter at once."""
     program = programs(setup)["extend"]
     state = replace(jax.eval_shape(setup.state), target_cache=())
     return estimate(chip_of(topology), compile_for(topology, program.run, setup.models(), state, *program.inputs, donate=1))
 
 
-def whole(layers: RoundEstimate, head: RoundEstimate, shared_bytes: int) -> RoundEstimate:
+def whole(layers: CompilerEstimate, head: CompilerEstimate, shared_bytes: int) -> CompilerEstimate:
     """The layers, then the head; `shared_bytes` are arguments of both."""
     both = layers.combined(head, 1)
     return replace(both, peak_bytes=both.peak_bytes - shared_bytes)
@@ -199,7 +135,7 @@ def compiled_rounds(
     embed = first.models().target.embed
     shared = embed.size * embed.dtype.itemsize if first.target.tie_word_embeddings else 0
 
-    def verified(setup: RoundSetup, head: RoundEstimate) -> RoundEstimate:
+    def verified(setup: RoundSetup, head: CompilerEstimate) -> CompilerEstimate:
         layers = over_layers(partial(verify_layers, topology, setup), setup.target.num_layers)
         return whole(layers, head, shared)
 
@@ -243,7 +179,7 @@ def round_sweep(topology: str, records: Sequence[Mapping[str, Any]], draws: int 
     return swept(predict, constants, draws, unit=unit, basis=basis, compared=False)
 
 
-def record(setup: RoundSetup, parts: Mapping[str, RoundEstimate], others: Mapping[str, RoundEstimate]) -> dict[str, Any]:
+def record(setup: RoundSetup, parts: Mapping[str, CompilerEstimate], others: Mapping[str, CompilerEstimate]) -> dict[str, Any]:
     """The figures of one round, each as `<part>_<figure>`."""
     flat = {f"{name}_{key}": value for name, one in {**parts, **others}.items() for key, value in one.record().items()}
     return {

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from tilewright.bench import overlap_here
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
-from tilewright.bench.overlap_grid import GridCase, predictions, scaled, slice_of
+from tilewright.bench.overlap_grid import GridCase, predictions, scaled
 from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
 from tilewright.cli.common import NUMBERS, WORDS
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.machine import chip_name
-from tilewright.hardware.tpu import chip_of
+from tilewright.hardware.tpu import chip_of, slice_of
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
 from tilewright.parallel.auto import AUTO

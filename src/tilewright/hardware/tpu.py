@@ -100,6 +100,10 @@ KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite":
 """The names of `CHIPS` by what JAX calls a device's kind."""
 
 
+SLICES = {2: {2: "2x1", 4: "2x2", 8: "4x2", 16: "4x4"}, 3: {2: "2x1x1", 4: "2x2x1", 8: "2x2x2", 16: "4x2x2"}}
+"""By the axes of a chip's torus and the number of devices: the slice that is compiled for."""
+
+
 def chip_of(topology: str) -> TpuChip:
     """The chip of a topology such as `v5e:2x2`.
 
@@ -110,3 +114,17 @@ def chip_of(topology: str) -> TpuChip:
     if kind not in CHIPS:
         raise ValueError(f"expected a TPU of {', '.join(CHIPS)}, found {topology!r}")
     return CHIPS[kind]
+
+
+def slice_of(kind: str, devices: int) -> str:
+    """The topology of a kind of chip over which a model is divided.
+
+    Raises:
+        ValueError: a kind or a number of devices that there is none for.
+    """
+    if kind not in CHIPS:
+        raise ValueError(f"expected a kind of TPU of {', '.join(CHIPS)}, found {kind!r}")
+    slices = SLICES[CHIPS[kind].ici_axes]
+    if devices not in slices:
+        raise ValueError(f"expected tensor parallelism over {', '.join(map(str, slices))} devices of {kind}, found {devices}")
+    return f"{kind}:{slices[devices]}"
