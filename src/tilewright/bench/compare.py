@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
-from tilewright.bench.chosen import chosen_figures
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun, Row, benchmark_row
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate
 from tilewright.llm.acceptance import num_spec_tokens
+from tilewright.llm.chosen import chosen_figures
 from tilewright.llm.language_model import Generation, LanguageModel
 from tilewright.runtime.sampling import Sampling
 

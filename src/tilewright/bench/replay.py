@@ -10,10 +10,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.bench.chosen import held
 from tilewright.bench.compare import environment
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.kernels.operations import Operations
+from tilewright.llm.chosen import held
 from tilewright.llm.language_model import LanguageModel
 from tilewright.llm.stream import Stream
 from tilewright.models import decoder

@@ -43,7 +43,7 @@ class DecodingRun:
         batch_size: the most rows decoded together.
         skipped: turns left out because they don't fit the model's context.
         part_seconds: the parts of one round that drafts ("draft", "verify", "other"), where they were measured.
-        chosen: what rounds did, where that was chosen as decoding went; see `bench/chosen.py`.
+        chosen: what rounds did, where that was chosen as decoding went; see `llm/chosen.py`.
     """
 
     dataset: str

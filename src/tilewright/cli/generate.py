@@ -9,7 +9,6 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from tilewright.bench.chosen import chosen_figures
 from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
@@ -27,6 +26,7 @@ from tilewright.cli.common import (
 from tilewright.cli.outputs import progress, write_replay_page
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.acceptance import generation_figures, num_spec_tokens
+from tilewright.llm.chosen import chosen_figures
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
 from tilewright.report import terminal

@@ -1,16 +1,14 @@
 """Rounds that were chosen as decoding went, and the reasons, for JSON, tables and pages."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from tilewright.kernels.operations import is_batch_invariant
+from tilewright.llm.acceptance import Row
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.interfaces import PLAIN
 from tilewright.runtime.output import Result
 from tilewright.speculation.policy import Policy
 from tilewright.speculation.team import Team
-
-Row = dict[str, Any]
 
 
 def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None:
