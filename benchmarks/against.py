@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tilewright.cli.common import JsonFile, check_output_file, human_console, write_json
+from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients
 

@@ -31,7 +31,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import tilewright as tw
-from tilewright.cli.common import JsonFile, check_output_file, human_console, keep_programs, write_json
+from tilewright.cli.common import keep_programs
+from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.metrics.tables import print_table
 from tilewright.models import published

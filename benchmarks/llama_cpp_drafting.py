@@ -31,7 +31,8 @@ from tilewright.bench.datasets import read_examples
 from tilewright.bench.speculative import DatasetPrompts, ask
 from tilewright.bench.speculative_figures import BASELINE
 from tilewright.cli.bench_speculative import DrafterArguments
-from tilewright.cli.common import AUTO, JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
+from tilewright.cli.common import AUTO, TargetOptions, keep_programs
+from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.llm.acceptance import distinct_ngram_ratio

@@ -26,7 +26,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import tilewright as tw
-from tilewright.cli.common import JsonFile, check_output_file, human_console, keep_programs, write_json
+from tilewright.cli.common import keep_programs
+from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
 from tilewright.llm.language_model import LanguageModel

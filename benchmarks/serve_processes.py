@@ -30,7 +30,7 @@ from cyclopts import App
 from rich.console import Console
 
 import tilewright
-from tilewright.cli.common import JsonFile, human_console, write_json
+from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.compiled.machine import cores, cpu_facts
 from tilewright.grammar.matcher import is_installed
 from tilewright.runtime.shape_file import table_text

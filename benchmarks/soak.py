@@ -48,7 +48,8 @@ from soak_verdict import (
 import tilewright
 from tilewright.bench.datasets import read_examples
 from tilewright.bench.http_client import Address
-from tilewright.cli.common import JsonFile, check_output_file, human_console, packaged_prompts_file
+from tilewright.cli.common import packaged_prompts_file
+from tilewright.cli.outputs import JsonFile, check_output_file, human_console
 from tilewright.compiled.machine import cores, cpu_facts
 from tilewright.runtime.shape_file import table_text
 from tilewright.runtime.shapes import ShapeTable

@@ -69,7 +69,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "from 1 to 8 devices, as many as there are here, found 9; XLA_FLAGS=--xla_force_host",
         ),
         (["t1", "--tensor-parallel", "3"], "expected devices that divide 4 heads"),
-        (["t1", "--compare", "--repetitions", "0"], "expected at least 1 repetition, found 0"),
+        (["t1", "--compare", "--repetitions", "0"], "expected repetitions of at least 1, found 0"),
         (["t1", "--drafter", "none", "--compare"], "--compare needs a drafter"),
         (["t1", "--drafter", "none", "--block-size", "1"], "expected a block size of at least 2, found 1"),
         (
@@ -297,7 +297,7 @@ DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new"]
         ([*DRAFTER, "--mask-token-id", "40"], "mask_token_id 40 lies outside"),
         ([*DRAFTER, "--gamma", "0"], "expected a gamma above 0, found 0"),
         ([*DRAFTER, "--anchors", "0"], "expected at least 1 anchor, found 0"),
-        ([*DRAFTER, "--regenerated", "-1"], "a number of continuations, found -1"),
+        ([*DRAFTER, "--regenerated", "-1"], "expected regenerated of at least 0, found -1"),
         (["drafter", "TEXT", "--target", "absent", "--out", "new"], "absent"),
         (["demo", "--gsm8k", "absent.jsonl"], "absent.jsonl: no such file"),
         (["evaluate", "--gsm8k", "absent.jsonl"], "absent.jsonl: no such file"),

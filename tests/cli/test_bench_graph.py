@@ -72,9 +72,9 @@ def test_estimates_for_an_absent_chip(run: Run):
     [
         (
             ["--experiment", "gcn,gnc"],
-            "expected the experiment scatter-add, gather-scatter, graphsage, gcn, gin, gat, found gnc",
+            "expected experiment of scatter-add, gather-scatter, graphsage, gcn, gin, gat, found gnc",
         ),
-        (["--layout", "wide"], "expected the layout auto, padded, bucketed, csr, found wide"),
+        (["--layout", "wide"], "expected layout of auto, padded, bucketed, csr, found wide"),
         (["--data", "uniform:1"], "expected uniform:NODES:MAXDEGREE"),
         (["--data", "nowhere"], "found nothing of that name"),
         (["--features", 0], "expected features of at least 1, found 0"),

@@ -103,7 +103,7 @@ def test_the_schedule_of_an_automatic_choice_is_named(run: Run, folder: Path):
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=80, height=20, highlight=False, emoji=False, _environ={})
-    monkeypatch.setattr("tilewright.cli.diffuse.human_console", lambda _: console)
+    monkeypatch.setattr("tilewright.cli.outputs.human_console", lambda _: console)
     return shown
 
 

@@ -150,7 +150,7 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, share: float
     "options, message",
     [
         (("--prefetch-distance", "x"), "expected --prefetch-distance as numbers of layers, found 'x'"),
-        (("--scatter-delay", ","), "expected at least one --scatter-delay, found none"),
+        (("--scatter-delay", ","), "expected scatter_delay, found none"),
         (("--rings", "tokens"), "expected --rings of weights, gradients, activations or all, found tokens"),
         (("--layers", "3"), "expected from 4 to 6 layers"),
         (

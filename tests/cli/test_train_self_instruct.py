@@ -72,9 +72,9 @@ def test_a_drafter_learns_in_bfloat16_what_waves_wrote(run: Run, target: Path, p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--self-instruct", -1], "expected a number of instructions, found -1"),
-        (["--self-instruct", 1, "--slots", 0], "expected at least 1 slot, found 0"),
-        (["--self-instruct", 1, "--waves", -1], "expected a number of rows for --waves, found -1"),
+        (["--self-instruct", -1], "expected self_instruct of at least 0, found -1"),
+        (["--self-instruct", 1, "--slots", 0], "expected slots of at least 1, found 0"),
+        (["--self-instruct", 1, "--waves", -1], "expected waves of at least 0, found -1"),
         (["--self-instruct", 1, "--regenerated", 2], "expected --regenerated or --self-instruct, found both"),
     ],
 )

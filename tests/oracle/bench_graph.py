@@ -23,7 +23,7 @@ from rich.table import Table
 from torch_geometric.nn import SAGEConv
 
 from tilewright.bench.graph import BenchGraph, Segments, peers, read_graph
-from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import Spread, alternate, spread
 from tilewright.graph.table import NeighborTable
@@ -152,7 +152,6 @@ def show(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> Non
 
 
 def main(*, data: SeveralWords = GRAPHS, features: int = 128, repetitions: int = 11, json_file: JsonFile = None) -> None:
-    check_json_file(json_file)
     console = human_console(json_file)
     torch.set_num_threads(cores())
     rng = np.random.default_rng(0)

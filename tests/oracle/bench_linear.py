@@ -16,7 +16,7 @@ from cyclopts import App
 
 from tilewright.bench.linear import Side, copied
 from tilewright.cli.bench_linear import LinearOptions, report
-from tilewright.cli.common import JsonFile
+from tilewright.cli.outputs import JsonFile
 from tilewright.compiled.machine import cores
 from tilewright.kernels.linear.cases import LinearCase
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from tilewright.bench.datasets import NOT_THINKING, read_examples
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import environment, fitted_table, measure, rows, rows_in_all, scalars_as_csv, ways_of
-from tilewright.cli.common import SEVERAL, progress_console, write_text
+from tilewright.cli.common import SEVERAL
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
-from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances, progress
+from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances, progress, progress_console, write_text
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising, Mode
@@ -124,14 +124,11 @@ def bench_diffusion(
 
     Every figure is defined in docs/metrics.md.
     """
-    outputs.check()
+    console = outputs.console()
     compared.check()
     if compared.new_tokens is not None:
         options.request(compared.new_tokens, compared.seed)
-    console = outputs.console()
-    template = models.chat_template(console) if compared.chat else None
-    if compared.chat and template is None:
-        raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
+    template = models.asked_template(compared.chat, console)
     texts, problems = compared.texts(models.model, template, console)
     model = models.load_model(console)
     base = options.request(compared.length(model, problems, options.block_length), compared.seed)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, BenchGraph, Experiment, measure, prepare, read_graph
 from tilewright.cli.common import WORDS, CompileCache, keep_programs
-from tilewright.cli.outputs import PageFiles, check_least, circumstances, progress
+from tilewright.cli.outputs import PageFiles, check_known, check_least, circumstances, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.compare import steps
 from tilewright.compiled.machine import chip_name
@@ -52,10 +52,7 @@ class GraphOptions:
 
     def check(self) -> None:
         """Raises a `ValueError` for an option out of its range."""
-        for what, known, given in (("experiment", EXPERIMENTS, self.experiment), ("layout", LAYOUTS, self.layout)):
-            unknown = [one for one in given if one not in known]
-            if unknown or not given:
-                raise ValueError(f"expected the {what} {', '.join(known)}, found {', '.join(unknown) or 'none'}")
+        check_known(self, experiment=EXPERIMENTS, layout=LAYOUTS)
         check_least(self, features=1, repetitions=1)
         for chip in self.chip:
             tpu_topology(chip)
@@ -66,10 +63,9 @@ def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = 
 
     Every figure is defined in docs/metrics.md.
     """
-    outputs.check()
+    console = outputs.console()
     options.check()
     keep_programs(options.compile_cache)
-    console = outputs.console()
     graph = read_graph(options.data)
     experiments = prepare(graph, options.experiment, options.layout, options.features, options.dtype, options.chip)
     records = run(console, experiments, options.repetitions, options.chip)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
 from tilewright.bench.linear import XLA_DTYPES, Format, Load, measure, steps, summary
-from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
-from tilewright.cli.outputs import check_least, progress
+from tilewright.cli.common import SEVERAL, CompileCache, keep_programs
+from tilewright.cli.outputs import JsonFile, check_least, human_console, progress, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import LinearCase, named
@@ -76,10 +76,9 @@ def report(
         peers: further sides, which this package does not come with.
         versions: of what the peers use, for the JSON.
     """
-    check_json_file(json_file)
+    console = human_console(json_file)
     cases = options.check()
     keep_programs(options.compile_cache)
-    console = human_console(json_file)
     found = native.kernels()
     if found.isa is None:
         console.print(f"without CPU kernels ({found.reason}): these are XLA's figures", style="dim", markup=False)

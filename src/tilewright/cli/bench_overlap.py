@@ -12,10 +12,9 @@ from rich.console import Console
 from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, HIDDEN, ROWS, MicroCase, cases, compiled, measured
 from tilewright.cli.bench_overlap_grid import GridOptions, bench_grid
 from tilewright.cli.common import NUMBERS, WORDS, given
-from tilewright.cli.outputs import PageFiles, progress
+from tilewright.cli.outputs import PageFiles, check_least, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.machine import chip_name
-from tilewright.hardware.links import HOP_US
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.metric import Metric, chosen
 from tilewright.metrics.overlap import MICRO
@@ -36,7 +35,6 @@ class PlaceOptions:
         chip: TPUs to compile for, several, "none" for none: kinds, by default v5e, and with --micro topologies, by default
             v5e:4x2,v5p:2x2x2,v6e:4x2.
         here: run on the devices that are here; by default where there are several, with --micro if they are no CPUs.
-        hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
         collective: of --micro: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute: several, by default all.
         size_kib: of --micro: what each device gives to a collective, in KiB, several.
         repetitions: of --micro: how often each is timed here.
@@ -47,7 +45,6 @@ class PlaceOptions:
     micro: bool = False
     chip: Annotated[tuple[str, ...] | None, WORDS] = None
     here: bool | None = None
-    hop_us: float = HOP_US
     collective: Annotated[tuple[str, ...], WORDS] = tuple(COLLECTIVES)
     size_kib: Annotated[tuple[int, ...], NUMBERS] = (64, 1024, 16384)
     repetitions: int = 5
@@ -58,16 +55,15 @@ class PlaceOptions:
         named = given(self.chip, TOPOLOGIES if self.micro else KINDS)
         return () if named == ("none",) else named
 
-    def jobs(self) -> list[tuple[str | None, list[MicroCase]]]:
+    def jobs(self, hop_us: float) -> list[tuple[str | None, list[MicroCase]]]:
         """For each place its cases; None stands for the devices that are here.
 
         Raises:
             ValueError: an option is none that there is, or nothing is asked for.
         """
-        if self.repetitions < 1:
-            raise ValueError(f"expected repetitions of at least 1, found {self.repetitions}")
-        if not 0 <= self.hop_us < float("inf"):
-            raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
+        check_least(self, repetitions=1)
+        if not 0 <= hop_us < float("inf"):
+            raise ValueError(f"expected the latency of a hop from 0 us, found {hop_us:g}")
         for chip in self.chips():
             chip_of(chip)
         found: list[tuple[str | None, list[MicroCase]]] = []
@@ -95,12 +91,11 @@ def bench_overlap(
     Predicted from compiled programs for TPUs that aren't here, and run on a small model where several devices are. --micro
     shows what compilers make of single collectives beside a product. Every figure is defined in docs/metrics.md.
     """
-    files.check()
     check_options(options, grid)
     if options.micro:
-        micro(options, files)
+        micro(options, grid.hop_us, files)
     else:
-        bench_grid(grid, options.chips(), options.here, options.hop_us, files)
+        bench_grid(grid, options.chips(), options.here, files)
 
 
 def check_options(options: PlaceOptions, grid: GridOptions) -> None:
@@ -112,9 +107,9 @@ def check_options(options: PlaceOptions, grid: GridOptions) -> None:
         raise ValueError(f"expected {expected} --{name.replace('_', '-')}")
 
 
-def micro(options: PlaceOptions, files: PageFiles) -> None:
+def micro(options: PlaceOptions, hop_us: float, files: PageFiles) -> None:
     """Single collectives beside a product."""
-    jobs, console = options.jobs(), files.console()
+    console, jobs = files.console(), options.jobs(hop_us)
     found: dict[str, list[dict[str, Any]]] = {"compiled": [], "measured": []}
     with progress(console, sum(len(of) for _, of in jobs)) as step:
         for chip, of in jobs:
@@ -122,20 +117,20 @@ def micro(options: PlaceOptions, files: PageFiles) -> None:
             for case in of:
                 step(f"{chip or 'here'} {case.collective} {case.program}", 0)
                 if mesh is None:
-                    found["compiled"].append(compiled(str(chip), case, options.hop_us))
+                    found["compiled"].append(compiled(str(chip), case, hop_us))
                 else:
                     found["measured"].append(measured(case, mesh, options.repetitions))
                 step()
-    about = environment(options, bool(found["measured"]))
+    about = environment(options, hop_us, bool(found["measured"]))
     show(console, found["compiled"], found["measured"])
     shown = (found["compiled"], found["measured"], about)
     files.write(console, {**about, **found}, lambda path: write_micro(path, *shown))
 
 
-def environment(options: PlaceOptions, ran: bool) -> dict[str, Any]:
+def environment(options: PlaceOptions, hop_us: float, ran: bool) -> dict[str, Any]:
     """Settings that the figures depend on."""
     shape = f"[{options.product_rows}, {options.hidden}] x [{options.hidden}, {options.hidden}], bfloat16"
-    about: dict[str, Any] = {"product": shape, "hop_us": options.hop_us, "devices": jax.device_count() if ran else None}
+    about: dict[str, Any] = {"product": shape, "hop_us": hop_us, "devices": jax.device_count() if ran else None}
     about |= {"jax_version": jax.__version__, "libtpu_version": version("libtpu") if options.chips() else None}
     return {**about, "measured_on": chip_name() if ran else None, "repetitions": options.repetitions if ran else None}
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -14,15 +13,14 @@ from rich.console import Console
 from tilewright.bench import overlap_here
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled
-from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
+from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges
 from tilewright.cli.common import NUMBERS, WORDS
-from tilewright.cli.outputs import PageFiles, progress
+from tilewright.cli.outputs import PageFiles, check_known, check_least, progress
 from tilewright.compiled.machine import chip_name
-from tilewright.hardware.tpu import chip_of, slice_of
+from tilewright.hardware.tpu import slice_of
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
 from tilewright.parallel.auto import AUTO
-from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, kind_of, measured_table, predicted_table, write_grid
 
 RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
@@ -31,7 +29,7 @@ RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class GridOptions:
+class GridOptions(TpuModelOptions):
     """The grid. The options of several values take them with commas or blanks between them.
 
     Attributes:
@@ -46,9 +44,6 @@ class GridOptions:
         here_divisor: of the tokens one in so many is left on devices that are here.
         compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
             on this model of time, and no TPU has tried them.
-        calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
-            fitted.
-        draws: of the constants that have a range.
     """
 
     model_config: str = "llama3-8b"
@@ -60,8 +55,6 @@ class GridOptions:
     layers: int | None = None
     here_divisor: int = 16
     compiler_options: bool = False
-    calibrate: Path | None = None
-    draws: int = EVENT_DRAWS
 
     def cases(self) -> list[GridCase]:
         """One for each input and batch.
@@ -69,20 +62,11 @@ class GridOptions:
         Raises:
             ValueError: an option is none that there is.
         """
-        for name in self.schedule:
-            if name not in SCHEDULES:
-                raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, found {name!r}")
-        several = {"input": self.input, "batch": self.batch, "tensor-parallel": self.tensor_parallel, "schedule": self.schedule}
-        for name, given in several.items():
-            if not given:
-                raise ValueError(f"expected at least one --{name}, found none")
-        least = {"input": min(self.input), "output": self.output, "batch": min(self.batch), "here-divisor": self.here_divisor}
-        for name, value in {**least, "tensor-parallel": min(self.tensor_parallel)}.items():
-            if value < (2 if name in ("input", "output") else 1):
-                raise ValueError(f"expected --{name} from {2 if name in ('input', 'output') else 1}, found {value}")
+        check_known(self, schedule=SCHEDULES)
+        check_least(self, input=2, output=2, batch=1, tensor_parallel=1, here_divisor=1)
         return [GridCase(one, self.output, batch) for one, batch in product(self.input, self.batch)]
 
-    def setups(self, chips: Sequence[str], hop_us: float) -> list[OverlapSetup]:
+    def setups(self, chips: Sequence[str]) -> list[OverlapSetup]:
         """One for each kind of chip and number of devices.
 
         Raises:
@@ -92,18 +76,17 @@ class GridOptions:
             return []
         slices = [(slice_of(kind, devices), devices) for kind in chips for devices in sorted(self.tensor_parallel)]
         config, found = model_config(self.model_config), []
-        fitted = calibrated_for(self.calibrate, map(chip_of, chips))
+        fitted = self.calibrations(topology for topology, _ in slices)
         for topology, devices in slices:
-            options = {"hop_us": hop_us, "compiler_options": self.compiler_options}
-            calibration = fitted.get(chip_of(topology).name)
-            found.append(OverlapSetup(topology, self.model_config, config, self.layers, **options, calibration=calibration))
+            options = {"compiler_options": self.compiler_options, "calibration": fitted[topology]}
+            found.append(OverlapSetup(topology, self.model_config, config, self.layers, hop_us=self.hop_us, **options))
             found[-1].check(devices)
         return found
 
 
-def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, hop_us: float, files: PageFiles) -> None:
+def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, files: PageFiles) -> None:
     """Predicts, runs, and writes what was asked for."""
-    cases, setups, console = grid.cases(), grid.setups(chips, hop_us), files.console()
+    console, cases, setups = files.console(), grid.cases(), grid.setups(chips)
     if here and jax.device_count() == 1:
         raise ValueError("expected several devices here for --here, found one")
     runs = here if here is not None else jax.device_count() > 1
@@ -118,7 +101,7 @@ def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, hop_u
         found["predicted"], drawn = predictions(setups, cases, grid.schedule, step, grid.draws)
         if runs:
             found["measured"] = measurements(small, widths, names, grid.compiler_options, step)
-    about = environment(grid, hop_us, bool(setups), runs)
+    about = environment(grid, bool(setups), runs)
     ranges = {name: one.record() for name, one in drawn.items()}
     show(console, found)
     for name, one in ranges.items():
@@ -165,9 +148,9 @@ def measurements(
     return found
 
 
-def environment(grid: GridOptions, hop_us: float, predicted: bool, ran: bool) -> dict[str, Any]:
+def environment(grid: GridOptions, predicted: bool, ran: bool) -> dict[str, Any]:
     """Settings that the figures depend on."""
-    about: dict[str, Any] = {"model": grid.model_config if predicted else None, "hop_us": hop_us if predicted else None}
+    about: dict[str, Any] = {"model": grid.model_config if predicted else None, "hop_us": grid.hop_us if predicted else None}
     about |= {"libtpu_version": version("libtpu") if predicted else None}
     about |= {"measured_on": chip_name() if ran else None, "measured_platform": jax.devices()[0].platform if ran else None}
     about |= {"compiler_options": grid.compiler_options}

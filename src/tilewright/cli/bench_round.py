@@ -12,18 +12,8 @@ from rich.console import Console
 from tilewright.bench.round import RoundSetup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds, round_sweep
 from tilewright.cli.calibrate import print_ranges
-from tilewright.cli.common import (
-    DEMO,
-    NUMBERS,
-    SEVERAL,
-    CompileCache,
-    JsonFile,
-    check_json_file,
-    human_console,
-    keep_programs,
-    write_json,
-)
-from tilewright.cli.outputs import check_least, progress
+from tilewright.cli.common import DEMO, NUMBERS, SEVERAL, CompileCache, keep_programs
+from tilewright.cli.outputs import JsonFile, check_least, human_console, progress, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import operations
@@ -127,10 +117,9 @@ def read_config(file: str, packaged: str) -> dict[str, Any]:
 
 def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile = None) -> None:
     """Times drafting, verifying, both heads and the extension of the context apart, with random weights."""
-    check_json_file(json_file)
+    console = human_console(json_file)
     setups = options.setups()
     keep_programs(options.compile_cache)
-    console = human_console(json_file)
     named = options.model_config is not None
     model = {"model": f"{options.model_config}, {options.draft_config}" if named else BUILT_IN, "dtype": options.dtype}
     about = {**model, "jax_version": jax.__version__}

@@ -292,11 +292,10 @@ def serving(
     Times to the first token and between tokens, throughput, goodput, τ. Exit status 1 if every request failed. Every figure is
     defined in docs/metrics.md.
     """
-    outputs.check()
+    console = outputs.console()
     peer.check()
     workload.check(peer.chat)
     requests = workload.read()
-    console = outputs.console()
     try:
         ran = asyncio.run(run(peer, requests))
     except NoModel as error:

@@ -17,8 +17,16 @@ from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.speculative import DatasetPrompts, ask, measure
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
-from tilewright.cli.common import AUTO, TargetOptions, check_packaged, packaged_prompts_file, progress_console, write_text
-from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances, write_replay_page
+from tilewright.cli.common import AUTO, SEVERAL, TargetOptions, check_packaged, packaged_prompts_file, short_names
+from tilewright.cli.outputs import (
+    TableFiles,
+    check_least,
+    check_some,
+    circumstances,
+    progress_console,
+    write_replay_page,
+    write_text,
+)
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
@@ -51,7 +59,7 @@ class DrafterArguments:
             (the default), drawn at the request's temperature with the target's own noise; the output is the same either way.
     """
 
-    drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("dflash",)
+    drafter: Annotated[tuple[str, ...], SEVERAL] = ("dflash",)
     block_size: int | Literal["auto", "auto-inexact"] | None = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
@@ -76,10 +84,8 @@ class DrafterArguments:
         """The baseline and every drafter, each under the name that it is shown with; all share the target."""
         base = target.load_with(None, DrafterOptions(), console)
         ways = {BASELINE: base}
-        short = [Path(name).name for name in self.drafter]
-        for name in self.drafter:
+        for name, shown in short_names(self.drafter).items():
             if name != BASELINE:
-                shown = name if short.count(Path(name).name) > 1 else Path(name).name
                 ways[shown] = base.with_drafter(*self.load(name, target, base, console))
             elif isinstance(self.block_size, int):
                 ways[f"none, block {self.block_size}"] = base.with_drafter(*self.load(None, target, base, console))
@@ -129,14 +135,14 @@ class Measuring:
         repetitions: how often each way is timed.
     """
 
-    data: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = ()
+    data: Annotated[tuple[Path, ...], SEVERAL] = ()
     samples: int = 20
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    batch_size: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative=())] = (1,)
+    batch_size: Annotated[tuple[int, ...], SEVERAL] = (1,)
     repetitions: int = REPETITIONS
 
     def check(self) -> None:
@@ -158,12 +164,11 @@ def speculative(
 
     Every figure is defined in docs/metrics.md.
     """
-    outputs.check()
+    console = outputs.console()
     measuring.check()
     sampling = measuring.sampling()
     drafted.check(target.model)
     sets = read_sets(measuring.data, measuring.samples)
-    console = outputs.console()
     template = target.chat_template(console)
     ways = drafted.ways(target, console)
     asked, runs = run_all(ways, sets, template, measuring, console)

@@ -1,13 +1,19 @@
-"""Ranges of predictions in a terminal, and `--calibrate`: constants fitted to a user's measurements."""
+"""Options of the models of time, with `--calibrate` constants fitted to measurements; and ranges in a terminal."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.hardware.tpu import TpuChip
+from tilewright.hardware.links import HOP_US
+from tilewright.hardware.neuron import instance_of
+from tilewright.hardware.tpu import chip_of
 from tilewright.perfmodel.calibration import Calibration, calibrate_tpu, read_measurements
+from tilewright.perfmodel.calibration_neuron import calibrate_neuron
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 
 
 def print_ranges(console: Console, title: str, sweeps: Iterable[Mapping[str, Any]]) -> None:
@@ -23,13 +29,56 @@ def print_notes(console: Console, records: Iterable[Mapping[str, Any]]) -> None:
         console.print(note, style="yellow", markup=False)
 
 
-def calibrated_for(path: Path | None, chips: Iterable[TpuChip]) -> dict[str, Calibration]:
-    """Constants of kinds of TPUs that are fitted to a file of `bench overlap --micro`, by kind; none without a file.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TpuModelOptions:
+    """Options of the model of links and memory of TPUs.
 
-    Raises:
-        ValueError: another file; see `read_measurements`.
+    Attributes:
+        hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
+        calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
+            fitted.
+        draws: of the constants that have a range.
     """
-    if path is None:
-        return {}
-    file = read_measurements(path)
-    return {chip.name: calibrate_tpu(file, chip) for chip in chips}
+
+    hop_us: float = HOP_US
+    calibrate: Path | None = None
+    draws: int = EVENT_DRAWS
+
+    def calibrations(self, topologies: Iterable[str]) -> dict[str, Calibration | None]:
+        """Constants for each topology that are fitted to the file; None without one.
+
+        Raises:
+            ValueError: another file, or another chip; see `read_measurements` and `chip_of`.
+        """
+        chips = {name: chip_of(name) for name in topologies}
+        file = None if self.calibrate is None else read_measurements(self.calibrate)
+        return {name: None if file is None else calibrate_tpu(file, chip) for name, chip in chips.items()}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class NeuronModelOptions:
+    """Options of the model of Neuron chips, and of what runs there.
+
+    Attributes:
+        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
+        instance: inf2.48xlarge, trn1.32xlarge, trn2.48xlarge, trn2-ultraserver or trn3-16.
+        calibrate: the output of nccom-test, to which latency and rate of collectives are fitted.
+    """
+
+    model_config: str = "llama3-8b"
+    instance: str = "inf2.48xlarge"
+    calibrate: Path | None = None
+
+    def calibration(self, draws: int | None) -> Calibration | None:
+        """Constants of the instance that are fitted to the file; None without one.
+
+        Raises:
+            ValueError: another file, or fewer than 2 draws.
+        """
+        if draws is not None and draws < 2:
+            raise ValueError(f"expected --draws from 2, found {draws}")
+        return (
+            None if self.calibrate is None else calibrate_neuron(read_measurements(self.calibrate), instance_of(self.instance))
+        )

@@ -17,8 +17,9 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_object, named_model, progress_console
+from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_object, named_model
 from tilewright.cli.generate import SamplingOptions
+from tilewright.cli.outputs import progress_console
 from tilewright.models.chat import ChatTemplate, check_values
 from tilewright.report import terminal
 from tilewright.runtime.engine import Engine

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any
 
-from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
+from tilewright.cli.common import WORDS
+from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.hardware.accelerators import ACCELERATORS, Accelerator, accelerator_of
 from tilewright.hardware.neuron import NEURON_CHIPS
 from tilewright.hardware.ranged import ranged
@@ -39,14 +40,13 @@ def chips(
     link_mb
         Work: bytes sent over links, in 1e6; chips without links take none.
     """
-    check_json_file(json_file)
+    console = human_console(json_file)
     for name, value in (("--gflop", gflop), ("--memory-mb", memory_mb), ("--link-mb", link_mb)):
         if value is not None and not 0 <= value < float("inf"):
             raise ValueError(f"expected {name} of 0 or more, found {value:g}")
     shown = [accelerator_of(name) for name in chip] or list(ACCELERATORS.values())
     work = None if gflop is memory_mb is link_mb is None else (1e9 * (gflop or 0), 1e6 * (memory_mb or 0), 1e6 * (link_mb or 0))
     records = [record(one, work) for one in shown]
-    console = human_console(json_file)
     last = "least_ms limit" if work else "fabric"
     columns = chosen(
         CHIPS,

@@ -1,15 +1,12 @@
-"""Parts that several commands share: model options, prompts, JSON output."""
+"""Options that several commands share, which name models and devices and load them; and their prompts."""
 
 import json
-import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from cyclopts import Parameter
@@ -17,6 +14,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from tilewright.bench.datasets import Example, read_examples
+from tilewright.cli.outputs import progress_console
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
@@ -27,6 +25,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.models.hub import PACKAGED, PUBLISHED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import is_first_process, make_mesh
+from tilewright.runtime.placement import Placement
 from tilewright.runtime.state import KvDtype
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
@@ -109,11 +108,16 @@ def given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
+def notice(line: str) -> None:
+    """Says something on standard error; of several processes that run a command together, the first one does."""
+    said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=not is_first_process())
+    said.print(line, style="dim", markup=False)
+
+
 def say_fallbacks(choices: Sequence[Selection]) -> None:
     """One line on standard error where kernels for the chip at hand do not run: which ones, and why."""
     if line := fallbacks(choices):
-        said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=not is_first_process())
-        said.print(line, style="dim", markup=False)
+        notice(line)
 
 
 def keep_programs(wanted: bool) -> Path | None:
@@ -127,8 +131,7 @@ def keep_programs(wanted: bool) -> Path | None:
     try:
         return compile_cache.enable(cache_folder(), *native.library_names().values())
     except (ValueError, OSError) as error:
-        said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
-        said.print(f"compiled programs are not kept: {error}", style="dim", markup=False)
+        notice(f"compiled programs are not kept: {error}")
     return None
 
 
@@ -140,9 +143,15 @@ def cpu_kernels(console: Console) -> native.Native:
 
 def cost_files() -> CostFiles:
     """Files that keep the costs of rounds from one process to the next."""
-    said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
-    kernels = sorted(native.library_names().values())
-    return CostFiles(cache_folder() / "costs", kernels, lambda line: said.print(line, style="dim", markup=False))
+    return CostFiles(cache_folder() / "costs", sorted(native.library_names().values()), notice)
+
+
+def say_schedules(placement: Placement | None, rows: Sequence[int], console: Console) -> None:
+    """A line for each number of rows for which something was chosen: what, and why."""
+    if placement is None:
+        return
+    for why in filter(None, map(placement.why, rows)):
+        console.print(f"--schedule {placement.name}: {why}", style="dim", markup=False)
 
 
 @Parameter(name="*")
@@ -206,9 +215,30 @@ class LoadOptions:
         """The model's chat template; None where it has none, as base models do."""
         return ChatTemplate.load(self.folder(console))
 
+    def asked_template(self, chat: bool, console: Console) -> ChatTemplate | None:
+        """The chat template where prompts are to go through it. Raises a `ValueError` where the model has none."""
+        template = self.chat_template(console) if chat else None
+        if chat and template is None:
+            raise ValueError(f"--chat needs a model with a chat template; {self.model} has none")
+        return template
+
+    def loading(self, devices: DeviceOptions, console: Console) -> dict[str, Any]:
+        """What loading any model takes, once its programs are kept and the CPU kernels are there."""
+        taken = {
+            "dtype": self.dtype, "weights": self.weights, "kernels": self.kernels, "mesh": devices.mesh(),
+            "schedule": devices.schedule, "compiler_options": devices.compiler_options, "console": progress_console(console),
+        }  # fmt: skip
+        keep_programs(self.compile_cache)
+        if self.kernels == "auto":
+            cpu_kernels(console)
+        return taken
+
     def folder(self, console: Console) -> Path:
         """The model's folder, fetched where it is named by its id."""
         return hub.resolve(self.model, console=progress_console(console), check=load_tokenizer)
+
+
+M = TypeVar("M", bound=LoadOptions)
 
 
 @Parameter(name="*")
@@ -228,20 +258,10 @@ class TargetOptions(LoadOptions):
         context: int | None = None,
     ) -> LanguageModel:  # fmt: skip
         """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or one of `PACKAGED_DRAFTERS`."""
-        mesh = devices.mesh()
-        keep_programs(self.compile_cache)
-        if self.kernels == "auto":
-            cpu_kernels(console)
         lm = load(
             self.model,
             self.drafter_source(drafter),
-            dtype=self.dtype,
-            weights=self.weights,
-            kernels=self.kernels,
-            mesh=mesh,
-            schedule=devices.schedule,
-            compiler_options=devices.compiler_options,
-            console=progress_console(console),
+            **self.loading(devices, console),
             kv_dtype=self.kv_dtype,
             context=context,
             block_size=options.block_size,
@@ -251,9 +271,7 @@ class TargetOptions(LoadOptions):
         )
         runs = implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING, kv_dtype=self.kv_dtype)
         say_fallbacks(runs)
-        if lm.placement is not None:
-            for why in filter(None, map(lm.placement.why, (1, max(lm.table.chunks)))):
-                console.print(f"--schedule {lm.placement.name}: {why}", style="dim", markup=False)
+        say_schedules(lm.placement, (1, max(lm.table.chunks)), console)
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
 
     @property
@@ -302,9 +320,6 @@ class ModelOptions(TargetOptions):
         return self.load_with(self.drafter_name, options, console, devices, context)
 
 
-M = TypeVar("M", bound=ModelOptions)
-
-
 @Parameter(name="*")
 @dataclass(frozen=True)
 class AdaptedModelOptions(ModelOptions):
@@ -335,6 +350,12 @@ def check_packaged(names: Iterable[str], model: str) -> None:
             raise ValueError(f"{known}, found {name}, which comes with {', '.join(others)}")
 
 
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """What each name of a folder, a file or an id is shown as: its last part, or the whole where several end alike."""
+    last = [Path(name).name for name in names]
+    return {name: name if last.count(short) > 1 else short for name, short in zip(names, last, strict=True)}
+
+
 def named_model(model: str | None, models: M) -> M:
     """The options with the model that stands alone on the command line.
 
@@ -361,82 +382,6 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{option}: expected a JSON object, found {text[:60]}")
     return fields
-
-
-JsonFile = Annotated[
-    str | None,
-    Parameter(
-        name="--json", allow_leading_hyphen=True, help='Write the figures as JSON to this file, "-" for standard output.'
-    ),
-]
-"""Where to write the figures as JSON."""
-
-
-def human_console(json_file: str | None) -> Console:
-    """Console that people read: standard output, or standard error when the figures go to standard output.
-
-    Of several processes that run a command together, the first one speaks.
-    """
-    return Console(stderr=json_file == "-", highlight=False, emoji=False, quiet=not is_first_process())
-
-
-def progress_console(console: Console) -> Console | None:
-    """Console for the progress of loading; None if the output is a file or a pipe, which bars would put empty lines into."""
-    return console if console.is_terminal else None
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was.
-
-    Of several processes that run a command together, the first one's file is kept.
-    """
-    if not is_first_process():
-        with TemporaryDirectory() as folder:
-            yield Path(folder) / path.name
-        return
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, which appears whole or not at all."""
-    with whole_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
-    """Writes the figures where `--json` says."""
-    if json_file is None or not is_first_process():
-        return
-    text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
-    if json_file == "-":
-        sys.stdout.write(text)
-    else:
-        write_text(Path(json_file), text)
-
-
-def check_output_file(option: str, name: str | None) -> None:
-    """Refuses, before any work, a place that cannot be written to; "-" is standard output, for `--json` alone."""
-    if name is None or (name == "-" and option == "--json"):
-        return
-    if name.startswith("-"):
-        or_standard = ', or "-" for standard output' if option == "--json" else ""
-        raise ValueError(f"{option} {name}: expected a file{or_standard}")
-    path = Path(name)
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {name}: its folder does not exist")
-    if path.is_dir():
-        raise ValueError(f"{option} {name}: expected a file, found a folder")
-
-
-def check_json_file(json_file: str | None) -> None:
-    """`check_output_file` of `--json`."""
-    check_output_file("--json", json_file)
 
 
 def packaged_prompts_file() -> Path:

@@ -5,8 +5,9 @@ from rich.console import Console
 from tilewright.bench.datasets import Example
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import DEMO, ModelOptions, cpu_kernels, gather_prompts, human_console
+from tilewright.cli.common import DEMO, ModelOptions, cpu_kernels, gather_prompts
 from tilewright.cli.generate import comparison, show
+from tilewright.cli.outputs import human_console
 from tilewright.models import published
 from tilewright.models.gguf import open_gguf
 from tilewright.report import terminal

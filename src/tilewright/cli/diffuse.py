@@ -14,17 +14,9 @@ from rich.progress import Progress
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import DenoisingRun, environment, run_figures
 from tilewright.bench.diffusion_replay import denoising_replay
-from tilewright.cli.common import (
-    DeviceOptions,
-    JsonFile,
-    check_output_file,
-    gather_prompts,
-    human_console,
-    progress_console,
-    write_json,
-)
+from tilewright.cli.common import DeviceOptions, gather_prompts
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
-from tilewright.cli.outputs import progress, write_file
+from tilewright.cli.outputs import OutputFiles, progress, progress_console, write_file, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.diffusion.model import Denoised, DiffusionModel, DiffusionSession
 from tilewright.diffusion.options import Denoising, Mode, Saliency
@@ -70,23 +62,20 @@ class ResponseOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class DiffuseOutputs:
+class DiffuseOutputs(OutputFiles):
     """Options of what is made besides the text.
 
     Attributes:
         steps_per_frame: denoising steps from one frame in the terminal to the next; by default as many as an eighth of a
             second holds.
         replay: write an HTML page that plays the response step by step, beside dense steps.
-        json_file: write the figures as JSON to this file, "-" for standard output.
     """
 
     steps_per_frame: int | None = None
     replay: Path | None = None
-    json_file: JsonFile = None
 
     def check(self) -> None:
-        check_output_file("--json", self.json_file)
-        check_output_file("--replay", None if self.replay is None else str(self.replay))
+        super().check()
         if self.steps_per_frame is not None and not 1 <= self.steps_per_frame <= STEPS_PER_DISPATCH:
             raise ValueError(f"expected steps_per_frame from 1 to {STEPS_PER_DISPATCH}, found {self.steps_per_frame}")
 
@@ -112,14 +101,11 @@ def diffuse(
     chat
         Put the prompts to the model as a user's messages, in its own chat template.
     """
-    outputs.check()
+    console = outputs.console()
     request = asked.request(options)
-    console = human_console(outputs.json_file)
     otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
     examples = gather_prompts(prompt, prompt_file, models.model, otherwise)
-    template = models.chat_template(console) if chat else None
-    if chat and template is None:
-        raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
+    template = models.asked_template(chat, console)
     model = models.load_model(console, devices=devices)
     texts = [prompt_text(example, (), template) for example in examples]
     if models.model == DEMO:

@@ -8,11 +8,10 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, LoadOptions, keep_programs, progress_console, say_fallbacks
+from tilewright.cli.common import DeviceOptions, LoadOptions, say_fallbacks, say_schedules
 from tilewright.diffusion.model import DiffusionModel, load
 from tilewright.diffusion.options import Denoising, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
-from tilewright.kernels import native
 from tilewright.kernels.select import DENOISING, implementations
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.tokenizer import encode
@@ -36,26 +35,9 @@ class DiffusionModelOptions(LoadOptions):
     def load_model(
         self, console: Console, table: DiffusionTable | None = None, devices: DeviceOptions = DeviceOptions()
     ) -> DiffusionModel:
-        mesh = devices.mesh()
-        keep_programs(self.compile_cache)
-        if self.kernels == "auto":
-            with console.status("CPU kernels: compiled at first use, then kept"):
-                native.kernels()
-        model = load(
-            self.model,
-            dtype=self.dtype,
-            weights=self.weights,
-            kernels=self.kernels,
-            table=table,
-            mesh=mesh,
-            schedule=devices.schedule,
-            compiler_options=devices.compiler_options,
-            console=progress_console(console),
-        )
+        model = load(self.model, table=table, **self.loading(devices, console))
         say_fallbacks(implementations(model.config.decoder, model.programs.dtype, kernels=self.kernels, operations=DENOISING))
-        if model.placement is not None:
-            for why in filter(None, map(model.placement.why, (model.table.positions[0], model.context))):
-                console.print(f"--schedule auto: {why}", style="dim", markup=False)
+        say_schedules(model.placement, (model.table.positions[0], model.context), console)
         return model
 
 

@@ -17,7 +17,9 @@ import jax
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import DEMO, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
+from tilewright.cli.common import DEMO, CompileCache, keep_programs
+from tilewright.cli.extras import EXTRAS, installation
+from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name, cores, cpu_facts
 from tilewright.kernels import native
@@ -39,28 +41,6 @@ INSTRUCTIONS = {
     "amx_bf16": "AMX-BF16",
 }
 """Instruction sets that the kernels know to use, by the names that Linux gives them."""
-EXTRAS = {
-    "train": (("optax",), "tilewright train", "pip install 'tilewright[train]'"),
-    "sharded": (("orbax",), "checkpoints of training over several devices", "pip install 'tilewright[sharded]'"),
-    "serve": (
-        ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
-        "serving over HTTP",
-        "pip install 'tilewright[serve]'",
-    ),
-    "gguf": (("gguf",), "models in GGUF files", "pip install 'tilewright[gguf]'"),
-    "grammar": (("llguidance",), "structured output and forced calls of tools", "pip install 'tilewright[grammar]'"),
-    "otel": (("opentelemetry.sdk",), "traces for OpenTelemetry", "pip install 'tilewright[otel]'"),
-    "ray": (("ray",), "replicas on a cluster (deploy/ray_serve.py)", "pip install 'tilewright[ray]'"),
-    "graph": (("scipy",), "graphs with their nodes numbered for locality", "pip install 'tilewright[graph]'"),
-    "neuron": (("simpy",), "simulating Neuron chips", "pip install 'tilewright[neuron]'"),
-    "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
-    "oracle": (
-        ("torch", "transformers"),
-        "comparisons with transformers",
-        "make oracle, in a checkout, has an environment for it",
-    ),
-}
-"""The packages of each extra, what they are needed for, and where they come from."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +169,9 @@ def holdings(folder: Path, pattern: str, what: str) -> str:
 
 
 def check_extras() -> Iterator[DoctorFinding]:
-    for extra, (modules, use, advice) in EXTRAS.items():
-        absent = [module for module in modules if not is_there(module)]
-        if absent:
-            yield DoctorFinding(f"extra {extra}", "missing", f"no {' and no '.join(absent)}: needed for {use}", advice)
+    for extra, (modules, use) in EXTRAS.items():
+        if absent := " and no ".join(module for module in modules if not is_there(module)):
+            yield DoctorFinding(f"extra {extra}", "missing", f"no {absent}: needed for {use}", installation(extra))
         else:
             yield DoctorFinding(f"extra {extra}", "ok", ", ".join(modules))
 
@@ -276,7 +255,6 @@ def doctor(*, model: str = DEMO, repair: bool = False, compile_cache: CompileCac
     repair
         Clear the kernel cache and the compile cache first; kernels are built anew.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     if repair:
         clear_caches(console)

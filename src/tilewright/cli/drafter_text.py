@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench import datasets
-from tilewright.cli.common import progress_console
+from tilewright.cli.outputs import check_least, progress_console
 from tilewright.cli.train import LoopOptions
 from tilewright.kernels.select import PLAIN
 from tilewright.llm.language_model import LanguageModel, load
@@ -47,10 +47,7 @@ class Regeneration:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.regenerated < 0:
-            raise ValueError(f"expected a number of continuations, found {self.regenerated}")
-        if self.prompt_tokens < 1:
-            raise ValueError(f"expected prompts of at least 1 token, found {self.prompt_tokens}")
+        check_least(self, regenerated=0, prompt_tokens=1)
 
     def samplings(self) -> list[Sampling]:
         return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
@@ -88,12 +85,7 @@ class SelfInstruct:
     openings: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.self_instruct is not None and self.self_instruct < 0:
-            raise ValueError(f"expected a number of instructions, found {self.self_instruct}")
-        if self.slots < 1:
-            raise ValueError(f"expected at least 1 slot, found {self.slots}")
-        if self.waves < 0:
-            raise ValueError(f"expected a number of rows for --waves, found {self.waves}")
+        check_least(self, self_instruct=0, slots=1, waves=0)
 
     @property
     def asked(self) -> bool:

@@ -12,18 +12,8 @@ from rich.progress import Progress
 from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import (
-    NUMBERS,
-    WORDS,
-    AdaptedModelOptions,
-    DeviceOptions,
-    JsonFile,
-    check_output_file,
-    gather_prompts,
-    human_console,
-    write_json,
-)
-from tilewright.cli.outputs import progress, write_replay_page
+from tilewright.cli.common import NUMBERS, WORDS, AdaptedModelOptions, DeviceOptions, gather_prompts
+from tilewright.cli.outputs import OutputFiles, check_least, progress, write_json, write_replay_page
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.acceptance import generation_figures, num_spec_tokens
 from tilewright.llm.chosen import chosen_figures
@@ -94,26 +84,22 @@ def biased_token(text: str) -> tuple[int, float]:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class GenerateOutputs:
+class GenerateOutputs(OutputFiles):
     """Options of what is made besides the text.
 
     Attributes:
         compare_both: also decode without the drafter, alternating, and print a table of both.
         repetitions: how often `--compare` times each way.
         replay: write an HTML page that plays the text token by token, with the drafter and without, and shows every round.
-        json_file: write the figures as JSON to this file, "-" for standard output.
     """
 
     compare_both: Annotated[bool, Parameter(name="--compare", negative=())] = False
     repetitions: int = 5
     replay: Path | None = None
-    json_file: JsonFile = None
 
     def check(self) -> None:
-        check_output_file("--json", self.json_file)
-        check_output_file("--replay", None if self.replay is None else str(self.replay))
-        if self.repetitions < 1:
-            raise ValueError(f"expected at least 1 repetition, found {self.repetitions}")
+        super().check()
+        check_least(self, repetitions=1)
 
     def check_drafter(self, lm: LanguageModel) -> None:
         for option, given in (("--replay", self.replay is not None), ("--compare", self.compare_both)):
@@ -141,13 +127,10 @@ def generate(
     chat
         Put the prompts to the model as a user's messages, in its own chat template.
     """
-    outputs.check()
+    console = outputs.console()
     asked = options.sampling()
-    console = human_console(outputs.json_file)
     examples = gather_prompts(prompt, prompt_file, models.model)
-    template = models.chat_template(console) if chat else None
-    if chat and template is None:
-        raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
+    template = models.asked_template(chat, console)
     lm = models.load(console, devices)
     outputs.check_drafter(lm)
     texts = [prompt_text(example, (), template) for example in examples]

@@ -17,9 +17,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.overlap import LEAST_LAYERS, compile_layers
-from tilewright.cli.common import JsonFile, check_json_file, check_output_file, human_console, write_json
 from tilewright.cli.inspect_overlap import OverlapOptions
-from tilewright.cli.outputs import write_file
+from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_file, write_json
 from tilewright.compiled.aot import Compiled, read_record
 from tilewright.metrics.diff import DIFF
 from tilewright.metrics.metric import Metric
@@ -65,13 +64,12 @@ def inspect_diff(
     fail_above
         Exit with status 1 if bytes or cycles rise by more than this share, or if a collective is no longer asynchronous.
     """
-    check_json_file(json_file)
+    console = human_console(json_file)
     check_output_file("--save", None if save is None else str(save))
     if len(files) not in (0, 2) or bool(files) == bool(other or save):
         raise ValueError(f"expected two files that --save wrote, or --other or --save; found {len(files)} files")
     if fail_above is not None and not fail_above >= 0:
         raise ValueError(f"expected --fail-above from 0, found {fail_above:g}")
-    console = human_console(json_file)
     before = read_saved(files[0]) if files else compiled_here(options, console)
     write_file(console, save, lambda path: path.write_text(json.dumps(before), encoding="utf-8"))
     if not files and other is None:

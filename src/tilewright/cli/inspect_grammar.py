@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from tilewright.cli.common import DEMO, SEVERAL, JsonFile, check_json_file, human_console, progress_console, write_json
+from tilewright.cli.common import DEMO, SEVERAL
+from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Compiler
 from tilewright.grammar.regular import NotRegular
@@ -38,7 +39,6 @@ def inspect_grammar(
     regex
         Regular expressions.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     grammars = {str(path): read_schema(path) for path in files} | {text: Grammar.regex(text) for text in regex}
     compiler = read_compiler(model, console)

@@ -16,7 +16,6 @@ from rich.console import Console
 from tilewright.bench.ordering import ORDERINGS, OWN, PROGRAM_ORDER, ordered_name, program_order
 from tilewright.bench.overlap import (
     BOUND,
-    HOP_US,
     SCHEDULES,
     SYNC,
     OverlapRun,
@@ -28,16 +27,14 @@ from tilewright.bench.overlap import (
     runs_of,
     sweeps,
 )
-from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
+from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges
 from tilewright.cli.common import WORDS
-from tilewright.cli.outputs import TracedFiles, check_share, progress, write_file
-from tilewright.hardware.tpu import chip_of
+from tilewright.cli.outputs import TracedFiles, check_known, check_least, check_share, check_some, progress, write_file
 from tilewright.kernels.select import Kernels
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
 from tilewright.perfmodel.timeline import trace
-from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, layer_table, place, write_overlap
 from tilewright.report.terminal import percent
 
@@ -51,7 +48,7 @@ FOOTNOTE = (
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class OverlapOptions:
+class OverlapOptions(TpuModelOptions):
     """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
     Attributes:
@@ -65,12 +62,8 @@ class OverlapOptions:
         layers: how many are compiled, of which the middle one is reported; by default as many as it takes for it to be like its
             neighbours, up to 13.
         kernels: "auto" takes this package's own kernels, "xla" leaves everything to XLA.
-        hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
         compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
             on this model of time, and no TPU has tried them.
-        calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
-            fitted.
-        draws: of the constants that have a range.
     """
 
     model_config: str = "llama3-8b"
@@ -81,10 +74,7 @@ class OverlapOptions:
     phase: Annotated[tuple[str, ...], WORDS] = ("prefill:4x1024", "decode:8x4096")
     layers: int | None = None
     kernels: Kernels = "auto"
-    hop_us: float = HOP_US
     compiler_options: bool = False
-    calibrate: Path | None = None
-    draws: int = EVENT_DRAWS
 
     def setups(self) -> list[OverlapSetup]:
         """One for each chip.
@@ -92,24 +82,12 @@ class OverlapOptions:
         Raises:
             ValueError: an option is none that there is, or does not fit the others.
         """
-        for name in self.schedule:
-            if name not in SCHEDULES:
-                raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, found {name!r}")
-        for name in self.order:
-            if name not in ORDERINGS:
-                raise ValueError(f"expected an order of {', '.join(ORDERINGS)}, found {name!r}")
-        asked = (("schedule", self.schedule), ("order", self.order), ("phase", self.phase), ("chip", self.chip))
-        for name, given in asked:
-            if not given:
-                raise ValueError(f"expected at least one {name}, found none")
-        if self.tensor_parallel is not None and self.tensor_parallel < 1:
-            raise ValueError(f"expected --tensor-parallel from 1, found {self.tensor_parallel}")
-        for chip in self.chip:
-            chip_of(chip)
+        check_known(self, schedule=SCHEDULES, order=ORDERINGS)
+        check_some(self, "phase", "chip")
+        check_least(self, tensor_parallel=1)
         config, found = model_config(self.model_config), []
-        fitted = calibrated_for(self.calibrate, map(chip_of, self.chip))
-        for chip in self.chip:
-            how = (self.layers, self.kernels, self.hop_us, self.compiler_options, fitted.get(chip_of(chip).name))
+        for chip, calibration in self.calibrations(self.chip).items():
+            how = (self.layers, self.kernels, self.hop_us, self.compiler_options, calibration)
             setup = OverlapSetup(chip, self.model_config, config, *how)
             setup.check(self.tensor_parallel)
             found.append(setup)
@@ -172,9 +150,9 @@ def inspect_overlap(
         Exit with status 1 if a schedule leaves more than this share of its communication exposed, from 0 to 1; sync counts only
         where no other schedule is asked for.
     """
-    files.check()
+    console = files.console()
     check_share("--fail-above", fail_above)
-    phases, setups, console = options.phases(), options.setups(), files.console()
+    phases, setups = options.phases(), options.setups()
     schedules = (*options.names(console), BOUND)
     runs: list[OverlapRun] = []
     with progress(console, len(setups) * len(phases) * len(schedules)) as step:

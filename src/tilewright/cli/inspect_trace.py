@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
-from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
-from tilewright.hardware.links import HOP_US, slice_fabric
+from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges
+from tilewright.cli.outputs import JsonFile, human_console, write_json
+from tilewright.hardware.links import slice_fabric
 from tilewright.hardware.tpu import KINDS, chip_of
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import FigureTable, print_table
@@ -18,7 +18,7 @@ from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.timeline import Timeline, simulate
 from tilewright.perfmodel.timeline_ranges import swept_timelines
 from tilewright.perfmodel.traced import TraceComparison, compare, module_name, program_in
-from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
+from tilewright.perfmodel.uncertainty import Sweep
 from tilewright.perfmodel.xplane import TracedProgram, read_trace
 
 RUN = "run"
@@ -36,9 +36,7 @@ def inspect_trace(
     chip: str,
     program: str = "",
     top: int = 20,
-    hop_us: float = HOP_US,
-    calibrate: Path | None = None,
-    draws: int = EVENT_DRAWS,
+    model: TpuModelOptions = TpuModelOptions(),
     json_file: JsonFile = None,
 ) -> None:
     """Sets a profiler's trace of a program beside the prediction of it, operation by operation.
@@ -57,36 +55,32 @@ def inspect_trace(
         The program's name in the trace, where that has several of the module's name.
     top
         Operations that the table shows, those that took longest; the JSON file has all.
-    hop_us
-        Latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
-    calibrate
-        JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are fitted.
-    draws
-        Of the constants that have a range.
     """
-    check_json_file(json_file)
+    console = human_console(json_file)
     if top < 1:
         raise ValueError(f"expected --top from 1, found {top}")
     text = hlo.read_text(encoding="utf-8")
-    timeline, sweep = predicted(text, chip, hop_us, calibrate, draws)
+    timeline, sweep = predicted(text, chip, model)
     traced = program_in(read_trace(trace), module_name(text), program)
     check_kind(traced, chip_of(chip).name)
     found = compare(timeline, text, traced)
-    record, console = found.record(), human_console(json_file)
+    record = found.record()
     show(console, chip, record, top)
     print_notes(console, [record])
     print_ranges(console, f"prediction for {chip}", [sweep.record()])
     console.print(within(found, sweep.range(RUN)))
-    write_json(json_file, {"chip": chip, "hop_us": float(hop_us), "data": record, "ranges": sweep.record()})
+    write_json(json_file, {"chip": chip, "hop_us": float(model.hop_us), "data": record, "ranges": sweep.record()})
 
 
-def predicted(text: str, chip: str, hop_us: float, calibrate: Path | None, draws: int) -> tuple[Timeline, Sweep]:
+def predicted(text: str, chip: str, model: TpuModelOptions) -> tuple[Timeline, Sweep]:
     """The prediction of a program, and the range of its run; arguments and errors as for `inspect_trace`."""
-    fitted = calibrated_for(calibrate, [chip_of(chip)]).get(chip_of(chip).name)
-    fabric = calibrated(slice_fabric(chip, hop_us), fitted)
+    fitted = model.calibrations([chip])[chip]
+    fabric = calibrated(slice_fabric(chip, model.hop_us), fitted)
     timeline = simulate(read_schedule(text, fabric.chip), fabric)
     rough = timeline.roofline_share(timeline.layers)
-    sweep = swept_timelines({RUN: timeline}, fabric, lambda _, one: 1e6 * one.whole().total_s, fitted, rough, draws, "us a run")
+    sweep = swept_timelines(
+        {RUN: timeline}, fabric, lambda _, one: 1e6 * one.whole().total_s, fitted, rough, model.draws, "us a run"
+    )
     return timeline, sweep
 
 

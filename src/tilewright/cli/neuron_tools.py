@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Annotated
 
-from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
+from tilewright.cli.common import WORDS
+from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.ranges import CALIBRATION
 from tilewright.metrics.tables import FigureTable, print_table
@@ -23,9 +24,8 @@ def environment(*, train: Annotated[tuple[str, ...], WORDS] = ("fsdp", "tp"), js
     train
         Axes that training is divided over: fsdp, or fsdp,tp.
     """
-    check_json_file(json_file)
-    found = recommended(train)
     console = human_console(json_file)
+    found = recommended(train)
     for framework, variables in found.items():
         console.print(f"# {TITLES[framework]}", markup=False)
         for one in variables:
@@ -47,10 +47,9 @@ def calibrate_command(
     instance
         That was measured.
     """
-    check_json_file(json_file)
+    console = human_console(json_file)
     measured = PUBLISHED if curve is None else read_measurements(curve)
     found = calibrate_neuron(measured, instance_of(instance)).record()
-    console = human_console(json_file)
     print_table(console, FigureTable(found["calibrated_against"], "", {"": found["points"]}, CALIBRATION))
     for name, (low, value, high) in found["constants"].items():
         console.print(f"{name} {with_range(value, (low, high))}, of two standard errors", markup=False)

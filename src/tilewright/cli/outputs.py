@@ -1,24 +1,101 @@
-"""Options that measuring commands share: checks of their ranges, and the files that figures go to besides the terminal."""
+"""Where commands' output goes: consoles, files and progress; and checks of options' ranges that measuring commands share."""
 
 import datetime
 import json
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from tilewright.bench.replay import replay
-from tilewright.cli.common import JsonFile, check_output_file, human_console, whole_file, write_json
 from tilewright.llm.language_model import LanguageModel
+from tilewright.parallel.mesh import is_first_process
 from tilewright.report.replay import write_replay
 from tilewright.runtime.sampling import Sampling
+
+JsonFile = Annotated[
+    str | None,
+    Parameter(
+        name="--json", allow_leading_hyphen=True, help='Write the figures as JSON to this file, "-" for standard output.'
+    ),
+]
+"""Where to write the figures as JSON."""
+
+
+def human_console(json_file: str | None) -> Console:
+    """Console that people read: standard output, or standard error when the figures go to standard output.
+
+    Of several processes that run a command together, the first one speaks.
+
+    Raises:
+        ValueError: the figures cannot be written to that file.
+    """
+    check_output_file("--json", json_file)
+    return Console(stderr=json_file == "-", highlight=False, emoji=False, quiet=not is_first_process())
+
+
+def progress_console(console: Console) -> Console | None:
+    """Console for the progress of loading; None if the output is a file or a pipe, which bars would put empty lines into."""
+    return console if console.is_terminal else None
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was.
+
+    Of several processes that run a command together, the first one's file is kept.
+    """
+    if not is_first_process():
+        with TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+        return
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, which appears whole or not at all."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
+    """Writes the figures where `--json` says."""
+    if json_file is None or not is_first_process():
+        return
+    text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+    else:
+        write_text(Path(json_file), text)
+
+
+def check_output_file(option: str, name: str | None) -> None:
+    """Refuses, before any work, a place that cannot be written to; "-" is standard output, for `--json` alone."""
+    if name is None or (name == "-" and option == "--json"):
+        return
+    if name.startswith("-"):
+        or_standard = ', or "-" for standard output' if option == "--json" else ""
+        raise ValueError(f"{option} {name}: expected a file{or_standard}")
+    path = Path(name)
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {name}: its folder does not exist")
+    if path.is_dir():
+        raise ValueError(f"{option} {name}: expected a file, found a folder")
 
 
 def check_least(options: object, **least: int) -> None:
@@ -39,6 +116,15 @@ def check_some(options: object, *names: str) -> None:
             raise ValueError(f"expected {'different ' if values else ''}{name}, found {found}")
 
 
+def check_known(options: object, **known: Collection[str]) -> None:
+    """Raises a `ValueError` for an option of several values that has none, or has one that is not known."""
+    for name, names in known.items():
+        values = getattr(options, name)
+        unknown = [value for value in values if value not in names]
+        if unknown or not values:
+            raise ValueError(f"expected {name} of {', '.join(names)}, found {', '.join(unknown) or 'none'}")
+
+
 def check_share(option: str, share: float | None) -> None:
     """Raises a `ValueError` for a share that is not from 0 to 1."""
     if share is not None and not 0 <= share <= 1:
@@ -57,10 +143,10 @@ def write_file(console: Console, path: Path | None, write: Callable[[Path], obje
 def progress(console: Console, total: float, name: str = "") -> Iterator[Callable[..., None]]:
     """A bar in a terminal, which goes when the work is done. What it yields counts a step, or `count`, and may name it."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=total)
+        task = bar.add_task(escape(name), total=total)
 
         def step(name: str | None = None, count: float = 1) -> None:
-            bar.update(task, advance=count, description=name)
+            bar.update(task, advance=count, description=None if name is None else escape(name))
 
         yield step
 
@@ -82,27 +168,38 @@ def circumstances(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class PageFiles:
+class OutputFiles:
     """Places where figures go, besides the terminal.
 
     Attributes:
         json_file: the figures as JSON; "-" is standard output.
-        html: a page with tables and charts.
     """
 
     json_file: JsonFile = None
-    html: Path | None = None
 
     def check(self) -> None:
         """Raises a `ValueError` for a file that cannot be written."""
-        check_output_file("--json", self.json_file)
         for name, path in vars(self).items():
             if isinstance(path, Path):
                 check_output_file(f"--{name}", str(path))
 
     def console(self) -> Console:
-        """Console that people read."""
-        return human_console(self.json_file)
+        """Console that people read. Raises a `ValueError` for a file that cannot be written, or another option's value."""
+        console = human_console(self.json_file)
+        self.check()
+        return console
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PageFiles(OutputFiles):
+    """The same, with a page.
+
+    Attributes:
+        html: a page with tables and charts.
+    """
+
+    html: Path | None = None
 
     def write(self, console: Console, figures: Mapping[str, Any], write_page: Callable[[Path], object]) -> None:
         """Writes the figures and the page, each if it was asked for."""

@@ -3,21 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.calibrate import print_notes, print_ranges
+from tilewright.cli.calibrate import NeuronModelOptions, print_notes, print_ranges
 from tilewright.cli.common import NUMBERS, WORDS
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
-from tilewright.perfmodel.calibration import Calibration, read_measurements
-from tilewright.perfmodel.calibration_neuron import calibrate_neuron
 from tilewright.perfmodel.plan_inference import InferencePlan, compare, sweeps, winner
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.neuron import inference_table, write_inference_plan
@@ -25,49 +22,32 @@ from tilewright.report.neuron import inference_table, write_inference_plan
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class InferenceOptions:
+class InferenceOptions(NeuronModelOptions):
     """Options of what is compared. Those of several values take them with commas or blanks between them.
 
     Attributes:
-        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
-        instance: inf2.48xlarge, trn1.32xlarge, trn2.48xlarge, trn2-ultraserver or trn3-16.
         cores: tensor-parallel widths, several.
         batch: rows, several.
         input: prompt tokens, several.
         output: tokens generated; time per token is that of a step in the middle of them.
         schedule: sync, sequence, domino, column, tiles+ring, ring: several.
         adaptive: search tile sizes, streams and prefetching for each shape, and take the best.
-        calibrate: the output of nccom-test, to which latency and rate of collectives are fitted.
         draws: of the constants that have a range; all schedules are simulated at each.
     """
 
-    model_config: str = "llama3-8b"
-    instance: str = "inf2.48xlarge"
     cores: Annotated[tuple[int, ...], NUMBERS] = (2, 4, 8, 16, 24)
     batch: Annotated[tuple[int, ...], NUMBERS] = (4, 8)
     input: Annotated[tuple[int, ...], NUMBERS] = (1024, 4096)
     output: int = 512
     schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "domino", "ring")
     adaptive: bool = False
-    calibrate: Path | None = None
     draws: int = EVENT_DRAWS
 
     def plan(self) -> InferencePlan:
         """Raises ValueError where an option is none that there is, or does not fit the others."""
         place = (self.model_config, model_config(self.model_config), instance_of(self.instance))
         compared = (self.cores, self.batch, self.input, self.output, self.schedule, self.adaptive)
-        return InferencePlan(*place, *compared, calibration=fitted_constants(self.calibrate, self.instance, self.draws))
-
-
-def fitted_constants(path: Path | None, instance: str, draws: int) -> Calibration | None:
-    """Constants of an instance that are fitted to a file of nccom-test; None without one.
-
-    Raises:
-        ValueError: another file, or fewer than 2 draws.
-    """
-    if draws < 2:
-        raise ValueError(f"expected --draws from 2, found {draws}")
-    return None if path is None else calibrate_neuron(read_measurements(path), instance_of(instance))
+        return InferencePlan(*place, *compared, calibration=self.calibration(self.draws))
 
 
 def plan_inference(*, options: InferenceOptions = InferenceOptions(), files: PageFiles = PageFiles()) -> None:
@@ -75,8 +55,7 @@ def plan_inference(*, options: InferenceOptions = InferenceOptions(), files: Pag
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
     """
-    files.check()
-    plan, console = options.plan(), files.console()
+    console, plan = files.console(), options.plan()
     with progress(console, len(plan.places) * len(plan.schedules) + 2 * options.draws) as step:
         records = compare(plan, step)
         best = winner(records)

@@ -4,16 +4,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.calibrate import print_notes, print_ranges
+from tilewright.cli.calibrate import NeuronModelOptions, print_notes, print_ranges
 from tilewright.cli.common import NUMBERS, WORDS, mesh_axes
 from tilewright.cli.outputs import PageFiles, progress
-from tilewright.cli.plan_inference import fitted_constants
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import print_table
@@ -29,12 +27,10 @@ SHOWN = 16
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class TrainingOptions:
+class TrainingOptions(NeuronModelOptions):
     """Options of what is compared. Those of several values take them with commas or blanks between them.
 
     Attributes:
-        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
-        instance: inf2.48xlarge, trn1.32xlarge, trn2.48xlarge, trn2-ultraserver or trn3-16.
         mesh: tp=N,fsdp=M: tensor-parallel ranks on neighbouring cores, and fully sharded ones.
         streams: of collectives, several.
         packet_size: default, recommended: several.
@@ -42,7 +38,6 @@ class TrainingOptions:
         scatter_delay: by how many layers gradients are scattered behind, in the same steps, several.
         sequences, positions: of each fully sharded rank, and of each sequence.
         adaptive: search all shifts of up to 2 layers besides those that are named.
-        calibrate: the output of nccom-test, to which latency and rate of collectives are fitted.
         draws: of the constants that have a range; the fastest settings are simulated at each.
     """
 
@@ -56,7 +51,6 @@ class TrainingOptions:
     sequences: int = 1
     positions: int = 4096
     adaptive: bool = False
-    calibrate: Path | None = None
     draws: int = EVENT_DRAWS
 
     def plan(self) -> TrainingPlan:
@@ -68,7 +62,7 @@ class TrainingOptions:
             distances, delays = (tuple(sorted({*values, *range(5)})) for values in (distances, delays))
         place = (self.model_config, model_config(self.model_config), instance_of(self.instance), axes["fsdp"], axes["tp"])
         compared = (self.streams, self.packet_size, distances, delays, self.sequences, self.positions)
-        return TrainingPlan(*place, *compared, calibration=fitted_constants(self.calibrate, self.instance, self.draws))
+        return TrainingPlan(*place, *compared, calibration=self.calibration(self.draws))
 
 
 def plan_training(
@@ -78,8 +72,7 @@ def plan_training(
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
     """
-    files.check()
-    plan, console = options.plan(), files.console()
+    console, plan = files.console(), options.plan()
     with progress(console, len(plan.settings) + options.draws) as step:
         records = compare(plan, step)
         drawn = sweep(plan, records, options.draws, partial(step, "ranges"))

@@ -16,17 +16,9 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import (
-    DEMO,
-    MEMORY_FRACTION,
-    SPECULATING,
-    DeviceOptions,
-    ModelOptions,
-    json_object,
-    named_model,
-    progress_console,
-)
+from tilewright.cli.common import DEMO, MEMORY_FRACTION, SPECULATING, DeviceOptions, ModelOptions, json_object, named_model
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
+from tilewright.cli.outputs import progress_console
 from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.grammar.matcher import is_installed

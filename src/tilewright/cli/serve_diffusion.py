@@ -7,14 +7,13 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import NUMBERS, WORDS, DeviceOptions, ModelOptions, given, progress_console
+from tilewright.cli.common import NUMBERS, WORDS, DeviceOptions, ModelOptions, given
 from tilewright.cli.diffusion_options import DiffusionModelOptions
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.engine_options import DENOISING, ROWS, DiffusionEngineOptions
 from tilewright.diffusion.options import MODES, Denoising, Mode, Remasking
 from tilewright.diffusion.programs import DiffusionTable
-from tilewright.models import diffusion, hub
-from tilewright.models.tokenizer import load_tokenizer
+from tilewright.models import diffusion
 from tilewright.runtime.options import batches_for
 
 
@@ -90,7 +89,7 @@ class DenoisingOptions:
 
 def is_diffusion(models: ModelOptions, console: Console) -> bool:
     """True if a model denoises. Raises a `ValueError` for what such a model cannot take."""
-    if not diffusion.is_diffusion(hub.resolve(models.model, console=progress_console(console), check=load_tokenizer)):
+    if not diffusion.is_diffusion(models.folder(console)):
         return False
     plain = type(models)(models.model)
     taken = {field.name for field in fields(DiffusionModelOptions)}
@@ -105,7 +104,7 @@ def diffusion_engine(
     console: Console,
 ) -> DiffusionEngine:  # fmt: skip
     """The engine of a diffusion model. What is wrong with the options is said before its weights are read."""
-    sizes = diffusion.read_diffusion(hub.resolve(models.model, console=progress_console(console), check=load_tokenizer)).decoder
+    sizes = diffusion.read_diffusion(models.folder(console)).decoder
     options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)
     own = {field.name: getattr(models, field.name) for field in fields(DiffusionModelOptions)}
     return DiffusionEngine(DiffusionModelOptions(**own).load_model(console, devices=devices), options)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.lengths import read_lengths
-from tilewright.cli.common import SEVERAL, JsonFile, TargetOptions, check_output_file, human_console, write_json
-from tilewright.cli.outputs import check_least, write_file
+from tilewright.cli.common import SEVERAL, TargetOptions
+from tilewright.cli.outputs import JsonFile, check_least, check_output_file, human_console, write_file, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.metric import Metric, chosen, significant
@@ -36,8 +36,6 @@ from tilewright.runtime.programs import ProgramKey, Programs
 from tilewright.runtime.shape_file import read_table, table_text
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.drafters.load import DrafterOptions
-
-app = App(name="shapes", help="The shapes that serving declares.")
 
 
 @Parameter(name="*")
@@ -180,7 +178,6 @@ class CompileEstimate:
         return {"programs": len(programs), "compile_seconds": seconds}
 
 
-@app.command
 def suggest(
     *,
     trace: Path,
@@ -203,12 +200,11 @@ def suggest(
     force
         Let --out replace a file.
     """
-    check_output_file("--json", json_file)
+    console = human_console(json_file)
     check_output_file("--out", None if out is None else str(out))
     if out is not None and out.exists() and not force:
         raise ValueError(f"--out {out}: it exists; --force replaces it")
     options.check()
-    console = human_console(json_file)
     present = ShapeTable() if shapes is None else read_table(shapes)
     prompts, outputs = read_lengths(trace)
     lm = options.load(console)

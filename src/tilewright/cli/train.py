@@ -12,23 +12,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import (
-    CompileCache,
-    JsonFile,
-    check_json_file,
-    given,
-    human_console,
-    keep_programs,
-    mesh_axes,
-    progress_console,
-    write_json,
-)
+from tilewright.cli.common import CompileCache, given, keep_programs, mesh_axes
+from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
 from tilewright.models.checkpoint import decoder_config, load_decoder, save_params
@@ -44,13 +35,6 @@ from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainResult
 from tilewright.train.sharded import ShardedSetup, model_shardings, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_metrics
-
-app = App(name="train", help="Training.")
-app.command("tilewright.cli.train_drafter:drafter", help="Trains a drafter for a target, which stays as it is.")
-app.command("tilewright.cli.train_diffusion:diffusion", help="Trains a diffusion language model, on arithmetic and texts.")
-app.command("tilewright.cli.train_gnn:gnn", help="Trains a graph neural network, on nodes or on graphs.")
-app.command("tilewright.cli.train_demo:demo", help="Repeats the training of the demo's target and drafters.")
-app.command("tilewright.cli.train_demo:evaluate", help="Measures a language model on the demo's held-out text.")
 
 
 @Parameter(name="*")
@@ -283,7 +267,6 @@ class Beginning:
         return None
 
 
-@app.command
 def lm(
     *data: Path,
     out: Path,
@@ -314,7 +297,6 @@ def lm(
     router_aux_loss_coef
         Of a mixture of experts: what the loss that balances experts is multiplied with, 0 for none; by default the model's.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     require_data(data)
     options = loop.options()

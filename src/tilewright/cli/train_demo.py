@@ -7,16 +7,8 @@ import jax.numpy as jnp
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import (
-    DEMO,
-    CompileCache,
-    JsonFile,
-    check_json_file,
-    human_console,
-    keep_programs,
-    progress_console,
-    write_json,
-)
+from tilewright.cli.common import DEMO, CompileCache, keep_programs
+from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import hub
 from tilewright.models.checkpoint import load_decoder
@@ -49,7 +41,6 @@ def demo(
     drafter_steps
         Steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     keep_programs(compile_cache)
     # The tokenizer stays as it is, so that losses compare.
@@ -84,7 +75,6 @@ def evaluate(
     gsm8k
         GSM8K's training questions, as JSONL; a twentieth of them is held out.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     keep_programs(compile_cache)
     folder = hub.resolve(model, console=progress_console(console))

@@ -10,7 +10,8 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
+from tilewright.cli.common import given, keep_programs
+from tilewright.cli.outputs import JsonFile, human_console, progress_console
 from tilewright.cli.train import LoopOptions, MeshOptions, ModelSizes, agreed_tokenizer, finish, kept_tokenizer, save_tokenizer
 from tilewright.models import diffusion as models
 from tilewright.models import hub
@@ -61,7 +62,6 @@ def diffusion(
     dtype
         Of the saved weights.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     options = loop.options()
     if arithmetic < 1 and not (data or library):

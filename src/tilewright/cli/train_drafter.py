@@ -1,7 +1,7 @@
 """`tilewright train drafter`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +11,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, mesh_axes, progress_console
+from tilewright.cli.common import given, keep_programs, mesh_axes
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
+from tilewright.cli.outputs import JsonFile, human_console, progress_console
 from tilewright.cli.train import LoopOptions, finish, require_data
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import dflash, dflash2, dspark, eagle3, hub, lilicorr
@@ -31,9 +32,9 @@ from tilewright.train.acceptance import expected_acceptance
 from tilewright.train.data import MASK, TokenSource
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, save_drafter, train_drafter
-from tilewright.train.dspark import train_dspark
+from tilewright.train.dspark import DSparkOptions, train_dspark
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
-from tilewright.train.lilicorr import train_lilicorr
+from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
 from tilewright.train.loop import TrainResult
 from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.sharded import data_mesh
@@ -85,18 +86,15 @@ class DFlashArguments:
     start: str | None = None
     keep_taps: Path | None = None
 
-    def options(self) -> DFlashOptions:
-        return DFlashOptions(given(self.anchors, 32), self.gamma, self.dpace, self.keep_taps)
-
     def begin(self, config: DFlashConfig, seed: int, console: Console) -> tuple[DFlashConfig, Any]:
         """The configuration, and the parameters to go on from, float32, if any were named; it reads the last tap as they do."""
         if self.start is None:
             return config, None
         folder = hub.resolve(self.start, console=progress_console(console))
-        fields, where = read_config(folder), str(folder / CONFIG)
-        kind = block_kind(fields)
-        layers = fields.get("num_target_layers") or config.num_target_layers
-        read: DFlashConfig = kind.model.config_from_hf({**fields, "num_target_layers": layers}, where)
+        saved, where = read_config(folder), str(folder / CONFIG)
+        kind = block_kind(saved)
+        layers = saved.get("num_target_layers") or config.num_target_layers
+        read: DFlashConfig = kind.model.config_from_hf({**saved, "num_target_layers": layers}, where)
         found = replace(read, expected_acceptance=())
         config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
         under = kind.model is dflash and isinstance(config, DFlash2Config | LiLiCorrConfig)
@@ -146,9 +144,6 @@ class DFlash2Arguments:
     selector_top_k: int | None = None
     selector_weight: float | None = None
 
-    def options(self, blocks: DFlashOptions) -> DFlash2Options:
-        return DFlash2Options(**vars(blocks), selector_weight=given(self.selector_weight, 1.0))
-
     def config(self, backbone: DFlashConfig) -> DFlash2Config:
         made = DFlash2Config(
             **vars(backbone),
@@ -171,9 +166,6 @@ class Eagle3Arguments:
 
     decay: float | None = None
 
-    def options(self) -> Eagle3Options:
-        return Eagle3Options(given(self.decay, 0.8))
-
     def config(self, sizes: DrafterSizes, target: DecoderConfig) -> Eagle3Config:
         made = Eagle3Config(
             **{**target.sizes(), "num_layers": 1},
@@ -185,6 +177,13 @@ class Eagle3Arguments:
         config = eagle3.config_from_hf(eagle3.config_to_hf(made), target.num_layers, "the drafter's sizes")
         eagle3.check_fits(config, target)
         return config
+
+
+OPTIONS: dict[str, Any] = {
+    "dflash": DFlashOptions, "dflash2": DFlash2Options, "dspark": DSparkOptions, "lilicorr": LiLiCorrOptions,
+    "eagle3": Eagle3Options,
+}  # fmt: skip
+"""The options of training of each kind, whose names are among those of its arguments."""
 
 
 @Parameter(name="*")
@@ -199,10 +198,9 @@ class KindArguments:
     eagle3: Eagle3Arguments = Eagle3Arguments()
 
     def options(self, kind: str) -> Any:
-        """The options of training of one kind."""
-        if kind in ("dflash", "eagle3"):
-            return getattr(self, kind).options()
-        return getattr(self, kind).options(self.dflash.options())
+        """The options of training of one kind, by default its own."""
+        said, of = vars(self.dflash) | vars(getattr(self, kind)), OPTIONS[kind]
+        return of(**{each.name: said[each.name] for each in fields(of) if said[each.name] is not None})
 
 
 def configured(
@@ -333,7 +331,6 @@ def drafter(
     dtype
         Of the drafter as it is written; it is trained in float32.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     require_data(data)
     refuse_others(kind, vars(of_kinds))

@@ -8,8 +8,8 @@ import numpy as np
 from cyclopts import Parameter
 from jax.sharding import Mesh
 
-from tilewright.cli.common import CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
-from tilewright.cli.outputs import check_least
+from tilewright.cli.common import CompileCache, keep_programs
+from tilewright.cli.outputs import JsonFile, check_least, human_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
 from tilewright.metrics.tables import FigureTable, print_table
@@ -168,7 +168,6 @@ def gnn(
         of the first run. Its subfolder `training` holds the checkpoint that an interrupted run resumes from. Without it nothing
         is written.
     """
-    check_json_file(json_file)
     console = human_console(json_file)
     keep_programs(loop.compile_cache)
     found = read_data(data)

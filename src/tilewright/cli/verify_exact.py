@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import prompt as prompt_text
@@ -20,16 +19,14 @@ from tilewright.cli.common import (
     AUTO,
     DEMO,
     PACKAGED_DRAFTERS,
-    JsonFile,
+    SEVERAL,
     TargetOptions,
-    check_json_file,
     check_packaged,
-    human_console,
+    named_model,
     packaged_prompts_file,
-    progress_console,
-    write_json,
+    short_names,
 )
-from tilewright.cli.outputs import check_least, check_some
+from tilewright.cli.outputs import JsonFile, check_least, check_some, human_console, progress, progress_console, write_json
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
 from tilewright.report.exact import by_path, difference_lines, exact_table
@@ -59,8 +56,8 @@ class Asking:
         thorough: more of them, and more widths.
     """
 
-    drafter: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=True, negative=())] = None
-    batch_size: Annotated[tuple[int, ...] | None, Parameter(consume_multiple=True, negative=())] = None
+    drafter: Annotated[tuple[str, ...] | None, SEVERAL] = None
+    batch_size: Annotated[tuple[int, ...] | None, SEVERAL] = None
     requests: int | None = None
     max_new_tokens: int | None = None
     prompt_file: Path | None = None
@@ -140,15 +137,14 @@ def verify_exact(
     model
         The same as --model.
     """
-    check_json_file(json_file)
+    console, errors = human_console(json_file), Console(stderr=True, highlight=False, emoji=False)
     effort = asking.effort()
-    named = named_target(model, target)
+    named = named_model(model, target)
     names = asking.names(named.model)
-    console, progress = human_console(json_file), Console(stderr=True, highlight=False, emoji=False)
-    lm = named.load_with(None, DrafterOptions(), progress)
-    drafters = load_drafters(names, named, lm, progress)
+    lm = named.load_with(None, DrafterOptions(), errors)
+    drafters = load_drafters(names, named, lm, errors)
     verification = Verification(lm, drafters, asking.prompts(lm, effort), effort, asking.seed)
-    findings = run_all(verification, progress)
+    findings = run_all(verification, errors)
     figures = figures_of(verification, findings)
     about = {"model": named.model, "drafters": list(drafters), "seed": asking.seed}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(effort).items()}
@@ -159,40 +155,21 @@ def verify_exact(
         sys.exit(1)
 
 
-def named_target(model: str | None, target: TargetOptions) -> TargetOptions:
-    """The target, whichever way it was named.
-
-    Raises:
-        ValueError: it was named twice, or what was named is an option that does not exist.
-    """
-    if model is None:
-        return target
-    if model.startswith("-"):
-        raise ValueError(f"unknown option {model}")
-    if target.model not in (DEMO, model):
-        raise ValueError(f"expected one model, found {model} and {target.model}")
-    return replace(target, model=model)
-
-
 def load_drafters(names: Sequence[str], target: TargetOptions, lm: LanguageModel, console: Console) -> dict[str, Loaded]:
     """Each drafter with its own block size, by the name that it is shown with."""
-    short = [Path(name).name for name in names]
-    loaded = {}
-    for name, last in zip(names, short, strict=True):
-        drafter = lm.load_drafter(target.drafter_source(name), DrafterOptions(), progress_console(console))
-        loaded[name if short.count(last) > 1 else last] = drafter
-    return loaded
+    return {
+        shown: lm.load_drafter(target.drafter_source(name), DrafterOptions(), progress_console(console))
+        for name, shown in short_names(names).items()
+    }
 
 
 def run_all(verification: Verification, console: Console) -> list[ExactFinding]:
     """All findings, with a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task("", total=verification.count())
+    with progress(console, verification.count()) as step:
         found = []
-        for finding in verification.findings(lambda what: bar.update(row, description=escape(what))):
+        for finding in verification.findings(partial(step, count=0)):
             found.append(finding)
-            bar.advance(row)
+            step()
         return found
 
 

@@ -1,0 +1,21 @@
+"""The extras of the package: what each brings, and what that is for."""
+
+EXTRAS = {
+    "train": (("optax",), "training"),
+    "sharded": (("orbax",), "training over several devices"),
+    "serve": (("fastapi", "uvicorn", "prometheus_client", "pydantic"), "serving"),
+    "gguf": (("gguf",), "reading GGUF files"),
+    "grammar": (("llguidance",), "structured output"),
+    "otel": (("opentelemetry.sdk",), "tracing by OpenTelemetry"),
+    "ray": (("ray",), "serving replicas on a cluster (deploy/ray_serve.py)"),
+    "graph": (("scipy",), "numbering the nodes of graphs for locality"),
+    "neuron": (("simpy",), "simulating Neuron chips"),
+    "tpu": (("libtpu",), "computing on TPUs and compiling for them"),
+    "oracle": (("torch", "transformers"), "comparing with transformers"),
+}
+"""Modules and purpose of each."""
+
+
+def installation(extra: str) -> str:
+    """Command that brings an extra."""
+    return "make oracle, in a checkout" if extra == "oracle" else f"pip install 'tilewright[{extra}]'"
