@@ -18,6 +18,7 @@ from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, causal_attend, declare, forward, forward_full
 from tilewright.models.params import abstract, count, initialise, spec_leaves, to_tensors
+from tilewright.models.stack import SINGLE_DEVICE, TRACED_ONCE, Schedule
 from tilewright.models.stored import read_headers, stacked
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
@@ -164,8 +165,9 @@ def test_a_head_of_bfloat16_is_not_rounded_to_it():
     assert float(jnp.max(jnp.abs(logits - logits.astype(jnp.bfloat16).astype(jnp.float32)))) > 0
 
 
-def test_each_layer_attends_in_order_with_rotated_keys():
-    """Layers that are alike are traced once."""
+@pytest.mark.parametrize(("schedule", "times"), [(SINGLE_DEVICE, 2), (TRACED_ONCE, 1)])
+def test_each_layer_attends_in_order_with_rotated_keys(schedule: Schedule, times: int):
+    """Layers that are alike may be traced once."""
     tokens, positions = jnp.arange(6).reshape(2, 3), jnp.broadcast_to(jnp.arange(3), (2, 3))
     traced = []
 
@@ -175,10 +177,10 @@ def test_each_layer_attends_in_order_with_rotated_keys():
         return causal_attend(ops, projection, heads, seen, kept)[0], (kept + seen, k)
 
     def kept(params: DecoderParams, at: Array) -> Any:
-        return forward(SMALL, PLAIN, params, tokens, at, attend, jnp.int32(10), (0, 1)).kept
+        return forward(SMALL, PLAIN, params, tokens, at, attend, jnp.int32(10), (0, 1), schedule=schedule).kept
 
     here, there = (jax.jit(kept)(drawn(SMALL), positions + moved) for moved in (0, 1))
-    assert traced == [((2, 3, 4, 8), (2, 2, 3, 8), (2, 2, 3, 8))]
+    assert traced == [((2, 3, 4, 8), (2, 2, 3, 8), (2, 2, 3, 8))] * times
     assert [int(index) for index, _ in here] == [10, 11]
     assert np.any(here[0][1] != here[1][1])
     # The same key at another position: turned, but of the same length.

@@ -21,7 +21,7 @@ from tilewright.diffusion.window import BUCKETS, LayerCache, allocate
 from tilewright.kernels.operations import Operations
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
-from tilewright.models.stack import SINGLE_DEVICE
+from tilewright.models.stack import TRACED_ONCE
 from tilewright.parallel.compiling import compile_over
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.placement import WHOLE, Placement, on
@@ -146,7 +146,7 @@ class DiffusionPrograms(Store[DiffusionKey]):
             dense=shape.dense,
             guided=shape.guided,
             buckets=self.table.buckets,
-            schedule=SINGLE_DEVICE if self.placement is None else self.placement.schedule,
+            schedule=TRACED_ONCE if self.placement is None else self.placement.schedule,
         )
 
     def keys(self, shape: DiffusionShape) -> tuple[DiffusionKey, ...]:

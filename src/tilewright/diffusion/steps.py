@@ -19,7 +19,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.models import diffusion
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import TRACED_ONCE, Schedule
 
 STEPS_PER_DISPATCH = 64
 """How many steps a dispatch runs at most."""
@@ -47,7 +47,7 @@ class Denoiser:
     dense: bool = False
     guided: bool = False
     buckets: tuple[int, ...] = BUCKETS
-    schedule: Schedule = SINGLE_DEVICE
+    schedule: Schedule = TRACED_ONCE
 
     @property
     def spans(self) -> tuple[Span, ...]:

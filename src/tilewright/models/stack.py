@@ -12,7 +12,6 @@ Legend: B rows of a batch, T positions, H hidden size, N heads, D head size, V v
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -120,6 +119,10 @@ class Schedule(Protocol):
 class SingleDevice:
     """The schedule without collectives: a shard's partial sum is the whole sum."""
 
+    def traced(self, run_layer: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
+        """A layer's run as each layer is traced."""
+        return run_layer
+
     def reduce(self, x: Array) -> Array:
         return x
 
@@ -131,12 +134,12 @@ class SingleDevice:
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
         ops, after, left = stack.ops, [], []
 
-        # So layers that are alike are traced once.
-        @partial(jax.jit, inline=True)
         def run_layer(layer: Any, x: Array, rows: Rows, own: Any) -> tuple[Array, Any]:
             out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
-            return stack.mlp(ops, layer, x := stack.output(ops, layer, out, x), x), own
+            x = stack.output(ops, layer, out, x)
+            return stack.mlp(ops, layer, x, x), own
 
+        run_layer = self.traced(run_layer)
         for layer, own in zip(stack.layers, kept, strict=True):
             x, own = run_layer(layer, x, rows, own)
             after.append(x)
@@ -160,3 +163,17 @@ class SingleDevice:
 
 
 SINGLE_DEVICE = SingleDevice()
+
+
+@dataclass(frozen=True)
+class TracedOnce(SingleDevice):
+    """The same, for programs of many layers: those that are alike are traced once.
+
+    So nothing may be taken out of a layer but its results, and what it keeps, or is told of the rows, are arrays.
+    """
+
+    def traced(self, run_layer: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
+        return jax.jit(run_layer, inline=True)
+
+
+TRACED_ONCE = TracedOnce()

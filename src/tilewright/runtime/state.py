@@ -17,7 +17,7 @@ from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.delta import DeltaState
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import TRACED_ONCE, Schedule
 from tilewright.runtime.cache import CausalCache
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
 from tilewright.runtime.per_row import PenaltyHistory, penalises, sample_each
@@ -47,7 +47,7 @@ class Target:
 
     config: DecoderConfig
     ops: Operations = select.PLAIN
-    schedule: Schedule = SINGLE_DEVICE
+    schedule: Schedule = TRACED_ONCE
     mesh: Mesh | None = None
     compiler_options: bool = False
     loops: bool = True
