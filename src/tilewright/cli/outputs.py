@@ -193,7 +193,7 @@ class OutputFiles:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PageFiles(OutputFiles):
-    """The same, with a page.
+    """Options of where figures and a page go.
 
     Attributes:
         html: a page with tables and charts.

@@ -120,7 +120,7 @@ class SingleDevice:
     """The schedule without collectives: a shard's partial sum is the whole sum."""
 
     def traced(self, run_layer: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
-        """A layer's run as each layer is traced."""
+        """Function that runs a layer, as it is called for each."""
         return run_layer
 
     def reduce(self, x: Array) -> Array:
@@ -167,7 +167,7 @@ SINGLE_DEVICE = SingleDevice()
 
 @dataclass(frozen=True)
 class TracedOnce(SingleDevice):
-    """The same, for programs of many layers: those that are alike are traced once.
+    """The schedule without collectives for programs of many layers: those that are alike are traced once.
 
     So nothing may be taken out of a layer but its results, and what it keeps, or is told of the rows, are arrays.
     """

@@ -61,12 +61,15 @@ def for_each(which: Bool[Array, " N"], run: Callable[[Array, Tree], Tree], carry
 
 
 TOGETHER = 16
-"""How many rows draw a single token together on a TPU."""
+"""Rows that draw a single token together on a TPU, at most."""
 
 
 def drawn_together(batch: int, slots: int) -> int:
-    """How many rows draw together: of a block one. Of single tokens on a CPU also one, whose logits stay in its caches; on a
-    GPU, where a turn costs as much as a draw of all rows, all."""
+    """Number of rows that draw together.
+
+    Of a block one. Of single tokens on a CPU also one, whose logits stay in its caches; on a GPU all, for a turn costs as much
+    there as a draw of all rows.
+    """
     backend = jax.default_backend()
     if slots > 1 or backend == "cpu":
         return 1
