@@ -11,7 +11,6 @@ error. It does not try again by itself.
 
 import asyncio
 import signal
-import threading
 from collections.abc import AsyncIterator, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -260,14 +259,14 @@ def main(
         max_ongoing_requests=most * scale.most,
     )  # fmt: skip
     serve.start(http_options=HTTPOptions(host=http.host, port=http.port))
-    ends = threading.Event()
-    for each in (signal.SIGTERM, signal.SIGINT):  # behind the start of Ray, which takes SIGTERM for itself
-        signal.signal(each, lambda *_: ends.set())
-    serve.run(gateways.bind(bound, int(http.max_body_mb * 2**20)), name=APP)
-    ends.wait()
-    # The replicas end their requests within `--drain`. By itself `shutdown` ends the proxies first, and streams with them.
-    serve.delete(APP)
-    serve.shutdown()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # behind the start of Ray, which takes it for itself
+    try:
+        serve.run(gateways.bind(bound, int(http.max_body_mb * 2**20)), name=APP)
+        signal.pause()
+    except KeyboardInterrupt:
+        # Replicas end their requests within `--drain`. By itself `shutdown` ends the proxies first, and streams with them.
+        serve.delete(APP)
+        serve.shutdown()
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def rmat(nodes: int, edges: int) -> Int[np.ndarray, "2 E"]:
 
 @dataclass(frozen=True)
 class PeerReduction(ABC):
-    """What the other sides share, with every factor worked out before: `models.gnn.Neighbours` over sums of messages.
+    """Base of the other sides: `models.gnn.Neighbours` over sums of messages, every factor worked out before.
 
     Attributes:
         sources: neighbours of each node: slots padded with 0, or edges in the order of their destinations.

@@ -223,7 +223,7 @@ class LoadOptions:
         return template
 
     def loading(self, devices: DeviceOptions, console: Console) -> dict[str, Any]:
-        """What loading any model takes, once its programs are kept and the CPU kernels are there."""
+        """Arguments of loading any model, once its programs are kept and the CPU kernels are there."""
         taken = {
             "dtype": self.dtype, "weights": self.weights, "kernels": self.kernels, "mesh": devices.mesh(),
             "schedule": devices.schedule, "compiler_options": devices.compiler_options, "console": progress_console(console),
@@ -351,7 +351,7 @@ def check_packaged(names: Iterable[str], model: str) -> None:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """What each name of a folder, a file or an id is shown as: its last part, or the whole where several end alike."""
+    """Name to show for each folder, file or id: its last part, or the whole where several end alike."""
     last = [Path(name).name for name in names]
     return {name: name if last.count(short) > 1 else short for name, short in zip(names, last, strict=True)}
 

@@ -160,7 +160,7 @@ LANES_WIDTH, LANE, LANE_GAP = 1000, 12, 3
 
 @dataclass(frozen=True)
 class LaneRow:
-    """What one thing does over time.
+    """Lanes of one thing, with what it does over time.
 
     Attributes:
         lanes: of spans (begin, end, kind), one lane below the other.
