@@ -62,6 +62,13 @@ def test_one_that_fails_ends_all_with_its_status(monkeypatch: pytest.MonkeyPatch
     assert capfd.readouterr().err == "[1] no such luck\nprocess 1 ended with status 1, and the others are stopped\n"
 
 
+def test_the_first_one_says_itself_why_it_fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(launch, "GRACE_S", 0.2)
+    code = "if index == 0: sys.exit('no such luck')\ntime.sleep(600)"
+    assert launch.run_all(script(code), environments(3)) == 1
+    assert capfd.readouterr().err == "no such luck\n"
+
+
 def test_one_that_a_signal_ends_is_told_as_a_shell_does(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     monkeypatch.setattr(launch, "GRACE_S", 0.2)
     code = "if index == 0: os.kill(os.getpid(), 9)\ntime.sleep(600)"

@@ -213,10 +213,14 @@ class ProcessGroup:
             time.sleep(0.02)
 
     def failed(self, index: int) -> int:
-        """Says what a process said that failed, unless the first one says the same."""
+        """Says what a process said that failed, unless the first one says the same; what that one says is read already.
+
+        JAX ends the others of a first process that has failed, whatever they were about to say.
+        """
         status = self.status(index)
         self.let_end()
-        if any(process.returncode is None or self.status(n) != status for n, process in enumerate(self.running)):
+        told = index == 0 and self.running[index].returncode > 0
+        if not told and any(process.returncode is None or self.status(n) != status for n, process in enumerate(self.running)):
             for line in self.said[index]:
                 print(f"[{index}] {line.decode(errors='replace').rstrip()}", file=sys.stderr)
             print(f"process {index} ended with status {status}, and the others are stopped", file=sys.stderr)
