@@ -8,7 +8,7 @@ Legend: S slots, n rows of a program, L positions of a slot, M pages of one, P p
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
@@ -95,9 +95,9 @@ class Programs(Store[ProgramKey]):
         self.target, self.models, self.dtype, self.drafter = target, models, dtype, drafter
         self.table, self.layout = table, layout
 
-    @property
+    @cached_property
     def outside_pages(self) -> str:
-        """Why a prefix's pages are not enough to go on behind it; see `outside_pages`."""
+        """Why a prefix's pages are not enough to go on behind it; see `outside_pages`, which traces for milliseconds."""
         return outside_pages(self.target, self.layout, self.drafter, self.dtype)
 
     @property
