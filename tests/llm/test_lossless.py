@@ -246,11 +246,11 @@ def greedy_rows_drawn(logits: Array, rows: RowSampling, *rest: Any) -> Array:
     return sample_each(logits, replace(rows, temperature=jnp.where(rows.temperature > 0, rows.temperature, 1)), *rest)
 
 
-def temperature_last(tempered: Array, random: Array, rows: RowSampling) -> Array:
+def temperature_last(tempered: Array, scores: Array, rows: RowSampling) -> Array:
     """The filters see the distribution before its temperature."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None, None]
     filtered = warp_logits(tempered * temperature, replace(rows, temperature=jnp.ones_like(rows.temperature)))
-    return jnp.argmax(filtered / temperature + random, axis=-1)
+    return jnp.argmax(filtered / temperature + (scores - tempered), axis=-1)
 
 
 def block_unseen(logits: Array, rows: RowSampling, tokens: Array, known: Array, block: Array) -> Array:

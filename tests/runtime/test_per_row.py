@@ -146,7 +146,7 @@ def test_a_draw_that_the_filters_left_none_of_the_best_tokens(tries: int, monkey
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (40, 1, VOCAB)), jnp.float32)
     wanted = sample(logits, rows, positions)
     tempered, random = temper(logits, rows), noise(rows, positions, VOCAB)
-    np.testing.assert_array_equal(jax.jit(per_row.draw_kept)(tempered, random, rows), wanted)
+    np.testing.assert_array_equal(jax.jit(per_row.draw_kept)(tempered, tempered + random, rows), wanted)
     best = np.argsort(-np.asarray(tempered + random)[:, 0], axis=-1)
     needed = np.argmax(best == np.asarray(wanted), axis=-1) + 1
     assert needed.min() <= TRIES < needed.max()

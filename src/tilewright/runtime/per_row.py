@@ -122,7 +122,7 @@ TRIES = 8
 
 
 def draw_kept(
-    tempered: Float[Array, "B T V"], random: Float[Array, "B T V"], rows: RowSampling
+    tempered: Float[Array, "B T V"], scores: Float[Array, "B T V"], rows: RowSampling
 ) -> Int32[Array, "B T"]:  # fmt: skip
     """Tokens drawn after all filters, in loops whose length is data: much less work than `sampling.sample`.
 
@@ -132,11 +132,11 @@ def draw_kept(
 
     Args:
         tempered: logits at the rows' temperatures.
-        random: the draw's noise.
+        scores: these with the draw's noise.
     """
     once, asked = jnp.int32(0), jnp.any(jnp.asarray(rows.top_k) > 0)
     kept = where_asked(asked, once, lambda _, kept: keep_best(kept, rows), tempered)
-    of, likely = nucleus(kept, rows), keep_likely(kept, rows)
+    of, scores = nucleus(kept, rows), jnp.where(keep_likely(kept, rows) > -jnp.inf, scores, -jnp.inf)
     whole, place = jnp.asarray(rows.top_p)[:, None] >= 1, jnp.arange(tempered.shape[-1])
 
     def searching(carry: tuple[Array, Array, Array]) -> Array:
@@ -144,20 +144,20 @@ def draw_kept(
         return (tries < TRIES) & jnp.any(tokens < 0)
 
     def search(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        tries, scores, tokens = carry
-        best = argmax(scores)
+        tries, left, tokens = carry
+        best = argmax(left)
         before = of.order > jnp.take_along_axis(of.order, best[..., None], axis=-1)
         found = whole | (of.holding(before) < of.mass)[..., 0]
-        scores = jnp.where(place == best[..., None], -jnp.inf, scores)
-        return tries + 1, scores, jnp.where((tokens < 0) & found, best, tokens)
+        left = jnp.where(place == best[..., None], -jnp.inf, left)
+        return tries + 1, left, jnp.where((tokens < 0) & found, best, tokens)
 
-    unknown = jnp.full(random.shape[:-1], -1, jnp.int32)
-    tokens = jax.lax.while_loop(searching, search, (jnp.int32(0), likely + random, unknown))[2]
+    unknown = jnp.full(scores.shape[:-1], -1, jnp.int32)
+    tokens = jax.lax.while_loop(searching, search, (jnp.int32(0), scores, unknown))[2]
 
     def filter_all(n: Array, tokens: Array) -> Array:
         least = threshold(counted(of.order, n), lambda kept: of.holding(kept) >= of.mass)
-        filtered = jnp.where((of.order >= least) | whole[..., None], likely, -jnp.inf)
-        return jnp.where(tokens < 0, argmax(filtered + random), tokens)
+        filtered = jnp.where((of.order >= least) | whole[..., None], scores, -jnp.inf)
+        return jnp.where(tokens < 0, argmax(filtered), tokens)
 
     return where_asked(jnp.any(tokens < 0), once, filter_all, tokens)
 
@@ -166,10 +166,11 @@ def draw(
     logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], filtering: Bool[Array, ""]
 ) -> Int32[Array, "B T"]:  # fmt: skip
     """Tokens of rows that all draw; `filtering` says if it is from less than the whole vocabulary."""
-    once, tempered, random = jnp.int32(0), temper(logits, rows), noise(rows, positions, logits.shape[-1])
+    once, tempered = jnp.int32(0), temper(logits, rows)
+    scores = tempered + noise(rows, positions, logits.shape[-1])
     unknown = jnp.full(positions.shape, -1, jnp.int32)
-    tokens = where_asked(~filtering, once, lambda n, _: argmax(counted(tempered, n) + random), unknown)
-    return where_asked(filtering, once, lambda n, _: draw_kept(counted(tempered, n), random, rows), tokens)
+    tokens = where_asked(~filtering, once, lambda n, _: argmax(counted(scores, n)), unknown)
+    return where_asked(filtering, once, lambda n, _: draw_kept(*counted((tempered, scores), n), rows), tokens)
 
 
 def sample_each(
