@@ -12,7 +12,7 @@ from cyclopts import App
 from cyclopts.command_spec import CommandSpec
 
 import tilewright as tw
-from tilewright.cli.main import app
+from tilewright.cli.main import app, main
 
 HEAVY = ("jax", "numpy", "tokenizers", "safetensors", "huggingface_hub")
 
@@ -49,6 +49,34 @@ def test_the_help_of_a_command_is_its_own(parent: App, name: str):
     own = (command.default_command.__doc__ or "").split("Parameters\n")[0]
     assert shown is not None
     assert " ".join(own.split()) == " ".join(shown.split())
+
+
+def test_a_platform_that_is_not_here_is_named():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "zpu"}
+    command = [sys.executable, "-m", "tilewright", "generate", "hi"]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("tilewright: expected JAX_PLATFORMS to name devices that are here, found zpu. ")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_a_closed_standard_input_is_an_empty_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    with sys.stdin as empty:
+        assert empty.read() == ""
+
+
+def test_ctrl_c_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilewright.cli.main.app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_public_names_are_those_of_the_documents_and_no_others():

@@ -204,7 +204,7 @@ def test_server_error_names_its_status(hub: HubServer):
 
 def test_no_network_and_not_cached(hub: HubServer):
     hub.stop()
-    with pytest.raises(ValueError, match=r"cannot be reached, and 'org/model' is not .* in the cache") as error:
+    with pytest.raises(ValueError, match=r"cannot be reached, and 'org/model' is neither a folder .* in the cache") as error:
         resolve("org/model")
     one_line(error)
 
@@ -220,8 +220,14 @@ def test_no_network_but_cached(hub: HubServer):
 def test_no_network_and_partly_cached(hub: HubServer):
     (resolve("org/model") / "model-00002-of-00002.safetensors").unlink()
     hub.stop()
-    with pytest.raises(ValueError, match="not wholly"):
+    with pytest.raises(ValueError, match=r"nor \(wholly\) in the cache"):
         resolve("org/model")
+
+
+def test_a_name_that_is_nearly_one_of_ours(hub: HubServer):
+    with pytest.raises(ValueError, match=r"'smolm2-135m'.* Did you mean 'smollm2-135m'\?$") as error:
+        resolve("smolm2-135m")
+    one_line(error)
 
 
 def test_environment_of_a_new_process(hub: HubServer, tmp_path: Path):

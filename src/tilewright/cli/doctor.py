@@ -70,7 +70,7 @@ def check_jax() -> DoctorFinding:
 def check_devices() -> DoctorFinding:
     try:
         return DoctorFinding("devices", "ok", f"{jax.device_count()} ({jax.default_backend()}): {chip_name()}")
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter of CUDA without its plugin
         platforms = os.environ.get("JAX_PLATFORMS")
         advice = (
             f"JAX_PLATFORMS is {platforms}: unset it, or install what that needs" if platforms else "reinstall jax and jaxlib"

@@ -5,6 +5,7 @@ A command is imported when it is called, for JAX takes a second to import. Its h
 
 import os
 import re
+import signal
 import sys
 from functools import partial
 from importlib.resources import files
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from tilewright import __version__
 from tilewright.cli.extras import EXTRAS, installation
-from tilewright.cli.platforms import leave_tpus_out
+from tilewright.cli.platforms import leave_tpus_out, platforms_not_here
 from tilewright.cli.processes import COORDINATOR, end_together, join
 
 COMMANDS = {
@@ -78,6 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line, alone or with the processes that the environment names."""
     if "jax" not in sys.modules:
         leave_tpus_out()
+    if sys.stdin is None:  # started with it closed
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (until the process ends)
     given = sys.argv[1:] if arguments is None else arguments
     if COORDINATOR in os.environ:
         end_together(partial(run, given))
@@ -104,3 +107,11 @@ def run(arguments: list[str]) -> None:
         message = " ".join(str(error).split())
         errors.print(f"tilewright: {message}", style="red", markup=False, highlight=False)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
+    except KeyboardInterrupt:  # while a command's modules are imported; later commands see to it themselves
+        sys.exit(128 + signal.SIGINT)
+    except (RuntimeError, AssertionError) as error:
+        if (platforms := platforms_not_here()) is None:
+            raise
+        said = " ".join(f"expected JAX_PLATFORMS to name devices that are here, found {platforms}. {error}".split())
+        errors.print(f"tilewright: {said} (`tilewright doctor` tells more)", style="red", markup=False, highlight=False)
+        sys.exit(2)

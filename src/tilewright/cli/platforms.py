@@ -1,6 +1,7 @@
 """Which platforms JAX shall look for. It reads that when it is imported, so nothing here imports it."""
 
 import os
+import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,3 +30,15 @@ def leave_tpus_out() -> None:
         return
     if find_spec("jax_plugins") is None and not entry_points(group="jax_plugins"):
         os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def platforms_not_here() -> str | None:
+    """The user's own `JAX_PLATFORMS`, where JAX was imported and finds no device of theirs; None else."""
+    platforms, jax = os.environ.get("JAX_PLATFORMS"), sys.modules.get("jax")
+    if not platforms or jax is None:
+        return None
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError):  # the latter of CUDA without its plugin
+        return platforms
+    return None

@@ -1,6 +1,7 @@
 """`tilewright serve`: an HTTP server that OpenAI's clients can talk to."""
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -243,6 +244,8 @@ class HttpOptions:
         name = path.name if path.is_dir() else path.stem if path.is_file() else model
         if not self.drain >= 0:
             raise ValueError(f"expected --drain of at least 0, found {self.drain}")
+        if not 0 < self.max_body_mb < math.inf:
+            raise ValueError(f"expected --max-body-mb above 0, found {self.max_body_mb:g}")
         return ServerOptions(
             name=name if self.served_model_name is None else self.served_model_name,
             version=__version__,

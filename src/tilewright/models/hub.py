@@ -5,6 +5,7 @@ fetched (`hub_client.py`).
 """
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 
 from rich.console import Console
@@ -65,4 +66,9 @@ def resolve(
         raise ValueError(f"there is no file {source}")
     from tilewright.models.hub_client import fetch  # the client takes a quarter of a second to import
 
-    return fetch(source, revision, console, check)
+    try:
+        return fetch(source, revision, console, check)
+    except ValueError as error:
+        if near := get_close_matches(source, (*PACKAGED, *PUBLISHED), 1, 0.8):
+            raise ValueError(f"{error}. Did you mean {near[0]!r}?") from error
+        raise

@@ -157,7 +157,8 @@ def _one_line_errors(source: str, revision: str | None, endpoint: str) -> Iterat
         raise ValueError(f"{endpoint} answered HTTP {status} when asked for {source!r}{hint}") from error
     except (LocalEntryNotFoundError, *NETWORK_ERRORS) as error:
         which = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
-        problem = f"{endpoint} cannot be reached, and {which} is not (or not wholly) in the cache {constants.HF_HUB_CACHE}"
+        where = f"neither a folder here nor (wholly) in the cache {constants.HF_HUB_CACHE}"
+        problem = f"{endpoint} cannot be reached, and {which} is {where}"
         raise ValueError(problem) from error
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
