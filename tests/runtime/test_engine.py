@@ -22,6 +22,8 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
+from tilewright.runtime.pooling import Pooling
+from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, Stopped
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import RunningSequence
@@ -172,6 +174,42 @@ def test_rounds_are_those_of_the_standalone_loop(lm: LanguageModel, engine: Engi
         assert got is not None
         assert (got.tokens, got.text, got.finish_reason) == (want.tokens, want.text, want.finish_reason)
         assert (got.acceptance_lengths, got.drafted, got.accepted) == (want.acceptance_lengths, want.drafted, want.accepted)
+
+
+@pytest.mark.parametrize("pooling", [None, "last"])
+def test_a_long_prompt_goes_piece_by_piece(
+    lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, pooling: Pooling | None
+):
+    """Each step sends one piece and waits for the one before; others come between, and the rest of it may be given up."""
+    run, read, events = engine.runner.run, engine.read, list[str]()
+
+    def running(key: ProgramKey, *inputs: Any) -> Any:
+        events.append(key.name)
+        return run(key, *inputs)
+
+    def reading(sent: Any) -> None:
+        events.append(type(sent).__name__)
+        read(sent)
+
+    monkeypatch.setattr(engine.runner, "run", running)
+    monkeypatch.setattr(engine, "read", reading)
+    short, heard, other = GenerateRequest([1, 2], Sampling(4, ignore_eos=True)), Heard(), Heard()
+    (want,) = expected(lm, [short])
+    engine.open()
+    handle = engine.submit(GenerateRequest([3] * 90, Sampling(4), pooling=pooling), heard)
+    engine.step()
+    engine.submit(short, other)
+    engine.step()
+    assert engine.stats().running == 2
+    engine.step()
+    assert events == ["prefill", "prefill", "SentPrefill", "prefill", "SentPrefill"]
+    engine.cancel(handle)
+    while engine.step():
+        continue
+    assert heard.end == "cancelled"
+    assert events.count("prefill") == 4, "three pieces of six, and the other's only one"
+    assert other.tokens == want
+    check_empty(engine)
 
 
 def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: Engine):

@@ -10,8 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -59,6 +60,16 @@ class SentEmbedding(NamedTuple):
 
     sequence: TokenSequence
     chunks: Sequence[PooledChunk]
+
+
+class SentPrefill(NamedTuple):
+    """Pieces of prompts that are on their way, where no rounds run besides.
+
+    Attributes:
+        end: of the last of them, see `Prefilled.end`.
+    """
+
+    end: Any
 
 
 class Engine(Service):
@@ -241,17 +252,20 @@ class Engine(Service):
         )  # fmt: skip
 
     def fill(self, everything: bool = False) -> int:
-        """Gives places, and sends pieces of prompts: a large one or several small ones, if rounds are to run besides; else all.
+        """Gives places, and sends pieces of prompts: a large one or several small ones.
+
+        A step sends no more than that even where nothing else runs: the next one ends those that were given up meanwhile, and
+        takes in those that came. It waits for the pieces of the step before, so that the device has these ones by then.
 
         Args:
-            everything: all, whether rounds are to run or not.
+            everything: all of them, for a caller that waits for them itself.
 
         Returns:
             how many positions they compute.
         """
         self.admit()
-        sent, most = 0, math.inf if everything else self.programs.table.chunks[-1]
-        while (chunks := self.scheduler.next_chunks()) and (sent < most or not self.scheduler.runnable()):
+        sent, most, result = 0, math.inf if everything else self.programs.table.chunks[-1], None
+        while sent < most and (chunks := self.scheduler.next_chunks()):
             result = self.runner.prefill(chunks)
             for row, chunk in enumerate(chunks):
                 self.on_prefilled(chunk, result, row)
@@ -260,17 +274,19 @@ class Engine(Service):
             self.counted.prefill_tokens += wanted
             self.counted.prefill_padding += computed - wanted
             sent += computed
+        if result is not None and not everything and not self.scheduler.runnable():
+            self.flight.append(SentPrefill(result.end))
         return sent
 
-    def on_prefilled(self, chunk: Chunk, result: Prefilled | None, row: int) -> None:
+    def on_prefilled(self, chunk: Chunk, result: Prefilled, row: int) -> None:
         """Takes in that a chunk was sent, whose result is a row of a program's; an embedding comes with its prompt's last."""
         sequence = chunk.running.sequence
         if sequence.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
-            assert result is not None, "log-probabilities were offered"
+            assert result.logprobs is not None, "log-probabilities were offered"
             sequence.prompt_logprobs.append((result.logprobs, row, chunk.count))
         self.scheduler.on_prefilled(chunk)
         if sequence.pooling is not None:
-            assert result is not None, "embeddings were offered"
+            assert result.pooled is not None, "embeddings were offered"
             sequence.pooled.append(PooledChunk(result.pooled, row, chunk.count))
             if chunk.running.prefilled:
                 self.flight.append(SentEmbedding(sequence, sequence.pooled))
@@ -361,8 +377,11 @@ class Engine(Service):
         self.scheduler.on_dispatched(batch, sent.rounds, sent.width)
         return True
 
-    def read(self, sent: SentRounds | SentEmbedding) -> None:
-        """Waits for rounds, or for an embedding, and hands out what came of them."""
+    def read(self, sent: SentRounds | SentEmbedding | SentPrefill) -> None:
+        """Waits for what was sent, and hands out what came of rounds, or of an embedding."""
+        if isinstance(sent, SentPrefill):
+            jax.block_until_ready(sent.end)
+            return
         if isinstance(sent, SentEmbedding):
             self.read_embedding(sent)
             return

@@ -21,12 +21,16 @@ class Prefilled(NamedTuple):
     """Result of a prefill, beside the state.
 
     Attributes:
-        logprobs: of what follows each token, `[B, chunk]`: slot t is of the token at position `start + t + 1`.
-        pooled: of the chunk's hidden states, float32 `[B, 2, H]`, see `pooling.pooled`.
+        end: the position behind each row's chunk, int32 `[B]`. The host waits for it to know that the chunk was computed: the
+            state is donated to the next program.
+        logprobs: of what follows each token, `[B, chunk]`: slot t is of the token at position `start + t + 1`. None where rows
+            cannot ask for any.
+        pooled: of the chunk's hidden states, float32 `[B, 2, H]`, see `pooling.pooled`; None likewise.
     """
 
-    logprobs: Logprobs
-    pooled: Any
+    end: Any
+    logprobs: Logprobs | None = None
+    pooled: Any = None
 
 
 def prefill(
@@ -38,7 +42,7 @@ def prefill(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
     wanted: Bool[Array, " B"] | None = None,
-) -> tuple[DecodeState, Prefilled | None]:
+) -> tuple[DecodeState, Prefilled]:
     """Runs each row's committed tokens at positions `start` to `start + count - 1` and fills both caches. DONATES state.
 
     Rows of count 0 stay as they are, so that others may be admitted while they decode.
@@ -46,15 +50,15 @@ def prefill(
     Args:
         chunk: the most tokens of a row, which is what the program computes whatever the counts are.
         count: at most `chunk`; a row's spans follow one another, and its tokens up to `start + count` are known.
-        wanted: the rows that get log-probabilities. The output head is computed for them alone. None where nobody reads the
-            result, for which the last layer's hidden states are needed.
+        wanted: the rows that get log-probabilities. The output head is computed for them alone. None where nobody reads what
+            the last layer's hidden states are needed for.
 
     Returns:
-        the state, and the result; None without `wanted`.
+        the state, and the result; of that only `end` without `wanted`.
     """
     state, hidden = run_chunk(target, drafter, chunk, models, state, start, count)
     if wanted is None:
-        return state, None
+        return state, Prefilled(start + count)
     following, slots = tokens_at(state, block_positions(start + 1, chunk)), jnp.arange(chunk)[None]
     asking, nothing = wanted & (count > 0), partial(no_logprobs, (start.shape[0], chunk), target.config.vocab_size)
 
@@ -66,7 +70,7 @@ def prefill(
 
     # A branch, and not the loop alone: XLA takes the logits of a single row out of that, and computes them asked for or not.
     logprobs = jax.lax.cond(jnp.any(asking), lambda: for_each(asking, add, nothing()), nothing)
-    return state, Prefilled(logprobs, pooled(target, models.target, hidden, count))
+    return state, Prefilled(start + count, logprobs, pooled(target, models.target, hidden, count))
 
 
 def run_chunk(

@@ -182,7 +182,7 @@ class Programs(Store[ProgramKey]):
         `rows` are the requests (`request_rows`). They are given with each chunk, so that the first one also admits: a program
         of its own for that would cost a dispatch more before the first token. A slot with a `start` below 0 fills the shape.
         `snapshots` are `SnapshotRows`, where the layout has some. The result is a `prefill.Prefilled`, with log-probabilities
-        where `wanted`; None if rows cannot ask for any.
+        where `wanted`.
         """
         target, drafter, chunk = replace(self.target, sampling=key.sampling), self.drafter, key.chunk
 

@@ -221,7 +221,8 @@ class EngineStats:
         widths: rounds by "drafter, block width" ("plain").
         compilations: programs compiled since the engine was ready: 0, or something is wrong.
         warm_seconds: time that compiling took before; `programs` of them.
-        step_age_s: since the engine last went round; it does so at least every second, busy or not.
+        step_age_s: since the engine last went round: with each dispatch and each piece of a prompt, and twice a second without
+            any.
     """
 
     running: int = 0

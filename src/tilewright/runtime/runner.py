@@ -13,6 +13,7 @@ from tilewright.runtime.constraints import Blocks, Drafted, MaskSource, fill_blo
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.lockstep import Lockstep
 from tilewright.runtime.placement import on_devices
+from tilewright.runtime.prefill import Prefilled
 from tilewright.runtime.programs import (
     ProgramKey,
     Programs,
@@ -123,12 +124,11 @@ class ModelRunner:
                 own[: len(pages)] = pages
         return table
 
-    def prefill(self, chunks: Sequence[Chunk]) -> Any:
+    def prefill(self, chunks: Sequence[Chunk]) -> Prefilled:
         """Computes pieces of prompts, all of one size, a sequence's first one with its admission.
 
         Returns:
-            a `prefill.Prefilled`, on the device, in the order of the pieces; log-probabilities are of sequences that want some.
-            None where programs report none.
+            what came of them, on the device, in the order of the pieces; log-probabilities are of sequences that want some.
         """
         key, batch = self.prefill_key(chunks), [chunk.running for chunk in chunks]
         fill = key.rows - len(chunks)

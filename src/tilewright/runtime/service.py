@@ -125,7 +125,11 @@ class Service(ABC):
 
     @abstractmethod
     def fill(self) -> int:
-        """Gives places to those that wait, and sends what comes before rounds. Returns 0 if that was nothing."""
+        """Gives places to those that wait, and sends what comes before rounds, for about as long as a dispatch of these takes.
+
+        Returns:
+            0 if that was nothing.
+        """
 
     @abstractmethod
     def send(self) -> bool:
@@ -283,14 +287,16 @@ class Service(ABC):
 
     def turn(self) -> bool:
         """Sends, and reads what the step before had sent."""
+        before = len(self.flight)
         filled = self.fill()
         read = self.settle()
         sent = self.send()
-        read |= self.read_all_but(1 if sent else 0)
+        if not read:
+            read = self.read_all_but(len(self.flight) - before)
         return bool(filled or sent or read)
 
     def settle(self) -> bool:
-        """Takes in what the next dispatch depends on of those in flight. Returns whether any was read."""
+        """Takes in what the next dispatch depends on: reads all that is in flight, or nothing. Returns whether it did."""
         return False
 
     def read_all_but(self, last: int) -> bool:
