@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.pace import Pace
+from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.service import Service
@@ -113,6 +115,23 @@ def drive(
         while step():
             pass
     return heard, handles
+
+
+def sent_and_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an engine does from now on: the names of the programs that it sends, and the types of what it reads."""
+    run, read, events = engine.runner.run, engine.read, list[str]()
+
+    def running(key: ProgramKey, *inputs: Any) -> Any:
+        events.append(key.name)
+        return run(key, *inputs)
+
+    def reading(sent: Any) -> None:
+        events.append(type(sent).__name__)
+        read(sent)
+
+    monkeypatch.setattr(engine.runner, "run", running)
+    monkeypatch.setattr(engine, "read", reading)
+    return events
 
 
 def check_empty(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from llm.support import build, prompts
 from reference.dflash_numpy import as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.sampling_numpy import adjusted
-from runtime.support import Heard, check_empty, drive, expected, samplings
+from runtime.support import Heard, check_empty, drive, expected, samplings, sent_and_read
 from tilewright.kernels import native
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import decoder
@@ -23,7 +23,6 @@ from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
 from tilewright.runtime.pooling import Pooling
-from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, Stopped
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import RunningSequence
@@ -181,18 +180,7 @@ def test_a_long_prompt_goes_piece_by_piece(
     lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch, pooling: Pooling | None
 ):
     """Each step sends one piece and waits for the one before; others come between, and the rest of it may be given up."""
-    run, read, events = engine.runner.run, engine.read, list[str]()
-
-    def running(key: ProgramKey, *inputs: Any) -> Any:
-        events.append(key.name)
-        return run(key, *inputs)
-
-    def reading(sent: Any) -> None:
-        events.append(type(sent).__name__)
-        read(sent)
-
-    monkeypatch.setattr(engine.runner, "run", running)
-    monkeypatch.setattr(engine, "read", reading)
+    events = sent_and_read(engine, monkeypatch)
     short, heard, other = GenerateRequest([1, 2], Sampling(4, ignore_eos=True)), Heard(), Heard()
     (want,) = expected(lm, [short])
     engine.open()
