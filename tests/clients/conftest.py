@@ -1,7 +1,6 @@
 """A published model on a port, for clients that are too heavy for every test run; `make clients` installs and runs them."""
 
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.server.structured import Constrain
 
 HERE = Path(__file__).parent
 NAME = "smollm2-135m"
@@ -49,7 +49,7 @@ def server() -> Iterator[Real]:
     engine.warm()
     engine.start()
     template = ChatTemplate.load(hub.resolve(NAME))
-    with on_a_port(engine, name=NAME, template=template, constrain=partial(lm.constrain, seconds=5.0)) as made:
+    with on_a_port(engine, name=NAME, template=template, constrain=Constrain(lm, 5.0)) as made:
         yield made
     engine.stop()
     assert engine.stats().compilations == 0

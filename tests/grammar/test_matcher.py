@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tilewright.grammar import trial
 from tilewright.grammar.grammar import LONGEST, MOST_CHOICES, Grammar
-from tilewright.grammar.matcher import KEPT, Compiler
+from tilewright.grammar.matcher import KEPT, REFUSED, Compiler
+from tilewright.grammar.trial import Refusal
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.constraints import ALL, ConstraintState, words
@@ -171,8 +173,10 @@ def test_compiled_grammars_are_kept_and_not_for_ever(compiler: Compiler):
     first = Grammar.regex("a")
     kept = compiler.compile(first)
     assert compiler.compile(first) is kept
+    assert compiler.is_kept(first)
     for n in range(KEPT):
         compiler.compile(Grammar.regex(f"a{{{n + 1}}}"))
+    assert not compiler.is_kept(first)
     assert compiler.compile(first) is not kept
     assert len(compiler.kept) == KEPT
 
@@ -191,6 +195,39 @@ def test_a_grammar_that_takes_too_long_is_ended(compiler: Compiler):
             compiler.compile(Grammar.json_schema({"not": {}}), seconds=30.0)
         grammar = Grammar.regex("tried|and kept")
         assert compiler.compile(grammar, seconds=30.0) is compiler.compile(grammar)
+    finally:
+        compiler.trial.close()
+
+
+def test_what_is_refused_is_not_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch):
+    """By the matcher, or beyond its seconds of a processor; what took too long by the clock may do better another time."""
+    bad, tried, real = Grammar.regex("(never"), list[Grammar](), compiler.trial.refusal
+
+    def refusal(grammar: Grammar, seconds: float) -> Refusal:
+        tried.append(grammar)
+        return real(grammar, seconds)
+
+    def refused(grammar: Grammar, seconds: float, times: int) -> set[str]:
+        said = set[str]()
+        for _ in range(times):
+            with pytest.raises(ValueError, match="cannot be used") as caught:
+                compiler.compile(grammar, seconds)
+            said.add(str(caught.value))
+        return said
+
+    monkeypatch.setattr(compiler.trial, "refusal", refusal)
+    try:
+        monkeypatch.setattr(trial, "PATIENCE", 1000)
+        assert len(refused(bad, 30.0, 2)) == len(refused(HOSTILE, 0.05, 2)) == 1
+        assert tried == [bad, HOSTILE]
+        monkeypatch.setattr(trial, "PATIENCE", 0)
+        assert len(refused(HOSTILE, 0.5, 2)) == 1, "with another bound"
+        assert tried == [bad, *[HOSTILE] * 3]
+        for n in range(REFUSED):
+            with pytest.raises(ValueError, match="unclosed"):
+                compiler.compile(Grammar.regex(f"({n}"))
+        assert len(compiler.refused) == REFUSED
+        assert (bad, 30.0) not in compiler.refused
     finally:
         compiler.trial.close()
 

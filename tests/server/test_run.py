@@ -17,7 +17,9 @@ from tilewright.grammar.matcher import Matcher
 from tilewright.runtime.request import GenerateRequest, RequestHandle
 from tilewright.server import run
 from tilewright.server.api import Api, ServerOptions
+from tilewright.server.errors import ApiError
 from tilewright.server.protocol import CompletionBody
+from tilewright.server.structured import Constrain
 
 
 class Startled(FakeEngine):
@@ -52,12 +54,16 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
     caplog.set_level(logging.DEBUG, "tilewright.server")
     engine, told = FakeEngine(), list[object]()
 
-    def constrain(grammar: Grammar) -> Matcher:
-        told.append(grammar)
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise error
+    class Failing(Constrain):
+        def __init__(self) -> None:
+            """Without a model."""
 
-    api = Api(engine, ServerOptions("demo", tw.__version__, constrain=constrain))
+        def __call__(self, grammar: Grammar) -> Matcher:
+            told.append(grammar)
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise error
+
+    api = Api(engine, ServerOptions("demo", tw.__version__, constrain=Failing()))
     monkeypatch.setattr(engine, "warm", lambda console: told.append("warm"))
     monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done
     with run.listen("127.0.0.1", 0) as listening:
@@ -67,6 +73,45 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
     said = [(record.levelno, record.getMessage()) for record in caplog.records if "JSON objects" in record.getMessage()]
     assert [each for each, _ in said] == [level]
     assert said[0][1].endswith(str(error))
+
+
+def test_a_new_grammar_delays_nobody_whose_grammar_is_kept():
+    engine, compiling, go_on, threads = FakeEngine(), threading.Event(), threading.Event(), list[str]()
+
+    class Kept(Constrain):
+        def __init__(self) -> None:
+            """Without a model."""
+
+        def is_kept(self, grammar: Grammar) -> bool:
+            return grammar == Grammar.regex("kept")
+
+        def __call__(self, grammar: Grammar) -> Matcher:
+            threads.append(threading.current_thread().name.rpartition("_")[0])
+            if not self.is_kept(grammar):
+                compiling.set()
+                assert go_on.wait(20)
+            raise ValueError(f"not with {grammar.text}")
+
+    api = Api(engine, ServerOptions("demo", tw.__version__, constrain=Kept()))
+
+    async def start(regex: str, is_long: bool = False) -> None:
+        body = {"prompt": "a b c", "structured_outputs": {"regex": regex}}
+        with pytest.raises(ApiError, match=f"'structured_outputs.regex': not with {regex}"):
+            await api.start(CompletionBody.model_validate(body), is_long)
+
+    async def ask() -> None:
+        new = asyncio.ensure_future(start("new", is_long=True))
+        assert await asyncio.get_running_loop().run_in_executor(None, compiling.wait, 20)
+        await start("kept")
+        await start("kept", is_long=True)
+        assert not new.done()
+        go_on.set()
+        await new
+
+    engine.open()
+    asyncio.run(ask())
+    api.close()
+    assert threads == ["grammars", "tokenise", "long-prompts"]
 
 
 class Broken(FakeEngine):

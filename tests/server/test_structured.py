@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Literal
 
 import httpx2
@@ -29,6 +28,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.server.structured import Constrain
 
 TABLE = ShapeTable(batches=(4,), capacities=(512,), chunks=(64, 256), widths=(4,))
 PROMPT = "def add(first, second):\n    return"
@@ -65,7 +65,7 @@ def real(lm: LanguageModel, plain: Plain) -> Iterator[Real]:
     engine = lm.engine(EngineOptions(table=TABLE, constraints=True))
     engine.warm()
     engine.start()
-    with on_a_port(engine, constrain=partial(lm.constrain, seconds=2.0)) as server:
+    with on_a_port(engine, constrain=Constrain(lm, 2.0)) as server:
         yield server
     assert engine.stop(20.0)
     assert lm.compiler is not None
@@ -343,7 +343,7 @@ def test_what_cannot_be_used_is_refused(client: openai.OpenAI, more: dict[str, A
         client.chat.completions.create(model="demo", messages=HELLO, max_tokens=4, extra_body=more)
     found: Any = caught.value.body
     assert found["param"] is None if param is None else found["param"].endswith(param)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20  # by the clock of a busy machine; 2 s of a processor
 
 
 DEEPER = '{"a": ' * 10_000 + "{}" + "}" * 10_000

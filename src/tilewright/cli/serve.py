@@ -8,7 +8,6 @@ import sys
 import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,15 +31,15 @@ from tilewright.runtime.shape_file import read_table
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.defaults import SamplingDefaults, embedding_dimensions
 from tilewright.server.middleware import access
-from tilewright.server.parse import Constrain
 from tilewright.server.run import SIGNALS, Server, listen, url_of
+from tilewright.server.structured import Constrain
 from tilewright.server.tls import CertReqs, tls_context
 from tilewright.server.tracing import Tracer
 from tilewright.speculation.drafters.load import NGRAM
 
 SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
 GRAMMAR_S = 5.0
-"""Seconds that compiling a request's grammar may take."""
+"""Seconds of a processor that compiling a request's grammar may take."""
 METHODS = ("dflash", "dspark", "eagle3", NGRAM)
 
 log = logging.getLogger("tilewright.serve")
@@ -384,7 +383,7 @@ def engine_of(
     log.info(engine.sizes_line)
     if capacity.prefix_cache is None and not engine.prefix_cache:
         log.info("no prefix cache: %s", engine.programs.outside_pages)
-    return engine, partial(lm.constrain, seconds=GRAMMAR_S) if options.constraints else None
+    return engine, Constrain(lm, GRAMMAR_S) if options.constraints else None
 
 
 def ready_line(api: Api, models: ModelOptions, url: str, open_page: bool = False) -> Callable[[], None]:

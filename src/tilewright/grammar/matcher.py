@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import UInt32
@@ -23,13 +23,18 @@ from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.regular import NotRegular
 from tilewright.grammar.thinking import AfterThought
 from tilewright.grammar.token_automaton import AUTOMATON_S, TokenAutomaton, Vocabulary, automaton_of, forced_token
-from tilewright.grammar.trial import Trial
+from tilewright.grammar.trial import Refusal, Trial
 from tilewright.grammar.worker import CompilerSettings, compiled, made_tokenizer
 from tilewright.runtime.automata import AutomatonState
 from tilewright.runtime.constraints import ConstraintError
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 KEPT = 32
 """Compiled grammars that are kept, for requests that bring the same again."""
+REFUSED = 64
+"""Refusals that are kept likewise."""
 LONGEST_ERROR = 300
 """Characters of what a matcher says, which repeats the grammar."""
 TRIAL_BYTES = 2 << 30
@@ -67,12 +72,21 @@ class Compiler:
         self.trial = Trial(self.setting)
         self.vocabulary: Vocabulary | None = None
         self.kept, self.lock = OrderedDict[Grammar, Matcher](), threading.Lock()
+        self.refused = OrderedDict[tuple[Grammar, float | None], str]()
+
+    def is_kept(self, grammar: Grammar) -> bool:
+        """True if a grammar is compiled already; it is kept for longer then, as if it had been asked for."""
+        with self.lock:
+            if grammar in self.kept:
+                self.kept.move_to_end(grammar)
+            return grammar in self.kept
 
     def compile(self, grammar: Grammar, seconds: float | None = None) -> "Matcher":
         """A grammar as a constraint.
 
         Args:
-            seconds: that compiling may take; it is tried first, in a process of its own. None for a grammar that is trusted.
+            seconds: of a processor that compiling may take; it is tried first, in a process of its own. None for a grammar that
+                is trusted.
 
         Raises:
             ValueError: it is none, nothing satisfies it, it asks for what cannot be checked here, or it takes too much.
@@ -81,14 +95,28 @@ class Compiler:
             if grammar in self.kept:
                 self.kept.move_to_end(grammar)
                 return self.kept[grammar]
-        matcher = self.checked(grammar, "" if seconds is None else self.trial.refusal(grammar, seconds))
+            if (grammar, seconds) in self.refused:
+                self.refused.move_to_end((grammar, seconds))
+                raise ValueError(self.refused[grammar, seconds])
+        tried = Refusal("") if seconds is None else self.trial.refusal(grammar, seconds)
+        try:
+            matcher = self.checked(grammar, tried.why)
+        except ValueError as error:
+            if tried.lasts:
+                self.keep(self.refused, (grammar, seconds), str(error), REFUSED)
+            raise
         made = self.automaton(grammar) if seconds is None else self.trial.automaton(grammar)
         found = Matcher(matcher, self.eos, made, lambda token: self.tokenizer.decode_bytes([token]))
-        with self.lock:
-            self.kept[grammar] = found
-            if len(self.kept) > KEPT:
-                self.kept.popitem(last=False)
+        self.keep(self.kept, grammar, found, KEPT)
         return found
+
+    def keep(self, kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+        """Keeps the newest of so many."""
+        with self.lock:
+            kept[key] = value
+            kept.move_to_end(key)
+            if len(kept) > most:
+                kept.popitem(last=False)
 
     def checked(self, grammar: Grammar, why: str = "") -> Any:
         """A grammar's matcher, of llguidance. Raises a `ValueError` with the reason where it cannot be used.

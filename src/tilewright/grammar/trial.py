@@ -2,10 +2,12 @@
 
 import json
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import weakref
+from typing import NamedTuple
 
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.token_automaton import AUTOMATON_S, TokenAutomaton, read_automaton
@@ -14,8 +16,21 @@ from tilewright.grammar.worker import CompilerSettings
 STARTS_WITHIN_S = 60.0
 """Seconds that the process may take to begin: it reads a tokenizer, on a machine that may be busy."""
 
-AUTOMATON_WITHIN_S = 5 * AUTOMATON_S
-"""Seconds after which an automaton is given up; its process does so by itself before, unless it hangs or begins."""
+PATIENCE = 5
+"""Seconds by the clock after which an answer is given up, for each of a processor that it may take; its process does so by
+itself before, unless it hangs, begins, or the machine is busy."""
+
+
+class Refusal(NamedTuple):
+    """Outcome of a trial.
+
+    Attributes:
+        why: the grammar cannot be used; empty if it can.
+        lasts: the same would be said again: it depends on the grammar, and on no other work of the machine.
+    """
+
+    why: str
+    lasts: bool = True
 
 
 class Trial:
@@ -26,22 +41,28 @@ class Trial:
         self.process: subprocess.Popen[str] | None = None
         self.end: weakref.finalize[[subprocess.Popen[str]], Trial] | None = None
 
-    def refusal(self, grammar: Grammar, seconds: float) -> str:
-        """Reason why a grammar cannot be used, or nothing.
+    def refusal(self, grammar: Grammar, seconds: float) -> Refusal:
+        """Tells whether a grammar can be used.
 
         Args:
-            seconds: that compiling it may take.
+            seconds: of a processor that compiling it may take.
         """
         with self.lock:
             process = self.process if self.process is not None and self.process.poll() is None else self.started()
-            answer = self.answer(process, json.dumps(["refusal", grammar.kind, grammar.text]), seconds)
-        return f"compiling it takes longer than {seconds:g} s, or too much memory" if answer is None else json.loads(answer)
+            line = json.dumps(["refusal", grammar.kind, grammar.text, seconds])
+            answer = self.answer(process, line, PATIENCE * seconds)
+        if answer is not None:
+            return Refusal(json.loads(answer))
+        # What a matcher says follows from the grammar and from limits that count, and so do, about, seconds of a processor.
+        # Those by the clock do not, and whether there is memory depends on the grammars before, too.
+        why = f"compiling it takes longer than {seconds:g} s of a processor, or too much memory"
+        return Refusal(why, lasts=process.returncode == -signal.SIGPROF)
 
     def automaton(self, grammar: Grammar) -> TokenAutomaton | None:
         """The automaton of a grammar that is not refused; None if it has none, or if making it takes too much."""
         with self.lock:
             process = self.process if self.process is not None and self.process.poll() is None else self.started()
-            answer = self.answer(process, json.dumps(["automaton", grammar.kind, grammar.text]), AUTOMATON_WITHIN_S)
+            answer = self.answer(process, json.dumps(["automaton", grammar.kind, grammar.text, 0]), PATIENCE * AUTOMATON_S)
         return None if answer is None else read_automaton(json.loads(answer))
 
     def started(self) -> "subprocess.Popen[str]":
@@ -50,7 +71,7 @@ class Trial:
         command = [sys.executable, "-m", "tilewright.grammar.worker"]
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
         self.process, self.end = process, weakref.finalize(self, ended, process)
-        first = f"{json.dumps(self.setting)}\n{json.dumps(['refusal', 'regex', 'a'])}"
+        first = f"{json.dumps(self.setting)}\n{json.dumps(['refusal', 'regex', 'a', 0])}"
         if self.answer(process, first, STARTS_WITHIN_S) is None:
             raise RuntimeError("the process that tries grammars does not start")
         return process

@@ -1,11 +1,15 @@
 """A process that compiles grammars on trial, so that one that takes too long or too much is ended with it.
 
-The first line of its input is a `CompilerSettings`, each further one what is asked of a grammar, as (asked, kind, text). It
-answers each with a line: to "refusal" why the grammar cannot be used, in the matcher's words, or nothing; to "automaton" the
-grammar's, as `token_automaton.automaton_text` writes it. All of it is JSON. JAX is not imported.
+The first line of its input is a `CompilerSettings`, each further one what is asked of a grammar, as (asked, kind, text,
+seconds). It answers each with a line: to "refusal" why the grammar cannot be used, in the matcher's words, or nothing; to
+"automaton" the grammar's, as `token_automaton.automaton_text` writes it. All of it is JSON. JAX is not imported.
+
+The signal SIGPROF ends the process where an answer takes more than `seconds` of a processor, 0 for no such bound: the matcher
+does not look at a clock, and a clock would say how busy the machine is.
 """
 
 import json
+import signal
 import sys
 from typing import Any, NamedTuple
 
@@ -92,9 +96,11 @@ def main() -> None:
     setting = CompilerSettings(*json.loads(sys.stdin.readline()))
     tokenizer = made_tokenizer(setting)
     bound_memory(setting.most_bytes)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever this process was started with
     vocabulary = None
     for line in sys.stdin:
-        asked, kind, text = json.loads(line)
+        asked, kind, text, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         if asked == "refusal":
             answer = compiled(tokenizer, kind, text)[1]
         else:
@@ -102,6 +108,7 @@ def main() -> None:
 
             vocabulary = vocabulary or Vocabulary.of(tokenizer, setting.vocab, setting.eos)
             answer = automaton_text(tokenizer, vocabulary, kind, text)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 
 

@@ -266,7 +266,7 @@ class LanguageModel:
         """A grammar over this model's tokens, for requests to an engine; safe to call from any thread.
 
         Args:
-            seconds: that compiling it may take, where it comes from somebody who is not trusted.
+            seconds: of a processor that compiling it may take, where it comes from somebody who is not trusted.
 
         Raises:
             ValueError: the extra `grammar` is not installed, the grammar is none or asks for too much, or nothing satisfies it.

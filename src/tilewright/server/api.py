@@ -26,12 +26,13 @@ from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBo
 from tilewright.server.embeddings import ParsedInputs, PooledBody, parse_inputs
 from tilewright.server.embeddings import rough_size as rough_inputs
 from tilewright.server.errors import ApiError, invalid_body, overloaded
-from tilewright.server.parse import Constrain, ParsedRequest, asks_grammar, parse_request, rough_size
+from tilewright.server.parse import ParsedRequest, has_new_grammar, parse_request, rough_size
 from tilewright.server.prometheus import EngineCollector, Timings
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.render import Served
 from tilewright.server.responses_store import ResponsesStore
 from tilewright.server.stream import Running, stopping
+from tilewright.server.structured import Constrain
 from tilewright.server.tokens import TokenTexts
 from tilewright.server.tracing import Ended, Tracer
 from tilewright.server.translate import ChatLike
@@ -185,7 +186,7 @@ class Api:
         self.registry.register(EngineCollector(self.engine, self.options.name))
         self.timings = Timings(self.registry, self.options.name)
         self.threads = ThreadPoolExecutor(TOKENISERS, "tokenise")
-        # A thread each, for what may take seconds: longer prompts, and grammars, keep no others waiting, and texts no prompts.
+        # A thread each, for what may take seconds: longer prompts and new grammars keep no others waiting, texts no prompts.
         self.long_prompts_thread = ThreadPoolExecutor(1, "long-prompts")
         self.texts_thread = ThreadPoolExecutor(1, "texts")
         self.grammars_thread = ThreadPoolExecutor(1, "grammars")
@@ -309,9 +310,11 @@ class Api:
     async def start(
         self, body: GenerationBody, is_long: bool = False, traced: Ended | None = None
     ) -> tuple[ParsedRequest, Running]:  # fmt: skip
-        """Tokenises a body, aside if it is long, and submits its requests, where there is room for them."""
+        """Tokenises a body, aside if it is long or its grammar new, and submits its requests, where there is room for them."""
         options = self.options
-        threads = self.long_prompts_thread if is_long else self.grammars_thread if asks_grammar(body) else self.threads
+        asks = partial(has_new_grammar, body, options.template, options.constrain)
+        compiles = await in_thread(self.threads, asks) if is_long else asks()
+        threads = self.grammars_thread if compiles else self.long_prompts_thread if is_long else self.threads
         given = (options.template, options.deadline_s, options.sampling, options.constrain)
         running, size = Running(self.engine, self.timings, traced), rough_size(body, self.engine.context)
         return await self.started(running, size, threads, lambda: parse_request(body, self.engine, *given))

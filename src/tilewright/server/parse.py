@@ -1,7 +1,7 @@
 """From a body to requests of the engine: the one way, for every route that generates or tokenises."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,6 @@ import jinja2
 
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Matcher
 from tilewright.grammar.thinking import end_of_thought
 from tilewright.models.chat import ChatTemplate
@@ -22,7 +21,7 @@ from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingBody, requests_of
 from tilewright.server.errors import ApiError
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Message, Templated
-from tilewright.server.structured import Asked, grammar_of, refused
+from tilewright.server.structured import Asked, Constrain, grammar_of, refused
 from tilewright.server.tokens import Offsets
 from tilewright.server.tools import ToolUse, told, tool_use
 
@@ -32,7 +31,6 @@ COMPLETION_TOKENS = 16
 """Tokens of a completion if the request does not say, as at OpenAI; a chat takes what is left of the context."""
 CHARACTERS_A_TOKEN = 4
 """About; for counting requests that are not tokenised yet."""
-Constrain = Callable[[Grammar], Matcher]
 NOT_INSTALLED = "it was started without the grammar extra, or with --no-structured-output"
 CERTAINLY = 16
 """Characters for each position of the context. A longer text is judged by so much of it: if this has twice as many tokens as
@@ -274,14 +272,17 @@ def tools_of(body: GenerationBody, template: ChatTemplate | None) -> ToolUse | N
     return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, template) if isinstance(body, ChatBody) else None
 
 
-def asks_grammar(body: GenerationBody) -> bool:
-    """True if a body may ask answers to follow a grammar, which takes time to compile."""
-    forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
-    return (
-        forced
-        or body.structured_outputs is not None
-        or (body.response_format is not None and body.response_format.type != "text")
-    )
+def has_new_grammar(body: GenerationBody, template: ChatTemplate | None, constrain: Constrain | None) -> bool:
+    """True if `parse_request` compiles a grammar for a body, which takes time. It says itself what is wrong with one."""
+    try:
+        tools, asked = tools_of(body, template), grammar_of(body.response_format, body.structured_outputs)
+    except ApiError:
+        return False
+    try:
+        grammar = tools.grammar() if tools is not None and tools.forced else None if asked is None else asked.grammar
+    except ValueError:
+        return constrain is not None  # the parts of such a grammar are compiled, to say which is wrong
+    return constrain is not None and grammar is not None and not constrain.is_kept(grammar)
 
 
 def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constrain | None) -> Matcher | None:

@@ -1,13 +1,36 @@
 """Structured output: what a body asks an answer to be, in OpenAI's form and in vLLM's, as a grammar."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tilewright.grammar.grammar import LONGEST, MOST_CHOICES, Grammar
+from tilewright.grammar.matcher import Matcher
+from tilewright.llm.language_model import LanguageModel
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import LONGEST_NAME, Body, NotOffered, Unread, expect
+
+
+@dataclass(frozen=True)
+class Constrain:
+    """Maker of constraints over a model's tokens, of grammars that come with requests.
+
+    Attributes:
+        seconds: of a processor that compiling one may take.
+    """
+
+    lm: LanguageModel
+    seconds: float
+
+    def __call__(self, grammar: Grammar) -> Matcher:
+        """A grammar as a constraint, which may have to be compiled. Raises what `LanguageModel.constrain` raises."""
+        return self.lm.constrain(grammar, self.seconds)
+
+    def is_kept(self, grammar: Grammar) -> bool:
+        """True if a grammar is compiled already."""
+        return self.lm.compiler is not None and self.lm.compiler.is_kept(grammar)
 
 
 class JsonSchema(Body):
