@@ -70,6 +70,18 @@ TEXTS = {
     "a <tool_": [("Content", "a <tool_")],
     '<tool_call>{"x": 1}</tool_call> z': [("Content", '<tool_call>{"x": 1}</tool_call> z')],
     f"<tool_call>no {CALL}": [("Content", "<tool_call>no"), ("Called", "f"), ("Arguments", ARGUMENTS)],
+    **{
+        f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>': [
+            ("Content", f'<tool_call>{{"name": "{name}", "arguments": {{"a": 1}}}}</tool_call>')
+        ]
+        for name in ("get\\_weather", "f\\ud800", "")
+    },
+    '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>': [
+        ("Called", "f"), ("Arguments", '{"a": "\\ud83d"}'),
+    ],
+    '<tool_call>{"arguments": {"a": 1}, "name": "\\ud83d"}</tool_call>': [
+        ("Content", '<tool_call>{"arguments": {"a": 1}, "name": "\\ud83d"}</tool_call>'),
+    ],
 }  # fmt: skip
 OF_LLAMA = {
     LLAMA: [("Called", "f"), ("Arguments", '{"a": 1}')],

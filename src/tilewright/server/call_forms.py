@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from tilewright.grammar.grammar import Grammar, Tagged
 
@@ -91,8 +91,9 @@ class JsonForm:
         if not text.startswith("{", begin):
             return Read(None, end=begin if begin < len(text) else None)
         end = object_end(text, begin)
-        if (opening := OPENING.match(text)) is not None:
-            return Read(json.loads(opening[1], strict=False), text[opening.end() : object_end(text, opening.end())], end)
+        opening = OPENING.match(text)
+        if opening is not None and is_name(name := decoded(opening[1])):
+            return Read(name, text[opening.end() : object_end(text, opening.end())], end)
         return Read(None) if end is None else reordered(text[begin:end], end)
 
     def parts(self, schema: Mapping[str, Any]) -> Iterator[Grammar]:
@@ -125,12 +126,25 @@ def object_end(text: str, start: int) -> int | None:
 
 def reordered(text: str, end: int) -> Read:
     """A call whose keys come in another order; else what is none."""
+    found = decoded(text)
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    if not is_name(name) or not isinstance(arguments, dict):
+        return Read(None, end=end)
+    # In ASCII, for the model may have written half of a surrogate pair, which is JSON and no text.
+    return Read(name, json.dumps(arguments), end)
+
+
+def decoded(text: str) -> Any:
+    """What a text means as JSON; an empty object for what is none, which is no call."""
     try:
-        found: Any = json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        return Read(None, end=end)
-    name = found.get("name")
-    arguments = found.get("arguments", found.get("parameters"))
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Read(None, end=end)
-    return Read(name, json.dumps(arguments, ensure_ascii=False), end)
+        return {}
+
+
+def is_name(value: Any) -> TypeGuard[str]:
+    """Whether a value may be a function's name: a text, which half of a surrogate pair is not."""
+    try:
+        return isinstance(value, str) and len(value.encode()) > 0
+    except UnicodeEncodeError:
+        return False
