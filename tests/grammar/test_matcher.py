@@ -158,6 +158,7 @@ def test_what_is_no_grammar_is_refused():
         (lambda: Grammar.json_schema("true"), "a schema that is an object, found bool"),
         (lambda: Grammar.json_schema("[1]"), "a schema that is an object, found list"),
         (lambda: Grammar.json_schema("{"), "a schema that is JSON"),
+        (lambda: Grammar.json_schema('{"const": "\\ud83d"}'), "a grammar that is text"),
         (lambda: Grammar.json_schema({"const": float("nan")}), "a schema that is JSON"),
         (lambda: Grammar.regex(""), f"1 to {LONGEST} characters, found 0"),
         (lambda: Grammar.regex("a" * (LONGEST + 1)), f"found {LONGEST + 1}"),

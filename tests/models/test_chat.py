@@ -69,8 +69,17 @@ def test_a_last_message_may_be_continued(tmp_path: Path):
     kept = load(tmp_path, "{% for m in messages %}[{{ m.content }}]{% endfor %}")
     for content, shown in (("so ", "so "), (" so", " so")):
         assert kept.render([{"role": "assistant", "content": content}], False, True) == f"[{shown}"
-    with pytest.raises(ValueError, match="to be continued"):
-        template.render([{"role": "assistant", "content": " "}], False, True)
+    looks = load(tmp_path, "{% for m in messages %}{{ m.content | length }}:{{ m.content }}.{% endfor %}")
+    assert looks.render([{"role": "assistant", "content": "so"}], False, True) == "2:so", "it does not tell where a mark stands"
+    empty = load(tmp_path, "{{ bos_token }}", bos_token="[")
+    for made, content in ((template, " "), (empty, "so")):
+        with pytest.raises(ValueError, match="to be continued"):
+            made.render([{"role": "assistant", "content": content}], False, True)
+
+
+def test_half_of_a_surrogate_pair_is_replaced(tmp_path: Path):
+    template = load(tmp_path, "{{ messages[0].content }}{{ messages[0].data | tojson }}")
+    assert template.render([{"role": "user", "content": "a\ud83d", "data": ["\ude00", "😀"]}]) == 'a�["�", "😀"]'
 
 
 def test_content_is_never_read_as_a_template(tmp_path: Path):

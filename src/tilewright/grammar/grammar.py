@@ -37,6 +37,10 @@ class Grammar:
     def __post_init__(self) -> None:
         if not 0 < len(self.text) <= LONGEST:
             raise ValueError(f"expected a grammar of 1 to {LONGEST} characters, found {len(self.text)}")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("expected a grammar that is text, found half of a surrogate pair in it") from None
 
     @staticmethod
     def json_schema(schema: Schema) -> "Grammar":

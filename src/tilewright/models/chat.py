@@ -5,6 +5,7 @@ see what transformers gives its templates, so that they say the same here as the
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,12 +20,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tilewright.models import gguf
 from tilewright.models.checkpoint import read_json
+from tilewright.models.tokenizer import REPLACEMENT
 
 CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 """Names that a caller's values for a template may not have: they are given otherwise, or not at all."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MARK = "end-of-the-last-message"
+"""Stands behind a content to find where it ends in a rendered conversation."""
+HALVES = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs: JSON within a message, such as a call's arguments, may have them alone; no text has."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class ChatTemplate:
         """The conversation as text.
 
         The text holds the special tokens that the model wants: encode it with `add_special_tokens=False`, or a tokenizer that
-        adds a beginning-of-sequence token adds a second one.
+        adds a beginning-of-sequence token adds a second one. Half of a surrogate pair becomes U+FFFD.
 
         Args:
             messages: each with at least `role` and `content`.
@@ -109,11 +115,19 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        text = self.rendered(known)
+        if continue_final_message:
+            *before, last = known["messages"]
+            marked = self.rendered({**known, "messages": [*before, {**last, "content": last["content"].rstrip() + MARK}]})
+            text = up_to(text, last["content"], marked)
+        return HALVES.sub(REPLACEMENT, text)
+
+    def rendered(self, known: Mapping[str, Any]) -> str:
+        """What the program writes. Raises a `ValueError` where it fails."""
         try:
-            text = self.template.render(known)
+            return self.template.render(known)
         except Exception as error:  # a template is a program: what it raises is its own affair
             raise ValueError(f"{self.where}: the chat template fails on this conversation: {error}") from error
-        return up_to(text, messages[-1]["content"]) if continue_final_message else text
 
 
 def check_values(values: Mapping[str, Any]) -> None:
@@ -122,18 +136,24 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise ValueError(f"expected values of a template, of which {taken[0]} is none")
 
 
-def up_to(text: str, last: str) -> str:
+def up_to(text: str, last: str, marked: str) -> str:
     """A rendered conversation up to the end of its last message's content, whose outer spaces a template may have taken away.
+
+    Args:
+        last: the content.
+        marked: the conversation rendered with a mark behind the content, which says where it ends: what it reads may stand
+            in the template's own words behind it, too. A template that writes something else before the mark does not tell.
 
     Raises:
         ValueError: the content is empty, or does not stand in the text.
     """
     bare = last.strip()
-    at = text.rfind(bare) if bare else -1
-    if at < 0:
+    before, mark, _ = marked.rpartition(MARK)
+    told = bool(mark) and text.startswith(before)
+    if not bare or not (told or bare in text):
         raise ValueError("expected a last message that stands in the rendered conversation, to be continued")
+    end = len(before) if told else text.rfind(bare) + len(bare)
     spaces = last[len(last.rstrip()) :]
-    end = at + len(bare)
     return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
 
 
