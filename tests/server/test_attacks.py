@@ -445,12 +445,20 @@ def test_a_prompt_that_can_never_fit_is_a_400_and_not_tokenised(chat: bool, monk
     assert max(lengths) < 10_000
 
 
-def test_more_than_the_queue_holds_is_a_400():
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("completions", {"prompt": [[7] * 100] * 16}, "prompt"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a b " * 40}], "n": 16}, "messages"),
+        ("embeddings", {"input": [[7] * 100] * 16}, "input"),
+    ],
+)
+def test_more_than_the_queue_holds_is_a_400(route: str, body: dict[str, Any], param: str):
     engine = FakeEngine(context=256)
     engine.options = replace(engine.options, queue_tokens=1000)
     with serving(engine) as server:
-        status, told = asked(server.url, post("/v1/completions", {"prompt": [[7] * 100] * 16}))
-    assert (status, told["error"]["code"]) == (400, "too_many_tokens")
+        status, told = asked(server.url, post(f"/v1/{route}", body))
+    assert (status, told["error"]["code"], told["error"]["param"]) == (400, "too_many_tokens", param)
 
 
 # What is logged.

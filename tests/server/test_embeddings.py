@@ -91,13 +91,19 @@ def test_only_declared_dimensions_are_cut_to(http: TestClient, engine: FakeEngin
         ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
         ({"input": "a", "truncate_prompt_tokens": 3}, 400, "truncate_prompt_tokens"),
         ({"input": "a", "model": "other"}, 404, "model"),
-        ({"input": ["a"] * 257}, 400, "n"),
+        ({"input": ["a"] * 257}, 400, "input"),
+        ({"text_1": "a", "text_2": list(map(str, range(257)))}, 400, "text_2"),
+        ({"text_1": list(map(str, range(300))), "text_2": ["a"] * 300}, 400, "text_1"),
+        ({"text_1": ["a", "a " * 5000], "text_2": ["b", "c"]}, 400, "text_1"),
+        ({"text_1": "a", "text_2": ["b", "a " * 5000]}, 400, "text_2"),
     ],
 )
 def test_what_is_wrong_is_named(http: TestClient, body: dict[str, Any], status: int, param: str) -> None:
-    answer = http.post("/v1/embeddings", json=body)
+    answer = http.post("/v1/score" if "text_1" in body else "/v1/embeddings", json=body)
     assert answer.status_code == status, answer.text
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert "choices" not in error["message"]
 
 
 @pytest.mark.parametrize("route", ["/v1/score", "/score"])

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from ssl import SSLContext
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry
@@ -118,6 +119,20 @@ def compiled_ahead(constrain: Constrain) -> None:
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+class Named(NamedTuple):
+    """How errors name the requests that a body makes.
+
+    Attributes:
+        noun: in the plural.
+        many: the field that makes too many of them.
+        long: the field that has their tokens.
+    """
+
+    noun: str
+    many: str
+    long: str
 
 
 @dataclass
@@ -317,17 +332,18 @@ class Api:
         threads = self.grammars_thread if compiles else self.long_prompts_thread if is_long else self.threads
         given = (options.template, options.deadline_s, options.sampling, options.constrain)
         running, size = Running(self.engine, self.timings, traced), rough_size(body, self.engine.context)
-        return await self.started(running, size, threads, lambda: parse_request(body, self.engine, *given))
+        named = Named("choices", "n", "messages" if isinstance(body, ChatBody) else "prompt")
+        return await self.started(running, size, named, threads, lambda: parse_request(body, self.engine, *given))
 
     async def embedded(
-        self, body: PooledBody, inputs: Sequence[str | list[int]], param: str, is_long: bool, traced: Ended | None
+        self, body: PooledBody, inputs: Sequence[str | list[int]], params: Sequence[str], is_long: bool, traced: Ended | None
     ) -> tuple[ParsedInputs, Running]:  # fmt: skip
-        """The same for texts whose embeddings are asked for; `param` is the field that has them."""
-        options = self.options
-        parse = partial(parse_inputs, inputs, body, self.engine, options.pooling, options.deadline_s, param)
+        """The same for texts whose embeddings are asked for; `params` are the fields that have them, one for each."""
+        options, (most, _) = self.options, Counter(params).most_common(1)[0]
+        parse = partial(parse_inputs, inputs, body, self.engine, options.pooling, options.deadline_s, params)
         threads = self.long_prompts_thread if is_long else self.threads
         running, size = Running(self.engine, self.timings, traced), rough_inputs(inputs, self.engine.context)
-        return await self.started(running, size, threads, parse)
+        return await self.started(running, size, Named("texts", most, most), threads, parse)
 
     def traced(self, request: Request, model: str | None) -> Ended | None:
         """What makes spans of a body's requests; None for no traces."""
@@ -335,34 +351,35 @@ class Api:
         return None if tracer is None else tracer.request(request.scope["path"], request.headers, name, own)
 
     async def started(
-        self, running: Running, size: tuple[int, int], threads: ThreadPoolExecutor, parse: Callable[[], Parsed]
+        self, running: Running, size: tuple[int, int], named: Named, threads: ThreadPoolExecutor, parse: Callable[[], Parsed]
     ) -> tuple[Parsed, Running]:  # fmt: skip
         """Parses in a thread, and submits the requests that come of it, where there is room for them.
 
         Args:
             size: how many they are, and about how many tokens they have.
+            named: how errors name them.
         """
         self.check_serving()
         limits = self.engine.options
         requests, tokens = size
         if requests > limits.queue_requests:
-            expected = f"at most {limits.queue_requests} choices, those of all prompts together"
-            raise ApiError(400, f"expected {expected}, found {requests}", "too_many_choices", "n")
+            expected = f"at most {limits.queue_requests} {named.noun} in one request"
+            raise ApiError(400, f"expected {expected}, found {requests}", f"too_many_{named.noun}", named.many)
         # More than the queue holds is too much for ever, which is said once it is certain: when it is tokenised.
         with self.pending.counting(requests, min(tokens, limits.queue_tokens), self.engine.check_room):
             try:
-                parsed = await in_thread(threads, partial(self.submitted, parse, running))
+                parsed = await in_thread(threads, partial(self.submitted, parse, running, named))
             except asyncio.CancelledError:  # the thread goes on
                 running.cancel()
                 raise
         return parsed, running
 
-    def submitted(self, parse: Callable[[], Parsed], running: Running) -> Parsed:
+    def submitted(self, parse: Callable[[], Parsed], running: Running, named: Named) -> Parsed:
         """The part of `started` that takes time with long prompts; it runs in a thread."""
         parsed = parse()
         tokens, most = sum(len(request.prompt) for request in parsed.requests), self.engine.options.queue_tokens
         if tokens > most:
-            expected = f"at most {most} prompt tokens, those of all choices together"
-            raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", "prompt")
+            expected = f"at most {most} prompt tokens, those of all {named.noun} together"
+            raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", named.long)
         running.submit(parsed.requests)
         return parsed

@@ -133,32 +133,32 @@ def rough_size(inputs: Sequence[str | list[int]], context: int) -> tuple[int, in
 
 def parse_inputs(
     inputs: Sequence[str | list[int]], body: PooledBody, engine: Service, pooling: Pooling, deadline_s: float | None,
-    param: str,
+    params: Sequence[str],
 ) -> ParsedInputs:  # fmt: skip
     """Tokenises texts, and makes the requests. This may take a while.
 
     Args:
-        param: the field that has the texts.
+        params: the field that has it, for each text.
 
     Raises:
         ApiError: one of them is no prompt for the model.
     """
+    requests, special = list[GenerateRequest](), body.add_special_tokens is not False
     lora = body.model if body.model in engine.adapters else None
-    requests = []
-    try:
-        for one in inputs:
+    for one, param in zip(inputs, params, strict=True):
+        try:
             if isinstance(one, str):
                 check_beginning(one, engine, param)
-                one = encode(engine.tokenizer, one, body.add_special_tokens is not False)
+                one = encode(engine.tokenizer, one, special)
             tokens = engine.encode(one)
             if len(tokens) > engine.context:
                 found = f"this model's context has {engine.context} positions; a text has {len(tokens)} tokens"
                 raise ApiError(400, found, "context_length_exceeded", param)
             request = GenerateRequest(tokens, deadline_s=deadline_s, lora=lora, pooling=pooling)
             engine.check(request)
-            requests.append(request)
-    except ValueError as error:
-        raise ApiError(400, f"'{param}': {error}", "invalid_value", param) from error
+        except ValueError as error:
+            raise ApiError(400, f"'{param}': {error}", "invalid_value", param) from error
+        requests.append(request)
     return ParsedInputs(requests)
 
 

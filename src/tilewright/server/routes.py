@@ -112,11 +112,11 @@ def generation_routes(api: Api) -> APIRouter:
 
 
 async def embeddings_of_texts(
-    api: Api, request: Request, body: PooledBody, inputs: Sequence[str | list[int]], param: str
+    api: Api, request: Request, body: PooledBody, inputs: Sequence[str | list[int]], params: Sequence[str]
 ) -> tuple[ParsedInputs, list[np.ndarray]]:  # fmt: skip
-    """The embeddings of texts, in order; `param` is the field that has them."""
+    """The embeddings of texts, in order; `params` are the fields that have them, one for each."""
     traced = api.traced(request, body.model)
-    parsed, running = await api.embedded(body, inputs, param, request.state.long, traced)
+    parsed, running = await api.embedded(body, inputs, params, request.state.long, traced)
     request.state.tokens = lambda: f" {parsed.usage.prompt_tokens}+0 tokens"
     try:
         return parsed, await unless_gone(request.receive, embedded(running))
@@ -135,7 +135,8 @@ def embedding_routes(api: Api) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         """Vectors of length 1 of texts."""
         body = await api.body(request, EmbeddingsBody)
-        parsed, vectors = await embeddings_of_texts(api, request, body, listed(body.input), "input")
+        texts = listed(body.input)
+        parsed, vectors = await embeddings_of_texts(api, request, body, texts, ["input"] * len(texts))
         return answer(embeddings_of(body, parsed, vectors, api.served_as(body.model).name, declared))
 
     @router.post("/score", include_in_schema=False)
@@ -144,9 +145,10 @@ def embedding_routes(api: Api) -> APIRouter:
         """How alike texts are: the cosine of their embeddings."""
         body = await api.body(request, ScoreBody)
         pairs = body.pairs()
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        parsed, vectors = await embeddings_of_texts(api, request, body, texts, "text_1")
-        of_text = dict(zip(texts, vectors, strict=True))
+        fields = {text: "text_1" for text, _ in pairs}
+        fields |= {text: "text_2" for _, text in pairs if text not in fields}
+        parsed, vectors = await embeddings_of_texts(api, request, body, list(fields), list(fields.values()))
+        of_text = dict(zip(fields, vectors, strict=True))
         return answer(scores_of(pairs, parsed, of_text, api.served_as(body.model).name, request.state.request_id))
 
     return router
