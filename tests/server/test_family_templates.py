@@ -156,10 +156,14 @@ def with_tools(family: str, messages: list[dict[str, Any]]) -> str:
 def test_a_model_is_told_of_tools_and_what_it_called(family: str):
     assert form_of(template(family)) is FORMS[family]
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
-    talk = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "Sunny."}]
-    text = with_tools(family, talk)
-    assert text.index('"name": "weather"') < text.index(ASK[0]["content"])
-    assert "Sunny." in text
+    called = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call, call]}]
+    results = [{"role": "tool", "content": "Sunny."}, {"role": "tool", "content": "Rain."}, {"role": "user", "content": "Why?"}]
+    text = with_tools(family, [*called, *results])
+    assert text.index('"name": "weather"') < text.index(ASK[0]["content"]) < text.index("Sunny.") < text.index("Rain.")
+    assert text.index("Rain.") < text.index("Why?")
+    if family == "gemma3":
+        said = "<tool_response>\nSunny.\n</tool_response>\n<tool_response>\nRain.\n</tool_response>\nWhy?<end_of_turn>"
+        assert f"<start_of_turn>user\n{said}" in text, "turns alternate"
     if FORMS[family] is HERMES:
         assert '{"name": "weather", "arguments": {"place": "Rome"}}' in text
 
@@ -192,4 +196,16 @@ def test_what_a_template_does_not_take_is_refused_in_its_words():
         with_tools("gemma2", ASK)
     for family in ("gemma2", "gemma3"):
         with pytest.raises(ValueError, match="Roles must alternate"):
-            template(family).render([*ASK, *ASK])
+            template(family).render(told([*ASK, *ASK], None))
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_last_message_goes_on_where_it_ended(family: str):
+    """Short contents stand in what a template writes behind them, too."""
+    made = template(family)
+    whole = made.render([*ASK, {"role": "assistant", "content": "Rome @ noon"}], add_generation_prompt=False)
+    before = whole[: whole.rindex("Rome @ noon")]
+    for content in ("<", "e", "end", "|", "s>", "m", "{", "The answer is <", "I am th", "end-of-the-last-message"):
+        for said in (content, f"{content} "):
+            text = made.render([*ASK, {"role": "assistant", "content": said}], False, True)
+            assert text.rstrip(" ") == before + content

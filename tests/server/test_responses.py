@@ -165,6 +165,44 @@ def test_calls_are_items_of_their_own(client: Client):
     respond(served, again, max_output_tokens=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "shown"),
+    [
+        ("add", '{"a": 1}', '!add={"a": 1}'),
+        ("my tool", '{"a": 1}', '!my tool={"a": 1}'),
+        ("add", '{"a": "\\ud83d"}', '!add={"a": "�"}'),
+        ("add", '{"a": 1,}', 'add {"a": 1,}'),
+        ("add", '{"a": "cut', 'add {"a": "cut'),
+    ],
+)
+def test_calls_go_back_as_they_came(client: Client, name: str, arguments: str, shown: str):
+    """Through each route's answer, and a response that is gone on with: what is no JSON object becomes a text."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}!{{ c.function.name }}="
+        "{{ c.function.arguments | tojson }}{% endfor %}|{% endfor %}{# <tool_call> #}{{ '' if tools else '' }}"
+    )
+    engine = FakeEngine(per_update=5)
+    served = client(engine, template=ChatTemplate.compiled(template, "a test's"))
+    said = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}'
+    said += "" if arguments.endswith("cut") else "}\n</tool_call>"
+    length = len(engine.model.tokenizer.encode(said).ids)
+    asked, tools = {"role": "user", "content": said}, [{"type": "function", "function": {"name": "add"}}]
+    answer = served.post("/v1/chat/completions", json={"messages": [asked], "tools": tools, "max_tokens": length}).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == (name, arguments)
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    back = {"messages": [asked, answer["choices"][0]["message"], result], "max_tokens": 1}
+    assert served.post("/v1/chat/completions", json=back).status_code == 200
+    want = f"{said}|{shown}|3|"
+    assert prompt_of(engine) == want
+    first = respond(served, said, tools=TOOLS, max_output_tokens=length)
+    output = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "3"}
+    respond(served, [{"role": "user", "content": said}, *first["output"], output], max_output_tokens=1)
+    assert prompt_of(engine) == want
+    respond(served, [output], previous_response_id=first["id"], max_output_tokens=1)
+    assert prompt_of(engine) == want
+
+
 def test_a_stream_has_the_events_of_the_api(client: Client):
     told = events(client(), max_output_tokens=7)
     kinds = [each["type"].removeprefix("response.") for each in told]
@@ -190,8 +228,8 @@ def test_an_error_in_a_stream_is_an_event(client: Client):
         ({"input": []}, "input", "invalid_value"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "invalid_value"),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "a", "arguments": "1"}]},
-            "input[0].function_call.arguments",
+            {"input": [{"type": "function_call", "call_id": "c", "name": "", "arguments": "{}"}]},
+            "input[0].function_call.name",
             "invalid_value",
         ),
         ({"background": True}, "background", "unsupported_parameter"),

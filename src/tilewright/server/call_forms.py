@@ -127,6 +127,8 @@ def object_end(text: str, start: int) -> int | None:
 def reordered(text: str, end: int) -> Read:
     """A call whose keys come in another order; else what is none."""
     found = decoded(text)
+    if not isinstance(found, dict):
+        return Read(None, end=end)
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
     if not is_name(name) or not isinstance(arguments, dict):
         return Read(None, end=end)
@@ -135,11 +137,11 @@ def reordered(text: str, end: int) -> Read:
 
 
 def decoded(text: str) -> Any:
-    """What a text means as JSON; an empty object for what is none, which is no call."""
+    """What a text that a model wrote means as JSON; None for what is none."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        return {}
+        return None
 
 
 def is_name(value: Any) -> TypeGuard[str]:

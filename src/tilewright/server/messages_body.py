@@ -50,7 +50,7 @@ class ToolUseBlock(MessageBlock):
 
     type: Literal["tool_use"]
     id: Id
-    name: Name
+    name: Annotated[str, Field(min_length=1)]
     input: Json
 
 

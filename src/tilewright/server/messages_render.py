@@ -12,6 +12,7 @@ from tilewright.server.answers import Answer, Metrics
 from tilewright.server.blocks import AnswerBlock, AnswerBlocks, Change, Grown, Opened
 from tilewright.server.errors import ApiError
 from tilewright.server.render import Renderer, event, text_of
+from tilewright.server.tools import call_as_text
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -96,7 +97,7 @@ class MessagesRenderer(Renderer):
         try:
             arguments = from_json(block.text or "{}", allow_partial="trailing-strings")
         except ValueError:
-            return TextBlock(type="text", text=f"{block.name} {block.text}", citations=None)
+            return TextBlock(type="text", text=call_as_text(block.name, block.text), citations=None)
         return AnswerToolUse(type="tool_use", id=f"toolu_{block.id}", name=block.name, input=arguments)
 
     def message_usage(self) -> MessagesUsage:

@@ -260,7 +260,7 @@ class Message(Body):
     annotations: NothingAsked = None
     audio: NotOffered = None
     function_call: NotOffered = None
-    tool_calls: Annotated[list[Call], Field(max_length=MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MOST_MESSAGES)] | None = None
     tool_call_id: Ignored = None
     reasoning_content: str | None = None
 
@@ -273,15 +273,17 @@ class Message(Body):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The message as chat templates see it."""
+        """The message as chat templates see it; a call whose arguments are no JSON object is part of its content."""
         role = "system" if self.role == "developer" else self.role
         others: dict[str, Any] = {
             "name": self.name,
             "reasoning_content": self.reasoning_content,
             "tool_call_id": self.tool_call_id,
         }
-        others["tool_calls"] = [call.shown for call in self.tool_calls] if self.tool_calls else None
-        return {"role": role, "content": self.text} | {name: value for name, value in others.items() if value is not None}
+        calls = [call.shown for call in self.tool_calls or ()]
+        others["tool_calls"] = [call for call in calls if isinstance(call, dict)] or None
+        content = "\n".join(filter(None, [self.text, *(call for call in calls if isinstance(call, str))]))
+        return {"role": role, "content": content} | {name: value for name, value in others.items() if value is not None}
 
 
 class Templated(ModelBody):

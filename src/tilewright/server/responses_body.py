@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from tilewright.server.fields import (
@@ -20,7 +20,7 @@ from tilewright.server.fields import (
     expect,
 )
 from tilewright.server.protocol import MOST_MESSAGES, Length, Seed, Temperature, TemplateValues
-from tilewright.server.tools import MOST_TOOLS, Name, json_object
+from tilewright.server.tools import MOST_TOOLS, Name
 from tilewright.server.translate import ChatLike
 
 Json = dict[str, Any]
@@ -67,11 +67,11 @@ class CallItem(Item):
 
     type: Literal["function_call"]
     call_id: Id
-    name: Name
-    arguments: Annotated[str, AfterValidator(json_object)]
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
 
     def chat(self) -> Json:
-        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return chat_call(self.call_id, self.name, self.arguments)
 
 
 class CallOutputItem(Item):
@@ -252,19 +252,14 @@ class ResponsesBody(ChatLike):
         }
 
 
-def answered(text: str, calls: Sequence[tuple[str, str, str]]) -> Json:
-    """An answer as a message of a chat that goes on.
+def chat_call(call: str, name: str, arguments: str) -> Json:
+    """A call of a chat's message."""
+    return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    Args:
-        calls: id, name and arguments of each; one whose arguments are no JSON is a text, as it would be told of otherwise.
-    """
-    kept: list[Json] = []
-    for call, name, arguments in calls:
-        try:
-            kept.append({"id": call, "type": "function", "function": {"name": name, "arguments": json_object(arguments)}})
-        except PydanticCustomError:
-            text += f"{name} {arguments}"
-    return {"role": "assistant", "content": text, "tool_calls": kept or None}
+
+def answered(text: str, calls: Sequence[tuple[str, str, str]]) -> Json:
+    """An answer as a message of a chat that goes on; of each call its id, name and arguments."""
+    return {"role": "assistant", "content": text, "tool_calls": [chat_call(*call) for call in calls] or None}
 
 
 def gone_on(before: bytes, messages: Sequence[Json]) -> bytes:

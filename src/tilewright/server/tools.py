@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field
 
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.schema import closed
 from tilewright.models.chat import ChatTemplate
-from tilewright.server.call_forms import HERMES, LLAMA3, CallForm
+from tilewright.server.call_forms import HERMES, LLAMA3, CallForm, decoded
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import Body, Ignored, expect
 from tilewright.server.xml_calls import FUNCTION, XML
@@ -50,20 +49,11 @@ ToolChoice = Annotated[
 ]
 
 
-def json_object(text: str) -> str:
-    """Raises an error of the field's if a text is not a JSON object."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise PydanticCustomError("expected", "expected a JSON object as text")
-    return text
-
-
 class CalledFunction(Body):
-    name: Name
-    arguments: Annotated[str, AfterValidator(json_object)]
+    """What a call calls, as an answer said it: a model may write any name, and arguments that are no JSON or were cut off."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
 
 
 class Call(Body):
@@ -76,10 +66,17 @@ class Call(Body):
     function: CalledFunction
 
     @property
-    def shown(self) -> dict[str, Any]:
-        """The call for chat templates, which write arguments as JSON themselves."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
-        return {"id": self.id, "type": self.type, "function": function}
+    def shown(self) -> dict[str, Any] | str:
+        """The call for chat templates, which write arguments as JSON themselves; a text where they are no JSON object."""
+        name, arguments = self.function.name, decoded(self.function.arguments.strip() or "{}")
+        if not isinstance(arguments, dict):
+            return call_as_text(name, self.function.arguments)
+        return {"id": self.id, "type": self.type, "function": {"name": name, "arguments": arguments}}
+
+
+def call_as_text(name: str, arguments: str) -> str:
+    """A call whose arguments are no JSON object, as it is shown where only such can be."""
+    return f"{name} {arguments}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,14 @@ These are the functions:
 
 def told(messages: Sequence[dict[str, Any]], use: ToolUse | None) -> list[dict[str, Any]]:
     """A conversation for a template that knows no tools: what it would say of them is in its messages."""
-    found = [told_message(message) for message in messages]
+    found = list[dict[str, Any]]()
+    for before, message in zip([None, *messages], messages, strict=False):
+        said = told_message(message)
+        # Who reads turns that alternate takes what tools say, and what the user says beside it, for one of the user's.
+        if before is not None and "tool" in (before["role"], message["role"]) and said["role"] == found[-1]["role"] == "user":
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{said['content']}"}
+        else:
+            found.append(said)
     if use is None:
         return found
     functions = "\n".join(json.dumps(each["function"], ensure_ascii=False) for each in use.described)
