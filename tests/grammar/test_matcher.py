@@ -217,6 +217,7 @@ def test_what_is_refused_is_not_tried_again(compiler: Compiler, monkeypatch: pyt
         return said
 
     monkeypatch.setattr(compiler.trial, "refusal", refusal)
+    compiler.refused.clear()  # of other tests
     try:
         monkeypatch.setattr(trial, "PATIENCE", 1000)
         assert len(refused(bad, 30.0, 2)) == len(refused(HOSTILE, 0.05, 2)) == 1
