@@ -189,6 +189,24 @@ def test_a_model_that_is_nowhere(run: Run, empty: Path):
     check_refused(run("generate", "t1", "--model", "no/such/folder"), "no/such/folder", empty)
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["lm no.txt", "drafter no.txt --target no", "diffusion no.txt", "gnn --data no.npz", "demo --gsm8k no.jsonl"],
+)
+def test_training_into_a_place_that_is_taken(run: Run, empty: Path, command: str):
+    """All of this is refused before anything is read."""
+    for name in ("config.json", "model.safetensors"):
+        (empty.parent / name).write_text("another model's")
+        ran = run("train", *command.split(), "--out", "..")
+        check_refused(ran, "--out ..: it holds a model and no run to go on with; name another folder", empty)
+        assert (empty.parent / name).read_text() == "another model's"
+        (empty.parent / name).rename(empty.parent / "outfile")
+        for out in ("../outfile", "../outfile/model"):
+            check_refused(
+                run("train", *command.split(), "--out", out), "--out ../outfile: expected a folder, found a file", empty
+            )
+
+
 def test_unknown_commands(run: Run, empty: Path):
     check_refused(run("generat"), "generat", empty)
     check_refused(run("train", "nothing"), "nothing", empty)

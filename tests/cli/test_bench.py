@@ -11,6 +11,7 @@ import pytest
 
 from cli.conftest import Run
 from report.reading import Page, check_self_contained
+from tilewright.cli.bench_speculative import DrafterArguments
 
 SETS = {"first": ["t1 t2", "t3", "t4 t5 t6", "t9"], "[second]": ["t7 t8"]}
 
@@ -26,6 +27,11 @@ def write_data(folder: Path, sets: dict[str, list[str]]) -> list[object]:
 def data(tmp_path: Path) -> list[object]:
     """Options that name two files of prompts, of which three and one are taken."""
     return [*write_data(tmp_path, SETS), "--samples", 3, "--max-new-tokens", 8, "--repetitions", 1]
+
+
+@pytest.mark.parametrize(("model", "names"), [("demo", ("dflash",)), ("smollm2-135m", ("auto",)), ("a/folder", ("ngram",))])
+def test_each_model_has_drafters_by_default(model: str, names: tuple[str, ...]):
+    assert DrafterArguments().names(model) == names
 
 
 def test_table_and_files_hold_the_same_figures(run: Run, folders: tuple[Path, Path], data: list[Any], tmp_path: Path):

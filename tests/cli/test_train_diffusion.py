@@ -75,6 +75,10 @@ def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, t
     sized = run(*more, "--layers", 2)
     assert sized.status == 2
     assert "--start takes its sizes and its tokenizer along, found --layers as well" in sized.err
+    bpe.add_special_tokens(["<|another|>"])
+    bpe.save(str(tmp_path / "more" / "tokenizer.json"))
+    assert f"{tmp_path / 'more'} holds a run with another tokenizer" in run(*more, columns=1000).err
+    assert load_tokenizer(tmp_path / "more").to_str() == bpe.to_str()
 
 
 def test_the_library_is_a_text_too(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -113,9 +113,11 @@ def test_bad_input_is_refused(run: Run, folders: tuple[Path, Path], options: lis
 
 
 def test_the_demos_drafters_are_its_own(run: Run, folders: tuple[Path, Path]):
-    ran = run("verify-exact", folders[0], "--drafter", "dflash")
-    assert ran.status == 2
-    assert "found dflash, which comes with demo" in ran.err
+    for model, last in ((folders[0], "none or ngram"), ("smollm2-135m", "none, ngram or dflash2")):
+        ran = run("verify-exact", model, "--drafter", "dflash")
+        assert ran.status == 2
+        known = f"expected a folder, a Hugging Face id, auto, {last} as drafter of {model}"
+        assert f"{known}, found dflash, which comes with demo" in ran.err
 
 
 def test_more_requests_than_the_file_has(run: Run, asked: list[object]):

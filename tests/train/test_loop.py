@@ -146,6 +146,14 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     assert "\n" not in message
 
 
+def test_what_differs_inside_a_setting_is_named_alone():
+    saved = {"config": {"layers": 2, "rope": {"theta": 1.0, "kind": "plain"}}, "sizes": {"a": 1}, "steps": 3}
+    now = {"config": {"layers": 2, "rope": {"theta": 5.0, "kind": "plain"}, "heads": 4}, "sizes": None, "steps": 3}
+    told = r"\(config.heads: checkpoint None, now 4; config.rope.theta: checkpoint 1.0, now 5.0; sizes: .*{'a': 1}, now None\)"
+    with pytest.raises(ValueError, match=told):
+        checkpoint.require_same_run(Path("run"), saved, now)
+
+
 def test_how_often_to_save_and_evaluate_may_change(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, stopping(regression(), 6))

@@ -17,7 +17,16 @@ from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.speculative import DatasetPrompts, ask, measure
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
-from tilewright.cli.common import AUTO, SEVERAL, TargetOptions, check_packaged, packaged_prompts_file, short_names
+from tilewright.cli.common import (
+    AUTO,
+    DEMO,
+    PACKAGED_DRAFTERS,
+    SEVERAL,
+    TargetOptions,
+    check_packaged,
+    packaged_prompts_file,
+    short_names,
+)
 from tilewright.cli.outputs import (
     TableFiles,
     check_least,
@@ -46,9 +55,10 @@ class DrafterArguments:
     """Options of the drafters that are compared.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3"; "auto" takes
-            whichever promises most, round by round. Plain decoding always runs beside them; "none" with a block size adds plain
-            decoding through a program of that width.
+        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m
+            "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package. By default
+            "dflash" for the demo, "auto" for smollm2-135m, "ngram" otherwise. Plain decoding always runs beside them; "none"
+            with a block size adds plain decoding through a program of that width.
         block_size: tokens drafted at once by every drafter, the known one included; by default what each was trained for.
             "auto" chooses it round by round, as `generate` does, and "auto-inexact" too, but never runs more rows than it
             chose, where that changes how the target rounds.
@@ -59,7 +69,7 @@ class DrafterArguments:
             (the default), drawn at the request's temperature with the target's own noise; the output is the same either way.
     """
 
-    drafter: Annotated[tuple[str, ...], SEVERAL] = ("dflash",)
+    drafter: Annotated[tuple[str, ...] | None, SEVERAL] = None
     block_size: int | Literal["auto", "auto-inexact"] | None = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
@@ -70,21 +80,29 @@ class DrafterArguments:
     def options(self) -> DrafterOptions:
         return DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
 
-    def check(self, model: str) -> None:
-        """Raises a `ValueError` if the drafters cannot be measured."""
-        if len(set(self.drafter)) < len(self.drafter):
-            raise ValueError(f"expected different drafters, found {', '.join(self.drafter)}")
-        if not isinstance(self.block_size, int) and set(self.drafter) <= {BASELINE}:
-            raise ValueError("this benchmark needs a drafter, or a block size for plain decoding of that width; found neither")
-        if set(self.drafter) <= {BASELINE, NGRAM}:
-            self.options.check(NGRAM)  # nothing here has weights
-        check_packaged(self.drafter, model)
+    def names(self, model: str) -> tuple[str, ...]:
+        """The drafters, as they are named.
 
-    def ways(self, target: TargetOptions, console: Console) -> dict[str, LanguageModel]:
+        Raises:
+            ValueError: they cannot be measured.
+        """
+        names = self.drafter
+        if names is None:
+            names = ("dflash",) if model == DEMO else (AUTO,) if PACKAGED_DRAFTERS.get(model) else (NGRAM,)
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected different drafters, found {', '.join(names)}")
+        if not isinstance(self.block_size, int) and set(names) <= {BASELINE}:
+            raise ValueError("this benchmark needs a drafter, or a block size for plain decoding of that width; found neither")
+        if set(names) <= {BASELINE, NGRAM}:
+            self.options.check(NGRAM)  # nothing here has weights
+        check_packaged(names, model)
+        return names
+
+    def ways(self, names: Sequence[str], target: TargetOptions, console: Console) -> dict[str, LanguageModel]:
         """The baseline and every drafter, each under the name that it is shown with; all share the target."""
         base = target.load_with(None, DrafterOptions(), console)
         ways = {BASELINE: base}
-        for name, shown in short_names(self.drafter).items():
+        for name, shown in short_names(names).items():
             if name != BASELINE:
                 ways[shown] = base.with_drafter(*self.load(name, target, base, console))
             elif isinstance(self.block_size, int):
@@ -167,10 +185,10 @@ def speculative(
     console = outputs.console()
     measuring.check()
     sampling = measuring.sampling()
-    drafted.check(target.model)
+    names = drafted.names(target.model)
     sets = read_sets(measuring.data, measuring.samples)
     template = target.chat_template(console)
-    ways = drafted.ways(target, console)
+    ways = drafted.ways(names, target, console)
     asked, runs = run_all(ways, sets, template, measuring, console)
     rows = benchmark_rows(runs, outputs.price_per_hour)
     averages = average_rows(rows)

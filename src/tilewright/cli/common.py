@@ -346,7 +346,8 @@ def check_packaged(names: Iterable[str], model: str) -> None:
     for name in names:
         others = [other for other, packaged in PACKAGED_DRAFTERS.items() if name in packaged]
         if others and model not in others and not Path(name).is_dir():
-            known = f"expected a folder, a Hugging Face id, ngram or none as drafter of {model}"
+            *several, last = (AUTO, "none", NGRAM, *PACKAGED_DRAFTERS.get(model, {}))
+            known = f"expected a folder, a Hugging Face id, {', '.join(several)} or {last} as drafter of {model}"
             raise ValueError(f"{known}, found {name}, which comes with {', '.join(others)}")
 
 

@@ -62,9 +62,9 @@ class ServedModelOptions(ModelOptions):
     """Options that name the models to load, and say how.
 
     Attributes:
-        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3". "auto"
-            takes whichever promises most, round by round: n-gram and for the demo its own. The default is "ngram" for the demo
-            and smollm2-135m, "none" otherwise.
+        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
+            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package. The
+            default is "ngram" for these two models, "none" otherwise.
         lora: NAME=FOLDER, a low-rank adapter as PEFT writes it, for requests whose model is NAME; may be given several times.
     """
 

@@ -22,7 +22,7 @@ from tilewright.cli.common import CompileCache, given, keep_programs, mesh_axes
 from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
-from tilewright.models.checkpoint import decoder_config, load_decoder, save_params
+from tilewright.models.checkpoint import CONFIG, WEIGHTS, decoder_config, load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
@@ -88,6 +88,16 @@ class LoopOptions:
 def require_data(data: Sequence[Path]) -> None:
     if not data:
         raise ValueError("expected files or folders to train on, found none")
+
+
+def check_out(out: Path) -> None:
+    """Raises a `ValueError` where a run cannot write to a folder, or would write over a model that is not its own."""
+    training = out / "training"
+    for place in (training, *training.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"--out {place}: expected a folder, found a file")
+    if not steps_in(training) and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
+        raise ValueError(f"--out {out}: it holds a model and no run to go on with; name another folder")
 
 
 def finish(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
@@ -299,6 +309,7 @@ def lm(
     """
     console = human_console(json_file)
     require_data(data)
+    check_out(out)
     options = loop.options()
     keep_programs(loop.compile_cache)
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)

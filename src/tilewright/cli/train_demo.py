@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tilewright.cli.common import DEMO, CompileCache, keep_programs
 from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
+from tilewright.cli.train import check_out
 from tilewright.compiled.machine import chip_name
 from tilewright.models import hub
 from tilewright.models.checkpoint import load_decoder
@@ -42,6 +43,7 @@ def demo(
         Steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500.
     """
     console = human_console(json_file)
+    check_out(out)
     keep_programs(compile_cache)
     # The tokenizer stays as it is, so that losses compare.
     tokenizer = load_tokenizer(hub.resolve(DEMO))

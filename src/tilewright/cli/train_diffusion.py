@@ -12,7 +12,17 @@ from tokenizers import Tokenizer
 
 from tilewright.cli.common import given, keep_programs
 from tilewright.cli.outputs import JsonFile, human_console, progress_console
-from tilewright.cli.train import LoopOptions, MeshOptions, ModelSizes, agreed_tokenizer, finish, kept_tokenizer, save_tokenizer
+from tilewright.cli.train import (
+    LoopOptions,
+    MeshOptions,
+    ModelSizes,
+    agreed_tokenizer,
+    check_out,
+    finish,
+    kept_tokenizer,
+    require_same,
+    save_tokenizer,
+)
 from tilewright.models import diffusion as models
 from tilewright.models import hub
 from tilewright.models.checkpoint import save_params
@@ -63,13 +73,16 @@ def diffusion(
         Of the saved weights.
     """
     console = human_console(json_file)
+    check_out(out)
     options = loop.options()
     if arithmetic < 1 and not (data or library):
         raise ValueError("expected files or folders to train on, --library, or --arithmetic 1, found none of them")
     keep_programs(loop.compile_cache)
     trained, held_out = texts(data, library, loop)
-    begun = begin(start, kept_tokenizer(out), sizes, over, console)
+    kept = kept_tokenizer(out)
+    begun = begin(start, kept, sizes, over, console)
     bpe, config, params = begun or fresh(trained, arithmetic, sizes, loop.seed)
+    require_same(kept, bpe, out)
     examples = examples_of(bpe, config, (trained, held_out), arithmetic, options)
     setup = over.setup(config.decoder, options)
     save_tokenizer(out, bpe)

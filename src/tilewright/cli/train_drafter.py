@@ -15,7 +15,7 @@ from tilewright.cli.common import given, keep_programs, mesh_axes
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
 from tilewright.cli.outputs import JsonFile, human_console, progress_console
-from tilewright.cli.train import LoopOptions, finish, require_data
+from tilewright.cli.train import LoopOptions, check_out, finish, require_data
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import dflash, dflash2, dspark, eagle3, hub, lilicorr
 from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
@@ -333,6 +333,7 @@ def drafter(
     """
     console = human_console(json_file)
     require_data(data)
+    check_out(out)
     refuse_others(kind, vars(of_kinds))
     options, own = replace(loop.options(), compute_dtype=over.compute_dtype), of_kinds.options(kind)
     keep_programs(loop.compile_cache)

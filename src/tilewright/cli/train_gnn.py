@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from tilewright.cli.common import CompileCache, keep_programs
 from tilewright.cli.outputs import JsonFile, check_least, human_console, write_json
+from tilewright.cli.train import check_out
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
 from tilewright.metrics.tables import FigureTable, print_table
@@ -169,6 +170,8 @@ def gnn(
         is written.
     """
     console = human_console(json_file)
+    if out is not None:
+        check_out(out)
     keep_programs(loop.compile_cache)
     found = read_data(data)
     if isinstance(found, GraphData):

@@ -44,8 +44,9 @@ class Asking:
     """Options of the requests, and of the drafters that answer them.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3", and by default all of
-            these (with --quick dflash), else ngram. A team of them, whose rounds are chosen as they go, joins them.
+        drafter: folders, Hugging Face ids, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
+            smollm2-135m "dflash2". "auto", the default, stands for n-gram and those of the package (for the demo with --quick
+            the default is "dflash"). A team of them, whose rounds are chosen as they go, joins them.
         batch_size: rows decoded together; the largest is the number of the engine's slots.
         requests: how many; by default 16 (6 with --quick, 64 with --thorough), or all of a file that has fewer.
         max_new_tokens: the most of a request; some ask for less.

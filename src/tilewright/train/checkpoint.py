@@ -129,7 +129,19 @@ def load(path: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
 
 
 def require_same_run(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    differs = [k for k in sorted({*saved, *expected}) if saved.get(k) != expected.get(k)]
-    if differs:
-        differences = "; ".join(f"{k}: checkpoint {saved.get(k)!r}, now {expected.get(k)!r}" for k in differs)
+    """Raises a `ValueError` that names what differs between the run of a checkpoint and the one that is to go on from it."""
+    if differs := differing(saved, expected):
+        differences = "; ".join(f"{name}: checkpoint {was!r}, now {now!r}" for name, (was, now) in differs.items())
         raise ValueError(f"{path} belongs to another run ({differences}); name another --out, or pass the same options")
+
+
+def differing(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Both values of each setting that differs, None where there is none; one inside another is named with a dot."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*saved, *expected}):
+        was, now = saved.get(name), expected.get(name)
+        if isinstance(was, Mapping) and isinstance(now, Mapping):
+            found |= {f"{name}.{inner}": both for inner, both in differing(was, now).items()}
+        elif was != now:
+            found[name] = (was, now)
+    return found
