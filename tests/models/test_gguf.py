@@ -199,6 +199,20 @@ def test_tokenizer_template_ends_and_sampling_defaults(tmp_path: Path):
     assert open_gguf(file).generation_config == {"eos_token_id": [257, 258], "temperature": 0.5, "top_k": 20}
 
 
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (["<|end|>"], ["<|im_end|>", "<|endoftext|>", "<|end|>"]),
+        (["<|call|>", "<|end|>", "<|return|>"], ["<|im_end|>", "<|endoftext|>", "<|return|>", "<|call|>"]),
+    ],
+)
+def test_ends_of_an_answer_are_told_by_their_text(tmp_path: Path, texts: list[str], ends: list[str]):
+    """Whatever the tokens' types: these are of plain text. Where answers are made of messages, an end of these is none."""
+    tokens = vocabulary()[: -len(texts)] + texts
+    found = open_gguf(head(tmp_path, metadata() | {"tokenizer.ggml.tokens": tokens})).end_ids
+    assert [tokens[number] for number in found] == ends
+
+
 QUANTISED = [
     kind for kind in Kind
     if kind.name.startswith(("Q", "IQ", "TQ", "MXFP4")) and kind in gguf.quants._type_traits

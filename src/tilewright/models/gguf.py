@@ -58,16 +58,19 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """The published values of that scaling, of which a file holds only what comes of them."""
 
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
-"""Control tokens that end an answer: a file names one, where `generation_config.json` lists all (Qwen3's two, say)."""
+MESSAGE_END, HARMONY_ENDS = "<|end|>", ("<|return|>", "<|call|>")
+"""What ends an answer of Phi-3's, but only one message of several in gpt-oss' format, whose answers end with the others."""
+END_TEXTS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", MESSAGE_END),
+    *HARMONY_ENDS,
+)
+"""Tokens that end an answer: a file names one, where `generation_config.json` lists all (Qwen3's two, say)."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 """Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights, whose scores are scaled by the hidden size for each head; files do not say it."""
-CONTROL = 3
-"""The type of a token that is never text."""
 
 
 def gguf_file(path: Path) -> Path | None:
@@ -246,12 +249,13 @@ class GGUFCheckpoint:
 
     @cached_property
     def end_ids(self) -> list[int]:
-        """Token ids that end an answer."""
+        """Token ids that end an answer, told by their text: Phi-3's files do not mark `<|end|>` as a control token."""
         named = [self.fields.get(f"tokenizer.ggml.{name}") for name in ENDS]
-        types = self.fields.get("tokenizer.ggml.token_type", [])
-        control = {text: n for n, (text, kind) in enumerate(zip(self.vocabulary, types, strict=False)) if kind == CONTROL}
-        listed = [control.get(text) for text in END_TEXTS]
-        return list(dict.fromkeys(end for end in chain(named, listed) if end is not None))
+        numbers = {text: n for n, text in enumerate(self.vocabulary)}
+        ends = dict.fromkeys(end for end in chain(named, map(numbers.get, END_TEXTS)) if end is not None)
+        if all(text in numbers for text in HARMONY_ENDS):
+            ends.pop(numbers.get(MESSAGE_END), None)
+        return list(ends)
 
     def yarn(self) -> dict[str, Any]:
         """YaRN's scaling. The file's attention factor comes on top of the paper's."""
