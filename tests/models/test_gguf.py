@@ -293,15 +293,26 @@ def test_a_tokenizer_that_is_not_here_is_named(tmp_path: Path, change: dict[str,
         load_tokenizer(head(tmp_path, metadata() | change))
 
 
+PIECES = [
+    "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab", "<|end|>",
+    "<|endoftext|>",
+]  # fmt: skip
+SENTENCE_PIECE: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": PIECES, "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 6, 4, 3],
+    "tokenizer.ggml.scores": [0.0, 0.0, 0.0, *[0.0] * 256, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, 0.0, 0.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "behind"), [("llama", ["▁", "▁ab"]), ("phi3", ["▁ab"])])
+def test_added_tokens_of_phi3_take_the_space_behind_them(tmp_path: Path, arch: str, behind: list[str]):
+    ids = load_tokenizer(head(tmp_path, SENTENCE_PIECE, arch)).encode("<|end|> ab<|endoftext|> ab").ids
+    assert [PIECES[number] for number in ids] == ["<s>", "<|end|>", *behind, "<|endoftext|>", "▁", "▁ab"]
+
+
 def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path):
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
-    fields = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 6],
-        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, *[0.0] * 256, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0],
-    }  # fmt: skip
-    tokenizer = load_tokenizer(head(tmp_path, fields))
-    numbers = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = load_tokenizer(head(tmp_path, SENTENCE_PIECE))
+    numbers = {piece: number for number, piece in enumerate(PIECES)}
     # "ab" scores best, so it is made before the space joins; é is two bytes.
     want = [1, *(numbers[piece] for piece in ("▁ab", "▁a", "<0xC3>", "<0xA9>"))]
     assert tokenizer.encode("ab aé").ids == want

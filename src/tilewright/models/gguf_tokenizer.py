@@ -13,6 +13,8 @@ from tokenizers.models import BPE
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Types of tokens that are not found by merging: control tokens are no text, user-defined ones are."""
+UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""The added tokens of Phi-3's with SentencePiece's vocabulary that leave a space behind them as it is."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
 
@@ -83,9 +85,11 @@ def build_tokenizer(fields: Mapping[str, Any], where: str) -> Tokenizer:
         tokenizer, begins = byte_level(fields, BYTE_LEVEL[pre], where), BYTE_LEVEL[pre].begins
     else:
         tokenizer, begins = sentence_piece(fields, where), True
+    # Of Phi-3's own tokenizer.json; files have no field for it, so that the architecture has to say it.
+    strips = kind == "llama" and fields.get("general.architecture") == "phi3"
     for special in (True, False):
         chosen = [
-            AddedToken(text, special=special, normalized=False)
+            AddedToken(text, special=special, normalized=False, rstrip=strips and text not in UNSTRIPPED)
             for text, type_ in zip(tokens, types, strict=True)
             if type_ == (CONTROL if special else USER_DEFINED) or (special and type_ == UNKNOWN)
         ]
