@@ -161,6 +161,25 @@ def test_marks_stay_with_their_letters_in_qwen35s_pieces(tmp_path: Path):
     assert ends == {"qwen2": [1, 3, 4, 5, 6, 8], "qwen35": [3, 4, 5, 6, 8]}
 
 
+BY_THREES = ["don", "'t", " ", "123", "45", "!\n", "/\n", "xY"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        *((pre, BY_THREES) for pre in ("llama-bpe", "dbrx", "smaug-bpe")),
+        ("gpt-4o", ["don't", " ", "123", "45", "!\n/\n", "x", "Y"]),
+        ("gpt-4o", ["I'LL", " camel", "Case", " HTMLParser", "/y", "\n", "/\n\n", "z", " ", " _"]),
+        ("gpt-4o", ["漢字カナabc漢", "B", "。é", "É", "'x"]),
+        ("tekken", ["don", "'t", " ", "1", "2", " camel", "Case", "!\n/\n", "x"]),
+    ],
+)
+def test_text_is_cut_by_the_pattern_that_the_file_names(tmp_path: Path, pre: str, pieces: list[str]):
+    text, tokenizer = "".join(pieces), load_tokenizer(head(tmp_path, metadata() | {"tokenizer.ggml.pre": pre}))
+    assert tokenizer.pre_tokenizer is not None
+    assert [text[first:end] for _, (first, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
 def test_the_declared_context_says_how_longrope_rotates(tmp_path: Path):
     file, folder = make(tmp_path, CONFIGS["longrope"])
     for context, long in ((None, True), (65, True), (64, False)):

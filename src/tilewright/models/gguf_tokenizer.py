@@ -26,10 +26,14 @@ WORDS = PIECES.replace("DIGITS", "")
 WITH_MARKS = WORDS.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
 """Qwen3.5's: marks go with the letter that they stand on."""
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+BY_CASE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+ENDING|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*ENDING|\p{{N}}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""Words that a capital behind a small letter ends, with what may stand at their end; else as `PIECES`."""
+TEKKEN = BY_CASE.replace("ENDING", "").replace("DIGITS", "")
+O200K = BY_CASE.replace("ENDING", f"{CONTRACTIONS}?").replace("DIGITS", "{1,3}")
+"""That of OpenAI's o200k_base, which gpt-oss and Phi-4-mini have."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,17 @@ class ByteLevel:
     begins: bool = False
 
 
-GPT2, LLAMA3 = ByteLevel(), ByteLevel(PIECES.replace("DIGITS", "{1,3}"), whole=True, begins=True)
+THREES = PIECES.replace("DIGITS", "{1,3}")
+"""Llama 3's pattern, which is that of OpenAI's cl100k_base: numbers in pieces of up to three digits."""
+GPT2, LLAMA3 = ByteLevel(), ByteLevel(THREES, whole=True, begins=True)
 QWEN2, SMOLLM = ByteLevel(WORDS, nfc=True), ByteLevel(digits=True)
 QWEN35 = ByteLevel(WITH_MARKS, nfc=True)
 BYTE_LEVEL = {
     "default": GPT2, "gpt-2": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35,
     "deepseek-r1-qwen": QWEN2, "smollm": SMOLLM, "tekken": ByteLevel(TEKKEN, whole=True, begins=True),
+    "gpt-4o": ByteLevel(O200K), "dbrx": ByteLevel(THREES), "smaug-bpe": ByteLevel(THREES, whole=True),
 }  # fmt: skip
-"""By the file's `tokenizer.ggml.pre`."""
+"""By the file's `tokenizer.ggml.pre`: Phi-4 14B's is "dbrx", SmolLM3's "smaug-bpe"."""
 
 
 def build_tokenizer(fields: Mapping[str, Any], where: str) -> Tokenizer:
