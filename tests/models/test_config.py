@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,19 @@ GOLDEN_CONFIGS = {
 @pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS))
 def test_configs_that_transformers_wrote(name: str):
     assert config_from_hf(json.loads((GOLDENS / name / "config.json").read_text())) == GOLDEN_CONFIGS[name]
+
+
+@pytest.mark.parametrize(("name", "kept"), [("gemma2-tied", False), ("gemma3-tied", True), ("mistral-window", False)])
+def test_a_window_that_no_context_comes_to_the_end_of(name: str, kept: bool):
+    """It hides nothing, but layers that have one may rotate by a base of their own."""
+    fields, whole = json.loads((GOLDENS / name / "config.json").read_text()), GOLDEN_CONFIGS[name]
+    context = whole.sliding_window
+    assert context is not None
+    found = config_from_hf({**fields, "max_position_embeddings": context})
+    none: dict[str, Any] = {} if kept else {"sliding_window": None, "sliding_layers": ()}
+    assert found == replace(whole, max_position_embeddings=context, **none)
+    assert config_from_hf(config_to_hf(found)) == found
+    assert [found.kind(layer).rotation for layer in range(2)] == [whole.kind(layer).rotation for layer in range(2)]
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS.keys() - {"gemma3-tied"}))  # whose older spelling has names of its own

@@ -25,11 +25,14 @@ def full_attention(read: ConfigReader) -> dict[str, Any]:
     return {}
 
 
-def windows(read: ConfigReader, sliding: Callable[[int], bool] = lambda layer: True) -> dict[str, Any]:
+def windows(
+    read: ConfigReader, sliding: Callable[[int], bool] = lambda layer: True, more_than_masks: bool = False
+) -> dict[str, Any]:
     """The window, and the layers that have it; no window is one that no context comes to the end of.
 
     Args:
         sliding: which layers do, where `layer_types` are not given.
+        more_than_masks: these layers differ from others in more than what they see, so that any window is one.
     """
     count, longest = read.integer("num_hidden_layers"), read.integer("max_position_embeddings")
     given = read.fields.get("layer_types")
@@ -39,7 +42,7 @@ def windows(read: ConfigReader, sliding: Callable[[int], bool] = lambda layer: T
     if not good or SLIDING not in kinds or read.fields.get("sliding_window") is None:
         return {}
     window = read.integer("sliding_window")
-    if window >= longest:
+    if window >= longest and not more_than_masks:
         return {}
     return {"sliding_window": window, "sliding_layers": tuple(n for n, kind in enumerate(kinds) if kind == SLIDING)}
 

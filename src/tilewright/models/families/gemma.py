@@ -16,11 +16,11 @@ EVERY = {"gemma2": 2, "gemma3_text": 6}
 """Of so many layers the last one has no window, where a configuration does not say."""
 
 
-def read(read: ConfigReader, every: int) -> dict[str, Any]:
+def read(read: ConfigReader, every: int, rotates_by_kind: bool) -> dict[str, Any]:
     every = read.integer("sliding_window_pattern", default=every)
     read.expect("use_bidirectional_attention", False)
     return {
-        **windows(read, lambda layer: (layer + 1) % every != 0),
+        **windows(read, lambda layer: (layer + 1) % every != 0, rotates_by_kind),
         "attention_scale": read.number("query_pre_attn_scalar", default=256) ** -0.5,
         "embedding_scale": math.sqrt(read.integer("hidden_size")),
         "score_softcap": cap(read, "attn_logit_softcapping"),
@@ -33,7 +33,7 @@ def cap(read: ConfigReader, name: str) -> float | None:
 
 
 def read_gemma2(reader: ConfigReader) -> dict[str, Any]:
-    return read(reader, EVERY["gemma2"])
+    return read(reader, EVERY["gemma2"], rotates_by_kind=False)
 
 
 def read_gemma3(reader: ConfigReader) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def read_gemma3(reader: ConfigReader) -> dict[str, Any]:
         local = reader.rope("sliding_attention")
         reader.require(local.rope_scaling is None, "rope_parameters: scaling of layers with a window is not supported")
         theta = local.rope_theta
-    return {**read(reader, EVERY["gemma3_text"]), "local_rope_theta": theta}
+    return {**read(reader, EVERY["gemma3_text"], rotates_by_kind=True), "local_rope_theta": theta}
 
 
 def write(config: Any) -> dict[str, Any]:
