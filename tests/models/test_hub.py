@@ -22,13 +22,17 @@ WEIGHTS = bytes(range(256)) * 1000
 FILES = {
     "config.json": b'{"model_type": "qwen3"}',
     "generation_config.json": b"{}",
+    "quantize_config.json": b'{"bits": 4}',
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b"{}",
     "model-00001-of-00002.safetensors": WEIGHTS,
     "model-00002-of-00002.safetensors": WEIGHTS[::-1],
     "model.safetensors.index.json": b'{"weight_map": {}}',
 }
-REST = {"README.md": b"a card", "pytorch_model.bin": b"pickled", "original/consolidated.safetensors": b"a second copy"}
+REST = {
+    "README.md": b"a card", "pytorch_model.bin": b"pickled", "original/model.safetensors": b"a second copy",
+    "consolidated.safetensors": b"a third", "consolidated-00001-of-00002.safetensors": b"a fourth",
+}  # fmt: skip
 
 
 @pytest.fixture

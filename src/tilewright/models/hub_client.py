@@ -26,14 +26,14 @@ from huggingface_hub.utils import tqdm, validate_repo_id
 from rich.console import Console
 from rich.progress import Progress
 
-from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, byte_progress
+from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, GPTQ_CONFIG, byte_progress
 from tilewright.models.hub import TOKENIZER, TOKENIZER_PARTS
 
-SMALL = [CONFIG, GENERATION_CONFIG, *TOKENIZER, *TOKENIZER_PARTS]
+SMALL = [CONFIG, GENERATION_CONFIG, GPTQ_CONFIG, *TOKENIZER, *TOKENIZER_PARTS]
 WANTED = [*SMALL, "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
 """The last one belongs to some drafters; see `torch_file.py`."""
-UNWANTED = ["*/*"]
-"""Files in subfolders: other exports of the same weights."""
+UNWANTED = ["*/*", "consolidated*.safetensors"]
+"""Other exports of the same weights: files in subfolders, and Mistral's own beside the shards."""
 COMMIT = re.compile("[0-9a-f]{40}")
 
 NETWORK_ERRORS = (HTTPError, ConnectionError, TimeoutError)
