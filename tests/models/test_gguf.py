@@ -1,6 +1,7 @@
 """GGUF files: the same model, tokenizer and template as a Hugging Face folder, and one line for what cannot be read."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -276,6 +277,17 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
         with pytest.raises(ValueError, match=r"cut\.gguf is (not a GGUF file|damaged or cut off|cut off)") as said:
             load_decoder(cut, jnp.float32)
         assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model-00002-of-00003.gguf"])
+@pytest.mark.parametrize("whole", [False, True], ids=["file", "folder"])
+def test_parts_of_a_model_are_told_to_be_merged(tmp_path: Path, name: str, whole: bool):
+    file = head(tmp_path, {"split.no": 1, "split.count": 3, "split.tensors.count": 9}).rename(tmp_path / name)
+    if whole and name != "model.gguf":
+        (tmp_path / name.replace("00002", "00003")).write_bytes(file.read_bytes())
+    merge = f"llama-gguf-split --merge {name.replace('00002', '00001')} model.gguf"
+    with pytest.raises(ValueError, match=re.escape(f"{file.name} is one of 3 parts of a model: `{merge}`")):
+        load_decoder(tmp_path if whole else file, jnp.float32)
 
 
 @pytest.mark.parametrize(

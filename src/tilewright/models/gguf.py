@@ -7,6 +7,7 @@ all else in this package sees one kind of checkpoint.
 Source: the format's description in ggml (docs/gguf.md), and how llama.cpp's converter writes each family.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -27,6 +28,8 @@ from tilewright.models.layers import Llama3Scaling, YarnScaling, rope_frequencie
 from tilewright.models.registry import FAMILIES
 
 SUFFIX = ".gguf"
+PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+"""The name of one of several files that hold a model together."""
 ARCHITECTURES = {family.gguf: family for family in reversed(FAMILIES.values()) if family.gguf is not None}
 """The family of each value of `general.architecture` that is read; Mistral's files are Llama's."""
 WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
@@ -77,7 +80,7 @@ def gguf_file(path: Path) -> Path | None:
     """The GGUF file that a path stands for: itself, or the only one in a folder without a `config.json`; else None.
 
     Raises:
-        ValueError: the folder has several.
+        ValueError: the folder has several, or parts of one model.
     """
     if path.suffix == SUFFIX and path.is_file():
         return path
@@ -85,16 +88,28 @@ def gguf_file(path: Path) -> Path | None:
         return None
     found = sorted(path.glob(f"*{SUFFIX}"))
     if len(found) > 1:
+        parts = [part for file in found if (part := PART.fullmatch(file.name))]
+        if len(parts) == len(found):
+            raise in_parts(found[0], int(parts[0][2]))
         names = ", ".join(file.name for file in found)
         raise ValueError(f"{path}: expected one {SUFFIX} file, found {len(found)}: {names}; name one of them")
     return found[0] if found else None
+
+
+def in_parts(path: Path, count: int) -> ValueError:
+    """What is said of a file that holds a part of a model."""
+    first = PART.sub(r"\1-00001-of-\2.gguf", path.name)
+    return ValueError(
+        f"{path} is one of {count} parts of a model: `llama-gguf-split --merge {first} model.gguf` makes one file of them"
+    )
 
 
 def open_gguf(path: Path) -> "GGUFCheckpoint":
     """Opens a GGUF file. Nothing but its head is read; what was opened once is kept as long as the file stays as it is.
 
     Raises:
-        ValueError: it is no GGUF file, is damaged or cut off, holds another architecture, or the extra `gguf` is missing.
+        ValueError: it is no GGUF file, is damaged or cut off, holds another architecture or a part of a model, or the extra
+            `gguf` is missing.
     """
     stat = path.stat()
     return _opened(path, stat.st_mtime_ns, stat.st_size)
@@ -114,6 +129,8 @@ def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
         fields, tensors = read_head(path)
     except (ValueError, TypeError, ZeroDivisionError, OverflowError, MemoryError) as error:  # whatever damaged bytes may say
         raise ValueError(f"{path} is damaged or cut off: its head cannot be read ({error})") from error
+    if isinstance(count := fields.get("split.count"), int) and count > 1:
+        raise in_parts(path, count)
     end = max((tensor.data_offset + tensor.n_bytes for tensor in tensors.values()), default=0)
     if end > size:
         raise ValueError(f"{path} is cut off: its tensors end at byte {end:,}, the file at {size:,}")
