@@ -38,6 +38,8 @@ def test_embeddings_are_those_of_the_reference(lm: LanguageModel, pooling: Pooli
     wanted = [expected(LONG[0], pooling), expected(LONG[1], pooling), expected(LONG[0], pooling, "few")]
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     assert np.abs(found[0] - found[2]).max() > 1e-2
+    with pytest.raises(ValueError, match="expected at least one prompt, found none"):
+        lm.embed([], pooling)
 
 
 def test_embeddings_beside_generation(lm: LanguageModel) -> None:

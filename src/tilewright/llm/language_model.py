@@ -229,8 +229,6 @@ class LanguageModel:
         Raises:
             ValueError: there is no prompt, or a list of samplings has another length.
         """
-        if not prompts:
-            raise ValueError("expected at least one prompt, found none")
         return [one.seeded() for one in one_each(len(prompts), Sampling() if sampling is None else sampling, "sampling")]
 
     def agreed_sampling(self, each: Sequence[Sampling]) -> list[Sampling]:
@@ -376,7 +374,9 @@ class LanguageModel:
 
 
 def one_each(count: int, given: Any, what: str) -> list[Any]:
-    """One value for each of so many prompts, of one for all or a list. Raises a `ValueError` where this has another length."""
+    """One value for each of so many prompts, of one for all or a list; another number, or no prompt, is a `ValueError`."""
+    if count == 0:
+        raise ValueError("expected at least one prompt, found none")
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
     if len(each) != count:
         raise ValueError(f"expected one {what} for each of {count} prompts, found {len(each)}")
