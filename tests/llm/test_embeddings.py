@@ -1,7 +1,10 @@
 """Embeddings against a reference in NumPy: pooled in chunks, beside generation, behind a cached prefix, with an adapter."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from llm.adapters import ENGINE, PAIR, folders_of_adapters, merged_target
 from llm.support import TABLE, prompts
@@ -40,6 +43,15 @@ def test_embeddings_are_those_of_the_reference(lm: LanguageModel, pooling: Pooli
     assert np.abs(found[0] - found[2]).max() > 1e-2
     with pytest.raises(ValueError, match="expected at least one prompt, found none"):
         lm.embed([], pooling)
+
+
+def test_embeddings_of_a_model_that_was_saved_without_its_head(tmp_path: Path) -> None:
+    folder = as_folders(tmp_path, PAIR)[0]
+    stored = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): value for name, value in stored.items() if name != "lm_head.weight"}
+    save_file(bare, folder / "model.safetensors")
+    found = load(folder, table=TABLE).embed([LONG[1]])
+    np.testing.assert_allclose(found, [expected(LONG[1], "last")], atol=2e-5)
 
 
 def test_embeddings_beside_generation(lm: LanguageModel) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
-from tilewright.models.checkpoint import load_decoder, load_params, read_config, save_params
+from tilewright.models.checkpoint import decoder_config, load_decoder, load_params, read_config, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare
 from tilewright.models.layers import Llama3Scaling
 from tilewright.models.params import initialise, spec_leaves
@@ -288,6 +289,34 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path, layers: str, h
     (got_config, got), (want_config, want) = (load_decoder(tmp_path / name, jnp.float32) for name in ("both", "text"))
     assert got_config == want_config
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_saved_without_its_head(tmp_path: Path, tied: bool, prefix: str, caplog: pytest.LogCaptureFixture):
+    """As models of embeddings are: no `model.` before the names, and no head even where the configuration promises one."""
+    base = replace(LLAMA, tie_word_embeddings=tied)
+    params, stored = make(tmp_path, base), tensors_of(tmp_path)
+    bare = {prefix + name.removeprefix("model."): value for name, value in stored.items() if name != "lm_head.weight"}
+    if prefix:
+        fields = {"model_type": "llava", "text_config": config_to_hf(base)}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        bare["vision_tower.layers.0.weight"] = np.ones(3, np.float32)
+    save_file(bare, tmp_path / "model.safetensors")
+    config, got = load_decoder(tmp_path, jnp.float32)
+    assert config == decoder_config(tmp_path) == replace(base, tie_word_embeddings=True)
+    assert_equal(got, replace(params, head=None))
+    assert ("has no output head" in caplog.text) == (not tied)
+
+
+def test_names_without_model_beside_a_head(tmp_path: Path):
+    params = make(tmp_path, LLAMA)
+    save_file(
+        {name.removeprefix("model."): value for name, value in tensors_of(tmp_path).items()}, tmp_path / "model.safetensors"
+    )
+    got_config, got = load_decoder(tmp_path, jnp.float32)
+    assert got_config == LLAMA
+    assert_equal(got, params)
 
 
 def test_progress_bar_counts_the_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

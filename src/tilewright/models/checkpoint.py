@@ -29,15 +29,15 @@ from tilewright.kernels.linear.scaled import divided
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
-from tilewright.models.config import text_tensor
+from tilewright.models.config import bare_tensor, text_tensor
 from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
 from tilewright.models.family import Family
 from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
 from tilewright.models.quantised import WeightLayout, quantised_layout
 from tilewright.models.registry import FAMILIES
 from tilewright.models.stored import (
-    FLOATS,
     StoredTensor,
+    compare,
     gathered,
     open_file,
     read_headers,
@@ -45,6 +45,7 @@ from tilewright.models.stored import (
     read_weights,
     some,
     stacked,
+    without_zero_biases,
 )
 
 Tree = TypeVar("Tree")
@@ -186,23 +187,6 @@ def running_dtype(asked: str, folder: Path, ops: Operations) -> str:
     return chosen
 
 
-def _compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Everything that keeps `stored`, keyed by the declared names, from being what `specs` declare."""
-    wanted = {spec.name: spec for spec in specs}
-    missing = [name for name in wanted if name not in stored]
-    unknown = [tensor.name for name, tensor in stored.items() if name not in wanted]
-    known = [(wanted[name].stored_shape, tensor) for name, tensor in stored.items() if name in wanted]
-    shapes = [f"{t.name} (expected {list(shape)}, found {list(t.shape)})" for shape, t in known if t.shape != shape]
-    dtypes = [f"{t.name} ({t.dtype})" for _, t in known if t.dtype not in FLOATS]
-    kinds = {
-        "missing": missing,
-        "unknown": unknown,
-        "of the wrong shape": shapes,
-        f"of a dtype other than {', '.join(FLOATS)}": dtypes,
-    }
-    return [f"{len(found)} {kind}: {some(found)}" for kind, found in kinds.items() if found]
-
-
 def _match(
     folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: WeightLayout | None
 ) -> dict[str, StoredTensor]:
@@ -213,7 +197,7 @@ def _match(
     stored = {rename(tensor.name): tensor for tensor in kept}
     if layout is not None:
         stored = without_zero_biases(stored, {spec.name for spec in spec_leaves(specs)})
-    problems = _compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {some(twice)}"] if twice else [])
+    problems = compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {some(twice)}"] if twice else [])
     if problems:
         raise ValueError(f"{folder}: the tensors do not fit the configuration; " + "; ".join(problems))
     return stored
@@ -226,16 +210,6 @@ def stored_tensors(folder: Path, layout: WeightLayout | None) -> list[StoredTens
         return stacked(headers if layout is None else gathered(headers, layout))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-
-
-def without_zero_biases(stored: Mapping[str, StoredTensor], wanted: Collection[str]) -> dict[str, StoredTensor]:
-    """Leaves out biases that are not declared and are all zeros, which GPTQ's writers give to every layer."""
-    extra = {name: tensor for name, tensor in stored.items() if name.endswith(".bias") and name not in wanted}
-    zeros = set[str]()
-    for path in {tensor.file for tensor in extra.values()}:
-        with open_file(path) as file:
-            zeros |= {name for name, tensor in extra.items() if tensor.file == path and not file.get_tensor(tensor.name).any()}
-    return {name: tensor for name, tensor in stored.items() if name not in zeros}
 
 
 def _same(name: str) -> str:
@@ -413,8 +387,22 @@ def save_params(
 
 
 def decoder_config(folder: Path) -> DecoderConfig:
-    """The configuration of a decoder language model. Raises a `ValueError` as `read_config` and `config_from_hf` do."""
-    return config_from_hf(read_config(folder), where=str(folder / CONFIG))
+    """The configuration of a decoder language model; one that was saved without its head takes the embedding for it.
+
+    Raises:
+        ValueError: see `read_config` and `config_from_hf`.
+    """
+    config = config_from_hf(read_config(folder), where=str(folder / CONFIG))
+    return config if config.tie_word_embeddings or not is_headless(folder) else replace(config, tie_word_embeddings=True)
+
+
+def is_headless(folder: Path) -> bool:
+    """True for a decoder alone, as models of embeddings are saved: no output head, no `model.` before the tensors' names."""
+    try:
+        names = {tensor.name for tensor in read_headers(weight_files(folder))}
+    except ValueError:  # there are no weights yet, or none that can be read: whoever reads them says so
+        return False
+    return any(bare_tensor(name) == EMBEDDING for name in names) and not any(name.endswith("lm_head.weight") for name in names)
 
 
 def load_decoder(
@@ -441,6 +429,8 @@ def load_decoder(
         ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
     """
     config = decoder_config(folder)
+    if config != config_from_hf(read_config(folder)):
+        log.warning("%s has no output head: what it is for is embeddings, and what it generates means nothing", folder)
     rename, multimodal = declared_name(folder), "text_config" in read_config(folder)
 
     def ignore(name: str) -> bool:
@@ -465,9 +455,12 @@ def load_decoder(
 
 
 def declared_name(folder: Path) -> Callable[[str], str]:
-    """From the name of a decoder's tensor to that of the declared array: of a multimodal model the text half's."""
+    """From the name of a decoder's tensor to that of the declared array: of a multimodal model the text half's.
+
+    Names that lack the `model.` in front, where a decoder was saved without what is around it, get it.
+    """
     multimodal = "text_config" in read_config(folder)
-    return lambda name: (text_tensor(name) or name) if multimodal else name
+    return lambda name: bare_tensor(name) or (multimodal and text_tensor(name)) or name
 
 
 def kept_formats(folder: Path) -> dict[str, str]:

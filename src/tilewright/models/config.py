@@ -1,5 +1,6 @@
 """Reads a Hugging Face `config.json` and collects everything that is wrong with it into one error."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
@@ -335,6 +336,16 @@ def text_half(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {} if fields.get(name) is None else {name: fields[name]}
+
+
+BARE = re.compile(r"(?:language_model\.)?((?:embed_tokens|layers|norm)\..*)")
+"""A tensor of a decoder that was saved by itself, or within a multimodal model that was."""
+
+
+def bare_tensor(name: str) -> str | None:
+    """The name of such a tensor in a model with a head, where `model.` stands before it; None for any other."""
+    found = BARE.fullmatch(name)
+    return f"model.{found[1]}" if found else None
 
 
 def text_tensor(name: str) -> str | None:

@@ -180,6 +180,33 @@ def some(entries: Iterable[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Everything that keeps `stored`, keyed by the declared names, from being what `specs` declare."""
+    wanted = {spec.name: spec for spec in specs}
+    missing = [name for name in wanted if name not in stored]
+    unknown = [tensor.name for name, tensor in stored.items() if name not in wanted]
+    known = [(wanted[name].stored_shape, tensor) for name, tensor in stored.items() if name in wanted]
+    shapes = [f"{t.name} (expected {list(shape)}, found {list(t.shape)})" for shape, t in known if t.shape != shape]
+    dtypes = [f"{t.name} ({t.dtype})" for _, t in known if t.dtype not in FLOATS]
+    kinds = {
+        "missing": missing,
+        "unknown": unknown,
+        "of the wrong shape": shapes,
+        f"of a dtype other than {', '.join(FLOATS)}": dtypes,
+    }
+    return [f"{len(found)} {kind}: {some(found)}" for kind, found in kinds.items() if found]
+
+
+def without_zero_biases(stored: Mapping[str, StoredTensor], wanted: Collection[str]) -> dict[str, StoredTensor]:
+    """Leaves out biases that are not declared and are all zeros, which GPTQ's writers give to every layer."""
+    extra = {name: tensor for name, tensor in stored.items() if name.endswith(".bias") and name not in wanted}
+    zeros = set[str]()
+    for path in {tensor.file for tensor in extra.values()}:
+        with open_file(path) as file:
+            zeros |= {name for name, tensor in extra.items() if tensor.file == path and not file.get_tensor(tensor.name).any()}
+    return {name: tensor for name, tensor in stored.items() if name not in zeros}
+
+
 def gathered(tensors: Iterable[StoredTensor], layout: WeightLayout) -> list[StoredTensor]:
     """Tensors with one `weight` in place of those that a layout takes for one.
 
