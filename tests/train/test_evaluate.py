@@ -10,9 +10,10 @@ import pytest
 from tilewright.kernels.select import training_operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
+from tilewright.models.experts import Mixture
 from tilewright.train import evaluate
 from tilewright.train.data import END_OF_TEXT, Document, TokenStream, encode_documents, train_tokenizer
-from train.support import TARGET, target_params
+from train.support import TARGET, random_stream, target_params
 
 TEXT = "for x in range(3): print(x, 'ä')\n" * 12
 
@@ -56,6 +57,14 @@ def test_the_loss_by_token_and_by_byte(small: None):
     assert found["tokens"] == count
     assert found["loss_nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / np.log(2) / covered, rel=1e-5)
+
+
+def test_a_mixtures_balancing_loss_is_no_loss_of_the_text(small: None):
+    """It is for training alone: the figure is the same whatever the model's configuration weighs it with."""
+    config = replace(TARGET, family="qwen3_moe", num_layers=1, mixture=Mixture(4, 2, 16), balance=0.9)
+    params, sizes = target_params(config), np.ones(24, np.int32)
+    found = evaluate.held_out_loss(config, params, sizes, random_stream(120))
+    assert found == evaluate.held_out_loss(replace(config, balance=0.0), params, sizes, random_stream(120))
 
 
 def test_each_text_is_measured_apart(small: None):
