@@ -47,12 +47,13 @@ class Behind(DSpark):
     first_slot = 1
 
 
-@pytest.mark.parametrize("config", [CONFIG, BEHIND], ids=["first slot", "behind it"])
-def test_both_losses_equal_the_reference(config: DSparkConfig):
+@pytest.mark.parametrize(("config", "cap"), [(CONFIG, None), (BEHIND, 2.0)], ids=["first slot", "behind it, capped target"])
+def test_both_losses_equal_the_reference(config: DSparkConfig, cap: float | None):
     """Of blocks at every place, some of which pass the text's end or the sequence's."""
     params, (tokens, in_loss) = random_params(config), batch_of(5)
     chosen, key, batch = DSparkOptions(anchors=4, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
-    nll, l1, total = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, FROZEN, batch, key)
+    capped = replace(TARGET, logit_softcap=cap)
+    nll, l1, total = jax.jit(partial(drafter_losses, capped, config, chosen, PLAIN))(params, FROZEN, batch, key)
     blocks = draw_blocks(TARGET, config, chosen, batch, key)
     anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
     target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
@@ -65,6 +66,7 @@ def test_both_losses_equal_the_reference(config: DSparkConfig):
             hidden = drafter.block_hidden(int(tokens[row, anchor]), features, int(anchor))
             assert len(hidden) == SIZE - 1
             said = logits[np.minimum(anchor + np.arange(SIZE - 1), 15)]
+            said = said if cap is None else cap * np.tanh(said / cap)
             text = [*tokens[row, anchor : anchor + SIZE].tolist(), *[0] * SIZE][:SIZE]
             found = block_losses(drafter, hidden, said, text, (weights[row, n] > 0).tolist(), 2.0)
             sums += [found.nll, found.l1, found.weight]

@@ -82,18 +82,19 @@ def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
     assert penalty == pytest.approx(sums[3] / sums[4], rel=1e-3)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_targets_logits_of_candidates_are_its_own(tied: bool):
+@pytest.mark.parametrize(("tied", "cap"), [(True, None), (False, 2.0)])
+def test_the_targets_logits_of_candidates_are_its_own(tied: bool, cap: float | None):
+    target = replace(TARGET, logit_softcap=cap)
     params = kept_target() if tied else target_params(replace(TARGET, tie_word_embeddings=False))
     stream = jax.random.normal(jax.random.key(0), (2, 3, 32))
     candidates = jax.random.randint(jax.random.key(1), (2, 3, 4), 0, 24)
-    want = jnp.take_along_axis(decoder.logits(TARGET, PLAIN, params, stream), candidates, axis=-1)
-    found = target_logits(TARGET, PLAIN, Frozen(params), stream, candidates)
+    want = jnp.take_along_axis(decoder.logits(target, PLAIN, params, stream), candidates, axis=-1)
+    found = target_logits(target, PLAIN, Frozen(params), stream, candidates)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
     some = frozen_of(replace(CONFIG, draft_vocab_size=6), params, counting_stream())
     assert some.vocab is not None
-    found = target_logits(TARGET, PLAIN, some, stream, candidates % 6)
-    want = jnp.take_along_axis(decoder.logits(TARGET, PLAIN, params, stream), some.vocab.ids[candidates % 6], axis=-1)
+    found = target_logits(target, PLAIN, some, stream, candidates % 6)
+    want = jnp.take_along_axis(decoder.logits(target, PLAIN, params, stream), some.vocab.ids[candidates % 6], axis=-1)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 

@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Float
 from rich.console import Console
 
-from tilewright.kernels.operations import Operations
+from tilewright.kernels.operations import Operations, softcapped
 from tilewright.models import dflash, dspark
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dspark import DSparkConfig, DSparkParams
@@ -84,6 +84,7 @@ def drafter_losses(
         # The target's state at a position speaks of the token after it: at the anchor, of what the block drafts first.
         stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
         said = ops.linear(ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps), frozen.head, jnp.float32)
+        said = softcapped(said, target.logit_softcap)
         apart = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(said, axis=-1)), axis=-1)
     weights = slot_weights(nll, blocks, options.dpace)
     return weighted_mean(nll, weights), weighted_mean(apart, weights), jnp.sum(weights)

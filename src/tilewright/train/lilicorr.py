@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from rich.console import Console
 
 from tilewright.kernels import select
-from tilewright.kernels.operations import Operations, Transposed
+from tilewright.kernels.operations import Operations, Transposed, softcapped
 from tilewright.models import lilicorr
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.lilicorr import LiLiCorrConfig, LiLiCorrParams
@@ -96,7 +96,8 @@ def target_logits(
     rows = head.w[candidates] if isinstance(head, Transposed) else jnp.moveaxis(head[:, candidates], 0, -1)
     normed = ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps)
     highest = jax.lax.Precision.HIGHEST
-    return jnp.einsum("bsh,bskh->bsk", normed, rows, precision=highest, preferred_element_type=jnp.float32)
+    found = jnp.einsum("bsh,bskh->bsk", normed, rows, precision=highest, preferred_element_type=jnp.float32)
+    return softcapped(found, target.logit_softcap)
 
 
 def lattice_losses(
