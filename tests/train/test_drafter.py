@@ -70,15 +70,16 @@ def random_tokens(seed: int, rows: int, length: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 24, (rows, length)).astype(np.int32)
 
 
-@given(st.integers(0, 1000), st.floats(0, 1))
-def test_anchors_are_distinct_and_in_the_loss_with_their_successor(seed: int, share: float):
+@given(st.integers(0, 1000), st.floats(0, 1), st.sampled_from([5, 14]))
+def test_anchors_are_distinct_and_in_the_loss_with_their_successor(seed: int, share: float, asked: int):
+    """A row of twelve tokens has room for eleven, however many are asked for."""
     flags = np.random.default_rng(seed).random((3, 12)) < share
-    positions, real = (np.asarray(x) for x in draw_anchors(jnp.asarray(flags), 5, jax.random.key(seed)))
-    assert positions.shape == real.shape == (3, 5)
+    positions, real = (np.asarray(x) for x in draw_anchors(jnp.asarray(flags), asked, jax.random.key(seed)))
+    assert positions.shape == real.shape == (3, min(asked, 11))
     for row in range(3):
         chosen = positions[row][real[row]].tolist()
         candidates = {p for p in range(11) if flags[row, p] and flags[row, p + 1]}
-        assert len(set(chosen)) == len(chosen) == min(5, len(candidates))
+        assert len(set(chosen)) == len(chosen) == min(asked, len(candidates))
         assert set(chosen) <= candidates
 
 

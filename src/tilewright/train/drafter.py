@@ -76,11 +76,12 @@ def draw_anchors(in_loss: Bool[Array, "B T"], anchors: int, key: Array) -> tuple
     """Distinct random anchors: positions that are in the loss and whose next position is too.
 
     Returns:
-        the anchors, and which of them are real (a sequence may have too few candidates).
+        the anchors, and which of them are real (a sequence may have too few candidates). A is `anchors`, or T - 1 where that is
+        less: rows of short records have no room for more.
     """
     candidate = in_loss[:, :-1] & in_loss[:, 1:]
     score = jnp.where(candidate, jax.random.uniform(key, candidate.shape), -1.0)
-    best, position = jax.lax.top_k(score, anchors)
+    best, position = jax.lax.top_k(score, min(anchors, score.shape[1]))
     return position, best >= 0
 
 
