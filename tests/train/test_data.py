@@ -194,6 +194,17 @@ def test_documents_are_split_without_overlap(count: int, share: float, seed: int
     assert (trained, held_out) == split_documents(documents, share, seed)
 
 
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=24), st.integers(0, 3))
+def test_what_has_one_prompt_or_one_text_stays_on_one_side(numbers: list[int], seed: int):
+    """Answers to one prompt differ; a text that equals a prompt is another thing."""
+    documents = [Document(f"answer {n}", f"{key}") if key % 2 else Document(f"{key - 1}") for n, key in enumerate(numbers)]
+    trained, held_out = split_documents(documents, 0.3, seed)
+    apart = [{document.prompt or f"text {document.text}" for document in side} for side in (trained, held_out)]
+    assert apart[0].isdisjoint(apart[1])
+    assert len(apart[1]) == max(1, round(0.3 * len(set(numbers))))
+    assert len(trained) + len(held_out) == len(documents)
+
+
 def test_the_split_depends_on_the_seed():
     documents = [Document(f"document {i}") for i in range(60)]
     assert len({tuple(split_documents(documents, 0.1, seed)[1]) for seed in range(4)}) == 4

@@ -240,8 +240,15 @@ def require_windows(stream: TokenStream, length: int, batch: int, what: str) -> 
 
 
 def split_documents(documents: Sequence[Document], held_out: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """Splits whole documents into training and held-out ones, by a shuffle that depends on `seed` alone."""
-    order = np.random.default_rng(seed).permutation(len(documents))
-    cut = max(1, round(held_out * len(documents)))
-    held = {int(i) for i in order[:cut]}
-    return [d for i, d in enumerate(documents) if i not in held], [documents[i] for i in sorted(held)]
+    """Splits whole documents into training and held-out ones, by a shuffle that depends on `seed` alone.
+
+    Documents with the same prompt stay together, and so do those that have none and the same text.
+    """
+    keys = [(document.prompt, "" if document.prompt else document.text) for document in documents]
+    groups = {key: n for n, key in enumerate(dict.fromkeys(keys))}
+    order = np.random.default_rng(seed).permutation(len(groups))
+    held = set(order[: max(1, round(held_out * len(groups)))].tolist())
+    sides: tuple[list[Document], list[Document]] = ([], [])
+    for document, key in zip(documents, keys, strict=True):
+        sides[groups[key] in held].append(document)
+    return sides
