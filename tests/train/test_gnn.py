@@ -12,13 +12,13 @@ import pytest
 
 from tilewright.compiled.ledger import no_compile_guard
 from tilewright.graph.batch import PADDING
-from tilewright.graph.data import GraphData, karate_club, offsets, undirected
+from tilewright.graph.data import GraphData, NodeData, karate_club, offsets, undirected
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig
 from tilewright.train.gnn import GNNOptions, accuracy, at_best_validation, best_run, make_optimizer, mean_loss
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import TrainingRun, TrainResult, train
-from tilewright.train.nodes import full_graph_task, sampled_task
+from tilewright.train.nodes import full_graph_task, sampled_task, sampler_of, whole_graph
 from train.support import silent
 
 OPTIONS = GNNOptions(epochs=60, save_every=20, batch_size=4, iterations=3)
@@ -105,6 +105,21 @@ def test_batches_go_on_from_any_step(kind: str):
     for first in (1, 3, 5):
         wanted = next(islice(made.batches(0), first, None))
         same_leaves(next(made.batches(first)), wanted)
+
+
+@pytest.mark.parametrize("family", ["gcn", "gat"])
+def test_self_loops_count_once_in_samples_too(family: str):
+    """A sample that leaves nothing out has the whole graph's scores, also where nodes are their own neighbours."""
+    edges = np.array([[0, 1, 1, 2, 0, 2, 3], [1, 0, 2, 1, 0, 2, 3]], np.int32)
+    ids = np.arange(4, dtype=np.int32)
+    features = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    data = NodeData("loops", edges, features, ids % 2, ids, ids[:0], ids[:0])
+    config = FAMILIES[family](3, 2, layers=1)
+    params, state = gnn.init(config, jax.random.key(0))
+    graph, sample = whole_graph(config, data), sampler_of(config, data, (3,), 4).sample(ids, 0)
+    wanted = graph.table.unpermute(gnn.apply(config, params, graph.table, graph.x, state)[0])
+    found, _ = gnn.apply(config, params, sample.layers, jnp.asarray(features[sample.nodes]), state, rows=sample.rows)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_weights_that_validate_best_are_kept():

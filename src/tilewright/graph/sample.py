@@ -122,10 +122,11 @@ class NeighbourSampler:
     """Draws neighbourhoods of fixed fan-outs, without replacement.
 
     Args:
-        edge_index: sources and destinations; a node's neighbours are the sources of its edges.
+        edge_index: sources and destinations; a node's neighbours are the sources of its edges. Self-loops are neighbours like
+            others: with `self_loops`, and for symmetric sums, which count each node itself, the edges come without them.
         fan_outs: neighbours that are drawn of a root, of each of these, and so on.
         batch_size: roots of a sample.
-        self_loops: see `SampledLayer`; the edges then come without.
+        self_loops: see `SampledLayer`.
 
     Raises:
         ValueError: no fan-outs, or one below 1; ids that are no nodes.

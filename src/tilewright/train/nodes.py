@@ -19,7 +19,7 @@ from tilewright.graph.partition import PartitionedTable
 from tilewright.graph.sample import NeighbourSampler, Sample
 from tilewright.graph.table import NeighborTable
 from tilewright.models import gnn
-from tilewright.models.gnn import Config, GATConfig
+from tilewright.models.gnn import Config, GATConfig, GCNConfig
 from tilewright.train.gnn import (
     PARTS,
     GNNOptions,
@@ -184,14 +184,19 @@ class NodeBatches:
             yield from self.covering(np.stack(order), (n, 0), done if n == epoch else 0)
 
 
+def sampler_of(config: Config, data: NodeData, fan_outs: Sequence[int], batch_size: int) -> NeighbourSampler:
+    """A sampler of a graph's neighbourhoods, without its self-loops where a layer counts each node itself: in GCN and GAT."""
+    itself = isinstance(config, GCNConfig | GATConfig)
+    edges = data.edge_index[:, data.edge_index[0] != data.edge_index[1]] if itself else data.edge_index
+    return NeighbourSampler(edges, data.num_nodes, fan_outs, batch_size, self_loops=isinstance(config, GATConfig))
+
+
 def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: Sequence[int], runs: int = 1) -> Task:
     """Mini-batches of nodes with sampled neighbourhoods. Validation and test sample too, with the same fan-outs."""
     check_trainable(data)
     if len(fan_outs) != config.layers:
         raise ValueError(f"expected a fan-out for each of {config.layers} layers, found {len(fan_outs)}: {list(fan_outs)}")
-    seeds, attends = options.seed + np.arange(runs), isinstance(config, GATConfig)
-    edges = data.edge_index[:, data.edge_index[0] != data.edge_index[1]] if attends else data.edge_index
-    sampler = NeighbourSampler(edges, data.num_nodes, fan_outs, options.batch_size, self_loops=attends)
+    seeds, sampler = options.seed + np.arange(runs), sampler_of(config, data, fan_outs, options.batch_size)
     batches, per_epoch = NodeBatches(data, sampler, seeds, options.batch_size), -(-len(data.train) // options.batch_size)
     optimizer = make_optimizer(config, options, per_epoch)
 
