@@ -86,6 +86,8 @@ def test_an_archive_with_dense_features(tmp_path: Path):
         ({"x": np.array(["a"] * 4)}, "x must hold numbers, found <U1"),
         ({"train": np.array([0, 2])}, "node 2 of train has no label"),
         ({"test": np.array([4])}, r"test\[0\] is 4, expected 0 to 3"),
+        ({"test": np.array([3, 1])}, "node 1 is in both train and test"),
+        ({"val": np.array([3])}, "node 3 is in both val and test"),
         ({"y": np.array([-1] * 4)}, "no node has a label"),
         ({"y": np.array([0, 1, -2, 1])}, r"y\[2\] is -2"),
     ],

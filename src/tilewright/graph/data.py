@@ -277,6 +277,9 @@ def read_npz(path: Path) -> NodeData:
         ids = file.integers(part, (None,), 0, nodes) if part in file.arrays else np.zeros(0, np.int32)
         if len(unlabelled := ids[labels[ids] == NONE]):
             raise file.fail(f"node {unlabelled[0]} of {part} has no label")
+        for other, before in parts.items():
+            if len(both := np.intersect1d(before, ids)):
+                raise file.fail(f"node {both[0]} is in both {other} and {part}")
         parts[part] = ids
     return NodeData(path.stem, file.integers("edge_index", (2, None), 0, nodes), file.features(nodes), labels, **parts)
 
