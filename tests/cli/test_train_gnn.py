@@ -53,6 +53,23 @@ def test_a_file_becomes_a_model(run: Run, tmp_path: Path):
     np.testing.assert_array_equal(params.layers[0].root, load_gnn(tmp_path / "model")[1].layers[0].root)
 
 
+def test_features_with_signs_are_left_as_they_are(run: Run, tmp_path: Path):
+    """By default, and with a word; by name they are refused, for their sums are no sizes."""
+    data = karate_club()
+    x = np.eye(34)
+    x[5, 7] = -1
+    np.savez(tmp_path / "signs.npz", edge_index=data.edge_index, x=x, y=data.labels, train=data.train, test=data.test)
+    command = ["train", "gnn", "--data", tmp_path / "signs.npz", "--hidden", 2, "--epochs", 1]
+    ran = run(*command)
+    assert ran.status == 0, ran.err
+    assert "signs: features are taken as they are, for some are negative" in " ".join(ran.out.split())
+    refused = run(*command, "--normalise-features")
+    assert refused.status == 2
+    assert "expected features of at least 0 to divide by their sums, found a negative one of node 5" in " ".join(
+        refused.err.split()
+    )
+
+
 def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
     ring, star = "4 0\n0 2 1 3\n0 2 0 2\n0 2 1 3\n0 2 0 2\n", "4 1\n0 3 1 2 3\n0 1 0\n0 1 0\n0 1 0\n"
     (tmp_path / "shapes").mkdir()

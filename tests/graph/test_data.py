@@ -68,6 +68,16 @@ def test_an_archive_with_dense_features(tmp_path: Path):
     np.testing.assert_allclose(data.row_normalised().rows(np.array([0])), DENSE[:1] / 4)
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_the_first_node_with_a_negative_feature_is_named(tmp_path: Path, dense: bool):
+    """In CSR behind a row without entries."""
+    signs = {"x": DENSE * [[1], [1], [-1], [-1]]} if dense else {"x_data": np.array([1.0, 3.0, -2.0, -5.0])}
+    data = read_npz(write(tmp_path, **signs))
+    assert (data.negative_node, read_npz(write(tmp_path)).negative_node) == (2, None)
+    with pytest.raises(ValueError, match=r"tiny: expected features of at least 0 .* a negative one of node 2"):
+        data.row_normalised()
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

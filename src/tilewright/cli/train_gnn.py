@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from cyclopts import Parameter
 from jax.sharding import Mesh
+from rich.console import Console
 
 from tilewright.cli.common import CompileCache, keep_programs
 from tilewright.cli.outputs import JsonFile, check_least, human_console, write_json
@@ -120,10 +121,21 @@ class GNNLoop:
         return [int(word) for word in words]
 
 
-def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop, normalise: bool) -> tuple[Config, Task]:
+def normalised(data: NodeData, asked: bool | None, console: Console) -> NodeData:
+    """The data with each node's features divided by their sum, if that is asked for; by default where none is negative.
+
+    Raises:
+        ValueError: it is asked for, and a feature is negative.
+    """
+    if asked is None and data.negative_node is not None:
+        console.print(f"{data.name}: features are taken as they are, for some are negative", markup=False)
+        return data
+    return data if asked is False else data.row_normalised()
+
+
+def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
     """The task for one graph, which is given a split where it has none."""
     data = data if len(data.train) else with_split(data)
-    data = data.row_normalised() if normalise else data
     if loop.fold != "all":
         raise ValueError(f"--fold is for data of many graphs, and {data.name} is one graph")
     config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=False)
@@ -150,7 +162,7 @@ def gnn(
     data: str = KARATE,
     sizes: GNNSizes = GNNSizes(),
     loop: GNNLoop = GNNLoop(),
-    normalise_features: bool = True,
+    normalise_features: bool | None = None,
     out: Path | None = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -163,7 +175,7 @@ def gnn(
     data
         "karate" (Zachary's karate club, built in), an .npz file with one graph, or a folder with graphs in the GIN text format.
     normalise_features
-        Divide the features of each node of a single graph by their sum.
+        Divide the features of each node of a single graph by their sum; by default where no feature is negative.
     out
         Folder for the model: the weights that validate best, of all epochs and all runs; where nothing validates, the last ones
         of the first run. Its subfolder `training` holds the checkpoint that an interrupted run resumes from. Without it nothing
@@ -177,7 +189,7 @@ def gnn(
     if isinstance(found, GraphData):
         config, task = graph_task(found, model, sizes, loop)
     else:
-        config, task = node_task(found, model, sizes, loop, normalise_features)
+        config, task = node_task(normalised(found, normalise_features, console), model, sizes, loop)
     result = train(task, console, None if out is None else out / "training")
     figures = (graph_figures if isinstance(found, GraphData) else node_figures)(result)
     print_table(console, accuracy_table(f"{model} on {task.title}", figures))

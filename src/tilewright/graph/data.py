@@ -91,8 +91,24 @@ class NodeData:
         """The features of these nodes, dense."""
         return self.features.rows(ids) if isinstance(self.features, SparseRows) else self.features[ids]
 
+    @property
+    def negative_node(self) -> int | None:
+        """The first node that has a negative feature; None where there is none."""
+        if isinstance(self.features, SparseRows):
+            entries = np.flatnonzero(self.features.data < 0)
+            return int(np.searchsorted(self.features.indptr, entries[0], side="right")) - 1 if len(entries) else None
+        nodes = np.flatnonzero((self.features < 0).any(1))
+        return int(nodes[0]) if len(nodes) else None
+
     def row_normalised(self) -> "NodeData":
-        """The data with each node's features divided by their sum, as GCN and GAT take bags of words."""
+        """The data with each node's features divided by their sum, as GCN and GAT take bags of words.
+
+        Raises:
+            ValueError: a feature is negative: a sum of signs is no size to divide by.
+        """
+        if (node := self.negative_node) is not None:
+            wanted = "features of at least 0 to divide by their sums"
+            raise ValueError(f"{self.name}: expected {wanted}, found a negative one of node {node}")
         if isinstance(self.features, SparseRows):
             return replace(self, features=self.features.row_normalised())
         sums = self.features.sum(1, keepdims=True)
