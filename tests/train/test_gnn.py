@@ -12,10 +12,18 @@ import pytest
 
 from tilewright.compiled.ledger import no_compile_guard
 from tilewright.graph.batch import PADDING
-from tilewright.graph.data import GraphData, NodeData, karate_club, offsets, undirected
+from tilewright.graph.data import GraphData, NodeData, SparseRows, karate_club, offsets, undirected
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig
-from tilewright.train.gnn import GNNOptions, accuracy, at_best_validation, best_run, make_optimizer, mean_loss
+from tilewright.train.gnn import (
+    GNNOptions,
+    accuracy,
+    at_best_validation,
+    best_run,
+    content_fingerprint,
+    make_optimizer,
+    mean_loss,
+)
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import TrainingRun, TrainResult, train
 from tilewright.train.nodes import full_graph_task, sampled_task, sampler_of, whole_graph
@@ -156,6 +164,23 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ValueError, match="is not a readable checkpoint"):
         train(task("whole", options), silent(), tmp_path)
+
+
+def test_the_fingerprint_tells_data_of_one_size_apart():
+    """Each part of the data by itself; of the same content it is the same."""
+    club, graphs = karate_club(), rings_and_stars()
+    bag = SparseRows(np.arange(35, dtype=np.int32), np.arange(34, dtype=np.int32), np.ones(34, np.float32), 34)
+    nodes = [
+        club, replace(club, edge_index=club.edge_index[:, ::-1]), replace(club, features=club.features / 2),
+        replace(club, labels=1 - club.labels), replace(club, train=club.train + 1), replace(club, test=club.test[::-1]),
+        replace(club, val=club.test[:1]), replace(club, features=bag), replace(club, features=replace(bag, data=bag.data / 2)),
+    ]  # fmt: skip
+    whole = [graphs, replace(graphs, labels=1 - graphs.labels), replace(graphs, folds=graphs.folds[::-1])]
+    found = [content_fingerprint(data) for data in (*nodes, *whole)]
+    assert len(set(found)) == len(found)
+    assert found[0] == content_fingerprint(replace(karate_club(), name="another"))
+    for made, data in ((task("whole"), club), (task("graphs"), graphs)):
+        assert made.run_fingerprint["content"] == content_fingerprint(data)
 
 
 def test_a_run_does_not_depend_on_those_beside_it():

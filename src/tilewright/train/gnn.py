@@ -5,7 +5,7 @@ runs. Parameters are trained with the running statistics of batch norm beside th
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -16,8 +16,10 @@ from jax import Array
 from jax.sharding import Sharding
 from jaxtyping import Bool, Float, Int
 
+from tilewright.graph.data import GraphData, NodeData, SparseRows
 from tilewright.models import gnn
 from tilewright.models.gnn import Config, GCNConfig
+from tilewright.train.checkpoint import fingerprint
 from tilewright.train.loop import Metrics, Step, Task, TrainOptions, TrainResult, descend
 
 PARTS = ("train", "val", "test")
@@ -53,6 +55,21 @@ class GNNOptions(TrainOptions):
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (*TrainOptions.ABOVE_ZERO, "epochs", "iterations")
     AT_LEAST_ZERO: ClassVar[tuple[str, ...]] = (*TrainOptions.AT_LEAST_ZERO, "halve_every")
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "epochs")
+
+
+def content_fingerprint(data: NodeData | GraphData) -> str:
+    """Digest of all that a run learns from and is measured on: edges, features, labels and which are trained on."""
+    features = data.features
+    parts = vars(features) if isinstance(features, SparseRows) else features
+    return fingerprint({**{name: value for name, value in vars(data).items() if name != "name"}, "features": parts})
+
+
+def run_fingerprint_of(
+    data: NodeData | GraphData, config: Config, options: GNNOptions, **more: object
+) -> dict[str, Any]:  # fmt: skip
+    """Fingerprint of the runs: what a checkpoint must agree with."""
+    same = {**asdict(config), **options.run_fingerprint(), "data": data.name, "content": content_fingerprint(data)}
+    return {"family": type(config).__name__, **same, **more}
 
 
 def over_runs(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Classifying whole graphs, by cross-validation: the folds train side by side."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -16,7 +16,17 @@ from tilewright.graph.batch import PADDING, Capacity, GraphBatch, pack
 from tilewright.graph.data import GraphData
 from tilewright.models import gnn
 from tilewright.models.gnn import Config, GATConfig
-from tilewright.train.gnn import GNNOptions, Weights, accuracy, descend_rows, make_optimizer, over_runs, runs_task, start_runs
+from tilewright.train.gnn import (
+    GNNOptions,
+    Weights,
+    accuracy,
+    descend_rows,
+    make_optimizer,
+    over_runs,
+    run_fingerprint_of,
+    runs_task,
+    start_runs,
+)
 from tilewright.train.loop import Metrics, Task
 
 
@@ -104,11 +114,11 @@ def graphs_task(config: Config, data: GraphData, options: GNNOptions, folds: Seq
 
         return over_runs(one)(weights, tests)
 
-    sizes = {"data": data.name, "graphs": data.num_graphs, "nodes": len(data.features), "runs": [list(run) for run in runs]}
+    sizes = {"graphs": data.num_graphs, "nodes": len(data.features), "runs": [list(run) for run in runs]}
     of_runs = np.array([1000 * seed + fold for fold, seed in runs])
     return runs_task(
         options,
-        {"family": type(config).__name__, **asdict(config), **options.run_fingerprint(), **sizes},
+        run_fingerprint_of(data, config, options, **sizes),
         starting=partial(start_runs, config, optimizer, of_runs),
         seeds=of_runs,
         step=lambda weights, opt_state, batch, keys: step(weights, opt_state, features, batch, keys),

@@ -1,7 +1,7 @@
 """Classifying the nodes of one graph: on the whole graph at once, or on sampled neighbourhoods of fixed shapes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, repeat
 from typing import Any
@@ -28,6 +28,7 @@ from tilewright.train.gnn import (
     descend_rows,
     make_optimizer,
     over_runs,
+    run_fingerprint_of,
     runs_task,
     start_runs,
 )
@@ -37,10 +38,9 @@ SPARSE = 0.1
 """Share of non-zero features below which the product with a matrix reads those only."""
 
 
-def run_fingerprint_of(data: NodeData, config: Config, options: GNNOptions, runs: int, **more: object) -> dict[str, Any]:
-    """Fingerprint of the runs: what a checkpoint must agree with."""
-    sizes = {"data": data.name, "nodes": data.num_nodes, "edges": data.edge_index.shape[1], "trained_nodes": len(data.train)}
-    return {"family": type(config).__name__, **asdict(config), **options.run_fingerprint(), **sizes, "runs": runs, **more}
+def sizes_of(data: NodeData) -> dict[str, int]:
+    """What a run's fingerprint says of the data's sizes."""
+    return {"nodes": data.num_nodes, "edges": data.edge_index.shape[1], "trained_nodes": len(data.train)}
 
 
 def check_trainable(data: NodeData) -> None:
@@ -120,7 +120,7 @@ def full_graph_task(
 
     return runs_task(
         options,
-        run_fingerprint_of(data, config, options, runs),
+        run_fingerprint_of(data, config, options, **sizes_of(data), runs=runs),
         starting=partial(start_runs, config, optimizer, seeds, everywhere),
         seeds=seeds,
         step=step,
@@ -227,7 +227,7 @@ def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: 
 
     return runs_task(
         options,
-        run_fingerprint_of(data, config, options, runs, fan_outs=list(fan_outs)),
+        run_fingerprint_of(data, config, options, **sizes_of(data), runs=runs, fan_outs=list(fan_outs)),
         starting=partial(start_runs, config, optimizer, seeds),
         seeds=seeds,
         step=jax.jit(over_runs(step), donate_argnums=(0, 1)),
