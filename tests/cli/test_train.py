@@ -87,6 +87,10 @@ def test_a_language_model_resumes_where_it_was_interrupted(
     other = run(*command[:at], "--vocab-size", 265, *command[at + 2 :], "--learning-rate", 0.02)
     assert other.status == 2
     assert "learning_rate: checkpoint 0.0006, now 0.02; vocab_size: checkpoint 270, now 265" in " ".join(other.err.split())
+    length = command.index("--sequence-length") + 1
+    other = run(*command[:length], 97, *command[length + 1 :])
+    assert other.status == 2
+    assert "expected sequences of at most the model's context of 96 tokens, found 97" in " ".join(other.err.split())
     other = run(*command, "--tokenizer", other_tokenizer(text, tmp_path / "tokenizer"))
     assert other.status == 2
     assert "--tokenizer has its own vocabulary, found --vocab-size as well" in other.err

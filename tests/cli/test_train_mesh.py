@@ -159,7 +159,7 @@ def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tm
 
     monkeypatch.setattr(cli_drafter, "fit", caught)
     command = ["train", "drafter", text, "--target", folders[0], "--out", tmp_path / "out", "--batch-size", 4]
-    ran = run(*command, "--mesh", "fsdp=2,tp=2")
+    ran = run(*command, "--mesh", "fsdp=2,tp=2", "--sequence-length", 128)
     assert "caught" in ran.err, ran.err
     (_, params), placement = given[2], given[-1]
     assert dict(placement.mesh.shape) == {"fsdp": 2, "tp": 2}
@@ -168,6 +168,7 @@ def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tm
         (["--mesh", "fsdp=8"], "expected a batch that fsdp=8 divides, found 4"),
         (["--mesh", "fsdp=2", "--regenerated", 4], "expected --mesh or text by the target, found both"),
         (["--mesh", "dp=2"], "expected the axes fsdp and tp, found dp"),
+        (["--sequence-length", 129], "expected sequences of at most the model's context of 128 tokens, found 129"),
     ):
         ran = run(*command, *more)
         assert (ran.status, problem in " ".join(ran.err.split())) == (2, True), ran.err

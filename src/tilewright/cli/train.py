@@ -90,6 +90,12 @@ def require_data(data: Sequence[Path]) -> None:
         raise ValueError("expected files or folders to train on, found none")
 
 
+def check_context(length: int, context: int) -> None:
+    """Raises a `ValueError` where sequences are longer than a model's context."""
+    if length > context:
+        raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
+
+
 def check_out(out: Path) -> None:
     """Raises a `ValueError` where a run cannot write to a folder, or would write over a model that is not its own."""
     training = out / "training"
@@ -318,6 +324,7 @@ def lm(
     bpe, run_fingerprint = begin.tokenizer, {"vocab_size": sizes.bpe_size}
     require_same(kept, bpe, out)
     config = with_balance(begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
+    check_context(options.sequence_length, config.max_position_embeddings)
     streams = [encode_documents(bpe, part, last_token(config, bpe)) for part in documents]
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     setup = over.setup(config, options)

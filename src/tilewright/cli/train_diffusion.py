@@ -17,6 +17,7 @@ from tilewright.cli.train import (
     MeshOptions,
     ModelSizes,
     agreed_tokenizer,
+    check_context,
     check_out,
     finish,
     kept_tokenizer,
@@ -99,9 +100,8 @@ def examples_of(
     options: TextOptions,
 ) -> Examples:
     """Batches for a model. Raises a `ValueError` where they would not fit its context."""
-    length, context = options.sequence_length, config.decoder.max_position_embeddings
-    if length > context:
-        raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
+    length = options.sequence_length
+    check_context(length, config.decoder.max_position_embeddings)
     trained, held_out = (Pairs.encode(bpe, part, length) for part in parts)
     end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
     return Examples(bpe, trained, held_out, arithmetic, end_of_text(bpe) if end is None else end, options)

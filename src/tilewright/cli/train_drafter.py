@@ -15,7 +15,7 @@ from tilewright.cli.common import given, keep_programs, mesh_axes
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
 from tilewright.cli.outputs import JsonFile, human_console, progress_console
-from tilewright.cli.train import LoopOptions, check_out, finish, require_data
+from tilewright.cli.train import LoopOptions, check_context, check_out, finish, require_data
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import dflash, dflash2, dspark, eagle3, hub, lilicorr
 from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
@@ -341,6 +341,7 @@ def drafter(
     tokenizer = load_tokenizer(folder)
     placement = placement_of(over.mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
+    check_context(options.sequence_length, config.max_position_embeddings)
     made, start = configured(kind, vars(of_kinds), sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)
     result, more = fit(made, own, (config, params), tokenizer, texts, options, start, out, dtype, console, placement)
