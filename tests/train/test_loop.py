@@ -305,6 +305,20 @@ def test_the_best_parameters_of_each_run_are_kept(tmp_path: Path, score: str | N
     assert result.curve["loss"][:, 0].tolist() == [0.5, 2.5, 4.5, 6.5, 8.0]
 
 
+@pytest.mark.parametrize(("every", "curve"), [(2, [2, 4, 6, 7]), (100, [7])])
+def test_a_run_that_stands_at_its_last_step_is_measured_there(tmp_path: Path, every: int, curve: list[int]):
+    """Its checkpoint was written between two evaluations, or before the first, of a run that was to go on."""
+    task = replace(falling_then_rising("score"), evaluate_every=every)
+    with pytest.raises(KeyboardInterrupt):
+        train(stopping(task, 7), silent(), tmp_path)
+    result = train(replace(task, steps=7), silent(), tmp_path)
+    assert result.curve["step"].tolist() == curve
+    assert result.last("loss").tolist() == [6.0 if every == 2 else 3.0] * 2
+    assert result.params.tolist() == ([4.0, 7.0] if every == 2 else [7.0, 7.0])
+    gone_on = train(task, silent(), tmp_path)
+    assert gone_on.curve["step"].tolist() == ([2, 4, 6, 8, 9] if every == 2 else [9])
+
+
 def test_better_ones_replace_whole_arrays_of_a_run():
     new, scores = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(2)}, jnp.array([0.1, 0.3])
     best, kept = keep_better((jnp.full(2, 0.2), jax.tree.map(jnp.zeros_like, new)), scores, new)

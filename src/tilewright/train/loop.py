@@ -345,7 +345,7 @@ class TrainingPace:
 
 
 def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
-    """Takes all steps of a task; with `out`, from the checkpoint there if there is one.
+    """Takes all steps of a task; with `out`, from the checkpoint there if there is one. The curve ends at the last step.
 
     Raises:
         ValueError: the checkpoint is that of another run, or beyond the last step.
@@ -365,5 +365,7 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
                 bar.update(row, completed=run.step, metrics=metrics)
                 if not console.is_terminal:
                     console.print(f"{task.title}: step {run.step} of {task.steps}  {metrics}", markup=False)
+        if not run.curve or run.curve[-1]["step"] != run.step:  # the checkpoint was the last step, and not measured there
+            run.evaluate()
     params = run.params if run.best is None else run.best[1]
     return TrainResult(params, stacked(run.curve), pace.rate(), pace.seconds(), ledger, pace.utilisation())
