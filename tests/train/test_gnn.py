@@ -169,6 +169,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
 def test_the_fingerprint_tells_data_of_one_size_apart():
     """Each part of the data by itself; of the same content it is the same."""
     club, graphs = karate_club(), rings_and_stars()
+    assert isinstance(club.features, np.ndarray)
     bag = SparseRows(np.arange(35, dtype=np.int32), np.arange(34, dtype=np.int32), np.ones(34, np.float32), 34)
     nodes = [
         club, replace(club, edge_index=club.edge_index[:, ::-1]), replace(club, features=club.features / 2),
