@@ -259,7 +259,7 @@ def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Pat
     assert all_equal(again.params, result.params)
     assert agreed_again == agreed
     jax.tree.map(np.testing.assert_array_equal, again.curve, result.curve)
-    with pytest.raises(ValueError, match=r"eagle3: checkpoint \{'decay': 0.8\}, now \{'decay': 0.5\}"):
+    with pytest.raises(ValueError, match=r"eagle3\.decay: checkpoint 0\.8, now 0\.5"):
         train_eagle3(*given[:-1], Eagle3Options(0.5), tmp_path / "parts", silent())
 
 
