@@ -291,7 +291,7 @@ def test_a_page_that_fails_is_not_there(run: Run, pair: list[Any], empty: Path, 
 
 
 LM = ["lm", "TEXT", "--out", "new"]
-DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new"]
+DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new", "--sequence-length", "64"]
 
 
 @pytest.mark.parametrize(
