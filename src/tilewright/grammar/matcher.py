@@ -34,7 +34,7 @@ V = TypeVar("V")
 KEPT = 32
 """Compiled grammars that are kept, for requests that bring the same again."""
 REFUSED = 64
-"""Refusals that are kept likewise."""
+"""Refused grammars whose reasons are kept, for requests that bring the same again."""
 LONGEST_ERROR = 300
 """Characters of what a matcher says, which repeats the grammar."""
 TRIAL_BYTES = 2 << 30
@@ -111,7 +111,7 @@ class Compiler:
         return found
 
     def keep(self, kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-        """Keeps the newest of so many."""
+        """Adds an entry, of which only so many of the newest stay."""
         with self.lock:
             kept[key] = value
             kept.move_to_end(key)

@@ -28,7 +28,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue
 """Names that a caller's values for a template may not have: they are given otherwise, or not at all."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARK = "end-of-the-last-message"
-"""Stands behind a content to find where it ends in a rendered conversation."""
+"""Text put behind a content to find where it ends in a rendered conversation."""
 HALVES = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs: JSON within a message, such as a call's arguments, may have them alone; no text has."""
 
@@ -123,7 +123,7 @@ class ChatTemplate:
         return HALVES.sub(REPLACEMENT, text)
 
     def rendered(self, known: Mapping[str, Any]) -> str:
-        """What the program writes. Raises a `ValueError` where it fails."""
+        """The template's output for these values. Raises a `ValueError` where it fails."""
         try:
             return self.template.render(known)
         except Exception as error:  # a template is a program: what it raises is its own affair

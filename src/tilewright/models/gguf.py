@@ -62,7 +62,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 MESSAGE_END, HARMONY_ENDS = "<|end|>", ("<|return|>", "<|call|>")
-"""What ends an answer of Phi-3's, but only one message of several in gpt-oss' format, whose answers end with the others."""
+"""Tokens that end answers of Phi-3 (the first), and of gpt-oss (the others), where the first ends one message of several."""
 END_TEXTS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", MESSAGE_END),
     *HARMONY_ENDS,
@@ -97,7 +97,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def in_parts(path: Path, count: int) -> ValueError:
-    """What is said of a file that holds a part of a model."""
+    """The error for a file that holds a part of a model."""
     first = PART.sub(r"\1-00001-of-\2.gguf", path.name)
     return ValueError(
         f"{path} is one of {count} parts of a model: `llama-gguf-split --merge {first} model.gguf` makes one file of them"

@@ -122,7 +122,7 @@ async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
 
 
 class Named(NamedTuple):
-    """How errors name the requests that a body makes.
+    """Words by which errors name the requests that a body makes.
 
     Attributes:
         noun: in the plural.
@@ -338,7 +338,7 @@ class Api:
     async def embedded(
         self, body: PooledBody, inputs: Sequence[str | list[int]], params: Sequence[str], is_long: bool, traced: Ended | None
     ) -> tuple[ParsedInputs, Running]:  # fmt: skip
-        """The same for texts whose embeddings are asked for; `params` are the fields that have them, one for each."""
+        """Tokenises and submits texts whose embeddings are asked for; `params` are the fields that have them, one for each."""
         options, (most, _) = self.options, Counter(params).most_common(1)[0]
         parse = partial(parse_inputs, inputs, body, self.engine, options.pooling, options.deadline_s, params)
         threads = self.long_prompts_thread if is_long else self.threads

@@ -137,7 +137,7 @@ def reordered(text: str, end: int) -> Read:
 
 
 def decoded(text: str) -> Any:
-    """What a text that a model wrote means as JSON; None for what is none."""
+    """The value of a text that a model wrote as JSON; None for what is none."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -145,7 +145,7 @@ def decoded(text: str) -> Any:
 
 
 def is_name(value: Any) -> TypeGuard[str]:
-    """Whether a value may be a function's name: a text, which half of a surrogate pair is not."""
+    """True for what may be a function's name: a text, which half of a surrogate pair is not."""
     try:
         return isinstance(value, str) and len(value.encode()) > 0
     except UnicodeEncodeError:

@@ -50,7 +50,7 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(Body):
-    """What a call calls, as an answer said it: a model may write any name, and arguments that are no JSON or were cut off."""
+    """Function of a call, as an answer named it: models write any name, and arguments that are no JSON or were cut off."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: str

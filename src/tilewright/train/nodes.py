@@ -39,7 +39,7 @@ SPARSE = 0.1
 
 
 def sizes_of(data: NodeData) -> dict[str, int]:
-    """What a run's fingerprint says of the data's sizes."""
+    """Sizes of the data, for a run's fingerprint."""
     return {"nodes": data.num_nodes, "edges": data.edge_index.shape[1], "trained_nodes": len(data.train)}
 
 
