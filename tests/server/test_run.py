@@ -115,12 +115,10 @@ def test_a_new_grammar_delays_nobody_whose_grammar_is_kept():
 
 
 class Broken(FakeEngine):
-    """Finds its device gone, once it has begun, and nothing to go on with."""
-
-    gone = False
+    """Finds its device gone with the first request, and nothing to go on with."""
 
     def fill(self, everything: bool = False) -> int:
-        if self.gone:
+        if self.there:
             raise OSError("the device has gone")
         return super().fill(everything)
 
@@ -135,7 +133,6 @@ def test_a_server_whose_engine_cannot_go_on_ends_and_says_why(monkeypatch: pytes
     ended: list[str | None] = []
 
     def ready() -> None:
-        engine.gone = True
         engine.submit(GenerateRequest([1, 2]), lambda update: ended.append(update.end))
 
     with run.listen("127.0.0.1", 0) as listening, pytest.raises(OSError, match="the device has gone"):
