@@ -127,6 +127,10 @@ def test_a_language_model_goes_on_from_another(run: Command, text: Path, target:
     for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "more" / name).read_bytes() == (start / name).read_bytes()
     assert "resuming language model at step 1 of 1" in run(*command, start).out
+    copytree(target, tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ other }}")
+    assert "belongs to another run" in " ".join(run(*command, tmp_path / "other", "--layers", 9).err.split())
+    assert (tmp_path / "more" / "chat_template.jinja").read_bytes() == (start / "chat_template.jinja").read_bytes()
     without = run(*command[:-1], *SIZES)
     assert without.status == 2
     assert "belongs to another run (start: checkpoint '" in " ".join(without.err.split())

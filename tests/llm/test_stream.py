@@ -243,6 +243,22 @@ def test_memory_is_taken_when_a_stream_begins_and_given_back_when_it_ends(lm: La
     assert len({tuple(result.tokens) for stream in streams for result in stream.results()}) == len(ASKED)
 
 
+def test_a_stream_that_is_left_early_gives_its_memory_back(lm: LanguageModel, want: list[Generation]):
+    run(lm.start(ASKED, Sampling(NEW)))
+    before = live_bytes()
+    with lm.start(ASKED, Sampling(NEW)) as stream:
+        pieces = stream.advance(2)
+    assert live_bytes() == before
+    assert sum(len(result.tokens) for result in stream.results()) == len(pieces) > 0
+    assert [result.finish_reason for result in stream.results()] == ["interrupted"] * len(ASKED)
+    with pytest.raises(RuntimeError, match="expected a stream that goes on, found one that was closed"):
+        stream.advance()
+    with pytest.raises(ArithmeticError), lm.start(ASKED, Sampling(NEW)) as stream:
+        stream.advance(1)
+        raise ArithmeticError("of the caller")
+    assert live_bytes() == before
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 def test_more_prompts_than_rows_wait_for_one(lm: LanguageModel, want: list[Generation], drafted: bool):
     """Whoever ends lets the next one in; each gets what it gets alone."""

@@ -391,6 +391,16 @@ def test_yarn_needs_no_original_length():
     assert config_from_hf({**QWEN3, "rope_scaling": given}) == config_from_hf({**QWEN3, "rope_scaling": original})
 
 
+@pytest.mark.parametrize(("declared", "original"), [(32768, 32768), (131072, 32768), (40960, 4096)])
+def test_yarn_lengthens_a_context_that_was_declared_without_it(declared: int, original: int):
+    """As vLLM takes Qwen2.5's advice for long texts: the scaling is added, and the context left as it was."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": original, "finetuned": True}
+    read = config_from_hf({**QWEN3, "max_position_embeddings": declared, "rope_scaling": scaling})
+    assert read.max_position_embeddings == max(declared, 4 * original)
+    assert isinstance(read.rope_scaling, YarnScaling)
+    assert read.rope_scaling.original_max_position_embeddings == original
+
+
 @pytest.mark.parametrize("family", [QWEN3, LLAMA31])
 def test_everything_missing_is_listed_at_once(family: dict[str, Any]):
     """And nothing that only follows from it."""
@@ -467,6 +477,9 @@ def built(fields: dict[str, Any]) -> DecoderConfig:
 @given(configs())
 def test_what_is_written_reads_back_the_same(fields: dict[str, Any]):
     config = built(fields)
+    if isinstance(scaling := config.rope_scaling, YarnScaling):
+        longest = round(scaling.factor * scaling.original_max_position_embeddings)
+        config = replace(config, max_position_embeddings=max(config.max_position_embeddings, longest))
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 

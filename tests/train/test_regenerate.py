@@ -1,6 +1,7 @@
 """Responses by the target itself: their text, how an interrupted run goes on, and what is in the loss."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tilewright.llm.language_model import Generation, LanguageModel
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train.data import TokenStream
-from tilewright.train.regenerate import cut_prompts, pair_stream, regenerate
+from tilewright.train.regenerate import BatchWriter, cut_prompts, pair_stream, regenerate
 from train.support import END, TARGET, random_stream, silent, target_params
 
 SAMPLINGS = (Sampling(6, ignore_eos=True), Sampling(6, temperature=1.0, ignore_eos=True))
@@ -25,8 +26,8 @@ def lm() -> LanguageModel:
     return LanguageModel(TARGET, target_params(), tokenizer, table=table)
 
 
-def write(lm: LanguageModel, prompts: list[list[int]], path: Path) -> TokenStream:
-    return regenerate(lm, prompts, SAMPLINGS, path, END, silent())
+def write(lm: LanguageModel, prompts: list[list[int]], path: Path, target: str = "target") -> TokenStream:
+    return regenerate(BatchWriter(lm, target), prompts, SAMPLINGS, path, END, silent())
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -93,6 +94,21 @@ def test_records_of_other_prompts_are_refused(lm: LanguageModel, tmp_path: Path)
         with pytest.raises(ValueError, match=r"responses\.jsonl holds continuations of other prompts"):
             write(lm, others, path)
     assert path.read_text() == before
+
+
+def test_records_by_another_model_or_drawn_in_another_way_are_refused(lm: LanguageModel, tmp_path: Path):
+    path, prompts = tmp_path / "responses.jsonl", [[1, 2], [3, 4], [5, 6]]
+    whole, before = write(lm, prompts[:2], path), path.read_text()
+    with pytest.raises(ValueError, match=r"responses\.jsonl holds texts by another model, or drawn in another way"):
+        write(lm, prompts, path, target="another")
+    hotter = (SAMPLINGS[0], replace(SAMPLINGS[1], temperature=0.7))
+    with pytest.raises(ValueError, match=r"responses\.jsonl holds texts by another model, or drawn in another way"):
+        regenerate(BatchWriter(lm, "target"), prompts, hotter, path, END, silent())
+    assert path.read_text() == before
+    kept = [{name: record[name] for name in ("prompt_tokens", "response_tokens")} for record in records(path)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    again = write(lm, prompts, path, target="another")
+    assert again.tokens[: len(whole.tokens)].tolist() == whole.tokens.tolist(), "those that do not say so are taken as they are"
 
 
 def test_only_responses_are_in_the_loss():

@@ -70,7 +70,7 @@ def test_which_instructions_are_left_out():
 def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel, tmp_path: Path):
     options, left_out = SelfInstructOptions(length=24, seed=5), Counter[str]()
     messages = ["t1 t2 t3", "t1 t2 t3", "t4 t5", "t6 " * 40]
-    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, BatchWriter(lm))
+    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, BatchWriter(lm, "x"))
     expected = []
     for n, message in enumerate(messages[:3]):
         prompt = asked(lm, TEMPLATE, message)
@@ -82,13 +82,13 @@ def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel,
     assert found == expected
     assert left_out["long prompt"] == 1
     assert sum(left_out.values()) == 4 - len(found)
-    again = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), Counter(), BatchWriter(lm))
+    again = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), Counter(), BatchWriter(lm, "x"))
     assert again.tokens.tolist() == records.tokens.tolist(), "what was written is read again"
 
 
 def test_instructions_end_where_the_model_ends_them(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(instruction_tokens=12)
-    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), BatchWriter(lm))
+    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), BatchWriter(lm, "x"))
     prompt, whole = lm.tokenizer.encode("<user>", add_special_tokens=False).ids, []
     for seed in range(16):
         tokens = lm.generate([prompt], Sampling(12, temperature=1.0, seed=seed))[0].tokens
@@ -99,7 +99,7 @@ def test_instructions_end_where_the_model_ends_them(lm: LanguageModel, tmp_path:
 
 def test_instructions_begin_as_they_are_told_in_turn(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(instruction_tokens=12, openings=(("t1 t2", ""), ("t3", " t4 t5")))
-    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), BatchWriter(lm))
+    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), BatchWriter(lm, "x"))
     begun = [text.startswith("t1 t2") for text in texts]
     assert True in begun
     assert False in begun
@@ -110,7 +110,7 @@ def test_limits_of_prompts_and_answers(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(length=40, prompt_tokens=6, answer_tokens=5, temperatures=(0.0,))
     left_out = Counter[str]()
     messages = ["t1", "t1 t2 t3 t4 t5 t6", "t7 t8"]
-    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, BatchWriter(lm))
+    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, BatchWriter(lm, "x"))
     assert left_out["long prompt"] == 1
     sizes = records.ends - records.starts - records.prompts
     assert sizes.max() <= 5 < 40 - records.prompts.max()

@@ -31,20 +31,20 @@ def lm() -> LanguageModel:
 
 def test_greedy_answers_are_those_of_the_engine(waves: Waves, lm: LanguageModel):
     expected = [result.tokens for result in lm.generate(PROMPTS[:4], Sampling(11))]
-    found = WaveWriter(waves).write(PROMPTS[:4], [Sampling(11, seed=n) for n in range(4)])
+    found = WaveWriter(waves, "target").write(PROMPTS[:4], [Sampling(11, seed=n) for n in range(4)])
     assert found == expected
     assert len(set(map(len, found))) > 1, "some row ends before the others"
 
 
 def test_a_wave_that_is_not_full_gives_the_same_and_each_row_has_its_own_limit(waves: Waves, lm: LanguageModel):
     longest = [result.tokens for result in lm.generate(PROMPTS[:2], Sampling(11))]
-    found = WaveWriter(waves).write(PROMPTS[:2], [Sampling(2, seed=0), Sampling(9, seed=0)])
+    found = WaveWriter(waves, "target").write(PROMPTS[:2], [Sampling(2, seed=0), Sampling(9, seed=0)])
     assert found == [longest[0][:2], longest[1][:9]]
 
 
 def test_warm_rows_are_drawn_by_their_seed_and_leave_greedy_ones_alone(waves: Waves):
     def written(seed: int, temperature: float) -> list[list[int]]:
-        return WaveWriter(waves).write(PROMPTS[:2], [Sampling(11, seed=seed), Sampling(11, temperature, seed=seed)])
+        return WaveWriter(waves, "target").write(PROMPTS[:2], [Sampling(11, seed=seed), Sampling(11, temperature, seed=seed)])
 
     greedy, first, again, other = written(0, 0.0), written(0, 1.0), written(0, 1.0), written(1, 1.0)
     assert first == again != other
@@ -64,11 +64,11 @@ def test_tokens_are_drawn_from_the_distribution():
 
 def test_what_is_refused(waves: Waves):
     with pytest.raises(ValueError, match="up to 4 prompts of 1 to 6 tokens, found 5, the longest of 6"):
-        WaveWriter(waves).write(PROMPTS, [Sampling(4, seed=0)] * 5)
+        WaveWriter(waves, "target").write(PROMPTS, [Sampling(4, seed=0)] * 5)
     with pytest.raises(ValueError, match="1 to 6 tokens, found 1, the longest of 7"):
-        WaveWriter(waves).write([[1] * 7], [Sampling(4, seed=0)])
+        WaveWriter(waves, "target").write([[1] * 7], [Sampling(4, seed=0)])
     with pytest.raises(ValueError, match="a temperature alone, found"):
-        WaveWriter(waves).write([[1]], [Sampling(4, 1.0, top_p=0.9, seed=0)])
+        WaveWriter(waves, "target").write([[1]], [Sampling(4, 1.0, top_p=0.9, seed=0)])
     with pytest.raises(ValueError, match="see everything before them, found one of qwen3"):
         replace(waves, config=replace(TARGET, sliding_window=4, sliding_layers=(0,)))
     with pytest.raises(ValueError, match=r"within 256 positions, found \(4, 200, 57, 4\)"):

@@ -116,15 +116,15 @@ def part_seconds(
     round, less what it costs to dispatch any program, which is no part of a round: many rounds run in one dispatch. A part that
     takes next to nothing may come out below 0, by the uncertainty of both its ends.
     """
-    stream = lm.start(prompts, sampling)
-    stream.prefill()
+    with lm.start(prompts, sampling) as stream:
+        stream.prefill()
 
-    def timed(part: str | None) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(stream.apply(partial(round_up_to, part, drafter, lm.model.target)))
-        return time.perf_counter() - began
+        def timed(part: str | None) -> float:
+            began = time.perf_counter()
+            jax.block_until_ready(stream.apply(partial(round_up_to, part, drafter, lm.model.target)))
+            return time.perf_counter() - began
 
-    taken = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)
+        taken = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)
     ends = [min(seconds) for seconds in taken.values()]
     return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
 

@@ -22,6 +22,7 @@ from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train import self_instruct
+from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource, TokenStream, encode_documents, read_documents, read_jsonl, split_documents
 from tilewright.train.records import SUFFIX, Records
 from tilewright.train.regenerate import BatchWriter, Writer, cut_prompts, regenerate
@@ -52,13 +53,13 @@ class Regeneration:
     def samplings(self) -> list[Sampling]:
         return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
 
-    def apply(self, lm: LanguageModel, streams: list[TokenStream], end: int, out: Path, console: Console) -> list[TokenStream]:
+    def apply(self, writer: Writer, streams: list[TokenStream], end: int, out: Path, console: Console) -> list[TokenStream]:
         """Training and held-out text as the target continues them."""
         counts = (self.regenerated, max(64, self.regenerated // 32))
         written = []
         for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
             prompts = cut_prompts(stream, count, self.prompt_tokens, seed=0)
-            written.append(regenerate(lm, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
+            written.append(regenerate(writer, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
         return written
 
 
@@ -91,7 +92,9 @@ class SelfInstruct:
     def asked(self) -> bool:
         return self.self_instruct is not None
 
-    def apply(self, data: Sequence[Path], target: Path, length: int, out: Path, console: Console) -> Records:
+    def apply(
+        self, data: Sequence[Path], target: Path, target_fingerprint: str, length: int, out: Path, console: Console
+    ) -> Records:
         """The target's answers, of up to `length` tokens with their prompts; also written as messages and as records."""
         template = ChatTemplate.load(target)
         if template is None:
@@ -105,7 +108,7 @@ class SelfInstruct:
             if self_instruct.runs(example.turns[0]).isdisjoint(runs)
         ]
         lm = load(target, table=ShapeTable(batches=(self.slots,)), console=progress_console(console))
-        options, writer = self.options(length), self.writer(lm, target, length, console)
+        options, writer = self.options(length), self.writer(lm, target, target_fingerprint, length, console)
         records, left_out = self_instruct.self_instruct(
             lm, template, prompts, self.self_instruct or 0, runs, options, out, console, writer
         )
@@ -124,12 +127,12 @@ class SelfInstruct:
             options = replace(options, openings=read_openings(self.openings))
         return replace(options, prompt_tokens=length // 2, answer_tokens=length * 5 // 8) if self.waves else options
 
-    def writer(self, lm: LanguageModel, target: Path, length: int, console: Console) -> Writer:
+    def writer(self, lm: LanguageModel, target: Path, target_fingerprint: str, length: int, console: Console) -> Writer:
         """Writer that lets the model write."""
         if not self.waves:
-            return BatchWriter(lm)
+            return BatchWriter(lm, target_fingerprint)
         config, params = load_decoder(target, jnp.bfloat16, progress_console(console))
-        return WaveWriter(Waves(config, PLAIN, params, self.waves, length // 2, length * 5 // 8))
+        return WaveWriter(Waves(config, PLAIN, params, self.waves, length // 2, length * 5 // 8), target_fingerprint)
 
 
 def read_openings(path: Path) -> tuple[tuple[str, str], ...]:
@@ -170,7 +173,7 @@ def drafter_text(
     if regeneration.regenerated and answering.asked:
         raise ValueError("expected --regenerated or --self-instruct, found both")
     if answering.asked:
-        records = answering.apply(data, folder, loop.sequence_length, out / "training", console)
+        records = answering.apply(data, folder, fingerprint(target[1]), loop.sequence_length, out / "training", console)
         return records.split(loop.held_out, loop.seed)
     if kept := [path for path in data if path.name.endswith(SUFFIX)]:
         if len(data) > 1 or regeneration.regenerated:
@@ -181,4 +184,5 @@ def drafter_text(
     streams = [encode_documents(tokenizer, part, end) for part in parts]
     if not regeneration.regenerated:
         return streams
-    return regeneration.apply(LanguageModel(*target, tokenizer), streams, end, out / "training", console)
+    writer = BatchWriter(LanguageModel(*target, tokenizer), fingerprint(target[1]))
+    return regeneration.apply(writer, streams, end, out / "training", console)

@@ -203,7 +203,7 @@ def show(
     if lm.drafter is not None:
         console.print(terminal.legend())
     try:
-        with Progress(console=console, transient=True, disable=alone or not console.is_terminal) as bar:
+        with stream, Progress(console=console, transient=True, disable=alone or not console.is_terminal) as bar:
             row = bar.add_task("generating", total=sum(each.max_new_tokens for each in sampling))
             if alone:
                 with console.status("compiling"):

@@ -328,9 +328,12 @@ def lm(
     streams = [encode_documents(bpe, part, last_token(config, bpe)) for part in documents]
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     setup = over.setup(config, options)
-    save_tokenizer(out, bpe, begin.files)
+    save_tokenizer(out, bpe)
     result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, run_fingerprint, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
+    if is_first_process():
+        for file in begin.files:  # behind the run, which another model's checkpoint refuses
+            copyfile(file, out / file.name)
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
 
 
@@ -374,13 +377,11 @@ def agreed_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(np.asarray(multihost_utils.broadcast_one_to_all(found)).tobytes().decode())
 
 
-def save_tokenizer(out: Path, tokenizer: Tokenizer, files: Sequence[Path] = ()) -> None:
-    """Writes a tokenizer and what it has beside it into a model's folder, which it makes. Of processes, the first one does."""
+def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
+    """Writes a tokenizer into a model's folder, which it makes. Of processes, the first one does."""
     if is_first_process():
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(out / "tokenizer.json"))
-        for file in files:
-            copyfile(file, out / file.name)
 
 
 def kept_tokenizer(out: Path) -> Tokenizer | None:

@@ -329,10 +329,10 @@ class LanguageModel:
         lora: str | Sequence[str | None] | None = None,
     ) -> Generation:
         """Generates for every prompt; arguments as for `start`."""
-        stream = self.start(prompts, sampling, speculative, grammar, lora)
-        while not stream.finished:
-            stream.advance()
-        return stream.generation()
+        with self.start(prompts, sampling, speculative, grammar, lora) as stream:
+            while not stream.finished:
+                stream.advance()
+            return stream.generation()
 
     def embed(
         self, prompts: str | Sequence[str | Sequence[int]], pooling: Pooling = "last",

@@ -17,7 +17,7 @@ class Stream:
     """Decodes prompts: `advance` until `finished`, then `results`; `results` may also be taken earlier.
 
     More prompts than the engine has slots wait for one. Device memory is taken by the first `advance` (or `prefill`) and goes
-    back when all have ended.
+    back when all have ended, or with `close`, which the end of a `with` block calls.
 
     Attributes:
         engine: which serves these prompts alone.
@@ -31,7 +31,13 @@ class Stream:
         self.sequences = [self.entered(row, request) for row, request in enumerate(requests)]
         self.rows: list[OutputProcessor] = [sequence.processor for sequence in self.sequences]
         self.prefill_seconds = self.decode_seconds = 0.0
-        self.begun, self.failure = False, ""
+        self.begun, self.closed, self.failure = False, False, ""
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *of: object) -> None:
+        self.close()
 
     def entered(self, row: int, request: GenerateRequest) -> TokenSequence:
         """A sequence of the engine, which waits."""
@@ -100,13 +106,15 @@ class Stream:
 
         Raises:
             ValueError: not 1 <= steps <= 64, or rounds of a kind that there is not.
-            RuntimeError: a request failed; the log says how.
+            RuntimeError: a request failed, and the log says how; or the stream was closed before all had ended.
             ArithmeticError: the target's logits are not finite.
         """
         if not 1 <= steps <= STEPS_PER_DISPATCH:
             raise ValueError(f"expected from 1 to {STEPS_PER_DISPATCH} steps, found {steps}")
         if self.finished:
             return []
+        if self.closed:
+            raise RuntimeError("expected a stream that goes on, found one that was closed")
         self.prefill()
         engine = self.engine
         if engine.scheduler.waiting:
@@ -121,9 +129,14 @@ class Stream:
         if self.failure:
             raise RuntimeError(f"a request failed: {self.failure}")
         if self.finished:
-            engine.runner.free()
+            self.close()
         pieces, self.pieces = self.pieces, []
         return pieces
+
+    def close(self) -> None:
+        """Gives the device's memory back. Results stay as they are, and nothing is decoded any more."""
+        self.closed = True
+        self.engine.runner.free()
 
     def apply(self, program: Callable[..., tuple[DecodeState, Any]]) -> Any:
         """Runs `program(models, state, slots [n], tables [G, n, M]) -> (state, result)` over the rows that have slots, between

@@ -28,12 +28,15 @@ SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dynamic": (("factor",), ("original_max_position_embeddings",)),
     "yarn": (
         ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"),
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
 }
 """The kinds of `rope_scaling`: fields that each must have, and may have. "dynamic" scales positions from
 `max_position_embeddings` on alone, and no context here is longer."""
+
+YARN_FLAGS = ("truncate", "finetuned")
+"""Fields of "yarn" that are no numbers. Whether a model was trained with it changes nothing here."""
 
 ROPE_THETA = 10000.0
 """The base of a configuration that names none (Su et al. 2021, and the libraries' default)."""
@@ -122,6 +125,21 @@ class Sizes:
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     """The fields of a scaling; which factors of LongRoPE are in use follows from the context."""
     return {name: value for name, value in vars(scaling).items() if name != "long"}
+
+
+def lengthened(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration's fields with the context that YaRN gives it.
+
+    Who adds the scaling, as model cards advise for long texts, often leaves `max_position_embeddings` as it was. A scaling that
+    names no original length is one of the context as it stands.
+    """
+    scaling, context = fields.get("rope_scaling") or fields.get("rope_parameters"), fields.get("max_position_embeddings")
+    if not isinstance(scaling, Mapping) or "yarn" not in (scaling.get("rope_type"), scaling.get("type")):
+        return fields
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if not (is_number(context) and is_number(factor) and is_number(original)):
+        return fields
+    return {**fields, "max_position_embeddings": max(context, round(factor * original))}
 
 
 def within(config: Any, context: int | None) -> Any:
@@ -239,8 +257,9 @@ class ConfigReader:
         missing = [name for name in required if not is_number(given.get(name)) or given[name] <= 0]
         self.require(not missing, f"rope_scaling lacks {', '.join(missing)} (positive numbers)")
         if kind == "yarn":
-            self.require(given.get("truncate") in (None, True, False), "rope_scaling: truncate must be true or false")
-        wrong = [name for name in optional if name != "truncate" and given.get(name) is not None]
+            for name in YARN_FLAGS:
+                self.require(given.get(name) in (None, True, False), f"rope_scaling: {name} must be true or false")
+        wrong = [name for name in optional if name not in YARN_FLAGS and given.get(name) is not None]
         wrong = [name for name in wrong if kind == "yarn" and not (is_number(given[name]) and given[name] >= 0)]
         self.require(not wrong, f"rope_scaling: {', '.join(wrong)} must be positive numbers")
         if missing or wrong or kind in ("default", "dynamic"):

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed, softcapped
 from tilewright.models.beginnings import Gated, gated_projection, gelu_gated
-from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_half
+from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, lengthened, text_half
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
 from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
 from tilewright.models.family import Family
@@ -109,7 +109,7 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
     """
     fields = text_half(fields)
     family = family_of(fields, where)
-    read = ConfigReader({**family.defaults, **fields}, where)
+    read = ConfigReader(lengthened({**family.defaults, **fields}), where)
     config = read_decoder(read, family.name)
     try:
         quantised_layout(fields.get("quantization_config"))

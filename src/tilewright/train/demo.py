@@ -22,6 +22,7 @@ from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import count
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream, end_of_text
 from tilewright.train.demo_text import DemoText, library_sources, prepare_text
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
@@ -29,7 +30,7 @@ from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.evaluate import evaluate_target
 from tilewright.train.lm import train_lm
-from tilewright.train.regenerate import cut_prompts, regenerate
+from tilewright.train.regenerate import BatchWriter, cut_prompts, regenerate
 from tilewright.train.text import TextOptions, text_metrics
 
 MASK_TOKEN_ID = 1
@@ -128,11 +129,11 @@ def continue_text(
 ) -> tuple[TokenStream, TokenStream]:
     """Continuations that the target itself writes of stretches of the training text, and of stretches of the held-out text."""
     table = ShapeTable(batches=(REGENERATION_BATCH,))
-    lm = LanguageModel(target, params, text.tokenizer, table=table)
+    writer = BatchWriter(LanguageModel(target, params, text.tokenizer, table=table), fingerprint(params))
     streams = []
     for name, stream, wanted in (("trained", text.trained, REGENERATED), ("held_out", text.watched, REGENERATED // 32)):
         prompts = cut_prompts(stream, wanted, PROMPT_TOKENS, seed=0)
-        streams.append(regenerate(lm, prompts, REGENERATION_SAMPLING, out / f"responses_{name}.jsonl", text.end, console))
+        streams.append(regenerate(writer, prompts, REGENERATION_SAMPLING, out / f"responses_{name}.jsonl", text.end, console))
     return streams[0], streams[1]
 
 

@@ -1,9 +1,10 @@
 """Responses written by the target itself: what a drafter should learn is what its target would say."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -37,6 +38,11 @@ class Writer(Protocol):
     """Protocol of what lets a model write: `BatchWriter`, or `waves.WaveWriter`."""
 
     @property
+    def target(self) -> str:
+        """Fingerprint of the model's parameters as its file has them (`checkpoint.fingerprint`)."""
+        ...
+
+    @property
     def size(self) -> int:
         """Prompts that are asked at once."""
         ...
@@ -48,9 +54,15 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class BatchWriter:
-    """Writes with the model's own batches, without drafts."""
+    """Writes with the model's own batches, without drafts.
+
+    Attributes:
+        lm: the model.
+        target: see `Writer`; the parameters that `lm` holds are laid out for the machine.
+    """
 
     lm: LanguageModel
+    target: str
 
     @property
     def size(self) -> int:
@@ -65,7 +77,14 @@ class BatchWriter:
 
 
 Record = dict[str, object]
-"""A prompt and what was written after it: "prompt_tokens" and "response_tokens"."""
+"""A prompt and what was written after it: "prompt_tokens", "response_tokens" and, since there is one, "made_by" (`made_by`)."""
+
+
+def made_by(target: str, sampling: Sampling) -> str:
+    """Digest of the model that writes a text and of its sampling."""
+    how = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
+    said = {each.name: how[each.name] for each in fields(sampling) if how[each.name] != each.default}
+    return hashlib.sha256(json.dumps([target, said], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def generated(
@@ -78,9 +97,11 @@ def generated(
     it stopped.
 
     Raises:
-        ValueError: `path` holds continuations of other prompts.
+        ValueError: `path` holds continuations of other prompts, or by another model or sampling.
     """
-    records, rows, size = kept_records(path, prompts), len(prompts), writer.size
+    rows, size = len(prompts), writer.size
+    made = [made_by(writer.target, sampling(n)) for n in range(rows)]
+    records = kept_records(path, prompts, made)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file, Progress(console=console, disable=not console.is_terminal) as bar:
         row = bar.add_task(title, total=rows, completed=len(records))
@@ -88,7 +109,8 @@ def generated(
             part = range(first, min(first + size, rows))
             written = writer.write([prompts[n] for n in part], [sampling(n) for n in part])
             new: list[Record] = [
-                {"prompt_tokens": prompts[n], "response_tokens": tokens} for n, tokens in zip(part, written, strict=True)
+                {"prompt_tokens": prompts[n], "response_tokens": tokens, "made_by": made[n]}
+                for n, tokens in zip(part, written, strict=True)
             ]
             file.writelines(json.dumps(record) + "\n" for record in new)
             file.flush()
@@ -101,7 +123,7 @@ def generated(
 
 
 def regenerate(
-    lm: LanguageModel, prompts: Sequence[list[int]], samplings: Sequence[Sampling], path: Path, end: int, console: Console
+    writer: Writer, prompts: Sequence[list[int]], samplings: Sequence[Sampling], path: Path, end: int, console: Console
 ) -> TokenStream:
     """Continues every prompt with the target, row i under `samplings[i % len(samplings)]` with seed i; see `generated`.
 
@@ -112,11 +134,15 @@ def regenerate(
     def sampling(i: int) -> Sampling:
         return replace(samplings[i % len(samplings)], seed=i)
 
-    return pair_stream(generated(BatchWriter(lm), prompts, sampling, path, "regenerating responses", console), end, path)
+    return pair_stream(generated(writer, prompts, sampling, path, "regenerating responses", console), end, path)
 
 
-def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[Record]:
-    """The records that an interrupted run left. A last line that it did not finish is cut off, in the file too."""
+def kept_records(path: Path, prompts: Sequence[list[int]], made: Sequence[str]) -> list[Record]:
+    """The records that an interrupted run left. A last line that it did not finish is cut off, in the file too.
+
+    Args:
+        made: `made_by` of each prompt's text; records of before they said so are taken as they are.
+    """
     if not path.exists():
         return []
     whole = path.read_bytes()
@@ -125,6 +151,8 @@ def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[Record]:
     records = read_jsonl(path)
     if [record.get("prompt_tokens") for record in records] != list(prompts[: len(records)]):
         raise ValueError(f"{path} holds continuations of other prompts; remove it, or write to another folder")
+    if any(record.get("made_by", now) != now for record, now in zip(records, made, strict=False)):
+        raise ValueError(f"{path} holds texts by another model, or drawn in another way; remove it, or write to another folder")
     return records
 
 

@@ -199,9 +199,14 @@ class Waves:
 
 @dataclass(frozen=True)
 class WaveWriter:
-    """Writes in waves. Of how tokens are drawn it knows the temperature alone, and one seed for all rows, that of the first."""
+    """Writes in waves. Of how tokens are drawn it knows the temperature alone, and one seed for all rows, that of the first.
+
+    Attributes:
+        target: see `regenerate.Writer`.
+    """
 
     waves: Waves
+    target: str
 
     @property
     def size(self) -> int:
