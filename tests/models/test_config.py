@@ -388,7 +388,9 @@ def test_yarn_needs_no_original_length():
     """Transformers takes that of the configuration."""
     given = {"rope_type": "yarn", "factor": 4.0}
     original = {**given, "original_max_position_embeddings": QWEN3["max_position_embeddings"]}
-    assert config_from_hf({**QWEN3, "rope_scaling": given}) == config_from_hf({**QWEN3, "rope_scaling": original})
+    read, named = (config_from_hf({**QWEN3, "rope_scaling": scaling}) for scaling in (given, original))
+    assert read.rope_scaling == named.rope_scaling
+    assert read.max_position_embeddings == QWEN3["max_position_embeddings"], "the scaling may be in it"
 
 
 @pytest.mark.parametrize(("declared", "original"), [(32768, 32768), (131072, 32768), (40960, 4096)])

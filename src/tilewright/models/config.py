@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from jax import Array
 from jaxtyping import Int
@@ -153,7 +153,7 @@ def within(config: Any, context: int | None) -> Any:
     return replace(config, max_position_embeddings=context, rope_scaling=scaling.within(context))
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
