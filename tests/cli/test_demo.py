@@ -77,3 +77,17 @@ def test_without_cpu_kernels_matrices_stay_in_the_dtype(run: Run, tmp_path: Path
 @pytest.mark.parametrize(("drafter", "expected"), [(None, "auto"), ("none", "none")])
 def test_it_has_a_drafter_by_default(drafter: str | None, expected: str):
     assert demo.ModelOptions(NAME, drafter=drafter).drafter_name == expected
+
+
+def test_it_says_where_the_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`make demo` runs it by its path."""
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.chdir(tmp_path)
+    assert demo.where() == "", "there is nothing to activate"
+    (folder / "activate").touch()
+    assert demo.where() == ", after `source venv/bin/activate`"
+    (folder / "tilewright").touch(0o755)
+    assert demo.where() == ""

@@ -66,6 +66,7 @@ def refused(client: TestClient, route: str, body: Any, status: int = 400) -> dic
         ({"grammar": "root ::= [0-9]"}, "grammar", "unsupported_parameter"),
         ({"n_predict": 5}, "n_predict", "unsupported_parameter"),
         ({"repeat_last_n": 64, "presence_penalty": 0.5}, "repeat_last_n", "invalid_value"),
+        ({"repeat_last_n": 64, "repetition_penalty": 1.2}, "repeat_last_n", "invalid_value"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids", "unsupported_parameter"),
         ({"bad_words": ["x"]}, "bad_words", "unsupported_parameter"),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "unsupported_parameter"),

@@ -1,5 +1,10 @@
 """`tilewright demo`: a published model answers a question, speculating, and is measured beside plain decoding."""
 
+import os
+import sys
+from pathlib import Path
+from shutil import which
+
 from rich.console import Console
 
 from tilewright.bench.datasets import Example
@@ -18,7 +23,7 @@ QUESTION = "Write an HTML page with a list of the days of the week."
 NEW_TOKENS = 128
 REPETITIONS = 3
 NEXT = """
-What to type next:
+What to type next{where}:
   make chat                                       a page to chat with it
   tilewright chat {model}                    the same in the terminal
   tilewright generate "Why is the sky blue?" --chat --model {model}"""
@@ -45,7 +50,13 @@ def demo() -> None:
     numbers = "matrices in 4 bits" if lm.weights == "int4" else lm.dtype
     about = f"{models.model}, {numbers}; medians of {REPETITIONS} runs each way, in turns"
     console.print(about, style="dim", markup=False)
-    console.print(NEXT.format(model=models.model), markup=False)
+    console.print(NEXT.format(model=models.model, where=where()), markup=False)
+
+
+def where() -> str:
+    """What makes `tilewright` known to the shell, where it is not, as after `make demo`."""
+    activate = Path(sys.prefix, "bin", "activate")
+    return "" if which("tilewright") or not activate.exists() else f", after `source {os.path.relpath(activate)}`"
 
 
 def available(console: Console) -> str:

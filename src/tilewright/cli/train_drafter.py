@@ -321,7 +321,7 @@ def drafter(
         Text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss. With
         --self-instruct, JSONL files of prompts that the target is to answer. Or one file of records (.npz.xz).
     target
-        A folder, a Hugging Face id, or "demo".
+        A folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo".
     out
         Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
     kind

@@ -124,7 +124,8 @@ def check_together(body: GenerationBody) -> None:
     """Raises an `ApiError` for fields that do not go together."""
     if body.prompt_logprobs is not None and body.stream:
         raise wrong("prompt_logprobs", "null with stream", body.prompt_logprobs)
-    if body.repeat_last_n not in (None, -1) and (body.presence_penalty or body.frequency_penalty):
+    penalised = body.presence_penalty or body.frequency_penalty or body.repetition_penalty not in (None, 1)
+    if body.repeat_last_n not in (None, -1) and penalised:
         raise wrong("repeat_last_n", "-1, for penalties are of all tokens", body.repeat_last_n)
     if isinstance(body, ChatBody):
         if body.continue_final_message and body.add_generation_prompt:
