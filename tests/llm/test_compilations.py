@@ -17,6 +17,7 @@ from llm.support import build, prompts
 from reference.dflash_numpy import as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from tilewright.compiled.ledger import CompileError, Ledger, no_compile_guard
+from tilewright.llm import language_model
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.programs import ProgramKey, Programs
 from tilewright.runtime.sampling import Sampling
@@ -137,6 +138,16 @@ def test_a_warm_table_compiles_no_more(tmp_path: Path):
 def test_warming_needs_what_it_names(lm: LanguageModel):
     with pytest.raises(ValueError, match="speculative decoding needs a drafter; none was loaded"):
         lm.with_drafter(None).warm(speculative=True)
+
+
+@pytest.mark.parametrize("constraints", [False, True])
+def test_warming_compiles_programs_for_grammars_where_it_is_told_to(
+    lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, constraints: bool
+):
+    warmed: list[ProgramKey] = []
+    monkeypatch.setattr(language_model, "warm", lambda programs, console: warmed.extend(key for _, key in programs))
+    lm.warm(constraints=constraints)
+    assert any(key.masked for key in warmed) == constraints
 
 
 def test_threads_never_compile_a_program_twice(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):

@@ -87,5 +87,10 @@ def test_embeddings_beside_generation(lm: LanguageModel) -> None:
 def test_what_is_no_request_for_an_embedding(lm: LanguageModel) -> None:
     with pytest.raises(ValueError, match="neither logprobs nor a constraint with pooling"):
         GenerateRequest([1], pooling="last", logprobs=0)
-    with pytest.raises(ValueError, match="no declared shape holds"):
-        lm.embed([[1] * 200])
+    wrong = GenerateRequest([1])
+    object.__setattr__(wrong, "pooling", "cls")  # past the annotations, where these are checked
+    with pytest.raises(ValueError, match="expected pooling to be one of last, mean, found 'cls'"):
+        wrong.__post_init__()
+    context = lm.target.max_position_embeddings
+    with pytest.raises(ValueError, match=f"a prompt has {context + 1} tokens; the model's context is {context}"):
+        lm.embed([[1] * (context + 1)])

@@ -15,6 +15,7 @@ from tilewright.runtime import sizes
 from tilewright.runtime.automaton_table import AutomatonTables
 from tilewright.runtime.memory import amount
 from tilewright.runtime.options import EngineOptions, batches_for
+from tilewright.runtime.programs import FORCED
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
@@ -116,6 +117,22 @@ def test_the_line_says_all_three_and_what_would_change_them(lm: LanguageModel):
     ):
         assert said in line
     assert f"context 255, what the pages hold; the model's is {CONTEXT:,} (--context)" in line
+
+
+@given(st.integers(1, 40), st.integers(2, 9000))
+def test_capacities_are_whole_pages_and_whole_chunks(pages: int, context: int):
+    table = EngineOptions(page_size=16 * pages).shapes(context)
+    (capacity,) = table.capacities
+    assert (capacity % (16 * pages), capacity % table.chunks[-1]) == (0, 0)
+    assert capacity >= context
+
+
+def test_a_small_pool_leaves_room_for_a_block_under_masks(lm: LanguageModel):
+    table = ShapeTable(batches=(1,), capacities=(64,), chunks=(16,))
+    engine = lm.engine(EngineOptions(pages=2, page_size=16, table=table, constraints=True))
+    width = engine.programs.width(None, masked=True)
+    assert (width, engine.context) == (FORCED, 32 - FORCED)
+    assert engine.scheduler.pages_for(engine.context + width) == engine.pages.count
 
 
 def test_a_small_pool_takes_whatever_fits_into_its_context(lm: LanguageModel):

@@ -49,6 +49,15 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     return load("demo", "ngram", block_size=4, table=TABLE, dtype="float32", lora={"tuned": folder})
 
 
+@pytest.mark.parametrize("grammar", [None, Grammar.regex("[ab]+")])
+def test_programs_that_a_call_needs_are_compiled_before_it_is_timed(grammar: Grammar | None):
+    """Rounds under masks too, of which there is one kind where others are chosen."""
+    team = load("demo", "ngram", table=TABLE, dtype="float32")
+    keys = team.start([PROMPT], Sampling(8), grammar=grammar).keys
+    rounds = [key.masked for key in keys if key.name == "rounds"]
+    assert rounds == ([] if grammar is None else [True])
+
+
 Plain = list[str]
 
 

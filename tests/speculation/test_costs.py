@@ -84,6 +84,17 @@ def test_every_choice_is_measured(lm: LanguageModel):
         assert (cost.idle is None) == (choice.drafter != "ngram")
 
 
+@pytest.mark.parametrize("pages", [1, 3, 5])
+def test_rows_share_pages_where_there_are_fewer(lm: LanguageModel, pages: int):
+    programs = copy(lm.programs_for(lm.drafter, Shape(4, 64)))
+    programs.layout, programs.compiled = replace(programs.layout, pages=pages), {}
+    timer = RoundTimer(ModelRunner(programs, "greedy"), 4)
+    assert timer.start[0] + 2 * team_of(lm).block_size <= timer.table.shape[-1] * programs.layout.page_size
+    used = timer.table[:, :, : -(-(timer.start[0] + team_of(lm).block_size) // programs.layout.page_size)]
+    assert ((used >= 0) & (used < pages)).all()
+    assert timer.timed(WIDE, 1).seconds > 0
+
+
 def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
     """Rounds that find nothing would tell what a step costs; and drafts that are right would run out of room."""
     for rows, positions in ((4, 128), (1, 64)):

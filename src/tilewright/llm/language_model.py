@@ -348,19 +348,22 @@ class LanguageModel:
         asked = zip(map(self.encode, listed), one_each(len(listed), lora or self.default_adapter, "adapter"), strict=True)
         requests = [GenerateRequest(tokens, lora=name, pooling=pooling) for tokens, name in asked]
         positions = max(len(request.prompt) for request in requests)
+        if positions > (context := self.target.max_position_embeddings):
+            raise ValueError(f"a prompt has {positions} tokens; the model's context is {context}")
         programs = self.programs_for(None, self.table.shape(min(len(listed), self.table.batches[-1]), positions))
         return embeddings(Engine(replace(self.model, drafter=None), CALL, programs=programs), requests)
 
-    def warm(self, speculative: bool | None = None, console: Console | None = None) -> None:
-        """Compiles every program of the table that the model's context can use, so that no call compiles any more.
+    def warm(self, speculative: bool | None = None, console: Console | None = None, constraints: bool = False) -> None:
+        """Compiles every program of the table that the model's context can use, so that no `generate` compiles any more.
 
         Args:
             speculative: as for `start`.
             console: where a progress bar is shown.
+            constraints: calls may have a grammar, for which there are further programs.
         """
         drafter, shapes = self.drafter_for(speculative), self.table.shapes(self.target.max_position_embeddings)
         each = [self.programs_for(drafter, shape) for shape in shapes]
-        warm(((programs, key) for programs in each for key in programs.declared("any")), console)
+        warm(((programs, key) for programs in each for key in programs.declared("any", constraints)), console)
 
     def engine(self, options: EngineOptions = EngineOptions()) -> Engine:
         """An engine that serves many requests at once. Raises a `ValueError` for options that do not go with the model."""

@@ -65,7 +65,8 @@ class Stream:
         def needed(key: ProgramKey) -> bool:
             if key.name == "prefill":
                 return (key.rows, key.chunk) == together or (key.rows == 1 and key.chunk in chunks)
-            return key.name == "allocate" or (key.choice in rounds and key.masked in masked)
+            # Of rounds under masks there is one kind.
+            return key.name == "allocate" or (key.masked in masked and (key.masked or key.choice in rounds))
 
         return [key for key in programs.declared(self.engine.runner.sampling, constraints=True) if needed(key)]
 

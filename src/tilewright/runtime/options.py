@@ -1,5 +1,6 @@
 """How an engine is set up."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -94,7 +95,7 @@ class EngineOptions(ServiceOptions):
         """
         if self.table is None:
             chunks = ShapeTable().chunks
-            step = max(chunks[-1], self.page_size)
+            step = math.lcm(chunks[-1], self.page_size)
             table = ShapeTable(capacities=(-(-context // step) * step,), widths=WIDTHS)
             return replace(table, batches=batches_for(self.slots, table.batches))
         wrong = [capacity for capacity in self.table.capacities if capacity % self.page_size]

@@ -132,10 +132,7 @@ class Programs(Store[ProgramKey]):
         """
         if (turn := self.turn(choice)) is not None:
             return turn.block_size
-        if not masked:
-            return 1
-        states, dtype = self.target.config.delta is not None, jnp.dtype(self.dtype).name
-        return FORCED if dtype == "float32" or is_batch_invariant(self.target.ops, dtype, states=states) else 1
+        return masked_width(self.target, self.dtype) if masked else 1
 
     def rows_for(self, running: int) -> int:
         """The least declared number of rows that holds so many."""
@@ -285,6 +282,12 @@ def outside_pages(target: Target, layout: Layout, drafter: Drafter | None, dtype
     parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache | DeltaState))
     kinds = {kind: said for kind, said in OUTSIDE_PAGES.items() if kind is not DeltaState or not layout.snapshots}
     return next((said for kind, said in kinds.items() if any(isinstance(part, kind) for part in parts)), "")
+
+
+def masked_width(target: Target, dtype: DTypeLike) -> int:
+    """Tokens in a block of rounds under masks where nothing else drafts: several where a row's results do not depend on it."""
+    states, name = target.config.delta is not None, jnp.dtype(dtype).name
+    return FORCED if name == "float32" or is_batch_invariant(target.ops, name, states=states) else 1
 
 
 def constrained_choice(choices: Sequence[Choice | None]) -> Choice | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -60,6 +60,8 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         sampling = self.sampling
+        if self.pooling not in (None, *get_args(Pooling)):
+            raise ValueError(f"expected pooling to be one of {', '.join(get_args(Pooling))}, found {self.pooling!r}")
         if self.pooling is not None and (self.logprobs is not None or self.constraint is not None):
             raise ValueError("expected neither logprobs nor a constraint with pooling, which generates no token")
         if self.constraint is not None and (sampling.ignore_eos or sampling.min_tokens):

@@ -21,6 +21,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.compiled.ledger import CompileTrap
+from tilewright.runtime.collect import NotFinite
 from tilewright.runtime.options import ServiceOptions
 from tilewright.runtime.request import EndReason, EngineStats, Listener, Overloaded, RequestHandle, RequestOutput, Stopped
 from tilewright.runtime.scheduler import Scheduler, TokenSequence
@@ -368,7 +369,7 @@ class Service(ABC):
         """After a failed dispatch: all that ran is computed anew, or given up. Raises what leaves nothing to go on with."""
         self.flight.clear()
         for sequence in self.scheduler.forget():
-            sequence.faults += 1
+            sequence.faults += not isinstance(error, NotFinite)  # the request at fault has ended by itself
             if sequence.faults >= FAULTS:
                 self.scheduler.remove(sequence)
                 self.end(sequence, "error", NOT_COMPUTED)

@@ -16,7 +16,7 @@ from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import part_of
-from tilewright.runtime.programs import allocate_caches, makes_masks, outside_pages
+from tilewright.runtime.programs import allocate_caches, makes_masks, masked_width, outside_pages
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
 
@@ -164,7 +164,9 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     own = target.config.max_position_embeddings
     if options.context is not None and options.context > own:
         raise ValueError(f"expected a context of at most {own}, the model's, found {options.context}")
-    longest, widest = min(own, options.context or own), 1 if drafter is None else drafter.block_size
+    longest = min(own, options.context or own)
+    masked = masked_width(target, dtype) if options.constraints else 1
+    widest = masked if drafter is None else drafter.block_size
     table = options.shapes(longest)
     capacity, size = table.capacities[-1], options.page_size
     full = table.batches[-1] * capacity // size

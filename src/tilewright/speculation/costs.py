@@ -164,7 +164,9 @@ class RoundTimer:
         assert programs.drafter is not None, "rounds are chosen among drafters'"
         self.runner, self.rows, self.drafter = runner, rows, programs.drafter
         self.vocab_size, self.sampling = programs.target.config.vocab_size, DRAWN if drawn else Sampling()
-        each = min(layout.pages // rows, layout.capacity // layout.page_size)
+        # In a pool with fewer pages than that, rows share them: what is read and written takes as long.
+        least = -(-(2 * self.drafter.block_size + 4) // layout.page_size)
+        each = min(max(layout.pages // rows, least), layout.capacity // layout.page_size)
         slots, positions = np.ones(layout.batch, np.int32), each * layout.page_size
         # The last block is written in one piece: past the row's end, but not past its pages.
         behind = 0 if positions == layout.capacity else self.drafter.block_size
@@ -175,7 +177,7 @@ class RoundTimer:
         self.table = np.full((layout.groups, rows, layout.capacity // layout.page_size), UNMAPPED, np.int32)
         for table, pages in zip(self.table, (layout.pages, *(group.pages for group in layout.windows)), strict=True):
             own = max(1, min(pages // rows, each))  # of a window's pages, some stand for several columns that lie far apart
-            table[:, :each] = np.arange(rows)[:, None] * own + np.arange(each)[None] % own
+            table[:, :each] = (np.arange(rows)[:, None] * own + np.arange(each)[None] % own) % pages
         if runner.state is None:
             runner.reset()
 
