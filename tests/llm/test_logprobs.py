@@ -218,7 +218,8 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
     for start in range(0, max(lengths) - 1, chunk):
         count = np.clip(lengths - 1 - start, 0, chunk).astype(np.int32)
         places = np.full(ROWS, start, np.int32), count
-        after, (found, _) = run(models, both[1], *places, asking)
+        after, prefilled = run(models, both[1], *places, asking)
+        found = prefilled.logprobs
         both = [run(models, both[0], *places)[0], after]
         padding = ~asking[:, None] | (np.arange(chunk) >= count[:, None])
         assert all(not np.asarray(part)[padding].any() for part in found)
