@@ -18,6 +18,9 @@ class Sizes:
     num_kv_heads: int = 8
     head_dim: int = 128
     vocab_size: int = 128256
+    tie_word_embeddings: bool = False
+    mixture: None = None
+    delta: None = None
 
 
 LLAMA_8B = Sizes()

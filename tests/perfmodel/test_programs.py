@@ -1,9 +1,15 @@
 """Programs: what they are made of, by numbers that can be worked out by hand."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from perfmodel.models import LLAMA_8B, SMALL, Sizes, inferentia, trainium
 from tilewright.hardware.tpu import CHIPS
+from tilewright.models.decoder import config_from_hf
+from tilewright.models.published_configs import MODELS
 from tilewright.perfmodel.builder import product_cycles
 from tilewright.perfmodel.environment import recommended, variables
 from tilewright.perfmodel.inference import SCHEDULES, Work, inference_program
@@ -12,7 +18,9 @@ from tilewright.perfmodel.programs import dflash_program, diffusion_program, gat
 from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.perfmodel.shapes import Share
 from tilewright.perfmodel.simulate import simulate
-from tilewright.perfmodel.training import TrainingStep, training_program
+from tilewright.perfmodel.training import STATE_BYTES, TrainingStep, training_program
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "decoders"
 
 
 def loaded(program: NeuronProgram) -> float:
@@ -38,6 +46,30 @@ def test_a_share_pads_what_does_not_divide():
     assert Share(LLAMA_8B, 8).notes == ()
     # 8.03e9 parameters less the norms.
     assert Share(LLAMA_8B, 1).model_bytes / 2 == pytest.approx(8.03e9, rel=1e-3)
+
+
+def test_a_tied_model_has_one_matrix_for_embedding_and_head():
+    """Qwen3 4B's 4.02e9 parameters, and what a training step keeps of them."""
+    qwen, step = MODELS["qwen3-4b"], TrainingStep(positions=512)
+    assert Share(qwen, 1).model_bytes / 2 == pytest.approx(4.02e9, rel=1e-3)
+    tied, untied = (
+        training_program(replace(SMALL, tie_word_embeddings=tied), trainium(), step).resident_bytes for tied in (True, False)
+    )
+    assert untied - tied == STATE_BYTES * 1024 * 4096 / 4 / 16
+
+
+@pytest.mark.parametrize(
+    ("model", "found"), [("qwen3-moe", "mixtures of experts"), ("qwen3-next-moe", "mixtures of experts and linear attention")]
+)
+def test_layers_that_are_not_modelled_are_refused(model: str, found: str):
+    config = config_from_hf(json.loads((GOLDEN / model / "config.json").read_text()))
+    for build in (
+        lambda: inference_program(config, inferentia(1), Work("decode", 1, 64), "sync"),
+        lambda: training_program(config, trainium(), TrainingStep(positions=64)),
+        lambda: dflash_program(config, inferentia(1), 1, 16, 64),
+    ):
+        with pytest.raises(ValueError, match=f"softmax attention and an MLP, as they are modelled, found {found}$"):
+            build()
 
 
 @pytest.mark.parametrize("cores", [2, 8])

@@ -9,7 +9,10 @@ from tilewright.perfmodel.builder import BF16, MOVING, WeightTiles, product_cycl
 
 @runtime_checkable
 class Config(Protocol):
-    """The sizes of a decoder that programs are built from; `models/decoder.py` has them, and so may anything else."""
+    """The sizes of a decoder that programs are built from; `models/decoder.py` has them, and so may anything else.
+
+    `mixture` and `delta` are None where all layers have an MLP, and attention that is not linear: `Share` refuses others.
+    """
 
     @property
     def hidden_size(self) -> int: ...
@@ -25,6 +28,12 @@ class Config(Protocol):
     def head_dim(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def mixture(self) -> object: ...
+    @property
+    def delta(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -36,12 +45,18 @@ class Share:
         heads, kv_heads: query and key/value heads; fewer key/value heads than ranks are held several times.
         columns: of the MLP's inner dim.
         vocab: entries of the vocabulary.
+
+    Raises:
+        ValueError: layers that are not modelled, no rank, or more ranks than heads.
     """
 
     config: Config
     ranks: int
 
     def __post_init__(self) -> None:
+        parts = {"mixtures of experts": self.config.mixture, "linear attention": self.config.delta}
+        if others := [name for name, part in parts.items() if part is not None]:
+            raise ValueError(f"expected layers of softmax attention and an MLP, as they are modelled, found {' and '.join(others)}")
         if self.ranks < 1:
             raise ValueError(f"expected at least one tensor-parallel rank, found {self.ranks}")
         if self.ranks > self.config.num_heads:
@@ -104,9 +119,14 @@ class Share:
         return self.attention_bytes + self.mlp_bytes
 
     @property
+    def table_bytes(self) -> float:
+        """Weights of the head and of the embedding, which is divided like it; a tied model has one matrix for both."""
+        return (1 if self.config.tie_word_embeddings else 2) * self.head().bytes
+
+    @property
     def model_bytes(self) -> float:
-        """All weights: layers, head, and the embedding, which is divided like it."""
-        return self.config.num_layers * self.layer_bytes + 2 * self.head().bytes
+        """All weights: layers, head and embedding."""
+        return self.config.num_layers * self.layer_bytes + self.table_bytes
 
     def cache_bytes(self, rows: float, positions: float) -> float:
         """Keys and values of one layer."""

@@ -212,7 +212,7 @@ def training_program(config: Config, machine: Machine, step: TrainingStep) -> Ne
     made.build.layer = None
     backward_pass(made, order[::-1])
     made.update()
-    parameters = made.layers * made.share.layer_bytes / BF16 + 2 * made.share.head().bytes / BF16
+    parameters = (made.layers * made.share.layer_bytes + made.share.table_bytes) / BF16
     saved = made.halves * BF16 * step.tokens * config.hidden_size / made.share.ranks
     resident = STATE_BYTES * parameters / machine.mesh.size("fsdp") + saved
     shifts = f"prefetch {step.prefetch_distance / 2:g}, delay {step.scatter_delay / 2:g}"
