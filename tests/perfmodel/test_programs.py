@@ -86,6 +86,19 @@ def test_a_decoding_step_reads_each_weight_once_and_domino_twice_where_sbuf_is_s
     assert len([op for op in found["domino"].ops if op.engine == "cc"]) == 2 * 4 + 1
 
 
+@pytest.mark.parametrize("positions", [1024, 1023])
+def test_domino_computes_a_prompt_s_scores_once_and_loads_the_keys_of_the_first_half(positions: int):
+    """One row: the second micro-batch's queries see all positions up to their own."""
+    machine, work, share = inferentia(8), Work("prefill", 1, positions), Share(LLAMA_8B, 8)
+    sync, domino = (inference_program(LLAMA_8B, machine, work, name, layers=1) for name in ("sync", "domino"))
+    rel = 1e-9 if positions % 2 == 0 else 0.01  # odd halves do not fill whole tiles
+    for name in ("scores", "values", "softmax"):
+        taken = [sum(op.cycles for op in program.ops if op.name == name) for program in (sync, domino)]
+        assert taken[1] == pytest.approx(taken[0], rel=rel)
+    moved = [sum(op.bytes for op in program.ops if op.name == "load keys and values") for program in (sync, domino)]
+    assert moved == [0, pytest.approx(share.cache_bytes(1, positions))]
+
+
 def test_a_ring_s_hops_carry_what_its_collectives_would():
     program = inference_program(LLAMA_8B, inferentia(8), Work("prefill", 2, 1024), "ring", layers=1)
     hops = [op.collective for op in program.ops if op.name == "hop"]

@@ -17,6 +17,7 @@ brought needs no start.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 from typing import Literal
 
@@ -73,7 +74,12 @@ class Work:
 
 @dataclass(frozen=True)
 class InferenceBatch:
-    """A micro-batch: sequences, queries of each, and keys that they see."""
+    """A micro-batch: sequences, queries of each, and keys that they see.
+
+    Attributes:
+        keys: those of the queries are the last of them.
+        causal: whether a query sees none behind its own.
+    """
 
     sequences: int
     queries: int
@@ -83,6 +89,16 @@ class InferenceBatch:
     @property
     def tokens(self) -> int:
         return self.sequences * self.queries
+
+    @property
+    def seen(self) -> float:
+        """Share of all pairs of queries and keys that are scores."""
+        return 1 - self.queries / (2 * self.keys) if self.causal else 1.0
+
+    @property
+    def loads(self) -> bool:
+        """True if keys and values come from the cache; those of the queries alone are there."""
+        return not self.causal or self.keys > self.queries
 
 
 def parts_of(work: Work, count: int) -> list[InferenceBatch]:
@@ -97,11 +113,8 @@ def parts_of(work: Work, count: int) -> list[InferenceBatch]:
         return [InferenceBatch(size, work.positions if prefill else 1, work.positions, prefill) for size in sizes]
     if not prefill or work.positions < count:
         raise ValueError(f"expected at least {count} rows for {count} micro-batches, found {work.rows}")
-    # Later positions see those before them: on average as many keys as queries and a half, and so on.
-    step = work.positions // count
-    return [
-        InferenceBatch(work.rows, step, round(step * (n + 0.5)) * 2 if n == 0 else step * (n + 1), n == 0) for n in range(count)
-    ]
+    ends = [work.positions * n // count for n in range(count + 1)]
+    return [InferenceBatch(work.rows, end - begin, end, True) for begin, end in pairwise(ends)]
 
 
 class LayerBuilder:
@@ -121,7 +134,7 @@ class LayerBuilder:
     def attend(self, part: InferenceBatch, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
         """Attention of a part over keys and values in the cache, which it appends to."""
         build, share = self.build, self.share
-        scores, values, count = share.attention_cycles(part.sequences, part.queries, part.keys, part.causal)
+        scores, values, count = share.attention_cycles(part.sequences, part.queries, part.keys, part.seen)
         turned = build.elements("rotate", part.tokens * (share.heads + share.kv_heads) * share.config.head_dim, needs)
         build.move("append", share.cache_bytes(part.tokens, 1), [turned])
         cached = share.cache_bytes(part.sequences, part.keys)
@@ -130,7 +143,7 @@ class LayerBuilder:
         results = []
         for _ in range(tiles):
             held = {"holds": SBUF, "holds_bytes": cached / tiles}
-            read = [] if part.causal else [build.move("load keys and values", cached / tiles, gate, 0, **held)]
+            read = [build.move("load keys and values", cached / tiles, gate, 0, **held)] if part.loads else []
             psum = {"holds": PSUM, "holds_bytes": min(4 * count / tiles, self.machine.psum_bytes / 4)}
             score = build.add("scores", "tensor", [turned, *read], cycles=scores / tiles, **psum)
             exp = build.add("softmax", "scalar", [score], cycles=element_cycles(count / tiles))

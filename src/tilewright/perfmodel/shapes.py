@@ -56,7 +56,8 @@ class Share:
     def __post_init__(self) -> None:
         parts = {"mixtures of experts": self.config.mixture, "linear attention": self.config.delta}
         if others := [name for name, part in parts.items() if part is not None]:
-            raise ValueError(f"expected layers of softmax attention and an MLP, as they are modelled, found {' and '.join(others)}")
+            found = " and ".join(others)
+            raise ValueError(f"expected layers of softmax attention and an MLP, as they are modelled, found {found}")
         if self.ranks < 1:
             raise ValueError(f"expected at least one tensor-parallel rank, found {self.ranks}")
         if self.ranks > self.config.num_heads:
@@ -132,16 +133,16 @@ class Share:
         """Keys and values of one layer."""
         return 2 * BF16 * rows * positions * self.kv_heads * self.config.head_dim
 
-    def attention_cycles(self, sequences: float, queries: int, keys: int, causal: bool) -> tuple[float, float, float]:
+    def attention_cycles(self, sequences: float, queries: int, keys: int, seen: float) -> tuple[float, float, float]:
         """Tensor cycles of the scores and of their products with values, and how many scores there are.
 
         Args:
             queries: of each sequence; where they are few, the heads that share keys go together.
-            causal: whether only half of the scores are computed.
+            seen: share of the scores that are computed: half of those of a prompt whose positions see what is before them.
         """
-        dim, share = self.config.head_dim, 0.5 if causal else 1.0
+        dim = self.config.head_dim
         group = ceil(self.heads / self.kv_heads)
         rows, times = (queries * group, self.kv_heads) if queries < MOVING else (queries, self.heads)
-        scores = sequences * times * product_cycles(rows, dim, keys) * share
-        values = sequences * times * product_cycles(rows, keys, dim) * share
-        return scores, values, sequences * self.heads * queries * keys * share
+        scores = sequences * times * product_cycles(rows, dim, keys) * seen
+        values = sequences * times * product_cycles(rows, keys, dim) * seen
+        return scores, values, sequences * self.heads * queries * keys * seen

@@ -120,7 +120,7 @@ class TrainingBuilder:
         if half % 2:
             silu = build.add("silu", "scalar", needs, cycles=times * element_cycles(tokens * share.columns))
             return self.elements("gate", times * tokens * share.columns, [silu])
-        scores, values, count = share.attention_cycles(self.step.sequences, self.step.positions, self.step.positions, True)
+        scores, values, count = share.attention_cycles(self.step.sequences, self.step.positions, self.step.positions, 0.5)
         results = []
         for _ in range(4):
             score = build.add("scores", "tensor", needs, cycles=times * scores / 4)
