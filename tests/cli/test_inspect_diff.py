@@ -94,6 +94,13 @@ def test_a_library_of_unknown_version(monkeypatch: pytest.MonkeyPatch):
 def test_what_it_refuses(run: Run, files: tuple[Path, Path], tmp_path: Path):
     other = saved(tmp_path / "other.json", SYNCHRONOUS, "0.0.50", "another program")
     (tmp_path / "list.json").write_text("[]")
+    whole = json.loads(files[0].read_text())
+    (program,) = whole["programs"]
+    for name, programs in (
+        ("number", 3), ("nameless", [program | {"name": 1}]), ("sizes", [program | {"memory": {}}]),
+        ("text", [program | {"hlo": None}]), ("cost", [program | {"cost": 0}]),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps(whole | {"programs": programs}))
     (tmp_path / "folder").mkdir()
     for words, told in (
         ((), "expected two files that --save wrote, or --other or --save; found 0 files"),
@@ -102,6 +109,11 @@ def test_what_it_refuses(run: Run, files: tuple[Path, Path], tmp_path: Path):
         ((*files, "--fail-above", -1), "expected --fail-above from 0, found -1"),
         ((files[0], other), "expected the same programs on both sides"),
         ((files[0], tmp_path / "list.json"), "to be a file that --save wrote"),
+        ((files[0], tmp_path / "number.json"), "with a list of programs that have a name each"),
+        ((files[0], tmp_path / "nameless.json"), "with a list of programs that have a name each"),
+        ((files[0], tmp_path / "sizes.json"), "found no such argument_size_in_bytes, output_size_in_bytes"),
+        ((files[0], tmp_path / "text.json"), "found no such hlo"),
+        ((files[0], tmp_path / "cost.json"), "found no such cost"),
         ((*OPTIONS, "--other", tmp_path / "none"), "expected --other to be a Python interpreter or a folder with a libtpu"),
         ((*OPTIONS, "--other", tmp_path / "folder"), "found no libtpu in"),
     ):

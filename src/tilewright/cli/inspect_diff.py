@@ -163,6 +163,11 @@ def read_saved(file: Path) -> Saved:
         raise ValueError(f"expected {file} to be a file that --save wrote, found no JSON: {error}") from error
     if not isinstance(saved, dict) or not {*VERSIONS, "programs"} <= saved.keys():
         raise ValueError(f"expected {file} to be a file that --save wrote, with {', '.join(VERSIONS)} and programs")
+    programs = saved["programs"]
+    if not isinstance(programs, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) for one in programs
+    ):
+        raise ValueError(f"expected {file} to be a file that --save wrote, with a list of programs that have a name each")
     return saved
 
 

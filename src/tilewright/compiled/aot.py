@@ -195,9 +195,15 @@ def read_record(record: Mapping[str, Any]) -> Compiled:
     Raises:
         ValueError: it is none, or its text is no compiled program.
     """
-    if missing := {"chip", "hlo", "memory", "cost"} - record.keys():
-        raise ValueError(f"expected the record of a compiled program, with chip, hlo, memory and cost; found none of {missing}")
-    return read_compiled(record["chip"], record["hlo"], SimpleNamespace(**record["memory"]), record["cost"])
+    memory = record.get("memory")
+    sizes = memory if isinstance(memory, Mapping) else {}
+    kinds = {"chip": str, "hlo": str, "cost": Mapping, **{f"{name}_size_in_bytes": int for name in MEMORY}}
+    if missing := [name for name, kind in kinds.items() if not isinstance({**record, **sizes}.get(name), kind)]:
+        raise ValueError(
+            "expected the record of a compiled program, with chip and hlo as text, and sizes of memory and cost; found no such "
+            f"{', '.join(missing)}"
+        )
+    return read_compiled(record["chip"], record["hlo"], SimpleNamespace(**sizes), record["cost"])
 
 
 def estimated_cycles(hlo: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
