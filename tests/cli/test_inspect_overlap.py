@@ -8,6 +8,7 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import overlap
+from tilewright.bench.ordering import read_name
 from tilewright.cli import inspect_overlap
 from tilewright.hardware.links import Fabric, ring_of, torus_of
 from tilewright.hardware.tpu import CHIPS
@@ -35,17 +36,17 @@ def model(tmp_path: Path) -> Path:
 
 def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: int) -> overlap.OverlapRun:
     """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
-    chip = CHIPS["v5e"]
+    chip, schedule = CHIPS["v5e"], read_name(name)[0]
     sent, nodes = ScheduledTransfer("all-reduce", phase.batch * 1_000_000), []
     for layer in range(layers):
         if name != overlap.BOUND:
-            role = "sync" if name == "sync" else "start"
+            role = "sync" if schedule == "sync" else "start"
             nodes.append(Node(f"sum{layer}", "all-reduce", "", role, transfer=sent, layer=layer))
         began = len(nodes) - 1
         for operation, estimated in (("product", True), ("kernel", layer != 1)):
             cycles = 5e4 * chip.clock_ghz
             nodes.append(Node(f"{operation}{layer}", "fusion", "", "run", cycles=cycles, estimated=estimated, layer=layer))
-        if name == "ring":
+        if schedule == "ring":
             nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
     return overlap.OverlapRun(setup, phase, name, layers, simulate(ScheduleGraph(tuple(nodes), ()), FABRIC), 1.0)
 
@@ -81,7 +82,7 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     ran = run(*COMMAND, "--model-config", model, "--layers", 3, "--schedule", "sync,ring", "--phase", phases, *options)
     assert ran.status == 0, ran.err
     written = json.loads(files["json"].read_text())
-    assert (written["measured"], written["hop_us"], written["dtype"]) == (False, 1.0, "bfloat16")
+    assert (written["measured"], written["hop_us"], written["dtype"]) == (False, FABRIC.hop_us, "bfloat16")
     assert [(one["schedule"], one["phase"], one["batch_rows"]) for one in written["data"]] == [
         ("sync", "decode", 8), ("ring", "decode", 8), ("sync", "prefill", 64), ("ring", "prefill", 64)
     ]  # fmt: skip
@@ -154,7 +155,8 @@ def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, model: Pa
     "schedules, share, status", [("sync,ring", 0.3, 0), ("sync,ring", 0.2, 1), ("sync", 0.99, 1), ("sync", 1, 0)]
 )
 def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, schedules: str, share: float, status: int):
-    how = ("--model-config", model, "--layers", 3, "--phase", "decode:8x64", "--schedule", schedules)
+    """In each order alike; of sync, only where nothing else is asked for."""
+    how = ("--model-config", model, "--layers", 3, "--phase", "decode:8x64", "--schedule", schedules, "--order", "own,compiler")
     ran = run(*COMMAND, *how, "--fail-above", share)
     assert ran.status == status
     assert ("exposed, more than" in ran.out) == bool(status)
@@ -181,6 +183,11 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, schedules: s
         (("--layers", "2"), "expected from 3 to 32 layers"),
         (("--layers", "33"), "expected from 3 to 32 layers"),
         (("--hop-us", "-1"), "expected the latency of a hop from 0 us, found -1"),
+        (
+            ("--hop-us", "1", "--calibrate", "micro.json"),
+            "expected --hop-us or --calibrate, which fits it, found 1 and micro.json",
+        ),
+        (("--draws", "1"), "expected --draws from 2, found 1"),
         (("--fail-above", "2"), "expected --fail-above from 0 to 1, found 2"),
         (("--schedule", ","), "expected schedule of sync, sequence, ring, domino, column, exact, auto, found none"),
         (("--html", "nowhere/page.html"), "its folder does not exist"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Run
+from perfmodel.test_calibration import TRUE, drawn
 from perfmodel.test_traced import HIDING, runs
 from perfmodel.traces import write_trace
 
@@ -36,6 +37,18 @@ def test_a_trace_beside_its_prediction(run: Run, given: list[object], tmp_path: 
     assert written["ranges"]["predictions"]["run"]["value"] == pytest.approx(1000, rel=1e-4)
 
 
+def test_fitted_constants_keep_the_compiler_s_clock(
+    run: Run, given: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The latency that was fitted is stated; the rate of products that was makes no estimated operation longer."""
+    monkeypatch.setattr("tilewright.cli.calibrate.read_measurements", lambda _: drawn(0.0, 0))
+    ran = run(*given, "--chip", "v5e:2x2", "--calibrate", tmp_path / "micro.json", "--draws", 2, "--json", "-")
+    assert ran.status == 0, ran.err
+    assert ran.json["hop_us"] == pytest.approx(TRUE["hop_us"], rel=1e-3)
+    (compute,) = [op["predicted_us"] for op in ran.json["data"]["operations"] if op["name"] == "c"]
+    assert compute == pytest.approx(250, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -43,6 +56,7 @@ def test_a_trace_beside_its_prediction(run: Run, given: list[object], tmp_path: 
         (("--chip", "v5e:4"), "expected a topology as v5e:AxB, found 'v5e:4'"),
         (("--chip", "v5e:2x2", "--program", "m(8)"), "expected the program m(8) in the trace, found m(7)"),
         (("--chip", "v5e:2x2", "--top", "0"), "expected --top from 1, found 0"),
+        (("--chip", "v5e:2x2", "--draws", "1"), "expected --draws from 2, found 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(run: Run, given: list[object], options: tuple[str, ...], problem: str):

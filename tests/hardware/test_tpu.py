@@ -1,5 +1,7 @@
 """Chips and their roofline."""
 
+from dataclasses import replace
+
 import pytest
 
 from tilewright.hardware.tpu import CHIPS, chip_of
@@ -8,6 +10,8 @@ from tilewright.hardware.tpu import CHIPS, chip_of
 @pytest.mark.parametrize(("kind", "ghz"), [("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75)])
 def test_the_implied_clock_is_a_plausible_one(kind: str, ghz: float):
     assert CHIPS[kind].clock_ghz == pytest.approx(ghz, rel=0.01)
+    fitted = replace(CHIPS[kind], bf16_tflop_per_s=100.0)
+    assert fitted.clock_ghz == CHIPS[kind].clock_ghz, "a fitted rate of products is no other clock"
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute():

@@ -13,7 +13,7 @@ from rich.console import Console
 from tilewright.bench import overlap_here
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled
-from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges
+from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
 from tilewright.cli.common import NUMBERS, WORDS
 from tilewright.cli.outputs import PageFiles, check_known, check_least, progress
 from tilewright.compiled.machine import chip_name
@@ -101,7 +101,7 @@ def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, files
         found["predicted"], drawn = predictions(setups, cases, grid.schedule, step, grid.draws)
         if runs:
             found["measured"] = measurements(small, widths, names, grid.compiler_options, step)
-    about = environment(grid, bool(setups), runs)
+    about = environment(grid, setups, runs)
     ranges = {name: one.record() for name, one in drawn.items()}
     show(console, found)
     for name, one in ranges.items():
@@ -148,10 +148,11 @@ def measurements(
     return found
 
 
-def environment(grid: GridOptions, predicted: bool, ran: bool) -> dict[str, Any]:
+def environment(grid: GridOptions, setups: Sequence[OverlapSetup], ran: bool) -> dict[str, Any]:
     """Settings that the figures depend on."""
-    about: dict[str, Any] = {"model": grid.model_config if predicted else None, "hop_us": grid.hop_us if predicted else None}
-    about |= {"libtpu_version": version("libtpu") if predicted else None}
+    about: dict[str, Any] = {"model": grid.model_config if setups else None}
+    about |= {"hop_us": used_hop_us({setup.chip: setup.fabric for setup in setups}) if setups else None}
+    about |= {"libtpu_version": version("libtpu") if setups else None}
     about |= {"measured_on": chip_name() if ran else None, "measured_platform": jax.devices()[0].platform if ran else None}
     about |= {"compiler_options": grid.compiler_options}
     return {**about, "processes": jax.process_count() if ran else None, "jax_version": jax.__version__}

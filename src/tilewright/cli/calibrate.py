@@ -8,8 +8,9 @@ from typing import Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.hardware.links import HOP_US
+from tilewright.hardware.links import HOP_US, Fabric
 from tilewright.hardware.neuron import instance_of
+from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import chip_of
 from tilewright.perfmodel.calibration import Calibration, calibrate_tpu, read_measurements
 from tilewright.perfmodel.calibration_neuron import calibrate_neuron
@@ -29,13 +30,26 @@ def print_notes(console: Console, records: Iterable[Mapping[str, Any]]) -> None:
         console.print(note, style="yellow", markup=False)
 
 
+def check_draws(draws: int | None) -> None:
+    """Raises a `ValueError` for fewer than 2 draws of a sweep; None stands for as many as a program's size allows."""
+    if draws is not None and draws < 2:
+        raise ValueError(f"expected --draws from 2, found {draws}")
+
+
+def used_hop_us(fabrics: Mapping[str, Fabric]) -> float | dict[str, float]:
+    """Latency of a hop that predictions took, in microseconds; by topology where it is not the same for all."""
+    found = {name: float(fabric.hop_us) for name, fabric in fabrics.items()}
+    return found if len(set(found.values())) > 1 else next(iter(found.values()))
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TpuModelOptions:
     """Options of the model of links and memory of TPUs.
 
     Attributes:
-        hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
+        hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives; not beside
+            "calibrate", which fits it.
         calibrate: JSON of "bench overlap --micro" on several devices, to which constants of links, products and memory are
             fitted.
         draws: of the constants that have a range.
@@ -49,8 +63,12 @@ class TpuModelOptions:
         """Constants for each topology that are fitted to the file; None without one.
 
         Raises:
-            ValueError: another file, or another chip; see `read_measurements` and `chip_of`.
+            ValueError: another file, or another chip (see `read_measurements` and `chip_of`); fewer than 2 draws; or a latency
+                of a hop besides.
         """
+        check_draws(self.draws)
+        if self.calibrate is not None and not isinstance(self.hop_us, Ranged):  # the default has a range, a given one has none
+            raise ValueError(f"expected --hop-us or --calibrate, which fits it, found {self.hop_us:g} and {self.calibrate}")
         chips = {name: chip_of(name) for name in topologies}
         file = None if self.calibrate is None else read_measurements(self.calibrate)
         return {name: None if file is None else calibrate_tpu(file, chip) for name, chip in chips.items()}
@@ -77,8 +95,7 @@ class NeuronModelOptions:
         Raises:
             ValueError: another file, or fewer than 2 draws.
         """
-        if draws is not None and draws < 2:
-            raise ValueError(f"expected --draws from 2, found {draws}")
+        check_draws(draws)
         return (
             None if self.calibrate is None else calibrate_neuron(read_measurements(self.calibrate), instance_of(self.instance))
         )

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges
 from tilewright.cli.outputs import JsonFile, human_console, write_json
-from tilewright.hardware.links import slice_fabric
+from tilewright.hardware.links import Fabric, slice_fabric
 from tilewright.hardware.tpu import KINDS, chip_of
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import FigureTable, print_table
@@ -60,7 +60,7 @@ def inspect_trace(
     if top < 1:
         raise ValueError(f"expected --top from 1, found {top}")
     text = hlo.read_text(encoding="utf-8")
-    timeline, sweep = predicted(text, chip, model)
+    fabric, timeline, sweep = predicted(text, chip, model)
     traced = program_in(read_trace(trace), module_name(text), program)
     check_kind(traced, chip_of(chip).name)
     found = compare(timeline, text, traced)
@@ -69,11 +69,11 @@ def inspect_trace(
     print_notes(console, [record])
     print_ranges(console, f"prediction for {chip}", [sweep.record()])
     console.print(within(found, sweep.range(RUN)))
-    write_json(json_file, {"chip": chip, "hop_us": float(model.hop_us), "data": record, "ranges": sweep.record()})
+    write_json(json_file, {"chip": chip, "hop_us": float(fabric.hop_us), "data": record, "ranges": sweep.record()})
 
 
-def predicted(text: str, chip: str, model: TpuModelOptions) -> tuple[Timeline, Sweep]:
-    """The prediction of a program, and the range of its run; arguments and errors as for `inspect_trace`."""
+def predicted(text: str, chip: str, model: TpuModelOptions) -> tuple[Fabric, Timeline, Sweep]:
+    """The slice, the prediction of a program on it, and the range of its run; arguments and errors as for `inspect_trace`."""
     fitted = model.calibrations([chip])[chip]
     fabric = calibrated(slice_fabric(chip, model.hop_us), fitted)
     timeline = simulate(read_schedule(text, fabric.chip), fabric)
@@ -81,7 +81,7 @@ def predicted(text: str, chip: str, model: TpuModelOptions) -> tuple[Timeline, S
     sweep = swept_timelines(
         {RUN: timeline}, fabric, lambda _, one: 1e6 * one.whole().total_s, fitted, rough, model.draws, "us a run"
     )
-    return timeline, sweep
+    return fabric, timeline, sweep
 
 
 def check_kind(traced: TracedProgram, chip: str) -> None:

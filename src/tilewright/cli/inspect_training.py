@@ -23,7 +23,7 @@ from tilewright.bench.overlap_training import (
     records,
     sweeps,
 )
-from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges
+from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
 from tilewright.cli.common import WORDS, mesh_axes
 from tilewright.cli.inspect_overlap import end_if_exposed
 from tilewright.cli.outputs import TracedFiles, check_share, check_some, progress
@@ -147,7 +147,7 @@ def inspect_training(
     with progress(console, len(cases) * len(plans)) as step:
         for case in cases:
             programs += compiled_programs(case, plans, step)
-    figures, about = records(programs), environment(options)
+    figures, about = records(programs), environment(options, cases)
     ranges = {name: one.record() for name, one in sweeps(programs, options.draws).items()}
     show(console, figures, transfers)
     for name, one in ranges.items():
@@ -163,9 +163,10 @@ def inspect_training(
         check_exposed(console, figures, fail_above)
 
 
-def environment(options: TrainingInspection) -> dict[str, Any]:
+def environment(options: TrainingInspection, cases: Sequence[TrainingCase]) -> dict[str, Any]:
     """Settings that the figures depend on."""
-    about = {"model": options.model_config, "dtype": "bfloat16", "mesh": options.mesh, "hop_us": options.hop_us}
+    hop_us = used_hop_us({case.chip: case.fabric for case in cases})
+    about = {"model": options.model_config, "dtype": "bfloat16", "mesh": options.mesh, "hop_us": hop_us}
     return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 

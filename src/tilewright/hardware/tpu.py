@@ -22,6 +22,7 @@ class TpuChip:
         ici_axes: axes of its torus; two links on each, one either way.
         wrap_multiple: along an axis whose length is a multiple of this the last chip has a link to the first.
         wraps_whole: whether there are such links only where all axes are such multiples (cubes joined by optical switches).
+        clock_ghz: of its cores; by default what the peak implies. A copy with a fitted rate of products keeps it.
     """
 
     name: str
@@ -36,16 +37,16 @@ class TpuChip:
     ici_axes: int
     wrap_multiple: int
     wraps_whole: bool
+    clock_ghz: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.clock_ghz:
+            object.__setattr__(self, "clock_ghz", 1e3 * self.bf16_tflop_per_s / self.flops_per_cycle)
 
     @property
     def flops_per_cycle(self) -> int:
         """Operations of its matrix units in a cycle of the clock: a product and a sum in each place."""
         return 2 * self.matrix_units * self.matrix_dim**2
-
-    @property
-    def clock_ghz(self) -> float:
-        """The clock that its peak implies."""
-        return 1e3 * self.bf16_tflop_per_s / self.flops_per_cycle
 
     @property
     def operations_per_link_byte(self) -> float:
