@@ -1,6 +1,7 @@
 """`tilewright bench overlap`: what it predicts, what it runs here, and what it refuses."""
 
 import json
+from dataclasses import replace
 from html import unescape
 from math import prod
 from pathlib import Path
@@ -14,6 +15,8 @@ from tilewright.bench import overlap, overlap_grid
 from tilewright.cli import bench_overlap_grid
 from tilewright.hardware.links import Fabric, torus_of
 from tilewright.hardware.tpu import CHIPS
+from tilewright.models.experts import Mixture
+from tilewright.models.published_configs import MODELS
 from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.perfmodel.timeline import simulate
 
@@ -114,6 +117,18 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     assert "Throughput (tokens/s), 4,096 tokens in and 512 out" in text
 
 
+@pytest.mark.usefixtures("without_compiler")
+def test_a_device_holds_its_share_of_all_experts():
+    """Qwen3-30B-A3B: 30.5e9 parameters over eight devices. Two have the same of four key/value heads, all have the routers."""
+    mixture = Mixture(experts=128, chosen=8, size=768)
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4}
+    config = replace(MODELS["qwen3-8b"], family="qwen3_moe", mixture=mixture, **sizes)
+    setup = overlap.OverlapSetup("v5e:4x2", "made up", config)
+    found = overlap_grid.device_gb(setup, overlap_grid.GridCase(1024, 512, 4))
+    parameters = (30.53e9 + 48 * 2048 * (2 * 4 * 128 + 7 * 128)) / 8
+    assert found == pytest.approx((2 * parameters + 4 * 1536 * 48 * 2 * 128 * 2) / 1e9, rel=2e-4)
+
+
 @pytest.mark.slow
 def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
     """And as many collectives, of as many bytes, as the schedules have: two sums a layer, and the embedding's."""
@@ -183,6 +198,7 @@ def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, tmp_path:
         (("--batch", "0"), "expected batch of at least 1, found 0"),
         (("--schedule", ","), "expected schedule of sync, sequence, ring, domino, column, exact, auto, found none"),
         (("--layers", "2"), "expected from 3 to 32 layers"),
+        (("--draws", "0"), "expected --draws from 2, found 0"),
         (("--chip", "none", "--no-here"), "expected a chip, or several devices here; found neither"),
         (("--chip", "none", "--here", "--tensor-parallel", "16"), "a number that the 8 devices here have, found (16,)"),
         (("--chip", "none", "--here", "--input", "16"), "expected at least 32 input and output tokens"),

@@ -1,6 +1,7 @@
 """`tilewright inspect training`: what it refuses, what it writes, and what it finds with the TPU compiler."""
 
 import json
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from tilewright.cli import inspect_training
 from tilewright.compiled.aot import Compiled
 from tilewright.hardware.links import Fabric, torus_of
 from tilewright.hardware.tpu import CHIPS
+from tilewright.models.decoder import config_from_hf
+from tilewright.models.experts import Mixture
 from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.perfmodel.timeline import simulate
@@ -137,6 +140,14 @@ def test_what_more_layers_need_is_their_state_and_their_streams(run: Run, model:
     assert ours["model_peak_bytes"] - ours["peak_bytes"] == 2 * (16 * (weights // 8 + 2 * 1024) + streams // 8)
 
 
+def test_products_are_those_of_the_experts_that_a_row_meets():
+    """Two of eight experts with 512 columns, and a shared one of 1024, are as much as an MLP of 2048."""
+    case = training.TrainingCase("v5e:4x2", "made up", config_from_hf(CONFIG), {"fsdp": 4, "tp": 2}, 4, 8, 64)
+    mixture = Mixture(experts=8, chosen=2, size=512, shared=1024)
+    routed = replace(case, config=replace(case.config, intermediate_size=9999, mixture=mixture))
+    assert routed.least_compute_s == case.least_compute_s
+
+
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("share, status", [(0.1, 1), (1, 0)])
 def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, share: float, status: int):
@@ -162,6 +173,7 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, share: float
         (("--batch-size", "6"), "expected a batch that fsdp=4"),
         (("--length", "0"), "expected --length from 1, found 0"),
         (("--hop-us", "-1"), "expected the latency of a hop from 0 us, found -1"),
+        (("--draws", "1"), "expected --draws from 2, found 1"),
         (("--fail-above", "2"), "expected --fail-above from 0 to 1, found 2"),
         (("--chip", "v9:4x2"), "expected a TPU of v5e, v5p, v6e, found 'v9:4x2'"),
         (("--html", "nowhere/page.html"), "its folder does not exist"),

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, runs_of
-from tilewright.parallel.sharding import grouping
+from tilewright.models import decoder
+from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouping, shard_entries, shardings
 from tilewright.perfmodel.timeline import Timeline
 from tilewright.perfmodel.timeline_ranges import swept_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
@@ -60,11 +63,12 @@ def head_s(setup: OverlapSetup, rows: int) -> float:
 def device_gb(setup: OverlapSetup, case: GridCase) -> float:
     """Memory of a device that weights and caches in bfloat16 take, in 1e9 bytes; activations are not counted."""
     config, devices = setup.config, setup.devices
-    heads, kv_heads = config.num_heads / devices, config.num_kv_heads / grouping(devices, **divided_sizes(config))[0]
-    layer = config.hidden_size * (2 * (heads + kv_heads) * config.head_dim + 3 * config.intermediate_size / devices)
+    kv, group = grouping(devices, **divided_sizes(config))
+    layers = decoder.declare(config).layers
+    held = shard_entries(layers, shardings(layers, AbstractMesh((kv, group), GROUPED_AXES), GROUPED))
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size / devices
-    row = 2 * config.num_layers * kv_heads * config.head_dim * (case.input_tokens + case.output_tokens)
-    return 2 * (config.num_layers * layer + tables + case.batch * row) / 1e9
+    row = 2 * config.num_layers * config.num_kv_heads / kv * config.head_dim * (case.input_tokens + case.output_tokens)
+    return 2 * (held + tables + case.batch * row) / 1e9
 
 
 def predictions(

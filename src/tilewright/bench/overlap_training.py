@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tilewright.bench.overlap import STEADY, layer_figures, ratio, slice_of_mesh
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
@@ -27,6 +26,7 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import abstract
 from tilewright.parallel.exchanges import NAMES, FullyShardedPlan
+from tilewright.parallel.sharding import shard_entries
 from tilewright.perfmodel.calibration import Calibration, calibrated, calibrated_chip
 from tilewright.perfmodel.schedule import Node, ScheduleGraph, read_schedule
 from tilewright.perfmodel.timeline import (
@@ -126,9 +126,13 @@ class TrainingCase:
 
     @property
     def least_compute_s(self) -> float:
-        """Of a step of the whole model by its products alone, those of the second forward pass too, at the chip's peak rate."""
+        """Of a step of the whole model by its products alone, those of the second forward pass too, at the chip's peak rate.
+
+        Of experts those that a row meets count.
+        """
         c = self.config
-        weights = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.intermediate_size)
+        columns = c.mlp_columns + (0 if c.mixture is None else c.mixture.shared)
+        weights = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * columns)
         scores = 2 * c.num_heads * c.head_dim * self.length  # of all positions, as the plain attention computes them
         flops = 8 * c.num_layers * (weights + scores) + 6 * c.hidden_size * c.vocab_size
         return self.batch * self.length * flops / (prod(self.axes.values()) * 1e12 * self.spec.bf16_tflop_per_s)
@@ -364,12 +368,9 @@ def kept_bytes(program: TrainingProgram) -> int:
     """
     case = program.case
     setup = case.setup(program.plan)
-    shapes = jax.tree.leaves(decoder.declare(setup.config).layers[0])
-    specs = jax.tree.leaves(setup.specs.layers[0], is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    local = [NamedSharding(setup.mesh, spec).shard_shape(of.shape) for of, spec in zip(shapes, specs, strict=True)]
     stream = case.batch * case.length * case.config.hidden_size * jnp.dtype(program.plan.dtype).itemsize
     streams = 1 if program.name == ANNOTATED else len(NAMES)
-    shards = sum(map(prod, local))
+    shards = shard_entries(decoder.declare(setup.config).layers[0], setup.shardings.layers[0])
     whole = 0 if gathers_again(program) else shards * case.axes.get("fsdp", 1) * jnp.dtype(program.plan.dtype).itemsize
     return 16 * shards + whole + streams * stream // prod(case.axes.values())
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 Tree = TypeVar("Tree")
 
@@ -135,13 +135,19 @@ def grouping(size: int, *, heads: int, kv_heads: int, **others: int) -> tuple[in
     return kv, size // kv
 
 
-def shardings(specs: Tree, mesh: Mesh, rules: Rules) -> Tree:
+def shardings(specs: Tree, mesh: Mesh | AbstractMesh, rules: Rules) -> Tree:
     """The tree with a `NamedSharding` for each declared array: for loading, initialisation, abstract shapes and `jax.jit`.
 
     Raises:
         ValueError: see `partition`.
     """
     return jax.tree.map(lambda spec: NamedSharding(mesh, partition(spec, mesh.shape, rules)), specs)
+
+
+def shard_entries(specs: Tree, shardings: Tree) -> int:
+    """Entries of all declared arrays of a tree that each device holds, under a tree of their shardings."""
+    sizes = jax.tree.map(lambda spec, sharding: prod(sharding.shard_shape(spec.shape)), specs, shardings)
+    return sum(jax.tree.leaves(sizes))
 
 
 def partition(spec: Declared, mesh_sizes: Mapping[str, int], rules: Rules) -> PartitionSpec:
