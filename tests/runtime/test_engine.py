@@ -18,7 +18,6 @@ from runtime.support import Heard, check_empty, drive, expected, samplings, sent
 from tilewright.kernels import native
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import decoder
-from tilewright.runtime.collect import NotFinite
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.options import EngineOptions
@@ -27,7 +26,6 @@ from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, Stopped
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import RunningSequence
-from tilewright.runtime.service import FAULTS
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import DrafterOptions
@@ -327,21 +325,6 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
         assert (bad.end, bad.tokens, bad.updates[-1].error) == ("error", [], "the request could not be computed")
         assert (good.end, good.tokens) == ("length", want)
         assert engine.stats().ended == {"error": number + 1, "length": number + 1}
-    check_empty(engine)
-
-
-def test_failures_that_another_request_caused_are_not_counted(lm: LanguageModel, engines: Callable[..., Engine]):
-    engine, heard = engines(), Heard()
-    ask = GenerateRequest([1, 2], Sampling(20, ignore_eos=True))
-    engine.open()
-    handle = engine.submit(ask, heard)
-    for _ in range(2 * FAULTS):
-        engine.step()
-        assert handle.result is None, "it is not aboard"
-        engine.recover(NotFinite("the logits of another request"))
-    while engine.step():
-        pass
-    assert (heard.end, heard.tokens) == ("length", expected(lm, [ask])[0])
     check_empty(engine)
 
 

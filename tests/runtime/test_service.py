@@ -8,8 +8,10 @@ import pytest
 
 from runtime.support import Heard
 from server.fake import FakeEngine
+from tilewright.runtime.collect import NotFinite
 from tilewright.runtime.request import GenerateRequest, Stopped
 from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.service import FAULTS
 
 LONG = GenerateRequest([1, 2, 3], Sampling(600, ignore_eos=True))
 
@@ -124,6 +126,22 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
     for each in looks:
         each.join(20)
     assert found == [(3, 9)] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "end"), [(NotFinite("the logits of another request"), "length"), (RuntimeError("the device is gone"), "error")]
+)
+def test_failures_that_another_request_caused_are_not_counted(monkeypatch: pytest.MonkeyPatch, error: Exception, end: str):
+    engine, heard = FakeEngine(), Heard()
+    monkeypatch.setattr(engine, "clear", lambda: None)
+    engine.open()
+    engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
+    for _ in range(FAULTS):
+        engine.step()
+        assert not heard.ended
+        engine.recover(error)
+    steps(engine)
+    assert heard.end == end
 
 
 def test_an_engine_that_was_stopped_does_not_begin():

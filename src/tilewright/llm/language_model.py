@@ -216,11 +216,8 @@ class LanguageModel:
         if len(tokens) >= context:
             raise ValueError(f"the prompt has {len(tokens)} tokens; the model's context is {context}")
         if len(tokens) + sampling.max_new_tokens > context:
-            room = context - len(tokens)
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens leaves room for {room} in the model's context of {context}; "
-                f"max_new_tokens is {sampling.max_new_tokens}"
-            )
+            room = f"leaves room for {context - len(tokens)} in the model's context of {context}"
+            raise ValueError(f"a prompt of {len(tokens)} tokens {room}; max_new_tokens is {sampling.max_new_tokens}")
 
     @staticmethod
     def each_sampling(prompts: Sequence[object], sampling: Sampling | Sequence[Sampling] | None) -> list[Sampling]:
