@@ -331,9 +331,7 @@ def lm(
     save_tokenizer(out, bpe)
     result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, run_fingerprint, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
-    if is_first_process():
-        for file in begin.files:  # behind the run, which another model's checkpoint refuses
-            copyfile(file, out / file.name)
+    copy_files(begin.files, out)  # behind the run, which another model's checkpoint refuses
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
 
 
@@ -382,6 +380,13 @@ def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
     if is_first_process():
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(out / "tokenizer.json"))
+
+
+def copy_files(files: Sequence[Path], out: Path) -> None:
+    """Copies files into a model's folder. Of processes, the first one does."""
+    if is_first_process():
+        for file in files:
+            copyfile(file, out / file.name)
 
 
 def kept_tokenizer(out: Path) -> Tokenizer | None:
