@@ -229,7 +229,7 @@ def model_of(name: str, settings: dict[str, Any], others: dict[str, LanguageMode
     alike = next((lm for lm in others.values() if (lm.dtype, lm.weights) == wanted), None)
     if alike is None:
         return tw.load(name, **settings)
-    params, kv_dtype = alike.model.models.target, settings["kv_dtype"]
+    params, kv_dtype = alike.model.models.target, settings.get("kv_dtype", "auto")
     return LanguageModel(alike.target, params, alike.tokenizer, *wanted, prepared=True, kv_dtype=kv_dtype)
 
 

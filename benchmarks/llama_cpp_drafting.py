@@ -50,22 +50,25 @@ PEER_PLAIN, PEER_LOOKUP = "llama.cpp", "llama.cpp, looked up"
 
 
 class Timed(NamedTuple):
-    """A file's prompts, decoded one after the other: seconds after each prompt together, and the tokens of each."""
+    """A file's prompts, decoded one after the other.
+
+    Attributes:
+        seconds: after each prompt, together.
+        tokens: of each response.
+        made: how many of them the seconds went to. llama.cpp has a response's first with its prompt; here the first round gives it.
+    """
 
     seconds: float
     tokens: list[list[int]]
     rounds: int
-
-    @property
-    def made(self) -> int:
-        """Tokens that the seconds went to: a response's first comes with its prompt."""
-        return sum(len(each) - 1 for each in self.tokens)
+    made: int
 
 
 def ours(lm: LanguageModel, speculative: bool, sampling: tw.Sampling, prompts: Sequence[list[int]]) -> Timed:
     made = [lm.generate([prompt], sampling, speculative=speculative) for prompt in prompts]
     rounds = sum(len(each[0].acceptance_lengths) for each in made)
-    return Timed(sum(each.decode_seconds for each in made), [each[0].tokens for each in made], rounds)
+    tokens = [each[0].tokens for each in made]
+    return Timed(sum(each.decode_seconds for each in made), tokens, rounds, sum(map(len, tokens)))
 
 
 class Setting(NamedTuple):
@@ -89,7 +92,7 @@ def theirs(peer: Peer, positions: int, ends: Sequence[int], new: int, setting: S
         seconds += made["decode_s"]
         tokens += made["tokens"]
         rounds += made.get("rounds", len(made["tokens"][0]) - 1) + 1  # the first token comes with the prompt
-    return Timed(seconds, tokens, rounds)
+    return Timed(seconds, tokens, rounds, sum(len(each) - 1 for each in tokens))
 
 
 def fastest(run: Callable[..., Timed], prompts: Sequence[list[int]], settings: Sequence[Setting]) -> Setting:
@@ -222,6 +225,9 @@ def in_turns(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Decodes every file in every way, `repetitions` times."""
     records: list[dict[str, Any]] = []
+    for lm in ways.values():
+        if lm.pacing is not None:
+            lm.pacing.patient = True
     for each in asked:
         peers = {} if llama is None else llama.settings(each.prompts)
         runs = {name: partial(ours, lm, name != BASELINE, sampling, each.prompts) for name, lm in ways.items()}

@@ -189,13 +189,16 @@ def ask_peer(
                 advance()
 
 
-def judge_all(asked: Sequence[Problem], records: Records, console: Console) -> int:
+def judge_all(asked: Sequence[Problem], every: Sequence[Problem], records: Records, console: Console) -> int:
     """Runs each different program once, whoever wrote it; the problems' own solutions, too.
+
+    Args:
+        asked: now; records may have answers to others of `every`.
 
     Returns:
         how many of these pass: what is below all of them is this judge's doing, not a model's.
     """
-    checks = {each.number: each.checks for each in asked}
+    checks = {each.number: each.checks for each in every}
     answers = [
         *((each.number, each.solution) for each in asked),
         *((n, record["text"]) for way in TASKS["mbpp"] for n, record in records.of("mbpp", way).items()),
@@ -387,7 +390,8 @@ def main(
     if template is None:
         raise ValueError(f"expected a model with a chat template, found {model}, which has none")
     keep_programs(True)
-    asked, tried = references(data, template, answers), problems(data, template)[:most_problems]
+    asked, every = references(data, template, answers), problems(data, template)
+    tried = every[:most_problems]
     kept = Records(records, {"model": hashlib.sha256(model.read_bytes()).hexdigest(), "new_tokens": new_tokens})
     run = Run(model, asked, tried, new_tokens, tokenizer, kept, console)
     for way in wanted:
@@ -398,7 +402,7 @@ def main(
             run.ours(way, scored, unanswered)
         elif llama_python is not None:
             run.peer(llama_python, scored, unanswered, decoder_config(model).eos_token_ids)
-    solved = judge_all(tried, kept, console)
+    solved = judge_all(tried, every, kept, console)
     likelihood, mbpp = likelihood_figures(kept), {"solutions_passed": solved, **mbpp_figures(kept)}
     show(console, likelihood, mbpp)
     versions = {"tilewright": tw.__version__, "jax": jax.__version__}

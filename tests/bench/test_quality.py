@@ -107,7 +107,9 @@ def test_answers_beside_one_another(drafted: list[int], changed: list[str], tmp_
     for way, tokens in (("int8", [5, 6, 2]), ("int8+ngram", drafted), ("llama.cpp", [5, 9, 2])):
         records.add("mbpp", way, 11, tokens=tokens, text=f"x = {tokens[1]}", end="eos", **counts)
     asked = [tasks.Problem(11, "", "assert x == 6", "x = 6")]
-    assert quality.judge_all(asked, records, quality.Console(quiet=True)) == 1
+    records.add("mbpp", "int8", 12, tokens=[1], text="y = 2", end="eos", **counts)  # of a run over more problems
+    every = [*asked, tasks.Problem(12, "", "assert y == 1", "y = 1")]
+    assert quality.judge_all(asked, every, records, quality.Console(quiet=True)) == 1
     found = quality.mbpp_figures(records)
     passed = {row["way"]: row["passed"] for row in found["ways"]}
     assert passed == {"int8": 1, "int8+ngram": int(not changed), "llama.cpp": 0}
@@ -217,9 +219,9 @@ def test_drafting_is_compared_by_the_token_within_a_repetition():
     timed, setting = drafting.Timed, drafting.Setting(Path("of/Q4_0.gguf"), True, 2, 3)
     text = [[1, 2, 3, 4, 1, 2, 3, 4, 5]]
     taken = {
-        "none": [timed(0.8, text, 9), timed(1.6, text, 9), timed(0.8, text, 9)],
-        "ngram": [timed(0.4, text, 6), timed(0.4, text, 6), timed(0.2, text, 6)],
-        "llama.cpp": [timed(1.0, [[7] * 11], 4)] * 3,
+        "none": [timed(0.8, text, 9, 8), timed(1.6, text, 9, 8), timed(0.8, text, 9, 8)],
+        "ngram": [timed(0.4, text, 6, 8), timed(0.4, text, 6, 8), timed(0.2, text, 6, 8)],
+        "llama.cpp": [timed(1.0, [[7] * 11], 4, 10)] * 3,
     }
     plain, ngram, other = drafting.figures("some", taken, {"llama.cpp": setting})
     assert (plain["tokens"], plain["tokens_per_s"], plain["tokens_per_round"], plain["identical"]) == (8, 10.0, 1.0, 1)

@@ -342,18 +342,33 @@ def test_servers_without_a_model(models: list[Step], problem: str):
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(streamed(completion_chunks([1], 5)), 4.0), (answered(503, ""), None)])
-def test_how_a_server_counts(steps: list[Step], expected: float | None):
+@pytest.mark.parametrize("around", [0, 30])
+def test_how_a_server_counts(around: int):
+    """What a template puts around a text is no part of it."""
+
+    def counted(body: Any, number: int) -> list[Step]:
+        return streamed(completion_chunks([1], around + len(body["prompt"]) // 4))
+
+    found, bodies = characters_counted(counted)
+    assert found == 4.0
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in bodies] == [(24, 1), (12, 1)]
+
+
+@pytest.mark.parametrize("steps", [answered(503, ""), streamed(completion_chunks([1], 5))])
+def test_a_server_that_does_not_say_how_it_counts(steps: list[Step]):
+    assert characters_counted(always(steps))[0] is None
+
+
+def characters_counted(script: Script) -> tuple[float | None, list[dict[str, Any]]]:
     async def main(server: Scripted) -> float | None:
         connections = Connections(Address.from_url(server.url), {})
         try:
-            return await characters_per_token(connections, Peer("m"), "x" * 20)
+            return await characters_per_token(connections, Peer("m"), "x" * 24)
         finally:
             await connections.close()
 
-    with scripted(always(steps)) as server:
-        assert asyncio.run(main(server)) == expected
-    assert server.bodies[0][1]["max_tokens"] == 1
+    with scripted(script) as server:
+        return asyncio.run(main(server)), [body for _, body in server.bodies]
 
 
 def test_a_connection_that_the_server_has_closed_is_not_used_again():

@@ -85,16 +85,16 @@ def test_a_trace_scaled_to_a_context_with_text(run: Run):
     assert ran.status == 0, ran.err
     figures = json.loads(Path("figures.json").read_text())
     assert (figures["length_scale"], figures["characters_per_token_source"]) == (0.5, "measured")
-    assert figures["characters_per_token"] == pytest.approx(25 / 7)
-    asked, *sent = server.bodies
-    assert len(asked[1]["messages"][0]["content"]) == 25
-    assert asked[1]["max_completion_tokens"] == 1
+    assert figures["characters_per_token"] == pytest.approx(13 / 4), "of all and of half of the text"
+    (_, whole), (_, half), *sent = server.bodies
+    assert [len(each["messages"][0]["content"]) for each in (whole, half)] == [25, 12]
+    assert whole["max_completion_tokens"] == half["max_completion_tokens"] == 1
     lengths = [(len(body["messages"][0]["content"]), body["max_completion_tokens"]) for _, body in sent]
-    assert lengths == [(round(n * 25 / 7), new) for n, new in [(4, 2), (2, 1), (8, 3), (40, 10)]]
+    assert lengths == [(round(n * 13 / 4), new) for n, new in [(4, 2), (2, 1), (8, 3), (40, 10)]]
     assert {route for route, _ in sent} == {"/v1/chat/completions"}
     assert server.most_under_way == figures["peak_concurrency"] == 1
     assert "lengths are the trace's times 0.5" in ran.out
-    assert "3.57 characters a token (measured)" in ran.out
+    assert "3.25 characters a token (measured)" in ran.out
 
 
 def test_characters_may_be_given(run: Run):

@@ -23,10 +23,15 @@ def decode_in_turns(
 ) -> list[DecodingRun]:
     """Decodes `batches` of prompts every way, in turns; the way named `BASELINE` without a drafter. A run for each way.
 
+    Where rounds are chosen, whatever promises to be faster is compiled, however long that takes.
+
     Args:
         sampling: one for all, or one for each prompt of a batch; every way draws with the same seeds.
         on_run: called `repetitions + 1` times for each way; what it gives first is left out, for that includes compilation.
     """
+    for lm in ways.values():
+        if lm.pacing is not None:
+            lm.pacing.patient = True
     asked = [(batch, LanguageModel.each_sampling(batch, sampling)) for batch in batches]
 
     def decoded(name: str, lm: LanguageModel) -> Callable[[], Generation]:
@@ -54,12 +59,7 @@ def compare(
     repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
 ) -> Row:
-    """The figures of decoding with the drafter, beside decoding without it.
-
-    Where rounds are chosen, whatever promises to be faster is compiled, however long that takes.
-    """
-    if lm.pacing is not None:
-        lm.pacing.patient = True
+    """The figures of decoding with the drafter, beside decoding without it; see `decode_in_turns`."""
     plain, drafted = decode_in_turns({BASELINE: lm, "drafter": lm}, batches, sampling, repetitions, on_run)
     return benchmark_row(drafted, plain)
 

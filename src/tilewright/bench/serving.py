@@ -261,11 +261,17 @@ async def first_model(connections: Connections, timeout_s: float) -> str:
 
 
 async def characters_per_token(connections: Connections, peer: Peer, text: str) -> float | None:
-    """Characters of a text for each token that the server counts; None where it does not say. One request."""
-    outcome = Outcome(Planned(0, 0.0, text, 1), 0.0)
-    await ask(connections, peer, outcome, time.perf_counter)
-    counted = outcome.answer.prompt_tokens
-    return len(text) / counted if counted else None
+    """Characters of a text for each token that the server counts; None where it does not say.
+
+    Two requests, with all of the text and with half of it: what a chat's template adds to both is no part of the rate.
+    """
+    counted = list[int]()
+    for part in (text, text[: len(text) // 2]):
+        outcome = Outcome(Planned(0, 0.0, part, 1), 0.0)
+        await ask(connections, peer, outcome, time.perf_counter)
+        counted.append(outcome.answer.prompt_tokens or 0)
+    whole, half = counted
+    return (len(text) - len(text) // 2) / (whole - half) if whole > half > 0 else None
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

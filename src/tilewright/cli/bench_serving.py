@@ -81,12 +81,12 @@ class PeerOptions:
             raise ValueError(f"expected a temperature of 0 or more, found {self.temperature:g}")
         if not 0 < self.timeout < math.inf:
             raise ValueError(f"expected a timeout above 0 s, found {self.timeout:g}")
-        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+        if self.api_key and not re.fullmatch("[!-~]+", self.api_key):
             raise ValueError("expected an API key of visible ASCII characters")
 
     def connections(self) -> Connections:
         headers = {"User-Agent": f"tilewright/{__version__}", "Accept": "text/event-stream, application/json"}
-        if self.api_key is not None:
+        if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         return Connections(Address.from_url(self.url), headers)
 

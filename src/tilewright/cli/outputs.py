@@ -1,6 +1,7 @@
 """Where commands' output goes: consoles, files and progress; and checks of options' ranges that measuring commands share."""
 
 import datetime
+import errno
 import json
 import os
 import shlex
@@ -9,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -53,16 +55,26 @@ def progress_console(console: Console) -> Console | None:
 def whole_file(path: Path) -> Iterator[Path]:
     """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was.
 
-    Of several processes that run a command together, the first one's file is kept.
+    Of a link it becomes what that points to; a device or a pipe is written as it is. Of several processes that run a command
+    together, the first one's file is kept.
     """
     if not is_first_process():
         with TemporaryDirectory() as folder:
             yield Path(folder) / path.name
         return
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    path = path.resolve()
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial
-        os.replace(partial, path)
+        try:
+            os.replace(partial, path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            copyfile(partial, path)  # mounted by itself, into a container say
     finally:
         partial.unlink(missing_ok=True)
 
@@ -96,6 +108,8 @@ def check_output_file(option: str, name: str | None) -> None:
         raise ValueError(f"{option} {name}: its folder does not exist")
     if path.is_dir():
         raise ValueError(f"{option} {name}: expected a file, found a folder")
+    if not os.access(path if path.exists() and not path.is_file() else path.resolve().parent, os.W_OK):
+        raise ValueError(f"{option} {name}: it cannot be written")
 
 
 def check_least(options: object, **least: int) -> None:
