@@ -77,6 +77,8 @@ def test_any_small_graph(seed: int, nodes: int, edges: int, layout: str):
 def test_no_nodes_and_no_edges(layout: str):
     none = NeighborTable.from_edges(np.zeros((2, 0), int), 0, layout=layout)
     assert aggregate(none, jnp.zeros((0, 3))).shape == (0, 3)
+    by_x, by_w = jax.grad(lambda x, w: aggregate(none, x, "sum", w).sum(), (0, 1))(jnp.zeros((0, 3)), jnp.zeros(0))
+    assert (by_x.shape, by_w.shape) == ((0, 3), (0,))
     table = NeighborTable.from_edges([[], []], 2, layout=layout)
     for reduce in REDUCTIONS:
         run = lambda x, w, reduce=reduce: aggregate(table, x, reduce, w).sum()  # noqa: E731

@@ -1,5 +1,6 @@
 """Attention over neighbours and the softmax of edges, for every layout against NumPy in float64 and against differences."""
 
+import inspect
 import re
 from functools import partial
 from typing import Any
@@ -172,3 +173,27 @@ def test_bad_input():
         table.attend(jnp.asarray(x[:8]), jnp.asarray(source[:8]), jnp.asarray(target))
     with pytest.raises(ValueError, match=r"scores of 35 edges, found shape \[34\]"):
         segment_softmax(table, np.zeros(34, np.float32))
+
+
+def test_integers_are_refused():
+    """Weights and gradients would be cut to whole numbers. The tests' type checker keeps them out otherwise."""
+    table = table_of(random_edges(9, NODES, EDGES), "bucketed")
+    given, softmax = [jnp.asarray(each) for each in drawn(7, 2)], inspect.unwrap(segment_softmax)
+    for n, message in enumerate(["features in float32 or bfloat16", "floating-point scores", "floating-point scores"]):
+        whole = [each.astype(jnp.int32) if place == n else each for place, each in enumerate(given)]
+        with pytest.raises(ValueError, match=f"expected {message}, found int32"):
+            inspect.unwrap(NeighborTable.attend)(table, *whole)
+    with pytest.raises(ValueError, match="expected floating-point scores, found int32"):
+        softmax(table, np.zeros(EDGES, np.int32))
+
+
+@pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])
+@pytest.mark.parametrize("nodes", [0, 3])
+def test_no_nodes_and_no_edges(layout: str, nodes: int):
+    table = NeighborTable.from_edges(np.zeros((2, 0), int), nodes, layout=layout)
+    given = jnp.ones((nodes, 2, 3)), jnp.ones((nodes, 2)), jnp.ones((nodes, 2))
+    np.testing.assert_array_equal(attend(table, *given), np.zeros((nodes, 2, 3)))
+    grads = jax.grad(lambda *given: attend(table, *given).sum(), (0, 1, 2))(*given)
+    assert all(not np.any(each) and each.shape == of.shape for each, of in zip(grads, given, strict=True))
+    assert segment_softmax(table, jnp.ones((0, 2))).shape == (0, 2)
+    assert segment_softmax(table, jnp.ones(0)).shape == (0,)

@@ -274,6 +274,8 @@ def test_wrong_arrays_are_refused():
         table.unpermute(jnp.asarray(features()))
     with pytest.raises(ValueError, match=r"expected features in float32 or bfloat16, found float16"):
         table.aggregate(x.astype(jnp.float16))
+    with pytest.raises(ValueError, match="expected features in float32 or bfloat16, found float16"):
+        table.attend(jnp.ones((len(x), 2, 3), jnp.float16), jnp.ones((len(x), 2)), jnp.ones((len(x), 2)))
     with pytest.raises(ValueError, match="found 'row' with reduce='max'"):
         table.aggregate(x, reduce="max", normalisation="row")
     with pytest.raises(ValueError, match="expected to reduce by one of sum, mean, max, min, found 'prod'"):

@@ -210,7 +210,8 @@ def test_self_loops_are_added_once():
     [
         ([[0, 3], [1, 1]], 3, {}, r"source ids in 0..2, found 3 at edge 1"),
         ([[0, 1], [1, -2]], 3, {}, r"destination ids in 0..2, found -2 at edge 1"),
-        ([[0, -1], [1, 1]], None, {}, r"of at least 0, found -1 at edge 1"),
+        ([[0, 1], [1, -1]], None, {}, r"destination ids in 0..2147483646, found -1 at edge 1"),
+        ([[0, 2**31 - 1], [1, 1]], None, {}, r"source ids in 0..2147483646, found 2147483647 at edge 1"),
         ([[0], [0]], 0, {}, r"there are no nodes, found 0 at edge 0"),
         ([[0.5, 1], [1, 1]], 3, {}, r"integer node ids in edge_index, found float64, the first of them 0.5"),
         ([[0, 1], [1]], 3, {}, r"as many sources as destinations, found 2 and 1"),

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from tilewright.graph.aggregate import check_numbers
 from tilewright.graph.gradients import edge_softmax
-from tilewright.graph.table import NeighborTable
+from tilewright.graph.table import NeighborTable, check_scores
 
 
 def attend(
@@ -24,7 +24,7 @@ def attend(
     Args:
         table: the graph. A node attends to itself only where it has an edge to itself (`self_loops=True` when it is built).
         x: float32 or bfloat16 features of the sources.
-        source_score, target_score: the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
+        source_score, target_score: floating-point; the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
         dropout: the probability with which an edge's weight is dropped after the softmax, for each head by itself; the others
             are scaled by `1 / (1 - dropout)`. Which these are depends on the key and on the caller's order of edges alone.
         key: for dropout; without one there is none.
@@ -33,7 +33,7 @@ def attend(
         In the dtype of `x`; a node without neighbours gets zeros.
 
     Raises:
-        ValueError: arrays that are another graph's, or hold a NaN; the first place is named.
+        ValueError: arrays that are another graph's, of another dtype, or hold a NaN; the first place is named.
     """
     features, source, target = (
         check_numbers(value, what)
@@ -51,12 +51,14 @@ def segment_softmax(table: NeighborTable, edge_scores: Float[Array | np.ndarray,
     """The softmax of the edges' scores over the edges that end at the same node, in the caller's order of edges.
 
     Args:
-        edge_scores: `[E]`, or `[E, H]` for several heads.
+        edge_scores: floating-point, `[E]`, or `[E, H]` for several heads.
 
     Raises:
-        ValueError: scores that are another graph's, or hold a NaN.
+        ValueError: scores that are another graph's, of another dtype, or hold a NaN.
     """
     scores = check_numbers(edge_scores, "edge scores")
+    check_scores(scores)
     if scores.ndim not in (1, 2) or scores.shape[0] != table.num_edges:
         raise ValueError(f"expected scores of {table.num_edges} edges, found shape {list(scores.shape)}")
-    return edge_softmax(table.forward, scores.reshape(table.num_edges, -1)).reshape(scores.shape)
+    of_heads = scores[:, None] if scores.ndim == 1 else scores
+    return edge_softmax(table.forward, of_heads).reshape(scores.shape)

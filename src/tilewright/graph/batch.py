@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32
 
 from tilewright.graph.data import GraphData
 from tilewright.graph.rows import Bucket, BucketRows, CsrRows, Rows
@@ -90,11 +90,18 @@ class GraphBatch:
         """The rows' features, from those of all nodes of the data set; zeros in padding."""
         return jnp.where(self.rows[:, None], features[jnp.maximum(self.nodes, 0)], 0)
 
+    @property
+    def loops(self) -> Float[Array, " N"]:
+        """1 for rows without an edge to themselves, otherwise 0; edges of padding are no row's."""
+        before = jnp.pad(jnp.cumsum(self.sources == self.destinations), (1, 0))  # a scatter by destination would be slow
+        own = before[self.offsets[1:]] - before[self.offsets[:-1]]
+        return (own == 0).astype(jnp.float32)
+
     def table(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
         """The neighbours of the rows; both directions are one, as graphs of a `GraphData` are undirected."""
         rows = make_rows(self.offsets, self.sources, self.destinations, capacity.degree, layout)
         n, e = self.nodes.shape[0], self.sources.shape[0]
-        return NeighborTable(rows, rows, None, jnp.ones(n, jnp.float32), None, None, n, n, e, layout_of(layout))
+        return NeighborTable(rows, rows, None, self.loops, None, None, n, n, e, layout_of(layout))
 
     def pool(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
         """The table whose rows are the graphs, and whose neighbours are their nodes."""

@@ -7,6 +7,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
+MOST_NODES = 2**31 - 1
+"""On the device, ids are int32."""
+
+
 @dataclass(frozen=True)
 class Edges:
     """Edges from sources to destinations: what a node hears from.
@@ -24,12 +28,12 @@ class Edges:
     weights: Float[np.ndarray, " E"] | None = None
 
 
-def check_ids(ids: np.ndarray, what: str, bound: int | None) -> None:
+def check_ids(ids: np.ndarray, what: str, bound: int) -> None:
     """Refuses ids that are negative, or at least `bound`."""
-    wrong = np.flatnonzero((ids < 0) | (ids >= bound)) if bound is not None else np.flatnonzero(ids < 0)
+    wrong = np.flatnonzero((ids < 0) | (ids >= bound))
     if wrong.size:
         first = int(wrong[0])
-        wanted = f"in 0..{bound - 1}" if bound else "of at least 0" if bound is None else "none, for there are no nodes"
+        wanted = f"in 0..{bound - 1}" if bound else "none, for there are no nodes"
         raise ValueError(f"expected {what} ids {wanted}, found {int(ids[first])} at edge {first}")
 
 
@@ -69,10 +73,11 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
         raise ValueError(f"expected integer node ids in edge_index, found {ids.dtype}{first}")
     ids = ids.astype(np.int64)
     for what, count in (("num_nodes", num_nodes), ("num_sources", num_sources)):
-        if count is not None and not 0 <= count < 2**31:
+        if count is not None and not 0 <= count <= MOST_NODES:
             raise ValueError(f"expected {what} from 0 to 2^31 - 1, found {count}")
     if num_nodes is None:
-        check_ids(ids.reshape(-1), "node", None)
+        check_ids(ids[0], "source", MOST_NODES)
+        check_ids(ids[1], "destination", MOST_NODES)
         num_nodes = int(ids.max(initial=-1)) + 1
     bound = num_nodes if num_sources is None else num_sources
     if bound < num_nodes:

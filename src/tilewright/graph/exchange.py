@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from tilewright.graph.gradients import attention_backward, kept_edges, neighbour_reduce, plain_attention, plain_reduce
 from tilewright.graph.rows import Rows, take
-from tilewright.graph.table import inverse_root, known_reduction
+from tilewright.graph.table import check_features, check_scores, inverse_root, known_reduction
 from tilewright.kernels.select import Reduce
 from tilewright.parallel import rings
 
@@ -128,8 +128,7 @@ class Shard:
             )
         if x.ndim != 2 or x.shape[0] != self.num_nodes:
             raise ValueError(f"expected features of shape [{self.num_nodes}, F] on each device, found {list(x.shape)}")
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"expected features in float32 or bfloat16, found {x.dtype}")
+        check_features(x)
         if how in ("max", "min"):
             return extreme(self.arrays, x, self.degrees, self.plan, how)
         if normalisation == "symmetric":
@@ -157,6 +156,8 @@ class Shard:
 
         Each device's key must be another.
         """
+        check_features(x)
+        check_scores(source_score, target_score)
         wanted = (self.num_nodes, x.shape[1] if x.ndim == 3 else -1)
         if x.shape[:2] != wanted or source_score.shape != wanted or target_score.shape != wanted:
             raise ValueError(

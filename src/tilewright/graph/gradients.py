@@ -145,7 +145,7 @@ def plain_attention(
     forward: Rows, x: Array, source: Array, target: Array, kept: Array | None, slope: float
 ) -> tuple[Array, Array, Array]:
     """The output, and each node's maximum and sum; see `neighbour_attention`."""
-    flat = x.reshape(x.shape[0], -1)
+    flat = jax.lax.collapse(x, 1)
 
     def score(row: Array, origin: Array) -> Array:
         raw = take(target, row).astype(jnp.float32) + take(source, origin).astype(jnp.float32)
@@ -161,7 +161,7 @@ def plain_attention(
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     else:
         out, largest, total = by_slots()
-    return out.reshape(-1, *x.shape[1:]), largest, total
+    return out.reshape(len(out), *x.shape[1:]), largest, total
 
 
 def neighbour_attention(
@@ -205,7 +205,7 @@ def attention_backward(shape: Any, slope: float, saved: tuple, gradient: Array) 
     forward, backward = shape.unflatten(arrays)
     by_slots = partial(slot_gradients, forward, backward, slope, saved[1:], gradient)
     if isinstance(forward, CsrRows) and kept is None:
-        flat = [one.reshape(one.shape[0], -1) for one in (gradient, out, x)]
+        flat = [jax.lax.collapse(one, 1) for one in (gradient, out, x)]
         scores = source.astype(jnp.float32), target.astype(jnp.float32)
         positions = backward.slots.at[forward.edges].get(mode="fill", fill_value=0)
         lists = (backward.offsets, backward.sources), (forward.offsets, positions)
@@ -240,7 +240,7 @@ def slot_gradients(
     scores = backward.map_slots(by_score, 1, weights, products)
     by_source = backward.reduce_slots(scores, "sum")
     by_target = forward.reduce_slots(forward.from_edges(backward.to_edges(scores)), "sum")
-    flat = gradient.reshape(gradient.shape[0], -1)
+    flat = jax.lax.collapse(gradient, 1)
     return backward.reduce(flat, per_head(dropped(backward, weights, kept)), "sum"), by_source, by_target
 
 

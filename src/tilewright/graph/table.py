@@ -121,8 +121,7 @@ class NeighborTable:
         how = known_reduction(reduce)
         if x.ndim != 2 or x.shape[0] != self.num_sources:
             raise ValueError(f"expected features of shape [{self.num_sources}, F], found {list(x.shape)}")
-        if x.dtype not in (jnp.float32, jnp.bfloat16):
-            raise ValueError(f"expected features in float32 or bfloat16, found {x.dtype}")
+        check_features(x)
         if normalisation is None:
             return neighbour_reduce(self.forward, self.backward, x, weights, how)
         if normalisation not in ("symmetric", "row") or reduce != "sum":
@@ -173,6 +172,8 @@ class NeighborTable:
         key: Array | None = None,
     ) -> Float[Array, "N H D"]:
         """Attention over each node's neighbours, all in table order; see `tilewright.graph.attention.attend`."""
+        check_features(x)
+        check_scores(source_score, target_score)
         heads = x.shape[1] if x.ndim == 3 else -1
         wanted = [(self.num_sources, heads), (self.num_nodes, heads)]
         found = [source_score.shape, target_score.shape]
@@ -219,6 +220,19 @@ class NeighborTable:
 
     def __rich__(self) -> str:
         return self.summary()
+
+
+def check_features(x: Array) -> None:
+    """Refuses features that are neither float32 nor bfloat16, whose dtype results have."""
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"expected features in float32 or bfloat16, found {x.dtype}")
+
+
+def check_scores(*scores: Array) -> None:
+    """Refuses scores that are no floating-point numbers, whose dtype weights or gradients have."""
+    for each in scores:
+        if not jnp.issubdtype(each.dtype, jnp.floating):
+            raise ValueError(f"expected floating-point scores, found {each.dtype}")
 
 
 def known_reduction(reduce: str) -> Reduce:

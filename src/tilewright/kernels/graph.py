@@ -79,7 +79,7 @@ def edge_dot_csr(
     """The product of each edge's row and source, head by head, in float32; `lists` and `otherwise` as in `attend_csr`."""
     if not reduces_lists() or rows.dtype != x.dtype:
         return otherwise()
-    flat = rows.reshape(rows.shape[0], -1), x.reshape(x.shape[0], -1)
+    flat = jax.lax.collapse(rows, 1), jax.lax.collapse(x, 1)
     fused = partial(lists_kernel().edge_dot_csr, heads=x.shape[1])
     return jax.lax.platform_dependent(*flat, *lists, cpu=fused, default=lambda *_: otherwise())
 
