@@ -14,6 +14,7 @@ from reference.diffusion_model_numpy import softmax
 from tilewright.bench.diffusion import (
     DenoisingRun,
     by_step,
+    denoise,
     fitted_table,
     measure,
     rows,
@@ -64,7 +65,7 @@ def run_by_hand() -> DenoisingRun:
         StepReport("response", np.asarray([-1, 4]), np.asarray([[0, 0], [0, 20]])),
     ]
     results = [Denoised([1] * 5, "", "length", 2, [2, 3]), Denoised([1] * 4, "", "stop", 3, [1, 1, 4])]
-    return DenoisingRun(results, [reports], [[10, 20]], 0.5, 1, plain=False)
+    return DenoisingRun(results, [reports], [[10, 20]], 0.5, 1, computed_all=False)
 
 
 def test_figures_of_a_run():
@@ -77,7 +78,7 @@ def test_figures_of_a_run():
     assert figures["salient_share_by_step_and_layer"] == [[1, 1], [0.5, 0.125], [0, 1]]
     assert figures["salient_share_by_step"] == [1, 0.3125, 0.5]
     assert figures["salient_share_by_layer"] == pytest.approx([(1 + 1 + 0.5 + 0.5 + 0) / 5, (1 + 1 + 0 + 0.25 + 1) / 5])
-    assert run_figures(replace(run_by_hand(), plain=True))["salient_share"] == 1
+    assert run_figures(replace(run_by_hand(), computed_all=True))["salient_share"] == 1
 
 
 def test_means_are_over_the_rows_that_took_a_step():
@@ -117,6 +118,25 @@ def test_steps_in_which_all_is_salient_are_dense_ones(model: DiffusionModel):
     assert compare_with_dense(model, PROMPTS, BASE, 2).figures()["compared_positions"] == 0, "dense is dense"
 
 
+@pytest.mark.parametrize(
+    "narrower",
+    [
+        {"suffix_window": 0},
+        {"mode": "sparse", "saliency": Saliency(2.0, full_steps=1, every=8, boundary=False)},
+    ],
+    ids=["a suffix window", "no boundary"],
+)
+def test_dense_passes_beside_steps_look_at_everything(model: DiffusionModel, narrower: dict[str, Any]):
+    found = compare_with_dense(model, PROMPTS[:1], replace(BASE, **narrower), 2).figures()
+    assert found["compared_positions"] == 2 * sum(range(1, 9))
+    assert found["logit_kl_nats"] > 1e-4  # type: ignore[operator]
+
+
+def test_dense_steps_with_a_suffix_window_compute_what_is_visible(model: DiffusionModel):
+    figures = run_figures(denoise(model, PROMPTS[:1], replace(BASE, suffix_window=2), 2, lambda _: None))
+    assert figures["salient_share_by_step"] == pytest.approx([(3 + 8 + 2) / 19] * 8 + [1] * 8)
+
+
 def test_ways_are_measured_in_turns_and_nothing_compiles_meanwhile(model: DiffusionModel):
     ways, told = ways_of(BASE, ("sparse",), (0.5,), (0.05,)), []
     found = measure(model, ways, PROMPTS, batch_size=2, timed=2, compared=0, repetitions=2, on_row=told.append)
@@ -152,4 +172,4 @@ def test_a_replay_has_every_commit_once(model: DiffusionModel):
     assert "".join(texts[place] for place in sorted(texts)) == want.text
     assert [len(step.committed) for step in passage.baseline] == [1] * 16
     assert (told, shown.about["tau"], shown.about["threshold"]) == ([1], 0.99, 0.05)
-    assert plain(request) == BASE
+    assert plain(request) == plain(replace(request, suffix_window=4)) == BASE

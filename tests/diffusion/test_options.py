@@ -118,6 +118,8 @@ def test_a_mode_or_rule_that_is_none_is_said(name: str, value: Any, known: tuple
         ({"tau": -0.1}, "a saliency threshold above 0, up to 2, found -0.1"),
         ({"tau": NAN}, "a saliency threshold above 0, up to 2, found nan"),
         ({"full_steps": 0}, "at least 1 full step, which fills the caches, found 0"),
+        ({"full_steps": 2**31}, "at most 2147483647 full steps, found 2147483648"),
+        ({"every": 2**31}, "whole-sequence steps every 2147483647 steps or less, found 2147483648"),
         ({"every": 0}, "whole-sequence steps every 1 step or more, found 0"),
     ],
 )
@@ -204,19 +206,20 @@ SHAPED = DiffusionTable((1, 4), (16, 64, 96), (6, 40), (4, 8, 48), ())
     st.lists(
         st.tuples(
             st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 4, 5, 8, 10]), st.sampled_from(MODES),
-            st.sampled_from([0.0, 1.0]),
+            st.sampled_from([0.0, 1.0]), st.sampled_from([None, 2]),
         ),
         min_size=1, max_size=4,
     ),
-    st.integers(20, 90), st.booleans(),
+    st.integers(20, 90), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_what_a_table_declares_is_all_that_its_requests_need(drawn: list[Any], context: int, guided: bool):
-    rows = [(length, Denoising(blocks * block, None, block, mode=mode, guidance=guidance if guided else 0.0))
-            for length, blocks, block, mode, guidance in drawn
+def test_what_a_table_declares_is_all_that_its_requests_need(drawn: list[Any], context: int, guided: bool, windows: bool):
+    rows = [(length, Denoising(blocks * block, None, block, mode=mode, guidance=guidance if guided else 0.0,
+                               suffix_window=window if windows else None))
+            for length, blocks, block, mode, guidance, window in drawn
             if blocks * block <= 40 and length + blocks * block <= context]  # fmt: skip
     if not rows:
         return
     modes = sorted({asked.mode for _, asked in rows})
-    declared = set(SHAPED.shapes(context, modes, guided))
+    declared = set(SHAPED.shapes(context, modes, guided, windows))
     for part in (rows, *([row] for row in rows)):
         assert SHAPED.shape(len(part), [length for length, _ in part], [asked for _, asked in part]) in declared

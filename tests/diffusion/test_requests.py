@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from diffusion.denoising import OPTIONS, ask, check_empty, check_same, engine_like, expected, model_of, requests, run
@@ -317,6 +319,37 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(
     check_empty(engine)
 
 
+def test_a_response_that_ends_sooner_when_it_is_computed_anew_is_an_error(
+    engine: DiffusionEngine, flaky: Flaky, steps: Steps, monkeypatch: pytest.MonkeyPatch
+):
+    """Its first block was handed out already."""
+
+    def ending(key: DiffusionKey) -> Any:
+        program = flaky(key)
+        if key.name != "turn" or flaky.calls <= min(flaky.failing):
+            return program
+
+        def run(*given: Any) -> Any:
+            pool, outputs = program(*given)
+            reports = np.array(outputs.reports)
+            reports[:, 0, 2] = True
+            tokens = np.full(outputs.tokens.shape, engine.model.config.mask_token_id, np.int32)
+            return pool, outputs._replace(tokens=jax.device_put(tokens), reports=jax.device_put(reports))
+
+        return run
+
+    steps.count, flaky.failing = 3, {4}
+    monkeypatch.setattr(engine.programs, "get", ending)
+    engine.open()
+    heard = Heard()
+    engine.submit(ask(PROMPT), heard)
+    for _ in range(8):
+        engine.step()
+    assert (heard.end, len(heard.tokens)) == ("error", 4)
+    assert heard.updates[-1].error == "the request could not be computed"
+    check_empty(engine)
+
+
 @pytest.mark.parametrize("asked", [{}, {"mode": "sparse", "temperature": 1.0}], ids=["dense", "sparse, drawn"])
 def test_a_request_whose_logits_are_not_finite_ends_alone(
     model: DiffusionModel, engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
@@ -343,6 +376,10 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     monkeypatch.setattr(programs, "params", broken)
     with pytest.raises(ArithmeticError, match="the model's logits are not finite"):
         model.generate([list(one.prompt) for one in asks], [one.denoising for one in asks])
+    session = model.start([list(asks[1].prompt)], asks[1].denoising)
+    with pytest.raises(ArithmeticError, match="the model's logits are not finite"):
+        session.advance()
+    assert (session.finished, session.advance()) == (True, [])
 
 
 def test_those_aboard_of_a_second_failure_are_given_up_and_the_engine_goes_on(

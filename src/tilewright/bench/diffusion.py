@@ -77,7 +77,7 @@ class DenoisingRun:
         positions: of prompt and response together, of each row of each batch.
         seconds: in the denoising loop.
         dispatches: programs that were run, each with one read by the host at its end.
-        plain: whether every step was dense, without caches.
+        computed_all: whether every step computed every position (`Denoising.computes_all`).
     """
 
     results: list[Denoised]
@@ -85,7 +85,7 @@ class DenoisingRun:
     positions: list[list[int]]
     seconds: float
     dispatches: int
-    plain: bool
+    computed_all: bool
 
     @property
     def steps(self) -> int:
@@ -97,12 +97,12 @@ class DenoisingRun:
         return sum(len(result.tokens) for result in self.results)
 
     def salient(self) -> list[np.ndarray]:
-        """Of each row the share of its positions whose MLP was computed, `[steps, layers]`; all of them in dense steps."""
+        """Of each row the share of its positions whose MLP was computed, `[steps, layers]`."""
         found = []
         for reports, positions in zip(self.reports, self.positions, strict=True):
             for row, size in enumerate(positions):
                 counts = np.asarray([report.salient[row] for report in reports if report.committed[row] >= 0])
-                found.append(np.ones(counts.shape) if self.plain else counts / size)
+                found.append(np.ones(counts.shape) if self.computed_all else counts / size)
         return found
 
 
@@ -114,7 +114,7 @@ def denoise(
     Args:
         on_row: called with the number of rows that are done, after each batch.
     """
-    run = DenoisingRun([], [], [], 0.0, 0, request.mode == "dense")
+    run = DenoisingRun([], [], [], 0.0, 0, request.computes_all)
     for first in range(0, len(prompts), batch_size):
         session = model.start(prompts[first : first + batch_size], request)
         model.programs.warm(model.programs.keys(session.shape))

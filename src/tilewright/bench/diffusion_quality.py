@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.compiled.timing import mean
 from tilewright.diffusion.model import DiffusionModel
-from tilewright.diffusion.options import Denoising
+from tilewright.diffusion.options import FAR, MODES, Denoising
 from tilewright.diffusion.state import SPANS, DiffusionState, Span, plan
 from tilewright.diffusion.steps import Denoiser, block_logits, step_span
 from tilewright.models.decoder import DecoderParams
@@ -55,9 +55,14 @@ def asked_span(denoiser: Denoiser, state: DiffusionState) -> Int[Array, ""]:
 def step_beside_dense(
     denoiser: Denoiser, span: Span, params: DecoderParams, state: DiffusionState
 ) -> tuple[DiffusionState, Beside]:
-    """A step, and how far its logits are from those of a dense pass over the same tokens. DONATES state."""
+    """A step, and how far its logits are from those of a dense pass over the same tokens. DONATES state.
+
+    The dense pass looks at all positions: a suffix window, and a response's window without its boundary, are the step's alone.
+    """
     cached = block_logits(denoiser, span, params, state)
-    dense = block_logits(replace(denoiser, dense=True), "whole", params, state)
+    options, all_positions = state.options, jnp.full_like(state.step, FAR)
+    options = replace(options, mode=jnp.full_like(state.step, MODES.index("dense")), suffix_window=all_positions)
+    dense = block_logits(replace(denoiser, dense=True), "whole", params, replace(state, options=options))
     difference = beside(dense.logits, cached.logits, cached.masked, denoiser.config.mask_token_id)
     return step_span(denoiser, span, params, state)[0], difference
 
@@ -92,11 +97,11 @@ class Quality:
 def compare_with_dense(model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int) -> Quality:
     """Denoises the prompts step by step, each beside a dense pass over the tokens as they stand.
 
-    Dense steps differ from themselves in nothing, and are not run.
+    Steps that compute everything differ from that in nothing, and are not run.
     """
     quality = Quality()
     for first in range(0, len(prompts), batch_size):
-        if request.mode == "dense":
+        if request.computes_all:
             break
         batch = prompts[first : first + batch_size]
         session = model.start(batch, request)

@@ -13,8 +13,8 @@ from tilewright.report.replay import ReplayToken
 
 
 def plain(request: Denoising) -> Denoising:
-    """The dense request to compare with: the same quota, or one token a step where the request has a threshold."""
-    return replace(request, mode="dense", threshold=None)
+    """The request whose steps compute everything: with the same quota, or one token a step where there is a threshold."""
+    return replace(request, mode="dense", threshold=None, suffix_window=None)
 
 
 def steps_of(model: DiffusionModel, prompt: Sequence[int], request: Denoising) -> list[DenoisingStep]:
@@ -39,7 +39,7 @@ def steps_of(model: DiffusionModel, prompt: Sequence[int], request: Denoising) -
             seconds=took * share,
             span=report.span,
             committed=[Placed(place, ReplayToken(before[place], texts[place])) for place in placed],
-            salient=[] if request.mode == "dense" else (report.salient[0] / size).tolist(),
+            salient=[] if request.computes_all else (report.salient[0] / size).tolist(),
         )
         for took, report, placed in found
     ]

@@ -151,7 +151,7 @@ def show(
 
     Interrupting it (Ctrl-C) keeps what was there so far. Returns that, and whether it was interrupted.
     """
-    run, interrupted, most = DenoisingRun([], [], [], 0.0, 0, request.mode == "dense"), False, model.table.batches[-1]
+    run, interrupted, most = DenoisingRun([], [], [], 0.0, 0, request.computes_all), False, model.table.batches[-1]
     live = len(texts) == 1 and console.is_terminal
     with Progress(console=console, transient=True, disable=live or not console.is_terminal) as bar:
         row = bar.add_task("denoising", total=len(texts))
@@ -236,7 +236,7 @@ def status(session: DiffusionSession, run: DenoisingRun, seconds: float) -> str:
         f"{1000 * seconds:.1f} ms a step",
         f"looked at: {last.span}",
     ]
-    if not run.plain:
+    if not run.computed_all:
         parts.append(f"salient {last.salient[0].mean() / size:.0%}")
     return " · ".join(parts)
 

@@ -198,7 +198,11 @@ class DiffusionEngine(Service):
             raise failure
 
     def blocks(self, running: RunningSequence, outputs: DispatchOutputs, row: int, done: bool) -> RequestOutput | None:
-        """Committed part of a sequence's response that was not handed out yet; None where that is nothing."""
+        """Committed part of a sequence's response that was not handed out yet; None where that is nothing.
+
+        Raises:
+            RuntimeError: the sequence was computed anew, and is done before what was handed out already.
+        """
         processor, mask = running.sequence.processor, self.model.config.mask_token_id
         first = len(processor.prompt)
         response = outputs.tokens[row, first : first + denoising_of(running).new_tokens].tolist()
@@ -206,6 +210,8 @@ class DiffusionEngine(Service):
         until = (response.index(mask) if mask in response else len(response)) if done else committed
         new = response[len(processor.tokens) : until]
         if not new:
+            if done:
+                raise RuntimeError(f"computed anew, the response ended before the {len(processor.tokens)} tokens handed out")
             return None
         pieces = processor.add_round(new, 0, 0, self.eos_token_ids)
         tokens = tuple(Token(one.token, one.text, one.drafted) for one in pieces)

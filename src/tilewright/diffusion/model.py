@@ -78,11 +78,11 @@ class DiffusionSession:
         self.finished = False
 
     def advance(self, steps: int = STEPS_PER_DISPATCH) -> list[StepReport]:
-        """Runs up to so many steps on the device, with one read at the end. Returns their reports.
+        """Runs up to so many steps on the device, with one read at the end. Returns their reports, none once all rows are done.
 
         Raises:
             ValueError: less than one step is asked for.
-            ArithmeticError: the model's logits are not finite.
+            ArithmeticError: the model's logits are not finite, which ends the row; the others may go on.
         """
         if steps < 1:
             raise ValueError(f"expected at least 1 step, found {steps}")
@@ -91,11 +91,11 @@ class DiffusionSession:
         rows = len(self.prompts)
         told = np.asarray(packed)[:, :rows]
         ran = told[: int(np.count_nonzero((told[..., 0] != NO_STEP).any(axis=1)))]
-        if (ran[..., 0] == NOT_FINITE).any():
-            raise NotFinite("the model's logits are not finite")
         new = [StepReport(SPANS[int(one[0, 1])], one[:, 0], one[:, 3:]) for one in ran]
         self.reports += new
-        self.finished = self.finished or bool(ran[-1, :, 2].all())
+        self.finished = not new or bool(ran[-1, :, 2].all())
+        if (ran[..., 0] == NOT_FINITE).any():
+            raise NotFinite("the model's logits are not finite")
         return new
 
     def tokens(self) -> list[list[int]]:
@@ -202,9 +202,19 @@ class DiffusionModel:
             found += session.results()
         return found
 
-    def warm(self, modes: Sequence[str] = ("sparse",), guided: bool = False, console: Console | None = None) -> None:
-        """Compiles every program of the table that requests of these modes can use, so that no call compiles any more."""
-        shapes = self.table.shapes(self.context, modes, guided)
+    def warm(
+        self,
+        modes: Sequence[str] = ("sparse",),
+        guided: bool = False,
+        console: Console | None = None,
+        suffix_window: bool = False,
+    ) -> None:
+        """Compiles every program of the table that requests of these modes can use, so that no call compiles any more.
+
+        Args:
+            guided, suffix_window: some requests may have guidance, or a suffix window.
+        """
+        shapes = self.table.shapes(self.context, modes, guided, suffix_window)
         self.programs.warm((key for shape in shapes for key in self.programs.keys(shape)), console)
 
 

@@ -32,6 +32,8 @@ TIME_EPSILON = 1e-3
 """Where Dream's schedule of times ends."""
 FAR = 2**30
 """Behind all positions that there are."""
+MOST_STEPS = 2**31 - 1
+"""Numbers of steps are int32 on the device."""
 ALWAYS = 2.0
 """A threshold of saliency that every position is below."""
 
@@ -62,7 +64,9 @@ class Saliency:
         for good, expected, found in (
             (0 < self.tau <= ALWAYS, f"a saliency threshold above 0, up to {ALWAYS:g}", self.tau),
             (self.full_steps >= 1, "at least 1 full step, which fills the caches", self.full_steps),
+            (self.full_steps <= MOST_STEPS, f"at most {MOST_STEPS} full steps", self.full_steps),
             (self.every >= 1, "whole-sequence steps every 1 step or more", self.every),
+            (self.every <= MOST_STEPS, f"whole-sequence steps every {MOST_STEPS} steps or less", self.every),
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found}")
@@ -141,6 +145,11 @@ class Denoising:
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found}")
+
+    @property
+    def computes_all(self) -> bool:
+        """True if every step computes every position, which takes no caches."""
+        return self.mode == "dense" and self.suffix_window is None
 
     @property
     def block(self) -> int:

@@ -88,23 +88,25 @@ class DiffusionTable:
             return found
 
         longest = max(length + request.new_tokens for length, request in zip(lengths, requests, strict=True))
-        modes = {request.mode for request in requests}
         response = least("responses", self.responses, max(request.new_tokens for request in requests))
         return DiffusionShape(
             batch=least("rows", self.batches, rows),
             positions=least("prompt and response together", self.positions, max(longest, response + 1)),
             response=response,
             block=min(least("blocks", self.blocks, max(request.block for request in requests)), response),
-            dense=modes == {"dense"} and all(request.suffix_window is None for request in requests),
-            narrow="dual" in modes,
+            dense=all(request.computes_all for request in requests),
+            narrow=any(request.mode == "dual" for request in requests),
             guided=any(request.guidance > 0 for request in requests),
         )
 
-    def shapes(self, positions: int, modes: Sequence[str], guided: bool = False) -> Iterator[DiffusionShape]:
+    def shapes(
+        self, positions: int, modes: Sequence[str], guided: bool = False, suffix_window: bool = False
+    ) -> Iterator[DiffusionShape]:
         """All shapes that batches of requests of some of these modes may run in, up to so many positions.
 
         Args:
             guided: some of the requests may be guided.
+            suffix_window: some may have one, so that dense steps, too, need caches.
         """
 
         def needed(sizes: tuple[int, ...], least: int, most: int) -> tuple[int, ...]:
@@ -112,7 +114,8 @@ class DiffusionTable:
             return tuple(size for n, size in enumerate(sizes) if size >= least and (n == 0 or sizes[n - 1] < most))
 
         kinds = {"dense": (True, False), "prefix": (False, False), "dual": (False, True), "sparse": (False, False)}
-        offered = product(dict.fromkeys(kinds[mode] for mode in modes), (False, True) if guided else (False,))
+        asked = [*modes, *(["prefix"] if suffix_window and "dense" in modes else [])]  # whose programs those run in
+        offered = product(dict.fromkeys(kinds[mode] for mode in asked), (False, True) if guided else (False,))
         for batch, response, (kind, guide) in product(self.batches, needed(self.responses, 1, positions - 1), [*offered]):
             for size in needed(self.positions, response + 1, max(positions, response + 1)):
                 for block in needed(self.blocks, 1, response):

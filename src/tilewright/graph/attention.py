@@ -24,7 +24,7 @@ def attend(
     Args:
         table: the graph. A node attends to itself only where it has an edge to itself (`self_loops=True` when it is built).
         x: float32 or bfloat16 features of the sources.
-        source_score, target_score: floating-point; the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
+        source_score, target_score: the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
         dropout: the probability with which an edge's weight is dropped after the softmax, for each head by itself; the others
             are scaled by `1 / (1 - dropout)`. Which these are depends on the key and on the caller's order of edges alone.
         key: for dropout; without one there is none.

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-
 MOST_NODES = 2**31 - 1
 """On the device, ids are int32."""
 

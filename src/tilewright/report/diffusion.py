@@ -65,11 +65,11 @@ def write_diffusion(path: Path, report: Report) -> None:
         kl = charts("KL", "nats", compared, lambda row: row["logit_kl_nats_by_step"])
         same = charts("Most likely token", "same as dense", compared, lambda row: row["argmax_agreement_by_step"], percent=True)
         sections.append(Section("Logits beside dense ones, step by step", [*kl, *same], STEPS, grid=True))
-    caching = [row for row in rows if row["mode"] != "dense"]
+    caching = [row for row in rows if row["mode"] != "dense" or row["salient_share"] != 1]
     if caching:
         steps = charts("By step", "positions", caching, lambda row: row["salient_share_by_step"], percent=True)
         layers = charts("By layer", "positions", caching, lambda row: row["salient_share_by_layer"], "layer", percent=True)
-        text = "The share of a sequence's positions whose MLP is computed: all of them in dense steps."
+        text = "The share of a sequence's positions whose MLP is computed: all of them in dense steps without a suffix window."
         sections.append(Section("Salient positions", [*steps, *layers], text, grid=True))
     parallel = [row for row in rows if row["threshold"] is not None]
     if parallel:
