@@ -74,6 +74,10 @@ def test_a_card_names_the_task(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     (folder / "README.md").unlink()
     run("bench", "diffusion", "--model", folder, "--task", "arithmetic", *SMALL)
     assert asked[1] == asked[0], "the same held-out problems"
+    (folder / "chat_template.jinja").write_text("t9 {{ messages[0]['content'] }} t8")
+    ran = run("bench", "diffusion", "--model", folder, "--task", "arithmetic", "--chat", *SMALL)
+    assert (ran.status, len(asked)) == (2, 2)
+    assert "expected --prompt-file with --chat: problems are asked as they are" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,25 @@ def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatc
     assert len(ran.json["response_tokens"][0]) == 3, "without its masks"
 
 
+def test_an_interruption_within_a_dispatch_comes_after_it(
+    run: Run, folder: Path, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch
+):
+    """The state it gave away is the next one then, and the figures are of the same steps."""
+    advance = DiffusionSession.advance
+
+    def interrupted(self: DiffusionSession, steps: int = 64) -> list[StepReport]:
+        signal.raise_signal(signal.SIGINT)
+        return advance(self, 3)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(DiffusionSession, "advance", interrupted)
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--json", "-")
+    assert (ran.status, signal.getsignal(signal.SIGINT)) == (0, before)
+    assert (ran.json["steps"], ran.json["host_synchronisations"], ran.json["finish_reason"]) == (3, 1, ["interrupted"])
+    assert len(ran.json["response_tokens"][0]) == 3
+    assert ran.json["seconds"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -229,6 +249,8 @@ def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatc
         (["--tau", 0], "expected a saliency threshold above 0, up to 2, found 0"),
         (["--full-steps", 0], "expected at least 1 full step, which fills the caches, found 0"),
         (["--every", 0], "expected whole-sequence steps every 1 step or more, found 0"),
+        (["--tau", 0.9, "--no-boundary"], "expected --mode sparse with --tau, --no-boundary, found dense"),
+        (["--mode", "dual", "--full-steps", 2, "--every", 3], "expected --mode sparse with --full-steps, --every, found dual"),
         (["--mode", "fast"], "fast"),
         (["--guidance", -1], "expected guidance of at least 0, found -1"),
         (["--temperature", -1], "expected a temperature of 0, or from 1e-06 to 1e+06, found -1"),

@@ -91,8 +91,14 @@ class Compared:
         return found
 
     def texts(self, model: str, template: ChatTemplate | None, console: Console) -> tuple[list[str], list[Problem]]:
-        """The prompts, and the problems that they ask, if they do."""
+        """The prompts, and the problems that they ask, if they do.
+
+        Raises:
+            ValueError: there are none, or problems are to be put in a chat, which no model was trained on.
+        """
         if self.arithmetic(model, console):
+            if self.chat:
+                raise ValueError("expected --prompt-file with --chat: problems are asked as they are")
             asked = held_out_problems(self.problems)
             return [problem.prompt for problem in asked], asked
         assert self.prompt_file is not None

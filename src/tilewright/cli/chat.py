@@ -1,23 +1,21 @@
 """`tilewright chat`: a conversation in the terminal, over the engine without HTTP."""
 
 import re
-import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import TextIOWrapper
 from queue import SimpleQueue
-from types import FrameType
 from typing import Any, cast
 
 from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_object, named_model
+from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_object, named_model, stopped_by_interrupt
 from tilewright.cli.generate import SamplingOptions
 from tilewright.cli.outputs import progress_console
 from tilewright.models.chat import ChatTemplate, check_values
@@ -230,21 +228,6 @@ def chosen(result: Result) -> dict[str, Any]:
             for choice, n in counts.items()
         ]
     }
-
-
-@contextmanager
-def stopped_by_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `stop`, and does no more than that; a second one interrupts as ever."""
-
-    def once(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, before)
-        stop()
-
-    before = signal.signal(signal.SIGINT, once)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def chat(

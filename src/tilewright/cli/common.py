@@ -1,12 +1,15 @@
-"""Options that several commands share, which name models and devices and load them; and their prompts."""
+"""Options that several commands share, which name models and devices and load them; their prompts, and what stops them."""
 
 import json
 import re
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from cyclopts import Parameter
@@ -438,3 +441,18 @@ def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str, o
     if not prompts:
         raise ValueError("expected a prompt: as an argument, from --prompt-file, or on standard input")
     return prompts
+
+
+@contextmanager
+def stopped_by_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `stop`, and does no more than that; a second one interrupts as ever."""
+
+    def once(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    before = signal.signal(signal.SIGINT, once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

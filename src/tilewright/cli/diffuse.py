@@ -14,7 +14,7 @@ from rich.progress import Progress
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import DenoisingRun, environment, run_figures
 from tilewright.bench.diffusion_replay import denoising_replay
-from tilewright.cli.common import DeviceOptions, gather_prompts
+from tilewright.cli.common import DeviceOptions, gather_prompts, stopped_by_interrupt
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
 from tilewright.cli.outputs import OutputFiles, progress, progress_console, write_file, write_json
 from tilewright.compiled.ledger import Ledger
@@ -54,9 +54,14 @@ class ResponseOptions:
     ignore_eos: bool = False
 
     def request(self, options: StepOptions) -> Denoising:
-        """Raises a `ValueError` for what is out of its range."""
+        """Raises a `ValueError` for what is out of its range, or says something of sparse steps where there are none."""
         dense = options.request(self.new_tokens, self.seed, self.tau)
         asks = {name: getattr(self, name) for name in ("mode", "threshold", "suffix_window", "ignore_eos")}
+        usual = vars(Saliency())
+        told = [(name.replace("_", "-"), value) for name, value in vars(dense.saliency).items() if value != usual[name]]
+        if self.mode != "sparse" and told:
+            options_of_sparse = ", ".join(f"--no-{name}" if value is False else f"--{name}" for name, value in told)
+            raise ValueError(f"expected --mode sparse with {options_of_sparse}, found {self.mode}")
         return replace(dense, **asks)
 
 
@@ -196,12 +201,19 @@ def print_texts(texts: Sequence[str], run: DenoisingRun, console: Console) -> No
 
 
 def advance(session: DiffusionSession, steps: int, run: DenoisingRun) -> float:
-    """Runs up to so many steps in one dispatch, adds them to the run, and returns the seconds of each."""
-    began = time.perf_counter()
-    ran = session.advance(steps)
-    seconds = time.perf_counter() - began
-    run.seconds += seconds
-    run.dispatches += 1
+    """Runs up to so many steps in one dispatch, adds them to the run, and returns the seconds of each.
+
+    Ctrl-C interrupts after the dispatch: within it, state and figures would be those of different steps.
+    """
+    interrupts: list[bool] = []
+    with stopped_by_interrupt(lambda: interrupts.append(True)):
+        began = time.perf_counter()
+        ran = session.advance(steps)
+        seconds = time.perf_counter() - began
+        run.seconds += seconds
+        run.dispatches += 1
+    if interrupts:
+        raise KeyboardInterrupt
     return seconds / max(len(ran), 1)
 
 

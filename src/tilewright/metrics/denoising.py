@@ -28,7 +28,7 @@ DENOISING = (
         "salient_share",
         "",
         "positions whose MLP was computed over all positions of prompt and response, in the mean over rows, steps "
-        "and layers; 1 in dense steps. Also `_by_layer`, `_by_step`, `_by_step_and_layer`",
+        "and layers; 1 in dense steps without a suffix window. Also `_by_layer`, `_by_step`, `_by_step_and_layer`",
         head="salient",
         form=".0%",
     ),
@@ -61,7 +61,8 @@ DENOISING = (
     Metric(
         "argmax_agreement",
         "",
-        "the share where the step's most likely token is that of a dense pass over the same tokens; also `_by_step`",
+        "the share where the step's most likely token is that of a dense pass over the whole sequence, whatever the suffix "
+        "window; also `_by_step`",
         head="same argmax",
         short="argmax",
         form=".1%",
