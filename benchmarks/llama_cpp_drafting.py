@@ -55,7 +55,8 @@ class Timed(NamedTuple):
     Attributes:
         seconds: after each prompt, together.
         tokens: of each response.
-        made: how many of them the seconds went to. llama.cpp has a response's first with its prompt; here the first round gives it.
+        made: how many of them the seconds went to. llama.cpp has a response's first with its prompt; here the first round
+            gives it.
     """
 
     seconds: float

@@ -293,6 +293,8 @@ CONFIG = random_eagle3(0, PAIR.target_config)[0]
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_scaling type 'ntk' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
         ({"norm_before_fc": True}, "norm_before_fc=True is not supported"),
+        ({"is_neox_style": False}, "is_neox_style=False is not supported"),
+        ({"attention_sink_bias": True}, "attention_sink_bias=True is not supported"),
         ({"eagle_config": {"norm_output": True}}, "eagle_config.norm_output=True is not supported"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False is not supported"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm=True is not supported"),

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from models.test_config import LLAMA31, QWEN3, QWEN25, problems
-from tilewright.models.decoder import config_from_hf, config_to_hf
+from tilewright.kernels.operations import is_batch_invariant
+from tilewright.kernels.select import PLAIN
+from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.experts import ClampedGate, Mixture
 from tilewright.models.layers import LinearScaling, YarnScaling
 from tilewright.models.registry import FAMILIES
@@ -146,3 +148,22 @@ def test_the_text_half_of_a_multimodal_configuration():
     whole = {"model_type": "llava", "text_config": QWEN3, "vision_config": {"hidden_size": 7}, "eos_token_id": [1, 2]}
     assert config_from_hf(whole) == config_from_hf({**QWEN3, "eos_token_id": [1, 2]})
     assert config_from_hf({**whole, "eos_token_id": None}) == config_from_hf(QWEN3)
+
+
+@pytest.mark.parametrize(
+    ("config", "needs_xla"),
+    [
+        (config_from_hf(QWEN3), False),
+        (config_from_hf(QWEN3_30B_A3B), False),
+        (config_from_hf(GPT_OSS_20B), True),
+        (replace(config_from_hf(QWEN3), score_softcap=50.0), True),
+        (replace(config_from_hf(QWEN3), head_dim=72), True),
+    ],
+    ids=["qwen3", "experts", "sinks", "capped scores", "heads of 72"],
+)
+def test_layers_that_xla_computes_on_a_cpu_too(config: DecoderConfig, needs_xla: bool):
+    """Where it does, a row's bits may depend on the number of rows in bfloat16, whatever kernels there are."""
+    assert config.needs_xla == needs_xla
+    kernels = replace(PLAIN, name="cpu avx512")
+    assert is_batch_invariant(kernels, "bfloat16", by_xla=config.needs_xla) != needs_xla
+    assert is_batch_invariant(kernels, "float32", by_xla=config.needs_xla)

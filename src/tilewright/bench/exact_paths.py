@@ -230,7 +230,7 @@ def team_of(lm: LanguageModel, drafters: Iterable[Loaded]) -> Loaded:
     for drafter, params in drafters:
         kinds.setdefault(drafter.name, (drafter, params))
     members, params = zip(*kinds.values(), strict=True)
-    alike = is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.delta is not None)
+    alike = is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.needs_xla)
     return Team(members, TEAM_WIDTHS, not alike), params
 
 

@@ -28,7 +28,7 @@ def cache_folder() -> Path:
     """Folder that keeps compiled kernels: `TILEWRIGHT_CACHE`, or below the user's cache folder."""
     named = os.environ.get("TILEWRIGHT_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "tilewright"
+    return Path(named).absolute() if named else Path(base) / "tilewright"
 
 
 def unwanted() -> bool:

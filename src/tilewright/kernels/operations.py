@@ -372,7 +372,7 @@ def with_gates_apart(ops: Operations) -> Operations:
     return replace(ops, prepare_joined=prepare_joined)
 
 
-def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto", states: bool = False) -> bool:
+def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto", by_xla: bool = False) -> bool:
     """True if the target gives a row the same tokens however many rows run with it (batch-invariant).
 
     The CPU kernels do, bit by bit in every dtype. XLA may sum in another order for another number of rows: in float32 that
@@ -380,6 +380,6 @@ def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto", stat
     keys and values are rounded to 8 bits, the last bit of one may make a step of it, which is as much as bfloat16 rounds.
 
     Args:
-        states: layers have states (`delta_rule`), which XLA computes on a CPU, too.
+        by_xla: XLA computes part of the layers on a CPU, too (`DecoderConfig.needs_xla`).
     """
-    return (ops.name.startswith("cpu ") and not states) or (dtype == "float32" and kv_dtype == "auto")
+    return (ops.name.startswith("cpu ") and not by_xla) or (dtype == "float32" and kv_dtype == "auto")

@@ -43,7 +43,7 @@ def held(lm: LanguageModel) -> str:
     assert isinstance(lm.drafter, Team)
     if lm.drafter.masked:
         return "masked"
-    return "alike" if is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.delta is not None) else "inexact"
+    return "alike" if is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.needs_xla) else "inexact"
 
 
 def cost_rows(team: Team, policy: Policy) -> list[Row]:

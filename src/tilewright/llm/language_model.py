@@ -164,8 +164,8 @@ class LanguageModel:
         drafters, params = zip(*loaded, strict=True)
         # Partial sums of other numbers of rows are added up in other ways.
         exact = self.dtype == "float32" and self.kv_dtype == "auto"
-        states = self.target.delta is not None
-        alike = is_batch_invariant(self.ops, self.dtype, self.kv_dtype, states) if self.placement is None else exact
+        by_xla = self.target.needs_xla
+        alike = is_batch_invariant(self.ops, self.dtype, self.kv_dtype, by_xla) if self.placement is None else exact
         masked = options.block_size != AUTO[1] and not alike
         return Team(drafters, () if fixed else self.table.widths, masked), params
 

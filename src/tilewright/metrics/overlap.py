@@ -19,7 +19,7 @@ LAYER = (
     Metric(
         "compute_cycles",
         "cycles",
-        "of the core's operations, at the clock that the chip's peak implies",
+        "of the core's operations, at the clock that the chip's published peak implies",
         head="compute kcycles",
         short="compute\nkcycles",
         form=",.0f",

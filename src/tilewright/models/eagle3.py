@@ -132,7 +132,8 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
     for name, only in (
         ("hidden_act", "silu"), ("num_hidden_layers", 1), ("attention_bias", False),
         ("mlp_bias", False), ("tie_word_embeddings", False), ("use_sliding_window", False), ("pretraining_tp", 1),
-        ("quantization_config", None),
+        ("quantization_config", None), ("is_neox_style", True), ("rope_is_neox_style", True), ("logit_scale", 1),
+        ("input_embedding_scale", 1), ("attention_value_scale", 1), ("attention_sink_bias", False),
     ):  # fmt: skip
         read.expect(name, only)
     if fields.get("use_sliding_window") is None:

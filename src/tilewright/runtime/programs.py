@@ -286,8 +286,8 @@ def outside_pages(target: Target, layout: Layout, drafter: Drafter | None, dtype
 
 def masked_width(target: Target, dtype: DTypeLike) -> int:
     """Tokens in a block of rounds under masks where nothing else drafts: several where a row's results do not depend on it."""
-    states, name = target.config.delta is not None, jnp.dtype(dtype).name
-    return FORCED if name == "float32" or is_batch_invariant(target.ops, name, states=states) else 1
+    name = jnp.dtype(dtype).name
+    return FORCED if name == "float32" or is_batch_invariant(target.ops, name, by_xla=target.config.needs_xla) else 1
 
 
 def constrained_choice(choices: Sequence[Choice | None]) -> Choice | None:
