@@ -132,6 +132,8 @@ class KeyValuePages(NamedTuple):
         return self.k.shape[2]
 
 
+HEAD_MULTIPLE = 16
+"""Sizes of heads that the CPU kernels take are multiples of this; attention over others is XLA's."""
 UNMAPPED = -1
 """In a table of pages: the row has none there."""
 

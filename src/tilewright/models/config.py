@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 from jax import Array
 from jaxtyping import Int
 
+from tilewright.kernels.operations import HEAD_MULTIPLE
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import Mixture
 from tilewright.models.layers import (
@@ -94,6 +95,11 @@ class Sizes:
     def rope_frequencies(self) -> list[float]:
         rotated = int(self.head_dim * self.partial_rotary_factor)
         return rope_frequencies(rotated, self.rope_theta, self.rope_scaling)
+
+    @property
+    def needs_xla(self) -> bool:
+        """True if XLA computes attention on a CPU, whatever kernels there are: they do not take heads of all sizes."""
+        return self.head_dim % HEAD_MULTIPLE != 0
 
     def rope_tables(self, positions: Int[Array, "B T"]) -> dict[Rotation, Rope]:
         """The rotations of positions, one of each kind that the layers have."""

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.attention.cpu import refuses_heads
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed, softcapped
 from tilewright.models.beginnings import Gated, gated_projection, gelu_gated
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, lengthened, text_half
@@ -84,7 +83,7 @@ class DecoderConfig(Sizes):
     def needs_xla(self) -> bool:
         """True if XLA computes part of the layers on a CPU too: states, capped scores, sinks, and heads of odd sizes."""
         scores = self.score_softcap is not None or FAMILIES[self.family].sinks
-        return self.delta is not None or scores or refuses_heads(self.head_dim) != ""
+        return super().needs_xla or self.delta is not None or scores
 
     @property
     def mlp_columns(self) -> int:

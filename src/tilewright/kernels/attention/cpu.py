@@ -14,9 +14,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int
 
 from tilewright.kernels.native import or_nothing
-
-HEAD_MULTIPLE = 16
-"""Head sizes that the kernels take are multiples of this."""
+from tilewright.kernels.operations import HEAD_MULTIPLE
 
 
 def refuses_heads(head_dim: int) -> str:
