@@ -54,7 +54,7 @@ def demo() -> None:
 
 
 def where() -> str:
-    """What makes `tilewright` known to the shell, where it is not, as after `make demo`."""
+    """Words on the environment to activate first, where the shell does not know `tilewright`, as after `make demo`."""
     activate = Path(sys.prefix, "bin", "activate")
     return "" if which("tilewright") or not activate.exists() else f", after `source {os.path.relpath(activate)}`"
 
