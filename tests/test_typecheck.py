@@ -1,5 +1,6 @@
 """Annotations are checked where they name shapes and where they name none."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -57,6 +58,12 @@ def test_annotations_with_shapes_and_without_are_checked():
     ):  # fmt: skip
         with pytest.raises((jaxtyping.TypeCheckError, BeartypeException)):
             wrong()
+
+
+def test_checks_leave_the_shared_generator_alone():
+    before = random.getstate()
+    assert plain(1, ["a"] * 100) == 1
+    assert random.getstate() == before
 
 
 def test_only_what_names_shapes_goes_the_long_way():

@@ -6,6 +6,7 @@ functions name no shapes: beartype alone checks these, in a small part of the ti
 
 import dataclasses
 import inspect
+import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FunctionType
@@ -13,7 +14,11 @@ from typing import Any, get_args
 
 import jaxtyping
 from beartype import BeartypeConf, beartype
+from beartype._check.code import codemain
 
+# beartype draws which item of a list it checks. From Python's shared generator, a check in an engine's thread would look
+# to hypothesis as if the strategy of another thread had drawn from it.
+codemain.getrandbits = random.Random(0).getrandbits
 # An int where the annotation says float is right by PEP 484's numeric tower, which beartype leaves out unless told.
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
