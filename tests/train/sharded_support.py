@@ -15,6 +15,7 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import ClampedGate, Mixture
+from tilewright.models.layers import LinearScaling
 from tilewright.models.params import ArraySpec
 from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.lm import next_token_loss
@@ -41,6 +42,10 @@ CONFIGS = {
     "gemma2": decoder_config(
         "gemma2", 64, 32, 48, 2, 8, 2, 8, tie_word_embeddings=True, sliding_window=3, sliding_layers=(0,), attention_scale=0.3,
         score_softcap=5.0, logit_softcap=9.0, embedding_scale=3.0,
+    ),
+    "gemma3": decoder_config(
+        "gemma3_text", 64, 32, 48, 3, 8, 2, 8, tie_word_embeddings=True, rope_theta=5e4, rope_scaling=LinearScaling(4.0),
+        sliding_window=3, sliding_layers=(0, 2), local_rope_theta=1e4, attention_scale=0.3, embedding_scale=3.0,
     ),
     "gpt_oss": decoder_config(
         "gpt_oss", 64, 32, 24, 2, 8, 2, 8, mixture=Mixture(8, 2, 16, clamped=ClampedGate(1.702, 7.0)), balance=0.5,

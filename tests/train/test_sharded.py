@@ -73,6 +73,7 @@ OTHERS = {
     ),
     "norms behind sums, capped": ("gemma2", (4, 2), FullyShardedPlan(), 1),
     "norms behind sums, capped, in rings, kept": ("gemma2", (2, 4), replace(RINGS, remat=False), 1),
+    "two bases of rotation, norms of heads": ("gemma3", (2, 4), FullyShardedPlan(), 1),
     "biases behind sums, sinks, experts": ("gpt_oss", (2, 4), FullyShardedPlan(), 1),
     "shifts of all layers": ("qwen2", (2, 4), FullyShardedPlan(prefetch_distance=Halves(2, 2), scatter_delay=Halves(2, 2)), 1),
 }

@@ -57,11 +57,8 @@ class ResponseOptions:
         """Raises a `ValueError` for what is out of its range, or says something of sparse steps where there are none."""
         dense = options.request(self.new_tokens, self.seed, self.tau)
         asks = {name: getattr(self, name) for name in ("mode", "threshold", "suffix_window", "ignore_eos")}
-        usual = vars(Saliency())
-        told = [(name.replace("_", "-"), value) for name, value in vars(dense.saliency).items() if value != usual[name]]
-        if self.mode != "sparse" and told:
-            options_of_sparse = ", ".join(f"--no-{name}" if value is False else f"--{name}" for name, value in told)
-            raise ValueError(f"expected --mode sparse with {options_of_sparse}, found {self.mode}")
+        if self.mode != "sparse":
+            options.require_sparse(dense.saliency, self.mode)
         return replace(dense, **asks)
 
 

@@ -17,6 +17,7 @@ from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream, require_windows
 from tilewright.train.loop import Metrics, Task, TrainOptions, TrainResult, gradient_step
+from tilewright.train.muon import muon as make_muon
 
 Batch = tuple[np.ndarray, np.ndarray]
 """Tokens, and which of them are in the loss, `[batch, length]` each."""
@@ -131,17 +132,22 @@ def rate(options: TextOptions, peak: float) -> optax.Schedule:
     return optax.join_schedules([*parts, optax.linear_schedule(peak, 0.0, falling)], [warmup, options.steps - falling])
 
 
-def make_optimizer(options: TextOptions, is_hidden_matrix: Callable[[Any], Any]) -> optax.GradientTransformation:
+def make_optimizer(
+    options: TextOptions, is_hidden_matrix: Callable[[Any], Any], ops: Operations | None = None
+) -> optax.GradientTransformation:
     """AdamW or Muon under a schedule and clipping.
 
-    `is_hidden_matrix(params)` gives the tree of booleans that says which arrays Muon takes and weight decay applies to.
+    Args:
+        is_hidden_matrix: `is_hidden_matrix(params)` gives the tree of booleans that says which arrays Muon takes and weight
+            decay applies to.
+        ops: what Muon's products are taken with; XLA's by default, which the partitioner divides over a mesh.
     """
 
     adamw = optax.adamw(rate(options, options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
     clip = optax.clip_by_global_norm(options.clip)
     if options.optimizer == "adamw":
         return optax.chain(clip, adamw)
-    muon = optax.contrib.muon(rate(options, options.muon_learning_rate), weight_decay=options.weight_decay)
+    muon = make_muon(rate(options, options.muon_learning_rate), options.weight_decay, ops or PLAIN)
 
     def label(params: Any) -> Any:
         def of(hidden: bool, param: Any) -> str:  # those of experts are stacked, and Muon's updates are of single matrices
@@ -249,7 +255,7 @@ def text_task(
         measured: the loss of held-out text, where that leaves something out.
     """
     options, held_out = windows.options, list(map(place, windows.held_out_batches()))
-    optimizer, loss = make_optimizer(options, is_hidden_matrix), in_compute_dtype(options, loss)
+    optimizer, loss = make_optimizer(options, is_hidden_matrix, options.ops), in_compute_dtype(options, loss)
 
     measure, tokens = jax.jit(measured or loss), windows.tokens_per_step
 

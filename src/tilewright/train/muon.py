@@ -1,0 +1,71 @@
+"""Muon for matrices (Jordan et al. 2024), whose products are those of the operations that train.
+
+An update is its momentum with all singular values brought near 1, by five Newton-Schulz steps. These take products of the
+matrix with itself, which for a small batch are as much work as the loss: in bfloat16, as the authors have them, where the
+operations take theirs so. In float32 the updates are those of `optax.contrib.muon`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float
+
+from tilewright.kernels.operations import Operations
+
+BETA = 0.95
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of x, x³ and x⁵ in a Newton-Schulz step on the singular values."""
+
+
+class MuonState(NamedTuple):
+    """What Muon keeps between steps.
+
+    Attributes:
+        count: steps taken, int32.
+        momentum: moving averages of the gradients.
+    """
+
+    count: Array
+    momentum: Any
+
+
+def near_orthogonal(ops: Operations, x: Float[Array, "M N"]) -> Float[Array, "M N"]:
+    """The matrix with its singular values brought near 1, between 0.7 and 1.2 where they were not tiny."""
+    if x.shape[0] > x.shape[1]:
+        return near_orthogonal(ops, x.T).T
+    x, (first, third, fifth) = x / (jnp.linalg.norm(x) + 1e-8), COEFFICIENTS
+    for _ in range(STEPS):
+        square = ops.linear(x, x.T, jnp.float32)
+        x = ops.linear(ops.linear(fifth * square, square, jnp.float32, add=third * square), x, jnp.float32, add=first * x)
+    return x
+
+
+def muon(rate: optax.ScalarOrSchedule, weight_decay: float, ops: Operations) -> optax.GradientTransformation:
+    """Muon with Nesterov's momentum, for matrices alone.
+
+    Args:
+        weight_decay: decoupled.
+        ops: `linear` of these takes the products.
+    """
+
+    def init(params: Any) -> MuonState:
+        return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
+
+    def update(gradients: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        count = state.count + 1
+        momentum = optax.tree.update_moment(gradients, state.momentum, BETA, 1)
+        ahead = optax.tree.bias_correction(momentum, BETA, count + 1)
+        now = optax.tree.bias_correction(gradients, BETA, count)
+
+        def change(ahead: Array, now: Array) -> Array:
+            x = near_orthogonal(ops, BETA * ahead + (1 - BETA) * now)
+            return x * max(1.0, x.shape[1] / x.shape[0]) ** 0.5
+
+        return jax.tree.map(change, ahead, now), MuonState(count, momentum)
+
+    made: Any = optax.GradientTransformation(init, update)
+    return optax.chain(made, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(rate))
