@@ -63,7 +63,7 @@ def train(folder: Path, /, *, steps: int = 240, kinds: Annotated[tuple[str, ...]
     for kind in kinds:
         if (folder / kind / CONFIG).exists():
             continue
-        kept = () if kind == "eagle3" else ("--keep-taps", folder / ("taps-whole" if kind == "dspark" else "taps"))
+        kept = ("--keep-taps", folder / ("taps" if kind in ("dflash", "dflash2") else "taps-whole"))
         out = ("--kind", kind, "--out", folder / kind, "--json", folder / f"{kind}.json")
         tilewright("train", "drafter", text, *out, *ALIKE, *OWN[kind], *kept, "--steps", steps)
 

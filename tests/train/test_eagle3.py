@@ -60,7 +60,7 @@ def random_tokens(seed: int, rows: int = 2, low: int = 1) -> np.ndarray:
 
 @jax.jit
 def compiled_logits(params: Any, tokens: jax.Array) -> jax.Array:
-    teacher = ask_target(TARGET, DRAFTER, PLAIN, kept_target(), jnp.asarray(IDS), tokens)
+    teacher = ask_target(TARGET, DRAFTER, PLAIN, kept_target(), jnp.asarray(IDS), (tokens,))
     return jnp.stack(list(unroll(DRAFTER, PLAIN, params, kept_target().embed, teacher.taps, tokens)))
 
 

@@ -13,10 +13,12 @@ import pytest
 
 from tilewright.kernels.select import PLAIN
 from tilewright.models.dspark import DSparkConfig
+from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.train import taps
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.dspark import DSparkOptions, train_dspark
+from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
 from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.records import Records
@@ -35,11 +37,13 @@ def records(count: int = 9, seed: int = 0) -> Records:
 
 
 MADE, HELD = records(), records(4, seed=1)
-OPTIONS = options(batch_size=2, sequence_length=16, evaluate_every=100)
+OPTIONS = options(batch_size=2, sequence_length=16, evaluate_every=100, matmul_dtype="float32")
 
 
 def rows_in(folder: Path, tapped: tuple[int, ...] = (0, 1), target: str = "this one") -> taps.KeptRows:
-    return taps.kept_rows(MADE, HELD, OPTIONS, folder, TARGET, PLAIN, TARGET_PARAMS, tapped, target)
+    made = taps.batches_with_states(MADE, HELD, OPTIONS, folder, TARGET, TARGET_PARAMS, tapped, target, divided=False)
+    assert isinstance(made, taps.KeptRows)
+    return made
 
 
 def counted(rows: taps.KeptRows) -> tuple[taps.KeptRows, list[int]]:
@@ -92,15 +96,22 @@ LILICORR = LiLiCorrConfig(
     **vars(DRAFTER), candidate_top_k=5, lattice_size=12, lattice_layers=1, lattice_heads=3, mlp_ratio=1.5, vector_size=8,
     vector_eps=1e-4, logit_scale=8.0,
 )  # fmt: skip
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+EAGLE3 = Eagle3Config(
+    **{name: vars(DRAFTER)[name] for name in SIZES}, draft_vocab_size=DRAFTER.vocab_size,
+    target_hidden_size=TARGET.hidden_size, target_layer_ids=(0, 1), block_size=4,
+)  # fmt: skip
 KINDS = {
     "dflash": (train_drafter, DRAFTER, DFlashOptions(anchors=4)),
     "dspark": (train_dspark, DSPARK, DSparkOptions(anchors=4)),
     "lilicorr": (train_lilicorr, LILICORR, LiLiCorrOptions(anchors=4)),
+    "eagle3": (lambda *arguments: train_eagle3(*arguments)[0], EAGLE3, Eagle3Options()),
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "taps_of"), [("dflash", (0, 1)), ("dspark", (0,)), pytest.param("lilicorr", (0, 1), marks=pytest.mark.slow)]
+    ("kind", "taps_of"),
+    [("dflash", (0, 1)), ("dspark", (0,)), ("eagle3", (0,)), pytest.param("lilicorr", (0, 1), marks=pytest.mark.slow)],
 )
 def test_training_on_kept_states_is_training(tmp_path: Path, kind: str, taps_of: tuple[int, ...]):
     """Also where the loss reads what the target's last layer gives, whether or not that is tapped."""

@@ -74,8 +74,6 @@ class DFlashArguments:
         start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another;
             for dflash2 and lilicorr also a DFlash one, as backbone. A lilicorr drafter keeps its block size. By default
             training starts from the target's last layers.
-        keep_taps: dflash: keep the target's states in this folder, in bfloat16, so that they are computed once. For whole
-            records, on one device; a token takes 2 bytes for each number of each tapped layer.
     """
 
     layers: int | None = None
@@ -84,7 +82,6 @@ class DFlashArguments:
     gamma: float | None = None
     dpace: float | None = None
     start: str | None = None
-    keep_taps: Path | None = None
 
     def begin(self, config: DFlashConfig, seed: int, console: Console) -> tuple[DFlashConfig, Any]:
         """The configuration, and the parameters to go on from, float32, if any were named; it reads the last tap as they do."""
@@ -197,9 +194,9 @@ class KindArguments:
     lilicorr: LiLiCorrArguments = field(default_factory=LiLiCorrArguments)
     eagle3: Eagle3Arguments = Eagle3Arguments()
 
-    def options(self, kind: str) -> Any:
+    def options(self, kind: str, keep_taps: Path | None) -> Any:
         """The options of training of one kind, by default its own."""
-        said, of = vars(self.dflash) | vars(getattr(self, kind)), OPTIONS[kind]
+        said, of = vars(self.dflash) | vars(getattr(self, kind)) | {"keep_taps": keep_taps}, OPTIONS[kind]
         return of(**{each.name: said[each.name] for each in fields(of) if said[each.name] is not None})
 
 
@@ -234,16 +231,20 @@ def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DrafterDevices:
-    """Options that say where a drafter is trained, and in what.
+    """Options that say where a drafter is trained, in what, and whether its target's states are kept.
 
     Attributes:
         mesh: devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
         compute_dtype: of what the loss is computed in: bfloat16 for accelerators, where it halves the traffic with memory. The
             drafter and its optimiser stay in float32.
+        keep_taps: keep the target's states in this folder, in bfloat16, so that they are computed once. For whole records, on
+            one device; a token takes 2 bytes for each number of each tapped layer, and of the last one for dspark, lilicorr and
+            eagle3.
     """
 
     mesh: str | None = None
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    keep_taps: Path | None = None
 
 
 def placement_of(mesh: str | None, writing: bool, batch_size: int) -> TrainingPlacement:
@@ -335,7 +336,7 @@ def drafter(
     require_data(data)
     check_out(out)
     refuse_others(kind, vars(of_kinds))
-    options, own = replace(loop.options(), compute_dtype=over.compute_dtype), of_kinds.options(kind)
+    options, own = replace(loop.options(), compute_dtype=over.compute_dtype), of_kinds.options(kind, over.keep_taps)
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)

@@ -33,8 +33,7 @@ from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import TrainingPlacement, partitioned_task
-from tilewright.train.records import batches_of
-from tilewright.train.taps import kept_rows, tapped_layers, target_states
+from tilewright.train.taps import batches_with_states, tapped_layers, target_states
 from tilewright.train.text import Loss, TextOptions
 
 
@@ -455,13 +454,10 @@ def train_blocks(
         run_fingerprint(config, drafter_options, target_params, start),
         frozen_of(config, target_params, stream, start),
     )
-    trained, batches = (init, kind.specs, kind.is_hidden_matrix, placement), batches_of(stream, held_out, options)
-    if drafter_options.keep_taps is not None:
-        if placement.mesh is not None:
-            raise ValueError("expected --keep-taps or --mesh, found both: states are kept on one device")
-        tapped = tapped_layers(target, config.target_layer_ids, kind.whole)
-        args = (stream, held_out, options, drafter_options.keep_taps, target, options.ops, target_params, tapped)
-        batches = kept_rows(*args, same["target"])
+    read = (target, target_params, tapped_layers(target, config.target_layer_ids, kind.whole), same["target"])
+    kept = (drafter_options.keep_taps, *read, placement.mesh is not None)
+    batches = batches_with_states(stream, held_out, options, *kept)
+    trained = (init, kind.specs, kind.is_hidden_matrix, placement)
     task = partitioned_task(kind.title, batches, same, kind.loss, frozen, *trained)
     result = train(task, console, out)
     return replace(result, params=dflash.with_vocab(result.params, frozen.vocab))

@@ -29,11 +29,13 @@ from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import TrainingPlacement, partitioned_task
-from tilewright.train.records import batches_of
+from tilewright.train.taps import batches_with_states, tapped_layers, target_states
 from tilewright.train.text import TextOptions
 
 SEQUENCES = 8
 """Sequences that an accelerator works on at a time: one alone leaves most of it idle."""
+POSITIONS = 1024
+"""About how many positions a CPU works on at a time: it lays out a matrix anew for each product with it."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ class Eagle3Options:
 
     Attributes:
         decay: weight of a draft step's loss against that of the step before; the published value is 0.8.
+        keep_taps: folder for the target's states, which are computed once then (see `taps.KeptRows`).
     """
 
     decay: float = 0.8
+    keep_taps: Path | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -76,12 +80,22 @@ def ask_target(
     ops: Operations,
     target_params: DecoderParams,
     ids: Int[Array, " W"],
-    tokens: Int[Array, "B T"],
+    batch: Sequence[Array],
 ) -> Teacher:
-    """Runs the target over whole sequences."""
-    ran = decoder.forward_full(target, ops, target_params, tokens, config.target_layer_ids)
-    logits = decoder.logits(target, ops, target_params, ran.hidden)
-    return Teacher(ran.taps, jax.nn.softmax(logits[..., ids], axis=-1), jnp.argmax(logits, axis=-1))
+    """Runs the target over whole sequences, or reads what is kept of it.
+
+    Args:
+        batch: as in `taps.target_states`.
+    """
+    states = target_states(target, config.target_layer_ids, ops, target_params, batch, whole=True)
+    logits = decoder.logits(target, ops, target_params, states.stream)
+    return Teacher(states.taps, jax.nn.softmax(logits[..., ids], axis=-1), jnp.argmax(logits, axis=-1))
+
+
+def together(rows: int, length: int) -> int:
+    """How many sequences of a batch are worked on at a time; it divides the batch."""
+    most = POSITIONS // length if jax.default_backend() == "cpu" else SEQUENCES
+    return next(size for size in range(max(1, min(most, rows)), 0, -1) if rows % size == 0)
 
 
 def following(x: Array, n: int) -> Array:
@@ -152,15 +166,16 @@ def drafter_loss(
     ops: Operations,
     params: Eagle3Params,
     frozen: tuple[DecoderParams, Int[Array, " W"]],
-    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    batch: Sequence[Array],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted mean cross-entropy in nats against the target's distribution over the draft vocabulary; the weights' sum.
 
-    Tokens count where the target's own choice is in the draft vocabulary: elsewhere no greedy draft can be accepted. One
-    sequence is worked on at a time, backwards too, so that memory does not grow with the batch; on accelerators several.
+    Tokens count where the target's own choice is in the draft vocabulary: elsewhere no greedy draft can be accepted. A few
+    sequences are worked on at a time, backwards too, so that memory does not grow with the batch.
 
     Args:
         frozen: the target, and the target's ids of the draft ids.
+        batch: as in `taps.target_states`.
     """
     target_params, ids = frozen
 
@@ -176,12 +191,12 @@ def drafter_loss(
             total += jnp.sum(weights)
         return summed, total
 
-    def of_sequence(sequence: tuple[Array, Array]) -> tuple[Array, Array]:
-        tokens, in_loss = (x[None] for x in sequence)
-        return of_chains(params, ask_target(target, config, ops, target_params, ids, tokens), tokens, in_loss)
+    def of_group(group: Sequence[Array]) -> tuple[Array, Array]:
+        return of_chains(params, ask_target(target, config, ops, target_params, ids, group), *group[:2])
 
-    together = None if jax.default_backend() == "cpu" else SEQUENCES
-    summed, total = (jnp.sum(part) for part in jax.lax.map(of_sequence, batch, batch_size=together))
+    size = together(*batch[0].shape)  # every so many rows form a group, so that a batch over a mesh stays divided
+    groups = [x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1) for x in batch]
+    summed, total = (jnp.sum(part) for part in jax.lax.map(of_group, groups))
     return summed / jnp.maximum(total, 1e-6), total
 
 
@@ -191,14 +206,17 @@ def step_agreement(
     ops: Operations,
     params: Eagle3Params,
     frozen: tuple[DecoderParams, Int[Array, " W"]],
-    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    batch: Sequence[Array],
 ) -> tuple[Int[Array, " steps"], Int[Array, " steps"]]:
     """For each step, at how many positions the drafter's first choice is the target's, and of how many.
 
     The chains read the text as it is, not their own proposals: step i tells how good a draft is after i that were right.
+
+    Args:
+        batch: as in `taps.target_states`.
     """
-    (target_params, ids), (tokens, in_loss) = frozen, batch
-    teacher = ask_target(target, config, ops, target_params, ids, tokens)
+    (target_params, ids), (tokens, in_loss) = frozen, batch[:2]
+    teacher = ask_target(target, config, ops, target_params, ids, batch)
     counted = step_counts(tokens, in_loss, config.block_size - 1, end_token(target))
     chains = unroll(config, ops, params, target_params.embed, teacher.taps, tokens)
     choices = [ids[jnp.argmax(logits, axis=-1)] == following(teacher.best, i + 1) for i, logits in enumerate(chains)]
@@ -268,8 +286,10 @@ def train_eagle3(
         drawn = initialise(eagle3.declare(config), jax.random.key(options.seed))
         return warm_start(target, config, target_params, ids, drawn)
 
-    same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
-    windows, frozen = batches_of(stream, held_out, options), (target_params, ids)
+    same = {"config": asdict(config), "eagle3": {"decay": eagle3_options.decay}, "target": fingerprint(target_params)}
+    read = (target, target_params, tapped_layers(target, config.target_layer_ids, whole=True), same["target"])
+    kept = (eagle3_options.keep_taps, *read, placement.mesh is not None)
+    windows, frozen = batches_with_states(stream, held_out, options, *kept), (target_params, ids)
     trained = (init, eagle3.declare(config), hidden_matrices, placement)
     result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
     agree = jax.jit(partial(step_agreement, target, config, ops))

@@ -22,8 +22,8 @@ from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.train.data import TokenSource
-from tilewright.train.records import RecordRows, Records
-from tilewright.train.text import TextOptions
+from tilewright.train.records import RecordRows, Records, batches_of
+from tilewright.train.text import Batches, TextOptions
 
 FINGERPRINT_FILE = "taps.json"
 """File that says what kept states are of. It is written before any of them."""
@@ -169,26 +169,32 @@ class KeptRows(RecordRows):
         return tokens, in_loss, kept.of(tokens, chosen, self.run)
 
 
-def kept_rows(
-    source: TokenSource, held_out: TokenSource, options: TextOptions, folder: Path, target: DecoderConfig,
-    ops: Operations, params: DecoderParams, tapped: tuple[int, ...], target_fingerprint: str,
-) -> KeptRows:  # fmt: skip
-    """Batches of whole records with the target's streams after some layers, one after another along the last axis.
+def batches_with_states(
+    source: TokenSource, held_out: TokenSource, options: TextOptions, folder: Path | None, target: DecoderConfig,
+    params: DecoderParams, tapped: tuple[int, ...], target_fingerprint: str, divided: bool,
+) -> Batches:  # fmt: skip
+    """Batches of a text; with a folder those of whole records, with the target's streams after some layers (see `KeptRows`).
 
     Args:
-        folder: for the states.
+        folder: for the states; None where a step computes them.
         tapped: the layers, from 0.
         target_fingerprint: see `checkpoint.fingerprint`.
+        divided: training runs over a mesh.
 
     Raises:
-        ValueError: the text is no records; the folder has other states, or no room for these.
+        ValueError: states are to be kept, and training runs over a mesh; the text is no records; the folder has other states,
+            or no room for these.
     """
+    if folder is None:
+        return batches_of(source, held_out, options)
+    if divided:
+        raise ValueError("expected --keep-taps or --mesh, found both: states are kept on one device")
     if not isinstance(source, Records) or not isinstance(held_out, Records):
         raise ValueError("expected whole records for --keep-taps (--self-instruct makes them), found text in windows")
 
     @jax.jit
     def run(params: DecoderParams, tokens: Array) -> Array:
-        return jnp.concatenate(streams(target, ops, tapped, params, tokens), axis=-1).astype(jnp.bfloat16)
+        return jnp.concatenate(streams(target, options.ops, tapped, params, tokens), axis=-1).astype(jnp.bfloat16)
 
     metadata = {"target": target_fingerprint, "taps": list(tapped)}
     return KeptRows(source, held_out, options, folder, len(tapped) * target.hidden_size, partial(run, params), metadata)
