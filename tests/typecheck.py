@@ -18,7 +18,7 @@ from beartype._check.code import codemain
 
 # beartype draws which item of a list it checks. From Python's shared generator, a check in an engine's thread would look
 # to hypothesis as if the strategy of another thread had drawn from it.
-codemain.getrandbits = random.Random(0).getrandbits
+codemain.getrandbits = random.Random(0).getrandbits  # pyright: ignore[reportPrivateImportUsage]
 # An int where the annotation says float is right by PEP 484's numeric tower, which beartype leaves out unless told.
 check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 

@@ -88,6 +88,7 @@ def ask_target(
         batch: as in `taps.target_states`.
     """
     states = target_states(target, config.target_layer_ids, ops, target_params, batch, whole=True)
+    assert states.stream is not None
     logits = decoder.logits(target, ops, target_params, states.stream)
     return Teacher(states.taps, jax.nn.softmax(logits[..., ids], axis=-1), jnp.argmax(logits, axis=-1))
 

@@ -25,11 +25,11 @@ class MuonState(NamedTuple):
     """What Muon keeps between steps.
 
     Attributes:
-        count: steps taken, int32.
+        steps: how many were taken, int32.
         momentum: moving averages of the gradients.
     """
 
-    count: Array
+    steps: Array
     momentum: Any
 
 
@@ -55,17 +55,17 @@ def muon(rate: optax.ScalarOrSchedule, weight_decay: float, ops: Operations) -> 
     def init(params: Any) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
-    def update(gradients: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
-        count = state.count + 1
-        momentum = optax.tree.update_moment(gradients, state.momentum, BETA, 1)
-        ahead = optax.tree.bias_correction(momentum, BETA, count + 1)
-        now = optax.tree.bias_correction(gradients, BETA, count)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+        steps = state.steps + 1
+        momentum = optax.tree.update_moment(updates, state.momentum, BETA, 1)
+        ahead = optax.tree.bias_correction(momentum, BETA, steps + 1)
+        now = optax.tree.bias_correction(updates, BETA, steps)
 
         def change(ahead: Array, now: Array) -> Array:
             x = near_orthogonal(ops, BETA * ahead + (1 - BETA) * now)
             return x * max(1.0, x.shape[1] / x.shape[0]) ** 0.5
 
-        return jax.tree.map(change, ahead, now), MuonState(count, momentum)
+        return jax.tree.map(change, ahead, now), MuonState(steps, momentum)
 
-    made: Any = optax.GradientTransformation(init, update)
+    made = optax.GradientTransformation(init, update)
     return optax.chain(made, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(rate))
