@@ -28,6 +28,7 @@ from tilewright.train.eagle3 import (
     hidden_matrices,
     step_agreement,
     step_counts,
+    together,
     train_eagle3,
     unroll,
     warm_start,
@@ -161,6 +162,20 @@ def test_loss_and_agreement_equal_plain_sums(decay: float):
     assert totals.tolist() == counted
     assert sum(agreed) > 0
     assert total < sum(counted), "some of the target's choices lie outside the draft vocabulary"
+
+
+@pytest.mark.parametrize(("positions", "groups"), [(1, 4), (2 * LENGTH, 2), (3 * LENGTH, 2), (100 * LENGTH, 1)])
+def test_how_many_sequences_are_worked_on_at_a_time_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, positions: int, groups: int
+):
+    rng = np.random.default_rng(7)
+    batch = (jnp.asarray(random_tokens(7, rows=4)), jnp.asarray(rng.random((4, LENGTH)) < 0.8))
+    monkeypatch.setattr("tilewright.train.eagle3.POSITIONS", positions)
+    assert 4 // together(4, LENGTH) == groups
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(), PLAIN))(random_params(), frozen(), batch)
+    summed, weights, _, _ = plain_sums(np.asarray(batch[0]), np.asarray(batch[1]), Eagle3Options().decay)
+    np.testing.assert_allclose(float(total), weights, rtol=1e-5)
+    np.testing.assert_allclose(float(loss), summed / weights, rtol=1e-4)
 
 
 def test_a_batch_where_nothing_counts_has_loss_zero():
