@@ -12,6 +12,7 @@ import pytest
 from cli.conftest import Run
 from report.reading import Page, check_self_contained
 from tilewright.cli.bench_speculative import DrafterArguments
+from tilewright.cli.common import TargetOptions
 
 SETS = {"first": ["t1 t2", "t3", "t4 t5 t6", "t9"], "[second]": ["t7 t8"]}
 
@@ -131,3 +132,18 @@ def test_drafters_of_one_name_are_told_apart(run: Run, folders: tuple[Path, Path
     both = [folders[1], tmp_path / "other" / "drafter"]
     ran = run("bench", "speculative", "--model", folders[0], "--drafter", *both, *data, "--json", "-")
     assert [row["drafter"] for row in ran.json["data"]] == ["none", *map(str, both)] * 2
+
+
+def test_a_folder_with_the_name_of_a_packaged_drafter_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    options = TargetOptions(model="smollm2-135m")
+    assert options.drafter_source("dflash2") == "smollm2-dflash2"
+    assert not capsys.readouterr().err
+    (tmp_path / "dflash2").mkdir()
+    assert options.drafter_source("dflash2") == "smollm2-dflash2"
+    told = "dflash2 is the drafter that comes with smollm2-135m; the folder of that name would be ./dflash2"
+    assert told in capsys.readouterr().err
+    assert options.drafter_source("./dflash2") == "./dflash2"
+    assert not capsys.readouterr().err

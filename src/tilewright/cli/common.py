@@ -289,6 +289,8 @@ class TargetOptions(LoadOptions):
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
         if drafter == AUTO:
             return [NGRAM, *packaged.values()]
+        if drafter in packaged and Path(drafter).is_dir():
+            notice(f"{drafter} is the drafter that comes with {self.model}; the folder of that name would be ./{drafter}")
         return packaged.get(drafter, drafter)
 
 
