@@ -93,7 +93,7 @@ def test_a_card_names_the_task(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
         (["--task", "arithmetic", "--threshold", 2], "expected a threshold above 0, up to 1, found 2"),
         (["--task", "arithmetic", "--tau", 3], "expected a saliency threshold above 0, up to 2, found 3"),
         (["--task", "arithmetic", "--tau", 0.9, 0.9], "expected different tau, found 0.9, 0.9"),
-        (["--task", "arithmetic", "--modes", "dual", "--every", 3], "expected --mode sparse with --every, found dual"),
+        (["--task", "arithmetic", "--modes", "dual", "--every", 3], "expected --modes sparse with --every, found dual"),
         (["--task", "arithmetic", "--modes", "dense", "dense"], "expected different modes, found dense, dense"),
         (["--task", "arithmetic", "--modes", "fast"], "fast"),
         (["--task", "arithmetic", "--problems", 0], "expected problems of at least 1, found 0"),

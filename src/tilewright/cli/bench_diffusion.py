@@ -134,7 +134,7 @@ def bench_diffusion(
     compared.check()
     if "sparse" not in compared.modes:
         for tau in compared.tau:
-            options.require_sparse(options.saliency(tau), ", ".join(compared.modes))
+            options.require_sparse(options.saliency(tau), "--modes", ", ".join(compared.modes))
     if compared.new_tokens is not None:
         options.request(compared.new_tokens, compared.seed)
     template = models.asked_template(compared.chat, console)

@@ -58,7 +58,7 @@ class ResponseOptions:
         dense = options.request(self.new_tokens, self.seed, self.tau)
         asks = {name: getattr(self, name) for name in ("mode", "threshold", "suffix_window", "ignore_eos")}
         if self.mode != "sparse":
-            options.require_sparse(dense.saliency, self.mode)
+            options.require_sparse(dense.saliency, "--mode", self.mode)
         return replace(dense, **asks)
 
 

@@ -90,13 +90,13 @@ class StepOptions:
         )  # fmt: skip
 
     @staticmethod
-    def require_sparse(saliency: Saliency, found: str) -> None:
-        """Raises a `ValueError` where something is said of sparse steps; `found` names the steps that there are instead."""
+    def require_sparse(saliency: Saliency, option: str, found: str) -> None:
+        """Raises a `ValueError` where something is said of sparse steps, but `option` asks for those that `found` names."""
         usual = vars(Saliency())
         told = [(name.replace("_", "-"), value) for name, value in vars(saliency).items() if value != usual[name]]
         if told:
             options_of_sparse = ", ".join(f"--no-{name}" if value is False else f"--{name}" for name, value in told)
-            raise ValueError(f"expected --mode sparse with {options_of_sparse}, found {found}")
+            raise ValueError(f"expected {option} sparse with {options_of_sparse}, found {found}")
 
 
 def held_out_problems(count: int) -> list[Problem]:

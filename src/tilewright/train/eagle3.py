@@ -94,7 +94,7 @@ def ask_target(
 
 
 def together(rows: int, length: int) -> int:
-    """How many sequences of a batch are worked on at a time; it divides the batch."""
+    """Number of sequences of a batch that are worked on at a time, a divisor of the batch's rows."""
     most = POSITIONS // length if jax.default_backend() == "cpu" else SEQUENCES
     return next(size for size in range(max(1, min(most, rows)), 0, -1) if rows % size == 0)
 

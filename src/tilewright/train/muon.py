@@ -22,7 +22,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class MuonState(NamedTuple):
-    """What Muon keeps between steps.
+    """State of Muon between steps: its count of them, and its momentum.
 
     Attributes:
         steps: how many were taken, int32.
