@@ -49,6 +49,13 @@ class AcceptanceTrace:
     def length(self) -> int:
         return len(next(iter(self.accepted.values())))
 
+    def looked_up(self, choice: Choice, place: int) -> bool:
+        """True if n-grams draft in the place of the choice's own drafter in a round that begins before this token."""
+        if not choice.drafter.startswith(f"{NGram.name}+"):
+            return False
+        first = next(text for one, text in self.accepted.items() if one.drafter == NGram.name)
+        return first[place] != IDLE
+
 
 @dataclass(frozen=True)
 class Recording:
@@ -102,7 +109,7 @@ def record(
         drafts: dict[Choice, list[np.ndarray]] = {choice: [] for choice in turns}
         while not stream.finished:
             for choice, turn in turns.items():
-                block, count = jax.device_get(stream.apply(turn))
+                block, count = jax.device_get(stream.apply(turn)[:2])
                 drafts[choice].append(block[0, 1 : 1 + int(count[0])])
             stream.advance(1, PLAIN)
         tokens = stream.results()[0].tokens
@@ -157,20 +164,21 @@ def seconds_of(
     place, seconds, rounds, followed = 0, 0.0, dict[Choice, int](), dict[Choice, int]()
     while place < trace.length:
         choice, most = (chooser, STEPS_PER_DISPATCH) if isinstance(chooser, Choice) else chooser.next(STEPS_PER_DISPATCH)[:2]
-        drafted, accepted, cost, began = [], [], costs.rounds[choice], seconds
+        drafted, accepted, looked_up, cost, began = [], [], [], costs.rounds[choice], seconds
         while len(drafted) < most and place < trace.length:
             at = IDLE if choice == PLAIN else trace.accepted[choice][place]
             drafted.append(0 if at == IDLE else choice.width - 1)
             accepted.append(0 if at == IDLE else DIGITS.index(at))
+            looked_up.append(trace.looked_up(choice, place))
             place += accepted[-1] + 1
-            seconds += cost.drafting if at != IDLE or cost.idle is None else cost.idle
+            seconds += cost.drafting if cost.idle is None or not (at == IDLE or looked_up[-1]) else cost.idle
         seconds += costs.dispatch
         rounds[choice] = rounds.get(choice, 0) + len(drafted)
         if isinstance(chooser, Policy):
             counterfactual(trace, followed, min(place, trace.length), chooser)
             was, agreed = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
             taken = None if uneven is None else uneven.timed(seconds - began)
-            chooser.observe(choice, was, agreed, np.ones(was.shape, bool), taken)
+            chooser.observe(choice, was, agreed, np.ones(was.shape, bool), taken, np.asarray(looked_up)[:, None])
     return seconds, rounds
 
 
@@ -220,8 +228,11 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
         tokens = sum(trace.length for trace in own)
         choices = [PLAIN, *(choice for choice in own[0].accepted if choice in costs.rounds)]
         fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in own) for choice in choices}
+        names = drafters(choices)
         history = AcceptanceHistory(
-            {name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)}, recording.expected
+            {name: max(one.width for one in choices if one.drafter == name) for name in names},
+            recording.expected,
+            first_of(names),
         )
         total, rounds, machine = 0.0, dict[Choice, int](), Uneven(uneven, seed) if uneven else None
         begun = [costs.rounds if machine is None else machine.measured(costs.rounds) for _ in range(SHAPES)]
@@ -249,6 +260,11 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
             }
         )
     return rows
+
+
+def first_of(names: Sequence[str]) -> dict[str, str]:
+    """Those in whose place n-grams draft where they find something (see `NGramsFirst`)."""
+    return {name: NGram.name for name in names if name.startswith(f"{NGram.name}+")}
 
 
 def drafters(choices: Sequence[Choice]) -> list[str]:

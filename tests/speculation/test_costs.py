@@ -29,7 +29,7 @@ from tilewright.speculation.costs import (
     no_dearer_when_narrower,
     with_idle_rounds,
 )
-from tilewright.speculation.drafters.dflash import DFlash
+from tilewright.speculation.drafters.ngrams_first import NGramsFirst
 from tilewright.speculation.pacer import CallPacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.policy import Cost
@@ -37,7 +37,7 @@ from tilewright.speculation.team import Team
 
 TABLE = ShapeTable(batches=(1, 4), capacities=(64, 128), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
-NARROW, WIDE = Choice("dflash", 2), Choice("dflash", 4)
+NARROW, WIDE = Choice("ngram+dflash", 2), Choice("ngram+dflash", 4)
 ABOUT = {"target": "a", "shape": {"batch": 1}}
 KEPT = RoundCosts(1e-4, {PLAIN: Cost(1e-3), WIDE: Cost(2e-3), Choice("ngram", 4): Cost(2e-3, 1.1e-3)})
 
@@ -75,13 +75,14 @@ def timer_of(lm: LanguageModel, rows: int, positions: int) -> RoundTimer:
 
 
 def test_every_choice_is_measured(lm: LanguageModel):
-    """For rounds that draft, and for those in which an n-gram drafter finds nothing; memory goes back."""
+    """For rounds in which its drafter runs, and for those in which it is idle."""
     costs = measure(timer_of(lm, 4, 64), team_of(lm).choices)
     assert set(costs.rounds) == {PLAIN, NARROW, WIDE, Choice("ngram", 2), Choice("ngram", 16)}
     assert 0 < costs.dispatch < 1
     for choice, cost in costs.rounds.items():
         assert 0 < cost.drafting < 1
-        assert (cost.idle is None) == (choice.drafter != "ngram")
+        assert (cost.idle is None) == (choice == PLAIN)
+        assert cost.idle is None or choice.drafter == "ngram" or cost.idle <= cost.drafting
 
 
 @pytest.mark.parametrize("pages", [1, 3, 5])
@@ -100,21 +101,42 @@ def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
     for rows, positions in ((4, 128), (1, 64)):
         timer = timer_of(lm, rows, positions)
         assert timer.timed(Choice("ngram", 2), 8).idle > 0
-        timer.repeat_text()
+        timer.write_texts()
         for choice in (Choice("ngram", 2), Choice("ngram", 16)):
             run = timer.timed(choice, 8)
             assert (run.drafting, run.idle) == (8, 0)
             assert timer.timed(choice, 8)[1:] == (8, 0), "it begins where it began before"
 
 
+def test_a_drafter_behind_ngrams_is_measured_with_its_pass_and_without(tmp_path: Path):
+    target, drafter = as_folders(
+        tmp_path, random_pair(0, vocab_size=96, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
+    )
+    timer = timer_of(load(target, ["ngram", drafter], table=TABLE), 1, 64)
+    timer.write_texts()
+    assert timer.timed(WIDE, 8)[1:] == (0, 8), "all that comes was said before"
+    assert timer.timed(WIDE, 2, repeats=False)[1:] == (2, 0), "nothing was"
+
+    class Scripted(RoundTimer):
+        def timed(self, choice: Choice, rounds: int, repeats: bool = True) -> Run:
+            ran = super().timed(choice, rounds, repeats)
+            each = (5.0, 3.0) if choice == WIDE else (1.0, 1.0)
+            return ran._replace(seconds=2.5e-3 + each[0] * ran.drafting + each[1] * ran.idle)
+
+        def agreed(self, seconds: float) -> float:
+            return 100.0
+
+    costs = measure(Scripted(timer.runner, 1), [PLAIN, WIDE]).rounds
+    assert costs == {PLAIN: Cost(pytest.approx(1.0)), WIDE: Cost(pytest.approx(5.0), pytest.approx(3.0))}
+
+
 def test_rows_have_texts_of_their_own(lm: LanguageModel):
     """Those of one text would choose the same experts, and a batch seem to read as many as one row."""
     timer = timer_of(lm, 4, 64)
-    assert len(np.unique(timer.tokens, axis=0)) == 4
-    timer.repeat_text()
-    assert len(np.unique(timer.tokens, axis=0)) == 4
-    timer.vary_text()
-    assert len(np.unique(timer.tokens[:, 0])) == 4
+    assert len(np.unique(timer.repeated, axis=0)) == 4
+    timer.write_texts()
+    assert len(np.unique(timer.repeated, axis=0)) == 4
+    assert len(np.unique(timer.varied[:, 0])) == 4
 
 
 def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: LanguageModel):
@@ -122,8 +144,9 @@ def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: L
     runs: list[tuple[Choice, int]] = []
 
     class Scripted(RoundTimer):
-        def timed(self, choice: Choice, rounds: int) -> Run:
-            assert len(np.unique(self.tokens)) == min(self.tokens.shape[1], self.vocab_size)
+        def timed(self, choice: Choice, rounds: int, repeats: bool = True) -> Run:
+            assert not repeats
+            assert len(np.unique(self.varied)) == min(self.varied.shape[1], self.vocab_size)
             runs.append((choice, rounds))
             if choice == PLAIN:  # steps are three times as slow in that text as they were in another
                 return Run(1e-3 + rounds * 3 * step, rounds)
@@ -155,8 +178,8 @@ def test_what_a_dispatch_takes_is_told_by_empty_ones(lm: LanguageModel):
     mostly = Choice("ngram", 16)
 
     class Scripted(RoundTimer):
-        def timed(self, choice: Choice, rounds: int) -> Run:
-            ran = super().timed(choice, rounds)
+        def timed(self, choice: Choice, rounds: int, repeats: bool = True) -> Run:
+            ran = super().timed(choice, rounds, repeats)
             slow = {PLAIN: 9.0, mostly: 3.0}.get(choice, 4.0)
             return ran._replace(seconds=2.5e-3 + slow * rounds)
 
@@ -316,8 +339,9 @@ def test_a_call_begins_with_two_programs_and_adds_what_pays(
 
 def test_a_call_begins_with_a_drafter_whose_acceptance_was_measured_too(lm: LanguageModel):
     ngram, silent = team_of(lm).members
-    assert isinstance(silent, DFlash)
-    told = replace(silent, config=replace(silent.config, expected_acceptance=(0.9, 0.8, 0.7)))
+    assert isinstance(silent, NGramsFirst)
+    expecting = replace(silent.other.config, expected_acceptance=(0.9, 0.8, 0.7))
+    told = replace(silent, other=replace(silent.other, config=expecting))
     for member, firsts in ((silent, {Choice("ngram", 2)}), (told, {Choice("ngram", 2), WIDE})):
         team = replace(team_of(lm), members=(ngram, member))
         pacer = CallPacer(team, Pacing(team_of(lm), "auto"), runner_of(lm, 1, 64), drawn=False)

@@ -250,7 +250,7 @@ def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], 
         state, numbers = state_of(session)
         proposal = propose(lm.model.models, state)
         pieces = session.advance(1)
-        for number, block, count in zip(numbers, *(np.asarray(x).tolist() for x in proposal), strict=True):
+        for number, block, count in zip(numbers, *(np.asarray(x).tolist() for x in proposal[:2]), strict=True):
             row, text = session.rows[number], texts[number]
             drafts = block[1:]
             assert block[0] == text[-1]

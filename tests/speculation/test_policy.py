@@ -140,6 +140,52 @@ def test_of_several_drafters_every_look_is_early():
         assert [policy.next(64) for _ in range(3)] == [RoundPlan(ngram, rounds)] * 3
 
 
+JOINED = Choice("ngram+dflash", 8)
+"""A drafter in whose place n-grams draft where they find something."""
+
+
+def joined(costs: Mapping[Choice, Cost], dispatch: float = 0.0) -> Policy:
+    history = AcceptanceHistory({"ngram": 8, "ngram+dflash": 8}, first={"ngram+dflash": "ngram"})
+    return Policy(history, costs, costs, dispatch)
+
+
+def test_ngrams_in_the_place_of_a_drafter():
+    """Tokens and seconds of a round are those of two kinds, which come as often as they did; of each its own figures count."""
+    ngram = Choice("ngram", 8)
+    policy = joined({PLAIN: Cost(1.0), ngram: Cost(1.5, 1.0), JOINED: Cost(2.0, 1.5)})
+    policy.observe_counterfactual("ngram", {8: [(0, 0), (0, 0), (0, 0), (7, 3)] * 100})
+    expected = policy.outlook([JOINED])[JOINED]
+    assert expected.seconds == pytest.approx(0.25 * 1.5 + 0.75 * 2.0, rel=0.05), "before a round of it ran"
+    # Of its own rounds every other one was looked up, whose drafts were all accepted; of its own pass none was.
+    looked_up = np.arange(400)[:, None] % 2 == 0
+    policy.observe(JOINED, np.full((400, 1), 7), np.where(looked_up, 7, 0), np.ones((400, 1), bool), None, looked_up)
+    policy.observe_counterfactual("ngram", {8: [(0, 0), (0, 0), (0, 0), (7, 3)] * 100})
+    found = policy.outlook([JOINED])[JOINED]
+    assert found.seconds == pytest.approx(0.5 * 1.5 + 0.5 * 2.0, rel=0.05)
+    assert found.tokens == pytest.approx(1 + 0.5 * 3, rel=0.1), "what n-grams give is the text's to say"
+    assert policy.best(policy.outlook([PLAIN, ngram, JOINED])) == ngram, "its own pass gives nothing"
+
+
+def test_a_batch_needs_a_pass_unless_all_of_its_rows_are_looked_up():
+    policy = joined({PLAIN: Cost(1.0), JOINED: Cost(2.0, 1.0)})
+    looked_up = np.array([[True, True], [True, False], [False, False], [True, True]] * 50)
+    policy.observe(JOINED, np.full((200, 2), 7), np.zeros((200, 2), int), np.ones((200, 2), bool), None, looked_up)
+    share = float(np.mean(looked_up))
+    assert policy.outlook([JOINED])[JOINED].seconds == pytest.approx(2.0 - share**2, rel=0.1)
+
+
+def test_looks_at_ngrams_in_the_place_of_a_drafter_are_late():
+    """With it or by themselves, their rounds differ less than those of two drafters. They double, but luck does not last."""
+    policy = joined({PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.5, 1.0), JOINED: Cost(1.5, 1.2)})
+    policy.history.allowance = dict.fromkeys(policy.history.allowance, -1000.0)
+    assert [policy.next(64) for _ in range(3)] == [RoundPlan(JOINED, 16)] * 3
+    right = np.full((32, 1), 7)
+    policy.observe(JOINED, right, right, right > 0)
+    policy.history.allowance = dict.fromkeys(policy.history.allowance, -1000.0)
+    assert policy.next(64).rounds in range(16, 33)
+    assert policy.next(8).rounds == 8
+
+
 def test_only_what_is_ready_runs():
     policy = Policy(AcceptanceHistory({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
     assert set(run(policy, {"dflash": 1.0}, 400)) <= {PLAIN, WIDE[1]}

@@ -1,6 +1,7 @@
 """Drafters that take turns: whatever the rounds do, the tokens are those of plain decoding, and no context falls behind."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,7 @@ from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.counterfactual import CounterfactualNGram
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.drafters.ngrams_first import ngrams_first
 from tilewright.speculation.team import Team, TeamVariant
 
 NEW, VOCAB, BLOCK = 24, 16, 4
@@ -56,19 +58,26 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def team_of(
-    sources: dict[str, Path], masked: bool = False, names: Sequence[str] = ("ngram", "dflash", "eagle3"), **options: Any
-) -> LanguageModel:
-    """A model with these drafters, each with blocks of `BLOCK` tokens at most."""
+    sources: dict[str, Path], masked: bool = False, names: Sequence[str] = ("ngram", "dflash", "eagle3"), joined: bool = False,
+    **options: Any,
+) -> LanguageModel:  # fmt: skip
+    """A model with these drafters, with blocks of `BLOCK` tokens at most; those with weights behind n-grams if `joined`."""
     target = load(sources["target"], table=options.pop("table", TABLE), **options)
     own = DrafterOptions(block_size=BLOCK)
     loaded = [target.load_drafter(str(sources.get(name, name)), own) for name in names]
     members, params = zip(*loaded, strict=True)
+    members = ngrams_first(members) if joined else members
     return target.with_drafter(Team(members, TABLE.widths, masked), params)
 
 
 @pytest.fixture(scope="module")
 def lm(sources: dict[str, Path]) -> LanguageModel:
     return team_of(sources)
+
+
+@pytest.fixture(scope="module")
+def joined(sources: dict[str, Path]) -> LanguageModel:
+    return team_of(sources, joined=True)
 
 
 def forced(lm: LanguageModel, runs: Sequence[tuple[Choice, int]], asked: Sequence[Any], each: Sequence[Sampling]) -> Stream:
@@ -96,6 +105,34 @@ def test_any_sequence_of_choices_gives_the_tokens_of_plain_decoding(lm: Language
     session = forced(lm, runs, ASKED, REQUESTS)
     assert [result.tokens for result in session.results()] == want
     check_rounds(session)
+
+
+@pytest.mark.slow
+@settings(max_examples=12)
+@given(RUNS)
+def test_ngrams_in_the_place_of_each_give_the_same_tokens(joined: LanguageModel, runs: list[tuple[Choice, int]]):
+    """In any sequence of choices."""
+    session = forced(joined, [(behind_ngrams(choice), rounds) for choice, rounds in runs], ASKED, REQUESTS)
+    assert [result.tokens for result in session.results()] == tokens_of(joined, ASKED, REQUESTS, speculative=False)
+    check_rounds(session)
+
+
+def behind_ngrams(choice: Choice) -> Choice:
+    return choice if choice.drafter in ("none", "ngram") else replace(choice, drafter=f"ngram+{choice.drafter}")
+
+
+def test_contexts_behind_ngrams_keep_up(joined: LanguageModel, lm: LanguageModel):
+    """Where n-grams draft in a drafter's place it still proposes what it proposes behind the same text as a prompt."""
+    session = joined.start(ASKED[2:], REQUESTS[2:])
+    session.prefill()
+    for choice in CHOICES[3:]:
+        session.advance(1, behind_ngrams(choice))
+    assert any(drafted < BLOCK - 1 for row in session.rows for drafted in row.drafted), "n-grams drafted, too"
+    fresh = lm.start([[*row.prompt, *row.tokens] for row in session.rows], Sampling(5))
+    fresh.prefill()
+    for choice in CHOICES[4::2]:
+        got, want = (proposed(lm, each, choice) for each in (session, fresh))
+        np.testing.assert_array_equal(got, want, str(choice))
 
 
 def test_every_choice_drafts(lm: LanguageModel):
@@ -221,7 +258,7 @@ def test_the_cpu_kernels_need_no_mask(sources: dict[str, Path]):
 def test_several_drafters_of_one_block_size(sources: dict[str, Path]):
     loaded = load(sources["target"], ["ngram", sources["dflash"]], block_size=3, table=TABLE)
     assert isinstance(loaded.drafter, Team)
-    assert loaded.drafter.choices == (PLAIN, Choice("ngram", 3), Choice("dflash", 3))
+    assert loaded.drafter.choices == (PLAIN, Choice("ngram", 3), Choice("ngram+dflash", 3))
 
 
 def test_errors(sources: dict[str, Path], lm: LanguageModel):

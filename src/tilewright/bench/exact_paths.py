@@ -19,6 +19,7 @@ from tilewright.llm.stream import Stream
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.output import Result
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.drafters.ngrams_first import ngrams_first
 from tilewright.speculation.team import Team
 
 CHUNKS = (16, 64)
@@ -231,7 +232,7 @@ def team_of(lm: LanguageModel, drafters: Iterable[Loaded]) -> Loaded:
         kinds.setdefault(drafter.name, (drafter, params))
     members, params = zip(*kinds.values(), strict=True)
     alike = is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.needs_xla)
-    return Team(members, TEAM_WIDTHS, not alike), params
+    return Team(ngrams_first(members), TEAM_WIDTHS, not alike), params
 
 
 def block_size(drafter: Drafter | Team | None) -> int:

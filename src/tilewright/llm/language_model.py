@@ -54,6 +54,7 @@ from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
+from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
 from tilewright.speculation.pacer import CallPacer, measured_pacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.team import Team
@@ -140,6 +141,9 @@ class LanguageModel:
         """A drafter and its parameters as this model's operations want them."""
         if drafter is None or drafter.dtype is None:
             return drafter, params
+        if isinstance(drafter, NGramsFirst):
+            other, params = self.prepared(drafter.other, params)
+            return replace(drafter, other=other), params
         if isinstance(drafter, DFlash):
             if self.placement is None:
                 drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
@@ -167,7 +171,7 @@ class LanguageModel:
         by_xla = self.target.needs_xla
         alike = is_batch_invariant(self.ops, self.dtype, self.kv_dtype, by_xla) if self.placement is None else exact
         masked = options.block_size != AUTO[1] and not alike
-        return Team(drafters, () if fixed else self.table.widths, masked), params
+        return Team(ngrams_first(drafters), () if fixed else self.table.widths, masked), params
 
     def keep_costs(self, files: CostFiles) -> "LanguageModel":
         """Has what rounds cost kept in files for the next process, whatever drafter the model is given. Returns the model.

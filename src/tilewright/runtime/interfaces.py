@@ -45,10 +45,12 @@ class Proposal(NamedTuple):
     Attributes:
         block: the known token, then the drafts, `[B, T]`; what lies behind the last draft is run and never accepted.
         drafts: how many drafts each row has, from 0 to T - 1, `[B]`.
+        looked_up: whether a row's were looked up in the text in the place of a model's, bool `[B]`; None where none can be.
     """
 
     block: Array
     drafts: Array
+    looked_up: Array | None = None
 
 
 @runtime_checkable

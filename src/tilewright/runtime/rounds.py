@@ -83,7 +83,7 @@ def verify_and_extend(
     after, committed = commit(target, verified.state, verified.tokens, accepted)
     after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
-    return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs)
+    return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs, proposal.looked_up)
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def masked_round(
         table, rows = masks.automata
         reached = advance_committed(table, rows.place, states, info.tokens, info.committed)
         after = replace(after, automaton=reached, done=after.done | has_left(reached))
-    block, counts = drafter.propose(target, models, after)
-    return replace(after, proposed=jnp.concatenate([counts[:, None], block[:, 1:]], axis=1)), info
+    proposal = drafter.propose(target, models, after)
+    return replace(after, proposed=jnp.concatenate([proposal.drafts[:, None], proposal.block[:, 1:]], axis=1)), info
 
 
 def end_masked(masks: RowMasks, state: DecodeState) -> DecodeState:

@@ -271,6 +271,10 @@ def known_token(state: DecodeState) -> Int[Array, "B 1"]:
     return jnp.take_along_axis(state.tokens, state.known[:, None], axis=1)
 
 
+LOOKED_UP = 1 << 16
+"""Added to the number of drafts in a report where they were looked up; a block has fewer."""
+
+
 class StepInfo(NamedTuple):
     """Report of a step or round, and all that the host reads of it; int32 but for log-probabilities.
 
@@ -280,6 +284,7 @@ class StepInfo(NamedTuple):
         drafted: `[B]`; drafts that it ran.
         accepted: `[B]`; drafts that the target agreed with, those behind the row's end included.
         logprobs: of the tokens that it added to rows that ask for them; None where nobody asked.
+        looked_up: `[B]`; whether its drafts were looked up in the text in the place of a model's; None where none can be.
     """
 
     tokens: Any
@@ -287,6 +292,7 @@ class StepInfo(NamedTuple):
     drafted: Any
     accepted: Any
     logprobs: Logprobs | None = None
+    looked_up: Any = None
 
     def widened(self, width: int) -> "StepInfo":
         """Copy with `width` slots, those behind the last one empty."""
@@ -298,7 +304,8 @@ class StepInfo(NamedTuple):
 
     def packed(self) -> Int[Array, "B _"]:
         """All but the log-probabilities in one array: what a dispatch reports then comes to the host in one piece."""
-        counts = jnp.stack([self.committed, self.drafted, self.accepted], axis=1)
+        drafted = self.drafted if self.looked_up is None else self.drafted + LOOKED_UP * self.looked_up.astype(jnp.int32)
+        counts = jnp.stack([self.committed, drafted, self.accepted], axis=1)
         return jnp.concatenate([counts, self.tokens], axis=1).astype(jnp.int32)
 
     @staticmethod
@@ -311,8 +318,9 @@ class StepInfo(NamedTuple):
         packed = np.asarray(reports.packed)
         ran = np.count_nonzero(np.any(packed[..., 0] > 0, axis=1))
         logprobs = jax.tree.map(lambda each: np.asarray(each)[:ran], reports.logprobs) if wanted else None
-        packed = packed[:ran]
-        return StepInfo(packed[..., 3:], packed[..., 0], packed[..., 1], packed[..., 2], logprobs)
+        committed, drafted, accepted = np.moveaxis(packed[:ran, :, :3], -1, 0)
+        looked_up, drafted = np.divmod(drafted, LOOKED_UP)
+        return StepInfo(packed[:ran, :, 3:], committed, drafted, accepted, logprobs, looked_up > 0)
 
 
 class Reports(NamedTuple):

@@ -19,11 +19,12 @@ from tilewright.compiled.cache import digest, require_private
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels.operations import UNMAPPED
 from tilewright.parallel.mesh import agreed_seconds
-from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.runtime.interfaces import PLAIN, Choice, Drafter
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.runtime.sampling import Sampling, row_sampling
 from tilewright.runtime.state import StepInfo
+from tilewright.speculation.drafters.ngrams_first import NGramsFirst
 from tilewright.speculation.policy import Cost
 from tilewright.speculation.team import Team
 
@@ -66,25 +67,32 @@ def measure(timer: "RoundTimer", choices: Collection[Choice]) -> RoundCosts:
     Args:
         choices: plain decoding among them.
     """
-    timer.repeat_text()
-    rounds = dict.fromkeys(choices, 2)
-    taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
+    timer.write_texts()
+    # Where n-grams may draft in a model's place, rounds are measured with them and without.
+    timed = [(choice, True) for choice in choices] + [(choice, False) for choice in choices if timer.looks_up(choice)]
+    rounds = dict.fromkeys(timed, 2)
+    taken: dict[tuple[Choice, bool], list[Run]] = {each: [] for each in timed}
     empty: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
-        for choice in list(rounds)[:: -1 if run % 2 else 1]:
-            timed = timer.timed(choice, rounds[choice])
+        for choice, repeats in timed[:: -1 if run % 2 else 1]:
+            found = timer.timed(choice, rounds[choice, repeats], repeats)
             if run == 0:  # what comes first also touches memory for the first time
-                rounds[choice] = max(2, timer.enough(choice, timer.timed(choice, 2)))
+                rounds[choice, repeats] = max(2, timer.enough(choice, timer.timed(choice, 2, repeats)))
                 continue
-            taken[choice].append(timed)
+            taken[choice, repeats].append(found)
             empty.append(timer.empty())
         if run and timer.agreed(time.perf_counter() - began) > BUDGET_S * len(rounds):
             break
     dispatch = max(min(empty), LEAST_DISPATCH_S)
-    least = {choice: min(runs).beyond(dispatch) for choice, runs in taken.items()}
-    step = min(run.seconds / (run.drafting + run.idle) for run in least.values())
-    costs = {choice: run.cost(step, timer.drafter.turn(choice).may_be_idle) for choice, run in least.items()}
+    least = {each: min(runs).beyond(dispatch) for each, runs in taken.items()}
+    step = min(run.each for run in least.values())
+    costs: dict[Choice, Cost] = {}
+    for (choice, repeats), run in least.items():
+        if repeats:
+            costs[choice] = run.cost(step, timer.drafter.turn(choice).may_be_idle)
+        else:
+            costs[choice] = run.cost(costs[choice].drafting, may_be_idle=True)
     return RoundCosts(dispatch, with_idle_rounds(timer, dispatch, no_dearer_when_narrower(costs)))
 
 
@@ -95,17 +103,16 @@ def with_idle_rounds(timer: "RoundTimer", dispatch: float, costs: Mapping[Choice
     harder to draw from than others. Where the model itself says something twice, and no run has mostly such rounds, they are
     left at a step's.
     """
-    timer.vary_text()
     step = costs[PLAIN].drafting
     rounds = max(2, min(IDLE_ROUNDS, math.ceil(RUN_S / step)))
     # All widths of a drafter run the same step there.
-    narrow = {choice.drafter: choice for choice, cost in sorted(costs.items(), reverse=True) if cost.idle is not None}
+    narrow = {choice.drafter: choice for choice in sorted(costs, reverse=True) if timer.drafter.turn(choice).may_be_idle}
     idle: dict[str, float] = {}
     for name, choice in narrow.items():
         began, least, least_step = time.perf_counter(), math.inf, math.inf
         for _ in range(IDLE_RUNS):
-            run = timer.timed(choice, rounds).beyond(dispatch)
-            least_step = min(least_step, timer.timed(PLAIN, rounds).beyond(dispatch).seconds / rounds)
+            run = timer.timed(choice, rounds, repeats=False).beyond(dispatch)
+            least_step = min(least_step, timer.timed(PLAIN, rounds, repeats=False).beyond(dispatch).seconds / rounds)
             if run.idle > run.drafting:
                 least = min(least, (run.seconds - run.drafting * costs[choice].drafting) / run.idle)
             if timer.agreed(time.perf_counter() - began) > BUDGET_S:
@@ -118,22 +125,27 @@ def with_idle_rounds(timer: "RoundTimer", dispatch: float, costs: Mapping[Choice
 
 
 class Run(NamedTuple):
-    """A dispatch: its seconds, and how many of its rounds drafted and how many had nothing to propose."""
+    """A dispatch: its seconds, and in how many of its rounds the drafter ran, or was idle (see `policy.Cost`)."""
 
     seconds: float
     drafting: int
     idle: int = 0
 
+    @property
+    def each(self) -> float:
+        """Seconds of a round."""
+        return self.seconds / (self.drafting + self.idle)
+
     def beyond(self, dispatch: float) -> "Run":
         """Its rounds alone, given what a dispatch takes besides."""
         return self._replace(seconds=max(self.seconds - dispatch, LEAST_SHARE * self.seconds))
 
-    def cost(self, step: float, may_be_idle: bool) -> Cost:
-        """Cost of its rounds; those that had nothing to propose cost a step each, where a drafter may be idle."""
+    def cost(self, idle: float, may_be_idle: bool) -> Cost:
+        """Cost of its rounds; those in which the drafter was idle cost `idle` each, where it may be."""
         if not may_be_idle:
-            return Cost(self.seconds / (self.drafting + self.idle))
-        drafting = (self.seconds - self.idle * step) / max(self.drafting, 1)
-        return Cost(max(drafting, step), step)
+            return Cost(self.each)
+        drafting = (self.seconds - self.idle * idle) / max(self.drafting, 1)
+        return Cost(max(drafting, idle), idle)
 
 
 def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
@@ -142,7 +154,8 @@ def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
     best = {**costs, PLAIN: Cost(min(cost.drafting for cost in costs.values()))}
     for choice in sorted(costs, reverse=True):
         wider = [best[one].drafting for one in best if one.drafter == choice.drafter and one.width > choice.width]
-        best[choice] = replace(best[choice], drafting=min([best[choice].drafting, *wider]))
+        drafting, idle = min([best[choice].drafting, *wider]), best[choice].idle
+        best[choice] = Cost(drafting, None if idle is None else min(idle, drafting))
     return best
 
 
@@ -151,7 +164,7 @@ class RoundTimer:
 
     Attributes:
         start, end: where the rows stand, and where their caches end, int32 `[B]`.
-        tokens: what they hold, int32 `[B, capacity]`.
+        repeated, varied: two texts that they may hold, int32 `[B, capacity]`; see `write_texts`.
         sampling: how they draw.
     """
 
@@ -172,8 +185,9 @@ class RoundTimer:
         behind = 0 if positions == layout.capacity else self.drafter.block_size
         self.start, self.end = slots * (positions // 2), slots * max(positions // 2 + 2, positions - behind)
         # Each row has a token of its own, and so another text: those of one text would choose the same experts.
-        begins = np.arange(layout.batch, dtype=np.int32)[:, None] % self.vocab_size
-        self.tokens = np.repeat(begins, layout.capacity, axis=1)
+        begins = np.arange(layout.batch, dtype=np.int32)[:, None]
+        self.repeated = np.repeat(begins % self.vocab_size, layout.capacity, axis=1)
+        self.varied = (1 + begins + np.arange(layout.capacity, dtype=np.int32)[None]) % self.vocab_size
         self.table = np.full((layout.groups, rows, layout.capacity // layout.page_size), UNMAPPED, np.int32)
         for table, pages in zip(self.table, (layout.pages, *(group.pages for group in layout.windows)), strict=True):
             own = max(1, min(pages // rows, each))  # of a window's pages, some stand for several columns that lie far apart
@@ -192,34 +206,37 @@ class RoundTimer:
         """A time by the clock of the first of the processes that measure together."""
         return agreed_seconds(self.runner.programs.target.mesh, seconds)
 
-    def rewind(self) -> None:
-        """Puts every row back into the middle."""
+    def looks_up(self, choice: Choice) -> bool:
+        """True if n-grams may draft in the place of a choice's own drafter."""
+        assert isinstance(self.drafter, Team)
+        place = self.drafter.place(choice)
+        return place is not None and isinstance(self.drafter.members[place], NGramsFirst)
+
+    def rewind(self, repeats: bool) -> None:
+        """Puts every row back into the middle of one of the texts."""
         state, start = self.runner.state, self.start
         assert state is not None
-        rows = {"tokens": self.tokens, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
+        text = self.repeated if repeats else self.varied
+        rows = {"tokens": text, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
         contexts = replace(state.draft_cache, held=(start,) * len(state.draft_cache.held))
         sampling = row_sampling([self.sampling] * len(start), start)
         self.runner.state = replace(state, **rows, sampling=sampling, draft_cache=contexts)
 
-    def repeat_text(self) -> None:
-        """Makes the text one in which all that the target says next was said before, with another token behind it.
+    def write_texts(self) -> None:
+        """Makes one text such that all that the target says next was said before, with another token behind it.
 
-        So an n-gram drafter finds something in each round, and each round adds one token.
+        So an n-gram drafter finds something in each round, and each round adds one token. In the other text no token stands
+        twice, as far as there are others; each row's begins elsewhere.
         """
         self.timed(PLAIN, 2)  # what comes first also touches memory for the first time
         rounds = self.enough(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
-        self.rewind()
+        self.rewind(repeats=True)
         room = self.start[0] // 3 - 2  # behind it the row's own token goes on as the text begins
         said = self.advance(rounds, PLAIN).tokens[:room, :, 0]
-        begin = self.tokens[: said.shape[1], -1][None]
+        begin = self.repeated[: said.shape[1], -1][None]
         before, after = np.concatenate([begin, said[:-1]]), np.concatenate([said[1:], begin])
         text = np.stack([before, said, (after + 1) % self.vocab_size], axis=1)
-        self.tokens[: said.shape[1], : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
-
-    def vary_text(self) -> None:
-        """Makes the text one in which no token stands twice, as far as there are others; each row's begins elsewhere."""
-        rows, positions = (np.arange(size, dtype=np.int32) for size in self.tokens.shape)
-        self.tokens[:] = (1 + rows[:, None] + positions) % self.vocab_size
+        self.repeated[: said.shape[1], : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
 
     def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
         """Number of rounds that make a run of so many seconds, and have room."""
@@ -231,16 +248,17 @@ class RoundTimer:
         long ones would be mostly noise on a machine that others use. Without loops on the device there is none."""
         return self.timed(PLAIN, 0).seconds if self.runner.programs.target.loops else 0.0
 
-    def timed(self, choice: Choice, rounds: int) -> Run:
-        """A dispatch of so many rounds, from the middle on."""
-        self.rewind()
+    def timed(self, choice: Choice, rounds: int, repeats: bool = True) -> Run:
+        """A dispatch of so many rounds, from the middle of one of the texts on."""
+        self.rewind(repeats)
         rest = time.perf_counter() + REST_S
         while time.perf_counter() < rest:  # a host is at work meanwhile: a processor that slept would wake up slow
             pass
         began = time.perf_counter()
         infos = self.advance(rounds, choice)
         seconds = self.agreed(time.perf_counter() - began)
-        drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(infos.drafted > 0, axis=1)))
+        drafts = (infos.drafted > 0) & ~infos.looked_up
+        drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(drafts, axis=1)))
         return Run(seconds, drafting, len(infos.drafted) - drafting)
 
 
@@ -330,10 +348,6 @@ def positive(value: Any) -> float:
 
 def configuration(programs: Programs, team: Team, rows: int, drawn: bool, weights: str) -> dict[str, Any]:
     """Everything that costs depend on besides the machine: models, shape and how they are computed, as JSON."""
-    members = [
-        {each.name: str(getattr(member, each.name)) for each in fields(member) if each.name != "ops"}  # type: ignore[arg-type]
-        for member in team.members
-    ]
     target, layout = programs.target, programs.layout
     return {
         "target": str(target.config),
@@ -343,9 +357,16 @@ def configuration(programs: Programs, team: Team, rows: int, drawn: bool, weight
         "dtype": jnp.dtype(programs.dtype).name,
         "weights": weights,
         "kv_dtype": target.kv_dtype,
-        "drafters": [{"kind": member.name, **about} for member, about in zip(team.members, members, strict=True)],
+        "drafters": [described(member) for member in team.members],
         "masked": team.masked,
         "shape": {"rows": rows, "slots": layout.batch, "capacity": layout.capacity, "drawn": drawn},
         "pages": {"pages": layout.pages, "page_size": layout.page_size},
         "loops": target.loops,
     }
+
+
+def described(drafter: Any) -> dict[str, Any]:
+    """A drafter's kind and its fields, as JSON."""
+    own = {each.name: getattr(drafter, each.name) for each in fields(drafter) if each.name != "ops"}
+    about = {name: described(value) if isinstance(value, Drafter) else str(value) for name, value in own.items()}
+    return {"kind": drafter.name, **about}

@@ -70,8 +70,12 @@ class Pacer(Pace):
         rounds = len(infos.committed)
         seconds = self.time(kind_of(sent), rounds, sent.at, sent.alone, began, ended)
         if sent.choice is not None and rounds and sent.masks == "none":
-            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.committed > 0, seconds)
+            self.take_in(sent.rows, sent.choice, infos, seconds)
         self.observe_ngrams(sent.rows, sequences, heard)
+
+    def take_in(self, rows: int, choice: Choice, infos: StepInfo, seconds: float | None) -> None:
+        """Tells the policy of so many rows what came of a dispatch, and how long it took."""
+        self.policy(rows).observe(choice, infos.drafted, infos.accepted, infos.committed > 0, seconds, infos.looked_up)
 
     def observe_ngrams(self, rows: int, sequences: Sequence[TokenSequence], heard: Sequence[int]) -> None:
         """Tells the policy what n-gram drafting would have given behind the first `heard` tokens of each sequence."""
@@ -186,5 +190,5 @@ class CallPacer(Pacer):
         """Takes in a dispatch that was waited for as soon as it was sent."""
         if sent.choice is not None and len(infos.committed) and sent.masks == "none":
             seconds = agreed_seconds(self.programs.target.mesh, ended - sent.at)
-            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.committed > 0, seconds)
+            self.take_in(sent.rows, sent.choice, infos, seconds)
         self.observe_ngrams(sent.rows, sequences, heard)

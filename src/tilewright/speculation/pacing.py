@@ -9,6 +9,7 @@ from tilewright.runtime.layout import Layout
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.speculation.costs import CostFiles, RoundCosts, RoundTimer, configuration, measure
+from tilewright.speculation.drafters.ngrams_first import NGramsFirst
 from tilewright.speculation.policy import AcceptanceHistory, Corrections
 from tilewright.speculation.team import Team
 
@@ -89,5 +90,7 @@ def new_history(team: Team) -> AcceptanceHistory:
     """A history of which nothing was seen yet."""
     members = team.members
     return AcceptanceHistory(
-        {one.name: one.block_size for one in members}, {one.name: one.expected_acceptance for one in members}
+        {one.name: one.block_size for one in members},
+        {one.name: one.expected_acceptance for one in members},
+        {one.name: one.ngram.name for one in members if isinstance(one, NGramsFirst)},
     )

@@ -27,6 +27,9 @@ FIRST_LOOK = 4
 """Rounds after which a new choice is looked at; each further look comes after twice as many. One that may be idle sees by
 itself where it has nothing, and begins with as many rounds as there may be between two looks. Of several drafters
 the better one changes within a text, and a long run of the wrong one costs more than looks: there each comes after so few."""
+JOINED_LOOK = 16
+"""The same where n-grams draft in the place of another drafter: with it or by themselves, rounds differ less, and most of what
+a look sees in a few of them is chance."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 DISPATCHING = 0.025
@@ -67,7 +70,8 @@ class Cost:
 
     Attributes:
         drafting: of one that drafts (of a step, for plain decoding).
-        idle: of one for which the drafter found nothing to propose; None of a drafter that always proposes.
+        idle: of one in which the drafter is idle: it found nothing to propose, or n-grams did in its place; None of a drafter
+            that drafts in every round.
     """
 
     drafting: float
@@ -105,7 +109,7 @@ class Acceptance:
     Attributes:
         reached: rounds (of a row) that drafted, whose block had the position and that accepted all before it, `[positions]`.
         accepted: of these, those that accepted it too. A position for which nothing was proposed counts as not accepted.
-        rounds, idle: of a row: all, and those for which the drafter found nothing.
+        rounds, idle: of a row: all, and those in which the drafter was idle (see `Cost`).
     """
 
     def __init__(self, positions: int, memory: float, expected: float | tuple[float, ...] = OPTIMISM):
@@ -117,14 +121,17 @@ class Acceptance:
         self.rounds = self.idle = 0.0
         self.memory, self.prior = memory, expected
 
-    def observe(self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0) -> None:
+    def observe(
+        self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0, looked_up: np.ndarray | None = None
+    ) -> None:  # fmt: skip
         """Counts rounds of a width.
 
         Args:
             drafted, accepted: of each row that was still running, in each round, `[N]`.
             rows: how many these are of, on average.
+            looked_up: where n-grams drafted in the drafter's place, bool `[N]`; None for nowhere.
         """
-        found = accepted[drafted > 0]
+        found = accepted[drafted > 0] if looked_up is None else accepted[(drafted > 0) & ~looked_up]
         at_least = np.cumsum(np.bincount(found, minlength=width)[::-1])[::-1][:width]
         self.fade(float(np.sum(accepted) + len(accepted)) / rows)
         self.reached[: width - 1] += at_least[:-1]
@@ -167,10 +174,14 @@ class AcceptanceHistory:
     Args:
         drafters: the names of those that may draft, each with the most tokens in its block; the first is expected to be good.
         expected: the acceptance of some of them by position (see `Variant.expected_acceptance`), at least one number for each.
+        first: of some of them another one, which drafts in their place where it has something (see `NGramsFirst`).
     """
 
-    def __init__(self, drafters: Mapping[str, int], expected: Mapping[str, Sequence[float]] | None = None):
-        self.widest = dict(drafters)
+    def __init__(
+        self, drafters: Mapping[str, int], expected: Mapping[str, Sequence[float]] | None = None,
+        first: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self.widest, self.first = dict(drafters), dict(first or {})
         self.seen: dict[str, Acceptance] = {}
         for place, (name, width) in enumerate(drafters.items()):
             told = tuple((expected or {}).get(name, ()))
@@ -291,19 +302,28 @@ class Policy:
             if choice == PLAIN:
                 found[PLAIN] = Outlook(1.0, self.cost(PLAIN).drafting)
                 continue
-            committed, idle = self.expected(choice)
-            found[choice] = Outlook(committed[choice.width - 1], self.cost(choice).expected(idle))
+            accepted, idle = self.expected(choice)
+            tokens = 1 + (1 - idle) * accepted[choice.width - 1]
+            if choice.drafter in self.history.first:
+                tokens += idle * self.expected(self.first(choice))[0][choice.width - 1]
+            # A batch is idle where all of its rows are.
+            found[choice] = Outlook(tokens, self.cost(choice).expected(idle**self.rows))
         return found
 
+    def first(self, choice: Choice) -> Choice:
+        """The choice that drafts in the place of another where it has something."""
+        return Choice(self.history.first[choice.drafter], choice.width)
+
     def expected(self, choice: Choice) -> tuple[list[float], float]:
-        """The tokens that such rounds are expected to add with blocks of each width, from 1 on, and the share of idle ones."""
+        """The drafts that are expected to be accepted of blocks of each width, from 1 on, where the choice's drafter is not
+        idle, and the share of a row's rounds in which it is."""
         source = choice if choice in self.history.counterfactual else choice.drafter
         if source not in self.known:
             before, own = self.history.of(choice), self.own(choice)
-            rates = own.rates(before.rates())
-            idle = own.idle_share(before.idle_share())
-            committed = [1 + (1 - idle) * more for more in accumulate(accumulate(rates, operator.mul), initial=0.0)]
-            self.known[source] = committed, idle**self.rows  # a batch is idle where all of its rows are
+            accepted = list(accumulate(accumulate(own.rates(before.rates()), operator.mul), initial=0.0))
+            # Where another one drafts first, the text tells how often that has something.
+            idle = 1 - self.expected(self.first(choice))[1] if choice.drafter in self.history.first else 0.0
+            self.known[source] = accepted, own.idle_share(before.idle_share(idle))
         return self.known[source]
 
     def own(self, choice: Choice) -> Acceptance:
@@ -322,13 +342,16 @@ class Policy:
         if tried is not None:
             self.trying = tried  # until it is observed, which may be after further plans
             return RoundPlan(tried, min(PROBE, most), tries=True)
-        first = most if self.watches(best) else FIRST_LOOK
+        drafters = {choice.drafter for choice in outlook} - {PLAIN.drafter}
+        first = min(most, JOINED_LOOK) if drafters & self.history.first.keys() else FIRST_LOOK
+        if len(drafters) == 1 and self.watches(best):
+            first = most
         self.stretch = min(2 * self.stretch, most) if best == self.last else first
-        if len({choice.drafter for choice in outlook} - {PLAIN.drafter}) > 1:
+        if len(drafters - {*self.history.first.values()}) > 1:
             self.stretch = min(self.stretch, FIRST_LOOK)
         self.last = best
         if best != PLAIN and not self.watches(best):  # a few good rounds may be luck
-            most = min(most, max(FIRST_LOOK, int(self.history.of(best).rounds)))
+            most = min(most, max(first, int(self.history.of(best).rounds)))
         worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
         return RoundPlan(best, min(max(self.stretch, worth_it), most))
 
@@ -338,7 +361,7 @@ class Policy:
 
     def watches(self, choice: Choice) -> bool:
         """True if a choice's rounds see by themselves that there is nothing to propose."""
-        return choice in self.costs and self.costs[choice].idle is not None
+        return choice in self.costs and self.costs[choice].idle is not None and choice.drafter not in self.history.first
 
     def tried(self, outlook: Mapping[Choice, Outlook], best: Choice) -> Choice | None:
         """A choice of a drafter that is off, if what trying it is expected to lose is within the allowance."""
@@ -351,7 +374,8 @@ class Policy:
         return None
 
     def observe(
-        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None
+        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None,
+        looked_up: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Takes in what came of the rounds of a dispatch.
 
@@ -361,13 +385,16 @@ class Policy:
             seconds: that the dispatch took; they correct what its choice is taken to cost, a little at a time. What its context
                 needed to catch up counts: it is part of what the drafter costs in turns as they are. And most dispatches of
                 one that is seldom on begin so: else a cost that was found too high would stay.
+            looked_up: where n-grams drafted in the drafter's place, bool `[rounds, rows]`; None for nowhere.
         """
         rounds, idle = len(drafted), 0
+        looked_up = np.zeros(running.shape, bool) if looked_up is None else looked_up
         if choice != PLAIN:
-            idle = int(np.sum(~np.any(running & (drafted > 0), axis=1)))
+            idle = int(np.sum(~np.any(running & (drafted > 0) & ~looked_up, axis=1)))
         if choice != PLAIN and choice not in self.history.counterfactual:
+            rows = max(1.0, float(np.sum(running)) / max(1, rounds))
             for seen in (self.seen[choice.drafter], self.history.seen[choice.drafter]):
-                seen.observe(choice.width, drafted[running], accepted[running], max(1.0, np.sum(running) / max(1, rounds)))
+                seen.observe(choice.width, drafted[running], accepted[running], rows, looked_up[running])
         for name, seen in self.seen.items():
             if name != choice.drafter:
                 seen.fade(float(np.sum(accepted[running]) + np.sum(running)) / max(1, running.shape[1]))

@@ -226,8 +226,8 @@ class TeamVariant:
             block = base.masked_block(state, width, 0)
             return Proposal(block, jnp.zeros(block.shape[:1], jnp.int32))
         member = replace(cast(Any, self.team.members[place]), block_size=self.choice.width)
-        block, drafts = member.propose(target, *self.team.seat(place, models, state))
-        return Proposal(jnp.pad(block, ((0, 0), (0, width - block.shape[1]))), drafts)
+        proposal = member.propose(target, *self.team.seat(place, models, state))
+        return proposal._replace(block=jnp.pad(proposal.block, ((0, 0), (0, width - proposal.block.shape[1]))))
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],

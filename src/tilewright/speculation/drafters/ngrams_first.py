@@ -1,0 +1,105 @@
+"""Drafting with n-grams where the text repeats itself, and with a model elsewhere, row by row in one round.
+
+So a round has the better of two drafters without anybody choosing between them. SuffixDecoding (arXiv 2411.04975) is paired
+with a model in the same way, by a score of its suffixes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Int
+
+from tilewright.kernels.operations import Operations
+from tilewright.runtime.interfaces import OneKind, Proposal
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.state import DecodeState, Models, Target
+from tilewright.speculation.drafters.ngram import NGram
+
+
+@dataclass(frozen=True)
+class NGramsFirst(OneKind):
+    """Drafter that proposes what n-grams find, and in rows where they find nothing what another drafter proposes.
+
+    The other one's pass is left out of rounds in which no row needs it. Its context is extended in each.
+
+    Attributes:
+        other: a drafter with weights.
+        block_size: tokens in a block, the known one included; at most the other drafter's.
+        ngram: finds n-grams; its own block size does not count.
+    """
+
+    other: Any
+    block_size: int
+    ngram: NGram
+
+    may_be_idle = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.ngram.name}+{self.other.name}"
+
+    @property
+    def dtype(self) -> str | None:
+        return self.other.dtype
+
+    @property
+    def declared(self) -> Any:
+        return self.other.declared
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.other.tap_layers
+
+    @property
+    def reads_target_head(self) -> bool:
+        return self.other.reads_target_head
+
+    @property
+    def expected_acceptance(self) -> tuple[float, ...]:
+        return self.other.expected_acceptance
+
+    @property
+    def ops(self) -> Operations:
+        return self.other.ops
+
+    def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
+        return self.other.allocate(layout, target, dtype)
+
+    def on_prefill(self, context: Any, start: Int[Array, " B"], admitted: Bool[Array, " B"]) -> Any:
+        return self.other.on_prefill(context, start, admitted)
+
+    def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
+        found = replace(self.ngram, block_size=self.block_size).propose(target, models, state)
+        other = replace(self.other, block_size=self.block_size)
+        new = (found.drafts == 0) & ~state.done
+        found = found._replace(looked_up=~new)
+
+        def drafted() -> Proposal:
+            own = other.propose(target, models, state)
+            return Proposal(jnp.where(new[:, None], own.block, found.block), jnp.where(new, own.drafts, found.drafts), ~new)
+
+        if not target.loops:
+            return drafted()
+        # A loop of one turn or none: XLA:CPU copies caches for a branch.
+        turns = jnp.any(new).astype(jnp.int32)
+        return jax.lax.fori_loop(0, turns, lambda _, __: drafted(), found)
+
+    def extend(
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> DecodeState:  # fmt: skip
+        return self.other.extend(target, models, state, taps, start, stop)
+
+
+def ngrams_first(drafters: Iterable[Any]) -> tuple[Any, ...]:
+    """Drafters that take turns, those with weights behind the n-grams, if these are among them."""
+    drafters = tuple(drafters)
+    ngram = next((drafter for drafter in drafters if isinstance(drafter, NGram)), None)
+    if ngram is None:
+        return drafters
+    return tuple(one if one is ngram else NGramsFirst(one, one.block_size, ngram) for one in drafters)
