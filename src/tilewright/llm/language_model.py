@@ -53,7 +53,7 @@ from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
-from tilewright.speculation.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
+from tilewright.speculation.drafters.load import AUTO, DrafterOptions, check_sources, load_drafter
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
 from tilewright.speculation.pacer import CallPacer, measured_pacer
 from tilewright.speculation.pacing import Pacing
@@ -391,19 +391,6 @@ def sampling_mode(programs: Programs, each: Sequence[Sampling]) -> SamplingMode:
     """Sampling that a call's programs are for: no more than its requests ask, unless there are programs for more already."""
     there = any(key.sampling == "any" for key in programs.compiled)
     return "greedy" if all(one.is_greedy for one in each) and not there else "any"
-
-
-def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -> None:
-    """Raises a `ValueError` if options do not go with the drafter, or of several drafters with none."""
-    if source is None or isinstance(source, str):
-        options.check(source)
-        return
-    if not source:
-        raise ValueError("expected at least one drafter, found none")
-    if set(source) == {NGRAM}:
-        options.check(NGRAM)
-    for each in source:
-        options.fitting(each).check(each)
 
 
 def chosen_block_size(drafter: object, block_size: int | str | None) -> int | str | None:

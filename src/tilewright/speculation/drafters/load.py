@@ -1,6 +1,6 @@
 """From what a user names to a drafter and its parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -69,6 +69,19 @@ class DrafterOptions:
         if drafter not in (None, "none", NGRAM):
             return self
         return DrafterOptions(block_size=self.block_size)
+
+
+def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -> None:
+    """Raises a `ValueError` if options do not go with the drafter, or of several drafters with none."""
+    if source is None or isinstance(source, str):
+        options.check(source)
+        return
+    if not source:
+        raise ValueError("expected at least one drafter, found none")
+    if set(source) == {NGRAM}:
+        options.check(NGRAM)
+    for each in source:
+        options.fitting(each).check(each)
 
 
 def load_drafter(
