@@ -200,12 +200,12 @@ CHOSEN = (
     Metric(
         "costs",
         "",
-        "for each shape (`batch_size`, `capacity`) and by whether rows draw (`drawn`) `dispatch_ms`, what a "
-        "dispatch takes besides its rounds, and `rounds`: of each choice `round_ms` of a round that drafts and "
-        "`idle_ms` of one in which n-grams find nothing, or draft in a learnt drafter's place, `measured` or on a "
-        "line between those that were, corrected by the times of dispatches, all widths of a drafter alike; `round_cost_steps`, `expected_tokens_per_round` "
-        "and `expected_speedup` over plain decoding, by all that was decoded so far, which is what the next batch "
-        "begins with",
+        "for each shape (`batch_size`, `capacity`) and by whether rows draw (`drawn`) `dispatch_ms`, what a dispatch "
+        "takes besides its rounds, and `rounds`: of each choice `round_ms` of a round that drafts and `idle_ms` of "
+        "one in which n-grams find nothing, or draft in a learnt drafter's place, `measured` or on a line between "
+        "those that were, corrected by the times of dispatches, all widths of a drafter alike; `round_cost_steps`, "
+        "`expected_tokens_per_round` and `expected_speedup` over plain decoding, by all that was decoded so far, "
+        "which is what the next batch begins with",
     ),
 )
 """What rounds did where that was chosen as decoding went."""
