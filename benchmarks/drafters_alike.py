@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 from cyclopts import App
 
-from tilewright.cli.common import SEVERAL
+from tilewright.cli.options import SEVERAL
 from tilewright.models.checkpoint import CONFIG
 from tilewright.train.records import Records
 

@@ -37,7 +37,8 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import tilewright as tw
-from tilewright.cli.common import WORDS, keep_programs
+from tilewright.cli.common import keep_programs
+from tilewright.cli.options import WORDS
 from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.kernels.operations import Operations

@@ -2,19 +2,17 @@
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.datasets import NOT_THINKING, read_examples
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import environment, fitted_table, measure, rows, rows_in_all, scalars_as_csv, ways_of
-from tilewright.cli.common import SEVERAL
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
-from tilewright.cli.outputs import TableFiles, check_least, check_some, circumstances, progress, progress_console, write_text
+from tilewright.cli.options import Chat, PromptFile, Several, check_least, check_some, option_class
+from tilewright.cli.outputs import TableFiles, circumstances, progress, progress_console, write_text
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising, Mode
@@ -30,8 +28,7 @@ CARDS = ("README.md", "MODEL_CARD.md")
 """Where a model's folder says what it is for: a line `task: arithmetic`."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class Compared:
     """Options of the ways that are compared, and of the prompts. The first four take several values.
 
@@ -42,8 +39,6 @@ class Compared:
         suffix_window: all of these again with each of these numbers of positions behind the block, those further on left out.
         task: "arithmetic" asks held-out problems and checks their answers; "prompts" is `--prompt-file` without a check. By
             default what the model's card says, if it has a line `task: arithmetic`.
-        prompt_file: a JSONL file of prompts, read as `bench speculative` reads its data; of several turns the first.
-        chat: put the prompts to the model as a user's messages, in its own chat template.
         problems: how many prompts, from the beginning.
         new_tokens: the length of each response, a multiple of the block length; by default as many blocks as the longest
             solution of the problems takes, 128 tokens for other prompts.
@@ -54,13 +49,13 @@ class Compared:
         beside: prompts that are gone through step by step beside dense passes; 0 leaves that out.
     """
 
-    modes: Annotated[tuple[Mode, ...], SEVERAL] = ("dense", "prefix", "dual", "sparse")
-    tau: Annotated[tuple[float, ...], SEVERAL] = (0.99,)
-    threshold: Annotated[tuple[float, ...], SEVERAL] = ()
-    suffix_window: Annotated[tuple[int, ...], SEVERAL] = ()
+    modes: Several[Mode] = ("dense", "prefix", "dual", "sparse")
+    tau: Several[float] = (0.99,)
+    threshold: Several[float] = ()
+    suffix_window: Several[int] = ()
     task: Literal["arithmetic", "prompts"] | None = None
-    prompt_file: Path | None = None
-    chat: Annotated[bool, Parameter(negative=())] = False
+    prompt_file: PromptFile = None
+    chat: Chat = False
     problems: int = 32
     new_tokens: int | None = None
     seed: int = 0

@@ -1,16 +1,15 @@
 """`tilewright bench graph`: message passing as it is usually written, against neighbour tables."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, BenchGraph, Experiment, measure, prepare, read_graph
-from tilewright.cli.common import WORDS, CompileCache, keep_programs
-from tilewright.cli.outputs import PageFiles, check_known, check_least, circumstances, progress
+from tilewright.cli.common import keep_programs
+from tilewright.cli.options import CompileCache, Repetitions, Words, check_known, check_least, option_class
+from tilewright.cli.outputs import PageFiles, circumstances, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.compare import steps
 from tilewright.compiled.machine import chip_name
@@ -25,8 +24,7 @@ FOOT = ("graph", "chip", "kernels", "repetitions", "dtype", "jax_version")
 """Settings at the foot of the page."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class GraphOptions:
     """Options of what is measured. Several values stand apart or with commas between them.
 
@@ -38,16 +36,15 @@ class GraphOptions:
         features: for each node, and the width of a model's layers.
         dtype: "float32" or "bfloat16".
         chip: TPUs to compile for instead of measuring, such as v5e:1x1, v5p:1x1x1.
-        repetitions: how often each is timed.
     """
 
-    experiment: Annotated[tuple[str, ...], WORDS] = PUBLISHED
-    layout: Annotated[tuple[str, ...], WORDS] = ("auto",)
+    experiment: Words = PUBLISHED
+    layout: Words = ("auto",)
     data: str = "seed"
     features: int = 128
     dtype: Dtype = "float32"
-    chip: Annotated[tuple[str, ...], WORDS] = ()
-    repetitions: int = 5
+    chip: Words = ()
+    repetitions: Repetitions = 5
     compile_cache: CompileCache = True
 
     def check(self) -> None:

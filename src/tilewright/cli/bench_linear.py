@@ -1,18 +1,17 @@
 """`tilewright bench linear`: the linear layers of real models on this machine's kernels, XLA, and what a caller adds."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
 from tilewright.bench.linear import XLA_DTYPES, Format, Load, measure, steps, summary
-from tilewright.cli.common import SEVERAL, CompileCache, keep_programs
-from tilewright.cli.outputs import JsonFile, check_least, human_console, progress, write_json
+from tilewright.cli.common import keep_programs
+from tilewright.cli.options import CompileCache, Repetitions, Several, check_least, option_class
+from tilewright.cli.outputs import JsonFile, human_console, progress, write_json
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import LinearCase, named
@@ -21,8 +20,7 @@ from tilewright.metrics.metric import Metric, chosen
 from tilewright.metrics.tables import FigureTable, grouped, print_table
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class LinearOptions:
     """Options of what is measured. Each of the first four takes several values.
 
@@ -33,15 +31,14 @@ class LinearOptions:
         dtype: formats of the weights: float32, bfloat16, int8, or llama.cpp's and others' blocks of 4 to 8 bits.
         weights_mb: copies of a layer's weights take up at least this much (MB) and take turns, as the layers of a model do;
             less than a cache holds measures the cache.
-        repetitions: how often each is timed.
     """
 
-    model: Annotated[tuple[str, ...], SEVERAL] = ("qwen3-0.6b",)
-    layers: Annotated[tuple[str, ...], SEVERAL] = ("q", "k", "o", "gate_up", "down", "head")
-    rows: Annotated[tuple[int, ...], SEVERAL] = (1, 2, 4, 8, 16, 32, 64, 128, 512)
-    dtype: Annotated[tuple[Format, ...], SEVERAL] = ("bfloat16",)
+    model: Several[str] = ("qwen3-0.6b",)
+    layers: Several[str] = ("q", "k", "o", "gate_up", "down", "head")
+    rows: Several[int] = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+    dtype: Several[Format] = ("bfloat16",)
     weights_mb: float = 100.0
-    repetitions: int = 5
+    repetitions: Repetitions = 5
     compile_cache: CompileCache = True
 
     def check(self) -> list[LinearCase]:

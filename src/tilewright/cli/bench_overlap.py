@@ -1,18 +1,17 @@
 """`tilewright bench overlap`: the grid of `bench_overlap_grid.py`, or what compilers make of single collectives."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, HIDDEN, ROWS, MicroCase, cases, compiled, measured
 from tilewright.cli.bench_overlap_grid import GridOptions, bench_grid
-from tilewright.cli.common import NUMBERS, WORDS, given
-from tilewright.cli.outputs import PageFiles, check_least, progress
+from tilewright.cli.common import given
+from tilewright.cli.options import Numbers, Words, check_least, option_class
+from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
@@ -25,8 +24,7 @@ from tilewright.report.overlap import measured_micro_table, size_name, write_mic
 TOPOLOGIES, KINDS = ("v5e:4x2", "v5p:2x2x2", "v6e:4x2"), ("v5e",)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class PlaceOptions:
     """Options of what is compiled and run. Those of several values take them with commas or blanks between them.
 
@@ -43,10 +41,10 @@ class PlaceOptions:
     """
 
     micro: bool = False
-    chip: Annotated[tuple[str, ...] | None, WORDS] = None
+    chip: Words | None = None
     here: bool | None = None
-    collective: Annotated[tuple[str, ...], WORDS] = tuple(COLLECTIVES)
-    size_kib: Annotated[tuple[int, ...], NUMBERS] = (64, 1024, 16384)
+    collective: Words = tuple(COLLECTIVES)
+    size_kib: Numbers = (64, 1024, 16384)
     repetitions: int = 5
     hidden: int = HIDDEN
     product_rows: int = ROWS

@@ -1,21 +1,19 @@
 """The grid of `tilewright bench overlap`: input, output, batch, number of devices, schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench import overlap_here
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled
 from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
-from tilewright.cli.common import NUMBERS, WORDS
-from tilewright.cli.outputs import PageFiles, check_known, check_least, progress
+from tilewright.cli.options import Numbers, Words, check_known, check_least, option_class
+from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import slice_of
 from tilewright.metrics.tables import grouped, print_table
@@ -27,8 +25,7 @@ RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
 """Schedules whose tokens are those of one device. `exact` sums in an order of its own."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class GridOptions(TpuModelOptions):
     """The grid. The options of several values take them with commas or blanks between them.
 
@@ -47,11 +44,11 @@ class GridOptions(TpuModelOptions):
     """
 
     model_config: str = "llama3-8b"
-    input: Annotated[tuple[int, ...], NUMBERS] = (1024, 4096)
+    input: Numbers = (1024, 4096)
     output: int = 512
-    batch: Annotated[tuple[int, ...], NUMBERS] = (4, 8)
-    tensor_parallel: Annotated[tuple[int, ...], NUMBERS] = (2, 4, 8)
-    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "ring")
+    batch: Numbers = (4, 8)
+    tensor_parallel: Numbers = (2, 4, 8)
+    schedule: Words = ("sync", "sequence", "ring")
     layers: int | None = None
     here_divisor: int = 16
     compiler_options: bool = False

@@ -1,19 +1,18 @@
 """`tilewright bench round`: where a round's time goes, measured here or estimated for TPUs that are not there."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.round import RoundSetup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds, round_sweep
 from tilewright.cli.calibrate import print_ranges
-from tilewright.cli.common import DEMO, NUMBERS, SEVERAL, CompileCache, keep_programs
-from tilewright.cli.outputs import JsonFile, check_least, human_console, progress, write_json
+from tilewright.cli.common import DEMO, keep_programs
+from tilewright.cli.options import CompileCache, KernelChoice, Numbers, Several, check_least, option_class
+from tilewright.cli.outputs import JsonFile, human_console, progress, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import operations
@@ -38,8 +37,7 @@ FOOTNOTE = (
 )
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class RoundOptions:
     """Options of what is measured.
 
@@ -51,17 +49,16 @@ class RoundOptions:
         chip: TPUs to compile for instead of measuring, such as v5e:2x2, v5p:2x2x1, v6e:2x2.
         dtype: of weights, activations and caches.
         repetitions: how often each part is timed.
-        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 
     model_config: str | None = None
     draft_config: str | None = None
-    block_size: Annotated[tuple[int, ...], NUMBERS] = (16, 32, 64, 128)
-    context: Annotated[tuple[int, ...], NUMBERS] = (256, 1024)
-    chip: Annotated[tuple[str, ...], SEVERAL] = ()
+    block_size: Numbers = (16, 32, 64, 128)
+    context: Numbers = (256, 1024)
+    chip: Several[str] = ()
     dtype: Dtype = "bfloat16"
     repetitions: int = 5
-    kernels: Literal["auto", "xla"] = "auto"
+    kernels: KernelChoice = "auto"
     compile_cache: CompileCache = True
 
     def pair(self) -> tuple[DecoderConfig, DFlashConfig]:

@@ -35,8 +35,9 @@ from tilewright.bench.workload import (
     trace_plan,
     trace_times,
 )
-from tilewright.cli.common import SEVERAL, packaged_prompts_file
-from tilewright.cli.outputs import PageFiles, check_least
+from tilewright.cli.common import packaged_prompts_file
+from tilewright.cli.options import Flag, Several, check_least, option_class
+from tilewright.cli.outputs import PageFiles
 from tilewright.metrics.tables import print_table
 from tilewright.report.serving import ServingReport, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
@@ -49,8 +50,7 @@ SAMPLE_CHARACTERS = 2000
 """Of the text by which the server is asked how it counts."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class PeerOptions:
     """Options that name a server and say how it is asked.
 
@@ -68,7 +68,7 @@ class PeerOptions:
     url: str = "http://127.0.0.1:8000"
     model: str | None = None
     api_key: Annotated[str | None, Parameter(env_var="OPENAI_API_KEY")] = None
-    chat: Annotated[bool, Parameter(negative=())] = False
+    chat: Flag = False
     temperature: float = 0.0
     ignore_eos: bool | None = None
     continuous_usage: bool = True
@@ -95,8 +95,7 @@ class PeerOptions:
         return Peer(model, self.chat, self.temperature, seed, ignore_eos, self.continuous_usage, self.timeout)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class WorkloadOptions:
     """Options of the requests that are sent, and of their times.
 
@@ -230,8 +229,7 @@ class Workload:
         return (ASSUMED_CHARACTERS, "assumed") if measured is None else (measured, "measured")
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ServingFiles(PageFiles):
     """Options of what is reported, and where.
 
@@ -242,9 +240,9 @@ class ServingFiles(PageFiles):
         detailed: with a record of each request in the JSON.
     """
 
-    goodput: Annotated[tuple[str, ...], SEVERAL] = ()
-    percentiles: Annotated[tuple[float, ...], SEVERAL] = (50, 90, 95, 99)
-    detailed: Annotated[bool, Parameter(negative=())] = False
+    goodput: Several[str] = ()
+    percentiles: Several[float] = (50, 90, 95, 99)
+    detailed: Flag = False
 
     def check(self) -> None:
         super().check()

@@ -3,12 +3,11 @@
 import datetime
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
@@ -21,21 +20,13 @@ from tilewright.cli.common import (
     AUTO,
     DEMO,
     PACKAGED_DRAFTERS,
-    SEVERAL,
     TargetOptions,
     check_packaged,
     packaged_prompts_file,
     short_names,
 )
-from tilewright.cli.outputs import (
-    TableFiles,
-    check_least,
-    check_some,
-    circumstances,
-    progress_console,
-    write_replay_page,
-    write_text,
-)
+from tilewright.cli.options import Several, check_least, check_some, option_class
+from tilewright.cli.outputs import TableFiles, circumstances, progress_console, write_replay_page, write_text
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
@@ -49,8 +40,7 @@ REPLAYED = 3
 """Prompts of each dataset that `--replay` shows."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DrafterArguments:
     """Options of the drafters that are compared.
 
@@ -69,7 +59,7 @@ class DrafterArguments:
             (the default), drawn at the request's temperature with the target's own noise; the output is the same either way.
     """
 
-    drafter: Annotated[tuple[str, ...] | None, SEVERAL] = None
+    drafter: Several[str] | None = None
     block_size: int | Literal["auto", "auto-inexact"] | None = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
@@ -116,8 +106,7 @@ class DrafterArguments:
         return base.load_drafter(target.drafter_source(name), options, progress_console(console))
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class SpeculativeFiles(TableFiles):
     """Places where figures go, besides the terminal.
 
@@ -135,8 +124,7 @@ class SpeculativeFiles(TableFiles):
             raise ValueError(f"expected a price per hour above 0, found {self.price_per_hour}")
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class Measuring:
     """Options of what is decoded, and how.
 
@@ -153,14 +141,14 @@ class Measuring:
         repetitions: how often each way is timed.
     """
 
-    data: Annotated[tuple[Path, ...], SEVERAL] = ()
+    data: Several[Path] = ()
     samples: int = 20
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    batch_size: Annotated[tuple[int, ...], SEVERAL] = (1,)
+    batch_size: Several[int] = (1,)
     repetitions: int = REPETITIONS
 
     def check(self) -> None:

@@ -1,13 +1,12 @@
 """Options of the models of time, with `--calibrate` constants fitted to measurements; and ranges in a terminal."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 
+from tilewright.cli.options import option_class
 from tilewright.hardware.links import HOP_US, Fabric
 from tilewright.hardware.neuron import instance_of
 from tilewright.hardware.ranged import Ranged
@@ -42,8 +41,7 @@ def used_hop_us(fabrics: Mapping[str, Fabric]) -> float | dict[str, float]:
     return found if len(set(found.values())) > 1 else next(iter(found.values()))
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class TpuModelOptions:
     """Options of the model of links and memory of TPUs.
 
@@ -74,8 +72,7 @@ class TpuModelOptions:
         return {name: None if file is None else calibrate_tpu(file, chip) for name, chip in chips.items()}
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class NeuronModelOptions:
     """Options of the model of Neuron chips, and of what runs there.
 

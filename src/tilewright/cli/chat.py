@@ -11,12 +11,12 @@ from io import TextIOWrapper
 from queue import SimpleQueue
 from typing import Any, cast
 
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_object, named_model, stopped_by_interrupt
 from tilewright.cli.generate import SamplingOptions
+from tilewright.cli.options import option_class
 from tilewright.cli.outputs import progress_console
 from tilewright.models.chat import ChatTemplate, check_values
 from tilewright.report import terminal
@@ -34,8 +34,7 @@ HELP = """\
 Ctrl-C stops an answer and keeps what came of it."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class AnswerOptions(SamplingOptions):
     """Options by which answers are drawn.
 
@@ -243,19 +242,13 @@ def chat(
 ) -> None:
     """Chats with a model in the terminal.
 
-    Parameters
-    ----------
-    model
-        A folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo", as --model.
-    system
-        What the model is told before the first turn.
-    context
-        The most tokens of a conversation; by default the model's own context, or what there is memory for.
-    memory_fraction
-        The share of the memory that is free once the weights are loaded that the conversation may take.
-    chat_template_kwargs
-        A JSON object of what the chat template is told, as '{"enable_thinking": false}' for models that think unless they are
-        told not to.
+    Args:
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo", as --model.
+        system: what the model is told before the first turn.
+        context: the most tokens of a conversation; by default the model's own context, or what there is memory for.
+        memory_fraction: the share of the memory that is free once the weights are loaded that the conversation may take.
+        chat_template_kwargs: a JSON object of what the chat template is told, as '{"enable_thinking": false}' for models that
+            think unless they are told not to.
     """
     models, sampling = named_model(model, models), options.sampling()
     values = json_object("--chat-template-kwargs", chat_template_kwargs)

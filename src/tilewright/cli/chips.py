@@ -1,8 +1,8 @@
 """`tilewright chips`: chips of several makers side by side, and how long a piece of work takes each at least."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from tilewright.cli.common import WORDS
+from tilewright.cli.options import Words
 from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.hardware.accelerators import ACCELERATORS, Accelerator, accelerator_of
 from tilewright.hardware.neuron import NEURON_CHIPS
@@ -19,7 +19,7 @@ FOOTNOTE = (
 
 def chips(
     *,
-    chip: Annotated[tuple[str, ...], WORDS] = (),
+    chip: Words = (),
     gflop: float | None = None,
     memory_mb: float | None = None,
     link_mb: float | None = None,
@@ -29,16 +29,11 @@ def chips(
 
     With a piece of work, also its roofline.
 
-    Parameters
-    ----------
-    chip
-        Only these, by name: several, with commas.
-    gflop
-        Work: operations, in 1e9.
-    memory_mb
-        Work: bytes to and from memory, in 1e6.
-    link_mb
-        Work: bytes sent over links, in 1e6; chips without links take none.
+    Args:
+        chip: only these, by name: several, with commas.
+        gflop: work: operations, in 1e9.
+        memory_mb: work: bytes to and from memory, in 1e6.
+        link_mb: work: bytes sent over links, in 1e6; chips without links take none.
     """
     console = human_console(json_file)
     for name, value in (("--gflop", gflop), ("--memory-mb", memory_mb), ("--link-mb", link_mb)):

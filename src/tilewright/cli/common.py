@@ -6,17 +6,17 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
-from cyclopts import Parameter
 from jax.sharding import Mesh
 from rich.console import Console
 
 from tilewright.bench.datasets import Example, read_examples
+from tilewright.cli.options import CompileCache, KernelChoice, option_class
 from tilewright.cli.outputs import progress_console
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
@@ -48,45 +48,6 @@ DEMO_PROMPT = 32
 AUTO = "auto"
 """Name of the drafter that stands for whichever promises most, round by round."""
 BlockSize = int | Literal["auto"] | None
-
-SEVERAL = Parameter(consume_multiple=True, negative=())
-"""Of an option that takes several values in a row."""
-
-CompileCache = Annotated[
-    bool,
-    Parameter(
-        env_var="TILEWRIGHT_COMPILE_CACHE",
-        help="Keep compiled programs, and what rounds cost, in the user's cache folder, and use what is there.",
-    ),
-]
-"""Whether compiled programs are kept on disk for the next process; every command that compiles takes it."""
-
-
-def comma_separated(type_: Any, tokens: Sequence[Any]) -> tuple[str, ...]:
-    """Words apart or with commas between them, each once."""
-    return tuple(dict.fromkeys(text for token in tokens for text in token.value.split(",") if text))
-
-
-WORDS = Parameter(consume_multiple=True, negative=(), converter=comma_separated)
-"""Options of several words."""
-
-
-def comma_separated_numbers(type_: Any, tokens: Sequence[Any]) -> tuple[int, ...]:
-    """Whole numbers with commas between them, as a tuple.
-
-    Raises:
-        ValueError: one is none.
-    """
-    found = []
-    for text in comma_separated(type_, tokens):
-        if not text.isdecimal():
-            raise ValueError(f"expected whole numbers with commas between them, found {text!r}")
-        found.append(int(text))
-    return tuple(dict.fromkeys(found))
-
-
-NUMBERS = Parameter(consume_multiple=True, negative=(), converter=comma_separated_numbers)
-"""Options of several whole numbers."""
 
 
 def mesh_axes(text: str, names: Sequence[str] = ()) -> dict[str, int]:
@@ -157,8 +118,7 @@ def say_schedules(placement: Placement | None, rows: Sequence[int], console: Con
         console.print(f"--schedule {placement.name}: {why}", style="dim", markup=False)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DeviceOptions:
     """Over which devices to divide the target, or the diffusion model.
 
@@ -194,8 +154,7 @@ class DeviceOptions:
             raise ValueError(f"--tensor-parallel {self.tensor_parallel}: {error}") from error
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class LoadOptions:
     """Options that name the model to load, and say how it multiplies.
 
@@ -205,13 +164,12 @@ class LoadOptions:
         dtype: "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32 on a CPU without our kernels.
         weights: "int8" keeps matrices in 8 bits; "int4" in blocks of 4 bits, of a quantised checkpoint those that it has; "fp8"
             as floats of 8 bits, where XLA computes; "auto" keeps them in dtype.
-        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 
     model: str = DEMO
     dtype: str = AUTO
     weights: Weights = "auto"
-    kernels: Literal["auto", "xla"] = "auto"
+    kernels: KernelChoice = "auto"
     compile_cache: CompileCache = True
 
     def chat_template(self, console: Console) -> ChatTemplate | None:
@@ -244,8 +202,7 @@ class LoadOptions:
 M = TypeVar("M", bound=LoadOptions)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class TargetOptions(LoadOptions):
     """Options that name the target to load, and say how it multiplies.
 
@@ -294,8 +251,7 @@ class TargetOptions(LoadOptions):
         return packaged.get(drafter, drafter)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ModelOptions(TargetOptions):
     """Options that name the models to load, and say how.
 
@@ -325,8 +281,7 @@ class ModelOptions(TargetOptions):
         return self.load_with(self.drafter_name, options, console, devices, context)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class AdaptedModelOptions(ModelOptions):
     """Options that name the models to load, with an adapter.
 

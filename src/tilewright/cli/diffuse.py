@@ -2,11 +2,9 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.live import Live
 from rich.progress import Progress
@@ -16,6 +14,7 @@ from tilewright.bench.diffusion import DenoisingRun, environment, run_figures
 from tilewright.bench.diffusion_replay import denoising_replay
 from tilewright.cli.common import DeviceOptions, gather_prompts, stopped_by_interrupt
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
+from tilewright.cli.options import Chat, Prompt, PromptFile, option_class
 from tilewright.cli.outputs import OutputFiles, progress, progress_console, write_file, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.diffusion.model import Denoised, DiffusionModel, DiffusionSession
@@ -29,8 +28,7 @@ FRAME_S = 1 / 8
 """Seconds that the steps between two frames take, about, unless their number is given."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ResponseOptions:
     """Options of the responses that are asked for.
 
@@ -62,8 +60,7 @@ class ResponseOptions:
         return replace(dense, **asks)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DiffuseOutputs(OutputFiles):
     """Options of what is made besides the text.
 
@@ -83,9 +80,9 @@ class DiffuseOutputs(OutputFiles):
 
 
 def diffuse(
-    *prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    prompt_file: Path | None = None,
-    chat: Annotated[bool, Parameter(negative=())] = False,
+    *prompt: Prompt,
+    prompt_file: PromptFile = None,
+    chat: Chat = False,
     models: DiffusionModelOptions = DiffusionModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
     asked: ResponseOptions = ResponseOptions(),
@@ -94,14 +91,8 @@ def diffuse(
 ) -> None:
     """Denoises a response with a diffusion language model, and shows how its masks give way.
 
-    Parameters
-    ----------
-    prompt
-        Texts to respond to, "-" for standard input; several form batches.
-    prompt_file
-        A JSONL file of prompts, read as `bench speculative` reads its data; of several turns the first is taken.
-    chat
-        Put the prompts to the model as a user's messages, in its own chat template.
+    Args:
+        prompt: texts to respond to, "-" for standard input; several form batches.
     """
     console = outputs.console()
     request = asked.request(options)

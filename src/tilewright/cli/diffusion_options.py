@@ -1,14 +1,13 @@
 """Options that the commands for diffusion language models share: which model, and how it denoises."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.cli.common import DeviceOptions, LoadOptions, say_fallbacks, say_schedules
+from tilewright.cli.options import option_class
 from tilewright.diffusion.model import DiffusionModel, load
 from tilewright.diffusion.options import Denoising, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
@@ -21,8 +20,7 @@ DEMO = "demo-diffusion"
 """The packaged diffusion model, which writes arithmetic out in steps."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DiffusionModelOptions(LoadOptions):
     """Options that name the model to load, and say how it multiplies.
 
@@ -41,8 +39,7 @@ class DiffusionModelOptions(LoadOptions):
         return model
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class StepOptions:
     """Options of denoising.
 

@@ -17,8 +17,9 @@ import jax
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import DEMO, CompileCache, keep_programs
+from tilewright.cli.common import DEMO, keep_programs
 from tilewright.cli.extras import EXTRAS, installation
+from tilewright.cli.options import CompileCache
 from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name, cores, cpu_facts
@@ -247,13 +248,10 @@ def clear_caches(console: Console) -> None:
 def doctor(*, model: str = DEMO, repair: bool = False, compile_cache: CompileCache = True, json_file: JsonFile = None) -> None:
     """Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.
 
-    Parameters
-    ----------
-    model
-        A folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo", for whose heads and sizes the implementations of
-        operations are listed.
-    repair
-        Clear the kernel cache and the compile cache first; kernels are built anew.
+    Args:
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo", for whose heads and sizes the implementations
+            of operations are listed.
+        repair: clear the kernel cache and the compile cache first; kernels are built anew.
     """
     console = human_console(json_file)
     if repair:

@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench import datasets
-from tilewright.cli.outputs import check_least, progress_console
+from tilewright.cli.options import check_least, option_class
+from tilewright.cli.outputs import progress_console
 from tilewright.cli.train import LoopOptions
 from tilewright.kernels.select import PLAIN
 from tilewright.llm.language_model import LanguageModel, load
@@ -30,8 +30,7 @@ from tilewright.train.self_instruct import SelfInstructOptions
 from tilewright.train.waves import Waves, WaveWriter
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class Regeneration:
     """Options for text that the target continues, for its drafter to learn from.
 
@@ -63,8 +62,7 @@ class Regeneration:
         return written
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class SelfInstruct:
     """Options for instructions and answers that the target writes, for its drafter to learn from.
 

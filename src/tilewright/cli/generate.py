@@ -1,7 +1,6 @@
 """`tilewright generate`: text from a model, with a drafter if there is one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +11,9 @@ from rich.progress import Progress
 from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import NUMBERS, WORDS, AdaptedModelOptions, DeviceOptions, gather_prompts
-from tilewright.cli.outputs import OutputFiles, check_least, progress, write_json, write_replay_page
+from tilewright.cli.common import AdaptedModelOptions, DeviceOptions, gather_prompts
+from tilewright.cli.options import Chat, Flag, Numbers, Prompt, PromptFile, Repeated, Words, check_least, option_class
+from tilewright.cli.outputs import OutputFiles, progress, write_json, write_replay_page
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.acceptance import generation_figures, num_spec_tokens
 from tilewright.llm.chosen import chosen_figures
@@ -27,8 +27,7 @@ STREAM_STEPS = 4
 """Steps or rounds for each dispatch while text is being shown."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class SamplingOptions:
     """Options by which tokens are drawn.
 
@@ -56,16 +55,16 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
-    stop: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    stop: Repeated = ()
     ignore_eos: bool = False
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[tuple[str, ...], WORDS] = ()
+    logit_bias: Words = ()
     min_tokens: int = 0
-    stop_token_ids: Annotated[tuple[int, ...], NUMBERS] = ()
-    include_stop: Annotated[bool, Parameter(negative=())] = False
+    stop_token_ids: Numbers = ()
+    include_stop: Flag = False
     skip_special_tokens: bool = True
 
     def sampling(self) -> Sampling:
@@ -82,8 +81,7 @@ def biased_token(text: str) -> tuple[int, float]:
         raise ValueError(f"expected --logit-bias of the form TOKEN=BIAS, found {text!r}") from None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class GenerateOutputs(OutputFiles):
     """Options of what is made besides the text.
 
@@ -108,9 +106,9 @@ class GenerateOutputs(OutputFiles):
 
 
 def generate(
-    *prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    prompt_file: Path | None = None,
-    chat: Annotated[bool, Parameter(negative=())] = False,
+    *prompt: Prompt,
+    prompt_file: PromptFile = None,
+    chat: Chat = False,
     models: AdaptedModelOptions = AdaptedModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
     options: SamplingOptions = SamplingOptions(),
@@ -118,14 +116,8 @@ def generate(
 ) -> None:
     """Generates text and shows which tokens were drafted.
 
-    Parameters
-    ----------
-    prompt
-        Texts to continue, "-" for standard input; several form a batch.
-    prompt_file
-        A JSONL file of prompts, read as `bench speculative` reads its data; of several turns the first is taken.
-    chat
-        Put the prompts to the model as a user's messages, in its own chat template.
+    Args:
+        prompt: texts to continue, "-" for standard input; several form a batch.
     """
     console = outputs.console()
     asked = options.sampling()

@@ -52,17 +52,13 @@ def inspect_diff(
 
     Compiler estimates, no measurements; every figure is defined in docs/metrics.md.
 
-    Parameters
-    ----------
-    files
-        Two files that --save wrote, the earlier one first. Without them the options say what is compiled.
-    other
-        Compile here and there too: a Python with tilewright and another libtpu, or a folder that another libtpu was installed
-        to (pip install --no-deps --target FOLDER libtpu==VERSION).
-    save
-        Write what the compiler here makes of the programs to this file.
-    fail_above
-        Exit with status 1 if bytes or cycles rise by more than this share, or if a collective is no longer asynchronous.
+    Args:
+        files: two files that --save wrote, the earlier one first. Without them the options say what is compiled.
+        other: compile here and there too: a Python with tilewright and another libtpu, or a folder that another libtpu was
+            installed to (pip install --no-deps --target FOLDER libtpu==VERSION).
+        save: write what the compiler here makes of the programs to this file.
+        fail_above: exit with status 1 if bytes or cycles rise by more than this share, or if a collective is no longer
+            asynchronous.
     """
     console = human_console(json_file)
     check_output_file("--save", None if save is None else str(save))

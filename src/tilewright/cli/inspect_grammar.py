@@ -2,11 +2,12 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 
-from tilewright.cli.common import DEMO, SEVERAL
+from tilewright.cli.common import DEMO
+from tilewright.cli.options import Several
 from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Compiler
@@ -25,19 +26,15 @@ def inspect_grammar(
     /,
     *,
     model: str = DEMO,
-    regex: Annotated[tuple[str, ...], SEVERAL] = (),
+    regex: Several[str] = (),
     json_file: JsonFile = None,
 ) -> None:
     """Shows for each grammar whether a device makes its masks, how deep and how large it is, or why the host makes them.
 
-    Parameters
-    ----------
-    files
-        JSON schemas, a file each. Without one, and without --regex, any JSON object.
-    model
-        A folder, a GGUF file, a hub id or a name of a model, of which the tokenizer and the sizes are read.
-    regex
-        Regular expressions.
+    Args:
+        files: JSON schemas, a file each. Without one, and without --regex, any JSON object.
+        model: a folder, a GGUF file, a hub id or a name of a model, of which the tokenizer and the sizes are read.
+        regex: regular expressions.
     """
     console = human_console(json_file)
     grammars = {str(path): read_schema(path) for path in files} | {text: Grammar.regex(text) for text in regex}

@@ -3,14 +3,12 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.ordering import ORDERINGS, OWN, PROGRAM_ORDER, ordered_name, program_order, read_name
@@ -28,9 +26,8 @@ from tilewright.bench.overlap import (
     sweeps,
 )
 from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
-from tilewright.cli.common import WORDS
-from tilewright.cli.outputs import TracedFiles, check_known, check_least, check_share, check_some, progress, write_file
-from tilewright.kernels.select import Kernels
+from tilewright.cli.options import KernelChoice, Words, check_known, check_least, check_share, check_some, option_class
+from tilewright.cli.outputs import TracedFiles, progress, write_file
 from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
@@ -46,8 +43,7 @@ FOOTNOTE = (
 )
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class OverlapOptions(TpuModelOptions):
     """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
@@ -61,19 +57,18 @@ class OverlapOptions(TpuModelOptions):
         phase: prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, several; a decode step has that many positions cached.
         layers: how many are compiled, of which the middle one is reported; by default as many as it takes for it to be like its
             neighbours, up to 13.
-        kernels: "auto" takes this package's own kernels, "xla" leaves everything to XLA.
         compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
             on this model of time, and no TPU has tried them.
     """
 
     model_config: str = "llama3-8b"
-    chip: Annotated[tuple[str, ...], WORDS] = ("v5e:4x2",)
+    chip: Words = ("v5e:4x2",)
     tensor_parallel: int | None = None
-    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "ring")
-    order: Annotated[tuple[str, ...], WORDS] = (OWN,)
-    phase: Annotated[tuple[str, ...], WORDS] = ("prefill:4x1024", "decode:8x4096")
+    schedule: Words = ("sync", "sequence", "ring")
+    order: Words = (OWN,)
+    phase: Words = ("prefill:4x1024", "decode:8x4096")
     layers: int | None = None
-    kernels: Kernels = "auto"
+    kernels: KernelChoice = "auto"
     compiler_options: bool = False
 
     def setups(self) -> list[OverlapSetup]:
@@ -113,8 +108,7 @@ class OverlapOptions(TpuModelOptions):
         return [read_phase(text) for text in self.phase]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class OverlapFiles(TracedFiles):
     """The same, with the programs.
 
@@ -144,11 +138,9 @@ def inspect_overlap(
 
     Compiler estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.
 
-    Parameters
-    ----------
-    fail_above
-        Exit with status 1 if a schedule leaves more than this share of its communication exposed, from 0 to 1; sync, in any
-        order, counts only where no other schedule is asked for.
+    Args:
+        fail_above: exit with status 1 if a schedule leaves more than this share of its communication exposed, from 0 to 1;
+            sync, in any order, counts only where no other schedule is asked for.
     """
     console = files.console()
     check_share("--fail-above", fail_above)

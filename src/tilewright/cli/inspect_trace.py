@@ -43,18 +43,12 @@ def inspect_trace(
 
     The prediction is of compiler estimates and a model of links and memory; every figure is defined in docs/metrics.md.
 
-    Parameters
-    ----------
-    trace
-        An .xplane.pb, or a folder in which jax.profiler.trace wrote; of several traces in it the newest is read.
-    hlo
-        The program's compiled text: compiled.as_text(), or what XLA_FLAGS=--xla_dump_to=FOLDER writes after optimizations.
-    chip
-        The topology that the program ran on: v5e:4x2, v5p:2x2x2, v6e:1x1. Its devices count as a ring of neighbours.
-    program
-        The program's name in the trace, where that has several of the module's name.
-    top
-        Operations that the table shows, those that took longest; the JSON file has all.
+    Args:
+        trace: an .xplane.pb, or a folder in which jax.profiler.trace wrote; of several traces in it the newest is read.
+        hlo: the program's compiled text: compiled.as_text(), or what XLA_FLAGS=--xla_dump_to=FOLDER writes after optimizations.
+        chip: the topology that the program ran on: v5e:4x2, v5p:2x2x2, v6e:1x1. Its devices count as a ring of neighbours.
+        program: the program's name in the trace, where that has several of the module's name.
+        top: operations that the table shows, those that took longest; the JSON file has all.
     """
     console = human_console(json_file)
     if top < 1:

@@ -1,13 +1,11 @@
 """`tilewright inspect training`: what a train step over a mesh leaves exposed of its communication, on absent TPUs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.overlap_training import (
@@ -24,9 +22,10 @@ from tilewright.bench.overlap_training import (
     sweeps,
 )
 from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
-from tilewright.cli.common import WORDS, mesh_axes
+from tilewright.cli.common import mesh_axes
 from tilewright.cli.inspect_overlap import end_if_exposed
-from tilewright.cli.outputs import TracedFiles, check_share, check_some, progress
+from tilewright.cli.options import Words, check_share, check_some, option_class
+from tilewright.cli.outputs import TracedFiles, progress
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
@@ -45,8 +44,7 @@ FOOTNOTE = (
 )
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class TrainingInspection(TpuModelOptions):
     """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
@@ -65,11 +63,11 @@ class TrainingInspection(TpuModelOptions):
     """
 
     model_config: str = "llama3-8b"
-    chip: Annotated[tuple[str, ...], WORDS] = ("v5e:4x4",)
+    chip: Words = ("v5e:4x4",)
     mesh: str = "fsdp=8,tp=2"
-    prefetch_distance: Annotated[tuple[str, ...], WORDS] = ("1",)
-    scatter_delay: Annotated[tuple[str, ...], WORDS] = ("1",)
-    rings: Annotated[tuple[str, ...], WORDS] = ()
+    prefetch_distance: Words = ("1",)
+    scatter_delay: Words = ("1",)
+    rings: Words = ()
     reduce_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     batch_size: int = 16
     length: int = 2048
@@ -131,13 +129,11 @@ def inspect_training(
     Beside it the same step without tokens, and the auto-sharded one (GSPMD) with the flags that MaxText sets. Compiler
     estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.
 
-    Parameters
-    ----------
-    transfers
-        Print each transfer of the reported layer: when it begins and ends, what the core waits for it, what runs meanwhile.
-    fail_above
-        Exit with status 1 if a plan leaves more than this share of its communication exposed, from 0 to 1; the programs beside
-        them don't count.
+    Args:
+        transfers: print each transfer of the reported layer: when it begins and ends, what the core waits for it, what runs
+            meanwhile.
+        fail_above: exit with status 1 if a plan leaves more than this share of its communication exposed, from 0 to 1; the
+            programs beside them don't count.
     """
     console = files.console()
     check_share("--fail-above", fail_above)

@@ -1,18 +1,14 @@
 """Arguments of `tilewright train drafter` for DSpark and LiLiCorr, which walk through candidates."""
 
-from dataclasses import dataclass
-
-from cyclopts import Parameter
-
 from tilewright.cli.common import given
+from tilewright.cli.options import option_class
 from tilewright.models import convolution, dspark, lilicorr
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.lilicorr import LiLiCorrConfig
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DSparkArguments:
     """Arguments of --kind dspark alone, besides those of --kind dflash.
 
@@ -35,8 +31,7 @@ class DSparkArguments:
         return dspark.config_from_hf(dspark.config_to_hf(made), "the drafter's sizes")
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class LiLiCorrArguments:
     """Arguments of --kind lilicorr alone, besides those of --kind dflash.
 

@@ -39,14 +39,10 @@ def launch(
     The first process prints, writes files and serves. Exit status: that of the first to fail, and all others are stopped then.
     They compute on CPUs, unless JAX_PLATFORMS says otherwise.
 
-    Parameters
-    ----------
-    command
-        What to run, behind "--": launch -n 2 --devices-per-process 2 -- generate --tensor-parallel 4 "def f".
-    processes
-        How many.
-    devices_per_process
-        So many CPU devices for each.
+    Args:
+        command: what to run, behind "--": launch -n 2 --devices-per-process 2 -- generate --tensor-parallel 4 "def f".
+        processes: how many.
+        devices_per_process: so many CPU devices for each.
     """
     for option, value in (("--processes", processes), ("--devices-per-process", devices_per_process)):
         if value < 1:

@@ -1,16 +1,14 @@
 """`tilewright neuron simulate`: a program on a simulated Neuron chip."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.cli.calibrate import NeuronModelOptions, print_notes, print_ranges
-from tilewright.cli.common import NUMBERS
+from tilewright.cli.options import Numbers, option_class
 from tilewright.cli.outputs import TracedFiles
 from tilewright.cli.plan_training import halves_of
 from tilewright.hardware.neuron import instance_of
@@ -36,8 +34,7 @@ MOST_OPERATIONS, LEAST_DRAWS = 48_000, 8
 Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-reduce", "hlo"]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ProgramOptions(NeuronModelOptions):
     """Options of what is simulated, and on what.
 
@@ -65,7 +62,7 @@ class ProgramOptions(NeuronModelOptions):
     schedule: str = "sync"
     streams: int = 1
     dma_packet_size: int = 4096
-    cc_packet_size: Annotated[tuple[int, ...], NUMBERS] = (65536,)
+    cc_packet_size: Numbers = (65536,)
     batch: int = 4
     input: int = 1024
     block: int = 16
@@ -133,11 +130,9 @@ def simulate_program(
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
 
-    Parameters
-    ----------
-    kind
-        decode, prefill, training, dflash (a speculative round), diffusion (a sparse denoising step), gather-reduce, or hlo
-        (what XLA scheduled for a TPU).
+    Args:
+        kind: decode, prefill, training, dflash (a speculative round), diffusion (a sparse denoising step), gather-reduce, or
+            hlo (what XLA scheduled for a TPU).
     """
     console = files.console()
     calibration = options.calibration(options.draws)

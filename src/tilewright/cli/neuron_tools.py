@@ -1,9 +1,8 @@
 """`tilewright neuron env` and `tilewright neuron calibrate`."""
 
 from pathlib import Path
-from typing import Annotated
 
-from tilewright.cli.common import WORDS
+from tilewright.cli.options import Words
 from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.ranges import CALIBRATION
@@ -16,13 +15,11 @@ from tilewright.perfmodel.uncertainty import with_range
 TITLES = {"jax": "JAX", "nxd": "NeuronX Distributed"}
 
 
-def environment(*, train: Annotated[tuple[str, ...], WORDS] = ("fsdp", "tp"), json_file: JsonFile = None) -> None:
+def environment(*, train: Words = ("fsdp", "tp"), json_file: JsonFile = None) -> None:
     """Prints the environment that AWS recommends for training that hides its collectives, with what each variable does.
 
-    Parameters
-    ----------
-    train
-        Axes that training is divided over: fsdp, or fsdp,tp.
+    Args:
+        train: axes that training is divided over: fsdp, or fsdp,tp.
     """
     console = human_console(json_file)
     found = recommended(train)
@@ -40,12 +37,9 @@ def calibrate_command(
 ) -> None:  # fmt: skip
     """Fits latency and rate of collectives to half of what was measured, and says how well the other half is predicted.
 
-    Parameters
-    ----------
-    curve
-        The output of nccom-test, with its command line above each table; by default the curve that AWS publishes of it.
-    instance
-        That was measured.
+    Args:
+        curve: the output of nccom-test, with its command line above each table; by default the curve that AWS publishes of it.
+        instance: that was measured.
     """
     console = human_console(json_file)
     measured = PUBLISHED if curve is None else read_measurements(curve)

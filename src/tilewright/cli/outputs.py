@@ -1,4 +1,4 @@
-"""Where commands' output goes: consoles, files and progress; and checks of options' ranges that measuring commands share."""
+"""Where commands' output goes: consoles, files and progress."""
 
 import datetime
 import errno
@@ -6,9 +6,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
@@ -20,6 +19,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from tilewright.bench.replay import replay
+from tilewright.cli.options import option_class
 from tilewright.llm.language_model import LanguageModel
 from tilewright.parallel.mesh import is_first_process
 from tilewright.report.replay import write_replay
@@ -112,39 +112,6 @@ def check_output_file(option: str, name: str | None) -> None:
         raise ValueError(f"{option} {name}: it cannot be written")
 
 
-def check_least(options: object, **least: int) -> None:
-    """Raises a `ValueError` for an option, or one of its values, that is less than it may be; and for several that are none."""
-    for name, smallest in least.items():
-        given = getattr(options, name)
-        values = given if isinstance(given, tuple) else (smallest if given is None else given,)
-        if not values or min(values) < smallest:
-            raise ValueError(f"expected {name} of at least {smallest}, found {', '.join(map(str, values)) or 'none'}")
-
-
-def check_some(options: object, *names: str) -> None:
-    """Raises a `ValueError` for an option of several values that has none, or has one twice."""
-    for name in names:
-        values = getattr(options, name)
-        if not values or len(set(values)) < len(values):
-            found = ", ".join(map(str, values)) or "none"
-            raise ValueError(f"expected {'different ' if values else ''}{name}, found {found}")
-
-
-def check_known(options: object, **known: Collection[str]) -> None:
-    """Raises a `ValueError` for an option of several values that has none, or has one that is not known."""
-    for name, names in known.items():
-        values = getattr(options, name)
-        unknown = [value for value in values if value not in names]
-        if unknown or not values:
-            raise ValueError(f"expected {name} of {', '.join(names)}, found {', '.join(unknown) or 'none'}")
-
-
-def check_share(option: str, share: float | None) -> None:
-    """Raises a `ValueError` for a share that is not from 0 to 1."""
-    if share is not None and not 0 <= share <= 1:
-        raise ValueError(f"expected {option} from 0 to 1, found {share:g}")
-
-
 def write_file(console: Console, path: Path | None, write: Callable[[Path], object]) -> None:
     """Has a file written, if one is asked for, which appears whole or not at all, and says so."""
     if path is not None:
@@ -180,8 +147,7 @@ def circumstances(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, "command": shlex.join(["tilewright", *sys.argv[1:]]), "date": datetime.date.today().isoformat()}
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class OutputFiles:
     """Places where figures go, besides the terminal.
 
@@ -204,8 +170,7 @@ class OutputFiles:
         return console
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class PageFiles(OutputFiles):
     """Options of where figures and a page go.
 
@@ -221,8 +186,7 @@ class PageFiles(OutputFiles):
         write_file(console, self.html, write_page)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class TracedFiles(PageFiles):
     """The same, with what runs when.
 
@@ -237,8 +201,7 @@ class TracedFiles(PageFiles):
         write_file(console, self.trace, lambda path: path.write_text(json.dumps(events()), encoding="utf-8"))
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class TableFiles(PageFiles):
     """The same, with the table as CSV.
 

@@ -1,15 +1,13 @@
 """`tilewright plan inference`: schedules of a model by cores, batch and input, on a simulated Neuron instance."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.cli.calibrate import NeuronModelOptions, print_notes, print_ranges
-from tilewright.cli.common import NUMBERS, WORDS
+from tilewright.cli.options import Numbers, Words, option_class
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
@@ -20,8 +18,7 @@ from tilewright.perfmodel.uncertainty import EVENT_DRAWS
 from tilewright.report.neuron import inference_table, write_inference_plan
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class InferenceOptions(NeuronModelOptions):
     """Options of what is compared. Those of several values take them with commas or blanks between them.
 
@@ -35,11 +32,11 @@ class InferenceOptions(NeuronModelOptions):
         draws: of the constants that have a range; all schedules are simulated at each.
     """
 
-    cores: Annotated[tuple[int, ...], NUMBERS] = (2, 4, 8, 16, 24)
-    batch: Annotated[tuple[int, ...], NUMBERS] = (4, 8)
-    input: Annotated[tuple[int, ...], NUMBERS] = (1024, 4096)
+    cores: Numbers = (2, 4, 8, 16, 24)
+    batch: Numbers = (4, 8)
+    input: Numbers = (1024, 4096)
     output: int = 512
-    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "domino", "ring")
+    schedule: Words = ("sync", "sequence", "domino", "ring")
     adaptive: bool = False
     draws: int = EVENT_DRAWS
 

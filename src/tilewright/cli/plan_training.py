@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.cli.calibrate import NeuronModelOptions, print_notes, print_ranges
-from tilewright.cli.common import NUMBERS, WORDS, mesh_axes
+from tilewright.cli.common import mesh_axes
+from tilewright.cli.options import Numbers, Words, option_class
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
@@ -25,8 +24,7 @@ SHOWN = 16
 """Settings in the table; `--json` and `--html` have all."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class TrainingOptions(NeuronModelOptions):
     """Options of what is compared. Those of several values take them with commas or blanks between them.
 
@@ -44,10 +42,10 @@ class TrainingOptions(NeuronModelOptions):
     model_config: str = "llama3-70b"
     instance: str = "trn2.48xlarge"
     mesh: str = "tp=4,fsdp=16"
-    streams: Annotated[tuple[int, ...], NUMBERS] = (1, 2)
-    packet_size: Annotated[tuple[str, ...], WORDS] = ("default", "recommended")
-    prefetch_distance: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1")
-    scatter_delay: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1", "1.5")
+    streams: Numbers = (1, 2)
+    packet_size: Words = ("default", "recommended")
+    prefetch_distance: Words = ("0", "0.5", "1")
+    scatter_delay: Words = ("0", "0.5", "1", "1.5")
     sequences: int = 1
     positions: int = 4096
     adaptive: bool = False

@@ -7,7 +7,7 @@ import signal
 import sys
 import webbrowser
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from tilewright import __version__
 from tilewright.cli.common import DEMO, MEMORY_FRACTION, SPECULATING, DeviceOptions, ModelOptions, json_object, named_model
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
+from tilewright.cli.options import Repeated, option_class
 from tilewright.cli.outputs import progress_console
 from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
 from tilewright.diffusion.engine import DiffusionEngine
@@ -56,8 +57,7 @@ DEMO_TEMPLATES = {
 arithmetic out in steps what was said last."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ServedModelOptions(ModelOptions):
     """Options that name the models to load, and say how.
 
@@ -68,7 +68,7 @@ class ServedModelOptions(ModelOptions):
         lora: NAME=FOLDER, a low-rank adapter as PEFT writes it, for requests whose model is NAME; may be given several times.
     """
 
-    lora: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    lora: Repeated = ()
 
     @property
     def adapter_folders(self) -> dict[str, str]:
@@ -82,8 +82,7 @@ class ServedModelOptions(ModelOptions):
         return found
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class SpeculationOptions:
     """Options of drafting, as vLLM's users write it.
 
@@ -125,8 +124,7 @@ def speculative_fields(text: str) -> dict[str, Any]:
     return fields
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class CapacityOptions:
     """Options of what the engine may use.
 
@@ -185,8 +183,7 @@ class CapacityOptions:
         )  # fmt: skip
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class HttpOptions:
     """Options that say who may ask, and how much.
 
@@ -216,7 +213,7 @@ class HttpOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: Annotated[tuple[str, ...], Parameter(negative=(), env_var="TILEWRIGHT_API_KEY")] = ()
-    allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    allow_origin: Repeated = ()
     served_model_name: str | None = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -275,12 +272,9 @@ def serve(
 ) -> None:
     """Serves a model over HTTP, for any OpenAI client.
 
-    Parameters
-    ----------
-    model
-        A folder, a GGUF file, a Hugging Face id, "smollm2-135m", "demo" or "demo-diffusion", as --model.
-    log_level
-        What is logged to standard error: how far warming up is, and what goes wrong.
+    Args:
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", "demo" or "demo-diffusion", as --model.
+        log_level: what is logged to standard error: how far warming up is, and what goes wrong.
     """
     start_logging(log_level)
     chosen = chosen_models(model, models, speculation)

@@ -1,14 +1,14 @@
 """Options of `tilewright serve` that only diffusion language models have."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any
 
-from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import NUMBERS, WORDS, DeviceOptions, ModelOptions, given
+from tilewright.cli.common import DeviceOptions, ModelOptions, given
 from tilewright.cli.diffusion_options import DiffusionModelOptions
+from tilewright.cli.options import WORDS, Numbers, option_class
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.engine_options import DENOISING, ROWS, DiffusionEngineOptions
 from tilewright.diffusion.options import MODES, Denoising, Mode, Remasking
@@ -17,8 +17,7 @@ from tilewright.models import diffusion
 from tilewright.runtime.options import batches_for
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DenoisingOptions:
     """Options of serving a diffusion language model; with any other model these are errors.
 
@@ -43,9 +42,9 @@ class DenoisingOptions:
     remasking: Remasking | None = None
     new_tokens: int | None = None
     block_length: int | None = None
-    positions: Annotated[tuple[int, ...] | None, NUMBERS] = None
-    responses: Annotated[tuple[int, ...] | None, NUMBERS] = None
-    blocks: Annotated[tuple[int, ...] | None, NUMBERS] = None
+    positions: Numbers | None = None
+    responses: Numbers | None = None
+    blocks: Numbers | None = None
 
     def refuse(self) -> None:
         """Raises a `ValueError` for anything that was said of a model that does not denoise."""

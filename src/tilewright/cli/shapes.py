@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.lengths import read_lengths
-from tilewright.cli.common import SEVERAL, TargetOptions
-from tilewright.cli.outputs import JsonFile, check_least, check_output_file, human_console, write_file, write_json
+from tilewright.cli.common import TargetOptions
+from tilewright.cli.options import Several, check_least, option_class
+from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_file, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.metric import Metric, chosen, significant
@@ -38,8 +38,7 @@ from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.drafters.load import DrafterOptions
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ShapeOptions:
     """Options of the shapes to choose from, and of what decides.
 
@@ -62,7 +61,7 @@ class ShapeOptions:
     longest_chunk: int = 256
     chunk_overhead: int = 64
     context: int | None = None
-    batches: Annotated[tuple[int, ...], SEVERAL] = ShapeTable.batches
+    batches: Several[int] = ShapeTable.batches
     compile_seconds: float | None = None
     model: str | None = None
     drafter: str | None = None
@@ -189,16 +188,11 @@ def suggest(
 ) -> None:
     """Proposes capacities and prefill chunks for requests of known lengths, with padding, programs and compile time.
 
-    Parameters
-    ----------
-    trace
-        The requests: .csv or .jsonl with prompt_tokens and output_tokens, or ContextTokens and GeneratedTokens.
-    shapes
-        A table to compare with, in a file as --out writes it; the default one otherwise.
-    out
-        Write the recommended table to this file, as JSON.
-    force
-        Let --out replace a file.
+    Args:
+        trace: the requests: .csv or .jsonl with prompt_tokens and output_tokens, or ContextTokens and GeneratedTokens.
+        shapes: a table to compare with, in a file as --out writes it; the default one otherwise.
+        out: write the recommended table to this file, as JSON.
+        force: let --out replace a file.
     """
     console = human_console(json_file)
     check_output_file("--out", None if out is None else str(out))

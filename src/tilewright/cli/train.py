@@ -12,13 +12,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cyclopts import Parameter
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import CompileCache, given, keep_programs, mesh_axes
+from tilewright.cli.common import given, keep_programs, mesh_axes
+from tilewright.cli.options import CompileCache, option_class
 from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
@@ -37,8 +37,7 @@ from tilewright.train.sharded import ShardedSetup, model_shardings, training_mes
 from tilewright.train.text import TextOptions, require_texts, text_metrics
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class LoopOptions:
     """Options of training.
 
@@ -113,8 +112,7 @@ def finish(result: TrainResult, out: Path, console: Console, json_file: str | No
     write_json(json_file, {**text_metrics(result), **more, "chip": chip_name(), "out": str(out)})
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ModelSizes:
     """Sizes of a language model; with --start, the model started from has its own, and can grow in layers and context.
 
@@ -165,8 +163,7 @@ class ModelSizes:
         return decoder.config_from_hf(decoder.config_to_hf(sizes), "the model's sizes")
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class MeshOptions:
     """Options of training over several devices.
 
@@ -297,21 +294,15 @@ def lm(
 ) -> None:
     """Trains a language model: one of Qwen3's architecture from random weights, or one that is there already.
 
-    Parameters
-    ----------
-    data
-        Text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are not in the
-        loss.
-    out
-        Folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-    start
-        A model to go on from, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
-    tokenizer
-        A folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
-    dtype
-        Of the model as it is written; it is trained in float32.
-    router_aux_loss_coef
-        Of a mixture of experts: what the loss that balances experts is multiplied with, 0 for none; by default the model's.
+    Args:
+        data: text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are not
+            in the loss.
+        out: folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+        start: a model to go on from, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
+        tokenizer: a folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
+        dtype: of the model as it is written; it is trained in float32.
+        router_aux_loss_coef: of a mixture of experts: what the loss that balances experts is multiplied with, 0 for none; by
+            default the model's.
     """
     console = human_console(json_file)
     require_data(data)

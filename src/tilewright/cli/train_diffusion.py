@@ -57,21 +57,14 @@ def diffusion(
 ) -> None:
     """Trains a diffusion language model: one of LLaDA's architecture from random weights, or one that is there already.
 
-    Parameters
-    ----------
-    data
-        Text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are never
-        masked; of a text without one, each stretch that fills a sequence has its first quarter for its prompt.
-    out
-        Folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-    start
-        A LLaDA or Dream to go on from, with a fresh optimizer: a folder or a Hugging Face id.
-    arithmetic
-        Share of the sequences that are arithmetic problems, worked out in steps; 1 needs no data.
-    library
-        Train on the source of the Python standard library too, but for the modules that the demo holds out.
-    dtype
-        Of the saved weights.
+    Args:
+        data: text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are never
+            masked; of a text without one, each stretch that fills a sequence has its first quarter for its prompt.
+        out: folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+        start: a LLaDA or Dream to go on from, with a fresh optimizer: a folder or a Hugging Face id.
+        arithmetic: share of the sequences that are arithmetic problems, worked out in steps; 1 needs no data.
+        library: train on the source of the Python standard library too, but for the modules that the demo holds out.
+        dtype: of the saved weights.
     """
     console = human_console(json_file)
     check_out(out)

@@ -1,19 +1,19 @@
 """`tilewright train drafter`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from cyclopts import Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import given, keep_programs, mesh_axes
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
+from tilewright.cli.options import option_class
 from tilewright.cli.outputs import JsonFile, human_console, progress_console
 from tilewright.cli.train import LoopOptions, check_context, check_out, finish, require_data
 from tilewright.llm.language_model import LanguageModel
@@ -41,8 +41,7 @@ from tilewright.train.sharded import data_mesh
 from tilewright.train.text import TextOptions
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DrafterSizes:
     """Sizes of a drafter; its layers have the target's own.
 
@@ -59,8 +58,7 @@ class DrafterSizes:
     taps: tuple[int, ...] = ()
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DFlashArguments:
     """Options of --kind dflash, and of all kinds that draft a block in one pass: dflash2, dspark and lilicorr.
 
@@ -122,8 +120,7 @@ class DFlashArguments:
         return config
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DFlash2Arguments:
     """Options that only --kind dflash2 has, besides those of --kind dflash.
 
@@ -152,8 +149,7 @@ class DFlash2Arguments:
         return dflash2.config_from_hf(dflash2.config_to_hf(made), "the drafter's sizes")
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class Eagle3Arguments:
     """Options that only --kind eagle3 has.
 
@@ -183,8 +179,7 @@ OPTIONS: dict[str, Any] = {
 """The options of training of each kind, whose names are among those of its arguments."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class KindArguments:
     """Options of each kind of drafter."""
 
@@ -228,8 +223,7 @@ def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
         raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class DrafterDevices:
     """Options that say where a drafter is trained, in what, and whether its target's states are kept.
 
@@ -316,21 +310,15 @@ def drafter(
 ) -> None:
     """Trains a drafter for a target, which stays as it is.
 
-    Parameters
-    ----------
-    data
-        Text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss. With
-        --self-instruct, JSONL files of prompts that the target is to answer. Or one file of records (.npz.xz).
-    target
-        A folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo".
-    out
-        Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-    kind
-        A block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's best
-        candidates, by a selector (dflash2), a serial head (dspark) or a small transformer (lilicorr); or a chain (eagle3), one
-        token after another.
-    dtype
-        Of the drafter as it is written; it is trained in float32.
+    Args:
+        data: text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss. With
+            --self-instruct, JSONL files of prompts that the target is to answer. Or one file of records (.npz.xz).
+        target: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo".
+        out: folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+        kind: a block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's
+            best candidates, by a selector (dflash2), a serial head (dspark) or a small transformer (lilicorr); or a chain
+            (eagle3), one token after another.
+        dtype: of the drafter as it is written; it is trained in float32.
     """
     console = human_console(json_file)
     require_data(data)

@@ -1,16 +1,15 @@
 """`tilewright train gnn`: graph neural networks, for the nodes of a graph or for whole graphs."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from cyclopts import Parameter
 from jax.sharding import Mesh
 from rich.console import Console
 
-from tilewright.cli.common import CompileCache, keep_programs
-from tilewright.cli.outputs import JsonFile, check_least, human_console, write_json
+from tilewright.cli.common import keep_programs
+from tilewright.cli.options import CompileCache, check_least, option_class
+from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.cli.train import check_out
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
@@ -31,8 +30,7 @@ RATES: dict[Family, float] = {"gcn": 0.01, "sage": 0.01, "gat": 0.005, "gin": 0.
 SAMPLED_BATCH, GRAPH_BATCH = 64, 32
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class GNNSizes:
     """Sizes of a graph network; those that are not given are as in the model's paper.
 
@@ -57,8 +55,7 @@ class GNNSizes:
         return FAMILIES[family](features=features, classes=classes, **given)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class GNNLoop:
     """Options of training; those that are not given are as in the model's paper.
 
@@ -168,18 +165,15 @@ def gnn(
 ) -> None:
     """Trains a graph neural network on the nodes of a graph, or on many graphs by cross-validation.
 
-    Parameters
-    ----------
-    model
-        GCN, GraphSAGE with the mean, GAT, or GIN.
-    data
-        "karate" (Zachary's karate club, built in), an .npz file with one graph, or a folder with graphs in the GIN text format.
-    normalise_features
-        Divide the features of each node of a single graph by their sum; by default where no feature is negative.
-    out
-        Folder for the model: the weights that validate best, of all epochs and all runs; where nothing validates, the last ones
-        of the first run. Its subfolder `training` holds the checkpoint that an interrupted run resumes from. Without it nothing
-        is written.
+    Args:
+        model: GCN, GraphSAGE with the mean, GAT, or GIN.
+        data: "karate" (Zachary's karate club, built in), an .npz file with one graph, or a folder with graphs in the GIN text
+            format.
+        normalise_features: divide the features of each node of a single graph by their sum; by default where no feature is
+            negative.
+        out: folder for the model: the weights that validate best, of all epochs and all runs; where nothing validates, the last
+            ones of the first run. Its subfolder `training` holds the checkpoint that an interrupted run resumes from. Without
+            it nothing is written.
     """
     console = human_console(json_file)
     if out is not None:

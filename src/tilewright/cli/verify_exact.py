@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.compare import environment
@@ -19,14 +18,14 @@ from tilewright.cli.common import (
     AUTO,
     DEMO,
     PACKAGED_DRAFTERS,
-    SEVERAL,
     TargetOptions,
     check_packaged,
     named_model,
     packaged_prompts_file,
     short_names,
 )
-from tilewright.cli.outputs import JsonFile, check_least, check_some, human_console, progress, progress_console, write_json
+from tilewright.cli.options import Flag, Several, check_least, check_some, option_class
+from tilewright.cli.outputs import JsonFile, human_console, progress, progress_console, write_json
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
 from tilewright.report.exact import by_path, difference_lines, exact_table
@@ -38,8 +37,7 @@ MOST_LINES = 20
 """Differences that are printed."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class Asking:
     """Options of the requests, and of the drafters that answer them.
 
@@ -57,14 +55,14 @@ class Asking:
         thorough: more of them, and more widths.
     """
 
-    drafter: Annotated[tuple[str, ...] | None, SEVERAL] = None
-    batch_size: Annotated[tuple[int, ...] | None, SEVERAL] = None
+    drafter: Several[str] | None = None
+    batch_size: Several[int] | None = None
     requests: int | None = None
     max_new_tokens: int | None = None
     prompt_file: Path | None = None
     seed: int = 0
-    quick: Annotated[bool, Parameter(negative=())] = False
-    thorough: Annotated[bool, Parameter(negative=())] = False
+    quick: Flag = False
+    thorough: Flag = False
 
     def effort(self) -> Effort:
         """Number of requests, batches, widths and orders to try.
@@ -115,8 +113,7 @@ class Asking:
         return [lm.encode(prompt_text(each, (), None)) for each in examples[: effort.requests]]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
+@option_class
 class ExactOptions(TargetOptions):
     """Options that name the target to load, and say how it multiplies.
 
@@ -133,10 +130,8 @@ def verify_exact(
 ) -> None:  # fmt: skip
     """Checks that every fast path gives the tokens of plain decoding. Exit status 1 if any differs.
 
-    Parameters
-    ----------
-    model
-        The same as --model.
+    Args:
+        model: the same as --model.
     """
     console, errors = human_console(json_file), Console(stderr=True, highlight=False, emoji=False)
     effort = asking.effort()
