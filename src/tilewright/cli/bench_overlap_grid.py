@@ -1,7 +1,6 @@
 """The grid of `tilewright bench overlap`: input, output, batch, number of devices, schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from itertools import product
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from tilewright.bench import overlap_here
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled
-from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
+from tilewright.cli.calibrate import CompilerOptions, TpuProgramOptions, print_notes, print_ranges
 from tilewright.cli.options import Numbers, Words, check_known, check_least, option_class
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.machine import chip_name
@@ -26,32 +25,25 @@ RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
 
 
 @option_class
-class GridOptions(TpuModelOptions):
+class GridOptions(TpuProgramOptions):
     """The grid. The options of several values take them with commas or blanks between them.
 
     Attributes:
-        model_config: what is predicted: a name or a folder as for `tilewright inspect overlap`.
         input: tokens of each prompt, several.
         output: tokens that each row is given.
         batch: rows, several.
         tensor_parallel: numbers of devices, several.
         schedule: sync, sequence, ring, domino, column, exact, auto: several. exact doesn't run here.
-        layers: how many are compiled for a prediction, of which the middle one stands for all; by default as many as it takes
-            for it to be like its neighbours, up to 13.
         here_divisor: of the tokens one in so many is left on devices that are here.
-        compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
-            on this model of time, and no TPU has tried them.
     """
 
-    model_config: str = "llama3-8b"
     input: Numbers = (1024, 4096)
     output: int = 512
     batch: Numbers = (4, 8)
     tensor_parallel: Numbers = (2, 4, 8)
     schedule: Words = ("sync", "sequence", "ring")
-    layers: int | None = None
     here_divisor: int = 16
-    compiler_options: bool = False
+    compiler_options: CompilerOptions = False
 
     def cases(self) -> list[GridCase]:
         """One for each input and batch.
@@ -147,9 +139,8 @@ def measurements(
 
 def environment(grid: GridOptions, setups: Sequence[OverlapSetup], ran: bool) -> dict[str, Any]:
     """Settings that the figures depend on."""
-    about: dict[str, Any] = {"model": grid.model_config if setups else None}
-    about |= {"hop_us": used_hop_us({setup.chip: setup.fabric for setup in setups}) if setups else None}
-    about |= {"libtpu_version": version("libtpu") if setups else None}
+    predicted = grid.facts({setup.chip: setup.fabric for setup in setups}) if setups else {}
+    about = {name: predicted.get(name) for name in ("model", "hop_us", "libtpu_version")}
     about |= {"measured_on": chip_name() if ran else None, "measured_platform": jax.devices()[0].platform if ran else None}
     about |= {"compiler_options": grid.compiler_options}
     return {**about, "processes": jax.process_count() if ran else None, "jax_version": jax.__version__}

@@ -1,9 +1,13 @@
 """Options of the models of time, with `--calibrate` constants fitted to measurements; and ranges in a terminal."""
 
+import sys
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import jax
+from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.cli.options import option_class
@@ -14,6 +18,7 @@ from tilewright.hardware.tpu import chip_of
 from tilewright.perfmodel.calibration import Calibration, calibrate_tpu, read_measurements
 from tilewright.perfmodel.calibration_neuron import calibrate_neuron
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS
+from tilewright.report.terminal import percent
 
 
 def print_ranges(console: Console, title: str, sweeps: Iterable[Mapping[str, Any]]) -> None:
@@ -33,12 +38,6 @@ def check_draws(draws: int | None) -> None:
     """Raises a `ValueError` for fewer than 2 draws of a sweep; None stands for as many as a program's size allows."""
     if draws is not None and draws < 2:
         raise ValueError(f"expected --draws from 2, found {draws}")
-
-
-def used_hop_us(fabrics: Mapping[str, Fabric]) -> float | dict[str, float]:
-    """Latency of a hop that predictions took, in microseconds; by topology where it is not the same for all."""
-    found = {name: float(fabric.hop_us) for name, fabric in fabrics.items()}
-    return found if len(set(found.values())) > 1 else next(iter(found.values()))
 
 
 @option_class
@@ -70,6 +69,49 @@ class TpuModelOptions:
         chips = {name: chip_of(name) for name in topologies}
         file = None if self.calibrate is None else read_measurements(self.calibrate)
         return {name: None if file is None else calibrate_tpu(file, chip) for name, chip in chips.items()}
+
+
+CompilerOptions = Annotated[
+    bool,
+    Parameter(
+        help="compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned on this "
+        "model of time, and no TPU has tried them."
+    ),
+]
+
+
+@option_class
+class TpuProgramOptions(TpuModelOptions):
+    """Options of a model whose programs are compiled for TPUs.
+
+    Attributes:
+        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
+        layers: how many are compiled, of which the middle one is reported; by default as many as it takes for it to be like its
+            neighbours, up to 13.
+    """
+
+    model_config: str = "llama3-8b"
+    layers: int | None = None
+
+    def facts(self, fabrics: Mapping[str, Fabric], *names: str) -> dict[str, Any]:
+        """What predictions on these fabrics depend on: the model, the latency of a hop, options of these names, and versions.
+
+        The latency is in microseconds, by topology where it is not the same for all.
+        """
+        hops = {topology: float(fabric.hop_us) for topology, fabric in fabrics.items()}
+        hop_us = hops if len(set(hops.values())) > 1 else next(iter(hops.values()))
+        own = {name: getattr(self, name) for name in names}
+        versions = {"jax_version": jax.__version__, "libtpu_version": version("libtpu")}
+        return {"model": self.model_config, "dtype": "bfloat16", **own, "hop_us": hop_us, **versions}
+
+
+def end_if_exposed(console: Console, shares: Mapping[str, float | None], most: float | None) -> None:
+    """Names the programs that leave more than this share of their communication exposed; with any, ends with status 1."""
+    above = {name: share for name, share in shares.items() if most is not None and share is not None and share > most}
+    for name, share in above.items():
+        console.print(f"{name}: {percent(share)} exposed, more than {percent(most)}", style="red", markup=False)
+    if above:
+        sys.exit(1)
 
 
 @option_class

@@ -1,9 +1,7 @@
 """`tilewright inspect overlap`: what schedules leave exposed of a model's communication, on TPUs that are not there."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from tilewright.bench.overlap import (
     runs_of,
     sweeps,
 )
-from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
+from tilewright.cli.calibrate import CompilerOptions, TpuProgramOptions, end_if_exposed, print_notes, print_ranges
 from tilewright.cli.options import KernelChoice, Words, check_known, check_least, check_share, check_some, option_class
 from tilewright.cli.outputs import TracedFiles, progress, write_file
 from tilewright.metrics.metric import significant
@@ -33,7 +31,6 @@ from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
 from tilewright.perfmodel.timeline import trace
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, layer_table, place, write_overlap
-from tilewright.report.terminal import percent
 
 FOOTNOTE = (
     "One layer, compiler estimates and a model of links and memory. under way: at least one collective is; hidden beside "
@@ -44,32 +41,25 @@ FOOTNOTE = (
 
 
 @option_class
-class OverlapOptions(TpuModelOptions):
+class OverlapOptions(TpuProgramOptions):
     """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
     Attributes:
-        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
         chip: topologies of TPUs, several: v5e:4x2, v5p:2x2x2, v6e:4x2. All devices of each divide the model.
         tensor_parallel: over how many devices the model is divided; by default all of a topology, as it must be.
         schedule: sync, sequence, ring, domino, column, exact, or auto for what is estimated to be fastest: several.
         order: what holds the order of hops and products, several: own (the schedule's ties), compiler (no ties), program_order
             (jax.experimental.overlap.program_order of JAX 0.12 in their place).
         phase: prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, several; a decode step has that many positions cached.
-        layers: how many are compiled, of which the middle one is reported; by default as many as it takes for it to be like its
-            neighbours, up to 13.
-        compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
-            on this model of time, and no TPU has tried them.
     """
 
-    model_config: str = "llama3-8b"
     chip: Words = ("v5e:4x2",)
     tensor_parallel: int | None = None
     schedule: Words = ("sync", "sequence", "ring")
     order: Words = (OWN,)
     phase: Words = ("prefill:4x1024", "decode:8x4096")
-    layers: int | None = None
     kernels: KernelChoice = "auto"
-    compiler_options: bool = False
+    compiler_options: CompilerOptions = False
 
     def setups(self) -> list[OverlapSetup]:
         """One for each chip.
@@ -150,7 +140,8 @@ def inspect_overlap(
     with progress(console, len(setups) * len(phases) * len(schedules)) as step:
         for setup, phase in product(setups, phases):
             runs += runs_of(setup, phase, schedules, step)
-    figures, about = records(runs), environment(options, setups)
+    figures = records(runs)
+    about = options.facts({setup.chip: setup.fabric for setup in setups}, "kernels", "compiler_options")
     ranges = {name: one.record() for name, one in sweeps(runs, options.draws).items()}
     show(console, options, figures)
     for name, one in ranges.items():
@@ -162,16 +153,8 @@ def inspect_overlap(
     files.write(console, found, lambda path: write_overlap(path, report))
     files.write_trace(console, lambda: trace((f"{name} {run.schedule}", run.timeline) for name, run in named))
     files.write_graph(console, about, named)
-    if fail_above is not None:
-        check_exposed(console, figures, fail_above)
-
-
-def environment(options: OverlapOptions, setups: Sequence[OverlapSetup]) -> dict[str, Any]:
-    """Settings that the figures depend on."""
-    hop_us = used_hop_us({setup.chip: setup.fabric for setup in setups})
-    about = {"model": options.model_config, "dtype": "bfloat16", "kernels": options.kernels, "hop_us": hop_us}
-    about |= {"compiler_options": options.compiler_options}
-    return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
+    counted = [one for one in figures if read_name(one["schedule"])[0] != SYNC] or figures
+    end_if_exposed(console, {f"{place(one)} {one['schedule']}": one["exposed_share"] for one in counted}, fail_above)
 
 
 def show(console: Console, options: OverlapOptions, figures: Sequence[Mapping[str, Any]]) -> None:
@@ -184,18 +167,3 @@ def show(console: Console, options: OverlapOptions, figures: Sequence[Mapping[st
         console.print(layer_estimates(of, "schedule"), markup=False)
         print_notes(console, of)
     console.print(FOOTNOTE)
-
-
-def check_exposed(console: Console, figures: Sequence[Mapping[str, Any]], most: float) -> None:
-    """Ends with status 1 if more than this share of a schedule's communication is exposed."""
-    others = [one for one in figures if read_name(one["schedule"])[0] != SYNC]
-    above = [one for one in others or figures if (one["exposed_share"] or 0) > most]
-    end_if_exposed(console, {f"{place(one)} {one['schedule']}": one["exposed_share"] for one in above}, most)
-
-
-def end_if_exposed(console: Console, above: Mapping[str, float], most: float) -> None:
-    """Names the programs that leave more than this share of their communication exposed; with any, ends with status 1."""
-    for name, share in above.items():
-        console.print(f"{name}: {percent(share)} exposed, more than {percent(most)}", style="red", markup=False)
-    if above:
-        sys.exit(1)

@@ -1,11 +1,9 @@
 """`tilewright inspect training`: what a train step over a mesh leaves exposed of its communication, on absent TPUs."""
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from itertools import product
 from typing import Any, Literal
 
-import jax
 from rich.console import Console
 
 from tilewright.bench.overlap_training import (
@@ -21,7 +19,7 @@ from tilewright.bench.overlap_training import (
     records,
     sweeps,
 )
-from tilewright.cli.calibrate import TpuModelOptions, print_notes, print_ranges, used_hop_us
+from tilewright.cli.calibrate import TpuProgramOptions, print_notes, print_ranges
 from tilewright.cli.common import mesh_axes
 from tilewright.cli.inspect_overlap import end_if_exposed
 from tilewright.cli.options import Words, check_share, check_some, option_class
@@ -45,11 +43,10 @@ FOOTNOTE = (
 
 
 @option_class
-class TrainingInspection(TpuModelOptions):
+class TrainingInspection(TpuProgramOptions):
     """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
     Attributes:
-        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
         chip: topologies of TPUs, several: v5e:4x4, v5p:2x2x4, v6e:4x4. The mesh takes all devices of each.
         mesh: devices along "fsdp" and "tp": fsdp=8,tp=2.
         prefetch_distance: by how many layers weights are gathered ahead, several.
@@ -62,7 +59,6 @@ class TrainingInspection(TpuModelOptions):
         peers: whether the step without tokens and the auto-sharded one are compiled too.
     """
 
-    model_config: str = "llama3-8b"
     chip: Words = ("v5e:4x4",)
     mesh: str = "fsdp=8,tp=2"
     prefetch_distance: Words = ("1",)
@@ -71,7 +67,6 @@ class TrainingInspection(TpuModelOptions):
     reduce_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     batch_size: int = 16
     length: int = 2048
-    layers: int | None = None
     peers: bool = True
 
     def plans(self) -> dict[str, FullyShardedPlan]:
@@ -81,8 +76,8 @@ class TrainingInspection(TpuModelOptions):
             ValueError: a shift that is no number, or rings of something else.
         """
         check_some(self, "chip", "prefetch_distance", "scatter_delay")
-        for name, given in (("prefetch_distance", self.prefetch_distance), ("scatter_delay", self.scatter_delay)):
-            for text in given:
+        for name in ("prefetch_distance", "scatter_delay"):
+            for text in getattr(self, name):
                 if not text.isdecimal():
                     raise ValueError(f"expected --{name.replace('_', '-')} as numbers of layers, found {text!r}")
         unknown = sorted(set(self.rings) - {*TRAVELLERS, "all"})
@@ -143,27 +138,19 @@ def inspect_training(
     with progress(console, len(cases) * len(plans)) as step:
         for case in cases:
             programs += compiled_programs(case, plans, step)
-    figures, about = records(programs), environment(options, cases)
+    figures, about = records(programs), options.facts({case.chip: case.fabric for case in cases}, "mesh")
     ranges = {name: one.record() for name, one in sweeps(programs, options.draws).items()}
     show(console, figures, transfers)
     for name, one in ranges.items():
         print_ranges(console, name, [one])
-    shown: dict[str, list[dict[str, Any]]] = {}
-    for one, program in zip(figures, programs, strict=True):
-        shown.setdefault(place(one), []).append(lanes(program))
+    named = [(place(one), program) for one, program in zip(figures, programs, strict=True)]
+    shown = {name: [lanes(program) for other, program in named if other == name] for name, _ in named}
     report = OverlapReport(f"Communication of training {about['model']}", figures, shown, about, ranges)
     found = {**about, "measured": False, "data": figures, "ranges": ranges}
     files.write(console, found, lambda path: write_training(path, report))
     files.write_trace(console, lambda: trace((f"{one.case.chip} {one.name}", one.timeline) for one in programs))
-    if fail_above is not None:
-        check_exposed(console, figures, fail_above)
-
-
-def environment(options: TrainingInspection, cases: Sequence[TrainingCase]) -> dict[str, Any]:
-    """Settings that the figures depend on."""
-    hop_us = used_hop_us({case.chip: case.fabric for case in cases})
-    about = {"model": options.model_config, "dtype": "bfloat16", "mesh": options.mesh, "hop_us": hop_us}
-    return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
+    counted = [one for one in figures if one["program"] not in (PLAIN_STEP, UNTHREADED, ANNOTATED)]
+    end_if_exposed(console, {f"{place(one)} {one['program']}": one["exposed_share"] for one in counted}, fail_above)
 
 
 def show(console: Console, figures: Sequence[Mapping[str, Any]], transfers: bool) -> None:
@@ -177,10 +164,3 @@ def show(console: Console, figures: Sequence[Mapping[str, Any]], transfers: bool
         for one in of if transfers else ():
             print_table(console, transfers_table(one))
     console.print(FOOTNOTE)
-
-
-def check_exposed(console: Console, figures: Sequence[Mapping[str, Any]], most: float) -> None:
-    """Ends with status 1 if more than this share of a plan's communication is exposed."""
-    ours = [one for one in figures if one["program"] not in (PLAIN_STEP, UNTHREADED, ANNOTATED)]
-    above = [one for one in ours if (one["exposed_share"] or 0) > most]
-    end_if_exposed(console, {f"{place(one)} {one['program']}": one["exposed_share"] for one in above}, most)
