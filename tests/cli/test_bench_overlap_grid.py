@@ -12,7 +12,6 @@ import pytest
 from cli.conftest import Run
 from report.reading import Page, check_self_contained
 from tilewright.bench import overlap, overlap_grid
-from tilewright.cli import bench_overlap_grid
 from tilewright.hardware.links import Fabric, torus_of
 from tilewright.hardware.tpu import CHIPS
 from tilewright.models.experts import Mixture
@@ -53,7 +52,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap.OverlapSetup, "devices", count)
     monkeypatch.setattr(overlap.OverlapSetup, "fabric", property(lambda setup: fabric_of(setup.chip)))
     monkeypatch.setattr(overlap, "compiled", made)
-    monkeypatch.setattr(bench_overlap_grid, "version", lambda _: "0")
+    monkeypatch.setattr("tilewright.cli.calibrate.version", lambda _: "0")
 
 
 @pytest.mark.usefixtures("without_compiler")

@@ -58,7 +58,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap.OverlapSetup, "mesh", None)
     monkeypatch.setattr(overlap.OverlapSetup, "fabric", FABRIC)
     monkeypatch.setattr(overlap, "compiled", made)
-    monkeypatch.setattr(inspect_overlap, "version", lambda _: "0")
+    monkeypatch.setattr("tilewright.cli.calibrate.version", lambda _: "0")
 
 
 @pytest.mark.usefixtures("without_compiler")

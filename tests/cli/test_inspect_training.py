@@ -11,7 +11,6 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import overlap_training as training
-from tilewright.cli import inspect_training
 from tilewright.compiled.aot import Compiled
 from tilewright.hardware.links import Fabric, torus_of
 from tilewright.hardware.tpu import CHIPS
@@ -82,7 +81,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "tpu_topology", lambda _: SimpleNamespace(devices=jax.devices()))
     monkeypatch.setattr(training.TrainingCase, "fabric", Fabric(chip, torus_of(chip, (4, 2)), tuple(places), 0.0))
     monkeypatch.setattr(training, "compile_program", made)
-    monkeypatch.setattr(inspect_training, "version", lambda _: "0")
+    monkeypatch.setattr("tilewright.cli.calibrate.version", lambda _: "0")
 
 
 @pytest.mark.usefixtures("without_compiler")

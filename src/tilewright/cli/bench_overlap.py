@@ -10,7 +10,7 @@ from rich.console import Console
 from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, HIDDEN, ROWS, MicroCase, cases, compiled, measured
 from tilewright.cli.bench_overlap_grid import GridOptions, bench_grid
 from tilewright.cli.common import given
-from tilewright.cli.options import Numbers, Words, check_least, option_class
+from tilewright.cli.options import Numbers, Words, check_least, option_class, told
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.machine import chip_name
@@ -89,20 +89,13 @@ def bench_overlap(
     Predicted from compiled programs for TPUs that aren't here, and run on a small model where several devices are. --micro
     shows what compilers make of single collectives beside a product. Every figure is defined in docs/metrics.md.
     """
-    check_options(options, grid)
+    other: PlaceOptions | GridOptions = grid if options.micro else options
+    if wrong := told(other, *vars(other).keys() - {"micro", "chip", "here", "hop_us"}):
+        raise ValueError(f"expected {'no ' if options.micro else ''}--micro beside {min(wrong)}")
     if options.micro:
         micro(options, grid.hop_us, files)
     else:
         bench_grid(grid, options.chips(), options.here, files)
-
-
-def check_options(options: PlaceOptions, grid: GridOptions) -> None:
-    """Raises a `ValueError` for an option that the other of the two benchmarks has."""
-    other = grid if options.micro else options
-    names = set(vars(other)) - {"micro", "chip", "here", "hop_us"}
-    for name in sorted(name for name in names if getattr(other, name) != getattr(type(other)(), name)):
-        expected = "no --micro beside" if options.micro else "--micro beside"
-        raise ValueError(f"expected {expected} --{name.replace('_', '-')}")
 
 
 def micro(options: PlaceOptions, hop_us: float, files: PageFiles) -> None:

@@ -16,27 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tilewright import __version__
+from tilewright.bench import workload as workloads
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.http_client import Address, Connections
 from tilewright.bench.lengths import RequestTrace, read_trace
 from tilewright.bench.serving import NoModel, Outcome, Peer, characters_per_token, first_model, replay
 from tilewright.bench.serving_figures import OBJECTIVES, latencies, request_rows, serving_figures, tokens_over_time
-from tilewright.bench.workload import (
-    Planned,
-    Times,
-    at_once,
-    context_scale,
-    file_plan,
-    joined,
-    poisson_times,
-    split_warmup,
-    text_prompts,
-    token_prompts,
-    trace_plan,
-    trace_times,
-)
 from tilewright.cli.common import packaged_prompts_file
-from tilewright.cli.options import Flag, Several, check_least, option_class
+from tilewright.cli.options import Flag, Several, check_least, option_class, told
 from tilewright.cli.outputs import PageFiles
 from tilewright.metrics.tables import print_table
 from tilewright.report.serving import ServingReport, write_serving
@@ -140,9 +127,8 @@ class WorkloadOptions:
         if self.arrivals is not None and self.rate is not None:
             raise ValueError("expected --arrivals or --rate, found both")
         if self.trace is None:
-            for name in ("context", "vocab_size", "characters_per_token"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"--{name.replace('_', '-')} needs --trace")
+            if wrong := told(self, "context", "vocab_size", "characters_per_token"):
+                raise ValueError(f"{wrong[0]} needs --trace")
             if self.arrivals not in (None, "burst"):
                 raise ValueError(f"--arrivals {self.arrivals} needs --trace; the prompts of a file have no times")
         elif self.vocab_size is not None and (chat or self.prompt_file is not None):
@@ -180,11 +166,11 @@ class WorkloadOptions:
                 raise ValueError(f"{self.trace}: expected {wanted} requests, warm-up included, found {len(trace.prompts)}")
         speed = self.speed()
         if self.rate is not None:
-            due = poisson_times(total, self.rate, self.seed)
+            due = workloads.poisson_times(total, self.rate, self.seed)
         elif trace is None or speed is None:
-            due = at_once(total)
+            due = workloads.at_once(total)
         else:
-            due = trace_times(trace, total, speed)
+            due = workloads.trace_times(trace, total, speed)
         return Workload(self, trace, examples, due)
 
 
@@ -195,27 +181,27 @@ class Workload:
     options: WorkloadOptions
     trace: RequestTrace | None
     examples: Sequence[Example]
-    due: Times
+    due: workloads.Times
 
     @property
     def scale(self) -> float:
-        return 1.0 if self.trace is None else context_scale(self.trace, self.options.context)
+        return 1.0 if self.trace is None else workloads.context_scale(self.trace, self.options.context)
 
     @property
     def cut_from_text(self) -> bool:
         """True if prompts are cut to a number of tokens, for which one must know how these are counted."""
         return self.trace is not None and self.options.vocab_size is None
 
-    def plan(self, characters: float) -> list[Planned]:
+    def plan(self, characters: float) -> list[workloads.Planned]:
         """The requests, their texts cut by so many characters a token."""
         of = self.options
         if self.trace is None:
-            return file_plan(self.examples, self.due, of.max_new_tokens or NEW_TOKENS)
+            return workloads.file_plan(self.examples, self.due, of.max_new_tokens or NEW_TOKENS)
         if of.vocab_size is not None:
-            make = token_prompts(of.vocab_size, of.seed)
+            make = workloads.token_prompts(of.vocab_size, of.seed)
         else:
-            make = text_prompts(joined(self.examples), characters, of.seed)
-        return trace_plan(self.trace, self.due, make, scale=self.scale, most_new_tokens=of.max_new_tokens)
+            make = workloads.text_prompts(workloads.joined(self.examples), characters, of.seed)
+        return workloads.trace_plan(self.trace, self.due, make, scale=self.scale, most_new_tokens=of.max_new_tokens)
 
     async def characters(self, connections: Connections, peer: Peer) -> tuple[float, str | None]:
         """Characters of a token, and where the number comes from: "given", "measured", "assumed"; None where none is needed."""
@@ -224,7 +210,7 @@ class Workload:
             return ASSUMED_CHARACTERS, None
         if given is not None:
             return given, "given"
-        sample = joined(self.examples)[: min(SAMPLE_CHARACTERS, (self.options.context or SAMPLE_CHARACTERS) // 2)]
+        sample = workloads.joined(self.examples)[: min(SAMPLE_CHARACTERS, (self.options.context or SAMPLE_CHARACTERS) // 2)]
         measured = await characters_per_token(connections, peer, sample)
         return (ASSUMED_CHARACTERS, "assumed") if measured is None else (measured, "measured")
 
@@ -328,7 +314,7 @@ async def run(options: PeerOptions, workload: Workload) -> ServingRun:
         model = options.model or await first_model(connections, options.timeout)
         peer = options.peer(model, of.seed, ignore_eos=workload.trace is not None)
         characters = await workload.characters(connections, peer)
-        first, rest = split_warmup(workload.plan(characters[0]), of.warmup)
+        first, rest = workloads.split_warmup(workload.plan(characters[0]), of.warmup)
         warmed = await shown("warm-up", connections, peer, first, of.concurrency) if first else []
         outcomes = await shown("requests", connections, peer, rest, of.concurrency)
     finally:
@@ -337,7 +323,7 @@ async def run(options: PeerOptions, workload: Workload) -> ServingRun:
 
 
 async def shown(
-    name: str, connections: Connections, peer: Peer, plan: Sequence[Planned], concurrency: int | None
+    name: str, connections: Connections, peer: Peer, plan: Sequence[workloads.Planned], concurrency: int | None
 ) -> list[Outcome]:  # fmt: skip
     """`replay` with a bar on standard error."""
     console = Console(stderr=True)

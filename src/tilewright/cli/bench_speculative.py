@@ -16,15 +16,7 @@ from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.speculative import DatasetPrompts, ask, measure
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
-from tilewright.cli.common import (
-    AUTO,
-    DEMO,
-    PACKAGED_DRAFTERS,
-    TargetOptions,
-    check_packaged,
-    packaged_prompts_file,
-    short_names,
-)
+from tilewright.cli import common
 from tilewright.cli.options import Several, check_least, check_some, option_class
 from tilewright.cli.outputs import TableFiles, circumstances, progress_console, write_replay_page, write_text
 from tilewright.compiled.timing import REPETITIONS
@@ -78,31 +70,31 @@ class DrafterArguments:
         """
         names = self.drafter
         if names is None:
-            names = ("dflash",) if model == DEMO else (AUTO,) if PACKAGED_DRAFTERS.get(model) else (NGRAM,)
+            names = ("dflash",) if model == common.DEMO else (common.AUTO,) if common.PACKAGED_DRAFTERS.get(model) else (NGRAM,)
         if len(set(names)) < len(names):
             raise ValueError(f"expected different drafters, found {', '.join(names)}")
         if not isinstance(self.block_size, int) and set(names) <= {BASELINE}:
             raise ValueError("this benchmark needs a drafter, or a block size for plain decoding of that width; found neither")
         if set(names) <= {BASELINE, NGRAM}:
             self.options.check(NGRAM)  # nothing here has weights
-        check_packaged(names, model)
+        common.check_packaged(names, model)
         return names
 
-    def ways(self, names: Sequence[str], target: TargetOptions, console: Console) -> dict[str, LanguageModel]:
+    def ways(self, names: Sequence[str], target: common.TargetOptions, console: Console) -> dict[str, LanguageModel]:
         """The baseline and every drafter, each under the name that it is shown with; all share the target."""
         base = target.load_with(None, DrafterOptions(), console)
         ways = {BASELINE: base}
-        for name, shown in short_names(names).items():
+        for name, shown in common.short_names(names).items():
             if name != BASELINE:
                 ways[shown] = base.with_drafter(*self.load(name, target, base, console))
             elif isinstance(self.block_size, int):
                 ways[f"none, block {self.block_size}"] = base.with_drafter(*self.load(None, target, base, console))
         return ways
 
-    def load(self, name: str | None, target: TargetOptions, base: LanguageModel, console: Console) -> tuple[Any, Any]:
-        options = self.options if name == AUTO else self.options.fitting(name)
-        if name == AUTO and options.block_size is None:
-            options = replace(options, block_size=AUTO)
+    def load(self, name: str | None, target: common.TargetOptions, base: LanguageModel, console: Console) -> tuple[Any, Any]:
+        options = self.options if name == common.AUTO else self.options.fitting(name)
+        if name == common.AUTO and options.block_size is None:
+            options = replace(options, block_size=common.AUTO)
         return base.load_drafter(target.drafter_source(name), options, progress_console(console))
 
 
@@ -162,7 +154,7 @@ class Measuring:
 def speculative(
     *,
     measuring: Measuring = Measuring(),
-    target: TargetOptions = TargetOptions(),
+    target: common.TargetOptions = common.TargetOptions(),
     drafted: DrafterArguments = DrafterArguments(),
     outputs: SpeculativeFiles = SpeculativeFiles(),
 ) -> None:
@@ -221,7 +213,7 @@ def left_out(asked: Sequence[DatasetPrompts]) -> list[str]:
 def read_sets(data: Sequence[Path], samples: int) -> dict[str, list[Example]]:
     """The first `samples` records of each file, under its name without the suffix."""
     if not data:
-        return {"held-out code": read_examples(packaged_prompts_file())[:samples]}
+        return {"held-out code": read_examples(common.packaged_prompts_file())[:samples]}
     sets = {path.stem: read_examples(path)[:samples] for path in data}
     if len(sets) < len(data):
         raise ValueError(f"expected data files of different names, found {', '.join(path.name for path in data)}")

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 
 from tilewright.cli.common import DeviceOptions, LoadOptions, say_fallbacks, say_schedules
-from tilewright.cli.options import option_class
+from tilewright.cli.options import flag, option_class
 from tilewright.diffusion.model import DiffusionModel, load
 from tilewright.diffusion.options import Denoising, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
@@ -90,10 +90,8 @@ class StepOptions:
     def require_sparse(saliency: Saliency, option: str, found: str) -> None:
         """Raises a `ValueError` where something is said of sparse steps, but `option` asks for those that `found` names."""
         usual = vars(Saliency())
-        told = [(name.replace("_", "-"), value) for name, value in vars(saliency).items() if value != usual[name]]
-        if told:
-            options_of_sparse = ", ".join(f"--no-{name}" if value is False else f"--{name}" for name, value in told)
-            raise ValueError(f"expected {option} sparse with {options_of_sparse}, found {found}")
+        if of_sparse := [flag(name, value) for name, value in vars(saliency).items() if value != usual[name]]:
+            raise ValueError(f"expected {option} sparse with {', '.join(of_sparse)}, found {found}")
 
 
 def held_out_problems(count: int) -> list[Problem]:

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -61,21 +61,19 @@ class DoctorFinding:
 
 def check_jax() -> DoctorFinding:
     found = f"{jax.__version__}, jaxlib {version('jaxlib')}"
-    release = ".".join(jax.__version__.split(".")[:2])
-    if release in TESTED_JAX:
+    if ".".join(jax.__version__.split(".")[:2]) in TESTED_JAX:
         return DoctorFinding("JAX", "ok", found)
-    known = ", ".join(TESTED_JAX)
-    return DoctorFinding("JAX", "missing", f"{found}: not a version that was tested ({known})", "pip install 'jax>=0.10,<0.13'")
+    why = f"{found}: not a version that was tested ({', '.join(TESTED_JAX)})"
+    return DoctorFinding("JAX", "missing", why, "pip install 'jax>=0.10,<0.13'")
 
 
 def check_devices() -> DoctorFinding:
     try:
         return DoctorFinding("devices", "ok", f"{jax.device_count()} ({jax.default_backend()}): {chip_name()}")
     except (RuntimeError, AssertionError) as error:  # the latter of CUDA without its plugin
-        platforms = os.environ.get("JAX_PLATFORMS")
-        advice = (
-            f"JAX_PLATFORMS is {platforms}: unset it, or install what that needs" if platforms else "reinstall jax and jaxlib"
-        )
+        advice = "reinstall jax and jaxlib"
+        if platforms := os.environ.get("JAX_PLATFORMS"):
+            advice = f"JAX_PLATFORMS is {platforms}: unset it, or install what that needs"
         return DoctorFinding("devices", "failed", one_line(error), advice)
 
 
@@ -89,9 +87,8 @@ def check_instructions() -> DoctorFinding:
     listed = cpu_facts("flags")
     if listed is None:
         return DoctorFinding("instructions", "missing", "only Linux on x86 lists them")
-    flags = listed.split()
-    here = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
-    absent = [name for flag, name in INSTRUCTIONS.items() if flag not in flags]
+    here = [name for flag, name in INSTRUCTIONS.items() if flag in listed.split()]
+    absent = [name for name in INSTRUCTIONS.values() if name not in here]
     without = f"; without {', '.join(absent)}" if absent else ""
     return DoctorFinding("instructions", "ok", (", ".join(here) or "no vector instructions beyond SSE") + without)
 
@@ -222,11 +219,10 @@ def examine(console: Console, model: str) -> list[DoctorFinding]:
     ]
     works = findings[-1].status == "ok"
     with console.status("building the kernels, if they are not yet, and generating"):
-        checks: list[Callable[[], DoctorFinding]] = [check_threads, check_instructions, check_compiler]
-        checks += [check_kernels] if works else []
-        checks += [check_kernel_cache, check_compile_cache]
-        checks += [check_generation] if works else []
-        findings += [check() for check in checks]
+        findings += [check_threads(), check_instructions(), check_compiler()]
+        findings += [check_kernels()] if works else []
+        findings += [check_kernel_cache(), check_compile_cache()]
+        findings += [check_generation()] if works else []
         if all(finding.status != "failed" for finding in findings):
             findings += check_operations(model)
         return [*findings, *check_published(), *check_extras()]

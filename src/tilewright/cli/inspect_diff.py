@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tilewright.bench.overlap import LEAST_LAYERS, compile_layers
 from tilewright.cli.inspect_overlap import OverlapOptions
+from tilewright.cli.options import flag
 from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_file, write_json
 from tilewright.compiled.aot import Compiled, read_record
 from tilewright.metrics.diff import DIFF
@@ -137,13 +138,9 @@ def words_of(options: OverlapOptions) -> list[str]:
     """The options as a command line has them, but for those that are as by default."""
     words: list[str] = []
     for name, value in vars(options).items():
-        option = f"--{name.replace('_', '-')}"
-        if value == getattr(OverlapOptions(), name):
-            continue
-        if isinstance(value, bool):
-            words += [option] if value else [f"--no-{option[2:]}"]
-        else:
-            words += [option, ",".join(value) if isinstance(value, tuple) else str(value)]
+        if value != getattr(OverlapOptions(), name):
+            words.append(flag(name, value))
+            words += [] if isinstance(value, bool) else [",".join(value) if isinstance(value, tuple) else str(value)]
     return words
 
 

@@ -9,20 +9,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from tilewright.bench import overlap
 from tilewright.bench.ordering import ORDERINGS, OWN, PROGRAM_ORDER, ordered_name, program_order, read_name
-from tilewright.bench.overlap import (
-    BOUND,
-    SCHEDULES,
-    SYNC,
-    OverlapRun,
-    OverlapSetup,
-    Phase,
-    lanes,
-    read_phase,
-    records,
-    runs_of,
-    sweeps,
-)
 from tilewright.cli.calibrate import CompilerOptions, TpuProgramOptions, end_if_exposed, print_notes, print_ranges
 from tilewright.cli.options import KernelChoice, Words, check_known, check_least, check_share, check_some, option_class
 from tilewright.cli.outputs import TracedFiles, progress, write_file
@@ -61,19 +49,19 @@ class OverlapOptions(TpuProgramOptions):
     kernels: KernelChoice = "auto"
     compiler_options: CompilerOptions = False
 
-    def setups(self) -> list[OverlapSetup]:
+    def setups(self) -> list[overlap.OverlapSetup]:
         """One for each chip.
 
         Raises:
             ValueError: an option is none that there is, or does not fit the others.
         """
-        check_known(self, schedule=SCHEDULES, order=ORDERINGS)
+        check_known(self, schedule=overlap.SCHEDULES, order=ORDERINGS)
         check_some(self, "phase", "chip")
         check_least(self, tensor_parallel=1)
         config, found = model_config(self.model_config), []
         for chip, calibration in self.calibrations(self.chip).items():
             how = (self.layers, self.kernels, self.hop_us, self.compiler_options, calibration)
-            setup = OverlapSetup(chip, self.model_config, config, *how)
+            setup = overlap.OverlapSetup(chip, self.model_config, config, *how)
             setup.check(self.tensor_parallel)
             found.append(setup)
         return found
@@ -93,9 +81,9 @@ class OverlapOptions(TpuProgramOptions):
             console.print(told, style="yellow")
         return [ordered_name(schedule, order) for schedule in self.schedule for order in orders]
 
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[overlap.Phase]:
         """Raises ValueError where one is spelled otherwise."""
-        return [read_phase(text) for text in self.phase]
+        return [overlap.read_phase(text) for text in self.phase]
 
 
 @option_class
@@ -108,7 +96,7 @@ class OverlapFiles(TracedFiles):
 
     graph: Path | None = None
 
-    def write_graph(self, console: Console, about: Mapping[str, Any], named: Sequence[tuple[str, OverlapRun]]) -> None:
+    def write_graph(self, console: Console, about: Mapping[str, Any], named: Sequence[tuple[str, overlap.OverlapRun]]) -> None:
         """Writes the graphs of programs, each with its chip and phase, if they were asked for."""
 
         def write(path: Path) -> None:
@@ -135,25 +123,25 @@ def inspect_overlap(
     console = files.console()
     check_share("--fail-above", fail_above)
     phases, setups = options.phases(), options.setups()
-    schedules = (*options.names(console), BOUND)
-    runs: list[OverlapRun] = []
+    schedules = (*options.names(console), overlap.BOUND)
+    runs: list[overlap.OverlapRun] = []
     with progress(console, len(setups) * len(phases) * len(schedules)) as step:
         for setup, phase in product(setups, phases):
-            runs += runs_of(setup, phase, schedules, step)
-    figures = records(runs)
+            runs += overlap.runs_of(setup, phase, schedules, step)
+    figures = overlap.records(runs)
     about = options.facts({setup.chip: setup.fabric for setup in setups}, "kernels", "compiler_options")
-    ranges = {name: one.record() for name, one in sweeps(runs, options.draws).items()}
+    ranges = {name: one.record() for name, one in overlap.sweeps(runs, options.draws).items()}
     show(console, options, figures)
     for name, one in ranges.items():
         print_ranges(console, name, [one])
     named = [(f"{run.setup.chip} {run.phase.name}", run) for run in runs]
-    shown = {name: [lanes(run) for other, run in named if other == name] for name, _ in named}
+    shown = {name: [overlap.lanes(run) for other, run in named if other == name] for name, _ in named}
     report = OverlapReport(f"Communication of {about['model']} under schedules", figures, shown, about, ranges)
     found = {**about, "measured": False, "data": figures, "ranges": ranges}
     files.write(console, found, lambda path: write_overlap(path, report))
     files.write_trace(console, lambda: trace((f"{name} {run.schedule}", run.timeline) for name, run in named))
     files.write_graph(console, about, named)
-    counted = [one for one in figures if read_name(one["schedule"])[0] != SYNC] or figures
+    counted = [one for one in figures if read_name(one["schedule"])[0] != overlap.SYNC] or figures
     end_if_exposed(console, {f"{place(one)} {one['schedule']}": one["exposed_share"] for one in counted}, fail_above)
 
 

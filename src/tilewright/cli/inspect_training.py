@@ -6,23 +6,11 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from tilewright.bench.overlap_training import (
-    ANNOTATED,
-    LEAST_LAYERS,
-    PLAIN_STEP,
-    UNTHREADED,
-    TrainingCase,
-    TrainingProgram,
-    compiled_programs,
-    lanes,
-    programs_of,
-    records,
-    sweeps,
-)
+from tilewright.bench import overlap_training as training
 from tilewright.cli.calibrate import TpuProgramOptions, print_notes, print_ranges
 from tilewright.cli.common import mesh_axes
 from tilewright.cli.inspect_overlap import end_if_exposed
-from tilewright.cli.options import Words, check_share, check_some, option_class
+from tilewright.cli.options import Words, check_share, check_some, flag, option_class
 from tilewright.cli.outputs import TracedFiles, progress
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.tables import grouped, print_table
@@ -79,7 +67,7 @@ class TrainingInspection(TpuProgramOptions):
         for name in ("prefetch_distance", "scatter_delay"):
             for text in getattr(self, name):
                 if not text.isdecimal():
-                    raise ValueError(f"expected --{name.replace('_', '-')} as numbers of layers, found {text!r}")
+                    raise ValueError(f"expected {flag(name)} as numbers of layers, found {text!r}")
         unknown = sorted(set(self.rings) - {*TRAVELLERS, "all"})
         if unknown:
             raise ValueError(f"expected --rings of {', '.join(TRAVELLERS)} or all, found {', '.join(unknown)}")
@@ -93,7 +81,7 @@ class TrainingInspection(TpuProgramOptions):
             )  # fmt: skip
         return found
 
-    def cases(self) -> list[TrainingCase]:
+    def cases(self) -> list[training.TrainingCase]:
         """One for each chip.
 
         Raises:
@@ -103,9 +91,9 @@ class TrainingInspection(TpuProgramOptions):
             chip_of(chip)
         config, axes = model_config(self.model_config), mesh_axes(self.mesh)
         shift = max(map(int, (*self.prefetch_distance, *self.scatter_delay)))
-        layers = max(LEAST_LAYERS, 2 * shift + 2) if self.layers is None else self.layers
+        layers = max(training.LEAST_LAYERS, 2 * shift + 2) if self.layers is None else self.layers
         shape = (self.model_config, config, axes, layers, self.batch_size, self.length, self.hop_us)
-        cases = [TrainingCase(chip, *shape, fitted) for chip, fitted in self.calibrations(self.chip).items()]
+        cases = [training.TrainingCase(chip, *shape, fitted) for chip, fitted in self.calibrations(self.chip).items()]
         for case in cases:
             for plan in self.plans().values():
                 case.setup(plan)
@@ -133,23 +121,23 @@ def inspect_training(
     console = files.console()
     check_share("--fail-above", fail_above)
     plans = options.plans()
-    cases, plans = options.cases(), programs_of(plans, options.peers)
-    programs: list[TrainingProgram] = []
+    cases, plans = options.cases(), training.programs_of(plans, options.peers)
+    programs: list[training.TrainingProgram] = []
     with progress(console, len(cases) * len(plans)) as step:
         for case in cases:
-            programs += compiled_programs(case, plans, step)
-    figures, about = records(programs), options.facts({case.chip: case.fabric for case in cases}, "mesh")
-    ranges = {name: one.record() for name, one in sweeps(programs, options.draws).items()}
+            programs += training.compiled_programs(case, plans, step)
+    figures, about = training.records(programs), options.facts({case.chip: case.fabric for case in cases}, "mesh")
+    ranges = {name: one.record() for name, one in training.sweeps(programs, options.draws).items()}
     show(console, figures, transfers)
     for name, one in ranges.items():
         print_ranges(console, name, [one])
     named = [(place(one), program) for one, program in zip(figures, programs, strict=True)]
-    shown = {name: [lanes(program) for other, program in named if other == name] for name, _ in named}
+    shown = {name: [training.lanes(program) for other, program in named if other == name] for name, _ in named}
     report = OverlapReport(f"Communication of training {about['model']}", figures, shown, about, ranges)
     found = {**about, "measured": False, "data": figures, "ranges": ranges}
     files.write(console, found, lambda path: write_training(path, report))
     files.write_trace(console, lambda: trace((f"{one.case.chip} {one.name}", one.timeline) for one in programs))
-    counted = [one for one in figures if one["program"] not in (PLAIN_STEP, UNTHREADED, ANNOTATED)]
+    counted = [one for one in figures if one["program"] not in (training.PLAIN_STEP, training.UNTHREADED, training.ANNOTATED)]
     end_if_exposed(console, {f"{place(one)} {one['program']}": one["exposed_share"] for one in counted}, fail_above)
 
 

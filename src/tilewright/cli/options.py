@@ -75,6 +75,17 @@ CompileCache = Annotated[
 """Whether compiled programs are kept on disk for the next process; every command that compiles takes it."""
 
 
+def flag(name: str, value: object = None) -> str:
+    """An option as the command line has it; where `value` is False, what turns it off."""
+    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+
+
+def told(options: object, *names: str) -> list[str]:
+    """Those of options, or of the named ones of them, that are not as by default, by their names on the command line."""
+    usual = vars(type(options)())
+    return [flag(name) for name in names or usual if vars(options)[name] != usual[name]]
+
+
 def check_least(options: object, **least: int) -> None:
     """Raises a `ValueError` for an option, or one of its values, that is less than it may be; and for several that are none."""
     for name, smallest in least.items():

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tilewright.cli.calibrate import NeuronModelOptions, print_notes, print_ranges
 from tilewright.cli.common import mesh_axes
-from tilewright.cli.options import Numbers, Words, option_class
+from tilewright.cli.options import Numbers, Words, flag, option_class
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.hardware.neuron import instance_of
 from tilewright.metrics.metric import significant
@@ -76,7 +76,8 @@ def plan_training(
         drawn = sweep(plan, records, options.draws, partial(step, "ranges"))
     best = records[0]
     variables = setting_of(best).variables()
-    text = f"{best['setting']}: {significant(best['step_ms'])} ms, limited by {limit_of(best)}"
+    limit = f"limited by {best['limit']}, busy for {best['limit_share']:.0%} of the step"
+    text = f"{best['setting']}: {significant(best['step_ms'])} ms, {limit}"
     figures = {
         "model": plan.name, "instance": plan.instance.name, "mesh": [f"tp={plan.tp}", f"fsdp={plan.fsdp}"],
         "sequences": plan.sequences, "positions": plan.positions, "dtype": "bfloat16", "measured": False,
@@ -97,12 +98,8 @@ def halves_of(name: str, text: str) -> int:
         ValueError: no multiple of half a layer from 0.
     """
     if re.fullmatch(r"\d+(\.[05])?", text) is None:
-        raise ValueError(f"expected --{name.replace('_', '-')} in layers, in steps of half a layer, found {text!r}")
+        raise ValueError(f"expected {flag(name)} in layers, in steps of half a layer, found {text!r}")
     return round(2 * float(text))
-
-
-def limit_of(one: Mapping[str, Any]) -> str:
-    return f"{one['limit']}, busy for {one['limit_share']:.0%} of the step"
 
 
 def show(console: Console, figures: Mapping[str, Any]) -> None:

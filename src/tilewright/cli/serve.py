@@ -18,7 +18,7 @@ from rich.console import Console
 from tilewright import __version__
 from tilewright.cli.common import DEMO, MEMORY_FRACTION, SPECULATING, DeviceOptions, ModelOptions, json_object, named_model
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
-from tilewright.cli.options import Repeated, option_class
+from tilewright.cli.options import Repeated, option_class, told
 from tilewright.cli.outputs import progress_console
 from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
 from tilewright.diffusion.engine import DiffusionEngine
@@ -167,9 +167,8 @@ class CapacityOptions:
     def refuse_paging(self) -> None:
         """Raises a `ValueError` for anything that was said of pages, for a model that has none."""
         paging = ("shapes", "page_size", "pages", "context", "memory_fraction", "prefix_cache", "state_snapshots")
-        for name in (*paging, "structured_output"):
-            if getattr(self, name) != getattr(CapacityOptions, name):
-                raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one denoises")
+        if wrong := told(self, *paging, "structured_output"):
+            raise ValueError(f"{wrong[0]} is for models that decode token by token; this one denoises")
 
     def engine_options(self) -> EngineOptions:
         """Engine options that these arguments stand for."""

@@ -1,14 +1,14 @@
 """Options of `tilewright serve` that only diffusion language models have."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from rich.console import Console
 
 from tilewright.cli.common import DeviceOptions, ModelOptions, given
 from tilewright.cli.diffusion_options import DiffusionModelOptions
-from tilewright.cli.options import WORDS, Numbers, option_class
+from tilewright.cli.options import WORDS, Numbers, option_class, told
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.engine_options import DENOISING, ROWS, DiffusionEngineOptions
 from tilewright.diffusion.options import MODES, Denoising, Mode, Remasking
@@ -48,9 +48,8 @@ class DenoisingOptions:
 
     def refuse(self) -> None:
         """Raises a `ValueError` for anything that was said of a model that does not denoise."""
-        for name, value in vars(self).items():
-            if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for diffusion models; this one decodes token by token")
+        if wrong := told(self):
+            raise ValueError(f"{wrong[0]} is for diffusion models; this one decodes token by token")
 
     @property
     def defaults(self) -> Denoising:
@@ -90,11 +89,9 @@ def is_diffusion(models: ModelOptions, console: Console) -> bool:
     """True if a model denoises. Raises a `ValueError` for what such a model cannot take."""
     if not diffusion.is_diffusion(models.folder(console)):
         return False
-    plain = type(models)(models.model)
-    taken = {field.name for field in fields(DiffusionModelOptions)}
-    for name, value in vars(models).items():
-        if name not in taken and value != getattr(plain, name):
-            raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; {models.model} denoises")
+    taken = vars(DiffusionModelOptions())
+    if wrong := told(models, *(name for name in vars(models) if name not in taken)):
+        raise ValueError(f"{wrong[0]} is for models that decode token by token; {models.model} denoises")
     return True
 
 
@@ -105,5 +102,5 @@ def diffusion_engine(
     """The engine of a diffusion model. What is wrong with the options is said before its weights are read."""
     sizes = diffusion.read_diffusion(models.folder(console)).decoder
     options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)
-    own = {field.name: getattr(models, field.name) for field in fields(DiffusionModelOptions)}
+    own = {name: getattr(models, name) for name in vars(DiffusionModelOptions())}
     return DiffusionEngine(DiffusionModelOptions(**own).load_model(console, devices=devices), options)

@@ -18,19 +18,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.shapes import SHAPES
 from tilewright.metrics.tables import FigureTable, print_table
-from tilewright.runtime.advice import (
-    Buckets,
-    Lengths,
-    capacity_choice,
-    capacity_choices,
-    chunk_choice,
-    chunk_choices,
-    chunk_lengths,
-    compile_seconds,
-    programs_of,
-    recommended,
-    saved_shares,
-)
+from tilewright.runtime import advice
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.programs import ProgramKey, Programs
 from tilewright.runtime.shape_file import read_table, table_text
@@ -75,7 +63,7 @@ class ShapeOptions:
             raise ValueError(f"expected compile_seconds above 0, found {self.compile_seconds:g}")
         if self.drafter is not None and self.model is None:
             raise ValueError("--drafter needs --model")
-        chunk_lengths(self.multiple, self.longest_chunk)
+        advice.chunk_lengths(self.multiple, self.longest_chunk)
         ShapeTable(self.batches, (self.longest_chunk,), (self.longest_chunk,))
 
     def load(self, console: Console) -> LanguageModel | None:
@@ -109,13 +97,13 @@ class Requests:
         context: positions; None where nothing limits them.
     """
 
-    positions: Lengths
-    prefilled: Lengths
+    positions: advice.Lengths
+    prefilled: advice.Lengths
     beyond: int
     context: int | None
 
     @classmethod
-    def within(cls, context: int | None, prompts: Lengths, outputs: Lengths) -> "Requests":
+    def within(cls, context: int | None, prompts: advice.Lengths, outputs: advice.Lengths) -> "Requests":
         positions = prompts + outputs
         fits = positions <= (positions.max() if context is None else context)
         if not fits.any():
@@ -169,11 +157,11 @@ class CompileEstimate:
         return cls(options, lm, longest, seconds, "measured", ledger.loaded)
 
     def programs(self, table: ShapeTable) -> list[ProgramKey]:
-        return programs_of(table, self.longest, self.lm and self.lm.drafter)
+        return advice.programs_of(table, self.longest, self.lm and self.lm.drafter)
 
     def figures(self, table: ShapeTable) -> dict[str, Any]:
         programs = self.programs(table)
-        seconds = compile_seconds(programs, self.each) if self.each else None
+        seconds = advice.compile_seconds(programs, self.each) if self.each else None
         return {"programs": len(programs), "compile_seconds": seconds}
 
 
@@ -215,12 +203,12 @@ def advise(
     options: ShapeOptions, requests: Requests, lm: LanguageModel | None, present: ShapeTable, name: str, console: Console
 ) -> tuple[dict[str, Any], ShapeTable]:
     """The figures of every choice, and the table that is recommended."""
-    candidates = chunk_lengths(options.multiple, options.longest_chunk)
-    chunks = chunk_choices(requests.prefilled, options.max_buckets, candidates, options.chunk_overhead)
-    capacities = capacity_choices(requests.positions, options.max_buckets, options.longest_chunk)
-    best = [recommended(choices, options.least_saving) for choices in (chunks, capacities)]
+    candidates = advice.chunk_lengths(options.multiple, options.longest_chunk)
+    chunks = advice.chunk_choices(requests.prefilled, options.max_buckets, candidates, options.chunk_overhead)
+    capacities = advice.capacity_choices(requests.positions, options.max_buckets, options.longest_chunk)
+    best = [advice.recommended(choices, options.least_saving) for choices in (chunks, capacities)]
 
-    def table(these: Buckets, those: Buckets) -> ShapeTable:
+    def table(these: advice.Buckets, those: advice.Buckets) -> ShapeTable:
         return ShapeTable(options.batches, these.sizes, those.sizes)
 
     chosen = table(capacities[best[1]], chunks[best[0]])
@@ -249,7 +237,7 @@ def advise(
 
 
 def records(
-    name: str, choices: Sequence[Buckets], best: int, tables: Sequence[ShapeTable], estimate: CompileEstimate
+    name: str, choices: Sequence[advice.Buckets], best: int, tables: Sequence[ShapeTable], estimate: CompileEstimate
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The figures of each choice; programs are those of a table with it, and with what is recommended of the other kind."""
     return [
@@ -260,11 +248,11 @@ def records(
             **estimate.figures(table),
             "recommended": n == best,
         }
-        for n, (one, saved, table) in enumerate(zip(choices, saved_shares(choices), tables, strict=True))
+        for n, (one, saved, table) in enumerate(zip(choices, advice.saved_shares(choices), tables, strict=True))
     ]
 
 
-def bucket_figures(one: Buckets) -> dict[str, Any]:
+def bucket_figures(one: advice.Buckets) -> dict[str, Any]:
     return {
         "padding_share": one.padding_share,
         "needed_positions": one.needed,
@@ -277,8 +265,8 @@ def bucket_figures(one: Buckets) -> dict[str, Any]:
 def present_figures(present: ShapeTable, name: str, requests: Requests, estimate: CompileEstimate) -> dict[str, Any]:
     """Figures of another table, over the requests that it has a shape for."""
     fits = requests.positions <= present.capacities[-1]
-    chunks = chunk_choice(present.chunks, requests.prefilled[fits], estimate.options.chunk_overhead)
-    capacities = capacity_choice(present.capacities, requests.positions[fits])
+    chunks = advice.chunk_choice(present.chunks, requests.prefilled[fits], estimate.options.chunk_overhead)
+    capacities = advice.capacity_choice(present.capacities, requests.positions[fits])
     return {
         "table": name,
         **asdict(present),
@@ -289,7 +277,7 @@ def present_figures(present: ShapeTable, name: str, requests: Requests, estimate
     }
 
 
-def spread(lengths: Lengths) -> dict[str, float]:
+def spread(lengths: advice.Lengths) -> dict[str, float]:
     return {"median": float(np.median(lengths)), "p99": float(np.quantile(lengths, 0.99)), "max": int(lengths.max())}
 
 

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from shutil import copyfile
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import given, keep_programs, mesh_axes
-from tilewright.cli.options import CompileCache, option_class
+from tilewright.cli.options import CompileCache, flag, option_class, told
 from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
@@ -142,7 +142,7 @@ class ModelSizes:
 
     def refuse(self, why: str, *names: str) -> None:
         """Raises a `ValueError` that lists which of these sizes were given."""
-        if wrong := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]:
+        if wrong := told(self, *names):
             raise ValueError(f"{why}, found {', '.join(wrong)} as well")
 
     def config(self, vocab_size: int, end: int) -> DecoderConfig:
@@ -209,10 +209,8 @@ class MeshOptions:
         """
         mesh = self.of(config)
         if mesh is None:
-            without = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
-            if without:
-                names = ", ".join(f"--{name.replace('_', '-')}" for name in without)
-                raise ValueError(f"expected --mesh with {names}, found none")
+            if without := told(self):
+                raise ValueError(f"expected --mesh with {', '.join(without)}, found none")
             return None
         import orbax.checkpoint  # noqa: F401 (of the extra that checkpoints need: where it is absent, this is when to say so)
 
@@ -234,9 +232,7 @@ class MeshOptions:
 def halves(name: str, text: str) -> Halves:
     """A shift of both halves, or one of each: `1` or `1,2`."""
     if re.fullmatch(r"\d+(,\d+)?", text) is None:
-        raise ValueError(
-            f"expected --{name.replace('_', '-')} as a number of layers, or two for attention and MLP, found {text!r}"
-        )
+        raise ValueError(f"expected {flag(name)} as a number of layers, or two for attention and MLP, found {text!r}")
     first, _, second = text.partition(",")
     return Halves(int(first), int(second or first))
 
@@ -311,35 +307,29 @@ def lm(
     keep_programs(loop.compile_cache)
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)
     kept = kept_tokenizer(out)
-    begin = Beginning.choose(start, tokenizer, sizes, over, console) or with_tokenizer(kept, documents[0], sizes)
+    begin = Beginning.choose(start, tokenizer, sizes, over, console)
+    if begin is None:
+        begin = Beginning(kept or agreed_tokenizer(train_tokenizer(documents[0], sizes.bpe_size)))
     bpe, run_fingerprint = begin.tokenizer, {"vocab_size": sizes.bpe_size}
     require_same(kept, bpe, out)
     config = with_balance(begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
     check_context(options.sequence_length, config.max_position_embeddings)
-    streams = [encode_documents(bpe, part, last_token(config, bpe)) for part in documents]
+    last_token = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
+    streams = [encode_documents(bpe, part, last_token) for part in documents]
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     setup = over.setup(config, options)
     save_tokenizer(out, bpe)
     result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, run_fingerprint, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
-    copy_files(begin.files, out)  # behind the run, which another model's checkpoint refuses
+    for file in begin.files if is_first_process() else ():
+        copyfile(file, out / file.name)  # behind the run, which another model's checkpoint refuses
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
-
-
-def with_tokenizer(kept: Tokenizer | None, documents: Any, sizes: ModelSizes) -> Beginning:
-    """A beginning with the tokenizer that is kept, or one that is trained on documents."""
-    return Beginning(kept or agreed_tokenizer(train_tokenizer(documents, sizes.bpe_size)))
 
 
 def require_same(kept: Tokenizer | None, tokenizer: Tokenizer, out: Path) -> None:
     """Raises a `ValueError` where a run was begun with another tokenizer."""
     if kept is not None and kept.to_str() != tokenizer.to_str():
         raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
-
-
-def last_token(config: DecoderConfig, tokenizer: Tokenizer) -> int:
-    """The token that ends a document."""
-    return config.eos_token_ids[0] if config.eos_token_ids else end_of_text(tokenizer)
 
 
 def with_balance(config: DecoderConfig, weight: float | None) -> DecoderConfig:
@@ -371,13 +361,6 @@ def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
     if is_first_process():
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(out / "tokenizer.json"))
-
-
-def copy_files(files: Sequence[Path], out: Path) -> None:
-    """Copies files into a model's folder. Of processes, the first one does."""
-    if is_first_process():
-        for file in files:
-            copyfile(file, out / file.name)
 
 
 def kept_tokenizer(out: Path) -> Tokenizer | None:

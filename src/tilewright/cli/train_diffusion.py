@@ -10,20 +10,9 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from tilewright.cli import train
 from tilewright.cli.common import given, keep_programs
 from tilewright.cli.outputs import JsonFile, human_console, progress_console
-from tilewright.cli.train import (
-    LoopOptions,
-    MeshOptions,
-    ModelSizes,
-    agreed_tokenizer,
-    check_context,
-    check_out,
-    finish,
-    kept_tokenizer,
-    require_same,
-    save_tokenizer,
-)
 from tilewright.models import diffusion as models
 from tilewright.models import hub
 from tilewright.models.checkpoint import save_params
@@ -50,9 +39,9 @@ def diffusion(
     arithmetic: float = 0.0,
     library: bool = False,
     dtype: Dtype = "float32",
-    sizes: ModelSizes = ModelSizes(),
-    loop: LoopOptions = LoopOptions(),
-    over: MeshOptions = MeshOptions(),
+    sizes: train.ModelSizes = train.ModelSizes(),
+    loop: train.LoopOptions = train.LoopOptions(),
+    over: train.MeshOptions = train.MeshOptions(),
     json_file: JsonFile = None,
 ) -> None:
     """Trains a diffusion language model: one of LLaDA's architecture from random weights, or one that is there already.
@@ -67,22 +56,22 @@ def diffusion(
         dtype: of the saved weights.
     """
     console = human_console(json_file)
-    check_out(out)
+    train.check_out(out)
     options = loop.options()
     if arithmetic < 1 and not (data or library):
         raise ValueError("expected files or folders to train on, --library, or --arithmetic 1, found none of them")
     keep_programs(loop.compile_cache)
     trained, held_out = texts(data, library, loop)
-    kept = kept_tokenizer(out)
+    kept = train.kept_tokenizer(out)
     begun = begin(start, kept, sizes, over, console)
     bpe, config, params = begun or fresh(trained, arithmetic, sizes, loop.seed)
-    require_same(kept, bpe, out)
+    train.require_same(kept, bpe, out)
     examples = examples_of(bpe, config, (trained, held_out), arithmetic, options)
     setup = over.setup(config.decoder, options)
-    save_tokenizer(out, bpe)
+    train.save_tokenizer(out, bpe)
     result = train_diffusion(config, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, setup)
     save_params(out, models.config_to_hf(config), models.declare(config), result.params, DTYPES[dtype])
-    finish(result, out, console, json_file, training_texts=len(examples.texts.starts), **over.figures())
+    train.finish(result, out, console, json_file, training_texts=len(examples.texts.starts), **over.figures())
 
 
 def examples_of(
@@ -94,13 +83,13 @@ def examples_of(
 ) -> Examples:
     """Batches for a model. Raises a `ValueError` where they would not fit its context."""
     length = options.sequence_length
-    check_context(length, config.decoder.max_position_embeddings)
+    train.check_context(length, config.decoder.max_position_embeddings)
     trained, held_out = (Pairs.encode(bpe, part, length) for part in parts)
     end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
     return Examples(bpe, trained, held_out, arithmetic, end_of_text(bpe) if end is None else end, options)
 
 
-def texts(data: tuple[Path, ...], library: bool, loop: LoopOptions) -> tuple[list[Document], list[Document]]:
+def texts(data: tuple[Path, ...], library: bool, loop: train.LoopOptions) -> tuple[list[Document], list[Document]]:
     """Documents that are trained on, and those that are held out."""
     documents = read_documents(data)
     trained, held_out = split_documents(documents, loop.held_out, loop.seed) if documents else ([], [])
@@ -116,7 +105,7 @@ Beginning = tuple[Tokenizer, DiffusionConfig, DecoderParams | None]
 
 
 def begin(
-    start: str | None, kept: Tokenizer | None, sizes: ModelSizes, over: MeshOptions, console: Console
+    start: str | None, kept: Tokenizer | None, sizes: train.ModelSizes, over: train.MeshOptions, console: Console
 ) -> Beginning | None:
     """Model that an interrupted run left or `start` names; None where neither is there."""
     if start is not None:
@@ -129,15 +118,15 @@ def begin(
     return None if kept is None else (kept, llada_config(sizes, kept), None)
 
 
-def fresh(trained: list[Document], arithmetic: float, sizes: ModelSizes, seed: int) -> Beginning:
+def fresh(trained: list[Document], arithmetic: float, sizes: train.ModelSizes, seed: int) -> Beginning:
     """A tokenizer for the texts and the problems, and a model for it."""
     drawn = islice(problems(np.random.default_rng(seed), held_out=False), SAMPLE if arithmetic else 0)
     worked = [Document(problem.response, problem.prompt) for problem in drawn]
-    bpe = agreed_tokenizer(train_tokenizer([*trained, *worked], sizes.bpe_size))
+    bpe = train.agreed_tokenizer(train_tokenizer([*trained, *worked], sizes.bpe_size))
     return bpe, llada_config(sizes, bpe), None
 
 
-def llada_config(sizes: ModelSizes, bpe: Tokenizer) -> DiffusionConfig:
+def llada_config(sizes: train.ModelSizes, bpe: Tokenizer) -> DiffusionConfig:
     """The sizes under LLaDA's rule that the heads make up the hidden size."""
     hidden, heads, end = given(sizes.hidden_size, 256), given(sizes.heads, 4), end_of_text(bpe)
     layers = replace(sizes, head_dim=given(sizes.head_dim, max(hidden // heads, 1))).config(bpe.get_vocab_size(), end)

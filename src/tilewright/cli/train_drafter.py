@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tilewright.cli.common import given, keep_programs, mesh_axes
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
-from tilewright.cli.options import option_class
+from tilewright.cli.options import option_class, told
 from tilewright.cli.outputs import JsonFile, human_console, progress_console
 from tilewright.cli.train import LoopOptions, check_context, check_out, finish, require_data
 from tilewright.llm.language_model import LanguageModel
@@ -214,10 +214,10 @@ def configured(
 def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
     """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
     wrong = [
-        f"--{name.replace('_', '-')} (for {other})"
+        f"{name} (for {other})"
         for other, arguments in of_kind.items()
-        for name, value in vars(arguments).items()
-        if other not in (kind, None if kind == "eagle3" else "dflash") and value is not None
+        for name in told(arguments)
+        if other not in (kind, None if kind == "eagle3" else "dflash")
     ]
     if wrong:
         raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")

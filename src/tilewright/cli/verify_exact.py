@@ -14,16 +14,7 @@ from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.datasets import read_examples
 from tilewright.bench.exact import ExactFinding, agreeing, mixed_lengths
 from tilewright.bench.exact_paths import QUICK, THOROUGH, USUAL, Effort, Loaded, Verification
-from tilewright.cli.common import (
-    AUTO,
-    DEMO,
-    PACKAGED_DRAFTERS,
-    TargetOptions,
-    check_packaged,
-    named_model,
-    packaged_prompts_file,
-    short_names,
-)
+from tilewright.cli import common
 from tilewright.cli.options import Flag, Several, check_least, check_some, option_class
 from tilewright.cli.outputs import JsonFile, human_console, progress, progress_console, write_json
 from tilewright.llm.language_model import LanguageModel
@@ -87,12 +78,12 @@ class Asking:
         Raises:
             ValueError: one is named twice, or is another model's.
         """
-        every = [NGRAM, *PACKAGED_DRAFTERS.get(model, {})]
-        named = ([QUICK_DRAFTER] if self.quick and model == DEMO else every) if self.drafter is None else self.drafter
-        names = [name for each in named for name in (every if each == AUTO else () if each == "none" else (each,))]
+        every = [NGRAM, *common.PACKAGED_DRAFTERS.get(model, {})]
+        named = ([QUICK_DRAFTER] if self.quick and model == common.DEMO else every) if self.drafter is None else self.drafter
+        names = [name for each in named for name in (every if each == common.AUTO else () if each == "none" else (each,))]
         if len(set(names)) < len(names):
             raise ValueError(f"expected different drafters, found {', '.join(names)}")
-        check_packaged(names, model)
+        common.check_packaged(names, model)
         return names
 
     def prompts(self, lm: LanguageModel, effort: Effort) -> list[list[int]]:
@@ -102,7 +93,7 @@ class Asking:
             ValueError: the file is malformed, or has fewer than were asked for.
         """
         if self.prompt_file is None:
-            whole = [lm.encode(prompt_text(each, (), None)) for each in read_examples(packaged_prompts_file())]
+            whole = [lm.encode(prompt_text(each, (), None)) for each in read_examples(common.packaged_prompts_file())]
             room = lm.target.max_position_embeddings - effort.max_new_tokens
             if room < 1:
                 raise ValueError(f"the model's context of {room + effort.max_new_tokens} leaves no room for a prompt")
@@ -114,7 +105,7 @@ class Asking:
 
 
 @option_class
-class ExactOptions(TargetOptions):
+class ExactOptions(common.TargetOptions):
     """Options that name the target to load, and say how it multiplies.
 
     Attributes:
@@ -135,7 +126,7 @@ def verify_exact(
     """
     console, errors = human_console(json_file), Console(stderr=True, highlight=False, emoji=False)
     effort = asking.effort()
-    named = named_model(model, target)
+    named = common.named_model(model, target)
     names = asking.names(named.model)
     lm = named.load_with(None, DrafterOptions(), errors)
     drafters = load_drafters(names, named, lm, errors)
@@ -151,11 +142,11 @@ def verify_exact(
         sys.exit(1)
 
 
-def load_drafters(names: Sequence[str], target: TargetOptions, lm: LanguageModel, console: Console) -> dict[str, Loaded]:
+def load_drafters(names: Sequence[str], target: common.TargetOptions, lm: LanguageModel, console: Console) -> dict[str, Loaded]:
     """Each drafter with its own block size, by the name that it is shown with."""
     return {
         shown: lm.load_drafter(target.drafter_source(name), DrafterOptions(), progress_console(console))
-        for name, shown in short_names(names).items()
+        for name, shown in common.short_names(names).items()
     }
 
 
