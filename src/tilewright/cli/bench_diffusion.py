@@ -64,7 +64,7 @@ class Compared:
     repetitions: int = REPETITIONS
     beside: int = 4
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_least(self, problems=1, batch_size=1, timed=1, repetitions=1, beside=0)
         check_some(self, "modes", *(["tau"] if self.tau or "sparse" in self.modes else []))
         check_some(self, *(name for name in ("threshold", "suffix_window") if getattr(self, name)))
@@ -126,7 +126,6 @@ def bench_diffusion(
     Every figure is defined in docs/metrics.md.
     """
     console = outputs.console()
-    compared.check()
     if "sparse" not in compared.modes:
         for tau in compared.tau:
             options.require_sparse(options.saliency(tau), "--modes", ", ".join(compared.modes))

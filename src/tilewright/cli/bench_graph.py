@@ -47,8 +47,7 @@ class GraphOptions:
     repetitions: Repetitions = 5
     compile_cache: CompileCache = True
 
-    def check(self) -> None:
-        """Raises a `ValueError` for an option out of its range."""
+    def __post_init__(self) -> None:
         check_known(self, experiment=EXPERIMENTS, layout=LAYOUTS)
         check_least(self, features=1, repetitions=1)
         for chip in self.chip:
@@ -61,7 +60,6 @@ def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = 
     Every figure is defined in docs/metrics.md.
     """
     console = outputs.console()
-    options.check()
     keep_programs(options.compile_cache)
     graph = read_graph(options.data)
     experiments = prepare(graph, options.experiment, options.layout, options.features, options.dtype, options.chip)

@@ -1,7 +1,6 @@
 """`tilewright bench linear`: the linear layers of real models on this machine's kernels, XLA, and what a caller adds."""
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import jax
@@ -87,8 +86,7 @@ def report(
             step(f"{case.model} {case.layer}", 0)
             records += measure(case, rows, dtypes, memory, dots, options.weights_mb, options.repetitions, peers, step)
     summaries = []
-    for (model, dtype), group in groupby(sorted(records, key=group_of), key=group_of):
-        listed = list(group)
+    for (model, dtype), listed in sorted(grouped(records, group_of).items()):
         verdicts = summary(listed)
         show(console, listed, verdicts)
         summaries.append({"model": model, "dtype": dtype, "criteria": verdicts})
@@ -113,11 +111,6 @@ def show(console: Console, records: Sequence[Mapping[str, Any]], verdicts: Seque
         console.print(f"{name}: {worst}; wanted {bound}", style="green" if verdict["met"] else "red", markup=False)
 
 
-def shortened(side: str) -> str:
-    """Name of a side, as the head of a narrow column has it."""
-    return side.replace("bfloat16", "bf16").replace("float32", "f32").replace("_", "\n")
-
-
 SHOWN = (
     "median_ms weights_gb_per_s share_of_copy_bandwidth share_of_read_bandwidth gflop_per_s share_of_dot_products over_one_row"
 )
@@ -132,7 +125,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> FigureTable:
     model, dtype = group_of(records[0])
     title = f"{model}, {dtype} weights, {'CPU kernels' if records[0]['side'].startswith('cpu') else 'XLA'}"
     others = [name.removeprefix("ratio_to_") for name in records[0] if name.startswith("ratio_to_")]
-    ratios = [Metric(f"ratio_to_{name}", head="vs\n" + shortened(name), form=".2f") for name in others]
+    heads = [name.replace("bfloat16", "bf16").replace("float32", "f32").replace("_", "\n") for name in others]
+    ratios = [Metric(f"ratio_to_{name}", head=f"vs\n{head}", form=".2f") for name, head in zip(others, heads, strict=True)]
     lines = [
         {**one, "name": str(one["rows"]), "shape": f"{one['layer']} {one['inputs']}→{one['outputs']}, rows"} for one in records
     ]

@@ -63,7 +63,7 @@ class PlaceOptions:
         if not 0 <= hop_us < float("inf"):
             raise ValueError(f"expected the latency of a hop from 0 us, found {hop_us:g}")
         for chip in self.chips():
-            chip_of(chip)
+            chip_of(chip)  # names those that there are, of all of them before any is made
         found: list[tuple[str | None, list[MicroCase]]] = []
         for chip in self.chips():
             found.append((chip, self.cases(len(tpu_topology(chip).devices))))
@@ -141,14 +141,9 @@ def compiled_table(chip: str, records: Sequence[Mapping[str, Any]]) -> FigureTab
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for one in records:
         names = {name: one[name] for name in ("collective", "program")}
-        lines.setdefault((*names.values(),), names)[size_name(one["size_bytes"])] = compiled_cell(one)
+        hidden = f" ({one['hidden_us'] / one['communication_us']:.0%})" if one["communication_us"] else ""
+        lines.setdefault((*names.values(),), names)[size_name(one["size_bytes"])] = f"{one['made_of_it']}{hidden}"
     sizes = [Metric(size, head=size, words=True) for size in dict.fromkeys(size_name(one["size_bytes"]) for one in records)]
     metrics = (*chosen(MICRO, "collective program"), *sizes)
     title = f"collectives beside products on {chip}"
     return FigureTable(title, "", {"": list(lines.values())}, metrics, caption=caption, apart="collective")
-
-
-def compiled_cell(one: Mapping[str, Any]) -> str:
-    if not one["communication_us"]:
-        return one["made_of_it"]
-    return f"{one['made_of_it']} ({one['hidden_us'] / one['communication_us']:.0%})"

@@ -195,12 +195,10 @@ def show_estimated(console: Console, topology: str, data: Sequence[Mapping[str, 
     for context, of in grouped(data, "context").items():
         rows = [{"at": 0, "block_size": "", "part": "plain step", **estimates(of[0], "step")}]
         for one in of:
-            parts = [part for part in ESTIMATED if f"{part}_cycles" in one]
-            rows += [
-                {"at": size, "block_size": "" if line else str(size), "part": ESTIMATED[part], **estimates(one, part)}
-                for size in (one["block_size"],)
-                for line, part in enumerate(parts)
-            ]
+            size = one["block_size"]
+            for line, part in enumerate(part for part in ESTIMATED if f"{part}_cycles" in one):
+                head = {"at": size, "block_size": "" if line else str(size), "part": ESTIMATED[part]}
+                rows.append(head | estimates(one, part))
         title = f"a round on {topology} at context {context}, {how}"
         print_table(console, FigureTable(title, "", {"": rows}, metrics, apart="at", unknown=""))
     console.print(FOOTNOTE.format(base=data[0]["base_block_size"]))

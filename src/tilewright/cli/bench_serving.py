@@ -61,8 +61,7 @@ class PeerOptions:
     continuous_usage: bool = True
     timeout: float = 600.0
 
-    def check(self) -> None:
-        """Raises a `ValueError` for an option that cannot be."""
+    def __post_init__(self) -> None:
         Address.from_url(self.url)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"expected a temperature of 0 or more, found {self.temperature:g}")
@@ -230,8 +229,8 @@ class ServingFiles(PageFiles):
     percentiles: Several[float] = (50, 90, 95, 99)
     detailed: Flag = False
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.objectives()
         if len(set(self.percentiles)) < len(self.percentiles) or not all(0 <= each <= 100 for each in self.percentiles):
             found = ", ".join(f"{each:g}" for each in self.percentiles)
@@ -277,7 +276,6 @@ def serving(
     defined in docs/metrics.md.
     """
     console = outputs.console()
-    peer.check()
     workload.check(peer.chat)
     requests = workload.read()
     try:

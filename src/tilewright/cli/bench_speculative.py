@@ -82,7 +82,7 @@ class DrafterArguments:
 
     def ways(self, names: Sequence[str], target: common.TargetOptions, console: Console) -> dict[str, LanguageModel]:
         """The baseline and every drafter, each under the name that it is shown with; all share the target."""
-        base = target.load_with(None, DrafterOptions(), console)
+        base = target.load_with(None, console)
         ways = {BASELINE: base}
         for name, shown in common.short_names(names).items():
             if name != BASELINE:
@@ -110,8 +110,8 @@ class SpeculativeFiles(TableFiles):
     replay: Path | None = None
     price_per_hour: float | None = None
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
             raise ValueError(f"expected a price per hour above 0, found {self.price_per_hour}")
 
@@ -143,7 +143,7 @@ class Measuring:
     batch_size: Several[int] = (1,)
     repetitions: int = REPETITIONS
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         check_least(self, samples=1, repetitions=1, batch_size=1)
         check_some(self, "batch_size")
 
@@ -163,7 +163,6 @@ def speculative(
     Every figure is defined in docs/metrics.md.
     """
     console = outputs.console()
-    measuring.check()
     sampling = measuring.sampling()
     names = drafted.names(target.model)
     sets = read_sets(measuring.data, measuring.samples)

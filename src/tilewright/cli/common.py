@@ -214,8 +214,8 @@ class TargetOptions(LoadOptions):
     kv_dtype: KvDtype = "auto"
 
     def load_with(
-        self, drafter: str | None, options: DrafterOptions, console: Console, devices: DeviceOptions = DeviceOptions(),
-        context: int | None = None,
+        self, drafter: str | None, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None,
+        options: DrafterOptions = DrafterOptions(),
     ) -> LanguageModel:  # fmt: skip
         """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or one of `PACKAGED_DRAFTERS`."""
         lm = load(
@@ -278,7 +278,7 @@ class ModelOptions(TargetOptions):
 
     def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype)
-        return self.load_with(self.drafter_name, options, console, devices, context)
+        return self.load_with(self.drafter_name, console, devices, context, options)
 
 
 @option_class
@@ -378,9 +378,9 @@ def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str, o
             where = "--prompt-file or standard input"
             raise ValueError(f'unknown option {prompt} (a prompt that begins with "-" comes from {where})')
     texts = [standard_input() if prompt == "-" else prompt for prompt in given]
-    if not texts and prompt_file is None and not sys.stdin.isatty():
-        piped = standard_input()
-        texts = [piped] if piped else []
+    if not texts and prompt_file is None:
+        piped = "" if sys.stdin.isatty() else standard_input()
+        texts = [piped] if piped else list(otherwise)
     for number, text in enumerate(texts, 1):
         if not text:
             raise ValueError(f"prompt {number} is empty")
@@ -389,8 +389,6 @@ def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str, o
         except UnicodeEncodeError:
             raise ValueError(f"prompt {number} is not UTF-8") from None
     prompts = [Example("prompt", "", (text,), number) for number, text in enumerate(texts, 1)]
-    if not prompts and prompt_file is None:
-        prompts = [Example("prompt", "", (text,), number) for number, text in enumerate(otherwise, 1)]
     if prompt_file is not None:
         prompts += read_examples(prompt_file)
     if not prompts and model == DEMO:

@@ -73,8 +73,8 @@ class DiffuseOutputs(OutputFiles):
     steps_per_frame: int | None = None
     replay: Path | None = None
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps_per_frame is not None and not 1 <= self.steps_per_frame <= STEPS_PER_DISPATCH:
             raise ValueError(f"expected steps_per_frame from 1 to {STEPS_PER_DISPATCH}, found {self.steps_per_frame}")
 
@@ -119,17 +119,10 @@ def diffuse(
     write_json(outputs.json_file, {**figures, **ledger.figures(), **about, **said})
     if outputs.replay is not None and not interrupted:
         requests = [replace(request, seed=result.seed) for result in run.results]
-        write_page(outputs.replay, model, models.model, tokens, requests, console)
-
-
-def write_page(
-    path: Path, model: DiffusionModel, name: str, tokens: Sequence[list[int]], requests: Sequence[Denoising], console: Console
-) -> None:
-    """Denoises the prompts once more step by step, and writes the page that plays them."""
-    titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
-    with progress(console, len(tokens), "replay") as step:
-        shown = denoising_replay(model, name, titled, requests, step)
-    write_file(console, path, lambda partial: write_denoising(partial, shown))
+        titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
+        with progress(console, len(tokens), "replay") as step:
+            shown = denoising_replay(model, models.model, titled, requests, step)
+        write_file(console, outputs.replay, lambda partial: write_denoising(partial, shown))
 
 
 def show(

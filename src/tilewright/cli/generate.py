@@ -95,8 +95,8 @@ class GenerateOutputs(OutputFiles):
     repetitions: int = 5
     replay: Path | None = None
 
-    def check(self) -> None:
-        super().check()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_least(self, repetitions=1)
 
     def check_drafter(self, lm: LanguageModel) -> None:

@@ -20,11 +20,11 @@ from tilewright.bench.overlap import LEAST_LAYERS, compile_layers
 from tilewright.cli.inspect_overlap import OverlapOptions
 from tilewright.cli.options import flag
 from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_file, write_json
-from tilewright.compiled.aot import Compiled, read_record
+from tilewright.compiled.aot import read_record
 from tilewright.metrics.diff import DIFF
 from tilewright.metrics.metric import Metric
 from tilewright.metrics.tables import FigureTable, print_table
-from tilewright.perfmodel.diff import OpChange, ProgramDiff, WayChange, diff
+from tilewright.perfmodel.diff import ProgramDiff, diff
 
 LIBRARY = "TPU_LIBRARY_PATH"
 """Variable that names the library to JAX."""
@@ -170,14 +170,10 @@ def compare(before: Saved, after: Saved) -> list[ProgramDiff]:
     Raises:
         ValueError: they do not hold the same programs.
     """
-    old, new = (programs_of(saved) for saved in (before, after))
+    old, new = ({one["name"]: read_record(one) for one in saved["programs"]} for saved in (before, after))
     if old.keys() != new.keys():
         raise ValueError(f"expected the same programs on both sides, found {sorted(old)} and {sorted(new)}")
     return [diff(name, old[name], new[name]) for name in old]
-
-
-def programs_of(saved: Saved) -> dict[str, Compiled]:
-    return {one["name"]: read_record(one) for one in saved["programs"]}
 
 
 def show(console: Console, found: ProgramDiff, about: Mapping[str, Mapping[str, str]]) -> None:
@@ -192,25 +188,16 @@ def show(console: Console, found: ProgramDiff, about: Mapping[str, Mapping[str, 
     columns = [*(Metric(name, head=head) for name, head in heads.items()), Metric("change", head="change")]
     print_table(console, FigureTable(found.name, "figure", {"": rows}, columns, unknown=""))
     for change in found.ways:
-        console.print(said(change), markup=False)
+        ways = [", ".join(f"{n} {way}" for way, n in side.items()) or "none" for side in (change.before, change.after)]
+        console.print(f"{change.site}: {' -> '.join(ways)}", markup=False)
     for op in found.ops[:SHOWN]:
-        console.print(said_of_op(op), markup=False)
+        number = f"{op.before} -> {op.after}" if op.before != op.after else f"{op.after}"
+        sizes = f"{op.before_bytes / 1e6:,.2f} -> {op.after_bytes / 1e6:,.2f} MB"
+        console.print(f"{op.site}: {number} operations, {sizes}", markup=False)
     if len(found.ops) > SHOWN:
         console.print(f"and {len(found.ops) - SHOWN} more operations that changed, which --json has")
     if about["before"]["jax_version"] != about["after"]["jax_version"]:
         console.print("two versions of JAX: places may have other names, and the program itself may differ", style="yellow")
-
-
-def said(change: WayChange) -> str:
-    """A line on collectives that go another way."""
-    sides = [", ".join(f"{count} {way}" for way, count in side.items()) or "none" for side in (change.before, change.after)]
-    return f"{change.site}: {sides[0]} -> {sides[1]}"
-
-
-def said_of_op(op: OpChange) -> str:
-    """A line on operations whose number or bytes changed."""
-    numbers = f"{op.before} -> {op.after} operations" if op.before != op.after else f"{op.after} operations"
-    return f"{op.site}: {numbers}, {op.before_bytes / 1e6:,.2f} -> {op.after_bytes / 1e6:,.2f} MB"
 
 
 def check(console: Console, diffs: Sequence[ProgramDiff], most: float) -> None:

@@ -4,8 +4,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tilewright.cli.common import DEMO
 from tilewright.cli.options import Several
 from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
@@ -38,7 +36,9 @@ def inspect_grammar(
     """
     console = human_console(json_file)
     grammars = {str(path): read_schema(path) for path in files} | {text: Grammar.regex(text) for text in regex}
-    compiler = read_compiler(model, console)
+    folder = resolve(model, console=progress_console(console))
+    config = decoder_config(folder)
+    compiler = Compiler(load_tokenizer(folder), config.vocab_size, config.eos_token_ids)
     rows = [
         {"name": name} | grammar_figures(compiler, grammar)
         for name, grammar in (grammars or {"any JSON object": Grammar.json_object()}).items()
@@ -54,13 +54,6 @@ def read_schema(path: Path) -> Grammar:
         return Grammar.json_schema(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or no schema
         raise ValueError(f"{path}: {error}") from None
-
-
-def read_compiler(model: str, console: Console) -> Compiler:
-    """Compiler of grammars over a model's tokens."""
-    folder = resolve(model, console=progress_console(console))
-    config = decoder_config(folder)
-    return Compiler(load_tokenizer(folder), config.vocab_size, config.eos_token_ids)
 
 
 def grammar_figures(compiler: Compiler, grammar: Grammar) -> dict[str, Any]:

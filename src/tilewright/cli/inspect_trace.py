@@ -17,9 +17,9 @@ from tilewright.perfmodel.calibration import calibrated
 from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.timeline import Timeline, simulate
 from tilewright.perfmodel.timeline_ranges import swept_timelines
-from tilewright.perfmodel.traced import TraceComparison, compare, module_name, program_in
+from tilewright.perfmodel.traced import compare, module_name, program_in
 from tilewright.perfmodel.uncertainty import Sweep
-from tilewright.perfmodel.xplane import TracedProgram, read_trace
+from tilewright.perfmodel.xplane import read_trace
 
 RUN = "run"
 """Name of the prediction that has a range."""
@@ -56,13 +56,17 @@ def inspect_trace(
     text = hlo.read_text(encoding="utf-8")
     fabric, timeline, sweep = predicted(text, chip, model)
     traced = program_in(read_trace(trace), module_name(text), program)
-    check_kind(traced, chip_of(chip).name)
+    kind, kinds = chip_of(chip).name, {kind.lower(): name for kind, name in KINDS.items()}
+    if (other := kinds.get(traced.device_kind.lower(), kind)) != kind:
+        raise ValueError(f"expected a trace of {kind}, found one of {other} ({traced.device_kind})")
     found = compare(timeline, text, traced)
     record = found.record()
     show(console, chip, record, top)
     print_notes(console, [record])
     print_ranges(console, f"prediction for {chip}", [sweep.record()])
-    console.print(within(found, sweep.range(RUN)))
+    low, high = sweep.range(RUN)
+    place = "below" if found.measured_us < low else "above" if found.measured_us > high else "inside"
+    console.print(f"The measured run, {significant(found.measured_us)} us, is {place} the range.")
     write_json(json_file, {"chip": chip, "hop_us": float(fabric.hop_us), "data": record, "ranges": sweep.record()})
 
 
@@ -76,13 +80,6 @@ def predicted(text: str, chip: str, model: TpuModelOptions) -> tuple[Fabric, Tim
         {RUN: timeline}, fabric, lambda _, one: 1e6 * one.whole().total_s, fitted, rough, model.draws, "us a run"
     )
     return fabric, timeline, sweep
-
-
-def check_kind(traced: TracedProgram, chip: str) -> None:
-    """Raises ValueError for a trace of another kind of TPU than the prediction is for."""
-    kinds = {kind.lower(): name for kind, name in KINDS.items()}
-    if (found := kinds.get(traced.device_kind.lower(), chip)) != chip:
-        raise ValueError(f"expected a trace of {chip}, found one of {found} ({traced.device_kind})")
 
 
 def show(console: Console, chip: str, record: Mapping[str, Any], top: int) -> None:
@@ -112,10 +109,3 @@ def show(console: Console, chip: str, record: Mapping[str, Any], top: int) -> No
         f"Operations without an estimate, at the full roofline: {record['without_estimate']}, with "
         f"{record['without_estimate_share']:.1%} of the measured time."
     )
-
-
-def within(found: TraceComparison, ends: tuple[float, float]) -> str:
-    """Sentence on the measured run and the range of the predicted one."""
-    low, high = ends
-    place = "below" if found.measured_us < low else "above" if found.measured_us > high else "inside"
-    return f"The measured run, {significant(found.measured_us)} us, is {place} the range."

@@ -157,17 +157,14 @@ class OutputFiles:
 
     json_file: JsonFile = None
 
-    def check(self) -> None:
-        """Raises a `ValueError` for a file that cannot be written."""
+    def __post_init__(self) -> None:
         for name, path in vars(self).items():
             if isinstance(path, Path):
                 check_output_file(f"--{name}", str(path))
 
     def console(self) -> Console:
-        """Console that people read. Raises a `ValueError` for a file that cannot be written, or another option's value."""
-        console = human_console(self.json_file)
-        self.check()
-        return console
+        """Console that people read. Raises a `ValueError` for a file that cannot be written."""
+        return human_console(self.json_file)
 
 
 @option_class

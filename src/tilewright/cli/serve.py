@@ -103,7 +103,10 @@ class SpeculationOptions:
             return models
         if models.drafter is not None or models.block_size is not None:
             raise ValueError("--speculative-config names the drafter: leave --drafter and --block-size out")
-        fields = speculative_fields(self.speculative_config)
+        fields = json_object("--speculative-config", self.speculative_config)
+        if unknown := [name for name in fields if name not in SPECULATIVE_FIELDS]:
+            known = ", ".join(SPECULATIVE_FIELDS)
+            raise ValueError(f"--speculative-config: expected the fields {known}, found {unknown[0]!a}")
         method, model, tokens = (fields.get(name) for name in SPECULATIVE_FIELDS)
         if method is not None and method not in METHODS:
             raise ValueError(f"--speculative-config: expected a method among {', '.join(METHODS)}, found {method!r}")
@@ -114,14 +117,6 @@ class SpeculationOptions:
         if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"--speculative-config: expected num_speculative_tokens of at least 1, found {tokens!r}")
         return replace(models, drafter=model, block_size=None if tokens is None else tokens + 1)
-
-
-def speculative_fields(text: str) -> dict[str, Any]:
-    """The object that `--speculative-config` gives."""
-    fields = json_object("--speculative-config", text)
-    if unknown := [name for name in fields if name not in SPECULATIVE_FIELDS]:
-        raise ValueError(f"--speculative-config: expected the fields {', '.join(SPECULATIVE_FIELDS)}, found {unknown[0]!a}")
-    return fields
 
 
 @option_class

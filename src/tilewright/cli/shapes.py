@@ -19,11 +19,11 @@ from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.shapes import SHAPES
 from tilewright.metrics.tables import FigureTable, print_table
 from tilewright.runtime import advice
+from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.programs import ProgramKey, Programs
 from tilewright.runtime.shape_file import read_table, table_text
 from tilewright.runtime.shapes import ShapeTable
-from tilewright.speculation.drafters.load import DrafterOptions
 
 
 @option_class
@@ -54,8 +54,7 @@ class ShapeOptions:
     model: str | None = None
     drafter: str | None = None
 
-    def check(self) -> None:
-        """Raises a `ValueError` for an option out of its range."""
+    def __post_init__(self) -> None:
         check_least(self, max_buckets=1, chunk_overhead=0, context=1)
         if not 0 <= self.least_saving < 1:
             raise ValueError(f"expected least_saving from 0 to below 1, found {self.least_saving:g}")
@@ -70,7 +69,7 @@ class ShapeOptions:
         """The model, if one is named; programs are not kept on disk, so that they are compiled when they are timed."""
         if self.model is None:
             return None
-        return TargetOptions(self.model, compile_cache=False).load_with(self.drafter, DrafterOptions(), console)
+        return TargetOptions(self.model, compile_cache=False).load_with(self.drafter, console)
 
     def limit(self, lm: LanguageModel | None) -> int | None:
         """Positions of the longest request that counts; None for the trace's longest.
@@ -122,14 +121,14 @@ class CompileEstimate:
     """Number of programs of tables, and the time that these take to compile.
 
     Attributes:
+        longest: positions of the longest request.
         each: seconds of a program, by its name; empty where nothing is known.
         source: "given", "measured", or None.
         loaded: of those measured, how many came from JAX's compilation cache on disk.
     """
 
-    options: ShapeOptions
-    lm: LanguageModel | None
     longest: int
+    drafter: Drafter | None
     each: Mapping[str, float]
     source: str | None = None
     loaded: int = 0
@@ -139,14 +138,13 @@ class CompileEstimate:
         cls, options: ShapeOptions, lm: LanguageModel | None, longest: int, table: ShapeTable, console: Console
     ) -> "CompileEstimate":
         """With seconds as given, or of one program of each name of a table."""
-        bare = cls(options, lm, longest, {})
-        first: dict[str, ProgramKey] = {}
-        for key in bare.programs(table):
+        drafter, first = lm and lm.drafter, dict[str, ProgramKey]()
+        for key in advice.programs_of(table, longest, drafter):
             first.setdefault(key.name, key)
         if options.compile_seconds is not None:
-            return cls(options, lm, longest, dict.fromkeys(first, options.compile_seconds), "given")
+            return cls(longest, drafter, dict.fromkeys(first, options.compile_seconds), "given")
         if lm is None:
-            return bare
+            return cls(longest, drafter, {})
         with Ledger() as ledger, console.status("compiling one program of each kind"):
             model = lm.model
             layout = Layout.full(table.batches[-1], table.capacities[-1], model.target.config.windows, table.chunks[-1])
@@ -154,13 +152,10 @@ class CompileEstimate:
             for key in first.values():
                 programs.get(key)
         seconds = {name: programs.seconds[key] for name, key in first.items()}
-        return cls(options, lm, longest, seconds, "measured", ledger.loaded)
-
-    def programs(self, table: ShapeTable) -> list[ProgramKey]:
-        return advice.programs_of(table, self.longest, self.lm and self.lm.drafter)
+        return cls(longest, drafter, seconds, "measured", ledger.loaded)
 
     def figures(self, table: ShapeTable) -> dict[str, Any]:
-        programs = self.programs(table)
+        programs = advice.programs_of(table, self.longest, self.drafter)
         seconds = advice.compile_seconds(programs, self.each) if self.each else None
         return {"programs": len(programs), "compile_seconds": seconds}
 
@@ -186,7 +181,6 @@ def suggest(
     check_output_file("--out", None if out is None else str(out))
     if out is not None and out.exists() and not force:
         raise ValueError(f"--out {out}: it exists; --force replaces it")
-    options.check()
     present = ShapeTable() if shapes is None else read_table(shapes)
     prompts, outputs = read_lengths(trace)
     lm = options.load(console)
@@ -231,7 +225,7 @@ def advise(
         "compile_programs_loaded": estimate.loaded,
         "chunks": records("chunks", chunks, best[0], chunk_tables, estimate),
         "capacities": records("capacities", capacities, best[1], capacity_tables, estimate),
-        "present": present_figures(present, name, requests, estimate),
+        "present": present_figures(present, name, requests, options.chunk_overhead, estimate),
         "recommended": asdict(chosen) | estimate.figures(chosen),
     }, chosen
 
@@ -262,10 +256,12 @@ def bucket_figures(one: advice.Buckets) -> dict[str, Any]:
     }
 
 
-def present_figures(present: ShapeTable, name: str, requests: Requests, estimate: CompileEstimate) -> dict[str, Any]:
+def present_figures(
+    present: ShapeTable, name: str, requests: Requests, overhead: int, estimate: CompileEstimate
+) -> dict[str, Any]:
     """Figures of another table, over the requests that it has a shape for."""
     fits = requests.positions <= present.capacities[-1]
-    chunks = advice.chunk_choice(present.chunks, requests.prefilled[fits], estimate.options.chunk_overhead)
+    chunks = advice.chunk_choice(present.chunks, requests.prefilled[fits], overhead)
     capacities = advice.capacity_choice(present.capacities, requests.positions[fits])
     return {
         "table": name,

@@ -1,6 +1,6 @@
 """`tilewright train drafter`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -194,33 +194,21 @@ class KindArguments:
         said, of = vars(self.dflash) | vars(getattr(self, kind)) | {"keep_taps": keep_taps}, OPTIONS[kind]
         return of(**{each.name: said[each.name] for each in fields(of) if said[each.name] is not None})
 
+    def refuse_others(self, kind: str) -> None:
+        """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
+        own = (kind, kind if kind == "eagle3" else "dflash")
+        wrong = [f"{name} (for {other})" for other, of in vars(self).items() if other not in own for name in told(of)]
+        if wrong:
+            raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
 
-def configured(
-    kind: str, arguments: Mapping[str, Any], sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer, seed: int,
-    console: Console,
-) -> tuple[DFlashConfig | Eagle3Config, Any]:  # fmt: skip
-    """The drafter's configuration, and the parameters to go on from, if any were named.
-
-    Args:
-        arguments: those of each kind.
-    """
-    if kind == "eagle3":
-        return arguments[kind].config(sizes, target), None
-    for_dflash: DFlashArguments = arguments["dflash"]
-    backbone = for_dflash.config(sizes, target, tokenizer)
-    return for_dflash.begin(backbone if kind == "dflash" else arguments[kind].config(backbone), seed, console)
-
-
-def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
-    """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
-    wrong = [
-        f"{name} (for {other})"
-        for other, arguments in of_kind.items()
-        for name in told(arguments)
-        if other not in (kind, None if kind == "eagle3" else "dflash")
-    ]
-    if wrong:
-        raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
+    def config(
+        self, kind: str, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer, seed: int, console: Console
+    ) -> tuple[DFlashConfig | Eagle3Config, Any]:
+        """The drafter's configuration, and the parameters to go on from, if any were named."""
+        if kind == "eagle3":
+            return self.eagle3.config(sizes, target), None
+        backbone = self.dflash.config(sizes, target, tokenizer)
+        return self.dflash.begin(backbone if kind == "dflash" else getattr(self, kind).config(backbone), seed, console)
 
 
 @option_class
@@ -323,7 +311,7 @@ def drafter(
     console = human_console(json_file)
     require_data(data)
     check_out(out)
-    refuse_others(kind, vars(of_kinds))
+    of_kinds.refuse_others(kind)
     options, own = replace(loop.options(), compute_dtype=over.compute_dtype), of_kinds.options(kind, over.keep_taps)
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
@@ -331,7 +319,7 @@ def drafter(
     placement = placement_of(over.mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
     check_context(options.sequence_length, config.max_position_embeddings)
-    made, start = configured(kind, vars(of_kinds), sizes, config, tokenizer, options.seed, console)
+    made, start = of_kinds.config(kind, sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)
     result, more = fit(made, own, (config, params), tokenizer, texts, options, start, out, dtype, console, placement)
     finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -128,8 +128,11 @@ def verify_exact(
     effort = asking.effort()
     named = common.named_model(model, target)
     names = asking.names(named.model)
-    lm = named.load_with(None, DrafterOptions(), errors)
-    drafters = load_drafters(names, named, lm, errors)
+    lm = named.load_with(None, errors)
+    drafters: dict[str, Loaded] = {
+        shown: lm.load_drafter(named.drafter_source(name), DrafterOptions(), progress_console(errors))
+        for name, shown in common.short_names(names).items()
+    }
     verification = Verification(lm, drafters, asking.prompts(lm, effort), effort, asking.seed)
     findings = run_all(verification, errors)
     figures = figures_of(verification, findings)
@@ -140,14 +143,6 @@ def verify_exact(
     write_json(json_file, {**environment(lm), **about, **settings, **figures})
     if not figures["same"]:
         sys.exit(1)
-
-
-def load_drafters(names: Sequence[str], target: common.TargetOptions, lm: LanguageModel, console: Console) -> dict[str, Loaded]:
-    """Each drafter with its own block size, by the name that it is shown with."""
-    return {
-        shown: lm.load_drafter(target.drafter_source(name), DrafterOptions(), progress_console(console))
-        for name, shown in common.short_names(names).items()
-    }
 
 
 def run_all(verification: Verification, console: Console) -> list[ExactFinding]:
