@@ -72,11 +72,7 @@ class Compared:
             raise ValueError("expected --task arithmetic, which has its own problems, or --prompt-file, found both")
 
     def arithmetic(self, model: str, console: Console) -> bool:
-        """True if problems are asked.
-
-        Raises:
-            ValueError: neither that, nor is there a file of prompts.
-        """
+        """True if problems are asked. Raises a `ValueError` where they are not, and there is no file of prompts."""
         if self.prompt_file is not None or self.task == "prompts":
             found = False
         else:

@@ -41,11 +41,7 @@ class LinearOptions:
     compile_cache: CompileCache = True
 
     def check(self) -> list[LinearCase]:
-        """The layers asked for.
-
-        Raises:
-            ValueError: an option is out of its range.
-        """
+        """The layers asked for. Raises a `ValueError` where an option is out of its range."""
         cases = named(self.model, self.layers)
         check_least(self, rows=1, repetitions=1)
         if not self.dtype:

@@ -46,11 +46,7 @@ class GridOptions(TpuProgramOptions):
     compiler_options: CompilerOptions = False
 
     def cases(self) -> list[GridCase]:
-        """One for each input and batch.
-
-        Raises:
-            ValueError: an option is none that there is.
-        """
+        """One for each input and batch. Raises a `ValueError` where an option is none that there is."""
         check_known(self, schedule=SCHEDULES)
         check_least(self, input=2, output=2, batch=1, tensor_parallel=1, here_divisor=1)
         return [GridCase(one, self.output, batch) for one, batch in product(self.input, self.batch)]

@@ -79,11 +79,7 @@ class RoundOptions:
         return target, drafter
 
     def setups(self) -> list[list[RoundSetup]]:
-        """For each context a setup for every block size.
-
-        Raises:
-            ValueError: an option is out of its range.
-        """
+        """For each context a setup for every block size. Raises a `ValueError` where an option is out of its range."""
         target, drafter = self.pair()
         check_least(self, block_size=2, context=1, repetitions=1)
         sizes, contexts = (sorted(given) for given in (self.block_size, self.context))

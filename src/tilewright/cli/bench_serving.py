@@ -186,11 +186,6 @@ class Workload:
     def scale(self) -> float:
         return 1.0 if self.trace is None else workloads.context_scale(self.trace, self.options.context)
 
-    @property
-    def cut_from_text(self) -> bool:
-        """True if prompts are cut to a number of tokens, for which one must know how these are counted."""
-        return self.trace is not None and self.options.vocab_size is None
-
     def plan(self, characters: float) -> list[workloads.Planned]:
         """The requests, their texts cut by so many characters a token."""
         of = self.options
@@ -205,7 +200,7 @@ class Workload:
     async def characters(self, connections: Connections, peer: Peer) -> tuple[float, str | None]:
         """Characters of a token, and where the number comes from: "given", "measured", "assumed"; None where none is needed."""
         given = self.options.characters_per_token
-        if not self.cut_from_text:
+        if self.trace is None or self.options.vocab_size is not None:  # nothing is cut from text
             return ASSUMED_CHARACTERS, None
         if given is not None:
             return given, "given"
@@ -239,11 +234,7 @@ class ServingFiles(PageFiles):
             raise ValueError("--detailed needs --json")
 
     def objectives(self) -> dict[str, float]:
-        """`--goodput` by name.
-
-        Raises:
-            ValueError: one is malformed or comes twice.
-        """
+        """`--goodput` by name. Raises a `ValueError` where one is malformed or comes twice."""
         found: dict[str, float] = {}
         for each in self.goodput:
             name, _, most = each.partition(":")
@@ -349,31 +340,24 @@ def settings(options: PeerOptions, workload: WorkloadOptions, requests: Workload
     """Settings that the figures depend on. The API key is no part of it."""
     trace = workload.trace is not None
     arrivals = None if workload.rate is not None else workload.arrivals or ("real" if trace else "burst")
+    asked = ("model", "route", "temperature", "ignore_eos", "continuous_usage", "timeout_s")
+    sent = ("concurrency", "warmup", "context", "vocab_size", "seed")
     return {
         "date": datetime.date.today().isoformat(),
         "tilewright_version": __version__,
         "python_version": platform.python_version(),
         "url": Address.from_url(options.url).url,
-        "model": ran.peer.model,
-        "route": ran.peer.route,
+        **{name: getattr(ran.peer, name) for name in asked},
         "trace": str(workload.trace) if trace else None,
         "prompt_file": None if workload.prompt_file is None else str(workload.prompt_file),
         "records": None if trace else len(requests.examples),
         "arrivals": arrivals,
         "rate_per_s": workload.rate,
-        "concurrency": workload.concurrency,
-        "warmup": workload.warmup,
-        "context": workload.context,
+        **{name: getattr(workload, name) for name in sent},
         "length_scale": requests.scale if trace else None,
-        "vocab_size": workload.vocab_size,
         "characters_per_token": ran.characters[0] if ran.characters[1] else None,
         "characters_per_token_source": ran.characters[1],
         "max_new_tokens": workload.max_new_tokens if trace else workload.max_new_tokens or NEW_TOKENS,
-        "temperature": ran.peer.temperature,
-        "seed": workload.seed,
-        "ignore_eos": ran.peer.ignore_eos,
-        "continuous_usage": ran.peer.continuous_usage,
-        "timeout_s": ran.peer.timeout_s,
     }
 
 

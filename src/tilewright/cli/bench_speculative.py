@@ -63,21 +63,15 @@ class DrafterArguments:
         return DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
 
     def names(self, model: str) -> tuple[str, ...]:
-        """The drafters, as they are named.
-
-        Raises:
-            ValueError: they cannot be measured.
-        """
+        """The drafters, as they are named. Raises a `ValueError` where they cannot be measured."""
         names = self.drafter
         if names is None:
             names = ("dflash",) if model == common.DEMO else (common.AUTO,) if common.PACKAGED_DRAFTERS.get(model) else (NGRAM,)
-        if len(set(names)) < len(names):
-            raise ValueError(f"expected different drafters, found {', '.join(names)}")
+        common.check_drafters(names, model)
         if not isinstance(self.block_size, int) and set(names) <= {BASELINE}:
             raise ValueError("this benchmark needs a drafter, or a block size for plain decoding of that width; found neither")
         if set(names) <= {BASELINE, NGRAM}:
             self.options.check(NGRAM)  # nothing here has weights
-        common.check_packaged(names, model)
         return names
 
     def ways(self, names: Sequence[str], target: common.TargetOptions, console: Console) -> dict[str, LanguageModel]:

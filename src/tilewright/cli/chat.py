@@ -61,11 +61,7 @@ class Conversation:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, said: str) -> str:
-        """Prompt of the model when `said` is next.
-
-        Raises:
-            ValueError: the template refuses the conversation.
-        """
+        """Prompt of the model when `said` is next. Raises a `ValueError` where the template refuses the conversation."""
         if self.template is None:
             before = [self.system] if self.system else []
             return "\n\n".join([*before, *(asked + answer for asked, answer in self.turns), said])
@@ -104,11 +100,7 @@ class ChatSession:
                 self.say(line)
 
     def lines(self) -> Iterator[str]:
-        """Lines that the user enters.
-
-        Raises:
-            ValueError: standard input is not UTF-8.
-        """
+        """Lines that the user enters. Raises a `ValueError` where standard input is not UTF-8."""
         if not (sys.stdin.isatty() and self.console.is_terminal):
             cast(TextIOWrapper, sys.stdin).reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says
             try:

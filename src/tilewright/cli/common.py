@@ -4,7 +4,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import TextIOWrapper
@@ -301,8 +301,10 @@ class AdaptedModelOptions(ModelOptions):
         return lm
 
 
-def check_packaged(names: Iterable[str], model: str) -> None:
-    """Raises a `ValueError` if a drafter is named that comes with other models, and not with this one."""
+def check_drafters(names: Sequence[str], model: str) -> None:
+    """Raises a `ValueError` if a drafter is named twice, or comes with other models and not with this one."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected different drafters, found {', '.join(names)}")
     for name in names:
         others = [other for other, packaged in PACKAGED_DRAFTERS.items() if name in packaged]
         if others and model not in others and not Path(name).is_dir():
@@ -331,11 +333,7 @@ def named_model(model: str | None, models: M) -> M:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """The JSON object that an option gives.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The JSON object that an option gives. Raises a `ValueError` where it is none."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -351,11 +349,7 @@ def packaged_prompts_file() -> Path:
 
 
 def standard_input() -> str:
-    """All of standard input.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
+    """All of standard input. Raises a `ValueError` where it is not UTF-8."""
     try:
         cast(TextIOWrapper, sys.stdin).reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says
         return sys.stdin.read()

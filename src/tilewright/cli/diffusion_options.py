@@ -76,11 +76,7 @@ class StepOptions:
         return Saliency(tau, self.full_steps, self.every, self.first_layer, self.keep_changed, self.keep_prompt, self.boundary)
 
     def request(self, new_tokens: int, seed: int | None, tau: float = Saliency.tau) -> Denoising:
-        """Dense steps with a quota.
-
-        Raises:
-            ValueError: what is out of its range.
-        """
+        """Dense steps with a quota. Raises a `ValueError` for what is out of its range."""
         return Denoising(
             new_tokens, self.steps, self.block_length, self.remasking, self.temperature, self.top_p, seed,
             saliency=self.saliency(tau), guidance=self.guidance,

@@ -49,16 +49,14 @@ class Regeneration:
     def __post_init__(self) -> None:
         check_least(self, regenerated=0, prompt_tokens=1)
 
-    def samplings(self) -> list[Sampling]:
-        return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
-
     def apply(self, writer: Writer, streams: list[TokenStream], end: int, out: Path, console: Console) -> list[TokenStream]:
         """Training and held-out text as the target continues them."""
         counts = (self.regenerated, max(64, self.regenerated // 32))
+        samplings = [Sampling(self.response_tokens, temperature) for temperature in (0.0, self.temperature)]
         written = []
         for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
             prompts = cut_prompts(stream, count, self.prompt_tokens, seed=0)
-            written.append(regenerate(writer, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
+            written.append(regenerate(writer, prompts, samplings, out / f"responses_{name}.jsonl", end, console))
         return written
 
 

@@ -145,11 +145,7 @@ def words_of(options: OverlapOptions) -> list[str]:
 
 
 def read_saved(file: Path) -> Saved:
-    """The record of a program that `--save` wrote.
-
-    Raises:
-        ValueError: it is not that.
-    """
+    """The record of a program that `--save` wrote. Raises a `ValueError` where it is not that."""
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -165,11 +161,7 @@ def read_saved(file: Path) -> Saved:
 
 
 def compare(before: Saved, after: Saved) -> list[ProgramDiff]:
-    """The difference of each program.
-
-    Raises:
-        ValueError: they do not hold the same programs.
-    """
+    """The difference of each program. Raises a `ValueError` where they do not hold the same programs."""
     old, new = ({one["name"]: read_record(one) for one in saved["programs"]} for saved in (before, after))
     if old.keys() != new.keys():
         raise ValueError(f"expected the same programs on both sides, found {sorted(old)} and {sorted(new)}")

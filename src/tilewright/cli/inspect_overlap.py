@@ -50,11 +50,7 @@ class OverlapOptions(TpuProgramOptions):
     compiler_options: CompilerOptions = False
 
     def setups(self) -> list[overlap.OverlapSetup]:
-        """One for each chip.
-
-        Raises:
-            ValueError: an option is none that there is, or does not fit the others.
-        """
+        """One for each chip. Raises a `ValueError` where an option is none that there is, or does not fit the others."""
         check_known(self, schedule=overlap.SCHEDULES, order=ORDERINGS)
         check_some(self, "phase", "chip")
         check_least(self, tensor_parallel=1)

@@ -58,11 +58,7 @@ class TrainingInspection(TpuProgramOptions):
     peers: bool = True
 
     def plans(self) -> dict[str, FullyShardedPlan]:
-        """By their names in tables.
-
-        Raises:
-            ValueError: a shift that is no number, or rings of something else.
-        """
+        """By their names in tables. Raises a `ValueError` for a shift that is no number, or rings of something else."""
         check_some(self, "chip", "prefetch_distance", "scatter_delay")
         for name in ("prefetch_distance", "scatter_delay"):
             for text in getattr(self, name):
@@ -82,11 +78,7 @@ class TrainingInspection(TpuProgramOptions):
         return found
 
     def cases(self) -> list[training.TrainingCase]:
-        """One for each chip.
-
-        Raises:
-            ValueError: an option that does not fit the others.
-        """
+        """One for each chip. Raises a `ValueError` for an option that does not fit the others."""
         for chip in self.chip:
             chip_of(chip)
         config, axes = model_config(self.model_config), mesh_axes(self.mesh)

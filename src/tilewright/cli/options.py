@@ -25,11 +25,7 @@ def comma_separated(type_: object, tokens: Sequence[Token]) -> tuple[str, ...]:
 
 
 def comma_separated_numbers(type_: object, tokens: Sequence[Token]) -> tuple[int, ...]:
-    """Whole numbers with commas between them, as a tuple.
-
-    Raises:
-        ValueError: one is none.
-    """
+    """Whole numbers with commas between them, as a tuple. Raises a `ValueError` where one is none."""
     found = comma_separated(type_, tokens)
     for text in found:
         if not text.isdecimal():

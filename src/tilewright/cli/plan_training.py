@@ -92,11 +92,7 @@ def plan_training(
 
 
 def halves_of(name: str, text: str) -> int:
-    """Halves of layers in a shift that is spelled in layers.
-
-    Raises:
-        ValueError: no multiple of half a layer from 0.
-    """
+    """Halves of layers in a shift that is spelled in layers. Raises a `ValueError` for no multiple of half a layer from 0."""
     if re.fullmatch(r"\d+(\.[05])?", text) is None:
         raise ValueError(f"expected {flag(name)} in layers, in steps of half a layer, found {text!r}")
     return round(2 * float(text))

@@ -55,11 +55,7 @@ def join(arguments: Sequence[str]) -> None:
 
 
 def number(name: str) -> int:
-    """A whole number of the environment.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A whole number of the environment. Raises a `ValueError` where it is none."""
     value = os.environ.get(name, "")
     if not value.isdecimal():
         raise ValueError(f"expected a whole number in {name} beside {COORDINATOR}, found {value!r}")

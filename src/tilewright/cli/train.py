@@ -74,11 +74,7 @@ class LoopOptions:
     compile_cache: CompileCache = True
 
     def options(self) -> TextOptions:
-        """Training options that these arguments stand for.
-
-        Raises:
-            ValueError: an option is out of its range.
-        """
+        """Training options that these arguments stand for. Raises a `ValueError` where an option is out of its range."""
         if not 0 < self.held_out < 1:
             raise ValueError(f"expected a held-out share between 0 and 1, found {self.held_out}")
         return TextOptions(**{k: v for k, v in vars(self).items() if k not in ("held_out", "compile_cache")})

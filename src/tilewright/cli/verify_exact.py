@@ -73,25 +73,15 @@ class Asking:
         return replace(effort, batches=tuple(sorted({1, *(sizes or effort.batches)})), **given)
 
     def names(self, model: str) -> list[str]:
-        """The drafters, as they are named.
-
-        Raises:
-            ValueError: one is named twice, or is another model's.
-        """
+        """The drafters, as they are named. Raises a `ValueError` where one is named twice, or is another model's."""
         every = [NGRAM, *common.PACKAGED_DRAFTERS.get(model, {})]
         named = ([QUICK_DRAFTER] if self.quick and model == common.DEMO else every) if self.drafter is None else self.drafter
         names = [name for each in named for name in (every if each == common.AUTO else () if each == "none" else (each,))]
-        if len(set(names)) < len(names):
-            raise ValueError(f"expected different drafters, found {', '.join(names)}")
-        common.check_packaged(names, model)
+        common.check_drafters(names, model)
         return names
 
     def prompts(self, lm: LanguageModel, effort: Effort) -> list[list[int]]:
-        """The prompts as tokens.
-
-        Raises:
-            ValueError: the file is malformed, or has fewer than were asked for.
-        """
+        """The prompts as tokens. Raises a `ValueError` where the file is malformed, or has fewer than were asked for."""
         if self.prompt_file is None:
             whole = [lm.encode(prompt_text(each, (), None)) for each in read_examples(common.packaged_prompts_file())]
             room = lm.target.max_position_embeddings - effort.max_new_tokens
@@ -134,7 +124,11 @@ def verify_exact(
         for name, shown in common.short_names(names).items()
     }
     verification = Verification(lm, drafters, asking.prompts(lm, effort), effort, asking.seed)
-    findings = run_all(verification, errors)
+    findings: list[ExactFinding] = []
+    with progress(errors, verification.count()) as step:
+        for finding in verification.findings(partial(step, count=0)):
+            findings.append(finding)
+            step()
     figures = figures_of(verification, findings)
     about = {"model": named.model, "drafters": list(drafters), "seed": asking.seed}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(effort).items()}
@@ -143,16 +137,6 @@ def verify_exact(
     write_json(json_file, {**environment(lm), **about, **settings, **figures})
     if not figures["same"]:
         sys.exit(1)
-
-
-def run_all(verification: Verification, console: Console) -> list[ExactFinding]:
-    """All findings, with a progress bar."""
-    with progress(console, verification.count()) as step:
-        found = []
-        for finding in verification.findings(partial(step, count=0)):
-            found.append(finding)
-            step()
-        return found
 
 
 def figures_of(verification: Verification, findings: Sequence[ExactFinding]) -> dict[str, Any]:
