@@ -71,7 +71,9 @@ def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = 
         console.print(note, style="yellow", markup=False)
     figures = {**about(graph, options), "notes": notes, "data": records}
     foot = circumstances({name: figures.get(name) for name in FOOT})
-    report = Report("Message passing in fixed shapes", lead(graph, options), records, foot, notes)
+    shape = "{nodes:,} nodes, {edges:,} edges, up to {max_degree:,} neighbours".format(**graph.record())
+    lead = f"{shape}, {options.features} features in {options.dtype}; models of two layers."
+    report = Report("Message passing in fixed shapes", lead, records, foot, notes)
     outputs.write(console, figures, lambda path: write_graph(path, report))
 
 
@@ -101,10 +103,3 @@ def about(graph: BenchGraph, options: GraphOptions) -> dict[str, Any]:
     isa = native.kernels().isa if jax.default_backend() == "cpu" else None
     kernels = {"chip": chip_name(), "kernels": f"cpu {isa}" if isa else "xla", "repetitions": options.repetitions}
     return {**graph.record(), **settings, "measured": True, **kernels}
-
-
-def lead(graph: BenchGraph, options: GraphOptions) -> str:
-    """The sentence under the page's title."""
-    facts = graph.record()
-    shape = f"{facts['nodes']:,} nodes, {facts['edges']:,} edges, up to {facts['max_degree']:,} neighbours"
-    return f"{shape}, {options.features} features in {options.dtype}; models of two layers."

@@ -64,9 +64,9 @@ class PlaceOptions:
             raise ValueError(f"expected the latency of a hop from 0 us, found {hop_us:g}")
         for chip in self.chips():
             chip_of(chip)  # names those that there are, of all of them before any is made
-        found: list[tuple[str | None, list[MicroCase]]] = []
-        for chip in self.chips():
-            found.append((chip, self.cases(len(tpu_topology(chip).devices))))
+        found: list[tuple[str | None, list[MicroCase]]] = [
+            (chip, self.cases(len(tpu_topology(chip).devices))) for chip in self.chips()
+        ]
         several = jax.device_count() > 1
         if self.here and not several:
             raise ValueError("expected several devices here for --here, found one")

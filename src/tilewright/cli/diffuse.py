@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress
 
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import DenoisingRun, environment, run_figures
@@ -139,8 +138,7 @@ def show(
     """
     run, interrupted, most = DenoisingRun([], [], [], 0.0, 0, request.computes_all), False, model.table.batches[-1]
     live = len(texts) == 1 and console.is_terminal
-    with Progress(console=console, transient=True, disable=live or not console.is_terminal) as bar:
-        row = bar.add_task("denoising", total=len(texts))
+    with progress(console, len(texts), "denoising", not live) as step:
         for first in range(0, len(texts), most):
             session = model.start(tokens[first : first + most], request)
             model.programs.warm(model.programs.keys(session.shape), progress_console(console) if live else None)
@@ -154,7 +152,7 @@ def show(
             run.results += [unfinished(model, result) for result in session.results()] if interrupted else session.results()
             run.reports.append(session.reports)
             run.positions.append([len(each) + request.new_tokens for each in session.prompts])
-            bar.advance(row, len(session.prompts))
+            step(count=len(session.prompts))
             if interrupted:
                 break
     print_texts(texts, run, console)

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress
 
 from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
@@ -99,11 +98,6 @@ class GenerateOutputs(OutputFiles):
         super().__post_init__()
         check_least(self, repetitions=1)
 
-    def check_drafter(self, lm: LanguageModel) -> None:
-        for option, given in (("--replay", self.replay is not None), ("--compare", self.compare_both)):
-            if given and lm.drafter is None:
-                raise ValueError(f"{option} needs a drafter; name one with --drafter")
-
 
 def generate(
     *prompt: Prompt,
@@ -124,7 +118,9 @@ def generate(
     examples = gather_prompts(prompt, prompt_file, models.model)
     template = models.asked_template(chat, console)
     lm = models.load(console, devices)
-    outputs.check_drafter(lm)
+    for option, given in (("--replay", outputs.replay is not None), ("--compare", outputs.compare_both)):
+        if given and lm.drafter is None:
+            raise ValueError(f"{option} needs a drafter; name one with --drafter")
     texts = [prompt_text(example, (), template) for example in examples]
     tokens = [encoded(lm, text, template) for text in texts]
     sampling = lm.each_sampling(tokens, asked)
@@ -195,8 +191,7 @@ def show(
     if lm.drafter is not None:
         console.print(terminal.legend())
     try:
-        with stream, Progress(console=console, transient=True, disable=alone or not console.is_terminal) as bar:
-            row = bar.add_task("generating", total=sum(each.max_new_tokens for each in sampling))
+        with stream, progress(console, sum(each.max_new_tokens for each in sampling), "generating", not alone) as step:
             if alone:
                 with console.status("compiling"):
                     stream.prefill()
@@ -205,7 +200,7 @@ def show(
                 for piece in stream.advance(STREAM_STEPS if alone else 64):
                     if alone:
                         console.print(terminal.piece_text(piece.text, piece.drafted), end="", soft_wrap=True)
-                    bar.advance(row)
+                    step()
     except KeyboardInterrupt:
         interrupted = True
     generation = stream.generation()

@@ -94,12 +94,10 @@ class OverlapFiles(TracedFiles):
 
     def write_graph(self, console: Console, about: Mapping[str, Any], named: Sequence[tuple[str, overlap.OverlapRun]]) -> None:
         """Writes the graphs of programs, each with its chip and phase, if they were asked for."""
-
-        def write(path: Path) -> None:
+        if self.graph is not None:
             programs = [{"name": name, "schedule": run.schedule, **run.timeline.graph.record()} for name, run in named]
-            path.write_text(json.dumps({**about, "programs": programs}), encoding="utf-8")
-
-        write_file(console, self.graph, write)
+            text = json.dumps({**about, "programs": programs})
+            write_file(console, self.graph, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def inspect_overlap(

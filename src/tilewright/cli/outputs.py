@@ -121,9 +121,9 @@ def write_file(console: Console, path: Path | None, write: Callable[[Path], obje
 
 
 @contextmanager
-def progress(console: Console, total: float, name: str = "") -> Iterator[Callable[..., None]]:
+def progress(console: Console, total: float, name: str = "", shown: bool = True) -> Iterator[Callable[..., None]]:
     """A bar in a terminal, which goes when the work is done. What it yields counts a step, or `count`, and may name it."""
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(escape(name), total=total)
 
         def step(name: str | None = None, count: float = 1) -> None:

@@ -291,25 +291,24 @@ class DrafterDevices:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     keep_taps: Path | None = None
 
+    def placement(self, writing: bool, batch_size: int) -> TrainingPlacement:
+        """The mesh to train over, if one is named.
 
-def placement_of(mesh: str | None, writing: bool, batch_size: int) -> TrainingPlacement:
-    """The mesh to train over, if one is named.
+        Args:
+            writing: the target is to write text first, which it does on one device.
 
-    Args:
-        writing: the target is to write text first.
+        Raises:
+            ValueError: it does not fit the devices or the batch, or the target is to write text.
+        """
+        if self.mesh is None:
+            return TrainingPlacement()
+        if writing:
+            raise ValueError("expected --mesh or text by the target, found both: write the text first, in a run on one device")
+        import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
 
-    Raises:
-        ValueError: it does not fit the devices or the batch, or the target is to write text, which it does on one device.
-    """
-    if mesh is None:
-        return TrainingPlacement()
-    if writing:
-        raise ValueError("expected --mesh or text by the target, found both: write the text first, in a run on one device")
-    import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
-
-    placement = TrainingPlacement(data_mesh(mesh_axes(mesh)))
-    placement.check_batch(batch_size)
-    return placement
+        placement = TrainingPlacement(data_mesh(mesh_axes(self.mesh)))
+        placement.check_batch(batch_size)
+        return placement
 
 
 TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
@@ -379,7 +378,7 @@ def drafter(
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
-    placement = placement_of(over.mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
+    placement = over.placement(bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
     check_context(options.sequence_length, config.max_position_embeddings)
     made, start = of_kinds.config(kind, sizes, config, tokenizer, options.seed, console)
