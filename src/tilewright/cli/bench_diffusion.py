@@ -73,13 +73,12 @@ class Compared:
 
     def arithmetic(self, model: str, console: Console) -> bool:
         """True if problems are asked. Raises a `ValueError` where they are not, and there is no file of prompts."""
-        if self.prompt_file is not None or self.task == "prompts":
-            found = False
-        else:
-            found = self.task == ARITHMETIC or model == DEMO or card_task(hub.resolve(model, None, progress_console(console)))
-        if not found and self.prompt_file is None:
+        if self.prompt_file is not None:
+            return False
+        known = self.task == ARITHMETIC or model == DEMO
+        if self.task == "prompts" or not (known or card_task(hub.resolve(model, None, progress_console(console)))):
             raise ValueError("expected --prompt-file, or --task arithmetic for problems with answers that are checked")
-        return found
+        return True
 
     def texts(self, model: str, template: ChatTemplate | None, console: Console) -> tuple[list[str], list[Problem]]:
         """The prompts, and the problems that they ask, if they do.

@@ -77,9 +77,7 @@ def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = 
     outputs.write(console, figures, lambda path: write_graph(path, report))
 
 
-def run(
-    console: Console, experiments: Sequence[Experiment], repetitions: int, chips: Sequence[str]
-) -> list[dict[str, Any]]:  # fmt: skip
+def run(console: Console, experiments: Sequence[Experiment], repetitions: int, chips: Sequence[str]) -> list[dict[str, Any]]:
     """Compares all experiments, with a bar that says how far it is."""
     records: list[dict[str, Any]] = []
     total = sum(steps(len(one.functions), repetitions, len(chips), not chips) for one in experiments)

@@ -119,29 +119,23 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
     if options.chip:
         data, ranges = [], {}
         for topology in dict.fromkeys(options.chip):
-            found = estimated(console, topology, setups)
+            with progress(console, sum(len(group) + 1 for group in setups), topology) as step:
+                rounds = [one for group in setups for one in compiled_rounds(topology, group, step)]
+            show_estimated(console, topology, rounds)
+            found = [{"chip": topology, **one} for one in rounds]
             ranges[topology] = round_sweep(topology, found).record()
             print_ranges(console, topology, [ranges[topology]])
             data += found
         write_json(json_file, {**about, "measured": False, "data": data, "ranges": ranges})
         return
-    kernels, data = measured(console, setups, options)
-    about |= {"chip": chip_name(), "kernels": kernels, "repetitions": options.repetitions}
-    write_json(json_file, {**about, "measured": True, "data": data})
-
-
-def measured(
-    console: Console, setups: Sequence[Sequence[RoundSetup]], options: RoundOptions
-) -> tuple[str, list[dict[str, Any]]]:
-    """Measures on this machine and prints the table."""
-    models, kernels = load(setups[0][0]), setups[0][0].ops.name
-    data = []
+    models, kernels, data = load(setups[0][0]), setups[0][0].ops.name, []
     with progress(console, sum(runs(len(group), options.repetitions) for group in setups)) as step:
         for group in setups:
             step(f"context {group[0].context}", 0)
             data += measure(models, group, options.repetitions, step)
     show_measured(console, kernels, data)
-    return kernels, data
+    about |= {"chip": chip_name(), "kernels": kernels, "repetitions": options.repetitions}
+    write_json(json_file, {**about, "measured": True, "data": data})
 
 
 def show_measured(console: Console, kernels: str, data: Sequence[Mapping[str, Any]]) -> None:
@@ -171,16 +165,6 @@ MEASURED = {
     "round": "round",
 }
 """Parts of a round and their names in the table."""
-
-
-def estimated(console: Console, topology: str, setups: Sequence[Sequence[RoundSetup]]) -> list[dict[str, Any]]:
-    """Compiles for a TPU and prints the tables."""
-    data: list[dict[str, Any]] = []
-    with progress(console, sum(len(group) + 1 for group in setups), topology) as step:
-        for group in setups:
-            data += compiled_rounds(topology, group, step)
-    show_estimated(console, topology, data)
-    return [{"chip": topology, **one} for one in data]
 
 
 def show_estimated(console: Console, topology: str, data: Sequence[Mapping[str, Any]]) -> None:

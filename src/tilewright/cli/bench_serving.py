@@ -6,7 +6,7 @@ import math
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +35,8 @@ ASSUMED_CHARACTERS = 4.0
 """Characters of a token, where neither the user nor the server says; English in today's vocabularies."""
 SAMPLE_CHARACTERS = 2000
 """Of the text by which the server is asked how it counts."""
+LATE_SECONDS = 0.01
+"""A request that this client sent later than this may have its own load in the figures."""
 
 
 @option_class
@@ -279,14 +281,21 @@ def serving(
     figures = serving_figures(ran.outcomes, outputs.percentiles, outputs.objectives())
     figures["goodput"] = outputs.objectives() or None
     figures["warmup_failed"] = ran.warmup_failed
-    for line in summary(figures, facts):
+    lines, rows = summary(figures, facts), request_rows(ran.outcomes)
+    remarks = notes(figures, facts, sum(outcome.slip_s > LATE_SECONDS for outcome in ran.outcomes))
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     print_table(console, latency_table(figures, outputs.percentiles))
-    for line in notes(figures, facts, late(ran.outcomes)):
+    for line in remarks:
         console.print(line, style="dim", markup=False, soft_wrap=True)
-    detail = {"request_records": request_rows(ran.outcomes)} if outputs.detailed else {}
-    shown = (facts, figures, ran.outcomes, outputs.percentiles)
-    outputs.write(console, {**facts, **figures, **detail}, lambda path: write_serving(path, report(*shown)))
+    detail = {"request_records": rows} if outputs.detailed else {}
+    waits = {name: sorted(values) for name, values in latencies(ran.outcomes).items()}
+    drawn = (outputs.percentiles, rows, *tokens_over_time(ran.outcomes), waits)
+
+    def write_page(path: Path) -> None:
+        write_serving(path, ServingReport(f"Serving {facts['model']}", lines[0], figures, *drawn, facts, remarks))
+
+    outputs.write(console, {**facts, **figures, **detail}, write_page)
     if not figures["completed"]:
         sys.exit(1)
 
@@ -359,30 +368,3 @@ def settings(options: PeerOptions, workload: WorkloadOptions, requests: Workload
         "characters_per_token_source": ran.characters[1],
         "max_new_tokens": workload.max_new_tokens if trace else workload.max_new_tokens or NEW_TOKENS,
     }
-
-
-LATE_SECONDS = 0.01
-
-
-def late(outcomes: Sequence[Outcome]) -> int:
-    """Number of requests that this client sent so late that its own load may be in the figures."""
-    return sum(outcome.slip_s > LATE_SECONDS for outcome in outcomes)
-
-
-def report(
-    facts: Mapping[str, Any], figures: Mapping[str, Any], outcomes: Sequence[Outcome], percentiles: Sequence[float]
-) -> ServingReport:  # fmt: skip
-    """The page's data."""
-    length, counts = tokens_over_time(outcomes)
-    return ServingReport(
-        title=f"Serving {facts['model']}",
-        lead=summary(figures, facts)[0],
-        figures=figures,
-        percentiles=percentiles,
-        requests=request_rows(outcomes),
-        bin_s=length,
-        tokens_per_bin=counts,
-        latencies={name: sorted(values) for name, values in latencies(outcomes).items()},
-        environment=facts,
-        notes=notes(figures, facts, late(outcomes)),
-    )

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,8 @@ from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_obj
 from tilewright.cli.generate import SamplingOptions
 from tilewright.cli.options import option_class
 from tilewright.cli.outputs import progress_console
+from tilewright.llm.chosen import chosen_figures
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate, check_values
 from tilewright.report import terminal
 from tilewright.runtime.engine import Engine
@@ -75,15 +76,13 @@ class ChatSession:
     """A conversation with an engine that has begun.
 
     Args:
-        lora: the adapter of all answers, if any.
+        lm: the engine's model, with the adapter of all answers, if any.
         console: where answers go; whatever else there is to say goes to standard error where answers go to a file or a pipe.
     """
 
-    def __init__(
-        self, engine: Engine, conversation: Conversation, sampling: Sampling, console: Console, lora: str | None = None
-    ):
-        self.engine, self.conversation, self.sampling, self.console = engine, conversation, sampling, console
-        self.lora = lora
+    def __init__(self, engine: Engine, lm: LanguageModel, conversation: Conversation, sampling: Sampling, console: Console):
+        self.engine, self.lm = engine, lm
+        self.conversation, self.sampling, self.console = conversation, sampling, console
         self.notes = console if console.is_terminal else Console(stderr=True, highlight=False, emoji=False)
 
     def note(self, text: str, style: str = "dim") -> None:
@@ -154,7 +153,7 @@ class ChatSession:
         Raises:
             ValueError: the conversation does not fit, or the template refuses it.
         """
-        tokens = encoded(self.engine.model, self.conversation.text(said), self.conversation.template)
+        tokens = encoded(self.lm, self.conversation.text(said), self.conversation.template)
         context = self.engine.context
         if len(tokens) >= context:
             raise ValueError(
@@ -163,7 +162,7 @@ class ChatSession:
             )
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, context - len(tokens)))
         told = SimpleQueue[RequestOutput]()
-        return self.engine.submit(GenerateRequest(tokens, sampling, lora=self.lora), told.put), told
+        return self.engine.submit(GenerateRequest(tokens, sampling, lora=self.lm.default_adapter), told.put), told
 
     def show(self, handle: RequestHandle, told: SimpleQueue[RequestOutput]) -> RequestOutput:
         """Shows tokens as they come. Returns the update that ends them."""
@@ -190,8 +189,9 @@ class ChatSession:
         """Says what the answer cost, and why it ended where that is not plain to see."""
         result, times = result_of(handle), handle.times
         if result.tokens:
-            rounds = len(result.acceptance_lengths) if self.engine.model.drafter is not None else 0
-            figures = terminal.answer_line(len(result.tokens), times.ended - times.asked, rounds, chosen(result))
+            rounds = len(result.acceptance_lengths) if self.lm.drafter is not None else 0
+            chosen = chosen_figures(self.lm, [result]) or {"choices": []}
+            figures = terminal.answer_line(len(result.tokens), times.ended - times.asked, rounds, chosen)
             drawn = result.seed is not None and self.sampling.seed is None
             self.note(f"{figures} · seed {result.seed}" if drawn else figures)
         if last.end == "cancelled":
@@ -208,17 +208,6 @@ def result_of(handle: RequestHandle) -> Result:
     """All that came of a request that has ended."""
     assert handle.result is not None, "an update that ends a request comes after its result"
     return handle.result
-
-
-def chosen(result: Result) -> dict[str, Any]:
-    """Choices of its rounds, where they were chosen: the `choices` of docs/metrics.md."""
-    counts, rounds = Counter(result.choices), len(result.choices)
-    return {
-        "choices": [
-            {"drafter": choice.drafter, "block_size": choice.width, "rounds": n, "share_of_rounds": n / rounds}
-            for choice, n in counts.items()
-        ]
-    }
 
 
 def chat(
@@ -250,7 +239,7 @@ def chat(
     talk = Conversation(models.chat_template(console), system, values=values)
     lm = models.load(console)
     engine = lm.engine(engine_options)
-    shown = ChatSession(engine, talk, sampling, console, lm.default_adapter)
+    shown = ChatSession(engine, lm, talk, sampling, console)
     shown.note(engine.sizes_line)
     engine.warm(progress_console(shown.notes))
     engine.start()
@@ -267,5 +256,5 @@ def greet(shown: ChatSession, models: AdaptedModelOptions) -> None:
     shown.note(f"{models.model}{adapter}, {drafter}, context {shown.engine.context}; /help lists the commands")
     if shown.conversation.template is None:
         shown.note(f"{models.model} has no chat template: it continues the text of all turns, one after another")
-    if shown.engine.model.drafter is not None and shown.console.is_terminal:
+    if shown.lm.drafter is not None and shown.console.is_terminal:
         shown.console.print(terminal.legend())

@@ -32,9 +32,7 @@ def environment(*, train: Words = ("fsdp", "tp"), json_file: JsonFile = None) ->
     write_json(json_file, {"train": list(train), **{name: as_record(variables) for name, variables in found.items()}})
 
 
-def calibrate_command(
-    curve: Path | None = None, *, instance: str = INSTANCE, json_file: JsonFile = None
-) -> None:  # fmt: skip
+def calibrate_command(curve: Path | None = None, *, instance: str = INSTANCE, json_file: JsonFile = None) -> None:
     """Fits latency and rate of collectives to half of what was measured, and says how well the other half is predicted.
 
     Args:

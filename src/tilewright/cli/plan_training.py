@@ -63,9 +63,7 @@ class TrainingOptions(NeuronModelOptions):
         return TrainingPlan(*place, *compared, calibration=self.calibration(self.draws))
 
 
-def plan_training(
-    *, options: TrainingOptions = TrainingOptions(), files: PageFiles = PageFiles()
-) -> None:  # fmt: skip
+def plan_training(*, options: TrainingOptions = TrainingOptions(), files: PageFiles = PageFiles()) -> None:
     """Ranks streams, packet sizes and shifts of a sharded training step, and prints the winner's environment.
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.

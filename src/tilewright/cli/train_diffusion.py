@@ -26,7 +26,6 @@ from tilewright.train.data import MASK, Document, end_of_text, read_documents, s
 from tilewright.train.demo_text import cleaned, library_sources
 from tilewright.train.diffusion import Examples, Pairs, train_diffusion
 from tilewright.train.sharded import model_shardings
-from tilewright.train.text import TextOptions
 
 SAMPLE = 2000
 """Problems that the tokenizer learns from."""
@@ -66,27 +65,15 @@ def diffusion(
     begun = begin(start, kept, sizes, over, console)
     bpe, config, params = begun or fresh(trained, arithmetic, sizes, loop.seed)
     train.require_same(kept, bpe, out)
-    examples = examples_of(bpe, config, (trained, held_out), arithmetic, options)
+    train.check_context(options.sequence_length, config.decoder.max_position_embeddings)
+    pairs, unseen = (Pairs.encode(bpe, part, options.sequence_length) for part in (trained, held_out))
+    end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
+    examples = Examples(bpe, pairs, unseen, arithmetic, end_of_text(bpe) if end is None else end, options)
     setup = over.setup(config.decoder, options)
     train.save_tokenizer(out, bpe)
     result = train_diffusion(config, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, setup)
     save_params(out, models.config_to_hf(config), models.declare(config), result.params, DTYPES[dtype])
     train.finish(result, out, console, json_file, training_texts=len(examples.texts.starts), **over.figures())
-
-
-def examples_of(
-    bpe: Tokenizer,
-    config: DiffusionConfig,
-    parts: tuple[list[Document], list[Document]],
-    arithmetic: float,
-    options: TextOptions,
-) -> Examples:
-    """Batches for a model. Raises a `ValueError` where they would not fit its context."""
-    length = options.sequence_length
-    train.check_context(length, config.decoder.max_position_embeddings)
-    trained, held_out = (Pairs.encode(bpe, part, length) for part in parts)
-    end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
-    return Examples(bpe, trained, held_out, arithmetic, end_of_text(bpe) if end is None else end, options)
 
 
 def texts(data: tuple[Path, ...], library: bool, loop: train.LoopOptions) -> tuple[list[Document], list[Document]]:
