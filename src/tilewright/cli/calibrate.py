@@ -1,4 +1,4 @@
-"""Options of the models of time, with `--calibrate` constants fitted to measurements; and ranges in a terminal."""
+"""Options of the models of time, with `--calibrate` constants fitted to measurements; and what predictions have to say."""
 
 import sys
 from collections.abc import Iterable, Mapping
