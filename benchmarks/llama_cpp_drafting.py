@@ -201,7 +201,7 @@ def main(
     template = ChatTemplate.load(file)
     keep_programs(True)
     target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
-    ways = DrafterArguments(drafter, block_size=AUTO).ways(target, console)
+    ways = DrafterArguments(drafter, block_size=AUTO).ways(drafter, target, console)
     base, sampling = ways[BASELINE], tw.Sampling(max_new_tokens)
     asked = [ask(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]
     with ExitStack() as stack:

@@ -3,12 +3,14 @@
 import errno
 import os
 import threading
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tilewright.cli import outputs
-from tilewright.cli.outputs import check_output_file, write_text
+from tilewright.cli.outputs import check_output_file, progress, write_text
 
 
 def test_the_target_of_a_link_is_written(tmp_path: Path):
@@ -49,3 +51,15 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monke
     with pytest.raises(ValueError, match=f"--json .*{name}: it cannot be written"):
         check_output_file("--json", str(tmp_path / name))
     assert asked == [tmp_path / "device" if name == "device" else tmp_path]
+
+
+def test_without_a_terminal_long_work_tells_of_itself_now_and_then(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(outputs.time, "monotonic", lambda: now)
+    for terminal, shown, wanted in ((False, True, "25 %  second\n75 %  [third]\n"), (False, False, ""), (True, False, "")):
+        console, now = Console(file=StringIO(), force_terminal=terminal), 0.0
+        with progress(console, 8, "first", shown) as step:
+            for name in ("second", "second", "[third]", "[third]", "[third]", "[third]"):
+                now += 35.0
+                step(name)
+        assert console.file.getvalue().replace("\x1b[?25l", "").replace("\x1b[?25h", "") == wanted

@@ -24,7 +24,7 @@ from tilewright.bench.serving import NoModel, Outcome, Peer, characters_per_toke
 from tilewright.bench.serving_figures import OBJECTIVES, latencies, request_rows, serving_figures, tokens_over_time
 from tilewright.cli.common import packaged_prompts_file
 from tilewright.cli.options import Flag, Several, check_least, option_class, told
-from tilewright.cli.outputs import PageFiles
+from tilewright.cli.outputs import PageFiles, now_and_then
 from tilewright.metrics.tables import print_table
 from tilewright.report.serving import ServingReport, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
@@ -323,8 +323,9 @@ async def run(options: PeerOptions, workload: Workload) -> ServingRun:
 async def shown(
     name: str, connections: Connections, peer: Peer, plan: Sequence[workloads.Planned], concurrency: int | None
 ) -> list[Outcome]:  # fmt: skip
-    """`replay` with a bar on standard error."""
+    """`replay` with a bar on standard error, or a line now and then."""
     console = Console(stderr=True)
+    tell = now_and_then(console)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -341,6 +342,7 @@ async def shown(
             under_way += 1 if sent else -1
             failed += outcome.failure is not None
             bar.update(row, advance=0 if sent else 1, under_way=under_way, failed=failed)
+            tell(f"{name}: {bar.tasks[row].completed:.0f} of {len(plan)}, {under_way} under way, {failed} failed")
 
         return await replay(connections, peer, plan, concurrency, changed)
 

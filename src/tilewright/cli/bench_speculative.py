@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
@@ -18,7 +16,7 @@ from tilewright.bench.speculative import DatasetPrompts, ask, measure
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
 from tilewright.cli import common
 from tilewright.cli.options import Several, check_least, check_some, option_class
-from tilewright.cli.outputs import TableFiles, circumstances, progress_console, write_replay_page, write_text
+from tilewright.cli.outputs import TableFiles, circumstances, progress, progress_console, write_replay_page, write_text
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
@@ -228,15 +226,13 @@ def run_all(
     sampling, repetitions, batch_sizes = measuring.sampling(), measuring.repetitions, measuring.batch_size
     asked: list[DatasetPrompts] = []
     runs: list[DecodingRun] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        each_way = (repetitions + 2) * len(batch_sizes)
-        rows = {name: bar.add_task(escape(name), total=len(each) + len(ways) * each_way) for name, each in sets.items()}
+    total = sum(map(len, sets.values())) + len(sets) * len(ways) * (repetitions + 2) * len(batch_sizes)
+    with progress(console, total) as step:
         for name, examples in sets.items():
-            asked.append(ask(ways[BASELINE], name, examples, template, sampling, lambda row=rows[name]: bar.advance(row)))
+            asked.append(ask(ways[BASELINE], name, examples, template, sampling, partial(step, f"{name}: prompts")))
             if not asked[-1].prompts:
                 raise ValueError(f"{name}: no prompt fits the model's context with {sampling.max_new_tokens} new tokens")
         for each in asked:
-            advance = partial(bar.advance, rows[each.name])
             for batch_size in batch_sizes:
-                runs += measure(ways, each, sampling, batch_size, repetitions, advance)
+                runs += measure(ways, each, sampling, batch_size, repetitions, partial(step, each.name))
     return asked, runs

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.parallel.mesh import is_first_process
 from tilewright.report.replay import write_replay
 from tilewright.runtime.sampling import Sampling
+
+LINE_S = 60.0
+"""Seconds between two lines that tell of long work where there is no terminal."""
 
 JsonFile = Annotated[
     str | None,
@@ -120,14 +124,32 @@ def write_file(console: Console, path: Path | None, write: Callable[[Path], obje
         console.print(f"{path} written", markup=False)
 
 
+def now_and_then(console: Console) -> Callable[[str], None]:
+    """A function that prints a line where there is no terminal, and a minute went by since the last one."""
+    told = time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal told
+        if not console.is_terminal and time.monotonic() - told > LINE_S:
+            console.print(line, highlight=False)
+            told = time.monotonic()
+
+    return tell
+
+
 @contextmanager
 def progress(console: Console, total: float, name: str = "", shown: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar in a terminal, which goes when the work is done. What it yields counts a step, or `count`, and may name it."""
+    """A bar in a terminal, which goes when the work is done; elsewhere a line now and then.
+
+    What it yields counts a step, or `count`, and may name what comes next.
+    """
     with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(escape(name), total=total)
+        task, tell = bar.add_task(escape(name), total=total), now_and_then(console)
 
         def step(name: str | None = None, count: float = 1) -> None:
             bar.update(task, advance=count, description=None if name is None else escape(name))
+            if shown:
+                tell(f"{bar.tasks[task].percentage:.0f} %  {bar.tasks[task].description}".rstrip())
 
         yield step
 
