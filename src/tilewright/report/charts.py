@@ -1,11 +1,12 @@
 """Charts as inline SVG, coloured by the page's style, so that they follow its light and dark scheme."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
+from tilewright.metrics.tables import Row, grouped
 from tilewright.report.page import HtmlTable, series_class
 
 WIDTH, HEIGHT = 340, 190
@@ -21,6 +22,11 @@ class Series:
 
     name: str
     points: Sequence[tuple[float, float]]
+
+
+def lines(records: Iterable[Row], name: Callable[[Row], str], x: str, y: str) -> list[Series]:
+    """Lines of one field of records over another: a line for each of the names that the function gives them."""
+    return [Series(line, sorted((one[x], one[y]) for one in own)) for line, own in grouped(records, name).items()]
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,8 @@ class LineChart:
         for index, series in enumerate(self.series):
             parts.append(self.line(index, series, [(at(x, y), x, y) for x, y in series.points]))
         names = [series.name for series in self.series]
-        label = f"{self.title}: {self.y_label} by {self.x_label}, a line for each of {', '.join(names)}"
-        drawing = svg(WIDTH, HEIGHT, label, parts)
+        label = escape(f"{self.title}: {self.y_label} by {self.x_label}, a line for each of {', '.join(names)}")
+        drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
         return figure(self.title, drawing, line_key(names), self.table())
 
     def line(self, index: int, series: Series, points: Sequence[tuple[tuple[float, float], float, float]]) -> str:
@@ -205,11 +211,6 @@ def figure(title: str, drawing: str, key: str, table: HtmlTable) -> str:
         f"<figure><figcaption>{escape(title)}</figcaption>{drawing}{key}"
         f"<details><summary>Figures</summary>{table.html()}</details></figure>"
     )
-
-
-def svg(width: float, height: float, label: str, parts: Iterable[str]) -> str:
-    text = escape(label)
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{text}">{"".join(parts)}</svg>'
 
 
 def line_key(names: Sequence[str]) -> str:

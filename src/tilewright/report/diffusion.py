@@ -1,17 +1,14 @@
 """Tables and page of `tilewright bench diffusion`. Rows are figures named as in docs/metrics.md, one for each way."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tilewright.metrics.denoising import DENOISING
 from tilewright.metrics.metric import chosen
-from tilewright.metrics.tables import FigureTable
+from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LineChart, Series, StackedBars
-from tilewright.report.page import Block, Report, Section
+from tilewright.report.page import Report, Section
 from tilewright.report.tables import page_table
-
-Row = Mapping[str, Any]
 
 FIGURES = chosen(
     DENOISING,
@@ -61,37 +58,28 @@ def write_diffusion(path: Path, report: Report) -> None:
         Section("Time of a step", [StackedBars("A step, median", ("time",), times, "ms")]),
     ]
     compared = [row for row in rows if row["logit_kl_nats_by_step"]]
-    if compared:
-        kl = charts("KL", "nats", compared, lambda row: row["logit_kl_nats_by_step"])
-        same = charts("Most likely token", "same as dense", compared, lambda row: row["argmax_agreement_by_step"], percent=True)
-        sections.append(Section("Logits beside dense ones, step by step", [*kl, *same], STEPS, grid=True))
+    kl = charts("KL", "nats", compared, "logit_kl_nats_by_step")
+    same = charts("Most likely token", "same as dense", compared, "argmax_agreement_by_step", percent=True)
+    sections.append(Section("Logits beside dense ones, step by step", [*kl, *same], STEPS, grid=True))
     caching = [row for row in rows if row["mode"] != "dense" or row["salient_share"] != 1]
-    if caching:
-        steps = charts("By step", "positions", caching, lambda row: row["salient_share_by_step"], percent=True)
-        layers = charts("By layer", "positions", caching, lambda row: row["salient_share_by_layer"], "layer", percent=True)
-        text = "The share of a sequence's positions whose MLP is computed: all of them in dense steps without a suffix window."
-        sections.append(Section("Salient positions", [*steps, *layers], text, grid=True))
+    steps = charts("By step", "positions", caching, "salient_share_by_step", percent=True)
+    layers = charts("By layer", "positions", caching, "salient_share_by_layer", "layer", percent=True)
+    text = "The share of a sequence's positions whose MLP is computed: all of them in dense steps without a suffix window."
+    sections.append(Section("Salient positions", [*steps, *layers], text, grid=True))
     parallel = [row for row in rows if row["threshold"] is not None]
-    if parallel:
-        points = charts("", "tokens", parallel, lambda row: row["tokens_per_forward_by_step"])
-        sections.append(Section("Tokens that a step commits", points, grid=True))
+    points = charts("", "tokens", parallel, "tokens_per_forward_by_step")
+    sections.append(Section("Tokens that a step commits", points, grid=True))
     sections.append(Section("Programs", [page_table(programs_table(rows))]))
     report.write(path, sections)
 
 
 def charts(
-    title: str,
-    y_label: str,
-    rows: Sequence[Row],
-    values: Callable[[Row], Sequence[float]],
-    x_label: str = "step",
-    percent: bool = False,
-) -> list[Block]:
-    """A chart of a list of figures for each way of committing, so that few lines meet in one."""
-    found: list[Block] = []
-    for threshold in dict.fromkeys(row["threshold"] for row in rows):
+    title: str, y_label: str, rows: Sequence[Row], name: str, x_label: str = "step", percent: bool = False
+) -> list[LineChart]:
+    """A chart of the list of figures of this name for each way of committing, so that few lines meet in one."""
+    found = []
+    for threshold, own in grouped(rows, "threshold").items():
         told = "a quota a step" if threshold is None else f"commits from p {threshold:g}"
-        own = [row for row in rows if row["threshold"] == threshold]
-        series = [Series(row["name"], [(n, min(v, 1) if percent else v) for n, v in enumerate(values(row), 1)]) for row in own]
+        series = [Series(row["name"], [(n, min(v, 1) if percent else v) for n, v in enumerate(row[name], 1)]) for row in own]
         found.append(LineChart(f"{title}, {told}".lstrip(", "), x_label, y_label, series, percent))
     return found

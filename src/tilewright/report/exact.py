@@ -1,16 +1,13 @@
 """Terminal output of `tilewright verify-exact`, from its figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from tilewright.metrics.exactness import EXACTNESS
 from tilewright.metrics.metric import Metric, chosen
-from tilewright.metrics.tables import FigureTable
+from tilewright.metrics.tables import FigureTable, Row, grouped
 
 SHOWN_DIGITS = 8
 """Of a hash."""
-
-Row = Mapping[str, Any]
 
 
 def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -> FigureTable:
@@ -33,10 +30,7 @@ def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -
 
 def by_path(findings: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     """The findings of each drafter and path."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for one in findings:
-        groups.setdefault((one["drafter"], one["path"]), []).append(one)
-    return groups
+    return grouped(findings, lambda one: (one["drafter"], one["path"]))
 
 
 def hash_cell(finding: Row) -> str:
@@ -47,11 +41,10 @@ def hash_cell(finding: Row) -> str:
 def exercised_text(group: Sequence[Row]) -> str:
     """Text on what a path did over all kinds of sampling, and on what it was to do and did not."""
     counts: dict[str, int] = {}
+    missing: dict[str, list[str]] = {}
     for one in group:
         for name, count in one["exercised"].items():
             counts[name] = counts.get(name, 0) + count
-    missing: dict[str, list[str]] = {}
-    for one in group:
         for name in one["not_exercised"]:
             missing.setdefault(name, []).append(one["sampling"])
     lacking = (f"not exercised: {name} ({', '.join(kinds)})" for name, kinds in missing.items())

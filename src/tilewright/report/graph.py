@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tilewright.metrics.metric import chosen
 from tilewright.metrics.programs import ESTIMATED, GRAPH, MEASURED, PROGRAMS
-from tilewright.metrics.tables import FigureTable, grouped
+from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import StackedBars
 from tilewright.report.page import Report, Section
 from tilewright.report.tables import page_table
 
-Records = Sequence[Mapping[str, Any]]
+Records = Sequence[Row]
 
 CAPTION = (
     "speedup: against the first line of each experiment; bandwidth: the least time for these bytes over the time taken, "
@@ -28,7 +27,7 @@ TEXT = (
 MEASURED_TEXT = "Medians of runs in turns; speedup against the first program of each experiment."
 
 
-def graph_table(title: str, records: Iterable[Mapping[str, Any]], names: str, caption: str = "") -> FigureTable:
+def graph_table(title: str, records: Iterable[Row], names: str, caption: str = "") -> FigureTable:
     """A table of some metrics with a line for each program, by experiment."""
     metrics = chosen((*PROGRAMS, *GRAPH), names)
     return FigureTable(title, "program", grouped(records, "experiment"), metrics, best=("speedup",), caption=caption)

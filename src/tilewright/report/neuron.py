@@ -1,14 +1,14 @@
 """The pages of simulated Neuron programs and of plans: what engines do when, and figures by cores, batch and schedule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.neuron import NEURON
-from tilewright.metrics.tables import FigureTable, grouped
-from tilewright.report.charts import LaneRow, LineChart, Series, StackedBars, lane_figure
+from tilewright.metrics.tables import FigureTable, Row, grouped
+from tilewright.report.charts import LaneRow, LineChart, StackedBars, lane_figure, lines
 from tilewright.report.page import Block, HtmlTable, Section, sentences, write_sections
 from tilewright.report.ranges import ranges_section
 from tilewright.report.tables import page_table
@@ -75,9 +75,7 @@ def merged(spans: Sequence[tuple[float, float, str]], gap: float) -> list[tuple[
     return found
 
 
-def write_simulation(
-    path: str | Path, title: str, record: Mapping[str, Any], engines: Engines, environment: Mapping[str, Any]
-) -> None:
+def write_simulation(path: str | Path, title: str, record: Row, engines: Engines, environment: Row) -> None:
     """Writes the page of one simulated program, with its figures as JSON in the element `data`.
 
     Args:
@@ -96,11 +94,11 @@ def write_simulation(
     text = f"{record['total_ms']:,.3f} ms; {record['limit']} is busy longest; {record['memory_gib']:,.2f} GiB of device memory."
     text = f"{text} {sentences(record['notes'])}".rstrip()
     sections = [Section("What runs when", [engines], text), Section("Figures", blocks, grid=True)]
-    data = {"environment": dict(environment), "data": dict(record)}
+    data = {"environment": environment, "data": record}
     write_sections(path, title, sections, lead=LEAD, facts=environment, data=data)
 
 
-def engines_table(title: str, record: Mapping[str, Any]) -> FigureTable:
+def engines_table(title: str, record: Row) -> FigureTable:
     """Table of how long each engine of a simulated program is busy."""
     total = record["total_ms"] or 1.0
     rows = [
@@ -110,7 +108,7 @@ def engines_table(title: str, record: Mapping[str, Any]) -> FigureTable:
     return FigureTable(title, "engine", {"": rows}, (*chosen(NEURON, "busy_ms idle_ms"), BUSY), shares=(BUSY.name,))
 
 
-def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -> None:
+def write_inference_plan(path: str | Path, title: str, plan: Row) -> None:
     """Writes the page of `tilewright plan inference`: for each input the three figures by cores, and the tables behind them.
 
     Args:
@@ -127,55 +125,52 @@ def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) 
         notes = sentences(note for one in of for note in one["notes"])
         sections.append(Section(f"Figures, input of {tokens:,}", [page_table(inference_table(AT_BEST, of))], notes))
     sections.append(ranges_section(plan["ranges"]))
-    environment = {name: value for name, value in plan.items() if name not in ("data", "ranges", "winner")}
-    write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
+    write_sections(path, title, sections, lead=LEAD, facts=settings(plan), data=plan)
 
 
 MOST_LINES = 6
 """Of a chart: there are as many colours."""
 
 
-def by_cores(title: str, unit: str, name: str, records: Sequence[Mapping[str, Any]]) -> list[LineChart]:
+def by_cores(title: str, unit: str, name: str, records: Sequence[Row]) -> list[LineChart]:
     """A line for each schedule and batch; where they are too many for one chart, one for each batch."""
-    lines: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for one in records:
-        rows, key = one["batch_rows"], f"{one['schedule']}, batch {one['batch_rows']}"
-        lines.setdefault(rows, {}).setdefault(key, []).append((one["cores"], one[name]))
-    drawn = {rows: [Series(key, sorted(points)) for key, points in of.items()] for rows, of in lines.items()}
+    drawn = {
+        rows: lines(of, lambda one: f"{one['schedule']}, batch {one['batch_rows']}", "cores", name)
+        for rows, of in grouped(records, "batch_rows").items()
+    }
     together = [series for of in drawn.values() for series in of]
     if len(together) <= MOST_LINES:
         return [LineChart(title, "cores", unit, together)]
     return [LineChart(f"{title}, batch {rows}", "cores", unit, of) for rows, of in drawn.items()]
 
 
-def inference_table(title: str, records: Sequence[Mapping[str, Any]], names: str = PLACES) -> FigureTable:
+def inference_table(title: str, records: Sequence[Row], names: str = PLACES) -> FigureTable:
     """Table of schedules at each place: throughput and times, with the gains over `sync` and over `sequence`."""
-    limits = ({"limit": one["decode"]["limit"], "limit_share": one["decode"]["limit_share"]} for one in records)
-    rows = [told({**one, **limit}) for one, limit in zip(records, limits, strict=True)]
+    rows = [told({**one, **{name: one["decode"][name] for name in ("limit", "limit_share")}}) for one in records]
     *others, limit = chosen(NEURON, names)
     return FigureTable(title, "", {"": rows}, (*others, replace(limit, head="decode limit", short="decode\nlimit")), unknown="")
 
 
-def told(one: Mapping[str, Any]) -> dict[str, Any]:
+def told(one: Row) -> dict[str, Any]:
     """A record with its limit and its memory as tables show them: "!" where that is too much."""
     memory = significant(one["memory_gib"]) + ("" if one["fits"] else " !")
     return {**one, "memory_gib": memory, "limit": f"{one['limit']} {one['limit_share']:.0%}"}
 
 
-def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -> None:
+def write_training_plan(path: str | Path, title: str, plan: Row) -> None:
     """Writes the page of `tilewright plan training`: the ranking, what steps are made of, and the winner's environment."""
     records = plan["data"]
     bars = [(one["setting"], [one[f"{name}_ms"] for name in MOMENTS]) for one in records[:12]]
     shown = [[one["name"], one["value"], one["does"]] for one in plan["winner_environment"]]
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for one in records:
-        if one["threaded"]:
-            key = f"{one['streams']} stream{'s' * (one['streams'] > 1)}, prefetch {one['early_layers']:g}, {one['packets']}"
-            lines.setdefault(key, []).append((one["late_layers"], one["step_ms"]))
+
+    def name(one: Row) -> str:
+        return f"{one['streams']} stream{'s' * (one['streams'] > 1)}, prefetch {one['early_layers']:g}, {one['packets']}"
+
+    threaded = grouped((one for one in records if one["threaded"]), "packets")
+    drawn = {packets: lines(of, name, "late_layers", "step_ms") for packets, of in threaded.items()}
     charts = [
-        LineChart(f"Step by scatter delay, {packets} packets", "scatter delay, layers", "ms", series)
-        for packets in dict.fromkeys(one["packets"] for one in records if one["threaded"])
-        if (series := [Series(key, sorted(points)) for key, points in lines.items() if key.endswith(packets)])
+        LineChart(f"Step by scatter delay, {packets} packets", "scatter delay, layers", "ms", of)
+        for packets, of in drawn.items()
     ]
     sections = [
         Section("Ranking", [page_table(training_table("Settings, the fastest first", records))], plan["winner_text"]),
@@ -183,20 +178,21 @@ def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -
         Section("Environment of the winner", [HtmlTable("Variables", ["name", "value", "what it does"], shown)]),
         ranges_section(plan["ranges"]),
     ]
-    hidden = ("data", "ranges", "winner", "winner_environment", "winner_text")
-    environment = {name: value for name, value in plan.items() if name not in hidden}
-    write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
+    write_sections(path, title, sections, lead=LEAD, facts=settings(plan), data=plan)
 
 
-def training_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+def training_table(title: str, records: Sequence[Row]) -> FigureTable:
     """Table of settings, as they are ranked."""
     own = {"early_layers": "compiler's", "late_layers": "order"}
     rows = [told(one if one["threaded"] else {**one, **own}) for one in records]
     return FigureTable(title, "", {"": rows}, SETTINGS, unknown="")
 
 
-def plain(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts as a page shows them: lists as words."""
+def settings(plan: Row) -> dict[str, Any]:
+    """What a plan's figures depend on, as a page shows it: lists as words."""
+    told = ("data", "ranges", "winner", "winner_environment", "winner_text")
     return {
-        name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value for name, value in environment.items()
+        name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, value in plan.items()
+        if name not in told
     }

@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.overlap import LAYER, MICRO
-from tilewright.metrics.tables import FigureTable, grouped
+from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LaneRow, StackedBars, lane_figure
 from tilewright.report.page import HtmlTable, Section, write_sections
 from tilewright.report.ranges import ranges_section
@@ -48,23 +47,25 @@ class OverlapReport:
     """
 
     title: str
-    records: Sequence[Mapping[str, Any]]
-    lanes: Mapping[str, Sequence[Mapping[str, Any]]]
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    ranges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """What the page holds as JSON."""
-        return {
-            "environment": dict(self.environment),
-            "data": [dict(one) for one in self.records],
-            "ranges": dict(self.ranges),
-        }  # fmt: skip
+    records: Sequence[Row]
+    lanes: Mapping[str, Sequence[Row]]
+    environment: Row = field(default_factory=dict)
+    ranges: Mapping[str, Row] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.records:
             raise ValueError("expected figures of at least one schedule, found none")
+
+    def write(self, path: str | Path, sections: Sequence[Section]) -> None:
+        """Writes a page of these sections and the ranges as one HTML file that works offline.
+
+        The figures are in it as JSON too, in the element `data`.
+
+        Raises:
+            ValueError: the environment holds something that JSON cannot.
+        """
+        data = {"environment": self.environment, "data": self.records, "ranges": self.ranges}
+        write_sections(path, self.title, [*sections, ranges_section(self.ranges)], lead=LEAD, facts=self.environment, data=data)
 
 
 CAVEATS = (
@@ -94,17 +95,13 @@ def without_estimate(programs: Iterable[tuple[str, int, float]]) -> str:
     return f"Operations without an estimate, at the full roofline: {', '.join(said)}."
 
 
-def layer_estimates(records: Iterable[Mapping[str, Any]], name: str) -> str:
+def layer_estimates(records: Iterable[Row], name: str) -> str:
     """Sentence on operations without an estimate, in records of one layer whose programs have this name."""
     return without_estimate((one[name], one["without_estimate"], one["roofline_share"]) for one in records)
 
 
 def write_overlap(path: str | Path, report: OverlapReport) -> None:
-    """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
-
-    Raises:
-        ValueError: the environment holds something that JSON cannot.
-    """
+    """Writes the page; see `OverlapReport.write`, also for errors."""
     sections = []
     for name, records in grouped(report.records, place).items():
         first = records[0]
@@ -118,12 +115,10 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
         table = page_table(layer_table("Communication of a layer", records), note=AGAINST)
         blocks = [table, layer_bars(records, "schedule"), picture]
         sections.append(Section(name, blocks, text))
-    if report.ranges:
-        sections.append(ranges_section(report.ranges))
-    write_sections(path, report.title, sections, lead=LEAD, facts=report.environment, data=report.data)
+    report.write(path, sections)
 
 
-def place(record: Mapping[str, Any]) -> str:
+def place(record: Row) -> str:
     """The chip and the phase that figures are of."""
     return f"{record['chip']} {record['phase']}:{record['batch_rows']}x{record['positions']}"
 
@@ -132,7 +127,7 @@ def milliseconds(value: float) -> str:
     return f"{value:,.3f}"
 
 
-def layer_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+def layer_table(title: str, records: Sequence[Row]) -> FigureTable:
     """Table of the layer of one phase under each schedule, against that of plain sums and against what cannot be less."""
     first, bound = records[0], dict.fromkeys(metric.name for metric in COLUMNS)
     total = first["bound_total_ms"]
@@ -148,13 +143,16 @@ def total_text(total_ms: float, steady: bool) -> str:
     return significant(total_ms) + ("" if steady else "\nnot steady")
 
 
-def layer_bars(records: Sequence[Mapping[str, Any]], name: str) -> StackedBars:
+def layer_bars(records: Sequence[Row], name: str) -> StackedBars:
     """The time of each compiled layer, in each pass if there are two, of the programs that this field of records names."""
-    bars = []
-    for one in records:
-        for layer in one["layers"]:
-            label = f"{one[name]}, {layer.get('pass', 'layer')} {layer['layer']}"
-            bars.append((label, [layer[f"{part}_ms"] for part in ("compute", "exposed", "memory_wait")]))
+    bars = [
+        (
+            f"{one[name]}, {layer.get('pass', 'layer')} {layer['layer']}",
+            [layer[f"{part}_ms"] for part in ("compute", "exposed", "memory_wait")],
+        )
+        for one in records
+        for layer in one["layers"]
+    ]
     return StackedBars("Time of each layer", [*KINDS.values()][:3], bars, "ms")
 
 
@@ -167,7 +165,7 @@ class LaneChart:
     """
 
     title: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row]
 
     def html(self) -> str:
         longest = max((span[1] for row in self.rows for span in (*row["core"], *row["links"])), default=0.0)
@@ -197,7 +195,7 @@ def size_name(size_bytes: int) -> str:
     return f"{size_bytes // 1024:,} KiB" if size_bytes % 2**20 else f"{size_bytes // 2**20:,} MiB"
 
 
-def micro_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+def micro_table(title: str, records: Sequence[Row]) -> FigureTable:
     """Table of what was compiled for one chip: a line for each collective, program and size."""
     rows = []
     for one in records:
@@ -208,7 +206,7 @@ def micro_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable
     return FigureTable(title, "program", grouped(rows, "collective"), MICRO_COLUMNS, shares=(HIDDEN.name,))
 
 
-def measured_micro_table(title: str, records: Sequence[Mapping[str, Any]], caption: str = "") -> FigureTable:
+def measured_micro_table(title: str, records: Sequence[Row], caption: str = "") -> FigureTable:
     """Table of what ran here."""
     rows = [{**one, "size_bytes": size_name(one["size_bytes"])} for one in records]
     return FigureTable(title, "", {"": rows}, MEASURED_COLUMNS, caption=caption)
@@ -216,9 +214,9 @@ def measured_micro_table(title: str, records: Sequence[Mapping[str, Any]], capti
 
 def write_micro(
     path: str | Path,
-    compiled: Sequence[Mapping[str, Any]],
-    measured: Sequence[Mapping[str, Any]],
-    environment: Mapping[str, Any],
+    compiled: Sequence[Row],
+    measured: Sequence[Row],
+    environment: Row,
 ) -> None:
     """Writes the page of `tilewright bench overlap --micro`: a table for each chip, and one of what ran.
 
@@ -226,14 +224,11 @@ def write_micro(
         compiled, measured: records, named as in docs/metrics.md.
         environment: what they depend on, in the order shown.
     """
-    sections = []
-    for chip, of in grouped(compiled, "chip").items():
-        sections.append(
-            Section(chip, [page_table(micro_table("Programs", of))], f"Compiler estimates; nothing ran. {ABOUT_MICRO}")
-        )
-    if measured:
-        sections.append(
-            Section("Measured here", [page_table(measured_micro_table("Medians of runs in turns", measured))], ABOUT_MICRO)
-        )
-    data = {"environment": dict(environment), "compiled": list(compiled), "measured": list(measured)}
+    sections = [
+        Section(chip, [page_table(micro_table("Programs", of))], f"Compiler estimates; nothing ran. {ABOUT_MICRO}")
+        for chip, of in grouped(compiled, "chip").items()
+    ]
+    ran = [page_table(measured_micro_table("Medians of runs in turns", measured))] if measured else []
+    sections.append(Section("Measured here", ran, ABOUT_MICRO))
+    data = {"environment": environment, "compiled": compiled, "measured": measured}
     write_sections(path, "Collectives beside products", sections, facts=environment, data=data)

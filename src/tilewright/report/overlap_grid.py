@@ -6,8 +6,8 @@ from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen
 from tilewright.metrics.overlap import TIMES
-from tilewright.metrics.tables import FigureTable, grouped
-from tilewright.report.charts import LineChart, Series
+from tilewright.metrics.tables import FigureTable, Row, grouped
+from tilewright.report.charts import LineChart, lines
 from tilewright.report.overlap import CAVEATS, total_text, without_estimate
 from tilewright.report.page import Block, Section, write_sections
 from tilewright.report.ranges import ranges_section
@@ -39,7 +39,6 @@ PREDICTED_COLUMNS = chosen(
     "ttft_ms prefill_exposed_share ttft_over_sync prefill_compute_over_sync tpot_ms decode_exposed_share tpot_over_sync "
     "output_tokens_per_s fits",
 )
-COUNTED = ("prefill_collectives", "step_collectives")
 MEASURED_COLUMNS = chosen(
     TIMES,
     "ttft_ms tpot_ms output_tokens_per_s same_tokens prefill_collectives prefill_sent_bytes step_collectives step_sent_bytes",
@@ -48,10 +47,10 @@ MEASURED_COLUMNS = chosen(
 
 def write_grid(
     path: str | Path,
-    predicted: Sequence[Mapping[str, Any]],
-    measured: Sequence[Mapping[str, Any]],
-    about: Mapping[str, Any],
-    ranges: Mapping[str, Mapping[str, Any]],
+    predicted: Sequence[Row],
+    measured: Sequence[Row],
+    about: Row,
+    ranges: Mapping[str, Row],
 ) -> None:
     """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
 
@@ -74,26 +73,20 @@ def write_grid(
                 [page_table(predicted_table("Predictions", of, (*PREDICTED_COLUMNS, *chosen(TIMES, "device_gb"))))],
             )
         )
-    if ranges:
-        sections.append(ranges_section(ranges))
+    sections.append(ranges_section(ranges))
     if measured:
         text = CPUS if about.get("measured_platform") == "cpu" else RAN
         sections.append(Section("Run here", [page_table(measured_table("Tokens and collectives", measured))], text))
-    data = {
-        "environment": dict(about),
-        "predicted": [dict(one) for one in predicted],
-        "measured": [dict(one) for one in measured],
-        "ranges": dict(ranges),
-    }
+    data = {"environment": about, "predicted": predicted, "measured": measured, "ranges": ranges}
     write_sections(path, "Schedules over the number of devices", sections, facts=about, data=data)
 
 
-def kind_of(record: Mapping[str, Any]) -> str:
+def kind_of(record: Row) -> str:
     """The kind of chip that a record is of."""
     return record["chip"].partition(":")[0]
 
 
-def grid_estimates(records: Sequence[Mapping[str, Any]]) -> str:
+def grid_estimates(records: Sequence[Row]) -> str:
     """Sentence on the operations of predicted programs for which the compiler has no estimate."""
     return without_estimate(
         (f"{one['schedule']} {phase}", one[f"{phase}_without_estimate"], one[f"{phase}_roofline_share"])
@@ -102,50 +95,36 @@ def grid_estimates(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def charts(records: Sequence[Mapping[str, Any]]) -> list[Block]:
+def charts(records: Sequence[Row]) -> list[Block]:
     """For each figure and input a chart over the number of devices, with a line for each batch and schedule."""
     found: list[Block] = []
     for field, name, unit in FIGURES:
-        for tokens in dict.fromkeys(one["input_tokens"] for one in records):
-            of = [one for one in records if one["input_tokens"] == tokens]
-            lines = dict.fromkeys((one["batch_rows"], one["schedule"]) for one in of)
-            series = [
-                Series(
-                    f"batch {batch}, {schedule}",
-                    sorted(
-                        (one["devices"], one[field]) for one in of if (one["batch_rows"], one["schedule"]) == (batch, schedule)
-                    ),
-                )
-                for batch, schedule in lines
-            ]
+        for tokens, of in grouped(records, "input_tokens").items():
+            series = lines(of, lambda one: f"batch {one['batch_rows']}, {one['schedule']}", "devices", field)
             title = f"{name} ({unit}), {tokens:,} tokens in and {of[0]['output_tokens']:,} out"
             found.append(LineChart(title, "devices", unit, series))
     return found
 
 
-def predicted_table(
-    title: str, records: Sequence[Mapping[str, Any]], metrics: Sequence[Metric] = PREDICTED_COLUMNS
-) -> FigureTable:
+def predicted_table(title: str, records: Sequence[Row], metrics: Sequence[Metric] = PREDICTED_COLUMNS) -> FigureTable:
     """Table of the predictions for a kind of chip; of each time the share in which the core waits for a collective."""
     rows = []
     for one in records:
-        shares = {
-            "prefill_exposed_share": ("prefill_exposed_ms", "ttft_ms"),
-            "decode_exposed_share": ("decode_exposed_ms", "tpot_ms"),
-        }
-        row = {**one, **{name: one[exposed] / one[total] for name, (exposed, total) in shares.items()}}
+        row = {**one}
         for name, phase in (("ttft_ms", "prefill"), ("tpot_ms", "decode")):
             row[name] = total_text(one[name], one[f"{phase}_steady"])
+            row[f"{phase}_exposed_share"] = one[f"{phase}_exposed_ms"] / one[name]
         rows.append(row)
     return case_table(title, rows, metrics)
 
 
-def measured_table(title: str, records: Sequence[Mapping[str, Any]]) -> FigureTable:
+def measured_table(title: str, records: Sequence[Row]) -> FigureTable:
     """Table of the cases that ran: tokens, collectives, and the bytes that a device gives to them."""
-    rows = []
-    for one in records:
-        kinds = {name: " + ".join(f"{count} {kind}" for kind, count in sorted(one[name].items())) for name in COUNTED}
-        rows.append({**one, **kinds})
+
+    def text(counts: Mapping[str, int]) -> str:
+        return " + ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+
+    rows = [{**one, **{name: text(one[name]) for name in ("prefill_collectives", "step_collectives")}} for one in records]
     return case_table(title, rows, MEASURED_COLUMNS)
 
 

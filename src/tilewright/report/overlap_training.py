@@ -1,16 +1,14 @@
 """The page of `tilewright inspect training`: for each chip the figures of every program, its transfers, and what runs when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tilewright.metrics.metric import chosen, significant
 from tilewright.metrics.overlap import LAYER, TRAINING_STEP, TRANSFERS
-from tilewright.metrics.tables import FigureTable, grouped
-from tilewright.report.overlap import LEAD, LaneChart, OverlapReport, layer_bars, layer_estimates
-from tilewright.report.page import Section, write_sections
-from tilewright.report.ranges import ranges_section
+from tilewright.metrics.tables import FigureTable, Row, grouped
+from tilewright.report.overlap import LaneChart, OverlapReport, layer_bars, layer_estimates
+from tilewright.report.page import Section
 from tilewright.report.tables import page_table
 
 PASSES = ("forward", "backward")
@@ -25,13 +23,10 @@ TERMINAL = (
 
 
 def write_training(path: str | Path, report: OverlapReport) -> None:
-    """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
+    """Writes the page; see `OverlapReport.write`, also for errors.
 
     Args:
         report: records of each chip and program, and lanes by `place`, one entry for each program.
-
-    Raises:
-        ValueError: the environment holds something that JSON cannot.
     """
     sections = []
     for name, records in grouped(report.records, place).items():
@@ -48,17 +43,15 @@ def write_training(path: str | Path, report: OverlapReport) -> None:
         ]
         blocks = [*tables, layer_bars(records, "program"), picture, *(page_table(transfers_table(one)) for one in records)]
         sections.append(Section(name, blocks, text))
-    if report.ranges:
-        sections.append(ranges_section(report.ranges))
-    write_sections(path, report.title, sections, lead=LEAD, facts=report.environment, data=report.data)
+    report.write(path, sections)
 
 
-def place(record: Mapping[str, Any]) -> str:
+def place(record: Row) -> str:
     """The chip, mesh and batch that figures are of."""
     return f"{record['chip']} {record['mesh']} {record['batch_rows']}x{record['positions']}"
 
 
-def step_table(title: str, records: Sequence[Mapping[str, Any]], names: str, parts: str) -> FigureTable:
+def step_table(title: str, records: Sequence[Row], names: str, parts: str) -> FigureTable:
     """Table of the reported layer and of the whole step, with a line for each program.
 
     Args:
@@ -78,7 +71,7 @@ def step_table(title: str, records: Sequence[Mapping[str, Any]], names: str, par
     return FigureTable(title, "program", {"": rows}, metrics, shares=("exposed_share",), unknown="")
 
 
-def transfers_table(record: Mapping[str, Any]) -> FigureTable:
+def transfers_table(record: Row) -> FigureTable:
     """Table of when the transfers of the reported layer begin and end, and what is computed meanwhile."""
     rows = []
     for each in record["transfers_of_layer"]:

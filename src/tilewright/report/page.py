@@ -173,7 +173,7 @@ def write_sections(
     facts: Mapping[str, Any] | None = None,
     data: Any = None,
 ) -> None:
-    """Writes a page of titled tables and charts.
+    """Writes a page of titled tables and charts; a section without any is left out.
 
     Args:
         lead: a sentence under the title.
@@ -186,7 +186,8 @@ def write_sections(
     foot = f"<footer><h2>Measured on and with</h2>{facts_html(facts)}</footer>" if facts else ""
     lead = f'<p class="lead">{escape(lead)}</p>' if lead else ""
     header = f"<header><h1>{escape(title)}</h1>{lead}</header>"
-    body = f'<main class="report">{header}{"".join(section.html() for section in sections)}{foot}</main>'
+    shown = "".join(section.html() for section in sections if section.blocks)
+    body = f'<main class="report">{header}{shown}{foot}</main>'
     Path(path).write_text(document(title, body, styles=("page.css",), data=data), encoding="utf-8")
 
 

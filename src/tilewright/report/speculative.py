@@ -128,7 +128,7 @@ def write_benchmark(path: Path, report: Report, averages: Sequence[Row] = ()) ->
         ),
         round_times([row for row in rows if row["round_ms"] is not None]),
     ]
-    report.write(path, [section for section in sections if section.blocks])
+    report.write(path, sections)
 
 
 def accepted(row: Row) -> list[tuple[float, float]]:

@@ -1,6 +1,6 @@
 """Tables of figures on a page."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tilewright.metrics.metric import Metric
 from tilewright.metrics.tables import FigureTable, Row
@@ -30,10 +30,5 @@ def cell(table: FigureTable, metric: Metric, row: Row, rows: Sequence[Row], ever
         return text
     if metric.name in table.shares:
         return Cell(text, share=min(1.0, max(0.0, value)), colour=1)
-    best, most = (largest(row[metric.name] for row in some) for some in (rows, every))
+    best, most = (max(row[metric.name] for row in some if row[metric.name] is not None) for some in (rows, every))
     return Cell(text, value == best, value / most if value >= 0 < most else None)
-
-
-def largest(values: Iterable[float | None]) -> float:
-    """The largest of the values that are known, of which there is at least one."""
-    return max(value for value in values if value is not None)
