@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from report.reading import Page, check_self_contained
+from tilewright.report.charts import LineChart
 from tilewright.report.page import asset, sentences
-from tilewright.report.serving import ServingReport, at_share, write_serving
+from tilewright.report.serving import ServingReport, distributions, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
 from tilewright.report.tables import page_table
 
@@ -142,8 +143,11 @@ def test_a_report_that_cannot_be_is_an_error(changes: dict[str, Any], problem: s
 
 
 def test_shares_of_values():
-    assert [at_share([1.0, 3.0, 4.0], share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 2, 3, 3.5, 4]
-    assert at_share([5.0], 0.3) == 5
+    for values, expected in (([1.0, 3.0, 4.0], [1, 2, 3, 3.5, 4]), ([5.0] * 3, [5] * 5)):
+        (chart, *_) = distributions(report(latencies=dict.fromkeys(NAMES, values))).blocks
+        assert isinstance(chart, LineChart)
+        at = {share: milliseconds / 1000 for milliseconds, share in chart.series[0].points[1:]}
+        assert [at[share] for share in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(expected)
     assert sentences(["one thing", "Another"]) == "One thing. Another."
 
 

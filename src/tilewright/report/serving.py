@@ -8,6 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from tilewright.metrics.metric import significant
 from tilewright.report.charts import LineChart, Series
 from tilewright.report.page import Block, HtmlTable, Section, asset, document, facts_html, sentences
@@ -135,14 +137,7 @@ def distributions(report: ServingReport) -> Section:
     for name, title in DRAWN.items():
         values = report.latencies[name]
         if len(values) >= 3:
-            points = [(0.0, 0.0), *((1000 * at_share(values, share / 100), share / 100) for share in SHARES)]
+            at = np.percentile(values, SHARES).tolist()
+            points = [(0.0, 0.0), *((1000 * seconds, share / 100) for seconds, share in zip(at, SHARES, strict=True))]
             charts.append(LineChart(title, "milliseconds", "share of values", [Series(title, points)], percent=True))
     return Section("Distributions", charts, "The share of all values that are at most so long.", grid=True)
-
-
-def at_share(ordered: Sequence[float], share: float) -> float:
-    """The value below which a share of the ascending values lies, on the line between its neighbours."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
