@@ -40,16 +40,16 @@ def model(tmp_path_factory: pytest.TempPathFactory, quick_compiles: None) -> Dif
 
 def test_ways_are_told_apart_and_plain_dense_comes_first():
     ways = ways_of(replace(BASE, steps=8), ("dual", "sparse"), (0.99, 0.5), (0.9,))
-    assert [way.name for way in ways] == [
+    assert [*ways] == [
         "dense", "dual", "sparse τ0.99", "sparse τ0.5", "dual p≥0.9", "sparse τ0.99 p≥0.9", "sparse τ0.5 p≥0.9"
     ]  # fmt: skip
-    assert [way.request.steps for way in ways] == [8] * 4 + [None] * 3
-    assert [way.request.threshold for way in ways] == [None] * 4 + [0.9] * 3
-    assert ways[-1].request.saliency.tau == 0.5
-    assert [way.name for way in ways_of(BASE, ("dense", "prefix"))] == ["dense", "prefix"]
+    assert [request.steps for request in ways.values()] == [8] * 4 + [None] * 3
+    assert [request.threshold for request in ways.values()] == [None] * 4 + [0.9] * 3
+    assert ways["sparse τ0.5 p≥0.9"].saliency.tau == 0.5
+    assert [*ways_of(BASE, ("dense", "prefix"))] == ["dense", "prefix"]
     ways = ways_of(BASE, ("dual",), thresholds=(0.9,), suffixes=(32,))
-    assert [way.name for way in ways] == ["dense", "dual", "dual p≥0.9", "dual +32", "dual p≥0.9 +32"]
-    assert [way.request.suffix_window for way in ways] == [None, None, None, 32, 32]
+    assert [*ways] == ["dense", "dual", "dual p≥0.9", "dual +32", "dual p≥0.9 +32"]
+    assert [request.suffix_window for request in ways.values()] == [None, None, None, 32, 32]
 
 
 def test_a_table_is_no_larger_than_what_it_holds():

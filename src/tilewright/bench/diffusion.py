@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -25,39 +26,28 @@ PADDED = 16
 """Sequences get room for a multiple of so many positions: what is padded costs plain dense steps most."""
 
 
-@dataclass(frozen=True)
-class DenoisingWay:
-    """One way of denoising, and what it is called."""
-
-    name: str
-    request: Denoising
-
-
 def ways_of(
     base: Denoising, modes: Sequence[Mode], taus: Sequence[float] = (), thresholds: Sequence[float] = (),
     suffixes: Sequence[int] = (),
-) -> list[DenoisingWay]:  # fmt: skip
+) -> dict[str, Denoising]:  # fmt: skip
     """Every mode, sparse once for each tau, first with a quota a step and then with each threshold; then all again
-    with each suffix window.
+    with each suffix window. By what they are called.
 
     The first is plain dense denoising, asked for or not: the others are compared with it.
     """
-    found = [DenoisingWay("dense", replace(base, mode="dense"))]
+    found = {"dense": replace(base, mode="dense")}
     for suffix_window, threshold in product((None, *suffixes), (None, *thresholds)):
         told = ("" if threshold is None else f" p≥{threshold:g}") + ("" if suffix_window is None else f" +{suffix_window}")
         steps = base.steps if threshold is None else None
         commits = replace(base, threshold=threshold, steps=steps, suffix_window=suffix_window)
         for mode in modes:
             if mode == "sparse":
-                found += [
-                    DenoisingWay(
-                        f"sparse τ{tau:g}{told}", replace(commits, mode=mode, saliency=replace(base.saliency, tau=tau))
-                    )
-                    for tau in taus
-                ]
+                for tau in taus:
+                    saliency = replace(base.saliency, tau=tau)
+                    found[f"sparse τ{tau:g}{told}"] = replace(commits, mode=mode, saliency=saliency)
             else:
-                found.append(DenoisingWay(f"{mode}{told}", replace(commits, mode=mode)))
-    return list({way.name: way for way in found}.values())
+                found[f"{mode}{told}"] = replace(commits, mode=mode)
+    return found
 
 
 def fitted_table(prompts: Sequence[Sequence[int]], base: Denoising, batch_size: int) -> DiffusionTable:
@@ -156,22 +146,24 @@ def run_figures(run: DenoisingRun) -> Row:
     }
 
 
-@dataclass
+@dataclass(frozen=True)
 class MeasuredWay:
     """Everything that was measured of one way.
 
     Attributes:
+        name: what it is called.
         whole: all prompts, once; the figures of tokens and steps are its.
         timed: the first prompts, over and over, in turns with the other ways.
         compiled: `program_figures`.
     """
 
-    way: DenoisingWay
+    name: str
+    request: Denoising
     whole: DenoisingRun
-    timed: list[DenoisingRun]
+    timed: Sequence[DenoisingRun]
     quality: Quality
     compiled: Row
-    compilations_while_timed: int = 0
+    compilations_while_timed: int
 
 
 def program_figures(model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int) -> Row:
@@ -190,7 +182,7 @@ def program_figures(model: DiffusionModel, prompts: Sequence[Sequence[int]], req
 
 def measure(
     model: DiffusionModel,
-    ways: Sequence[DenoisingWay],
+    ways: Mapping[str, Denoising],
     prompts: Sequence[Sequence[int]],
     *,
     batch_size: int = 1,
@@ -206,20 +198,17 @@ def measure(
         compared: how many of them are gone through step by step beside dense passes.
         on_row: called with a number of prompts that are done, `rows_in_all` of them together.
     """
-    found = []
-    for way in ways:
-        compiled = program_figures(model, prompts, way.request, batch_size)
-        whole = denoise(model, prompts, way.request, batch_size, on_row)
-        found.append(MeasuredWay(way, whole, [], Quality(), compiled))
-
-    def timed_run(way: DenoisingWay) -> Callable[[], DenoisingRun]:
-        return lambda: denoise(model, prompts[:timed], way.request, batch_size, on_row)
-
+    whole, compiled = {}, {}
+    for name, request in ways.items():
+        compiled[name] = program_figures(model, prompts, request, batch_size)
+        whole[name] = denoise(model, prompts, request, batch_size, on_row)
+    runs = {name: partial(denoise, model, prompts[:timed], request, batch_size, on_row) for name, request in ways.items()}
     with Ledger() as ledger:
-        taken = alternate({way.name: timed_run(way) for way in ways}, repetitions)
-    for one in found:
-        one.timed, one.compilations_while_timed = taken[one.way.name], ledger.compilations
-        one.quality = compare_with_dense(model, prompts[:compared], one.way.request, batch_size)
+        taken = alternate(runs, repetitions)
+    found = []
+    for name, request in ways.items():
+        quality = compare_with_dense(model, prompts[:compared], request, batch_size)
+        found.append(MeasuredWay(name, request, whole[name], taken[name], quality, compiled[name], ledger.compilations))
         on_row(min(compared, len(prompts)))
     return found
 
@@ -235,14 +224,14 @@ def figures(one: MeasuredWay, baseline: MeasuredWay, right: Callable[[int, str],
     Args:
         right: whether a text answers the prompt of this number; None where nobody knows.
     """
-    request, rates = one.way.request, [run.tokens / run.seconds for run in one.timed]
+    request, rates = one.request, [run.tokens / run.seconds for run in one.timed]
     steps = [run.seconds / run.steps for run in one.timed]
     plain_steps = [run.seconds / run.steps for run in baseline.timed]
     responses, plain = ([result.tokens for result in each.whole.results] for each in (one, baseline))
     answered = None if right is None else [right(n, result.text) for n, result in enumerate(one.whole.results)]
     speedups = quotients([run.seconds for run in baseline.timed], [run.seconds for run in one.timed])
     return {
-        "name": one.way.name,
+        "name": one.name,
         "mode": request.mode,
         "threshold": request.threshold,
         "tau": request.saliency.tau if request.mode == "sparse" else None,

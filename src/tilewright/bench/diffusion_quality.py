@@ -69,28 +69,25 @@ def step_beside_dense(
 
 @dataclass
 class Quality:
-    """Sums over responses, an entry for each step."""
+    """Sums over responses for each step, `[steps, 3]` float64: those of `Beside`."""
 
-    kl: list[float] = field(default_factory=list)
-    agreeing: list[int] = field(default_factory=list)
-    masked: list[int] = field(default_factory=list)
+    sums: np.ndarray = field(default_factory=lambda: np.zeros((0, 3)))
 
     def add(self, step: int, difference: Beside, rows: int) -> None:
-        for sums, values in ((self.kl, difference.kl), (self.agreeing, difference.agreeing), (self.masked, difference.masked)):
-            if step == len(sums):
-                sums.append(0)
-            sums[step] += np.asarray(values)[:rows].sum().item()
+        if step == len(self.sums):
+            self.sums = np.append(self.sums, np.zeros((1, 3)), axis=0)
+        self.sums[step] += [np.asarray(values)[:rows].sum() for values in difference]
 
     def figures(self) -> dict[str, object]:
         """Means over masked positions, of all steps and of each; None where nothing was compared."""
-        positions = sum(self.masked)
-        by_step = [(kl / n, same / n) for kl, same, n in zip(self.kl, self.agreeing, self.masked, strict=True) if n]
+        kl, agreeing, positions = self.sums.sum(axis=0).tolist()
+        by_step = self.sums[self.sums[:, 2] > 0]
         return {
-            "compared_positions": positions,
-            "logit_kl_nats": sum(self.kl) / positions if positions else None,
-            "logit_kl_nats_by_step": [kl for kl, _ in by_step],
-            "argmax_agreement": sum(self.agreeing) / positions if positions else None,
-            "argmax_agreement_by_step": [same for _, same in by_step],
+            "compared_positions": round(positions),
+            "logit_kl_nats": kl / positions if positions else None,
+            "logit_kl_nats_by_step": (by_step[:, 0] / by_step[:, 2]).tolist(),
+            "argmax_agreement": agreeing / positions if positions else None,
+            "argmax_agreement_by_step": (by_step[:, 1] / by_step[:, 2]).tolist(),
         }
 
 

@@ -190,19 +190,12 @@ class Plain:
         token, plain = (each[at] if at < len(each) else None for each in (answer.tokens, want))
         key = asked.prompt, asked.sampling, at, token
         if key not in self.margins:
-            self.margins[key] = self.margin_and_lead(asked, want[:at], plain, token)
+            logits, lead = next_logits(self.lm, [*asked.prompt, *want[:at]]), None
+            if plain is not None and token is not None:
+                lead = score_lead(draw_scores(logits, asked.sampling, asked.prompt, want[:at]), plain, token)
+            self.margins[key] = top_margin(logits), lead
         shown = [None if each is None else self.text(each) for each in (token, plain)]
         return TokenDifference(asked.number, asked.about, at, token, shown[0], plain, shown[1], *self.margins[key])
-
-    def margin_and_lead(
-        self, asked: ExactRequest, generated: Sequence[int], plain: int | None, token: int | None
-    ) -> tuple[float, float | None]:
-        """The target's margin behind what was generated, and how far the plain token is ahead; see `TokenDifference`."""
-        logits = next_logits(self.lm, [*asked.prompt, *generated])
-        if plain is None or token is None:
-            return top_margin(logits), None
-        scores = draw_scores(logits, asked.sampling, asked.prompt, generated)
-        return top_margin(logits), score_lead(scores, plain, token)
 
     def text(self, token: int) -> str:
         return self.lm.tokenizer.decode([token], skip_special_tokens=False)

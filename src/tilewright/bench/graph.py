@@ -317,17 +317,11 @@ def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, h
 
 def model_config(name: str, features: int) -> gnn.Config | None:
     """A model of `LAYERS` layers, each as wide as the features; None for what is no model."""
-    match name:
-        case "graphsage":
-            return gnn.GraphSAGEConfig(features, features, features, LAYERS)
-        case "gcn":
-            return gnn.GCNConfig(features, features, features, LAYERS)
-        case "gin":
-            return gnn.GINConfig(features, features, features, LAYERS)
-        case "gat":
-            heads = math.gcd(features, 8)
-            return gnn.GATConfig(features, features, features // heads, LAYERS, heads=heads)
-    return None
+    if name == "gat":
+        heads = math.gcd(features, 8)
+        return gnn.GATConfig(features, features, features // heads, LAYERS, heads=heads)
+    alike = {"graphsage": gnn.GraphSAGEConfig, "gcn": gnn.GCNConfig, "gin": gnn.GINConfig}
+    return alike[name](features, features, features, LAYERS) if name in alike else None
 
 
 def dma_counts(table: NeighborTable, x: Float[Array, "N F"], mean: bool, times: int) -> dict[str, int]:

@@ -130,7 +130,7 @@ def length(where: str, request: Record, name: str, least: int) -> int:
 
 
 def seconds(where: str, request: Record, name: str) -> float:
-    """A time of arrival of the kind that the first request has: a number of seconds, or a date and time (UTC unless it says)."""
+    """A time of arrival of the first request's kind: a number of seconds, or a date and time (UTC unless it says)."""
     found = arrival_name(request)
     if found != name:
         raise ValueError(f"{where}: expected {name} as the first request has it, found {found or 'no time of arrival'}")

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
+from tilewright.compiled.compare import RUN_S
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, spread
 from tilewright.kernels import native
 from tilewright.kernels.linear import blocks, cpu, xla
@@ -36,9 +37,6 @@ Format = cpu.Format
 
 CALLS = 16
 """Most calls in a program: enough to hide its dispatch, few enough to compile soon."""
-
-RUN_S = 0.05
-"""Seconds that a timed run should take; one that takes longer consists of a single program."""
 
 PAUSE_S = 0.002
 """Between runs: threads that wait for work in a busy loop, as OpenMP's do, would slow down the next side."""
@@ -287,13 +285,6 @@ def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             layer = worse(values, key=values.__getitem__)
             met = values[layer] <= criterion.bound if criterion.at_most else values[layer] >= criterion.bound
             told = {"name": criterion.name, "bound": criterion.bound, "at_most": criterion.at_most, "met": met}
-            found.append(
-                {
-                    **told,
-                    "worst": values[layer],
-                    "worst_layer": layer,
-                    "median": statistics.median(values.values()),
-                    "layers": values,
-                }
-            )
+            told |= {"worst": values[layer], "worst_layer": layer, "median": statistics.median(values.values())}
+            found.append({**told, "layers": values})
     return found

@@ -366,12 +366,6 @@ def runs_of(
     return found
 
 
-def least_communication_s(setup: OverlapSetup, phase: Phase) -> float:
-    """The least time for two sums of the residual stream over all devices, if every chip used all its links."""
-    stream_bytes = 2.0 * phase.batch * phase.new * setup.config.hidden_size
-    return 2 * least_seconds(setup.spec, setup.fabric.torus, "all-reduce", stream_bytes)
-
-
 def sweeps(runs: Sequence[OverlapRun], draws: int = EVENT_DRAWS) -> dict[str, Sweep]:
     """Ranges of the reported layer's time under the schedules of each chip and phase, by the names of both."""
     found: dict[str, Sweep] = {}
@@ -399,7 +393,9 @@ def record(run: OverlapRun, runs: Sequence[OverlapRun]) -> dict[str, Any]:
     """The figures of one program, set against `SYNC`'s, if that is there, and the bound's."""
     same = {other.schedule: other for other in runs if (other.setup, other.phase) == (run.setup, run.phase)}
     own, bound, sync = run.layer, same[BOUND].layer, same[SYNC].layer if SYNC in same else None
-    setup, least = run.setup, least_communication_s(run.setup, run.phase)
+    setup, stream_bytes = run.setup, 2.0 * run.phase.batch * run.phase.new * run.setup.config.hidden_size
+    # The least time for two sums of the residual stream over all devices, if every chip used all its links.
+    least = 2 * least_seconds(setup.spec, setup.fabric.torus, "all-reduce", stream_bytes)
     return {
         "chip": setup.chip,
         "devices": setup.devices,
@@ -439,14 +435,10 @@ def record(run: OverlapRun, runs: Sequence[OverlapRun]) -> dict[str, Any]:
 
 def layer_figures(sums: Sums, chip: TpuChip) -> dict[str, Any]:
     """Those of one layer."""
+    times = ("compute", "communication", "hidden", "exposed", "memory_wait", "total")
     return {
         "compute_cycles": round(sums.compute_s * 1e9 * chip.clock_ghz),
-        "compute_ms": 1e3 * sums.compute_s,
-        "communication_ms": 1e3 * sums.communication_s,
-        "hidden_ms": 1e3 * sums.hidden_s,
-        "exposed_ms": 1e3 * sums.exposed_s,
-        "memory_wait_ms": 1e3 * sums.memory_wait_s,
-        "total_ms": 1e3 * sums.total_s,
+        **{f"{name}_ms": 1e3 * getattr(sums, f"{name}_s") for name in times},
         "transfers": round(sums.transfers),
         "sent_bytes": round(sums.sent_bytes),
     }

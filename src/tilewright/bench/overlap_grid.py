@@ -114,31 +114,25 @@ def model_sweep(setup: OverlapSetup, case: GridCase, runs: Sequence[OverlapRun],
 
 def prediction(case: GridCase, prefill: OverlapRun, decode: OverlapRun) -> dict[str, Any]:
     """The record of one case from its two programs."""
-    setup = prefill.setup
+    setup, both = prefill.setup, {"prefill": prefill, "decode": decode}
     layers, head = setup.config.num_layers, head_s(setup, case.batch)
-    first, step = (layers * run.layer.total_s + head for run in (prefill, decode))
+    first, step = (layers * run.layer.total_s + head for run in both.values())
     needs = device_gb(setup, case)
     return {
         "chip": setup.chip,
         "devices": setup.devices,
         "schedule": prefill.schedule,
         **case.figures(first, step),
-        "prefill_compute_ms": 1e3 * layers * prefill.layer.compute_s,
-        "decode_compute_ms": 1e3 * layers * decode.layer.compute_s,
-        "prefill_exposed_ms": 1e3 * layers * prefill.layer.exposed_s,
-        "decode_exposed_ms": 1e3 * layers * decode.layer.exposed_s,
+        **{f"{phase}_compute_ms": 1e3 * layers * run.layer.compute_s for phase, run in both.items()},
+        **{f"{phase}_exposed_ms": 1e3 * layers * run.layer.exposed_s for phase, run in both.items()},
         "head_ms": 1e3 * head,
         "decode_positions": decode.phase.positions,
         "device_gb": needs,
         "fits": needs < setup.spec.hbm_gb,
-        "prefill_layers_compiled": prefill.layers,
-        "decode_layers_compiled": decode.layers,
-        "prefill_steady": prefill.steady,
-        "decode_steady": decode.steady,
-        "prefill_without_estimate": prefill.without_estimate,
-        "decode_without_estimate": decode.without_estimate,
-        "prefill_roofline_share": prefill.roofline_share,
-        "decode_roofline_share": decode.roofline_share,
+        **{f"{phase}_layers_compiled": run.layers for phase, run in both.items()},
+        **{f"{phase}_steady": run.steady for phase, run in both.items()},
+        **{f"{phase}_without_estimate": run.without_estimate for phase, run in both.items()},
+        **{f"{phase}_roofline_share": run.roofline_share for phase, run in both.items()},
         "compile_s": prefill.compile_s + decode.compile_s,
         "notes": [*dict.fromkeys([*prefill.notes, *decode.notes])],
     }

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tilewright.bench.overlap_grid import GridCase
+from tilewright.bench.overlap_micro import COLLECTIVES
 from tilewright.compiled.hlo import read_module
 from tilewright.llm.language_model import LanguageModel
 from tilewright.llm.stream import Stream
@@ -31,8 +32,6 @@ CONFIG = DecoderConfig(
     head_dim=16, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=8192,
 )  # fmt: skip
 """Llama 3 8B with a sixteenth of its width: 3.5 columns of the MLP for each hidden one, and key/value heads for 8 devices."""
-
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 @cache

@@ -43,10 +43,12 @@ COLLECTIVES: dict[str, Callable[[Array], Array]] = {
 }
 """By the names that HLO has for them."""
 
-Programs = dict[str, Callable[..., Any]]
+EACH = PartitionSpec(AXIS)
+SPECS = (EACH, PartitionSpec(), EACH, EACH)
+"""Of the four arguments of a program."""
 
 
-def programs(collective: Callable[[Array], Array]) -> Programs:
+def programs(collective: Callable[[Array], Array]) -> dict[str, Callable[..., Any]]:
     """Each takes a device's `x [rows, hidden]`, `w [hidden, hidden]`, and `y`, `z`, which the collective is of."""
     return {
         "beside": lambda x, w, y, z: (x @ w, collective(y)),
@@ -113,14 +115,12 @@ def cases(
 
 def arguments(case: MicroCase, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
     """The function over the mesh, and its abstract arguments. Every device gives and keeps its own part."""
-    each, specs = PartitionSpec(AXIS), each_spec()
-    run = programs(COLLECTIVES[case.collective])[case.program]
-    hidden = case.hidden
+    run, hidden = programs(COLLECTIVES[case.collective])[case.program], case.hidden
     shapes = ((case.product_rows * mesh.size, hidden), (hidden, hidden), *[(case.rows * mesh.size, hidden)] * 2)
-    function = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
+    function = jax.shard_map(run, mesh=mesh, in_specs=SPECS, out_specs=EACH, check_vma=False)
     given = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, specs, strict=True)
+        for shape, spec in zip(shapes, SPECS, strict=True)
     ]
     return function, tuple(given)
 
@@ -139,10 +139,7 @@ def compiled(chip: str, case: MicroCase, hop_us: float = HOP_US) -> dict[str, An
         "program": case.program,
         "size_bytes": case.size_bytes,
         **verdict(graph, case),
-        "compute_us": 1e6 * whole.compute_s,
-        "communication_us": 1e6 * whole.communication_s,
-        "hidden_us": 1e6 * whole.hidden_s,
-        "exposed_us": 1e6 * whole.exposed_s,
+        **{f"{name}_us": 1e6 * getattr(whole, f"{name}_s") for name in ("compute", "communication", "hidden", "exposed")},
         "ring_us": None if ring is None else 1e6 * ring,
         "notes": list(graph.notes),
     }
@@ -174,11 +171,14 @@ def measured(case: MicroCase, mesh: Mesh, repetitions: int) -> dict[str, Any]:
     """
     function, given = arguments(case, mesh)
     values = [jax.device_put(jnp.ones(one.shape, one.dtype), one.sharding) for one in given]
-    alone, each = COLLECTIVES[case.collective], PartitionSpec(AXIS)
-    over = partial(jax.shard_map, mesh=mesh, in_specs=each_spec(), out_specs=each, check_vma=False)
-    collective = over(partial(collectives_alone, alone, case.expected))
-    parts = {"both": function, "product": over(products(case)), "collective": collective}
-    parts["memory"] = over(lambda x, w, y, z: y + z)
+    alone = COLLECTIVES[case.collective]
+    over = partial(jax.shard_map, mesh=mesh, in_specs=SPECS, out_specs=EACH, check_vma=False)
+    parts = {
+        "both": function,
+        "product": over(products(case)),
+        "collective": over(lambda x, w, y, z: (alone(y), alone(z))[: case.expected]),
+        "memory": over(lambda x, w, y, z: y + z),
+    }
     jitted = {name: jax.jit(part).lower(*values).compile() for name, part in parts.items()}
 
     def timed(run: Callable[..., Any]) -> float:
@@ -195,12 +195,6 @@ def measured(case: MicroCase, mesh: Mesh, repetitions: int) -> dict[str, Any]:
     return {**about, **times, "hidden_share": hidden / taken["collective"]}
 
 
-def each_spec() -> tuple[PartitionSpec, ...]:
-    """Partition specs of the four arguments of a program."""
-    each = PartitionSpec(AXIS)
-    return each, PartitionSpec(), each, each
-
-
 def products(case: MicroCase) -> Callable[..., Any]:
     """The product of a case alone; that of what was gathered has as many rows as it would have."""
     if case.program in ("beside", "two"):
@@ -215,8 +209,3 @@ def products(case: MicroCase) -> Callable[..., Any]:
         return (y[: len(y) // devices] if case.collective == "reduce-scatter" else y) @ w
 
     return before
-
-
-def collectives_alone(collective: Callable[[Array], Array], count: int, x: Array, w: Array, y: Array, z: Array) -> Any:
-    """The collectives of a case without its product."""
-    return (collective(y), collective(z))[:count]

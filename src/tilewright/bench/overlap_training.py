@@ -219,13 +219,6 @@ def placed(graph: ScheduleGraph) -> ScheduleGraph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def read_program(
-    case: TrainingCase, name: str, plan: FullyShardedPlan, compiled: Compiled, compile_s: float
-) -> TrainingProgram:
-    graph = placed(read_schedule(compiled.hlo, case.spec))
-    return TrainingProgram(case, name, plan, compiled, simulate(graph, case.fabric), compile_s)
-
-
 def optimizer() -> optax.GradientTransformation:
     """That of `tilewright train lm`, but for its rate, which is one number."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95))
@@ -249,7 +242,8 @@ def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> Tr
     batch = [jax.ShapeDtypeStruct(shape, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
     kind = case.chip.partition(":")[0]
     found = compile_for(case.chip, step, params, state, *batch, options=FLAGS.get(kind, ASYNC) if peer else None)
-    return read_program(case, name, plan, found, time.perf_counter() - began)
+    compile_s, graph = time.perf_counter() - began, placed(read_schedule(found.hlo, case.spec))
+    return TrainingProgram(case, name, plan, found, simulate(graph, case.fabric), compile_s)
 
 
 def programs_of(plans: Mapping[str, FullyShardedPlan], peers: bool = True) -> dict[str, FullyShardedPlan]:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tilewright.bench.bandwidth import MemoryBuffers
+from tilewright.compiled.compare import RUN_S
 from tilewright.compiled.timing import REPETITIONS, alternate, spread
 from tilewright.kernels import select
 from tilewright.kernels.head_top_k.cases import TOP_K
@@ -28,9 +29,6 @@ from tilewright.runtime.rounds import autoregressive_step, speculative_round
 from tilewright.runtime.sampling import Sampling, row_sampling
 from tilewright.runtime.state import DecodeState, Models, Target, verify
 from tilewright.speculation.drafters.dflash import DFlash
-
-RUN_S = 0.05
-"""Seconds that a timed run should take; one that takes longer consists of a single call."""
 
 BANDWIDTH_BYTES = 2**30
 """Of the buffer by which an accelerator's memory is measured."""

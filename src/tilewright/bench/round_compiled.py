@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tilewright.bench.round import RoundSetup, programs, with_ratios
+from tilewright.bench.round import PARTS, RoundSetup, programs, with_ratios
 from tilewright.compiled.aot import compile_for
 from tilewright.hardware.ranged import ranged
 from tilewright.hardware.tpu import TpuChip, chip_of
@@ -29,10 +29,7 @@ from tilewright.runtime.state import DecodeState, Span, Target, block_positions,
 LAYERS_COMPILED = (4, 8)
 """Layers of the models that are compiled. With fewer, most weights find room in VMEM, and the estimates are far too low."""
 
-RATIOS = (
-    *(f"{part}_cycles" for part in ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend")),
-    *(f"{part}_bound_cycles" for part in ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend", "round")),
-)
+RATIOS = (*(f"{part}_cycles" for part in PARTS if part != "round"), *(f"{part}_bound_cycles" for part in PARTS))
 """The figures that a record sets against those of block 16."""
 
 
@@ -84,11 +81,9 @@ def verify_layers(topology: str, setup: RoundSetup, layers: int) -> CompilerEsti
     small = with_layers(setup, layers)
 
     def run(params: Any, state: DecodeState, block: Array) -> tuple[Array, Any]:
-        ran = run_target(Target(small.target, small.ops), params, state, block, span(state), ())
+        span = Span(state.known, jnp.full_like(state.known, setup.block_size))
+        ran = run_target(Target(small.target, small.ops), params, state, block, span, ())
         return ran.hidden, replace(state, target_cache=ran.kept)
-
-    def span(state: DecodeState) -> Span:
-        return Span(state.known, jnp.full_like(state.known, setup.block_size))
 
     block = jax.ShapeDtypeStruct((1, setup.block_size), "int32")
     state = replace(jax.eval_shape(small.state), draft_cache=())

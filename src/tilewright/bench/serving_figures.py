@@ -1,10 +1,12 @@
 """The figures of `tilewright bench serving`, each computed in one place. `docs/metrics.md` defines them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
+from tilewright.bench.answer import COUNTS
 from tilewright.bench.serving import Outcome, failures
 from tilewright.bench.speculative_figures import Row
 from tilewright.compiled.timing import mean
@@ -127,13 +129,9 @@ def tokens_per_chunk(outcomes: Sequence[Outcome]) -> float | None:
     return sum(answer.tokens for answer in counted) / chunks if chunks else None
 
 
-def intervals(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
-    return [(outcome.sent_s, outcome.end_s) for outcome in outcomes]
-
-
 def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
     """The most requests that were under way at once; one that ends as another begins makes room for it."""
-    steps = sorted((at, step) for sent, end in intervals(outcomes) for at, step in ((sent, 1), (end, -1)))
+    steps = sorted(step for outcome in outcomes for step in ((outcome.sent_s, 1), (outcome.end_s, -1)))
     return int(np.cumsum([0, *(step for _, step in steps)]).max())
 
 
@@ -146,16 +144,13 @@ def speculative_decoding(outcomes: Sequence[Outcome]) -> Row | None:
     told = [outcome.answer.speculative for outcome in outcomes if outcome.answer.speculative is not None]
     if not told:
         return None
-    steps, accepted, drafted = (
-        sum(each[name] for each in told) for name in ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")
-    )
+    counts = {name: sum(each[name] for each in told) for name in COUNTS}
+    steps, accepted, drafted = counts.values()
     return {
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
         "acceptance_histogram": summed([each.get("acceptance_histogram") for each in told]),
-        "num_spec_steps": steps,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
+        **counts,
         "requests": len(told),
     }
 
@@ -164,11 +159,7 @@ def summed(histograms: Sequence[Any]) -> list[int] | None:
     """Element by element, the shorter ones filled up with 0; None where one is no list of counts."""
     if not all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in histograms):
         return None
-    sums = [0] * max(map(len, histograms))
-    for each in histograms:
-        for place, count in enumerate(each):
-            sums[place] += count
-    return sums
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def request_rows(outcomes: Sequence[Outcome]) -> list[Row]:

@@ -20,8 +20,9 @@ def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -
     hashes = {kind: sha[:SHOWN_DIGITS] for kind, sha in plain.items()}
     rows: list[Row] = [{"name": "none", "path": "plain decoding", **hashes, "same": "", "exercised": ""}]
     for (drafter, path), group in by_path(findings).items():
-        cells = dict.fromkeys(plain) | {one["sampling"]: hash_cell(one) for one in group}
-        same = all(one["same"] for one in group)
+        # A hash that is not the plain one is marked.
+        shown = {one["sampling"]: ("" if one["same"] else "≠ ") + one["sha256"][:SHOWN_DIGITS] for one in group}
+        cells, same = dict.fromkeys(plain) | shown, all(one["same"] for one in group)
         rows.append({"name": drafter, "path": path, **cells, "same": same, "exercised": exercised_text(group)})
     path, same, exercised = chosen(EXACTNESS, "path same exercised")
     columns = [path, *(Metric(kind, head=kind) for kind in plain), same, exercised]
@@ -31,11 +32,6 @@ def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -
 def by_path(findings: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     """The findings of each drafter and path."""
     return grouped(findings, lambda one: (one["drafter"], one["path"]))
-
-
-def hash_cell(finding: Row) -> str:
-    """Hash of a path's answers, marked where they are not the plain ones."""
-    return f"{'' if finding['same'] else '≠ '}{finding['sha256'][:SHOWN_DIGITS]}"
 
 
 def exercised_text(group: Sequence[Row]) -> str:

@@ -10,8 +10,7 @@ from tilewright.metrics.neuron import NEURON
 from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LaneRow, LineChart, StackedBars, lane_figure, lines
 from tilewright.report.page import Block, HtmlTable, Section, sentences, write_sections
-from tilewright.report.ranges import ranges_section
-from tilewright.report.tables import page_table
+from tilewright.report.tables import page_table, ranges_section
 
 MOMENTS = ("compute", "loading", "exposed", "waiting")
 """Kinds of moments that all of the time is divided into, as records name them."""

@@ -9,8 +9,7 @@ from tilewright.metrics.overlap import LAYER, MICRO
 from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LaneRow, StackedBars, lane_figure
 from tilewright.report.page import HtmlTable, Section, write_sections
-from tilewright.report.ranges import ranges_section
-from tilewright.report.tables import page_table
+from tilewright.report.tables import page_table, ranges_section
 
 KINDS = {
     "compute": "compute", "exposed": "exposed communication", "memory wait": "waiting for memory",
@@ -43,7 +42,7 @@ class OverlapReport:
         lanes: for each chip and phase, as `chip phase:BATCHxPOSITIONS`, one entry for each schedule: its name, `core` and
             `links` with (begin, end, kind) in milliseconds, kinds as in `KINDS`, and `layer_begins_ms`.
         environment: what the figures depend on, in the order shown.
-        ranges: of predictions that are set against each other, by their place; see `ranges.ranges_section`.
+        ranges: of predictions that are set against each other, by their place; see `tables.ranges_section`.
     """
 
     title: str

@@ -10,8 +10,7 @@ from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LineChart, lines
 from tilewright.report.overlap import CAVEATS, total_text, without_estimate
 from tilewright.report.page import Block, Section, write_sections
-from tilewright.report.ranges import ranges_section
-from tilewright.report.tables import page_table
+from tilewright.report.tables import page_table, ranges_section
 
 PREDICTED = (
     "Predictions: compiler estimates and a model of links and memory; nothing ran. The time to the first token (TTFT) is all "

@@ -1,10 +1,10 @@
-"""Tables of figures on a page."""
+"""Tables of figures on a page, and how far predictions for chips that are not here may be off."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tilewright.metrics.metric import Metric
 from tilewright.metrics.tables import FigureTable, Row
-from tilewright.report.page import Cell, HtmlTable
+from tilewright.report.page import Block, Cell, HtmlTable, Section, sentences
 
 
 def page_table(table: FigureTable, note: str = "") -> HtmlTable:
@@ -32,3 +32,18 @@ def cell(table: FigureTable, metric: Metric, row: Row, rows: Sequence[Row], ever
         return Cell(text, share=min(1.0, max(0.0, value)), colour=1)
     best, most = (max(row[metric.name] for row in some if row[metric.name] is not None) for some in (rows, every))
     return Cell(text, value == best, value / most if value >= 0 < most else None)
+
+
+def ranges_section(sweeps: Mapping[str, Row]) -> Section:
+    """Predictions that are set against each other, with their ranges; records of `perfmodel/uncertainty.py` by name."""
+    tables: list[Block] = []
+    for name, sweep in sweeps.items():
+        rows = []
+        for label, one in sweep["predictions"].items():
+            decides = None if one["decides"] is None else f"{one['decides'][0]} ({one['decides'][1]:+.2f})"
+            ends = " to ".join(f"{end:,.3f}" for end in one["range"])
+            rows.append([label, f"{one['value']:,.3f}", ends, f"{one['first']} of {sweep['draws']}", decides])
+        heads = ["", sweep["unit"], "range", "first in", "decides (rank correlation)"]
+        tables.append(HtmlTable(f"{name}, with the {sweep['range']}", heads, rows))
+    text = sentences(line for sweep in sweeps.values() for line in sweep["text"][1:])
+    return Section("Ranges", tables, text)
