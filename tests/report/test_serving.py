@@ -10,8 +10,7 @@ import pytest
 from report.reading import Page, check_self_contained
 from tilewright.report.charts import LineChart
 from tilewright.report.page import asset, sentences
-from tilewright.report.serving import ServingReport, distributions, write_serving
-from tilewright.report.serving_terminal import latency_table, notes, summary
+from tilewright.report.serving import ServingReport, distributions, latency_table, notes, summary, write_serving
 from tilewright.report.tables import page_table
 
 FACTS: dict[str, Any] = {

@@ -76,16 +76,10 @@ class PathResult:
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """Place where an answer parts from the plain one.
+    """Place where an answer parts from the plain one. `metrics/exactness.py` defines its fields, which `--json` has too.
 
     Attributes:
-        number, about: of the request, as `ExactRequest` has them.
-        position: of the first token that differs, from 0, counted behind the prompt.
-        token, text: what the way gave there; None where its answer ended before.
-        plain_token, plain_text: the same of plain decoding.
-        margin: by how much the target's largest logit exceeds its second there, in float32.
-        lead: how far the plain token is ahead of the other in what the draw compares: logits after penalties, temperature,
-            filters and the noise of the request's seed and position. None where one is missing or filtered out.
+        lead: None also where one of the tokens is missing.
     """
 
     number: int

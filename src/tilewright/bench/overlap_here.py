@@ -99,12 +99,12 @@ def measured(lm: LanguageModel, case: GridCase, wanted: list[list[int]] | None) 
         "same_tokens": None if wanted is None else tokens == wanted,
     }
     for name, counts in (("prefill", prefill), ("step", [exchanged(rounds, 1)])):
-        record[f"{name}_collectives"] = sum((Counter(kinds) for kinds, _ in counts), Counter())
+        record[f"{name}_collectives"] = sum((kinds for kinds, _ in counts), Counter())
         record[f"{name}_sent_bytes"] = sum(sent for _, sent in counts)
     return record, tokens
 
 
-def exchanged(program: Any, times: int) -> tuple[dict[str, int], int]:
+def exchanged(program: Any, times: int) -> tuple[Counter[str], int]:
     """Number of collectives of each kind in a program, and the bytes that a device gives to them, `times` over.
 
     Of a decoding loop those of its body, which is a step.
@@ -117,4 +117,4 @@ def exchanged(program: Any, times: int) -> tuple[dict[str, int], int]:
             if kind in COLLECTIVES:
                 kinds[kind] += times
                 sent += times * sum(array.bytes for name in op.operands for array in each.by_name[name].outputs)
-    return dict(kinds), sent
+    return kinds, sent

@@ -26,8 +26,7 @@ from tilewright.cli.common import packaged_prompts_file
 from tilewright.cli.options import Flag, Several, check_least, option_class, told
 from tilewright.cli.outputs import PageFiles, now_and_then
 from tilewright.metrics.tables import print_table
-from tilewright.report.serving import ServingReport, write_serving
-from tilewright.report.serving_terminal import latency_table, notes, summary
+from tilewright.report.serving import ServingReport, latency_table, notes, summary, write_serving
 
 NEW_TOKENS = 128
 """Tokens to generate behind a prompt of a file."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
+from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import Row, grouped
 from tilewright.report.page import HtmlTable, series_class
 
@@ -231,11 +232,8 @@ def bar_key(names: Sequence[str]) -> str:
 
 
 def compact(value: float) -> str:
-    """A number in about three digits."""
-    if value == round(value) and abs(value) < 1e15:
-        return f"{value:,.0f}"
-    digits = max(2 - math.floor(math.log10(abs(value))), 0)
-    return f"{value:,.{digits}f}"
+    """A number in about three digits; a whole one without a point."""
+    return f"{value:,.0f}" if value == round(value) else significant(value)
 
 
 def ticks(top: float, most: int = 5) -> list[float]:

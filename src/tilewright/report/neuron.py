@@ -12,10 +12,8 @@ from tilewright.report.charts import LaneRow, LineChart, StackedBars, lane_figur
 from tilewright.report.page import Block, HtmlTable, Section, sentences, write_sections
 from tilewright.report.tables import page_table, ranges_section
 
-MOMENTS = ("compute", "loading", "exposed", "waiting")
-"""Kinds of moments that all of the time is divided into, as records name them."""
-
-MOMENT_NAMES = ("compute", "loading alone", "exposed communication", "waiting")
+MOMENTS = {"compute": "compute", "loading": "loading alone", "exposed": "exposed communication", "waiting": "waiting"}
+"""Kinds of moments that all of the time is divided into, as records name them, and what charts call them."""
 
 KINDS = {
     "compute": "compute", "dma": "compute's transfers", "tp": "tensor-parallel", "fsdp": "fully sharded",
@@ -85,7 +83,7 @@ def write_simulation(path: str | Path, title: str, record: Row, engines: Engines
     layers = [{"name": name, "exposed_ms": ms} for name, ms in record["exposed_layers_ms"].items()]
     exposed = FigureTable("Exposed communication of each layer", "layer", {"": layers}, chosen(NEURON, "exposed_ms"))
     blocks: list[Block] = [
-        StackedBars("What the time goes to", MOMENT_NAMES, [(record["program"], [record[f"{n}_ms"] for n in MOMENTS])], "ms"),
+        moment_bars("What the time goes to", "program", [record]),
         page_table(engines_table("Engines", record)),
         page_table(FigureTable("DMA engines by sender", "sender", {"": sent}, chosen(NEURON, "dma_gb dma_share"))),
         page_table(exposed),
@@ -95,6 +93,12 @@ def write_simulation(path: str | Path, title: str, record: Row, engines: Engines
     sections = [Section("What runs when", [engines], text), Section("Figures", blocks, grid=True)]
     data = {"environment": environment, "data": record}
     write_sections(path, title, sections, lead=LEAD, facts=environment, data=data)
+
+
+def moment_bars(title: str, name: str, records: Sequence[Row]) -> StackedBars:
+    """Bars of what the time of records goes to; `name` is the field that they are told apart by."""
+    bars = [(one[name], [one[f"{moment}_ms"] for moment in MOMENTS]) for one in records]
+    return StackedBars(title, tuple(MOMENTS.values()), bars, "ms")
 
 
 def engines_table(title: str, record: Row) -> FigureTable:
@@ -159,7 +163,6 @@ def told(one: Row) -> dict[str, Any]:
 def write_training_plan(path: str | Path, title: str, plan: Row) -> None:
     """Writes the page of `tilewright plan training`: the ranking, what steps are made of, and the winner's environment."""
     records = plan["data"]
-    bars = [(one["setting"], [one[f"{name}_ms"] for name in MOMENTS]) for one in records[:12]]
     shown = [[one["name"], one["value"], one["does"]] for one in plan["winner_environment"]]
 
     def name(one: Row) -> str:
@@ -173,7 +176,7 @@ def write_training_plan(path: str | Path, title: str, plan: Row) -> None:
     ]
     sections = [
         Section("Ranking", [page_table(training_table("Settings, the fastest first", records))], plan["winner_text"]),
-        Section("What steps are made of", [StackedBars("The fastest settings", MOMENT_NAMES, bars, "ms"), *charts], grid=True),
+        Section("What steps are made of", [moment_bars("The fastest settings", "setting", records[:12]), *charts], grid=True),
         Section("Environment of the winner", [HtmlTable("Variables", ["name", "value", "what it does"], shown)]),
         ranges_section(plan["ranges"]),
     ]
