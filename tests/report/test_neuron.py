@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from report.reading import Page
-from tilewright.report.neuron import Engines, by_cores, merged, write_simulation
+from tilewright.report.neuron import by_cores, engines_chart, merged, write_simulation
 
 LANES = [("tensor", [(0.0, 1.0, "compute"), (3.0, 4.0, "compute")]), ("cc0", [(1.0, 3.0, "tp"), (2.0, 3.5, "fsdp")])]
 RECORD = {
@@ -16,7 +16,7 @@ RECORD = {
 
 
 def test_spans_are_as_long_as_their_times():
-    html = Engines("engines", LANES, 4.0).html()
+    html = engines_chart("engines", LANES, 4.0).html()
     found = re.findall(r'<rect class="s(\d)" x="([\d.]+)" y="0" width="([\d.]+)"', html)
     assert [(int(colour), float(x), float(width)) for colour, x, width in found] == [
         (1, 0, 250), (1, 750, 250), (3, 250, 500), (4, 500, 375)
@@ -45,7 +45,7 @@ def test_a_chart_has_no_more_lines_than_colours():
 
 def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path):
     path = tmp_path / "page.html"
-    write_simulation(path, "A <step>", RECORD, Engines("engines", LANES, 4.0), {"instance": "inf2.48xlarge"})
+    write_simulation(path, "A <step>", RECORD, engines_chart("engines", LANES, 4.0), {"instance": "inf2.48xlarge"})
     page = Page(path)
     assert "A <step>" in " ".join(page.words)
     assert "cc0 is busy longest" in " ".join(page.words)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.report.overlap import LaneChart, OverlapReport, write_overlap
+from tilewright.report.overlap import OverlapReport, lane_chart, write_overlap
 
 TIMES = {
     "compute_ms": 2.0,
@@ -32,7 +32,7 @@ ROW = {
 
 
 def test_bars_are_as_long_as_their_times():
-    html = LaneChart("a program", [ROW]).html()
+    html = lane_chart("a program", [ROW]).html()
     found = re.findall(r'<rect class="s(\d)" x="([\d.]+)" y="(\d+)" width="([\d.]+)"', html)
     drawn = [(int(colour), float(x), int(y), float(width)) for colour, x, y, width in found]
     assert drawn == [(1, 0, 0, 800), (2, 800, 0, 100), (3, 900, 0, 100), (4, 500, 15, 400), (2, 800, 15, 100)]

@@ -57,10 +57,6 @@ class RecordLayout:
     plain: Callable[[str], str] = str
 
 
-def text_of(record: Record, name: str) -> str:
-    return checked_text(record[name], repr(name))
-
-
 def checked_text(value: object, what: str) -> str:
     """`value` if it is a text that can be a prompt."""
     if not isinstance(value, str) or not value.strip():
@@ -74,7 +70,7 @@ def checked_text(value: object, what: str) -> str:
 
 def one(name: str) -> Callable[[Record], tuple[str, ...]]:
     """The turns of records whose only turn stands in one field."""
-    return lambda record: (text_of(record, name),)
+    return lambda record: (checked_text(record[name], repr(name)),)
 
 
 def listed(record: Record) -> tuple[str, ...]:

@@ -205,8 +205,8 @@ class EnginePath:
             "preemptions": self.arrivals.scarce,
             "prefix tokens": self.arrivals.again,
             "cancelled": self.arrivals.strangers,
+            "accepted drafts": self.engine.model.drafter is not None,
         }
-        wanted["accepted drafts"] = self.engine.model.drafter is not None
         return [name for name, needed in wanted.items() if needed and not exercised.get(name)]
 
 

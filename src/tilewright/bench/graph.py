@@ -55,8 +55,7 @@ class BenchGraph:
         return np.bincount(self.edge_index[1], minlength=self.num_nodes)
 
     def record(self) -> dict[str, Any]:
-        degrees = self.degrees
-        most = int(degrees.max(initial=0))
+        most = int(self.degrees.max(initial=0))
         return {"graph": self.name, "nodes": self.num_nodes, "edges": self.edge_index.shape[1], "max_degree": most}
 
 

@@ -26,7 +26,8 @@ from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.simulate import simulate
 from tilewright.perfmodel.training import TrainingStep, training_program
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
-from tilewright.report.neuron import Engines, engines_table, write_simulation
+from tilewright.report.charts import LaneChart
+from tilewright.report.neuron import engines_chart, engines_table, write_simulation
 
 MOST_OPERATIONS, LEAST_DRAWS = 48_000, 8
 """Operations that a sweep simulates by default in all its draws, and the fewest draws."""
@@ -151,7 +152,7 @@ def simulate_program(
     files.write_trace(console, lambda: trace([(program.name, result)]))
 
 
-def engines_of(result: SimulationResult) -> Engines:
+def engines_of(result: SimulationResult) -> LaneChart:
     """Spans of each engine, as the page draws them."""
     lanes: dict[str, list[tuple[float, float, str]]] = {name: [] for name in result.busy_s}
     for span in result.spans:
@@ -160,7 +161,7 @@ def engines_of(result: SimulationResult) -> Engines:
         if collective is not None:
             kind = collective.purpose if collective.purpose in ("tp", "fsdp") else "other"
         lanes[span.engine].append((1e3 * span.begin_s, 1e3 * span.end_s, kind))
-    return Engines("What each engine does", list(lanes.items()), 1e3 * result.total_s)
+    return engines_chart("What each engine does", list(lanes.items()), 1e3 * result.total_s)
 
 
 def show(console: Console, figures: dict[str, Any]) -> None:

@@ -179,32 +179,43 @@ class LaneRow:
     marks: Sequence[float] = ()
 
 
-def lane_figure(title: str, rows: Sequence[LaneRow], kinds: Mapping[str, str], longest: float, table: HtmlTable) -> str:
+@dataclass(frozen=True)
+class LaneChart:
     """A chart of what several things do, all over the same axis of time.
 
-    Args:
+    Attributes:
         kinds: names of the kinds of spans, in the order of the colours. Spans too short to see are left out.
         longest: where the axis ends, in milliseconds as all times are.
-        table: the chart's figures.
+        figures: the chart's figures.
     """
-    scale, colours = LANES_WIDTH / (longest or 1.0), [*kinds]
-    pictures = []
-    for row in rows:
-        height = len(row.lanes) * (LANE + LANE_GAP) - LANE_GAP
-        parts = [
-            f'<rect class="{series_class(colours.index(kind))}" x="{scale * begin:.2f}" y="{n * (LANE + LANE_GAP)}" '
-            f'width="{scale * (end - begin):.2f}" height="{LANE}"/>'
-            for n, spans in enumerate(row.lanes)
-            for begin, end, kind in spans
-            if scale * (end - begin) >= 0.02
-        ]
-        for mark in row.marks:
-            parts.append(f'<line class="axis" x1="{scale * mark:.1f}" x2="{scale * mark:.1f}" y1="0" y2="{height}"/>')
-        label = escape(f"{title}: {row.name} over {longest:,.3f} ms")
-        box = f'viewBox="0 0 {LANES_WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{label}"'
-        pictures.append(f"<div>{escape(row.name)}</div><svg {box}>{''.join(parts)}</svg>")
-    ends = f"<p><span>0</span><span>{longest:,.3f} ms</span></p>"
-    return figure(title, f'<div class="lanes">{"".join(pictures)}{ends}</div>', bar_key([*kinds.values()]), table)
+
+    title: str
+    rows: Sequence[LaneRow]
+    kinds: Mapping[str, str]
+    longest: float
+    figures: HtmlTable
+
+    def html(self) -> str:
+        scale, colours = LANES_WIDTH / (self.longest or 1.0), [*self.kinds]
+        pictures = []
+        for row in self.rows:
+            height = len(row.lanes) * (LANE + LANE_GAP) - LANE_GAP
+            parts = [
+                f'<rect class="{series_class(colours.index(kind))}" x="{scale * begin:.2f}" y="{n * (LANE + LANE_GAP)}" '
+                f'width="{scale * (end - begin):.2f}" height="{LANE}"/>'
+                for n, spans in enumerate(row.lanes)
+                for begin, end, kind in spans
+                if scale * (end - begin) >= 0.02
+            ]
+            for mark in row.marks:
+                parts.append(f'<line class="axis" x1="{scale * mark:.1f}" x2="{scale * mark:.1f}" y1="0" y2="{height}"/>')
+            label = escape(f"{self.title}: {row.name} over {self.longest:,.3f} ms")
+            box = f'viewBox="0 0 {LANES_WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{label}"'
+            pictures.append(f"<div>{escape(row.name)}</div><svg {box}>{''.join(parts)}</svg>")
+        ends = f"<p><span>0</span><span>{self.longest:,.3f} ms</span></p>"
+        return figure(
+            self.title, f'<div class="lanes">{"".join(pictures)}{ends}</div>', bar_key([*self.kinds.values()]), self.figures
+        )
 
 
 def figure(title: str, drawing: str, key: str, table: HtmlTable) -> str:

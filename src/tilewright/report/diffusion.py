@@ -46,11 +46,7 @@ def programs_table(rows: Sequence[Row]) -> FigureTable:
 
 
 def write_diffusion(path: Path, report: Report) -> None:
-    """Writes the page. The first of its records is what the others are compared with.
-
-    Raises:
-        ValueError: the environment holds something that JSON cannot.
-    """
+    """Writes the page, whose first record is what the others are compared with; see `Report.write`, also for errors."""
     rows = report.records
     times = [(row["name"], (1000 * row["seconds_per_step"],)) for row in rows]
     sections = [

@@ -45,11 +45,7 @@ def terminal_tables(records: Records) -> list[FigureTable]:
 
 
 def write_graph(path: Path, report: Report) -> None:
-    """Writes the page.
-
-    Raises:
-        ValueError: the environment holds something that JSON cannot.
-    """
+    """Writes the page; see `Report.write`, also for errors."""
     sections: list[Section] = []
     for place, records in grouped(report.records, "place").items():
         measured = records[0]["measured"]

@@ -1,14 +1,14 @@
 """The pages of simulated Neuron programs and of plans: what engines do when, and figures by cores, batch and schedule."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.neuron import NEURON
 from tilewright.metrics.tables import FigureTable, Row, grouped
-from tilewright.report.charts import LaneRow, LineChart, StackedBars, lane_figure, lines
+from tilewright.report.charts import LaneChart, LaneRow, LineChart, StackedBars, lines
 from tilewright.report.page import Block, HtmlTable, Section, sentences, write_sections
 from tilewright.report.tables import page_table, ranges_section
 
@@ -35,30 +35,20 @@ SETTINGS = chosen(
 BUSY = Metric("busy_share", head="busy", form=".1%")
 
 
-@dataclass(frozen=True)
-class Engines:
-    """Chart of what each engine does, all over the same axis of time.
+def engines_chart(title: str, lanes: Sequence[tuple[str, Sequence[tuple[float, float, str]]]], total_ms: float) -> LaneChart:
+    """Chart of what each engine does, with a table of the time in which it has something under way.
 
-    Attributes:
+    Args:
         lanes: for each engine its name and (begin ms, end ms, kind), kinds as in `KINDS`.
         total_ms: how long all of it takes.
     """
-
-    title: str
-    lanes: Sequence[tuple[str, Sequence[tuple[float, float, str]]]]
-    total_ms: float
-
-    def html(self) -> str:
-        rows = [LaneRow(name, [merged(spans, self.total_ms / 5000)]) for name, spans in self.lanes]
-        return lane_figure(self.title, rows, KINDS, self.total_ms, self.table())
-
-    def table(self) -> HtmlTable:
-        """Table of the time in which each lane has something under way."""
-        rows = []
-        for name, spans in self.lanes:
-            busy = sum(end - begin for begin, end, _ in merged([(begin, end, "dma") for begin, end, _ in spans], 0.0))
-            rows.append([name, f"{busy:,.3f}", f"{busy / (self.total_ms or 1.0):.1%}"])
-        return HtmlTable(f"{self.title}: busy", ["engine", "ms", "share"], rows)
+    figures = []
+    for name, spans in lanes:
+        busy = sum(end - begin for begin, end, _ in merged([(begin, end, "dma") for begin, end, _ in spans], 0.0))
+        figures.append([name, f"{busy:,.3f}", f"{busy / (total_ms or 1.0):.1%}"])
+    table = HtmlTable(f"{title}: busy", ["engine", "ms", "share"], figures)
+    rows = [LaneRow(name, [merged(spans, total_ms / 5000)]) for name, spans in lanes]
+    return LaneChart(title, rows, KINDS, total_ms, table)
 
 
 def merged(spans: Sequence[tuple[float, float, str]], gap: float) -> list[tuple[float, float, str]]:
@@ -72,7 +62,7 @@ def merged(spans: Sequence[tuple[float, float, str]], gap: float) -> list[tuple[
     return found
 
 
-def write_simulation(path: str | Path, title: str, record: Row, engines: Engines, environment: Row) -> None:
+def write_simulation(path: str | Path, title: str, record: Row, engines: LaneChart, environment: Row) -> None:
     """Writes the page of one simulated program, with its figures as JSON in the element `data`.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.overlap import LAYER, MICRO
 from tilewright.metrics.tables import FigureTable, Row, grouped
-from tilewright.report.charts import LaneRow, StackedBars, lane_figure
+from tilewright.report.charts import LaneChart, LaneRow, StackedBars
 from tilewright.report.page import HtmlTable, Section, write_sections
 from tilewright.report.tables import page_table, ranges_section
 
@@ -110,7 +110,7 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
             f"If every chip used all its links, two sums would take {wires} ms, and {beyond} ms of them would not fit under "
             f"the compute. {layer_estimates(records, 'schedule')}"
         )
-        picture = LaneChart(f"What runs when, {name}", report.lanes[name])
+        picture = lane_chart(f"What runs when, {name}", report.lanes[name])
         table = page_table(layer_table("Communication of a layer", records), note=AGAINST)
         blocks = [table, layer_bars(records, "schedule"), picture]
         sections.append(Section(name, blocks, text))
@@ -155,33 +155,24 @@ def layer_bars(records: Sequence[Row], name: str) -> StackedBars:
     return StackedBars("Time of each layer", [*KINDS.values()][:3], bars, "ms")
 
 
-@dataclass(frozen=True)
-class LaneChart:
-    """For each schedule what its core does and, below it, what its links do, over the same axis of time.
+def lane_chart(title: str, rows: Sequence[Row]) -> LaneChart:
+    """Chart of what the core does under each schedule and, below it, its links, with a table of the time of each kind.
 
-    Attributes:
+    Args:
         rows: see `OverlapReport.lanes`.
     """
-
-    title: str
-    rows: Sequence[Row]
-
-    def html(self) -> str:
-        longest = max((span[1] for row in self.rows for span in (*row["core"], *row["links"])), default=0.0)
-        rows = [LaneRow(row["schedule"], [row["core"], row["links"]], row["layer_begins_ms"]) for row in self.rows]
-        return lane_figure(f"{self.title}: core above, links below", rows, KINDS, longest, self.table())
-
-    def table(self) -> HtmlTable:
-        """Table of the time of each kind, on both lanes."""
-        rows = []
-        for row in self.rows:
-            taken = dict.fromkeys(KINDS, 0.0)
-            for begin, end, kind in row["core"]:
-                taken[kind] += end - begin
-            under_way = sum(end - begin for begin, end, kind in row["links"] if kind == "hidden")
-            taken["hidden"] = max(0.0, under_way - taken["exposed"])
-            rows.append([row["schedule"], *(milliseconds(taken[kind]) for kind in KINDS)])
-        return HtmlTable(f"{self.title}, ms", ["", *KINDS.values()], rows)
+    figures = []
+    for row in rows:
+        taken = dict.fromkeys(KINDS, 0.0)
+        for begin, end, kind in row["core"]:
+            taken[kind] += end - begin
+        under_way = sum(end - begin for begin, end, kind in row["links"] if kind == "hidden")
+        taken["hidden"] = max(0.0, under_way - taken["exposed"])
+        figures.append([row["schedule"], *(milliseconds(taken[kind]) for kind in KINDS)])
+    table = HtmlTable(f"{title}, ms", ["", *KINDS.values()], figures)
+    longest = max((span[1] for row in rows for span in (*row["core"], *row["links"])), default=0.0)
+    lanes = [LaneRow(row["schedule"], [row["core"], row["links"]], row["layer_begins_ms"]) for row in rows]
+    return LaneChart(f"{title}: core above, links below", lanes, KINDS, longest, table)
 
 
 ABOUT_MICRO = (

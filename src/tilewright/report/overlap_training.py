@@ -7,7 +7,7 @@ from pathlib import Path
 from tilewright.metrics.metric import chosen, significant
 from tilewright.metrics.overlap import LAYER, TRAINING_STEP, TRANSFERS
 from tilewright.metrics.tables import FigureTable, Row, grouped
-from tilewright.report.overlap import LaneChart, OverlapReport, layer_bars, layer_estimates
+from tilewright.report.overlap import OverlapReport, lane_chart, layer_bars, layer_estimates
 from tilewright.report.page import Section
 from tilewright.report.tables import page_table
 
@@ -36,7 +36,7 @@ def write_training(path: str | Path, report: OverlapReport) -> None:
             f"{first['model_layers']}. What is the layer's own in both passes, wherever it runs. "
             f"{layer_estimates(records, 'program')}"
         )
-        picture = LaneChart(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
+        picture = lane_chart(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
         tables = [
             page_table(step_table("Communication of a layer", records, *COMMUNICATION)),
             page_table(step_table("Time and memory", records, MEMORY, ""), note=MEMORY_NOTE),

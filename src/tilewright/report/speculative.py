@@ -107,8 +107,7 @@ def category_tables(rows: Sequence[Row]) -> list[FigureTable]:
 def write_benchmark(path: Path, report: Report, averages: Sequence[Row] = ()) -> None:
     """Writes the page: the tables, and for each dataset charts of acceptance, of τ and of a round's time.
 
-    Raises:
-        ValueError: the environment holds something that JSON cannot.
+    See `Report.write`, also for errors.
     """
     rows = [row for row in shown(report.records) if row["drafter"] != PLAIN]
     tables = benchmark_tables("Speed and acceptance", report.records, averages)
