@@ -227,12 +227,10 @@ def prepare(
     for name in names:
         if name == "gat":  # whose nodes are neighbours of themselves
             looped = replace(graph, edge_index=with_self_loops(graph.edge_index.astype(np.int32), graph.num_nodes))
-            ready.append(gathering(name, x, make_arrays(looped, wanted, x), dtype, here=not chips))
-            continue
-        arrays = arrays or make_arrays(graph, wanted, x)
-        ready.append(
-            scatter_add(x, arrays) if name == "scatter-add" else gathering(name, x, arrays, dtype, here=not chips)
-        )  # fmt: skip
+            own = make_arrays(looped, wanted, x)
+        else:
+            own = arrays = arrays or make_arrays(graph, wanted, x)
+        ready.append(scatter_add(x, own) if name == "scatter-add" else gathering(name, x, own, dtype, here=not chips))
     return ready
 
 

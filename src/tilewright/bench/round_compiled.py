@@ -45,29 +45,26 @@ def over_layers(compile_with: Callable[[int], CompilerEstimate], layers: int) ->
 
 def head_estimates(topology: str, setup: RoundSetup) -> dict[str, CompilerEstimate]:
     """Both heads and the draft's best tokens, and all of them as XLA compiles them; none depends on the context."""
-    target, models = setup.target, with_layers(setup, 1).models()
-    norm_and_head = replace(models.target, layers=())
+    target, chip = setup.target, chip_of(topology)
+    norm_and_head = replace(with_layers(setup, 1).models().target, layers=())
 
-    def plain(x: Array, params: Any) -> Array:
-        return select.PLAIN.head_argmax(x, decoder.output_head(params))[0]
+    def first(ops: Operations, x: Array, params: Any) -> Array:
+        return ops.head_argmax(x, decoder.output_head(params))[0]
 
     def best(ops: Operations, x: Array, params: Any) -> tuple[Array, Array]:
         return ops.head_top_k(x, decoder.output_head(params), setup.top_k)
 
     block, drafts = setup.hidden(setup.block_size), setup.hidden(setup.block_size - 1)
-    jobs: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-        "verify_head": (lambda x, params: decoder.most_likely(target, setup.ops, params, x), block, norm_and_head),
-        "verify_head_xla": (plain, block, norm_and_head),
-        "draft_head": (lambda x, params: setup.ops.head_argmax(x, decoder.output_head(params))[0], drafts, norm_and_head),
-        "draft_head_xla": (plain, drafts, norm_and_head),
-        "draft_top_k": (partial(best, setup.ops), drafts, norm_and_head),
-        "draft_top_k_xla": (partial(best, select.PLAIN), drafts, norm_and_head),
+    jobs: dict[str, tuple[Callable[..., Any], jax.ShapeDtypeStruct]] = {
+        "verify_head": (lambda x, params: decoder.most_likely(target, setup.ops, params, x), block),
+        "verify_head_xla": (partial(first, select.PLAIN), block),
+        "draft_head": (partial(first, setup.ops), drafts),
+        "draft_head_xla": (partial(first, select.PLAIN), drafts),
+        "draft_top_k": (partial(best, setup.ops), drafts),
+        "draft_top_k_xla": (partial(best, select.PLAIN), drafts),
     }
-    return {
-        name: estimate(chip_of(topology), compile_for(topology, run, x, head))
-        for name, (run, x, head) in jobs.items()
-        if x.size
-    }
+    found = {name: compile_for(topology, run, x, norm_and_head) for name, (run, x) in jobs.items() if x.size}
+    return {name: estimate(chip, compiled) for name, compiled in found.items()}
 
 
 def with_layers(setup: RoundSetup, layers: int) -> RoundSetup:

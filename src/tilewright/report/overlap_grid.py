@@ -66,12 +66,8 @@ def write_grid(
     sections = []
     for kind, of in grouped(predicted, kind_of).items():
         sections.append(Section(f"Predicted for {kind}", charts(of), f"{PREDICTED} {grid_estimates(of)}", grid=True))
-        sections.append(
-            Section(
-                f"Figures for {kind}",
-                [page_table(predicted_table("Predictions", of, (*PREDICTED_COLUMNS, *chosen(TIMES, "device_gb"))))],
-            )
-        )
+        table = predicted_table("Predictions", of, (*PREDICTED_COLUMNS, *chosen(TIMES, "device_gb")))
+        sections.append(Section(f"Figures for {kind}", [page_table(table)]))
     sections.append(ranges_section(ranges))
     if measured:
         text = CPUS if about.get("measured_platform") == "cpu" else RAN

@@ -158,14 +158,12 @@ def write_serving(path: str | Path, report: ServingReport) -> None:
     Raises:
         ValueError: figures or environment hold something that JSON cannot.
     """
+    failures, taken = report.figures["failures"], page_table(latency_table(report.figures, report.percentiles))
     sections = [
-        Section(
-            "How long things took", [page_table(latency_table(report.figures, report.percentiles))], sentences(report.notes)
-        ),
+        Section("What failed", [failure_table(failures)] if failures else []),
+        Section("How long things took", [taken], sentences(report.notes)),
         distributions(report),
     ]
-    if report.figures["failures"]:
-        sections.insert(0, Section("What failed", [failure_table(report.figures["failures"])]))
     body = Template(asset("serving.html")).substitute(
         title=escape(report.title),
         lead=escape(report.lead),
