@@ -90,7 +90,7 @@ def csv_records(path: Path) -> Iterator[tuple[int, Record]]:
             elif len(cells) != len(header):
                 raise ValueError(f"{path}:{lines.line_num}: expected {len(header)} values, found {len(cells)}")
             else:
-                yield lines.line_num, dict(zip(header, cells, strict=True))
+                yield lines.line_num, dict(zip(header[::-1], cells[::-1], strict=True))  # of two columns of a name the first
     except csv.Error as error:
         raise ValueError(f"{path}:{lines.line_num}: not CSV ({error})") from None
 
