@@ -56,7 +56,11 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monke
 def test_without_a_terminal_long_work_tells_of_itself_now_and_then(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
     monkeypatch.setattr(outputs.time, "monotonic", lambda: now)
-    for terminal, shown, wanted in ((False, True, "25 %  second\n75 %  [third]\n"), (False, False, ""), (True, False, "")):
+    for terminal, shown, wanted in (
+        (False, True, "25 %  second\n50 %  [third]\n75 %  [third]\n"),
+        (False, False, ""),
+        (True, False, ""),
+    ):
         console, now = Console(file=StringIO(), force_terminal=terminal), 0.0
         with progress(console, 8, "first", shown) as step:
             for name in ("second", "second", "[third]", "[third]", "[third]", "[third]"):
