@@ -61,9 +61,10 @@ def test_without_a_terminal_long_work_tells_of_itself_now_and_then(monkeypatch: 
         (False, False, ""),
         (True, False, ""),
     ):
-        console, now = Console(file=StringIO(), force_terminal=terminal), 0.0
+        written, now = StringIO(), 0.0
+        console = Console(file=written, force_terminal=terminal)
         with progress(console, 8, "first", shown) as step:
             for name in ("second", "second", "[third]", "[third]", "[third]", "[third]"):
                 now += 35.0
                 step(name)
-        assert console.file.getvalue().replace("\x1b[?25l", "").replace("\x1b[?25h", "") == wanted
+        assert written.getvalue().replace("\x1b[?25l", "").replace("\x1b[?25h", "") == wanted
