@@ -1,47 +1,102 @@
 """`tilewright train demo`, which makes the packaged models again, and `train evaluate`, which measures others by their text."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
-from cyclopts import Parameter
+import numpy as np
+from cyclopts import App, Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DEMO, CompileCache, keep_programs
-from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
+from tilewright.cli.common import DEMO, CompileCache, given, keep_programs
+from tilewright.cli.outputs import JsonFile, check_least, human_console, progress_console, whole_file, write_json
 from tilewright.cli.train import check_out
+from tilewright.cli.train_drafter import drafter
 from tilewright.compiled.machine import chip_name
 from tilewright.models import hub
-from tilewright.models.checkpoint import load_decoder
+from tilewright.models.checkpoint import load_decoder, read_config
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.demo import DRAFTERS, TARGET_OPTIONS, train_demo
 from tilewright.train.demo_text import demo_documents, held_out_text
 from tilewright.train.evaluate import evaluate_target
+from tilewright.train.records import Records
+
+SMOLLM2 = "smollm2-dflash2"
+RECORDS = Path("benchmarks/training/smollm2-records.npz.xz")
+TRAINED_RECORDS = 9617
+"""How many of the first records in that file SmolLM2's drafter was trained on, those held out among them."""
+RECIPE: dict[str, Any] = {
+    "target": "smollm2-135m", "kind": "dflash2", "layers": 2, "selector-rank": 64, "draft-vocab": 8192, "mask-token-id": 3,
+    "taps": (1, 8, 15, 21, 28), "dpace": 0.5, "anchors": 96, "batch-size": 32, "sequence-length": 512,
+    "compute-dtype": "bfloat16", "optimizer": "muon", "muon-learning-rate": 0.02, "learning-rate": "1e-3", "schedule": "wsd",
+    "cooldown": 0.3, "dtype": "bfloat16", "steps": 2763,
+}  # fmt: skip
+"""Options of `tilewright train drafter` that SmolLM2's drafter is trained with. Its model card has the same command."""
 
 
 def demo(
+    model: Literal["demo", "smollm2-dflash2"] = DEMO,
     *,
-    gsm8k: Annotated[Path, Parameter(name="--gsm8k")],
-    out: Path = Path("runs/demo"),
-    steps: int = TARGET_OPTIONS.steps,
+    gsm8k: Annotated[Path | None, Parameter(name="--gsm8k")] = None,
+    records: Path | None = None,
+    out: Path | None = None,
+    steps: int | None = None,
     drafter_steps: int | None = None,
+    batch_size: int | None = None,
+    save_every: int | None = None,
     compile_cache: CompileCache = True,
     json_file: JsonFile = None,
 ) -> None:
-    """Repeats the training of the demo's target and drafters: the standard library's source, that of installed dependencies
-    with permissive licences, and GSM8K's training questions.
+    """Repeats the training of packaged models: the demo's target and drafters, or SmolLM2's drafter.
+
+    The demo takes 25 minutes on two CPU cores. SmolLM2's drafter is trained as by `tilewright train drafter`, with the options
+    that its model card has: in 272 seconds on an H100; on two CPU cores in about 40 hours, which --drafter-steps shortens.
 
     Parameters
     ----------
+    model
+        "demo", the target with its drafters, or "smollm2-dflash2", the drafter for smollm2-135m.
     gsm8k
-        GSM8K's training questions, as JSONL.
+        demo: GSM8K's training questions, as JSONL.
+    records
+        smollm2-dflash2: what its target wrote, a file of the repository, by default benchmarks/training/smollm2-records.npz.xz.
     out
-        Folder for the models and for the checkpoints that an interrupted run resumes from.
+        Folder for the models and for the checkpoints that an interrupted run resumes from; by default runs/ and the name.
     steps
-        Steps of the target.
+        demo: steps of the target (1200 by default).
     drafter_steps
-        Steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500.
+        Steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500, for smollm2-dflash2 2763.
+    batch_size
+        smollm2-dflash2: answers a step (32 by default, which take more than 20 GB on a CPU).
+    save_every
+        smollm2-dflash2: steps from one checkpoint to the next (100 by default).
     """
+    counts = {"steps": steps, "drafter_steps": drafter_steps, "batch_size": batch_size, "save_every": save_every}
+    check_least(SimpleNamespace(**counts), **dict.fromkeys(counts, 1))
+    place, own = out or Path("runs") / model, {"batch-size": batch_size, "save-every": save_every}
+    if model == SMOLLM2:
+        refuse(SMOLLM2, DEMO, gsm8k=gsm8k, steps=steps)
+        instead = {**own, "steps": drafter_steps, "json": json_file}
+        repeat_drafter(given(records, RECORDS), place, instead, compile_cache, human_console(json_file))
+        return
+    refuse(DEMO, SMOLLM2, records=records, **own)
+    if gsm8k is None:
+        raise ValueError("expected --gsm8k with a file of GSM8K's training questions, found none")
+    repeat_demo(gsm8k, place, given(steps, TARGET_OPTIONS.steps), drafter_steps, compile_cache, json_file)
+
+
+def refuse(model: str, other: str, **options: object) -> None:
+    """Raises a `ValueError` that lists which options of the other model were given."""
+    if found := [f"--{name}" for name, value in options.items() if value is not None]:
+        raise ValueError(f"train demo {model} does not take {', '.join(found)} (for {other})")
+
+
+def repeat_demo(
+    gsm8k: Path, out: Path, steps: int, drafter_steps: int | None, compile_cache: bool, json_file: str | None
+) -> None:
+    """Trains the demo's target and drafters."""
     console = human_console(json_file)
     check_out(out)
     keep_programs(compile_cache)
@@ -51,6 +106,45 @@ def demo(
     show_held_out(figures["target"]["held_out"], console)
     console.print(f"wrote {', '.join(str(out / name) for name in ('target', *DRAFTERS))}")
     write_json(json_file, {**figures, "chip": chip_name()})
+
+
+def command_line(options: Mapping[str, Any]) -> list[str]:
+    """Options as words of a command line. A tuple is an option that is given several times."""
+    several = {name: value if isinstance(value, tuple) else (value,) for name, value in options.items()}
+    return [word for name, values in several.items() for value in values for word in (f"--{name}", str(value))]
+
+
+def repeat_drafter(records: Path, out: Path, instead: Mapping[str, Any], compile_cache: bool, console: Console) -> None:
+    """Trains SmolLM2's drafter by `tilewright train drafter`, and says how it compares with the one of the package.
+
+    Args:
+        instead: options that take the place of the recipe's.
+
+    Raises:
+        ValueError: the records are not there, or too few.
+    """
+    check_out(out)
+    if not records.is_file():
+        raise ValueError(f"expected --records with {RECORDS} of the repository, which the package lacks; no file {records}")
+    text, first = Records.load(records), out / "training" / RECORDS.name
+    if len(text) < TRAINED_RECORDS:
+        raise ValueError(f"--records {records}: expected at least {TRAINED_RECORDS:,} records, found {len(text):,}")
+    first.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(first) as partial:
+        text.take(np.arange(TRAINED_RECORDS)).save(partial)
+    options = RECIPE | {name: value for name, value in instead.items() if value is not None}
+    cache = "--compile-cache" if compile_cache else "--no-compile-cache"
+    words = [str(first.absolute()), f"--out={out}", *command_line(options), cache]
+    command, arguments, _ = App(default_command=drafter).parse_args(words, exit_on_error=False, print_error=False)
+    command(*arguments.args, **arguments.kwargs)
+    show_acceptance(out, console)
+
+
+def show_acceptance(out: Path, console: Console) -> None:
+    """Prints how often each draft of a block was accepted where those before it were, here and in the package."""
+    for name, folder in (("this run", out), ("packaged", hub.resolve(SMOLLM2))):
+        rates = read_config(folder)["dflash_config"]["expected_acceptance"]
+        console.print(f"{name}, % accepted by position: {' '.join(f'{100 * rate:2.0f}' for rate in rates)}", markup=False)
 
 
 def show_held_out(figures: dict[str, dict[str, float]], console: Console) -> None:
