@@ -58,9 +58,7 @@ def add_commands(to: App, places: dict[str, str]) -> App:
     for name, place in places.items():
         module, function = place.split(":")
         source = files("tilewright.cli").joinpath(f"{module}.py").read_text(encoding="utf-8")
-        found = re.search(
-            rf'^def {function}\(.*?^    """(.*?)(\n    (?:Args:|Parameters)\n|""")', source, re.MULTILINE | re.DOTALL
-        )
+        found = re.search(rf'^def {function}\(.*?^    """(.*?)(\n    Args:\n|""")', source, re.MULTILINE | re.DOTALL)
         assert found is not None, f"{place} has no docstring"
         to.command(f"tilewright.cli.{place}", name=name, help=cleandoc(found[1]))
     return to

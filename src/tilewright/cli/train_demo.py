@@ -10,8 +10,9 @@ import numpy as np
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DEMO, CompileCache, given, keep_programs
-from tilewright.cli.outputs import JsonFile, check_least, human_console, progress_console, whole_file, write_json
+from tilewright.cli.common import DEMO, given, keep_programs
+from tilewright.cli.options import CompileCache, check_least
+from tilewright.cli.outputs import JsonFile, human_console, progress_console, whole_file, write_json
 from tilewright.cli.train import check_out
 from tilewright.cli.train_drafter import drafter
 from tilewright.compiled.machine import chip_name
@@ -54,24 +55,16 @@ def demo(
     The demo takes 25 minutes on two CPU cores. SmolLM2's drafter is trained as by `tilewright train drafter`, with the options
     that its model card has: in 272 seconds on an H100; on two CPU cores in about 40 hours, which --drafter-steps shortens.
 
-    Parameters
-    ----------
-    model
-        "demo", the target with its drafters, or "smollm2-dflash2", the drafter for smollm2-135m.
-    gsm8k
-        demo: GSM8K's training questions, as JSONL.
-    records
-        smollm2-dflash2: what its target wrote, a file of the repository, by default benchmarks/training/smollm2-records.npz.xz.
-    out
-        Folder for the models and for the checkpoints that an interrupted run resumes from; by default runs/ and the name.
-    steps
-        demo: steps of the target (1200 by default).
-    drafter_steps
-        Steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500, for smollm2-dflash2 2763.
-    batch_size
-        smollm2-dflash2: answers a step (32 by default, which take more than 20 GB on a CPU).
-    save_every
-        smollm2-dflash2: steps from one checkpoint to the next (100 by default).
+    Args:
+        model: "demo", the target with its drafters, or "smollm2-dflash2", the drafter for smollm2-135m.
+        gsm8k: demo: GSM8K's training questions, as JSONL.
+        records: smollm2-dflash2: what its target wrote, a file of the repository, by default
+            benchmarks/training/smollm2-records.npz.xz.
+        out: folder for the models and for the checkpoints that an interrupted run resumes from; by default runs/ and the name.
+        steps: demo: steps of the target (1200 by default).
+        drafter_steps: steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500, for smollm2-dflash2 2763.
+        batch_size: smollm2-dflash2: answers a step (32 by default, which take more than 20 GB on a CPU).
+        save_every: smollm2-dflash2: steps from one checkpoint to the next (100 by default).
     """
     counts = {"steps": steps, "drafter_steps": drafter_steps, "batch_size": batch_size, "save_every": save_every}
     check_least(SimpleNamespace(**counts), **dict.fromkeys(counts, 1))
@@ -164,12 +157,9 @@ def evaluate(
 ) -> None:
     """Measures a language model on the demo's held-out text: its loss, and how much its greedy continuations repeat.
 
-    Parameters
-    ----------
-    model
-        A folder, a Hugging Face id, or "demo". Its tokenizer must be a byte-level BPE.
-    gsm8k
-        GSM8K's training questions, as JSONL; a twentieth of them is held out.
+    Args:
+        model: a folder, a Hugging Face id, or "demo". Its tokenizer must be a byte-level BPE.
+        gsm8k: GSM8K's training questions, as JSONL; a twentieth of them is held out.
     """
     console = human_console(json_file)
     keep_programs(compile_cache)
