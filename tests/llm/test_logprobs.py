@@ -86,14 +86,17 @@ def test_scores_of_positions_that_ask(seed: int, vocab: int, coarse: bool, askin
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_reports_come_to_the_host_as_they_were(wanted: bool):
+@pytest.mark.parametrize("looking_up", [False, True])
+def test_reports_come_to_the_host_as_they_were(wanted: bool, looking_up: bool):
     """Log-probabilities only where somebody asks for them; of two steps of which one ran, that one."""
     rng, shape, k = np.random.default_rng(0), (2, 3, 5), 20
     committed, drafted, accepted = (rng.integers(1, 9, shape[:2]).astype(np.int32) for _ in range(3))
     tokens, ids = rng.integers(0, 99, shape).astype(np.int32), rng.integers(0, 99, (*shape, k)).astype(np.int32)
     chosen, logprobs = (rng.normal(size=size).astype(np.float32) for size in (shape, (*shape, k)))
-    info = StepInfo(tokens, committed, drafted, accepted, Logprobs(chosen, ids, logprobs) if wanted else None)
+    looked_up = rng.integers(0, 2, shape[:2]) > 0 if looking_up else None
+    info = StepInfo(tokens, committed, drafted, accepted, Logprobs(chosen, ids, logprobs) if wanted else None, looked_up)
     packed = np.array(jax.vmap(lambda info: info.packed())(jax.tree.map(jnp.asarray, info)))
+    info = info._replace(looked_up=np.zeros(shape[:2], bool) if looked_up is None else looked_up)
     reports = Reports(packed, Logprobs(chosen, ids, logprobs))
     jax.tree.map(np.testing.assert_array_equal, StepInfo.unpacked(reports, wanted), info)
     packed[1] = 0
