@@ -94,7 +94,7 @@ class TpuProgramOptions(TpuModelOptions):
     layers: int | None = None
 
     def facts(self, fabrics: Mapping[str, Fabric], *names: str) -> dict[str, Any]:
-        """What predictions on these fabrics depend on: the model, the latency of a hop, options of these names, and versions.
+        """Facts that predictions depend on: the model, a hop's latency on these fabrics, options of these names, and versions.
 
         The latency is in microseconds, by topology where it is not the same for all.
         """

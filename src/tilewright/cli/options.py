@@ -1,4 +1,4 @@
-"""What options are declared with: the decorator of their classes, types that commands share, and checks of their ranges."""
+"""Declarations of options: the decorator of their classes, types that commands share, and checks of their ranges."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ CompileCache = Annotated[
         help="keep compiled programs, and what rounds cost, in the user's cache folder, and use what is there.",
     ),
 ]
-"""Whether compiled programs are kept on disk for the next process; every command that compiles takes it."""
+"""Switch for keeping compiled programs on disk for the next process; every command that compiles takes it."""
 
 
 def flag(name: str, value: object = None) -> str:
@@ -77,7 +77,7 @@ def flag(name: str, value: object = None) -> str:
 
 
 def told(options: object, *names: str) -> list[str]:
-    """Those of options, or of the named ones of them, that are not as by default, by their names on the command line."""
+    """Options that are not as by default, of all or of the named ones, by their names on the command line."""
     usual = vars(type(options)())
     return [flag(name) for name in names or usual if vars(options)[name] != usual[name]]
 

@@ -27,7 +27,7 @@ from tilewright.train.records import Records
 SMOLLM2 = "smollm2-dflash2"
 RECORDS = Path("benchmarks/training/smollm2-records.npz.xz")
 TRAINED_RECORDS = 9617
-"""How many of the first records in that file SmolLM2's drafter was trained on, those held out among them."""
+"""Number of records, from the first in that file, that SmolLM2's drafter was trained on, those held out among them."""
 RECIPE: dict[str, Any] = {
     "target": "smollm2-135m", "kind": "dflash2", "layers": 2, "selector-rank": 64, "draft-vocab": 8192, "mask-token-id": 3,
     "taps": (1, 8, 15, 21, 28), "dpace": 0.5, "anchors": 96, "batch-size": 32, "sequence-length": 512,

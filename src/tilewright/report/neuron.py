@@ -181,7 +181,7 @@ def training_table(title: str, records: Sequence[Row]) -> FigureTable:
 
 
 def settings(plan: Row) -> dict[str, Any]:
-    """What a plan's figures depend on, as a page shows it: lists as words."""
+    """Settings that a plan's figures depend on, as a page shows them: lists as words."""
     told = ("data", "ranges", "winner", "winner_environment", "winner_text")
     return {
         name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value

@@ -28,8 +28,8 @@ FIRST_LOOK = 4
 itself where it has nothing, and begins with as many rounds as there may be between two looks. Of several drafters
 the better one changes within a text, and a long run of the wrong one costs more than looks: there each comes after so few."""
 JOINED_LOOK = 16
-"""The same where n-grams draft in the place of another drafter: with it or by themselves, rounds differ less, and most of what
-a look sees in a few of them is chance."""
+"""Rounds after which a new choice is looked at where n-grams draft in the place of another drafter: with it or by themselves,
+rounds differ less, and most of what a look sees in a few of them is chance."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 DISPATCHING = 0.025
