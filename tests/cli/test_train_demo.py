@@ -26,24 +26,39 @@ SMALL = {
 
 @pytest.fixture
 def records(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of 24 records, of which a small recipe takes the first 20."""
+    """A file of 24 records, of which the first part of a small recipe takes 16, and the second 8 and 6 of these again."""
     rng = np.random.default_rng(0)
     made = [(rng.integers(1, 30, 4).tolist(), rng.integers(1, 30, 8 + n % 3).tolist()) for n in range(24)]
     Records.of(made).save(tmp_path / "some.npz.xz")
     monkeypatch.setattr(train_demo, "RECIPE", {"target": folders[0], **SMALL})
-    monkeypatch.setattr(train_demo, "TRAINED_RECORDS", 20)
+    monkeypatch.setattr(train_demo, "SECOND", {"learning-rate": "1e-4", "block-size": 3, "steps": 7})
+    monkeypatch.setattr(train_demo, "FIRST_RECORDS", 16)
+    monkeypatch.setattr(train_demo, "AGAIN", 6)
     return tmp_path / "some.npz.xz"
 
 
 def test_the_model_card_has_the_recipe():
-    """Its command, how many records it is given, and the steps."""
+    """The command of each part, how many records it is given, and the steps."""
     card = CARD.read_text(encoding="utf-8")
     blocks = re.findall(r"^```\n(.*?)^```$", card, re.MULTILINE | re.DOTALL)
-    (command,) = [block for block in blocks if "--kind dflash2" in block]
-    recipe = train_demo.command_line(train_demo.RECIPE)
-    assert shlex.split(command.replace("\\\n", "")) == ["tilewright", "train", "drafter", "RECORDS", "--out", "DIR", *recipe]
-    assert f"the first {train_demo.TRAINED_RECORDS:,} records of `{train_demo.RECORDS}`" in card
-    assert f"{train_demo.RECIPE['steps']:,} steps of {train_demo.RECIPE['batch-size']} answers" in card
+    commands = [shlex.split(block.replace("\\\n", "")) for block in blocks if "--kind dflash2" in block]
+    first = train_demo.RECIPE
+    second = {**first, **train_demo.SECOND, "start": "DIR/training/first"}
+    begin = ["tilewright", "train", "drafter"]
+    assert commands == [
+        [
+            *begin,
+            "DIR/training/first/training/smollm2-records.npz.xz",
+            "--out",
+            "DIR/training/first",
+            *train_demo.command_line(first),
+        ],
+        [*begin, "DIR/training/smollm2-records.npz.xz", "--out", "DIR", *train_demo.command_line(second)],
+    ]
+    assert f"the first {train_demo.FIRST_RECORDS:,} records of `{train_demo.RECORDS}`" in card
+    assert f"and {train_demo.AGAIN:,} of the first" in card
+    for part in (first, second):
+        assert f"{part['steps']:,} steps of {part['batch-size']} answers" in card
 
 
 def test_the_recipe_makes_a_drafter_of_the_packaged_sizes():
@@ -59,10 +74,10 @@ def test_the_recipe_makes_a_drafter_of_the_packaged_sizes():
     assert taken.arguments["dtype"] == config["torch_dtype"]
 
 
-def test_it_is_train_drafter_on_the_first_records(run: Run, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An interrupted run goes on; `train drafter` knows the finished one for its own, and writes the same."""
+def test_it_is_train_drafter_in_two_parts(run: Run, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An interrupted run goes on; `train drafter` knows the finished ones for its own, and writes the same."""
     out = tmp_path / "out"
-    said = ["--drafter-steps", 4, "--batch-size", 2, "--save-every", 2]
+    first, said = out / "training" / "first", ["--drafter-steps", 4, "--batch-size", 2, "--save-every", 2]
     command = ["train", "demo", train_demo.SMOLLM2, "--records", records, "--out", out, *said]
     with monkeypatch.context() as patched:
         interrupt_at(3, patched)
@@ -70,20 +85,27 @@ def test_it_is_train_drafter_on_the_first_records(run: Run, records: Path, tmp_p
     ran = run(*command, "--json", "-")
     assert ran.status == 0, ran.err
     assert "resuming DFlash 2 drafter at step 2 of 4" in ran.err
-    mine = json.loads((out / "config.json").read_text())["dflash_config"]["expected_acceptance"]
+    fields = json.loads((out / "config.json").read_text())
+    mine = fields["dflash_config"]["expected_acceptance"]
     packaged = json.loads((CARD.parent / "config.json").read_text())["dflash_config"]["expected_acceptance"]
     assert ran.json["expected_acceptance"] == mine
     for name, rates in (("this run", mine), ("packaged", packaged)):
         assert f"{name}, % accepted by position: {' '.join(f'{100 * rate:2.0f}' for rate in rates)}\n" in ran.err
     assert max(map(len, ran.err.splitlines()[-2:])) < 80
-    taken, all_of_them = (Records.load(path) for path in (out / "training" / "smollm2-records.npz.xz", records))
-    assert taken.fingerprint == all_of_them.take(np.arange(20)).fingerprint
-    written = [(out / name).read_bytes() for name in ("model.safetensors", "config.json")]
-    options = train_demo.command_line({**train_demo.RECIPE, "batch-size": 2, "steps": 4})
-    ran = run("train", "drafter", out / "training" / "smollm2-records.npz.xz", "--out", out, *options)
-    assert ran.status == 0, ran.err
-    assert "resuming DFlash 2 drafter at step 4 of 4" in ran.out, "the same run"
-    assert written == [(out / name).read_bytes() for name in ("model.safetensors", "config.json")]
+    assert len(mine) == 2, "of blocks of 3"
+    assert fields["block_size"] == SMALL["block-size"], "as wide as the first part's"
+    all_of_them, again = Records.load(records), np.sort(np.random.default_rng(0).permutation(16)[:6])
+    for folder, taken in ((first, np.arange(16)), (out, [*range(16, 24), *again])):
+        read = Records.load(folder / "training" / "smollm2-records.npz.xz")
+        assert read.fingerprint == all_of_them.take(taken).fingerprint
+    parts = ((first, train_demo.RECIPE), (out, {**train_demo.RECIPE, **train_demo.SECOND, "start": first}))
+    for folder, part in parts:
+        written = (folder / "model.safetensors").read_bytes()
+        options = train_demo.command_line({**part, "batch-size": 2, "steps": 4})
+        ran = run("train", "drafter", folder / "training" / "smollm2-records.npz.xz", "--out", folder, *options)
+        assert ran.status == 0, ran.err
+        assert "resuming DFlash 2 drafter at step 4 of 4" in ran.out, "the same run"
+        assert written == (folder / "model.safetensors").read_bytes()
 
 
 def test_a_finished_model_is_not_written_over(run: Run, records: Path, tmp_path: Path):

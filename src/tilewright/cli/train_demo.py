@@ -1,5 +1,6 @@
 """`tilewright train demo`, which makes the packaged models again, and `train evaluate`, which measures others by their text."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tilewright.cli.train import check_out
 from tilewright.cli.train_drafter import drafter
 from tilewright.compiled.machine import chip_name
 from tilewright.models import hub
-from tilewright.models.checkpoint import load_decoder, read_config
+from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.demo import DRAFTERS, TARGET_OPTIONS, train_demo
 from tilewright.train.demo_text import demo_documents, held_out_text
@@ -26,15 +27,21 @@ from tilewright.train.records import Records
 
 SMOLLM2 = "smollm2-dflash2"
 RECORDS = Path("benchmarks/training/smollm2-records.npz.xz")
-TRAINED_RECORDS = 9617
-"""Number of records, from the first in that file, that SmolLM2's drafter was trained on, those held out among them."""
+FIRST_RECORDS, AGAIN = 9617, 2400
+"""Number of records, from the first in that file, that the first part of the training of SmolLM2's drafter reads, with those held
+out; and how many of these the second part reads again beside all that come behind them."""
 RECIPE: dict[str, Any] = {
     "target": "smollm2-135m", "kind": "dflash2", "layers": 2, "selector-rank": 64, "draft-vocab": 8192, "mask-token-id": 3,
     "taps": (1, 8, 15, 21, 28), "dpace": 0.5, "anchors": 96, "batch-size": 32, "sequence-length": 512,
     "compute-dtype": "bfloat16", "optimizer": "muon", "muon-learning-rate": 0.02, "learning-rate": "1e-3", "schedule": "wsd",
     "cooldown": 0.3, "dtype": "bfloat16", "steps": 2763,
 }  # fmt: skip
-"""Options of `tilewright train drafter` that SmolLM2's drafter is trained with. Its model card has the same command."""
+"""Options of `tilewright train drafter` in the first part of that training. The model card has the same command."""
+SECOND: dict[str, Any] = {
+    "block-size": 8, "batch-size": 16, "sequence-length": 384, "compute-dtype": "float32", "muon-learning-rate": 0.006,
+    "learning-rate": "3e-4", "cooldown": 0.4, "steps": 300,
+}  # fmt: skip
+"""Those that differ in the second part, on broader text, which starts from the first one's drafter."""
 
 
 def demo(
@@ -52,8 +59,9 @@ def demo(
 ) -> None:
     """Repeats the training of packaged models: the demo's target and drafters, or SmolLM2's drafter.
 
-    The demo takes 25 minutes on two CPU cores. SmolLM2's drafter is trained as by `tilewright train drafter`, with the options
-    that its model card has: in 272 seconds on an H100; on two CPU cores in about 40 hours, which --drafter-steps shortens.
+    The demo takes 25 minutes on two CPU cores. SmolLM2's drafter is trained in two parts, as by `tilewright train drafter` with
+    the options that its model card has. The first took 272 seconds on an H100, and would take about 40 hours on two CPU cores,
+    which --drafter-steps shortens. The second took an hour on two cores.
 
     Args:
         model: "demo", the target with its drafters, or "smollm2-dflash2", the drafter for smollm2-135m.
@@ -62,8 +70,9 @@ def demo(
             benchmarks/training/smollm2-records.npz.xz.
         out: folder for the models and for the checkpoints that an interrupted run resumes from; by default runs/ and the name.
         steps: demo: steps of the target (1200 by default).
-        drafter_steps: steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500, for smollm2-dflash2 2763.
-        batch_size: smollm2-dflash2: answers a step (32 by default, which take more than 20 GB on a CPU).
+        drafter_steps: steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500. Of each part of
+            smollm2-dflash2's; by default 2763 and 300.
+        batch_size: smollm2-dflash2: answers a step (by default 32, which take more than 20 GB on a CPU, and 16).
         save_every: smollm2-dflash2: steps from one checkpoint to the next (100 by default).
     """
     counts = {"steps": steps, "drafter_steps": drafter_steps, "batch_size": batch_size, "save_every": save_every}
@@ -71,7 +80,9 @@ def demo(
     place, own = out or Path("runs") / model, {"batch-size": batch_size, "save-every": save_every}
     if model == SMOLLM2:
         refuse(SMOLLM2, DEMO, gsm8k=gsm8k, steps=steps)
-        instead = {**own, "steps": drafter_steps, "json": json_file}
+        instead = {
+            name: value for name, value in {**own, "steps": drafter_steps, "json": json_file}.items() if value is not None
+        }
         repeat_drafter(given(records, RECORDS), place, instead, compile_cache, human_console(json_file))
         return
     refuse(DEMO, SMOLLM2, records=records, **own)
@@ -119,18 +130,41 @@ def repeat_drafter(records: Path, out: Path, instead: Mapping[str, Any], compile
     check_out(out)
     if not records.is_file():
         raise ValueError(f"expected --records with {RECORDS} of the repository, which the package lacks; no file {records}")
-    text, first = Records.load(records), out / "training" / RECORDS.name
-    if len(text) < TRAINED_RECORDS:
-        raise ValueError(f"--records {records}: expected at least {TRAINED_RECORDS:,} records, found {len(text):,}")
-    first.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(first) as partial:
-        text.take(np.arange(TRAINED_RECORDS)).save(partial)
-    options = RECIPE | {name: value for name, value in instead.items() if value is not None}
+    text = Records.load(records)
+    if len(text) < FIRST_RECORDS:
+        raise ValueError(f"--records {records}: expected at least {FIRST_RECORDS:,} records, found {len(text):,}")
+    again = np.sort(np.random.default_rng(0).permutation(FIRST_RECORDS)[:AGAIN])
+    first = out / "training" / "first"
+    if not (first / CONFIG).exists():
+        train_part(text.take(np.arange(FIRST_RECORDS)), first, {**RECIPE, **instead, "json": None}, compile_cache)
+    behind = text.take([*range(FIRST_RECORDS, len(text)), *again])
+    train_part(behind, out, {**RECIPE, **SECOND, "start": first.absolute(), **instead}, compile_cache)
+    keep_block_size(out, first)
+    show_acceptance(out, console)
+
+
+def train_part(text: Records, out: Path, options: Mapping[str, Any], compile_cache: bool) -> None:
+    """Trains a drafter on records, of which it keeps a copy beside its checkpoints; or goes on with that.
+
+    Args:
+        options: None for one that is left at its default.
+    """
+    kept = out / "training" / RECORDS.name
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(kept) as partial:
+        text.save(partial)
     cache = "--compile-cache" if compile_cache else "--no-compile-cache"
-    words = [str(first.absolute()), f"--out={out}", *command_line(options), cache]
+    said = {name: value for name, value in options.items() if value is not None}
+    words = [str(kept.absolute()), f"--out={out}", *command_line(said), cache]
     command, arguments, _ = App(default_command=drafter).parse_args(words, exit_on_error=False, print_error=False)
     command(*arguments.args, **arguments.kwargs)
-    show_acceptance(out, console)
+
+
+def keep_block_size(folder: Path, before: Path) -> None:
+    """Has a drafter draft blocks as wide as the one that it started from, which was trained on these."""
+    fields = read_config(folder) | {"block_size": read_config(before)["block_size"]}
+    with whole_file(folder / CONFIG) as partial:
+        partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def show_acceptance(out: Path, console: Console) -> None:

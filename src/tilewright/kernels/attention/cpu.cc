@@ -87,7 +87,7 @@ void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {  // a scale of 0
   if (items * rows == 0) return;
   if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.d));
   const int64_t keys = *std::max_element(call.lengths, call.lengths + call.batch * call.t) + call.own, work = items * rows * keys * call.d;
-  const bool worth_it = work >= (1 << 18);
+  const bool worth_it = work >= (1 << 16);
   const int64_t wanted = worth_it ? (2 * static_cast<int64_t>(pool.num_threads()) + items - 1) / items : 1;
   const Kernel kernel = kernel_for(bfloat16, call.k_scale != nullptr);
   call.piece = std::min<int64_t>(64, ((rows + wanted - 1) / wanted + kernel.rows - 1) / kernel.rows * kernel.rows);

@@ -43,7 +43,13 @@ ffi::Error GatherBlockRows(ffi::Buffer<ffi::U8> panels, ffi::Buffer<ffi::S32> in
       (out->element_type() != ffi::F32 && out->element_type() != ffi::BF16))
     return ffi::Error::InvalidArgument("tilewright_gather_block_rows: shapes or types do not fit");
   const blocks::Form& form = blocks::forms[which];
+  const int64_t bytes = shape.back() * ffi::ByteWidth(out->element_type());
+  auto* to = static_cast<char*>(out->untyped_data());
   for (size_t i = 0; i < index.element_count(); ++i) {
+    if (i > 0 && index.typed_data()[i] == index.typed_data()[i - 1]) {  // as the mask tokens of a drafter's block
+      std::memcpy(to + i * bytes, to + (i - 1) * bytes, bytes);
+      continue;
+    }
     const int64_t from = std::clamp<int64_t>(index.typed_data()[i], 0, rows - 1), at = i * shape.back();
     const uint8_t* panel = panels.typed_data() + from / 16 * dims[1] * dims[2];
     if (out->element_type() == ffi::F32) read_lane(form, panel, from % 16, shape.back(), static_cast<float*>(out->untyped_data()) + at);

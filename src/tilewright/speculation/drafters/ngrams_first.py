@@ -85,9 +85,9 @@ class NGramsFirst(OneKind):
 
         if not target.loops:
             return drafted()
-        # A loop of one turn or none: XLA:CPU copies caches for a branch.
-        turns = jnp.any(new).astype(jnp.int32)
-        return jax.lax.fori_loop(0, turns, lambda _, __: drafted(), found)
+        # A branch that changes nothing of what it reads, so that XLA:CPU copies no cache for it. A loop of one turn or none
+        # would not do: XLA moves out of it what does not depend on the turn, which is the whole pass.
+        return jax.lax.cond(jnp.any(new), drafted, lambda: found)
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
