@@ -28,8 +28,8 @@ from tilewright.train.records import Records
 SMOLLM2 = "smollm2-dflash2"
 RECORDS = Path("benchmarks/training/smollm2-records.npz.xz")
 FIRST_RECORDS, AGAIN = 9617, 2400
-"""Number of records, from the first in that file, that the first part of the training of SmolLM2's drafter reads, with those held
-out; and how many of these the second part reads again beside all that come behind them."""
+"""Number of records, from the first in that file, that the first part of the training of SmolLM2's drafter reads, the held-out
+ones with them; and how many of these the second part reads again beside all that come behind them."""
 RECIPE: dict[str, Any] = {
     "target": "smollm2-135m", "kind": "dflash2", "layers": 2, "selector-rank": 64, "draft-vocab": 8192, "mask-token-id": 3,
     "taps": (1, 8, 15, 21, 28), "dpace": 0.5, "anchors": 96, "batch-size": 32, "sequence-length": 512,
