@@ -95,7 +95,7 @@ def test_it_is_train_drafter_in_two_parts(run: Run, records: Path, tmp_path: Pat
     assert len(mine) == 2, "of blocks of 3"
     assert fields["block_size"] == SMALL["block-size"], "as wide as the first part's"
     all_of_them, again = Records.load(records), np.sort(np.random.default_rng(0).permutation(16)[:6])
-    for folder, taken in ((first, np.arange(16)), (out, [*range(16, 24), *again])):
+    for folder, taken in ((first, np.arange(16)), (out, np.concatenate([np.arange(16, 24), again]))):
         read = Records.load(folder / "training" / "smollm2-records.npz.xz")
         assert read.fingerprint == all_of_them.take(taken).fingerprint
     parts = ((first, train_demo.RECIPE), (out, {**train_demo.RECIPE, **train_demo.SECOND, "start": first}))
@@ -138,7 +138,7 @@ def test_a_finished_model_is_not_written_over(run: Run, records: Path, tmp_path:
 def test_what_is_missing_or_does_not_belong(
     run: Run, records: Path, tmp_path: Path, arguments: list[Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(train_demo, "TRAINED_RECORDS", 9617)
+    monkeypatch.setattr(train_demo, "FIRST_RECORDS", 9617)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     places = {"FILE": records, "FOLDER": tmp_path}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -136,8 +137,10 @@ def repeat_drafter(records: Path, out: Path, instead: Mapping[str, Any], compile
     again = np.sort(np.random.default_rng(0).permutation(FIRST_RECORDS)[:AGAIN])
     first = out / "training" / "first"
     if not (first / CONFIG).exists():
-        train_part(text.take(np.arange(FIRST_RECORDS)), first, {**RECIPE, **instead, "json": None}, compile_cache)
-    behind = text.take([*range(FIRST_RECORDS, len(text)), *again])
+        # Figures are the second part's; where they go to standard output, nothing else does.
+        with redirect_stdout(console.file):
+            train_part(text.take(np.arange(FIRST_RECORDS)), first, {**RECIPE, **instead, "json": None}, compile_cache)
+    behind = text.take(np.concatenate([np.arange(FIRST_RECORDS, len(text)), again]))
     train_part(behind, out, {**RECIPE, **SECOND, "start": first.absolute(), **instead}, compile_cache)
     keep_block_size(out, first)
     show_acceptance(out, console)
