@@ -106,6 +106,11 @@ def test_it_is_train_drafter_in_two_parts(run: Run, records: Path, tmp_path: Pat
         assert ran.status == 0, ran.err
         assert "resuming DFlash 2 drafter at step 4 of 4" in ran.out, "the same run"
         assert written == (folder / "model.safetensors").read_bytes()
+    for path in (*out.glob("*.*"), *(out / "training").glob("state*")):
+        path.unlink()
+    ran = run(*command[:-6], "--drafter-steps", 3, "--batch-size", 2)
+    assert ran.status == 2
+    assert str(first) in ran.err, "a first part of other steps is none to go on from"
 
 
 def test_a_finished_model_is_not_written_over(run: Run, records: Path, tmp_path: Path):

@@ -42,7 +42,7 @@ SECOND: dict[str, Any] = {
     "block-size": 8, "batch-size": 16, "sequence-length": 384, "compute-dtype": "float32", "muon-learning-rate": 0.006,
     "learning-rate": "3e-4", "cooldown": 0.4, "steps": 300,
 }  # fmt: skip
-"""Those that differ in the second part, on broader text, which starts from the first one's drafter."""
+"""Options that differ in the second part, on broader text, which starts from the first one's drafter."""
 
 
 def demo(
@@ -136,10 +136,10 @@ def repeat_drafter(records: Path, out: Path, instead: Mapping[str, Any], compile
         raise ValueError(f"--records {records}: expected at least {FIRST_RECORDS:,} records, found {len(text):,}")
     again = np.sort(np.random.default_rng(0).permutation(FIRST_RECORDS)[:AGAIN])
     first = out / "training" / "first"
-    if not (first / CONFIG).exists():
-        # Figures are the second part's; where they go to standard output, nothing else does.
-        with redirect_stdout(console.file):
-            train_part(text.take(np.arange(FIRST_RECORDS)), first, {**RECIPE, **instead, "json": None}, compile_cache)
+    # One that is finished is known by its options, and not trained again. Figures are the second part's: where they go to
+    # standard output, nothing else does.
+    with redirect_stdout(console.file):
+        train_part(text.take(np.arange(FIRST_RECORDS)), first, {**RECIPE, **instead, "json": None}, compile_cache)
     behind = text.take(np.concatenate([np.arange(FIRST_RECORDS, len(text)), again]))
     train_part(behind, out, {**RECIPE, **SECOND, "start": first.absolute(), **instead}, compile_cache)
     keep_block_size(out, first)
