@@ -1,8 +1,7 @@
-"""The house rules that a machine can hold: import direction, sizes, forbidden modules and constructs, mirrored test folders."""
+"""Import directions between packages, forbidden modules, swallowed errors, and a test folder for each package."""
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -49,29 +48,12 @@ IMPORTERS = {
     "bench/bandwidth.py": "measures what reading alone can do, and calls the kernel for it",
     "bench/linear.py": "measures the implementations against each other",
 }
-"""Who imports an implementation all the same, and why."""
-
-UNUSED = {
-    "contains_shape": "what tests of compiled programs ask, defined beside the arrays that it looks through",
-    **dict.fromkeys(("capture_signals", "startup", "on_response_complete", "send_400_response"), "uvicorn calls it"),
-    **dict.fromkeys(("connection_made", "connection_lost", "data_received", "eof_received"), "asyncio calls it"),
-    **dict.fromkeys(("pause_writing", "resume_writing"), "asyncio calls it"),
-}
-"""Functions and classes of the package that nothing in it names, and why they stay."""
-
-SHARED_NAMES: dict[str, str] = {}
-"""Names of classes that two files define, and why that confuses nobody. An entry that is not needed any more is an error."""
-
-LONG_FILES: dict[str, int] = {}
-"""Files above the cap, with the number of lines granted to each. An entry that is not needed any more is an error."""
-
-LONG_FUNCTIONS: dict[str, int] = {}
-"""Functions of the package above the cap, with the lines granted to each (docstring and inner functions included)."""
+"""Files that import an implementation all the same, and why."""
 
 
 @cache
 def parsed(text: str) -> ast.Module:
-    """A file's tree. Six tests look at every file, and parsing takes longer than what they look for."""
+    """A file's tree. Several tests look at every file, and parsing takes longer than the checks."""
     return ast.parse(text)
 
 
@@ -87,11 +69,6 @@ def sources(folder: Path) -> list[Path]:
 
 def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def caps(name: str) -> tuple[int, int]:
-    """Largest number of lines of a file and of a function."""
-    return (800, 120) if name.startswith("src/tilewright/kernels/") else (500, 50)
 
 
 def reachable(name: str) -> set[str]:
@@ -150,32 +127,6 @@ def imported_implementations(text: str) -> list[str]:
     return sorted({match[1] for match in modules if match and (match[2] == "bundles" or match[3] in IMPLEMENTATIONS)})
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
-    """Every name that code mentions: variables, attributes, imports, keywords, and words in short strings (`getattr`)."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.alias):
-            yield node.name.rpartition(".")[2]
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield node.arg
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
-            yield from re.findall(r"\w+", node.value)
-
-
-def unnamed(trees: list[ast.Module], elsewhere: set[str]) -> set[str]:
-    """Functions, methods and classes of `trees` that neither these, outside of their own definition, nor `elsewhere` name."""
-    named = Counter(name for tree in trees for name in names_in(tree))
-    own: Counter[str] = Counter()
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("__"):
-                own[node.name] += list(names_in(node)).count(node.name)
-    return {name for name in own if named[name] <= own[name]} - elsewhere
-
-
 def construct_problems(text: str) -> list[str]:
     """Constructs that hide errors, read code from data, or promise work instead of doing it."""
     problems = []
@@ -199,47 +150,6 @@ def is_ellipsis(node: ast.stmt) -> bool:
 
 def is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
-
-
-def public_classes(tree: ast.Module) -> list[str]:
-    """Names of the classes that a file defines, as others may import them."""
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
-
-
-def function_lengths(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Qualified name and number of lines of every function, inner ones and methods included."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield prefix + node.name, (node.end_lineno or node.lineno) - node.lineno + 1
-            yield from function_lengths(node, f"{prefix}{node.name}.")
-        elif isinstance(node, ast.ClassDef):
-            yield from function_lengths(node, f"{prefix}{node.name}.")
-        else:
-            yield from function_lengths(node, prefix)
-
-
-def size_problems(sizes: dict[str, int], cap: dict[str, int], granted: dict[str, int]) -> list[str]:
-    """What is longer than it may be, and exceptions that are not needed."""
-    problems = [
-        f"{name}: {size} lines, the cap is {cap[name]}" for name, size in sizes.items() if size > granted.get(name, cap[name])
-    ]
-    stale = [f"{name}: the exception is not needed" for name in granted if sizes.get(name, 0) <= cap.get(name, 0)]
-    return problems + stale
-
-
-def touches(tree: ast.AST, attribute: str) -> list[int]:
-    """Lines that read or write an attribute of this name."""
-    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == attribute]
-
-
-PLUG_INS = re.compile(r"n-?grams? draft|dflash|\beagle\b|\bteams?\b|\bpolic(y|ies)\b|\bpacer\b|denois", re.IGNORECASE)
-"""Words of what plugs into the runtime, which the runtime does not use."""
-
-
-def test_the_runtime_knows_no_plug_in():
-    for path in sources(PACKAGE / "runtime"):
-        found = [line for line in path.read_text(encoding="utf-8").splitlines() if PLUG_INS.search(line)]
-        assert not found, f"{shown(path)}: {found[0]}"
 
 
 def test_imports_run_one_way():
@@ -274,50 +184,12 @@ def test_only_the_dispatcher_imports_implementations():
     assert not problems, "\n".join(problems)
 
 
-def test_nothing_is_there_for_tests_alone():
-    trees = [parsed(path.read_text(encoding="utf-8")) for path in sources(PACKAGE)]
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml", *(ROOT / "docs").glob("*.md")]
-    others = documents + sources(ROOT / "benchmarks") + [ROOT / "hatch_build.py"]
-    elsewhere = {word for path in others for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-    found = unnamed(trees, elsewhere)
-    problems = [f"{name} is named by tests at most" for name in found - set(UNUSED)]
-    problems += [f"{name}: the exception is not needed" for name in set(UNUSED) - found]
-    assert not problems, "\n".join(sorted(problems))
-
-
 def test_no_swallowed_errors_and_no_promises():
     files = sources(PACKAGE)
     assert files
     problems = [
         f"{shown(path)}:{problem}" for path in files for problem in construct_problems(path.read_text(encoding="utf-8"))
     ]
-    assert not problems, "\n".join(problems)
-
-
-def test_one_name_is_one_class():
-    defined: dict[str, list[str]] = {}
-    for path in sources(PACKAGE):
-        for name in public_classes(parsed(path.read_text(encoding="utf-8"))):
-            defined.setdefault(name, []).append(shown(path))
-    shared = {name: paths for name, paths in defined.items() if len(paths) > 1}
-    problems = [f"{name} is a class in {' and in '.join(shared[name])}" for name in shared if name not in SHARED_NAMES]
-    problems += [f"{name}: the exception is not needed" for name in SHARED_NAMES if name not in shared]
-    assert not problems, "\n".join(problems)
-
-
-def test_files_stay_short():
-    sizes = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(PACKAGE) + sources(TESTS)}
-    problems = size_problems(sizes, {name: caps(name)[0] for name in sizes}, LONG_FILES)
-    assert not problems, "\n".join(problems)
-
-
-def test_functions_stay_short():
-    sizes: dict[str, int] = {}
-    for path in sources(PACKAGE):
-        for name, size in function_lengths(parsed(path.read_text(encoding="utf-8"))):
-            key = f"{shown(path)}:{name}"
-            sizes[key] = max(size, sizes.get(key, 0))
-    problems = size_problems(sizes, {name: caps(name)[1] for name in sizes}, LONG_FUNCTIONS)
     assert not problems, "\n".join(problems)
 
 
@@ -380,14 +252,6 @@ def test_an_imported_implementation_is_seen(text: str, modules: list[str]):
     assert imported_implementations(text) == modules
 
 
-def test_what_nothing_names_is_seen():
-    tree = ast.parse(
-        "def f():\n    f()\nclass A:\n    def g(self):\n        return h()\n    def __eq__(self): ...\ndef h(): ..."
-    )
-    assert unnamed([tree], {"A"}) == {"f", "g"}
-    assert unnamed([tree, ast.parse("from m import f\nx.g()")], {"A"}) == set()
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -402,21 +266,3 @@ def test_what_nothing_names_is_seen():
 def test_a_forbidden_construct_is_seen(text: str, problem: str):
     (found,) = construct_problems(text)
     assert problem in found
-
-
-def test_public_classes_are_those_of_the_file_itself():
-    inner = "class B:\n    class C: ...\ndef f():\n    class D: ...\n"
-    tree = ast.parse(f"from m import A\n{inner}class E(NamedTuple): ...\nclass _F: ...")
-    assert public_classes(tree) == ["B", "E"]
-
-
-def test_sizes_are_measured_and_exceptions_exact():
-    tree = ast.parse("class A:\n    def f(self):\n        def g():\n            return 1\n        return g\n")
-    assert dict(function_lengths(tree)) == {"A.f": 4, "A.f.g": 2}
-    cap = {"a": 50, "b": 50}
-    assert size_problems({"a": 50, "b": 60}, cap, {"b": 60}) == []
-    assert size_problems({"a": 51, "b": 61}, cap, {"b": 60}) == ["a: 51 lines, the cap is 50", "b: 61 lines, the cap is 50"]
-    assert size_problems({"a": 50, "b": 50}, cap, {"b": 60, "c": 70}) == [
-        "b: the exception is not needed",
-        "c: the exception is not needed",
-    ]
