@@ -13,6 +13,7 @@ import pytest
 
 import tilewright as tw
 from cli.conftest import Ran, Run
+from tilewright.cli.chat import AnswerOptions
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
@@ -188,21 +189,46 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came(talk: Callable[..., Ran], an
 
 
 def test_a_conversation_that_no_longer_fits_says_so_and_loses_nothing(talk: Callable[..., Ran], answer: Answer):
-    """What does not fit is left out, and what came before it is still there."""
-    long = " ".join(["t5"] * 96)
-    ran = talk(long, "t1 " * 30, "t7", "/reset", "t7")
+    """What does not fit is left out, and what came before it is still there, until the user has the oldest turns dropped."""
+    long, more = " ".join(["t5"] * 96), "t1 " * 30
+    ran = talk(long, more, "t7", more, "/drop", "/drop", "/drop", "t7", "/reset", "t9")
     first = answer(long)
     second = answer(f"{long}{first}\n\nt7")
-    assert ran.out.splitlines() == [first, second, answer("t7")]
+    third = answer(f"t7{second}\n\n{more}")
+    assert ran.out.splitlines() == [first, second, third, answer("t7"), answer("t9")]
     assert re.search(r"with this turn the conversation has 1[34]\d tokens, and the context 128: the turn is left out", ran.err)
-    assert ran.err.count("forget all turns with /reset\n") == 1
+    assert ran.err.count("/drop forgets the oldest turns and answers it, /reset forgets all turns\n") == 2
+    shown = "t5 " * 13 + "t..."
+    assert f'forgotten, the oldest first: 1 turn ("{shown}"); 1 turn kept\n' in ran.err
+    assert 'forgotten, the oldest first: 1 turn ("t7"); 1 turn kept\n' in ran.err
+    assert ran.err.count("; 0 turns kept\n") == 1
     assert ran.status == 0
+
+
+def test_a_message_that_never_fits_costs_no_turn(talk: Callable[..., Ran], answer: Answer):
+    ran = talk("t1", "t5 " * 120, "/drop", "t5 " * 130, "/reset", "/drop", "t5 " * 130)
+    assert ran.out == answer("t1") + "\n"
+    assert ran.err.count("nothing is forgotten: there is no room for an answer even without") == 1
+    assert ran.err.count("the turn is left out; say something shorter\n") == 1
+    assert ran.err.count("there is no turn to forget\n") == 1
 
 
 def test_an_answer_that_fills_the_context_says_so(talk: Callable[..., Ran], answer: Answer):
     ran = talk(" ".join(["t5"] * 121))
     assert ran.out == answer(" ".join(["t5"] * 121), 7) + "\n"
-    assert "the context of 128 tokens is full: /reset forgets all turns\n" in ran.err
+    assert "the context of 128 tokens is full: /drop forgets the oldest turns, /reset all of them\n" in ran.err
+
+
+def test_what_the_command_line_leaves_out_is_the_models(tmp_path: Path):
+    assert AnswerOptions().sampling_of(tmp_path) == tw.Sampling(512), "the most likely tokens"
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": -1, "max_new_tokens": 99}')
+    assert AnswerOptions().sampling_of(tmp_path) == tw.Sampling(99, 0.6, 0.95)
+    explicit = AnswerOptions(max_new_tokens=5, temperature=0.0, top_p=1.0, top_k=3)
+    assert explicit.sampling_of(tmp_path) == tw.Sampling(5, 0.0, 1.0, 3), "a value that is given wins"
+    file.write_text('{"temperature": -1}')
+    with pytest.raises(ValueError, match="expected temperature from 0 to 1e"):
+        AnswerOptions().sampling_of(tmp_path)
 
 
 def test_an_answer_that_fails_leaves_its_turn_out(

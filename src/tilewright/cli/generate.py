@@ -1,6 +1,6 @@
 """`tilewright generate`: text from a model, with a drafter if there is one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,15 +49,15 @@ class SamplingOptions:
         skip_special_tokens: leave special tokens out of the text.
     """
 
-    max_new_tokens: int = 160
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_new_tokens: int | None = 160
+    temperature: float | None = 0.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
     seed: int | None = None
     stop: Repeated = ()
     ignore_eos: bool = False
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: float | None = 0.0
+    repetition_penalty: float | None = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Words = ()
@@ -66,9 +66,17 @@ class SamplingOptions:
     include_stop: Flag = False
     skip_special_tokens: bool = True
 
-    def sampling(self) -> Sampling:
-        """Raises a `ValueError` for values out of their ranges."""
-        return Sampling(**{**vars(self), "logit_bias": tuple(map(biased_token, self.logit_bias))})
+    def sampling(self, defaults: Mapping[str, Any] | None = None) -> Sampling:
+        """Sampling parameters of the options.
+
+        Args:
+            defaults: values of options that are None.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return Sampling(**{**(defaults or {}), **given, "logit_bias": tuple(map(biased_token, self.logit_bias))})
 
 
 def biased_token(text: str) -> tuple[int, float]:

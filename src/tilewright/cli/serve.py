@@ -196,8 +196,8 @@ class HttpOptions:
         pooling: what embeddings are made of: "last" takes the last token's hidden state, "mean" the mean of all.
         stored_responses: of /v1/responses, how many are kept in memory for clients to come back to.
         drain: seconds that running requests get to end once the server is told to.
-        generation_config: how requests draw that do not say: "auto" as the model's generation_config.json has it, "none" as at
-            OpenAI, at temperature 1 from all tokens.
+        generation_config: sampling defaults of requests: "auto" for the model's own (generation_config.json, or what comes with
+            smollm2-135m), "none" for OpenAI's, temperature 1 and all tokens.
         otlp_traces_endpoint: URL of a collector of OpenTelemetry's, such as http://localhost:4318/v1/traces, which gets a span
             of each request (the extra otel).
         access_log: write a line for each request to standard error: method, path, status, milliseconds, tokens.
@@ -333,11 +333,10 @@ def check_processes(devices: DeviceOptions, denoises: bool) -> None:
 
 
 def say_defaults(sampling: SamplingDefaults, console: Console) -> None:
-    """Says how requests draw that do not say, where it is not as at OpenAI."""
+    """Prints the default sampling values where they differ from OpenAI's."""
     if sampling.said:
         said = ", ".join(f"{name} {value:g}" for name, value in sampling.said.items())
-        why = "(generation_config.json; --generation-config none leaves it out)"
-        console.print(f"requests that do not say: {said} {why}", soft_wrap=True)
+        console.print(f"default sampling: {said} (the model's own; --generation-config none leaves it out)", soft_wrap=True)
 
 
 def log_access() -> None:

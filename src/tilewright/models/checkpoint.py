@@ -28,7 +28,7 @@ from tilewright.kernels.linear.blocks import PackedTable
 from tilewright.kernels.linear.scaled import divided
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
-from tilewright.models import gguf
+from tilewright.models import gguf, published
 from tilewright.models.config import bare_tensor, text_tensor
 from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
 from tilewright.models.family import Family
@@ -82,9 +82,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The fields of `generation_config.json`, or of a GGUF file in its place; none where there is no such file."""
+    """The fields of `generation_config.json`, or of a GGUF file in its place; none where there is no such file.
+
+    What the file of a published model lacks, `published.PUBLISHED` has.
+    """
     if (file := gguf.gguf_file(folder)) is not None:
-        return gguf.open_gguf(file).generation_config
+        return {**published.generation_config(file), **gguf.open_gguf(file).generation_config}
     path = folder / GENERATION_CONFIG
     return read_json(path) if path.is_file() else {}
 

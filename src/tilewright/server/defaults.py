@@ -1,4 +1,4 @@
-"""Sampling defaults of requests that do not say: as the model's `generation_config.json` has it, or as at OpenAI."""
+"""Sampling defaults: those of the model's `generation_config.json`, or OpenAI's."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,24 +55,31 @@ class SamplingDefaults:
 
     @staticmethod
     def of_model(folder: Path) -> "SamplingDefaults":
-        """Those of a model's folder. As in vLLM, `do_sample` is not read: where it is false and no temperature stands, 1 holds.
-
-        Raises:
-            ValueError: the file is no JSON object, or a value is out of range.
-        """
-        path, said = folder / GENERATION_CONFIG, read_generation_config(folder)
-        found = {each.name: said[each.name] for each in fields(SamplingDefaults) if said.get(each.name) is not None}
-        for name, value in found.items():
-            low, high = RANGES[name]
-            kinds = int if name in WHOLE_NUMBERS else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                raise ValueError(f"{path}: expected {name} from {low:g} to {high:g}, found {value!r}")
-        if "temperature" in found:
-            found["temperature"] = cold(found["temperature"])
-        return SamplingDefaults(**found)
+        """Defaults of a model's folder. See `model_defaults`, also for errors."""
+        return SamplingDefaults(**model_defaults(folder))
 
     @property
     def said(self) -> dict[str, Any]:
         """Those that are not OpenAI's."""
         usual = SamplingDefaults()
         return {each.name: own for each in fields(self) if (own := getattr(self, each.name)) != getattr(usual, each.name)}
+
+
+def model_defaults(folder: Path) -> dict[str, Any]:
+    """Sampling values that a model's folder or file gives, as the fields of `SamplingDefaults`.
+
+    As in vLLM, `do_sample` is not read.
+
+    Raises:
+        ValueError: the file is no JSON object, or a value is out of range.
+    """
+    path, given = folder / GENERATION_CONFIG, read_generation_config(folder)
+    found = {each.name: given[each.name] for each in fields(SamplingDefaults) if given.get(each.name) is not None}
+    for name, value in found.items():
+        low, high = RANGES[name]
+        kinds = int if name in WHOLE_NUMBERS else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            raise ValueError(f"{path}: expected {name} from {low:g} to {high:g}, found {value!r}")
+    if "temperature" in found:
+        found["temperature"] = cold(found["temperature"])
+    return found
