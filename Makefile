@@ -33,9 +33,10 @@ test: UNCHECKED ?= TILEWRIGHT_UNCHECKED=1
 test: $(VENV)/installed-test ## runs the tests (no torch), but for those marked slow, without checks of annotations
 	$(UNCHECKED) $(BIN)/python $(PYTEST) --hypothesis-profile quick -m "not slow"
 
-test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compilations for TPUs too; those of exactness with optimised programs
-	$(UNCHECKED) $(BIN)/python $(PYTEST) --optimised $(EXACTNESS)
-	$(UNCHECKED) $(BIN)/python $(PYTEST) $(addprefix --ignore=,$(EXACTNESS))
+test-all: SHARDED := $(if $(SHARD),--shard $(SHARD))
+test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compilations for TPUs too; SHARD=1/3 takes a third of the slow ones
+	$(UNCHECKED) $(BIN)/python $(PYTEST) $(SHARDED) --optimised $(EXACTNESS)
+	$(UNCHECKED) $(BIN)/python $(PYTEST) $(SHARDED) $(addprefix --ignore=,$(EXACTNESS))
 
 times: $(VENV)/installed-test ## measures the tests, and lists anew those that `make test` leaves to test-all; with the machine to itself
 	rm -rf build/tests

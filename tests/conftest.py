@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
     parser.addoption("--schedules", action="store_true", help="keep programs for TPUs that are not kept yet")
     parser.addoption("--times", action="store_true", help="measure tests, and list anew those that `make test` leaves out")
+    parser.addoption("--shard", type=times.shard, metavar="K/N", help="run the slow tests of part K of N only, and all others")
     parser.addoption("--products", action="store_true", help="run the cases of products that slow tests leave out, too")
 
 
@@ -77,6 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow(seconds=listed[item.nodeid]))
     yield
+    if shard := config.getoption("shard"):
+        elsewhere = [times.in_other_shard(item, *shard) for item in items]
+        config.hook.pytest_deselected(items=[item for item, left in zip(items, elsewhere, strict=True) if left])
+        items[:] = [item for item, left in zip(items, elsewhere, strict=True) if not left]
     times.longest_first(items)
 
 

@@ -1,5 +1,6 @@
-"""Which tests are left to `make test-all`."""
+"""Tests that are left to `make test-all`, and its shards."""
 
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,3 +52,18 @@ def test_whole_files_come_first_that_need_longest():
 def test_every_test_of_the_list_is_in_a_file_that_is_there():
     root = Path(__file__).parent.parent
     assert all((root / test.split("::")[0]).is_file() for test in times.listed())
+
+
+def test_a_slow_test_is_in_one_shard_of_three_and_its_file_with_it():
+    tests = [item(f"{file}.py::{n}", pytest.mark.slow) for file in "abcdefgh" for n in range(2)]
+    shards = [[test for test in tests if not times.in_other_shard(test, *times.shard(f"{part}/3"))] for part in (1, 2, 3)]
+    assert sorted(test.nodeid for shard in shards for test in shard) == [test.nodeid for test in tests]
+    assert all(set(Counter(map(times.file_of, shard)).values()) <= {2} for shard in shards)
+    assert not times.in_other_shard(item("a.py::0"), 1, 3)
+    assert not times.in_other_shard(item("a.py::0"), 2, 3)
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b"])
+def test_a_shard_that_is_none_is_refused(text: str):
+    with pytest.raises(ValueError, match=r"expected|invalid literal|unpack"):
+        times.shard(text)

@@ -6,6 +6,7 @@ writes `slow.txt`. Any other run marks the tests of that list as slow.
 
 import os
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 LISTED = Path(__file__).with_name("slow.txt")
-BUDGET_S = 2 * (8 - 1.5) * 60
-"""Of the tests that `make test` runs: eight minutes on two cores, less what it takes to start and to collect."""
+BUDGET_S = 600 - 70.0
+"""Processor seconds of the tests that `make test` runs: 600, less those in which two workers start and collect."""
 KEPT_S = 2.0
 """The cheapest test of each file stays, if it takes no longer than that."""
 PROPERTY = "processor_s"
@@ -49,6 +50,19 @@ def needed(item: pytest.Item) -> float:
 def left_out(item: pytest.Item) -> bool:
     """True for a case of a product that only `--products` asks for."""
     return item.get_closest_marker("product") is not None and not item.config.getoption("products")
+
+
+def shard(text: str) -> tuple[int, int]:
+    """Reads "2/3": the second of three parts."""
+    part, parts = (int(number) for number in text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(f"expected K/N with 1 <= K <= N, found {text}")
+    return part, parts
+
+
+def in_other_shard(item: pytest.Item, part: int, parts: int) -> bool:
+    """True for a slow test of a file that belongs to another part: files stay whole, for their fixtures."""
+    return item.get_closest_marker("slow") is not None and zlib.crc32(file_of(item).encode()) % parts != part - 1
 
 
 def file_of(item: pytest.Item) -> str:
