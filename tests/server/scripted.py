@@ -9,6 +9,9 @@ from typing import Any
 
 from tilewright.server.page import CSP, PAGE
 
+DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "max_new_tokens": 512}
+"""Sampling defaults of the server's model."""
+
 
 @dataclass
 class Asked:
@@ -26,6 +29,8 @@ class Script:
         key: which requests must bring, if any.
         asked: those requests, as they came.
         gone: set when a client went before its answer ended.
+        counts: numbers of tokens that `/tokenize` gives, one after another.
+        counted: bodies that it was sent.
     """
 
     answers: list[Callable[["Handler"], None]] = field(default_factory=list)
@@ -33,6 +38,8 @@ class Script:
     ready: bool = True
     asked: list[Asked] = field(default_factory=list)
     gone: threading.Event = field(default_factory=threading.Event)
+    counts: list[int] = field(default_factory=list)
+    counted: list[Any] = field(default_factory=list)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -72,12 +79,17 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json(200, {"status": "ready"})
         elif self.path == "/v1/models":
             if not self.refused():
-                self.send_json(200, {"object": "list", "data": [{"id": "small", "object": "model", "max_model_len": 2048}]})
+                card = {"id": "small", "object": "model", "max_model_len": 2048, "sampling_defaults": DEFAULTS}
+                self.send_json(200, {"object": "list", "data": [card]})
         else:
             self.error(404, f"there is no {self.path}")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            self.script.counted.append(body)
+            self.send_json(200, {"count": self.script.counts.pop(0), "max_model_len": 2048})
+            return
         self.script.asked.append(Asked(self.path, dict(self.headers), body))
         if not self.refused():
             self.script.answers.pop(0)(self)
@@ -92,7 +104,9 @@ def chunk(path: str, text: str, **more: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, **choice, "finish_reason": None}], **more}
 
 
-def stream(rounds: Rounds, *, end: Callable[[Handler], None] | None = None) -> Callable[[Handler], None]:
+def stream(
+    rounds: Rounds, *, end: Callable[[Handler], None] | None = None, reason: str = "stop", prompt_tokens: int = 3
+) -> Callable[[Handler], None]:
     """An answer in events, a round each; `end` takes the place of the last events."""
 
     def answer(handler: Handler) -> None:
@@ -107,8 +121,9 @@ def stream(rounds: Rounds, *, end: Callable[[Handler], None] | None = None) -> C
             end(handler)
             return
         count = sum(len(tokens) for tokens, _, _ in rounds)
-        handler.event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "stop"}]})
-        handler.event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}})
+        handler.event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": reason}]})
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
+        handler.event({"choices": [], "usage": usage})
         handler.event(b"[DONE]")
 
     return answer
