@@ -68,8 +68,9 @@ def say(page: Page, text: str) -> None:
     page.wait("!document.querySelector('#send').hidden")
 
 
-def wait_for_text(page: Page, text: str) -> None:
-    page.wait(f"document.querySelector('article:last-of-type .text')?.textContent === {json.dumps(text)}")
+def wait_for_answers(page: Page, *texts: str) -> None:
+    shown = "[...document.querySelectorAll('article .text')].map((each) => each.textContent)"
+    page.wait(f"JSON.stringify({shown}) === {json.dumps(json.dumps(texts))}")
 
 
 def test_an_answer_shows_its_tokens_and_its_figures(page: Page, script: Script):
@@ -268,7 +269,7 @@ def test_keys(page: Page, script: Script):
     assert [each.body["messages"][0]["content"] for each in script.asked] == ["one\ntwo"], "an empty message is not sent"
     page.fill("#said", "more")
     page.press("Enter")
-    wait_for_text(page, "Hello, world!")
+    wait_for_answers(page, "Hello, world!", "Hello, world!")
     page.press("Escape")
     page.wait("!document.querySelector('#send').hidden")
     assert script.gone.wait(browser.SECONDS)
@@ -278,7 +279,7 @@ def test_an_answer_that_is_stopped_keeps_what_came(page: Page, script: Script):
     script.answers = [stream(HELLO, end=until_gone), stream(HELLO)]
     page.fill("#said", "Hi")
     page.press("Enter")
-    wait_for_text(page, "Hello, world!")
+    wait_for_answers(page, "Hello, world!")
     assert page.value("[document.querySelector('#send').hidden, document.querySelector('#stop').hidden]") == [True, False]
     assert page.text("#state") == "answering"
     assert page.texts(".now") == ["!"], "accepted drafts that came last stand out"
