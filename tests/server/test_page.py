@@ -70,7 +70,7 @@ def say(page: Page, text: str) -> None:
 
 def wait_for_answers(page: Page, *texts: str) -> None:
     shown = "[...document.querySelectorAll('article .text')].map((each) => each.textContent)"
-    page.wait(f"JSON.stringify({shown}) === {json.dumps(json.dumps(texts))}")
+    page.wait(f"JSON.stringify({shown}) === JSON.stringify({json.dumps(texts)})")
 
 
 def test_an_answer_shows_its_tokens_and_its_figures(page: Page, script: Script):
