@@ -18,6 +18,7 @@ from tilewright.grammar.regular import (
     Beyond,
     CharacterClass,
     Concatenation,
+    Lark,
     Node,
     NotRegular,
     Repetition,
@@ -148,6 +149,8 @@ class Nfa:
                 self.moves[state].append((0, 255, state))
                 self.beyond[state] = self.new()
                 return self.beyond[state]
+            case Lark():
+                raise NotRegular("text that the matcher alone describes")
 
     def begin(self, start: int) -> int:
         """A new state behind another, so that what loops back to it stays inside."""

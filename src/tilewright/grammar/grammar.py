@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from tilewright.grammar.keywords import plain
+
 LONGEST = 2**18
 """Characters of a grammar; a schema's are those of its JSON. A matcher bounds what it makes of them, not how much it reads."""
 MOST_CHOICES = 4096
@@ -47,7 +49,7 @@ class Grammar:
         """JSON on one line that a schema describes, with its properties in the schema's order."""
         try:
             found = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(plain(found) if isinstance(found, Mapping) else found, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"expected a schema that is JSON, found one that is not: {error}") from None
         if not isinstance(found, Mapping):
@@ -76,9 +78,8 @@ class Grammar:
         """One of several tagged JSON texts, or with `repeats` any number of them, each on a new line."""
         if not options:
             raise ValueError("expected tagged texts to choose from, found none")
-        for option in options:
-            Grammar.json_schema(option.schema)
-        return Grammar("tagged", json.dumps({"options": options, "repeats": repeats}, ensure_ascii=False))
+        plain = [option._replace(schema=json.loads(Grammar.json_schema(option.schema).text)) for option in options]
+        return Grammar("tagged", json.dumps({"options": plain, "repeats": repeats}, ensure_ascii=False))
 
     @staticmethod
     def lark(text: str) -> "Grammar":

@@ -81,7 +81,14 @@ class Beyond:
     """
 
 
-Node = CharacterClass | Concatenation | Alternation | Repetition | Separated | Beyond
+@dataclass(frozen=True)
+class Lark:
+    """Text that a rule of a Lark grammar describes, for the matcher alone."""
+
+    rule: str
+
+
+Node = CharacterClass | Concatenation | Alternation | Repetition | Separated | Beyond | Lark
 NOTHING = Concatenation(())
 """The empty text."""
 
@@ -284,3 +291,23 @@ def parsed(text: str, ascii_only: bool = False) -> Node:
         NotRegular: it is outside of the subset.
     """
     return ExpressionParser(text, ascii_only).whole()
+
+
+def expression(node: Node) -> str:
+    """A node as a regular expression of Rust's. Raises `NotRegular` where it goes beyond what it describes itself."""
+    match node:
+        case CharacterClass():
+            ranges = [rf"\x{{{low:x}}}-\x{{{high:x}}}" for low, high in node.ranges]
+            return f"[{''.join(ranges)}]"
+        case Concatenation():
+            return "".join(map(expression, node.parts))
+        case Alternation():
+            return f"(?:{'|'.join(map(expression, node.parts))})"
+        case Repetition():
+            most = "" if node.most is None else node.most
+            return f"(?:{expression(node.part)}){{{node.least},{most}}}"
+        case Separated():
+            part = expression(node.part)
+            return f"{part}(?:{expression(node.separator)}{part})*"
+        case Beyond() | Lark():
+            raise NotRegular("schemas within themselves")

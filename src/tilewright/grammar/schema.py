@@ -1,25 +1,29 @@
 """JSON schemas whose texts are a regular language, as expressions: what llguidance allows for them, on one line.
 
-The forms are those that `worker.ON_ONE_LINE` asks for. A schema that says anything else is refused by `NotRegular`. Values of
+The forms are those that `ON_ONE_LINE` asks for. A schema that says anything else is refused by `NotRegular`. Values of
 any kind, and schemas that refer to themselves, are described up to so many brackets within one another; behind one more
 bracket stands `Beyond`.
 """
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
+from tilewright.grammar.keywords import BOUNDS, EXACT, is_wide, names_wide_numbers, subschemas, whole
 from tilewright.grammar.regular import (
     NOTHING,
     Alternation,
     Beyond,
     CharacterClass,
     Concatenation,
+    Lark,
     Node,
     NotRegular,
     Repetition,
     Separated,
     TooLarge,
+    expression,
     literal,
     optional,
     others,
@@ -27,7 +31,13 @@ from tilewright.grammar.regular import (
     united,
 )
 
-SAID = {"title", "description", "default", "examples", "$schema", "$comment", "$id", "deprecated", "readOnly", "writeOnly"}
+ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Form of JSON: Python's. Were any space allowed, a model could go on with spaces for ever, and less would be
+forced."""
+SAID = {
+    "title", "description", "default", "examples", "example", "$schema", "$comment", "$id", "$anchor", "deprecated", "readOnly",
+    "writeOnly", "contentEncoding", "contentMediaType", "contentSchema",
+}  # fmt: skip
 """Keys that say nothing about the texts."""
 DEFINITIONS = {"$defs", "definitions"}
 DEEPEST = 32
@@ -35,8 +45,8 @@ DEEPEST = 32
 MOST_SCHEMAS = 10_000
 """Schemas within one, each as often as it is referred to."""
 ANY_TYPE = ["null", "boolean", "number", "string", "array", "object"]
-MOST_DIGITS = 40
-"""Of an integer's bounds."""
+MOST_DIGITS = 400
+"""Of a number's bounds: more than float64 reaches."""
 QUOTED = {*'"\\'} | {chr(code) for code in [*range(32), 127]}
 """Characters that stand in JSON as escapes, of which there are several."""
 
@@ -68,6 +78,18 @@ def schema_node(schema: Any, most: int) -> Node:
         NotRegular: it is none of those that become an expression here.
     """
     return SchemaReader(schema, most).node(schema, Place())
+
+
+def exact_node(schema: Any) -> Node:
+    """The texts of a schema with numbers that the matcher would round; its parts without such numbers are left to the matcher.
+
+    Raises:
+        NotRegular: what stands around these numbers does not become an expression.
+    """
+    try:
+        return SchemaReader(schema, 0, exact=True).node(schema, Place())
+    except NotRegular as error:
+        raise NotRegular(f"numbers beyond {EXACT} are not offered beside {error}") from None
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,10 +159,11 @@ class SchemaReader:
     Args:
         root: what references point into.
         most: brackets within one another that are described in values of any kind, and in schemas that refer to themselves.
+        exact: describe what has wide numbers, and nothing else.
     """
 
-    def __init__(self, root: Any, most: int):
-        self.root, self.most, self.read = root, most, 0
+    def __init__(self, root: Any, most: int, exact: bool = False):
+        self.root, self.most, self.exact, self.read = root, most, exact, 0
 
     def node(self, schema: Any, place: Place) -> Node:
         if schema is True:
@@ -150,6 +173,8 @@ class SchemaReader:
         self.read += 1
         if place.depth > DEEPEST or self.read > MOST_SCHEMAS:
             raise TooLarge("a schema that is too deep, or too large")
+        if self.exact and not self.has_wide_numbers(schema, set()):
+            return json_rule({key: self.root[key] for key in DEFINITIONS & self.root.keys()} | dict(schema))
         hidden = SAID if place.depth else SAID | DEFINITIONS
         said = {key: value for key, value in schema.items() if key not in hidden}
         if not said:
@@ -160,24 +185,46 @@ class SchemaReader:
             options = keys_of(said, "anyOf")[0]
             return Alternation(tuple(self.node(each, place.inside()) for each in some(options)))
         if "const" in said:
-            return constant(keys_of(said, "const", "type")[0], said.get("type"))
+            return self.scalar(constant(keys_of(said, "const", "type")[0], said.get("type")))
         if "enum" in said:
-            return Alternation(tuple(constant(each, said.get("type")) for each in some(keys_of(said, "enum", "type")[0])))
+            options = some(keys_of(said, "enum", "type")[0])
+            return Alternation(tuple(self.scalar(constant(each, said.get("type"))) for each in options))
         kind = said.pop("type", None)
         if isinstance(kind, list):
             return Alternation(tuple(self.node({**said, "type": each}, place.inside()) for each in some(kind)))
         return self.of_type(kind, said, place)
 
-    def referred(self, reference: Any, place: Place) -> Node:
+    def has_wide_numbers(self, schema: Any, references: set[str]) -> bool:
+        """True if a schema, or one that it refers to, names numbers that the matcher would round."""
+        for each in subschemas(schema):
+            reference = each.get("$ref")
+            if names_wide_numbers(each):
+                return True
+            if reference is not None and reference not in references:
+                target = self.target(reference)
+                references.add(reference)
+                if self.has_wide_numbers(target, references):
+                    return True
+        return False
+
+    def target(self, reference: Any) -> Any:
         """The schema that a reference within this one names."""
         found = self.root
         if not isinstance(reference, str) or not reference.startswith("#") or "%" in reference or "~" in reference:
             raise NotRegular("a reference to another place")
+        if self.exact and reference.split("/")[1:2] not in [[each] for each in DEFINITIONS]:
+            raise NotRegular("a reference to another place than definitions")
         for key in reference.split("/")[1:]:
             if not isinstance(found, Mapping) or key not in found:
                 raise NotRegular("a reference to nothing")
             found = found[key]
-        again = reference in place.references
+        return found
+
+    def referred(self, reference: Any, place: Place) -> Node:
+        """The schema that a reference within this one names."""
+        found, again = self.target(reference), reference in place.references
+        if self.exact and again:
+            raise NotRegular("schemas within themselves")
         inside = place.unbounded(self.most).inside() if again else place.inside()
         return self.node(found, inside._replace(references=place.references | {reference}))
 
@@ -188,17 +235,23 @@ class SchemaReader:
             case "boolean":
                 return Alternation((literal("true"), literal("false"))) if not said else refused(said)
             case "number":
-                return NUMBER if not said else refused(said)
+                return self.scalar(NUMBER if not said else number(*keys_of(said, *BOUNDS)))
             case "integer":
-                return integer(*keys_of(said, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+                return self.scalar(integer(*keys_of(said, *BOUNDS)))
             case "string":
                 return string(*keys_of(said, "minLength", "maxLength", "pattern"))
             case "array":
                 return self.array(place, *keys_of(said, "items", "minItems", "maxItems"))
             case "object":
                 return self.object_(place, *keys_of(said, "properties", "required", "additionalProperties"))
+            case None:
+                return refused(said)
             case _:
                 raise NotRegular(f"the type {kind!r:.40}")
+
+    def scalar(self, node: Node) -> Node:
+        """A value without parts, which is a terminal of its own where the matcher reads some of the schema."""
+        return Lark(f"/{expression(node)}/") if self.exact else node
 
     def array(self, place: Place, items: Any, least: Any, most: Any) -> Node:
         if place.left == 0:
@@ -226,8 +279,13 @@ class SchemaReader:
         ]
         if more is False:
             return Concatenation((literal("{"), listed(fields), literal("}")))
-        others = Concatenation((other_strings(described), COLON, self.node({} if more is None else more, inside)))
+        others = Concatenation((self.scalar(other_strings(described)), COLON, self.node({} if more is None else more, inside)))
         return Concatenation((literal("{"), listed(fields, others), literal("}")))
+
+
+def json_rule(schema: Mapping[str, Any]) -> Lark:
+    """JSON that a schema describes, on one line."""
+    return Lark(f"%json {json.dumps({'x-guidance': ON_ONE_LINE} | dict(schema), ensure_ascii=False)}")
 
 
 def listed(fields: Sequence[tuple[Node, bool]], others: Node | None = None) -> Node:
@@ -314,32 +372,118 @@ def integer(least: Any, most: Any, above: Any = None, below: Any = None) -> Node
     return Alternation(tuple(parts))
 
 
+def number(least: Any, most: Any, above: Any, below: Any) -> Node:
+    """Numbers without exponents between bounds of which one is wide: the others are left to the matcher."""
+    bounds = [each for each in (least, most, above, below) if each is not None]
+    if not is_wide(bounds) or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in bounds):
+        raise NotRegular("a number with bounds")
+    exact = [None if each is None else Decimal(repr(whole(each))) for each in (least, most, above, below)]
+    low, high = limit(max, exact[0], exact[2]), limit(min, exact[1], exact[3])
+    parts = list[Node]()
+    if low is None or low[0] < 0:
+        nearest = (Decimal(0), True) if high is None or high[0] >= 0 else (-high[0], high[1])
+        parts.append(Concatenation((literal("-"), decimals(nearest, None if low is None else (-low[0], low[1])))))
+    if high is None or high[0] > 0 or high == (0, False):
+        parts.append(decimals((Decimal(0), False) if low is None or low[0] < 0 else low, high))
+    return Alternation(tuple(parts))
+
+
+Limit = tuple[Decimal, bool]
+"""A bound, and whether it is excluded itself."""
+
+
+def limit(choose: Any, included: Decimal | None, excluded: Decimal | None) -> Limit | None:
+    """The tighter of two bounds."""
+    if included is None or excluded is None:
+        return next(((each, each is excluded) for each in (included, excluded) if each is not None), None)
+    return (included, False) if choose(included, excluded) != excluded else (excluded, True)
+
+
+def decimals(low: Limit, high: Limit | None) -> Node:
+    """Decimal numbers from 0 on between limits, with or without a fraction; None for no upper limit."""
+    (least, above), first = low, int(low[0])
+    last = None if high is None else int(high[0])
+    if high is not None and first == last:
+        if above or least != first:
+            raise NotRegular("bounds that lie close together")
+        return Concatenation((literal(str(first)), fraction_to(*high)))
+    parts: list[Node] = [Concatenation((literal(str(first)), fraction_from(least, above)))]
+    if last is None or last - first > 1:
+        parts.append(Concatenation((naturals(first + 1, None if last is None else last - 1), fraction_from(Decimal(0), False))))
+    if high is not None and high != (last, True):
+        parts.append(Concatenation((literal(str(last)), fraction_to(*high))))
+    return Alternation(tuple(parts))
+
+
+def fraction_of(value: Decimal) -> str:
+    """Digits behind the point, without zeros at their end."""
+    return f"{value:f}".partition(".")[2].rstrip("0")
+
+
+def fraction_from(value: Decimal, above: bool) -> Node:
+    """Fractions, with their point or empty, of at least that of a value; with `above`, of more than that."""
+    any_digits, tail = Repetition(digit("0", "9"), 0, None), fraction_of(value)
+    if not tail and not above:
+        return optional(Concatenation((literal("."), digit("0", "9"), any_digits)))
+    larger = [
+        Concatenation((literal(tail[:place]), digit(str(int(each) + 1), "9"), any_digits))
+        for place, each in enumerate(tail)
+        if each != "9"
+    ]
+    behind = Concatenation((Repetition(literal("0"), 0, None), digit("1", "9"), any_digits)) if above else any_digits
+    return Concatenation((literal("."), Alternation((*larger, Concatenation((literal(tail), behind))))))
+
+
+def fraction_to(value: Decimal, below: bool) -> Node:
+    """Fractions, with their point or empty, of at most that of a value; with `below`, of less than that."""
+    any_digits, zeros, tail = Repetition(digit("0", "9"), 0, None), Repetition(literal("0"), 0, None), fraction_of(value)
+    smaller = [
+        Concatenation((literal(tail[:place]), digit("0", str(int(each) - 1)), any_digits))
+        for place, each in enumerate(tail)
+        if each != "0"
+    ]
+    beginnings = [literal(tail[:place]) for place in range(1, len(tail))]
+    whole = [] if below else [Concatenation((literal(tail or "0"), zeros))]
+    return optional(Concatenation((literal("."), Alternation((*smaller, *beginnings, *whole)))))
+
+
 def naturals(low: int, high: int | None) -> Node:
     """Natural numbers from `low` to `high`, without leading zeros; None for all from `low` on."""
     if high is None:
         longer = Concatenation((digit("1", "9"), Repetition(digit("0", "9"), len(str(low)), None)))
         return Alternation((naturals(low, 10 ** len(str(low)) - 1), longer))
-    parts = list[Node]()
-    for length in range(len(str(low)), len(str(high)) + 1):
-        first, last = max(low, 10 ** (length - 1) if length > 1 else 0), min(high, 10**length - 1)
-        parts.append(digits(str(first), str(last)))
+    shortest, longest = len(str(low)), len(str(high))
+    if shortest == longest:
+        return digits(str(low), str(high))
+    parts = [digits(str(low), "9" * shortest), digits(f"1{'0' * (longest - 1)}", str(high))]
+    if longest - shortest > 1:
+        parts.append(Concatenation((digit("1", "9"), Repetition(digit("0", "9"), shortest, longest - 2))))
     return Alternation(tuple(parts))
 
 
 def digits(low: str, high: str) -> Node:
     """Texts of digits, as long as both bounds are, that lie between them."""
-    if not low:
-        return NOTHING
-    rest = len(low) - 1
-    if low[0] == high[0]:
-        return Concatenation((literal(low[0]), digits(low[1:], high[1:])))
-    parts = [
-        Concatenation((literal(low[0]), digits(low[1:], "9" * rest))),
-        Concatenation((literal(high[0]), digits("0" * rest, high[1:]))),
-    ]
-    if int(high[0]) - int(low[0]) > 1:
-        between = digit(str(int(low[0]) + 1), str(int(high[0]) - 1))
-        parts.append(Concatenation((between, Repetition(digit("0", "9"), rest, rest))))
+    same = next((place for place, (one, other) in enumerate(zip(low, high, strict=True)) if one != other), len(low))
+    if same == len(low):
+        return literal(low)
+    parts = list[Node]()
+
+    def free(start: str, least: int, most: int) -> None:
+        """Adds texts that begin so, with a digit from `least` to `most` behind it, and any others behind that."""
+        if least <= most:
+            rest = len(low) - len(start) - 1
+            parts.append(Concatenation((literal(start), digit(str(least), str(most)), Repetition(digit("0", "9"), rest, rest))))
+
+    lowest, highest = set(low[same + 1 :]) <= {"0"}, set(high[same + 1 :]) <= {"9"}
+    free(low[:same], int(low[same]) + (not lowest), int(high[same]) - (not highest))
+    if not lowest:
+        for place in range(same + 1, len(low)):
+            free(low[:place], int(low[place]) + 1, 9)
+        parts.append(literal(low))
+    if not highest:
+        for place in range(same + 1, len(high)):
+            free(high[:place], 0, int(high[place]) - 1)
+        parts.append(literal(high))
     return Alternation(tuple(parts))
 
 
@@ -372,7 +516,7 @@ def is_plain(node: Node) -> bool:
             return all(map(is_plain, node.parts))
         case Separated():
             return is_plain(node.part) and is_plain(node.separator)
-        case Beyond():
+        case Beyond() | Lark():
             return False
 
 
@@ -386,6 +530,7 @@ def literal_string(text: str) -> Node:
 def constant(value: Any, kind: Any) -> Node:
     """A single value."""
     names = {str: "string", bool: "boolean", type(None): "null", int: "integer"}
+    value = whole(value) if is_wide(value) else value
     found = names.get(type(value))
     if found is None or kind not in (None, found, *(["number"] if found == "integer" else [])):
         raise NotRegular("a constant that is no plain value, or of another type")

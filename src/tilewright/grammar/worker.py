@@ -11,13 +11,25 @@ does not look at a clock, and a clock would say how busy the machine is.
 import json
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from tilewright.grammar.keywords import has_wide_numbers
+from tilewright.grammar.regular import (
+    NOTHING,
+    Alternation,
+    CharacterClass,
+    Concatenation,
+    Lark,
+    Node,
+    Repetition,
+    Separated,
+    expression,
+)
+from tilewright.grammar.schema import ON_ONE_LINE, exact_node, json_rule
 
 LEXER_STATES = 20_000
 """Of a compiled grammar, each of one or two kB."""
-ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Form of JSON: Python's. Were any space allowed, a model could go on with spaces for ever, and less would be
-forced."""
 
 
 class CompilerSettings(NamedTuple):
@@ -59,7 +71,11 @@ def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}
-    make["json_schema"] = lambda text: LLMatcher.grammar_from_json_schema(text, defaults=ON_ONE_LINE)
+    make["json_schema"] = lambda text: (
+        LLMatcher.grammar_from_lark(lark_of_tagged([["", json.loads(text), ""]], repeats=False))
+        if has_wide_numbers(json.loads(text))
+        else LLMatcher.grammar_from_json_schema(text, defaults=ON_ONE_LINE)
+    )
     make["choice"] = lambda text: LLMatcher.grammar_from_lark(lark_of_choice(json.loads(text)))
     make["tagged"] = lambda text: LLMatcher.grammar_from_lark(lark_of_tagged(**json.loads(text)))
     limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
@@ -75,10 +91,50 @@ def lark_of_tagged(options: list[list[Any]], repeats: bool) -> str:
     """Tagged JSON texts, each as begin, schema and end, as a Lark grammar."""
     rules, texts = list[str](), list[str]()
     for number, (begin, schema, end) in enumerate(options):
-        texts.append(f"{json.dumps(begin)} json_{number} {json.dumps(end)}")
-        rules.append(f"json_{number}: %json {json.dumps({'x-guidance': ON_ONE_LINE} | schema, ensure_ascii=False)}")
+        around = [json.dumps(each) if each else "" for each in (begin, end)]
+        texts.append(f"{around[0]} json_{number} {around[1]}")
+        rules += json_rules(schema, f"json_{number}")
     start = 'start: text ("\\n" text)*' if repeats else "start: text"
     return "\n".join([start, f"text: {' | '.join(texts)}", *rules])
+
+
+def json_rules(schema: Mapping[str, Any], name: str) -> list[str]:
+    """Rules of a Lark grammar for JSON of a schema: the first has the name, further ones begin with it.
+
+    Raises:
+        NotRegular: the schema has numbers that cannot be kept as they are.
+    """
+    if has_wide_numbers(schema):
+        return lark_of_node(exact_node(schema), name)
+    return [f"{name}: {json_rule(schema).rule}"]
+
+
+def lark_of_node(node: Node, name: str) -> list[str]:
+    """Rules of a Lark grammar for a node: the first has the name, those of its parts begin with it.
+
+    Terminals are those of the matcher's own JSON, brackets, separators and values without parts. Were one the beginning of
+    another, the lexer would know the longer one alone.
+    """
+    rules = list[str]()
+
+    def written(node: Node) -> str:
+        match node:
+            case Lark():
+                rules.append(f"{name}_{len(rules)}: {node.rule}")
+                return f"{name}_{len(rules) - 1}"
+            case Concatenation() if not all(isinstance(part, CharacterClass) for part in node.parts):
+                return f"({' '.join(map(written, node.parts))})"
+            case Alternation():
+                return f"({' | '.join(map(written, node.parts))})"
+            case Repetition():
+                return f"({written(node.part)}){{{node.least},{'' if node.most is None else node.most}}}"
+            case Separated():
+                part = written(node.part)
+                return f"({part} ({written(node.separator)} {part})*)"
+        return f"/{expression(node)}/" if node != NOTHING else '""'
+
+    first = f"{name}: {written(node)}"
+    return [first, *rules]
 
 
 def bound_memory(most_bytes: int) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.keywords import plain
 from tilewright.grammar.schema import closed
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.call_forms import HERMES, LLAMA3, CallForm, decoded
@@ -127,7 +128,7 @@ class ToolUse:
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Schema of a function's arguments, which are those that are described: without a schema there are none."""
-    return closed({"type": "object"} | (tool.function.parameters or {"properties": {}}))
+    return closed(plain({"type": "object"} | (tool.function.parameters or {"properties": {}})))
 
 
 def tool_use(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tilewright.grammar.grammar import Grammar
-from tilewright.grammar.worker import ON_ONE_LINE
+from tilewright.grammar.worker import json_rules
 from tilewright.runtime.output import beginning_of_stop
 from tilewright.server.call_forms import Read, Schemas
 
@@ -156,7 +156,7 @@ class XmlForm:
             if "string" in types_of(value, schema):
                 string_rule(name, value, schema)
             else:
-                yield json_rule(value, schema)
+                yield json_grammar(value, schema)
 
     def grammar(self, functions: Schemas, several: bool) -> Grammar:
         found = [self.rules(name, schema, number) for number, (name, schema) in enumerate(functions.items())]
@@ -176,7 +176,7 @@ class XmlForm:
                 rules += [f"{own}: {opening} {text} {quoted(NEWLINE)}", f"{text}: {string_rule(argument, value, schema)}"]
             else:
                 rules += [f"{own}: {opening} {own}_value {quoted(f'{BEHIND_VALUE}{NEWLINE}')}"]
-                rules += [f"{own}_value: %json {json_rule(value, schema).text}"]
+                rules += json_rules(json.loads(json_grammar(value, schema).text), f"{own}_value")
         if not arguments and schema.get("additionalProperties") is not False:
             call.append(f"argument_{number}*")
             rules += [f"argument_{number}: NAME_{number} TEXT_{number} {quoted(NEWLINE)}", f"TEXT_{number}: {text_rule()}"]
@@ -210,10 +210,10 @@ def arguments_of(schema: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def json_rule(value: Mapping[str, Any], root: Mapping[str, Any]) -> Grammar:
+def json_grammar(value: Mapping[str, Any], root: Mapping[str, Any]) -> Grammar:
     """A value that is no string; what it refers to goes with it."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return Grammar.json_schema({"x-guidance": ON_ONE_LINE, **definitions, **value})
+    return Grammar.json_schema({**definitions, **value})
 
 
 def string_rule(name: str, value: Any, root: Mapping[str, Any], depth: int = DEEPEST) -> str:
