@@ -159,9 +159,9 @@ def test_prompts_are_cut_at_all_lengths():
 
 
 def test_requests_differ_in_limit_and_seed():
-    asked = requests_of(ASKED, "mixed", 2**32 - 2, NEW)
+    asked = requests_of(ASKED, "mixed", 2**63 - 2, NEW)
     assert {each.sampling.max_new_tokens for each in asked} == {NEW, 30, 16}
-    assert [each.sampling.seed for each in asked] == [2**32 - 2, 2**32 - 1, 0, 1, 2, 3]
+    assert [each.sampling.seed for each in asked] == [2**63 - 2, 2**63 - 1, *range(-(2**63), -(2**63) + 4)]
     ways = [KINDS[name] for name in ("greedy", "sampled", "penalised")] * 2
     assert [each.sampling.temperature for each in asked] == [way.temperature for way in ways]
     assert [bool(each.sampling.stop) for each in asked] == [False, False, False, True, False, False]
@@ -234,8 +234,8 @@ DRAWN: dict[str, Sampling] = {
 @pytest.mark.parametrize("sampling", list(DRAWN.values()), ids=list(DRAWN))
 def test_the_loop_without_a_cache_draws_what_the_runtime_draws(lm: LanguageModel, sampling: Sampling):
     ended = set()
-    for seed, prompt in enumerate(ASKED[:4]):
-        asked = replace(sampling, max_new_tokens=30, seed=2**32 - 1 - seed)
+    for seed, prompt in zip((2**32 - 1, 2**53, -5, 3), ASKED[:4], strict=True):
+        asked = replace(sampling, max_new_tokens=30, seed=seed)
         result = lm.generate([prompt], asked, speculative=False)[0]
         assert plain_tokens(lm, prompt, asked) == result.tokens
         ended.add(result.finish_reason)

@@ -96,7 +96,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "rows twice": (["--batch-size", 2, 2], "expected different batch_size, found 2, 2"),
     "no requests": (["--requests", 0], "expected requests of at least 1, found 0"),
     "no tokens": (["--max-new-tokens", 0], "expected max_new_tokens of at least 1, found 0"),
-    "a seed too large": (["--seed", 2**32], "expected a seed from 0 to 2**32 - 1"),
+    "a seed too large": (["--seed", 2**63], "expected a seed that is an integer from -2**63 to 2**63 - 1"),
     "a drafter twice": (["--drafter", "ngram", "ngram"], "expected different drafters, found ngram, ngram"),
     "no such option": (["--nope"], "nope"),
     "no such file": (["--prompt-file", "missing.jsonl"], "missing.jsonl"),

@@ -89,8 +89,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": NAN}, "a temperature of 0, or from 1e-06 to 1e+06, found nan"),
     ({"top_p": -0.1}, "top_p from 0 to 1, found -0.1"),
     ({"top_p": 1.1}, "top_p from 0 to 1, found 1.1"),
-    ({"seed": -1}, "a seed from 0 to 2**32 - 1, found -1"),
-    ({"seed": 2**32}, "a seed from 0 to 2**32 - 1, found 4294967296"),
+    ({"seed": 2**63}, "a seed that is an integer from -2**63 to 2**63 - 1, found 9223372036854775808"),
 ]
 
 

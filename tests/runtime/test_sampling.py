@@ -20,9 +20,11 @@ from tilewright.runtime.sampling import (
     TEMPERATURES,
     RowSampling,
     Sampling,
+    later_seed,
     penalise,
     row_sampling,
     sample,
+    seed_of,
     temper,
     warp_logits,
 )
@@ -279,6 +281,16 @@ def test_greedy_rows_are_exact_beside_rows_that_draw(seed: int):
     assert best[0, 0] == 2
 
 
+def test_each_int64_seed_has_a_stream_of_its_own():
+    seeds = [0, 1, 5, -1, -5, 2**31, 2**32 - 5, 2**32, 2**32 + 5, 2**53, 2**63 - 1, -(2**63), -(2**63) + 5]
+    keys = row_sampling([Sampling(temperature=1.0, seed=seed) for seed in seeds], [1] * len(seeds)).key
+    assert len({tuple(key) for key in keys.tolist()}) == len(seeds)
+    assert keys[:3].tolist() == [[0, 0], [0, 1], [0, 5]]  # seeds of 32 bits draw what they have always drawn
+    assert [seed_of(words) for words in keys] == seeds
+    assert row_sampling([Sampling(seed=np.int64(-5))], [1]).key.tolist() == [keys[4].tolist()]
+    assert [later_seed(seed, 1) for seed in (-1, 2**53, 2**63 - 1)] == [0, 2**53 + 1, -(2**63)]
+
+
 @pytest.mark.parametrize("way", [temper, warp_logits])
 @pytest.mark.parametrize(
     "extreme",
@@ -327,8 +339,12 @@ def test_only_what_draws_and_has_no_seed_is_given_one():
         ({"top_p": 1.01}, "expected top_p from 0 to 1, found 1.01"),
         ({"top_k": -1}, r"expected top_k from 0 to 2\*\*31 - 1, found -1"),
         ({"top_k": 2**31}, r"expected top_k from 0 to 2\*\*31 - 1, found 2147483648"),
-        ({"seed": -1}, r"expected a seed from 0 to 2\*\*32 - 1, found -1"),
-        ({"seed": 2**32}, r"expected a seed from 0 to 2\*\*32 - 1, found 4294967296"),
+        (
+            {"seed": -(2**63) - 1},
+            r"expected a seed that is an integer from -2\*\*63 to 2\*\*63 - 1, found -9223372036854775809",
+        ),
+        ({"seed": 2**63}, r"expected a seed that is an integer from -2\*\*63 to 2\*\*63 - 1, found 9223372036854775808"),
+        ({"seed": 1.0}, r"expected a seed that is an integer from -2\*\*63 to 2\*\*63 - 1, found 1.0"),
         ({"min_p": -0.1}, "expected min_p from 0 to 1, found -0.1"),
         ({"min_p": 1.1}, "expected min_p from 0 to 1, found 1.1"),
         ({"min_p": float("nan")}, "expected min_p from 0 to 1, found nan"),

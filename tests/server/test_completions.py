@@ -84,13 +84,13 @@ def test_drafts_are_told_as_vllm_tells_them(client: Client):
 
 def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client: Client):
     engine = FakeEngine()
-    found = complete(client(engine), prompt=["one two", "three"], n=2, max_tokens=2, seed=2**32 - 1, temperature=0.5)
+    found = complete(client(engine), prompt=["one two", "three"], n=2, max_tokens=2, seed=2**63 - 1, temperature=0.5)
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
     wanted = [model_without_weights().tokenizer.decode(tokens_of(text)[:2]) for text in ("one two", "three")]
     lengths = [len(tokens_of(text)) for text in ("one two", "three")]
     assert lengths[1] >= 1
     assert [choice["text"] for choice in found["choices"]][:2] == [wanted[0]] * 2
-    assert [ask.sampling.seed for ask in engine.taken] == [2**32 - 1, 0, 2**32 - 1, 0]
+    assert [ask.sampling.seed for ask in engine.taken] == [2**63 - 1, -(2**63)] * 2
     assert found["usage"]["prompt_tokens"] == sum(lengths)
     assert found["usage"]["completion_tokens"] == 8
 

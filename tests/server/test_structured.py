@@ -129,6 +129,22 @@ GRAMMARS = (
 NESTED = Grammar.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}})
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stops_do_not_cut_an_answer_that_follows_a_grammar(client: openai.OpenAI, temperature: float):
+    """Masks of the device and of the host, stop tokens of words and of single characters."""
+    for schema in (SCHEMA, {**SCHEMA, "properties": {**SCHEMA["properties"], "age": {"type": "number", "maximum": 9}}}):
+        asked: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 150, "temperature": temperature, "seed": 3}
+        more = {"response_format": schema_format(schema), "return_token_ids": True}
+        tokens = client.completions.create(**asked, extra_body=more).choices[0].token_ids
+        stops = sorted({*tokens[:-1]})
+        again = client.completions.create(**asked, stop=['"', "name", "}"], extra_body={**more, "stop_token_ids": stops})
+        choice = again.choices[0]
+        jsonschema.validate(json.loads(choice.text), schema)
+        assert choice.finish_reason == "stop"
+        assert choice.model_extra.get("stop_reason") is None
+        assert choice.token_ids != tokens  # words of the string came in other tokens
+
+
 def answered(real: Real, ask: GenerateRequest) -> tuple[list[int], set[str]]:
     """The tokens of a request, and where its masks came from."""
     ended, tokens = threading.Event(), list[int]()

@@ -14,7 +14,7 @@ import numpy as np
 from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
 from tilewright.bench.speculative_figures import first_difference
 from tilewright.llm.language_model import LanguageModel
-from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.sampling import Sampling, later_seed
 
 KINDS: dict[str, Sampling] = {
     "greedy": Sampling(),
@@ -135,7 +135,7 @@ def sampling_of(kind: str, number: int, seed: int, max_new_tokens: int) -> Sampl
     names = list(KINDS)
     own = KINDS[names[number % len(names)] if kind == "mixed" else kind]
     stop = STOP if kind == "mixed" and number % 4 == 3 else ()
-    return replace(own, max_new_tokens=limit, seed=(seed + number) % 2**32, stop=stop)
+    return replace(own, max_new_tokens=limit, seed=later_seed(seed, number), stop=stop)
 
 
 def requests_of(prompts: Sequence[Sequence[int]], kind: str, seed: int, max_new_tokens: int) -> list[ExactRequest]:
@@ -145,7 +145,7 @@ def requests_of(prompts: Sequence[Sequence[int]], kind: str, seed: int, max_new_
 
 def mixed_lengths(prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
     """So many prompts of all lengths from 1 token to whole: the given ones in turn, each cut somewhere else."""
-    parts = np.random.default_rng(seed).permutation(count) + 1
+    parts = np.random.default_rng(seed % 2**64).permutation(count) + 1
     each = [prompts[n % len(prompts)] for n in range(count)]
     return [list(prompt[: max(1, len(prompt) * int(part) // count)]) for prompt, part in zip(each, parts, strict=True)]
 

@@ -181,7 +181,7 @@ class EnginePath:
 
     def order(self, count: int) -> list[int]:
         if self.arrivals.order == "shuffled":
-            return np.random.default_rng(self.seed).permutation(count).tolist()
+            return np.random.default_rng(self.seed % 2**64).permutation(count).tolist()
         return list(range(count))[:: -1 if self.arrivals.order == "reversed" else 1]
 
     @contextmanager

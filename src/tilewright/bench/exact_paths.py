@@ -92,7 +92,7 @@ class AlonePath:
     """
 
     def __init__(self, lm: LanguageModel, batch: int, seed: int):
-        self.lm, self.batch, self.rng = lm, batch, np.random.default_rng(seed)
+        self.lm, self.batch, self.rng = lm, batch, np.random.default_rng(seed % 2**64)
 
     def __call__(self, asked: Sequence[ExactRequest]) -> PathResult:
         groups = [asked[i : i + self.batch] for i in range(0, len(asked), self.batch)]

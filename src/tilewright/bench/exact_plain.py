@@ -19,7 +19,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import StreamDecoder
-from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.sampling import Sampling, seed_words
 
 MULTIPLE = 64
 """Texts are padded to a multiple of so many tokens, so that those of all lengths share a few programs."""
@@ -92,7 +92,7 @@ def filtered(scores: Float[np.ndarray, " V"], sampling: Sampling) -> Float[np.nd
 
 def draw_noise(seed: int, position: int, vocab: int) -> Float[np.ndarray, " {vocab}"]:
     """Gumbel noise of every token, of a request's seed and a position, by JAX's own random bits."""
-    key = jax.random.wrap_key_data(jnp.asarray([0, seed], jnp.uint32), impl="threefry2x32")
+    key = jax.random.wrap_key_data(jnp.asarray(seed_words(seed), jnp.uint32), impl="threefry2x32")
     bits = np.asarray(jax.random.bits(jax.random.fold_in(key, position), (vocab,), np.uint32))
     return -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**32))
 

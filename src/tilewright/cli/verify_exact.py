@@ -20,6 +20,7 @@ from tilewright.cli.outputs import JsonFile, human_console, progress, progress_c
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
 from tilewright.report.exact import by_path, difference_lines, exact_table
+from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 QUICK_DRAFTER = "dflash"
@@ -67,8 +68,7 @@ class Asking:
         sizes = self.batch_size
         check_least(self, batch_size=1, requests=1, max_new_tokens=1)
         check_some(self, *([] if sizes is None else ["batch_size"]))
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"expected a seed from 0 to 2**32 - 1, found {self.seed}")
+        Sampling(seed=self.seed)  # which checks it
         given = {name: getattr(self, name) for name in ("requests", "max_new_tokens") if getattr(self, name) is not None}
         return replace(effort, batches=tuple(sorted({1, *(sizes or effort.batches)})), **given)
 

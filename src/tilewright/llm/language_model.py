@@ -48,7 +48,7 @@ from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.runner import ModelRunner
-from tilewright.runtime.sampling import Sampling, SamplingMode
+from tilewright.runtime.sampling import Sampling, SamplingMode, seed_of, seed_words
 from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
@@ -235,8 +235,8 @@ class LanguageModel:
     def agreed_sampling(self, each: Sequence[Sampling]) -> list[Sampling]:
         """Samplings with the first process's seeds: each process has drawn fresh ones."""
         mesh = None if self.placement is None else self.placement.mesh
-        seeds = agreed(mesh, np.array([one.seed or 0 for one in each], np.uint32))
-        return [one if one.seed is None else replace(one, seed=int(seed)) for one, seed in zip(each, seeds, strict=True)]
+        words = agreed(mesh, np.array([seed_words(one.seed or 0) for one in each], np.uint32))
+        return [one if one.seed is None else replace(one, seed=seed_of(own)) for one, own in zip(each, words, strict=True)]
 
     def drafter_for(self, speculative: bool | None) -> Drafter | None:
         """Drafter of a generation; None for plain decoding.

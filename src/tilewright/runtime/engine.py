@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,7 @@ from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
 from tilewright.runtime.snapshots import Snapshots
 from tilewright.runtime.state import NOT_FINITE, StepInfo
+from tilewright.runtime.stop_masks import without_stops
 
 log = logging.getLogger("tilewright.engine")
 
@@ -242,9 +244,12 @@ class Engine(Service):
 
     def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
         decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens)
-        processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
+        sampling, constraint = request.sampling.seeded(), None
+        if request.constraint is not None:  # which ends the text by itself
+            constraint = without_stops(request.constraint.begin(), sampling.stop_token_ids, self.tokenizer, self.eos_token_ids)
+            sampling = replace(sampling, stop=(), stop_token_ids=())
+        processor = OutputProcessor(0, list(request.prompt), sampling, decoder)
         followed = self.chooser.follow(request.prompt)
-        constraint = None if request.constraint is None else request.constraint.begin()
         return TokenSequence(
             RequestHandle(request), listener, processor, followed=followed,
             prompt_logprobs=[] if request.prompt_logprobs else None, constraint=constraint,

@@ -44,7 +44,8 @@ class GenerateRequest:
             are the target's, of its logits as they are: before temperature, filters and penalties.
         prompt_logprobs: the same for the prompt's tokens from the second one on; needs `logprobs`.
         deadline_s: seconds after which it is ended, waiting or not; None for never.
-        constraint: what its text must be; None for anything. Log-probabilities are of the tokens that it allows.
+        constraint: what its text must be; None for anything. Log-probabilities are of the tokens that it allows. The text ends
+            where the constraint is met: stop tokens do not come before (`stop_masks.py`), and stop strings do not count.
         lora: the name of the low-rank adapter that it runs with; None for the model as it is.
         pooling: the prompt's embedding is asked for, and no token: what is pooled for it. None for tokens.
     """

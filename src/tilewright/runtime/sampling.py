@@ -33,6 +33,8 @@ MOST_STOP_TOKENS = 128
 ADJUSTED = 512
 """Places of a row for tokens whose logits are changed: those, and all that end it, which `min_tokens` keeps away."""
 BIASES = (-100.0, 100.0)
+SEEDS = (-(2**63), 2**63 - 1)
+"""Seeds are int64, as in OpenAI's client and vLLM."""
 NOBODY = 2**31 - 1
 """The token id of a place that holds none."""
 
@@ -46,7 +48,8 @@ class Sampling:
         temperature: 0 takes the most likely token; otherwise from 1e-6 to 1e6.
         top_p: keep the smallest set of most likely tokens that holds this much probability (ties with the last are kept).
         top_k: keep this many most likely tokens (ties with the last are kept); 0 keeps all.
-        seed: the request's own randomness; without one, each request draws a fresh one, which its result reports.
+        seed: the request's own randomness, from -2**63 to 2**63 - 1; without one, each request draws a fresh one, which its
+            result reports.
         stop: texts that end the generation, in a tuple; they are not part of the result.
         ignore_eos: go on past the end-of-sequence token.
         min_p: keep tokens that are at least this share as likely as the most likely one; 0 keeps all.
@@ -92,7 +95,7 @@ class Sampling:
             ),
             (0 <= self.top_p <= 1, "top_p from 0 to 1", self.top_p),
             (0 <= self.top_k < 2**31, "top_k from 0 to 2**31 - 1", self.top_k),
-            (self.seed is None or 0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed),
+            (self.seed is None or is_seed(self.seed), "a seed that is an integer from -2**63 to 2**63 - 1", self.seed),
             (stops, "a tuple of stop strings, none of them empty", self.stop),
             (0 <= self.min_p <= 1, "min_p from 0 to 1", self.min_p),
             (
@@ -129,6 +132,30 @@ class Sampling:
     def seeded(self) -> "Sampling":
         """Copy with a fresh seed, if it draws and has none."""
         return replace(self, seed=secrets.randbits(32)) if self.seed is None and self.temperature > 0 else self
+
+
+def is_seed(seed: object) -> bool:
+    return isinstance(seed, int | np.integer) and SEEDS[0] <= seed <= SEEDS[1]
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """The upper and the lower 32 bits of a seed, which make its key."""
+    return int(seed) >> 32 & 0xFFFFFFFF, int(seed) & 0xFFFFFFFF
+
+
+def seed_of(words: Sequence[int]) -> int:
+    """The seed of `seed_words`."""
+    upper, lower = map(int, words)
+    return wrapped(upper << 32 | lower)
+
+
+def later_seed(seed: int, number: int) -> int:
+    """The seed so many behind another; behind the last one comes the first."""
+    return wrapped(int(seed) + number)
+
+
+def wrapped(seed: int) -> int:
+    return (seed - SEEDS[0]) % 2**64 + SEEDS[0]
 
 
 def check_vocabulary(sampling: Sampling, vocab: int) -> None:
@@ -184,7 +211,7 @@ def row_sampling(
         temperature=np.asarray([r.temperature for r in requests], np.float32),
         top_p=np.asarray([max(r.top_p, LEAST_TOP_P) for r in requests], np.float32),
         top_k=np.asarray([r.top_k for r in requests], np.int32),
-        key=np.asarray([(0, r.seed or 0) for r in requests], np.uint32),
+        key=np.asarray([seed_words(r.seed or 0) for r in requests], np.uint32),
         min_p=np.asarray([r.min_p for r in requests], np.float32),
         repetition_penalty=np.asarray([r.repetition_penalty for r in requests], np.float32),
         presence_penalty=np.asarray([r.presence_penalty for r in requests], np.float32),

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
+from tilewright.runtime.sampling import later_seed
 from tilewright.server.fields import FLAG, WHOLE, expect
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
 from tilewright.server.structured import ResponseFormat
@@ -107,11 +108,11 @@ def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> D
 def requests_of(
     body: DenoisingBody, prompt: list[int], new_tokens: int, defaults: Denoising, choices: int, deadline_s: float | None
 ) -> list[DenoisingRequest]:
-    """The requests of one prompt; the seed of each is the body's and the choice's number (modulo 2**32).
+    """The requests of one prompt; the seed of each is the body's and the choice's number.
 
     Raises:
         ValueError: what does not go together.
     """
     denoising = denoising_of(body, defaults, new_tokens)
-    seeds = [None if denoising.seed is None else (denoising.seed + choice) % 2**32 for choice in range(choices)]
+    seeds = [None if denoising.seed is None else later_seed(denoising.seed, choice) for choice in range(choices)]
     return [DenoisingRequest(prompt, replace(denoising, seed=seed), body.stops, deadline_s, new_tokens) for seed in seeds]

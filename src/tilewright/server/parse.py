@@ -15,7 +15,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.models.tokenizer import encode
 from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.request import GenerateRequest
-from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.sampling import Sampling, later_seed
 from tilewright.runtime.service import Service
 from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingBody, requests_of
@@ -164,8 +164,8 @@ def sampling_of(body: GenerationBody, new_tokens: int, defaults: SamplingDefault
 
 
 def seeded(sampling: Sampling, choice: int) -> Sampling:
-    """The sampling of one of a prompt's choices: its seed is the request's and the choice's number (modulo 2**32)."""
-    return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + choice) % 2**32)
+    """The sampling of one of a prompt's choices: its seed is the request's and the choice's number."""
+    return sampling if sampling.seed is None else replace(sampling, seed=later_seed(sampling.seed, choice))
 
 
 def new_tokens_of(

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from tilewright.models.chat import check_values
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES
-from tilewright.runtime.sampling import BIASES, MOST_BIASED, MOST_STOP_TOKENS, REPETITION_PENALTIES, TEMPERATURES
+from tilewright.runtime.sampling import BIASES, MOST_BIASED, MOST_STOP_TOKENS, REPETITION_PENALTIES, SEEDS, TEMPERATURES
 from tilewright.server.defaults import cold
 from tilewright.server.fields import (
     LONGEST_NAME,
@@ -66,7 +66,7 @@ Temperature = Annotated[float, Field(ge=0, le=TEMPERATURES[1]), AfterValidator(c
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 Length = Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None
 Seed = Annotated[
-    Annotated[int, Field(ge=-1, lt=2**32), WHOLE] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
+    Annotated[int, Field(ge=SEEDS[0], le=SEEDS[1]), WHOLE] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
 ]
 """-1 is as if there were none, as in vLLM."""
 LogitBias = Annotated[
