@@ -1,13 +1,17 @@
 """`tilewright train gnn`: with nothing at hand, from files to a model on disk, and what it refuses."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cli.conftest import Run
+from tilewright.cli import train_gnn
 from tilewright.graph.data import karate_club
+from tilewright.metrics.tables import UNKNOWN, FigureTable
 from tilewright.models.gnn_checkpoint import load_gnn
 
 
@@ -53,6 +57,36 @@ def test_a_file_becomes_a_model(run: Run, tmp_path: Path):
     np.testing.assert_array_equal(params.layers[0].root, load_gnn(tmp_path / "model")[1].layers[0].root)
 
 
+def test_parts_that_are_absent(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without test nodes, and where all of them train; all is written before anything is shown."""
+    data = karate_club()
+    arrays: dict[str, Any] = {"edge_index": data.edge_index, "x": np.eye(34), "y": data.labels[:, None]}
+    masks = {"train_mask": np.arange(34) < 20, "val_mask": np.arange(34) >= 20}
+    np.savez(tmp_path / "validated.npz", **arrays, **masks)
+    np.savez(tmp_path / "unsplit.npz", **arrays)
+    options = ["train", "gnn", "--hidden", 2, "--epochs", 1, "--data"]
+    ran = run(*options, tmp_path / "validated.npz", "--out", tmp_path / "model")
+    assert ran.status == 0, ran.err
+    last = next(line for line in ran.out.splitlines() if "after the last epoch" in line)
+    assert last.split()[-1] == UNKNOWN
+    assert load_gnn(tmp_path / "model")[0].features == 34
+    shown: list[FigureTable] = []
+
+    def stopped(console: Console, table: FigureTable) -> None:
+        shown.append(table)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_gnn, "print_table", stopped)
+    ran = run(*options, tmp_path / "unsplit.npz", "--out", tmp_path / "other", "--json", tmp_path / "figures.json")
+    said = "unsplit: no split in the data, so a random one: 34 nodes to train on, 0 to validate on, 0 to test on"
+    assert said in " ".join(ran.out.split())
+    assert load_gnn(tmp_path / "other")[0].features == 34
+    last = json.loads((tmp_path / "figures.json").read_text())["accuracy"]["after the last epoch"]
+    assert (last["val"], last["test"]) == (None, None)
+    (row,) = shown[0].groups[""]
+    assert (row["val"], row["test"], float(row["train"]) >= 0) == (None, None, True)
+
+
 def test_features_with_signs_are_left_as_they_are(run: Run, tmp_path: Path):
     """By default, and with a word; by name they are refused, for their sums are no sizes."""
     data = karate_club()
@@ -86,7 +120,9 @@ def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
     [
         (["--data", "nowhere.npz"], "nowhere.npz: expected 'karate', an .npz file or a folder of graphs, found nothing"),
         (["--heads", "4"], "--heads is for gat, found --model gcn"),
-        (["--fan-out", "3,x"], "--fan-out: expected whole numbers with commas between them, found '3,x'"),
+        (["--fan-out", "3,x"], "--fan-out: expected whole numbers with commas between them, -1 for all neighbours, found"),
+        (["--fan-out", "-1"], "expected a fan-out for each of 2 layers, found 1: [-1]"),
+        (["--fan-out", "-1,-1,-1,-1,-1,-1,-1", "--layers", "7"], "expected samples of less than 2^31 rows"),
         (["--fan-out", "3"], "expected a fan-out for each of 2 layers, found 1"),
         (
             ["--fan-out", "3,3", "--devices", "2"],

@@ -1,6 +1,7 @@
 """Aggregation over every layout against SciPy in float64, and its gradients against differences and against JAX's own."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -95,7 +96,11 @@ def test_normalisations(layout: str, weighted: bool):
     ids, weights, x = drawn(5)
     ids[:, 0] = 2
     a = dense(ids, weights if weighted else np.ones(EDGES), NODES, NODES)
-    looped = a + np.diag(np.diag(a) == 0)
+    loops = ids[0] == ids[1]
+    assert np.bincount(ids[0, loops]).max() > 1, "a node with two self-loops"
+    last = np.ones(NODES)
+    last[ids[0, loops]] = weights[loops] if weighted else 1
+    looped = a - np.diag(np.diag(a)) + np.diag(last)
     root = 1 / np.sqrt(looped.sum(1))
     table = NeighborTable.from_edges(ids, NODES, weights if weighted else None, layout=layout, limit=4)
     actual = aggregate(table, x, normalisation="symmetric")
@@ -103,6 +108,34 @@ def test_normalisations(layout: str, weighted: bool):
     degrees = a.sum(1, keepdims=True)
     by_row = np.divide(a, degrees, out=np.zeros_like(a), where=degrees > 0) @ x
     np.testing.assert_allclose(aggregate(table, x, normalisation="row"), by_row, atol=1e-6)
+
+
+def test_two_self_loops_are_the_last_of_them():
+    """Results and gradients of PyG 2.8.1's `GCNConv` and `gcn_norm`, which stand here."""
+    ids, weights = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 1]]), np.array([2, 5, 1, 3, 4], np.float32)
+    x = np.array([[1], [10], [100]], np.float32)
+    table = NeighborTable.from_edges(ids, 3, layout="csr", capacity=6)
+    run = jax.jit(partial(aggregate, normalisation="symmetric"))
+    np.testing.assert_allclose(run(table, x)[:, 0], [4.582482814788818, 61.47660827636719, 100], rtol=1e-6)
+    room = np.append(weights, np.float32(7))
+    found = run(table, x, weights=room)
+    np.testing.assert_allclose(found[:, 0], [2.2767088413238525, 143.1043701171875, 100], rtol=1e-6)
+    by_weight = jax.grad(lambda w: run(table, x, weights=w).sum())(jnp.asarray(room))
+    assert by_weight[0] == by_weight[-1] == 0
+    assert (by_weight[1:-1] != 0).all()
+
+
+def test_negative_degrees():
+    """They are an error that names the node; in a compiled program its rows are NaN, as in PyG. A degree of 0 gives 0."""
+    ids, x = np.array([[0, 1, 2], [1, 2, 2]]), np.ones((3, 1), np.float32)
+    weights = np.array([1, -3, 1], np.float32)
+    table = NeighborTable.from_edges(ids, 3, layout="csr")
+    with pytest.raises(ValueError, match="at least 0 for the symmetric normalisation, found -2 at node 2"):
+        aggregate(table, x, weights=weights, normalisation="symmetric")
+    compiled = jax.jit(partial(aggregate, normalisation="symmetric"))
+    assert np.isnan(compiled(table, x, weights=weights)[:, 0]).tolist() == [False, False, True]
+    np.testing.assert_allclose(compiled(table, x, weights=jnp.asarray([-1.0, 0, 0]))[:, 0], [1, 0, 0])
+    np.testing.assert_allclose(aggregate(table, x, weights=weights)[:, 0], [0, 1, -2])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -212,6 +245,7 @@ def test_bad_input():
         (r"features without NaN, found one at \[1, 1\]", (spoilt,), {}),
         (r"weights without NaN, found one at \[1\]", (x,), {"weights": weights}),
         (r"values of 3 nodes, found 4: this is another graph's table", (np.ones((4, 2), np.float32),), {}),
+        (r"features within float32, found 1e\+300 at \[1, 1\]", (np.where(spoilt == 1, 1, 1e300),), {}),
         (r"shape \[3, F\], found \[4, 2\]", (np.ones((4, 2), np.float32),), {"permuted": True}),
         (r"a weight for each of 2 edges, found shape \[3\]", (x,), {"weights": jnp.ones(3)}),
         (r"one of sum, mean, max, min, found 'median'", (x, "median"), {}),

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +13,9 @@ from jax.test_util import check_grads
 
 from graph.test_table import random_edges
 from tilewright.graph import rows
+from tilewright.graph.aggregate import aggregate
 from tilewright.graph.attention import attend, segment_softmax
+from tilewright.graph.sample import SampledLayer
 from tilewright.graph.table import NeighborTable
 from tilewright.kernels import select
 from tilewright.models import gnn
@@ -158,6 +160,54 @@ def test_segment_softmax(layout: str, order: str):
     check_grads(run, (leaky,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("layout", ["padded", "bucketed", "csr", "sampled"])
+def test_the_slope_at_zero_is_the_negative_one(layout: str):
+    """As in PyTorch; without dropout and with it, where other programs run."""
+    x, zeros = jnp.asarray([[[1.0]], [[3.0]]]), jnp.zeros((2, 1))
+    table: Any = NeighborTable.from_edges([[0, 1], [0, 0]], 2, layout="csr" if layout == "sampled" else layout)
+    if layout == "sampled":
+        table, x = SampledLayer(jnp.array([2]), jnp.zeros(3, jnp.int32), 2), jnp.asarray([[[0.0]], [[1.0]], [[3.0]]])
+        zeros = jnp.zeros((3, 1))
+
+    def total(source: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        return table.attend(x, source, zeros[: table.num_nodes], dropout=1e-6, key=key).sum()
+
+    for key in (None, jax.random.key(0)):
+        # Both weights are 1/2, the mean is 2: the weight's derivative (3 - 2) / 2 times the slope.
+        np.testing.assert_allclose(jax.jit(jax.grad(total))(zeros, key)[-2:, 0], [-0.1, 0.1], rtol=1e-5)
+
+
+ROOM = EDGES + 6
+
+
+@cache
+def results_with_room(layout: str, capacity: int | None, nodes: int) -> tuple[Any, ...]:
+    """Gradients by weights and scores of edges, results, and gradients by values of nodes."""
+    ids = random_edges(4, NODES, EDGES) if nodes else np.zeros((2, 0), int)
+    table = NeighborTable.from_edges(ids, nodes, layout=layout, limit=4, capacity=capacity)
+    count, rng = table.num_edges, np.random.default_rng(0)
+    scores, due = (rng.normal(size=(ROOM, 2)).astype(np.float32)[:count] for _ in range(2))
+
+    def weigh(weights: jax.Array, scores: jax.Array, *given: jax.Array) -> tuple[jax.Array, Any]:
+        outs = segment_softmax(table, scores), aggregate(table, given[0][:, 0], weights=weights), attend(table, *given)
+        return (outs[0] * due).sum() + jnp.sin(outs[1]).sum() + jnp.cos(outs[2]).sum(), outs
+
+    given = scores[:, 0], scores, *(each[:nodes] for each in drawn(1, 2))
+    gradients, outs = jax.jit(jax.grad(weigh, (0, 1, 2, 3, 4), has_aux=True))(*given)
+    return *gradients[:2], *outs, *gradients[2:]
+
+
+@pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])
+@pytest.mark.parametrize("nodes", [NODES, 0])
+def test_room_for_more_edges(layout: str, nodes: int):
+    """Results and gradients are those without room; what no edge is gets zeros."""
+    edges = EDGES if nodes else 0
+    exact, roomy = results_with_room("csr", None, nodes), results_with_room(layout, ROOM, nodes)
+    for n, (wanted, found) in enumerate(zip(exact, roomy, strict=True)):
+        np.testing.assert_allclose(found[:edges] if n < 3 else found, wanted, atol=1e-5)
+        assert n >= 3 or not np.any(found[edges:])
+
+
 def test_bad_input():
     table = table_of(random_edges(9, NODES, EDGES), "bucketed")
     x, source, target = drawn(7, 2)
@@ -165,7 +215,7 @@ def test_bad_input():
     spoilt[3, 1] = np.nan
     with pytest.raises(ValueError, match=r"source scores without NaN, found one at \[3, 1\]"):
         attend(table, x, spoilt, target)
-    with pytest.raises(ValueError, match="target scores of 9 nodes, found 8"):
+    with pytest.raises(ValueError, match=r"target scores \[9, heads\], found shape \[8, 2\]"):
         attend(table, x, source, target[:8])
     with pytest.raises(ValueError, match="values of 9 nodes, found 8"):
         attend(table, x[:8], source[:8], target)

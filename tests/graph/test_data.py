@@ -18,7 +18,6 @@ from tilewright.graph.data import (
     read_gin_folder,
     read_npz,
     with_folds,
-    with_self_loops,
     with_split,
 )
 
@@ -28,6 +27,7 @@ ARRAYS: dict[str, Any] = {
     "x_data": np.array([1.0, 3.0, 2.0, 5.0]), "x_shape": np.array([4, 3]),
     "y": np.array([0, 1, -1, 1]), "train": np.array([0, 1]), "test": np.array([3]),
 }  # fmt: skip
+NO_CSR = dict.fromkeys(["x_data", "x_indptr", "x_indices", "x_shape"])
 DENSE = np.array([[1, 0, 3], [0, 0, 0], [0, 2, 0], [0, 0, 5]], np.float32)
 
 
@@ -62,8 +62,25 @@ def test_an_archive_with_sparse_features(tmp_path: Path):
     np.testing.assert_allclose(data.row_normalised().rows(np.arange(4)), DENSE / np.where(sums == 0, 1, sums))
 
 
+def test_the_names_of_pyg(tmp_path: Path):
+    """Masks, weights, the number of nodes, labels in a column as OGB has them, boolean features."""
+    masks = {f"{part}_mask": np.isin(np.arange(4), ids) for part, ids in {"train": [0, 1], "val": [], "test": [3]}.items()}
+    masks["test_mask"] = masks["test_mask"].astype(np.int64)[:, None]
+    own = NO_CSR | {"train": None, "test": None}
+    weights = np.array([[1.0], [0.5], [2.0], [0.0]])
+    changes = {"x": DENSE > 0, "y": ARRAYS["y"][:, None], "num_nodes": np.array(4), "edge_weight": weights}
+    data = read_npz(write(tmp_path, **(own | masks | changes)))
+    assert [part.tolist() for part in (data.train, data.val, data.test)] == [[0, 1], [], [3]]
+    np.testing.assert_array_equal(data.weights, weights[:, 0])
+    np.testing.assert_array_equal(data.rows(np.arange(4)), DENSE > 0)
+    assert data.labels.tolist() == [0, 1, -1, 1]
+    plain = read_npz(write(tmp_path, train=None, test=None))
+    assert plain.weights is None
+    assert not len(plain.train)
+
+
 def test_an_archive_with_dense_features(tmp_path: Path):
-    data = read_npz(write(tmp_path, x=DENSE.astype(np.float64), x_data=None, x_indptr=None))
+    data = read_npz(write(tmp_path, x=DENSE.astype(np.float64), **NO_CSR))
     np.testing.assert_array_equal(data.rows(np.arange(4)), DENSE)
     np.testing.assert_allclose(data.row_normalised().rows(np.array([0])), DENSE[:1] / 4)
 
@@ -71,7 +88,7 @@ def test_an_archive_with_dense_features(tmp_path: Path):
 @pytest.mark.parametrize("dense", [True, False])
 def test_the_first_node_with_a_negative_feature_is_named(tmp_path: Path, dense: bool):
     """In CSR behind a row without entries."""
-    signs = {"x": DENSE * [[1], [1], [-1], [-1]]} if dense else {"x_data": np.array([1.0, 3.0, -2.0, -5.0])}
+    signs = {"x": DENSE * [[1], [1], [-1], [-1]], **NO_CSR} if dense else {"x_data": np.array([1.0, 3.0, -2.0, -5.0])}
     data = read_npz(write(tmp_path, **signs))
     assert (data.negative_node, read_npz(write(tmp_path)).negative_node) == (2, None)
     with pytest.raises(ValueError, match=r"tiny: expected features of at least 0 .* a negative one of node 2"):
@@ -92,14 +109,30 @@ def test_the_first_node_with_a_negative_feature_is_named(tmp_path: Path, dense: 
         ({"x_indices": np.array([0, 2, 1, 3])}, r"x_indices\[3\] is 3, expected 0 to 2"),
         ({"x_indptr": np.array([0, 3, 2, 3, 4])}, "x_indptr must rise from 0 to the 4 entries"),
         ({"x_shape": np.array([5, 3])}, r"x_shape\[0\] is 5, but there are 4 nodes"),
-        ({"x": np.zeros((3, 2))}, r"x must have the shape \[4, features\], found \[3, 2\]"),
-        ({"x": np.array(["a"] * 4)}, "x must hold numbers, found <U1"),
+        ({"x": np.zeros((4, 2))}, r"it has features twice, as x and as x_indptr, x_indices, x_data, x_shape"),
+        ({"x": np.zeros((3, 2)), **NO_CSR}, r"x must have the shape \[4, features\], found \[3, 2\]"),
+        ({"x": np.array(["a"] * 4), **NO_CSR}, "x must hold numbers, found <U1"),
         ({"train": np.array([0, 2])}, "node 2 of train has no label"),
         ({"test": np.array([4])}, r"test\[0\] is 4, expected 0 to 3"),
         ({"test": np.array([3, 1])}, "node 1 is in both train and test"),
         ({"val": np.array([3])}, "node 3 is in both val and test"),
         ({"y": np.array([-1] * 4)}, "no node has a label"),
         ({"y": np.array([0, 1, -2, 1])}, r"y\[2\] is -2"),
+        ({"y": np.array([0, 1, 2**31 - 1, 1])}, r"y\[2\] is 2147483647, expected -1 to 999"),
+        ({"y": np.zeros((4, 3), int)}, r"y must have the shape \[nodes\] or \[nodes, 1\], one label .* found \[4, 3\]"),
+        ({"x_shape": np.array([4, 2**31 - 1])}, r"x_shape\[1\] is 2147483647, expected at most 16777216 features"),
+        ({"x_data": np.array([1, 2, 1e300, 4])}, r"x_data\[2\] is 1e\+300, expected a finite number in float32"),
+        ({"x_data": np.ones((4, 1))}, r"x_data must have the shape \[any\], found \[4, 1\]"),
+        ({"edge_attr": np.ones(4), "pos": np.ones(4)}, "it has the arrays edge_attr, pos, which are not read; known are"),
+        ({"train_mask": np.ones(4, bool)}, "it has both train and train_mask, expected one of them"),
+        ({"train": None}, "it has the parts test, expected nodes to train on among them"),
+        ({"train": None, "train_mask": np.zeros(4, bool)}, "it has the parts train, test, expected nodes to train on"),
+        ({"val_mask": np.ones((4, 10), bool)}, r"val_mask must have the shape \[4\], the mask of one split, found \[4, 10\]"),
+        ({"val_mask": np.arange(4)}, "val_mask must hold booleans, or 0 and 1, found int64"),
+        ({"val_mask": np.arange(4) == 1}, "node 1 is in both train and val"),
+        ({"num_nodes": np.array(5)}, "num_nodes is 5, but y has labels of 4 nodes"),
+        ({"edge_weight": np.ones(3)}, r"edge_weight must have the shape \[4\], a number for each edge, found \[3\]"),
+        ({"edge_weight": np.array([1, np.inf, 1, 1])}, r"edge_weight\[1\] is inf, expected a finite number in float32"),
     ],
 )
 def test_what_is_wrong_with_an_archive(tmp_path: Path, changes: dict[str, Any], problem: str):
@@ -199,9 +232,12 @@ def test_attributes_follow_the_tags(tmp_path: Path):
         ("2 2 0 2\n", "2 2 0 3\n", "line 4: neighbour 3 is none of the 3 nodes"),
         ("2 2 0 2\n", "2 3 0 2\n", "line 4: expected a node's tag, its number of neighbours and these, found '2 3 0 2'"),
         ("2 2 0 2\n", "2 2 0 x\n", "line 4: expected the numbers of a node's neighbours, found '0 x'"),
-        ("2 2 0 2\n", "2 2 0 2 nan\n", "line 4: expected a finite attribute, found 'nan'"),
+        ("2 2 0 2\n", "2 2 0 2 nan\n", "line 4: expected a finite attribute in float32, found 'nan'"),
         ("2 2 0 2\n", "2 2 0 2 1.5\n", "nodes differ in their number of attributes"),
-        ("0 1 0\n", "", "line 8: expected node 1 of 2, found the end of the file"),
+        ("0 1 0\n", "", "line 6: expected the lines of 2 nodes, found 1 lines behind it"),
+        ("2 -1\n", "4000000000 -1\n", "line 6: expected the lines of 4000000000 nodes, found 2 lines behind it"),
+        ("5 1 1\n", "9223372036854775808 1 1\n", "line 7: expected a node's tag .* of at most 64 bits"),
+        ("2 2 0 2\n", "2 2 0 2 1e39\n", "line 4: expected a finite attribute in float32, found '1e39'"),
         ("0 1 0\n", "0 1 0\n4 2\n", "line 9: expected the end of the file after 2 graphs"),
     ],
 )
@@ -257,8 +293,3 @@ def test_folds_test_every_graph_once_and_have_all_labels(tmp_path: Path):
         assert data.labels[test].sum() == 1
     with pytest.raises(ValueError, match="expected at least 10 graphs to deal into folds, found 2"):
         with_folds(read_gin_folder(gin_folder(tmp_path / "few")))
-
-
-def test_self_loops_are_there_once():
-    edges = with_self_loops(np.array([[0, 1, 2], [1, 1, 0]], np.int32), 3)
-    assert sorted(map(tuple, edges.T)) == [(0, 0), (0, 1), (1, 1), (2, 0), (2, 2)]

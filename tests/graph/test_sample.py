@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.dense_graph import DenseNeighbours
-from tilewright.graph.data import karate_club, with_self_loops
-from tilewright.graph.sample import NeighbourSampler, Sample, SampledLayer, draw
+from tilewright.graph.data import karate_club
+from tilewright.graph.edges import from_edge_index, with_self_loops
+from tilewright.graph.sample import ALL, NeighbourSampler, Sample, SampledLayer, draw
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES
 
@@ -78,7 +79,7 @@ def sampled_scores(config: Any, params: Any, state: Any, sample: Sample, x: jax.
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sample_that_leaves_nothing_out_has_the_whole_graphs_scores(family: str):
-    edges = with_self_loops(KARATE.edge_index, 34) if family == "gat" else KARATE.edge_index
+    edges = with_self_loops(from_edge_index(KARATE.edge_index, 34)).edge_index if family == "gat" else KARATE.edge_index
     config = FAMILIES[family](4, 2, layers=2, hidden=3)
     params, state = gnn.init(config, jax.random.key(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(34, 4)), jnp.float32)
@@ -128,17 +129,41 @@ def test_dropped_attention_weights_keep_the_mean():
 def test_a_graph_without_edges():
     sampler = NeighbourSampler(np.zeros((2, 0), np.int32), 3, (2,), batch_size=2)
     sample = sampler.sample(np.array([2]), 0)
-    assert sample.layers[0].aggregate(jnp.ones((6, 1))).tolist() == [[0.0], [0.0]]
+    layer = sample.layers[0]
+    assert layer.aggregate(jnp.ones((6, 1))).tolist() == [[0.0], [0.0]]
+    score = jnp.ones((6, 1))
+    out, gradient = jax.value_and_grad(lambda score: layer.attend(jnp.ones((6, 1, 1)), score, score[:2]).sum())(score)
+    assert float(out) == 0.0
+    assert not np.any(gradient), "a row without neighbours takes part in nothing"
+
+
+def test_all_neighbours_of_each_node():
+    """-1 makes slots for the largest degree, draws every neighbour, and takes lists."""
+    sampler = NeighbourSampler(KARATE.edge_index.tolist(), 34, (ALL, 2), batch_size=2)
+    assert sampler.fan_outs == (17, 2)
+    sample = sampler.sample([33, 11], 0)
+    layer = sample.layers[-1]
+    slots = np.asarray(layer.slots(jnp.asarray(sample.nodes[: layer.num_sources], jnp.float32)))
+    assert set(slots[0, :17].tolist()) == near(33)
+    assert layer.degrees.tolist() == [17, 1]
 
 
 def test_what_is_refused():
     edges = KARATE.edge_index
-    with pytest.raises(ValueError, match=r"expected fan-outs and a batch size of at least 1, found fan-outs \[3, 0\]"):
+    with pytest.raises(ValueError, match=r"at least 1, or -1 for all neighbours, found fan-outs \[3, 0\]"):
         NeighbourSampler(edges, 34, (3, 0), batch_size=4)
-    with pytest.raises(ValueError, match=r"edge_index\[\d, \d+\] is 33, expected 0 to 32"):
+    with pytest.raises(ValueError, match=r"expected source ids in 0..32, found 33 at edge \d+"):
         NeighbourSampler(edges, 33, (3,), batch_size=4)
+    with pytest.raises(ValueError, match="expected a graph with nodes to draw neighbourhoods from"):
+        NeighbourSampler(np.zeros((2, 0), np.int32), 0, (3,), batch_size=4)
+    with pytest.raises(ValueError, match=r"less than 2\^31 rows, found 3,840,000,000 for fan-outs \[14999999\]"):
+        NeighbourSampler(edges, 34, (14_999_999,), batch_size=256)
     sampler = NeighbourSampler(edges, 34, (3,), batch_size=4)
     with pytest.raises(ValueError, match="expected at most 4 roots, found 5"):
         sampler.sample(np.arange(5), 0)
     with pytest.raises(ValueError, match="root 34 is none of the 34 nodes"):
-        sampler.sample(np.array([3, 34]), 0)
+        sampler.sample([3, 34], 0)
+    with pytest.raises(ValueError, match=r"roots to be a list of node ids, found float64 of shape \[2\]"):
+        sampler.sample([0.5, 1], 0)
+    with pytest.raises(ValueError, match=r"roots to be a list of node ids, found bool of shape \[34\]"):
+        sampler.sample(np.ones(34, bool), 0)

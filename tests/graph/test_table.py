@@ -1,5 +1,6 @@
 """The neighbour table: what it holds, what it is built from, and what it refuses."""
 
+import inspect
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.graph import build
+from tilewright.graph.edges import from_edge_index, with_self_loops
 from tilewright.graph.rows import BucketRows, CsrRows, Rows
 from tilewright.graph.table import NeighborTable
 
@@ -110,6 +112,14 @@ def test_rcm_brings_neighbours_near():
     assert all(abs(row - source) == 1 for row, source, _ in slots_of(table.forward))
 
 
+def test_values_of_no_nodes_are_refused():
+    table = NeighborTable.from_edges([[0, 1], [1, 1]], 2, layout="bucketed")
+    for values in (jnp.float32(1), np.float32(1)):
+        with pytest.raises(ValueError, match="values of 2 nodes, found a single number"):
+            inspect.unwrap(NeighborTable.permute)(table, values)
+    np.testing.assert_array_equal(table.permute(np.ones((2, 1), np.float32)), np.ones((2, 1)))
+
+
 def test_rcm_without_scipy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "scipy.sparse", None)
     with pytest.raises(ImportError, match=r"pip install 'tilewright\[graph\]'"):
@@ -198,11 +208,20 @@ def test_what_a_table_is_built_from():
         NeighborTable.build({"edges": []})
 
 
-def test_self_loops_are_added_once():
-    table = NeighborTable.from_edges([[0, 1], [0, 0]], 3, weights=[5, 7], self_loops=True, layout="padded")
-    np.testing.assert_array_equal(table.aggregate(jnp.ones((3, 1)))[:, 0], [12, 1, 1])
+def test_self_loops_are_there_once():
+    """As PyG 2.8.1's `add_remaining_self_loops` gives them, whose result stands here: of two the last."""
+    ids, weights = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 1]]), [2, 5, 1, 3, 4]
+    looped = with_self_loops(from_edge_index(ids, 3, weights=weights))
+    np.testing.assert_array_equal(looped.edge_index, [[1, 0, 2, 0, 1, 2], [0, 1, 1, 0, 1, 2]])
+    np.testing.assert_array_equal(looped.weights, [1, 3, 4, 5, 1, 1])
+    table = NeighborTable.from_edges(ids, 3, weights=weights, self_loops=True, layout="padded")
+    np.testing.assert_array_equal(table.aggregate(jnp.ones((3, 1)))[:, 0], [6, 8, 1])
     np.testing.assert_array_equal(table.loops, [0, 0, 0])
-    assert table.num_edges == 4
+    assert (table.num_edges, table.repeated) == (6, None)
+    plain = NeighborTable.from_edges(ids, 3, layout="csr", capacity=7)
+    np.testing.assert_array_equal(plain.loops, [-1, 1, 1])
+    np.testing.assert_array_equal(plain.repeated, [True] + [False] * 6)
+    np.testing.assert_array_equal(plain.aggregate(jnp.ones((3, 1)))[:, 0], [3, 2, 0])  # a plain sum takes all
 
 
 @pytest.mark.parametrize(
@@ -217,7 +236,10 @@ def test_self_loops_are_added_once():
         ([[0, 1], [1]], 3, {}, r"as many sources as destinations, found 2 and 1"),
         ([[0], [1], [2]], 3, {}, r"shape \[2, edges\], found \[3, 1\]"),
         ([[0], [1]], 3, {"weights": [1.0, 2.0]}, r"a weight for each of 1 edges, found shape \(2,\)"),
-        ([[0, 0], [1, 1]], 3, {"weights": [1.0, np.nan]}, r"finite weights, found nan at edge 1"),
+        ([[0, 0], [1, 1]], 3, {"weights": [1.0, np.nan]}, r"finite weights in float32, found nan at edge 1"),
+        ([[0], [1]], 3, {"weights": [1e300]}, r"finite weights in float32, found 1e\+300 at edge 0"),
+        ([[0], [1]], 3.5, {}, r"num_nodes to be a whole number, found 3.5"),
+        ([0, 1], 3, {}, r"shape \[2, edges\], found \[2\]"),
         ([[0], [1]], 3, {"weights": ["a"]}, r"real numbers, found <U1"),
         ([[0], [1]], 3, {"num_sources": 2}, r"num_sources of at least num_nodes \(3\), found 2"),
         ([[0], [1]], -1, {}, r"num_nodes from 0 to 2\^31 - 1, found -1"),

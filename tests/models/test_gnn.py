@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from models.dense_graph import DenseNeighbours, numpy_scores
-from tilewright.graph.data import SparseRows, karate_club, with_self_loops
+from tilewright.graph.data import SparseRows, karate_club
+from tilewright.graph.edges import from_edge_index, with_self_loops
 from tilewright.graph.features import SparseFeatures
 from tilewright.graph.table import NeighborTable
 from tilewright.kernels import native, select
@@ -36,7 +37,7 @@ def random_edges(seed: int = 0, nodes: int = NODES, edges: int = 20) -> np.ndarr
 
 
 def edges_for(family: str) -> np.ndarray:
-    return with_self_loops(random_edges(), NODES) if family == "gat" else random_edges()
+    return with_self_loops(from_edge_index(random_edges(), NODES)).edge_index if family == "gat" else random_edges()
 
 
 def make(family: str, **sizes: Any) -> tuple[Any, Any, Any]:

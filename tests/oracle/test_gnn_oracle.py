@@ -14,7 +14,7 @@ import pytest
 
 from tilewright.graph.aggregate import aggregate
 from tilewright.graph.attention import segment_softmax
-from tilewright.graph.data import with_self_loops
+from tilewright.graph.edges import from_edge_index, with_self_loops
 from tilewright.graph.table import NeighborTable
 from tilewright.models import gnn
 
@@ -38,10 +38,11 @@ def rng() -> np.random.Generator:
 
 
 def random_graph(rng: np.random.Generator) -> np.ndarray:
-    """Edges with a hub, isolated nodes and duplicates, without self-loops: GCN of PyG would make one of several of these."""
+    """Edges with a hub, isolated nodes and duplicates; some nodes have several self-loops, others none."""
     edges = rng.integers(0, NODES - 3, (2, EDGES))
     edges[1, : EDGES // 3] = 7
-    return edges[:, edges[0] != edges[1]]
+    edges[0, ::20] = edges[1, ::20]
+    return edges
 
 
 def to_torch(x: Any) -> Any:
@@ -136,7 +137,7 @@ def test_scores_and_gradients_are_those_of_pyg(family: str, layout: str, rng: np
     x = rng.standard_normal((NODES, FEATURES)).astype(np.float32)
     pull = rng.standard_normal((NODES, CLASSES)).astype(np.float32)
     # PyG's attention adds the self-loops that ours is given.
-    ours = with_self_loops(edges.astype(np.int32), NODES) if family == "gat" else edges
+    ours = with_self_loops(from_edge_index(edges, NODES)).edge_index if family == "gat" else edges
     table = NeighborTable.from_edges(ours, NODES, layout=layout)
 
     def loss(params: Any, x: Any) -> Any:
@@ -168,6 +169,41 @@ def test_reductions_are_those_of_pyg(reduce: str, layout: str, rng: np.random.Ge
     np.testing.assert_allclose(aggregate(table, x, reduce), expected.detach(), atol=TOLERANCE, rtol=TOLERANCE)
     gradient = jax.grad(lambda x: (aggregate(table, x, reduce) * pull).sum())(jnp.asarray(x))
     np.testing.assert_allclose(gradient, given.grad, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weighted_gcn_is_that_of_pyg(layout: str, rng: np.random.Generator):
+    """The last weight of several self-loops counts, in the gradients too."""
+    edges = random_graph(rng)
+    x = rng.standard_normal((NODES, FEATURES)).astype(np.float32)
+    weights, pull = rng.uniform(0, 2, EDGES).astype(np.float32), rng.standard_normal(x.shape).astype(np.float32)
+    table = NeighborTable.from_edges(edges, NODES, layout=layout)
+    conv, given = GCNConv(FEATURES, FEATURES, bias=False), to_torch(weights)
+    set_values(conv, {"lin.weight": np.eye(FEATURES, dtype=np.float32)})
+    expected = conv(torch.from_numpy(x), torch.from_numpy(edges), given)
+    (expected * torch.from_numpy(pull)).sum().backward()
+
+    def weighed(weights: Any) -> Any:
+        out = aggregate(table, x, weights=weights, normalisation="symmetric")
+        return (out * pull).sum(), out
+
+    gradient, found = jax.jit(jax.grad(weighed, has_aux=True))(jnp.asarray(weights))
+    np.testing.assert_allclose(found, expected.detach(), atol=TOLERANCE, rtol=TOLERANCE)
+    np.testing.assert_allclose(gradient, given.grad, atol=10 * TOLERANCE, rtol=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_slope_at_zero_is_that_of_torch(layout: str):
+    """Attention whose raw scores are all exactly 0."""
+    edges = np.array([[0, 1, 2], [0, 0, 0]])
+    x = np.array([[1], [3], [8]], np.float32)
+    table = NeighborTable.from_edges(edges, 3, layout=layout)
+    score = torch.zeros(3, requires_grad=True)
+    raw = torch.nn.functional.leaky_relu(score, 0.2)
+    (softmax(raw, torch.from_numpy(edges[1])) * torch.from_numpy(x[:, 0])).sum().backward()
+    zeros = jnp.zeros((3, 1))
+    found = jax.grad(lambda source: table.attend(table.permute(x[:, None]), table.permute(source), zeros).sum())(zeros)
+    np.testing.assert_allclose(found[:, 0], score.grad, atol=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,8 +13,10 @@ import pytest
 from tilewright.compiled.ledger import no_compile_guard
 from tilewright.graph.batch import PADDING
 from tilewright.graph.data import GraphData, NodeData, SparseRows, karate_club, offsets, undirected
+from tilewright.graph.sample import ALL
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig
+from tilewright.parallel.mesh import make_mesh
 from tilewright.train.gnn import (
     GNNOptions,
     accuracy,
@@ -115,19 +117,39 @@ def test_batches_go_on_from_any_step(kind: str):
         same_leaves(next(made.batches(first)), wanted)
 
 
-@pytest.mark.parametrize("family", ["gcn", "gat"])
-def test_self_loops_count_once_in_samples_too(family: str):
-    """A sample that leaves nothing out has the whole graph's scores, also where nodes are their own neighbours."""
-    edges = np.array([[0, 1, 1, 2, 0, 2, 3], [1, 0, 2, 1, 0, 2, 3]], np.int32)
+@pytest.mark.parametrize("family", ["gcn", "gat", "sage"])
+def test_self_loops_count_alike_in_samples(family: str):
+    """A sample that leaves nothing out has the whole graph's scores, also where nodes are their own neighbours, some twice.
+
+    In GCN and GAT they count once, in GraphSAGE as often as they are there, as in PyG.
+    """
+    edges = np.array([[0, 1, 1, 2, 0, 2, 3, 2], [1, 0, 2, 1, 0, 2, 3, 2]], np.int32)
     ids = np.arange(4, dtype=np.int32)
     features = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     data = NodeData("loops", edges, features, ids % 2, ids, ids[:0], ids[:0])
     config = FAMILIES[family](3, 2, layers=1)
     params, state = gnn.init(config, jax.random.key(0))
-    graph, sample = whole_graph(config, data), sampler_of(config, data, (3,), 4).sample(ids, 0)
+    graph, sample = whole_graph(config, data), sampler_of(config, data, (ALL,), 4).sample(ids, 0)
     wanted = graph.table.unpermute(gnn.apply(config, params, graph.table, graph.x, state)[0])
     found, _ = gnn.apply(config, params, sample.layers, jnp.asarray(features[sample.nodes]), state, rows=sample.rows)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_edges_count_in_gcn():
+    """On one device and on several: scores by the formula, with the last of two self-loops."""
+    edges = np.array([[0, 1, 1, 2, 0, 0], [1, 0, 2, 1, 0, 0]], np.int32)
+    ids, weights = np.arange(3, dtype=np.int32), np.array([1, 2, 0.5, 3, 9, 4], np.float32)
+    features = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
+    data = NodeData("weighted", edges, features, ids % 2, ids, ids[:0], ids[:0], weights)
+    config = GCNConfig(2, 2, layers=1)
+    params, _ = gnn.init(config, jax.random.key(0))
+    matrix = np.array([[4, 2, 0], [1, 1, 3], [0, 0.5, 1]])
+    root = np.diag(matrix.sum(1) ** -0.5)
+    wanted = root @ matrix @ root @ features @ np.asarray(params.layers[0].weight)
+    for mesh in (None, make_mesh({"nodes": 2})):
+        graph = whole_graph(config, data, mesh=mesh)
+        scores = jax.jit(gnn.apply, static_argnums=0)(config, params, graph.table, graph.x)[0]
+        np.testing.assert_allclose(graph.table.unpermute(scores), wanted, atol=1e-5)
 
 
 def test_the_weights_that_validate_best_are_kept():
@@ -174,7 +196,8 @@ def test_the_fingerprint_tells_data_of_one_size_apart():
     nodes = [
         club, replace(club, edge_index=club.edge_index[:, ::-1]), replace(club, features=club.features / 2),
         replace(club, labels=1 - club.labels), replace(club, train=club.train + 1), replace(club, test=club.test[::-1]),
-        replace(club, val=club.test[:1]), replace(club, features=bag), replace(club, features=replace(bag, data=bag.data / 2)),
+        replace(club, val=club.test[:1]), replace(club, weights=np.ones(156, np.float32)),
+        replace(club, features=bag), replace(club, features=replace(bag, data=bag.data / 2)),
     ]  # fmt: skip
     whole = [graphs, replace(graphs, labels=1 - graphs.labels), replace(graphs, folds=graphs.folds[::-1])]
     found = [content_fingerprint(data) for data in (*nodes, *whole)]
@@ -258,6 +281,13 @@ def test_what_cannot_be_trained():
     data = karate_club()
     with pytest.raises(ValueError, match="karate: no node to train on"):
         full_graph_task(GCNConfig(34, 2), replace(data, train=data.train[:0]), OPTIONS)
+    weighted = replace(data, weights=np.ones(156, np.float32))
+    with pytest.raises(ValueError, match="karate has weights of edges, which GCN alone reads"):
+        full_graph_task(GraphSAGEConfig(34, 2), weighted, OPTIONS)
+    with pytest.raises(ValueError, match="karate has weights of edges, which training on a whole graph reads"):
+        sampled_task(GCNConfig(34, 2), weighted, OPTIONS, (3, 3))
+    with pytest.raises(ValueError, match="at least 0 for the symmetric normalisation, found -15 at node 0"):
+        full_graph_task(GCNConfig(34, 2), replace(data, weights=-np.ones(156, np.float32)), OPTIONS)
     with pytest.raises(ValueError, match=r"expected a fan-out for each of 2 layers, found 1: \[3\]"):
         sampled_task(GCNConfig(34, 2), data, OPTIONS, (3,))
     with pytest.raises(ValueError, match="made: expected folds from 1 to 2, found 3"):

@@ -18,7 +18,8 @@ from jax import Array
 from jaxtyping import Float, Int, Int32
 
 from tilewright.compiled.compare import Comparison, Function, compare_all
-from tilewright.graph.data import GraphData, read_data, with_self_loops
+from tilewright.graph.data import GraphData, read_data
+from tilewright.graph.edges import from_edge_index, missing_loops, with_self_loops
 from tilewright.graph.rows import BucketRows
 from tilewright.graph.table import NeighborTable, default_layout
 from tilewright.kernels import select
@@ -61,6 +62,8 @@ class BenchGraph:
 
 def read_graph(data: str) -> BenchGraph:
     """The graph that `--data` names: "seed", "uniform:NODES:MAXDEGREE", "rmat:NODES:EDGES", "karate" or an `.npz` file.
+
+    Of a file, only the edges are used.
 
     Raises:
         ValueError: it is none of these, or without an edge.
@@ -174,8 +177,7 @@ def peers(graph: BenchGraph, gathered: bool) -> dict[str, Any]:
     """Inputs of the other sides: `segments`, and `gathered` if that is asked for."""
     order = np.argsort(graph.edge_index[1], kind="stable")
     sources, destinations = graph.edge_index[:, order].astype(np.int32)
-    degrees, loops = graph.degrees, np.ones(graph.num_nodes)
-    loops[sources[sources == destinations]] = 0
+    degrees, loops = graph.degrees, missing_loops(from_edge_index(graph.edge_index, graph.num_nodes))
     root = (degrees + loops) ** -0.5
     factors = root[sources] * root[destinations]
     own, counts = jnp.asarray(loops * root * root, jnp.float32), jnp.asarray(degrees, jnp.float32)
@@ -226,8 +228,8 @@ def prepare(
     arrays = None
     for name in names:
         if name == "gat":  # whose nodes are neighbours of themselves
-            looped = replace(graph, edge_index=with_self_loops(graph.edge_index.astype(np.int32), graph.num_nodes))
-            own = make_arrays(looped, wanted, x)
+            looped = with_self_loops(from_edge_index(graph.edge_index, graph.num_nodes))
+            own = make_arrays(replace(graph, edge_index=looped.edge_index), wanted, x)
         else:
             own = arrays = arrays or make_arrays(graph, wanted, x)
         ready.append(scatter_add(x, own) if name == "scatter-add" else gathering(name, x, own, dtype, here=not chips))

@@ -1,9 +1,10 @@
 """`tilewright train gnn`: graph neural networks, for the nodes of a graph or for whole graphs."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from cyclopts import Parameter
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from tilewright.cli.outputs import JsonFile, human_console, write_json
 from tilewright.cli.train import check_out
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
+from tilewright.graph.sample import ALL
 from tilewright.metrics.tables import FigureTable, print_table
 from tilewright.metrics.training import ACCURACY
 from tilewright.models.gnn import FAMILIES, Config
@@ -64,8 +66,8 @@ class GNNLoop:
         learning_rate: of Adam; by default 0.01, of gat 0.005. For graphs it is halved every 50 epochs.
         weight_decay: L2 on the matrices, of gcn on those of the first layer; by default 5e-4, of gin and for graphs 0.
         batch_size: nodes of a sampled step (64 by default), or graphs of a step (32).
-        fan_out: neighbours to sample in each layer, "10,10" say, from the node outwards; without it every step takes the whole
-            graph.
+        fan_out: neighbours to sample in each layer, "10,10" say, from the node outwards, -1 for all of them; without it every
+            step takes the whole graph.
         seeds: how many runs, side by side, each with the next seed.
         seed: of the first.
         fold: which fold of the graphs to test on, from 1, or all, side by side.
@@ -78,7 +80,7 @@ class GNNLoop:
     learning_rate: float | None = None
     weight_decay: float | None = None
     batch_size: int | None = None
-    fan_out: str | None = None
+    fan_out: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     seeds: int = 1
     seed: int = 0
     fold: str = "all"
@@ -112,9 +114,10 @@ class GNNLoop:
         return [int(self.fold) - 1]
 
     def fan_outs(self) -> list[int]:
-        words = (self.fan_out or "").split(",")
-        if not all(word.strip().isdecimal() for word in words):
-            raise ValueError(f"--fan-out: expected whole numbers with commas between them, found {self.fan_out!r}")
+        words = [word.strip() for word in (self.fan_out or "").split(",")]
+        if not all(word.isdecimal() or word == str(ALL) for word in words):
+            wanted = f"whole numbers with commas between them, {ALL} for all neighbours"
+            raise ValueError(f"--fan-out: expected {wanted}, found {self.fan_out!r}")
         return [int(word) for word in words]
 
 
@@ -130,9 +133,18 @@ def normalised(data: NodeData, asked: bool | None, console: Console) -> NodeData
     return data if asked is False else data.row_normalised()
 
 
+def split(data: NodeData, console: Console) -> NodeData:
+    """The data with a random split where they have none, of which one line tells."""
+    if len(data.train):
+        return data
+    data = with_split(data)
+    counts = f"{len(data.train)} nodes to train on, {len(data.val)} to validate on, {len(data.test)} to test on"
+    console.print(f"{data.name}: no split in the data, so a random one: {counts}", markup=False)
+    return data
+
+
 def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
-    """The task for one graph, which is given a split where it has none."""
-    data = data if len(data.train) else with_split(data)
+    """The task for one graph with a split."""
     if loop.fold != "all":
         raise ValueError(f"--fold is for data of many graphs, and {data.name} is one graph")
     config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=False)
@@ -183,16 +195,17 @@ def gnn(
     if isinstance(found, GraphData):
         config, task = graph_task(found, model, sizes, loop)
     else:
-        config, task = node_task(normalised(found, normalise_features, console), model, sizes, loop)
+        config, task = node_task(split(normalised(found, normalise_features, console), console), model, sizes, loop)
     result = train(task, console, None if out is None else out / "training")
     figures = (graph_figures if isinstance(found, GraphData) else node_figures)(result)
-    print_table(console, accuracy_table(f"{model} on {task.title}", figures))
     if out is not None:
         save_gnn(out, config, *best_run(result))
-        console.print(f"{out} written", markup=False)
     more = {"epochs_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures(), "chip": chip_name()}
     results = {"config": config_to_json(config), "accuracy": figures, "loss_nats": summary(result.last("loss"))}
     write_json(json_file, {**task.run_fingerprint, "epochs": len(result.curve["step"]), **results, **more})
+    print_table(console, accuracy_table(f"{model} on {task.title}", figures))
+    if out is not None:
+        console.print(f"{out} written", markup=False)
 
 
 def node_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
@@ -222,7 +235,7 @@ def summary(values: np.ndarray) -> dict[str, Any] | None:
 def accuracy_table(title: str, figures: dict[str, dict[str, Any]]) -> FigureTable:
     """A line for each epoch that accuracies are of."""
     rows = [{"name": name, **{part: percent(cell) for part, cell in cells.items()}} for name, cells in figures.items()]
-    runs = len(next(iter(figures.values()))["test"]["runs"])
+    runs = max(len(cell["runs"]) for cells in figures.values() for cell in cells.values() if cell is not None)
     title = f"{title}: accuracy in %{f', mean ± standard deviation of {runs} runs' if runs > 1 else ''}"
     return FigureTable(title, "epoch", {"": rows}, [metric for metric in ACCURACY if metric.name in rows[0]])
 

@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from tilewright.graph.edges import to_float32
 from tilewright.graph.table import NeighborTable
 
 
@@ -14,8 +15,15 @@ def check_numbers(x: Array | np.ndarray, what: str) -> Array:
     """The array on the device.
 
     Raises:
-        ValueError: it holds a NaN, and the first place is named; within a program that is being compiled nothing can be seen.
+        ValueError: it holds a NaN or a number beyond float32, and the first place is named; within a program that is being
+            compiled nothing can be seen.
     """
+    if isinstance(x, np.ndarray) and x.dtype == np.float64:
+        narrow = to_float32(x)
+        if (beyond := np.isinf(narrow) & np.isfinite(x)).any():
+            place = np.argwhere(beyond)[0]
+            raise ValueError(f"expected {what} within float32, found {x[tuple(place)]} at {place.tolist()}")
+        x = narrow
     x = jnp.asarray(x)
     if not isinstance(x, jax.core.Tracer) and bool(has_nan(x)):
         place = np.argwhere(np.isnan(np.asarray(x, np.float32)))[0]
@@ -48,11 +56,13 @@ def aggregate(
         weights: of the edges, in the caller's order of edges; a neighbour's features are multiplied by them. None takes the
             table's own, if it has any. They have a gradient, too.
         normalisation: of a sum. "symmetric": GCN's, `D^-1/2 (A + I) D^-1/2 x`, where D holds the sums of the weights (in a
-            graph with other sources than nodes, each side its own) and a node that has a self-loop keeps it. "row": `D^-1 A x`.
+            graph with other sources than nodes, each side its own), and a node that has a self-loop keeps it: the last of
+            several, as in PyG. "row": `D^-1 A x`.
         permuted: `x` and the result are in table order, see `NeighborTable.permute`.
 
     Raises:
-        ValueError: features or weights that are another graph's, or hold a NaN; the first place is named.
+        ValueError: features or weights that are another graph's, or hold a NaN; the first place is named. Under the symmetric
+            normalisation, weights whose sum over a node's edges is negative (within a compiled program its results are NaN).
     """
     if weights is not None:
         weights = check_numbers(weights, "weights")

@@ -24,7 +24,8 @@ def attend(
     Args:
         table: the graph. A node attends to itself only where it has an edge to itself (`self_loops=True` when it is built).
         x: float32 or bfloat16 features of the sources.
-        source_score, target_score: the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
+        source_score, target_score: the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`, whose slope
+            at 0 is the negative one, as in PyTorch.
         dropout: the probability with which an edge's weight is dropped after the softmax, for each head by itself; the others
             are scaled by `1 / (1 - dropout)`. Which these are depends on the key and on the caller's order of edges alone.
         key: for dropout; without one there is none.
@@ -39,8 +40,8 @@ def attend(
         check_numbers(value, what)
         for value, what in ((x, "features"), (source_score, "source scores"), (target_score, "target scores"))
     )
-    if target.shape[0] != table.num_nodes:
-        raise ValueError(f"expected target scores of {table.num_nodes} nodes, found {target.shape[0]}")
+    if target.ndim != 2 or target.shape[0] != table.num_nodes:
+        raise ValueError(f"expected target scores [{table.num_nodes}, heads], found shape {list(target.shape)}")
     beyond = table.num_sources - table.num_nodes
     permuted = table.permute(jnp.pad(target, ((0, beyond), (0, 0))))[: table.num_nodes]
     given = table.permute(features), table.permute(source), permuted

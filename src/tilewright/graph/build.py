@@ -100,30 +100,36 @@ def bucket_stage(offsets: Ids, sources: Ids, edges: Ids | None, limit: int) -> t
     return BucketRows(buckets, parts, rest, int32_array(degrees), None, None), slots
 
 
-def bucket_rows(offsets: Ids, sources: Ids, edges: Ids, limit: int) -> BucketRows:
+def bucket_rows(offsets: Ids, sources: Ids, edges: Ids, limit: int, capacity: int) -> BucketRows:
     """Rows of any order in buckets of widths 1, 2, 4 up to `limit`, which is a power of two.
 
     Args:
         offsets: row r has the entries from `offsets[r]` to `offsets[r + 1]` of `sources` and `edges`.
+        capacity: how many edges the arrays have room for.
     """
     degrees = np.diff(offsets)
     if not degrees.size:
-        return padded_rows(offsets, sources, edges, None, edges.size)
+        return padded_rows(offsets, sources, edges, None, capacity)
     keys = bucket_keys(degrees, limit)
-    if (keys[1:] >= keys[:-1]).all():
-        rows, slots = bucket_stage(offsets, sources, edges, limit)
-        return replace(rows, slots=int32_array(slots[inverse(edges)]))
     order = np.argsort(keys, kind="stable")
     sorted_offsets = offsets_of(degrees[order])
     entries = np.repeat(offsets[order] - sorted_offsets[:-1], degrees[order]) + np.arange(sources.size)
     rows, slots = bucket_stage(sorted_offsets, sources[entries], edges[entries], limit)
+    slots_of_edges = np.full(capacity, sum(bucket.sources.size for bucket in rows.blocks))
+    slots_of_edges[edges[entries]] = slots
+    rows = replace(rows, slots=int32_array(slots_of_edges))
+    if (keys[1:] >= keys[:-1]).all():
+        return rows
 
     def named(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
         return tuple(replace(bucket, nodes=int32_array(order[np.asarray(bucket.nodes)])) for bucket in buckets)
 
-    slots_of_edges = int32_array(slots[inverse(edges[entries])])
-    return BucketRows(
-        named(rows.buckets), named(rows.parts), rows.rest, int32_array(degrees), slots_of_edges, int32_array(inverse(order))
+    return replace(
+        rows,
+        buckets=named(rows.buckets),
+        parts=named(rows.parts),
+        degrees=int32_array(degrees),
+        order=int32_array(inverse(order)),
     )
 
 

@@ -3,6 +3,7 @@
 No reader executes what it reads: archives with pickled objects are refused.
 """
 
+import itertools
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,9 +12,21 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32, Int, Int32
 
+from tilewright.graph.edges import to_float32
+
 KARATE = "karate"
 NONE = -1
 """The label of a node that has none."""
+MOST_CLASSES = 1000
+"""Classes that a file may have beyond its number of nodes: a model has a score for each class up to the largest label."""
+MOST_FEATURES = 2**24
+"""Columns that sparse features may have: a model's first matrix has a row for each."""
+SPARSE_FEATURES = ("x_indptr", "x_indices", "x_data", "x_shape")
+PARTS = ("train", "val", "test")
+ARRAYS = (
+    "edge_index", "edge_weight", "num_nodes", "x", *SPARSE_FEATURES, "y", *PARTS, *(f"{part}_mask" for part in PARTS),
+)  # fmt: skip
+"""Arrays of an `.npz` file."""
 
 KARATE_NEIGHBOURS = {
     0: "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31", 1: "2 3 7 13 17 19 21 30", 2: "3 7 8 9 13 27 28 32", 3: "7 12 13", 4: "6 10",
@@ -65,6 +78,7 @@ class NodeData:
         features: dense `[N, F]`, or as `SparseRows`.
         labels: a class for each node from 0, or -1.
         train, val, test: ids of nodes; `val` and `test` may be empty.
+        weights: of the edges; None if all are 1.
     """
 
     name: str
@@ -74,6 +88,7 @@ class NodeData:
     train: Int32[np.ndarray, " train"]
     val: Int32[np.ndarray, " val"]
     test: Int32[np.ndarray, " test"]
+    weights: Float32[np.ndarray, " E"] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -155,13 +170,6 @@ def undirected(pairs: Int[np.ndarray, "P 2"]) -> Int32[np.ndarray, "2 E"]:
     return np.ascontiguousarray(np.unique(both, axis=0)[:, ::-1].T)
 
 
-def with_self_loops(edge_index: Int32[np.ndarray, "2 E"], num_nodes: int) -> Int32[np.ndarray, "2 E_and_N"]:
-    """The edges and one from each node to itself; those that were there already are dropped first."""
-    loops = np.arange(num_nodes, dtype=np.int32)
-    kept = edge_index[:, edge_index[0] != edge_index[1]]
-    return np.concatenate([kept, np.stack([loops, loops])], axis=1)
-
-
 def karate_club() -> NodeData:
     """Zachary's karate club (1977): 34 members, 78 friendships, and the two factions into which the club split.
 
@@ -226,9 +234,14 @@ class Archive:
     def fail(self, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {problem}")
 
+    def column(self, name: str) -> np.ndarray:
+        """An array, without the second dim of one in which PyG and OGB keep labels, masks and weights."""
+        value = self.arrays[name]
+        return value[:, 0] if value.ndim == 2 and value.shape[1] == 1 else value
+
     def integers(self, name: str, shape: tuple[int | None, ...], low: int, high: int) -> Int32[np.ndarray, "..."]:
         """An array of whole numbers from `low` to `high - 1`; None stands for any length."""
-        value = self.arrays[name]
+        value = self.column(name) if len(shape) == 1 else self.arrays[name]
         if not np.issubdtype(value.dtype, np.integer):
             raise self.fail(f"{name} must hold integers, found {value.dtype}")
         if value.ndim != len(shape) or any(want not in (None, have) for want, have in zip(shape, value.shape, strict=True)):
@@ -242,15 +255,16 @@ class Archive:
         return value.astype(np.int32)
 
     def floats(self, name: str) -> Float32[np.ndarray, "..."]:
-        """An array of finite numbers."""
+        """An array of numbers that are finite in float32; true counts as 1."""
         value = self.arrays[name]
-        if not (np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)):
+        if value.dtype.kind not in "fiub":
             raise self.fail(f"{name} must hold numbers, found {value.dtype}")
-        wrong = np.argwhere(~np.isfinite(value))
+        found = to_float32(value)
+        wrong = np.argwhere(~np.isfinite(found))
         if len(wrong):
             place = tuple(int(n) for n in wrong[0])
-            raise self.fail(f"{name}[{', '.join(map(str, place))}] is {value[place]}, expected a finite number")
-        return value.astype(np.float32)
+            raise self.fail(f"{name}[{', '.join(map(str, place))}] is {value[place]}, expected a finite number in float32")
+        return found
 
     def features(self, nodes: int) -> Float32[np.ndarray, "N F"] | SparseRows:
         """The features, from `x` or from the four arrays of CSR."""
@@ -262,42 +276,92 @@ class Archive:
         shape = self.integers("x_shape", (2,), 0, 2**31)
         if shape[0] != nodes:
             raise self.fail(f"x_shape[0] is {shape[0]}, but there are {nodes} nodes")
+        if shape[1] > MOST_FEATURES:
+            raise self.fail(f"x_shape[1] is {shape[1]}, expected at most {MOST_FEATURES} features")
         data = self.floats("x_data")
+        if data.ndim != 1:
+            raise self.fail(f"x_data must have the shape [any], found {list(data.shape)}")
         indptr = self.integers("x_indptr", (nodes + 1,), 0, len(data) + 1)
         if indptr[0] != 0 or indptr[-1] != len(data) or (np.diff(indptr) < 0).any():
             raise self.fail(f"x_indptr must rise from 0 to the {len(data)} entries of x_data")
         return SparseRows(indptr, self.integers("x_indices", (len(data),), 0, int(shape[1])), data, int(shape[1]))
 
+    def labels(self) -> Int32[np.ndarray, " N"]:
+        """The classes of the nodes, from `y`, with as many as `num_nodes` says where it is there."""
+        if self.column("y").ndim != 1:
+            found = list(self.arrays["y"].shape)
+            raise self.fail(f"y must have the shape [nodes] or [nodes, 1], one label for each node, found {found}")
+        labels = self.integers("y", (None,), NONE, max(MOST_CLASSES, len(self.arrays["y"])))
+        if not len(labels) or labels.max() < 0:
+            raise self.fail("no node has a label")
+        if "num_nodes" in self.arrays:
+            count = self.arrays["num_nodes"]
+            if count.size != 1 or count.dtype.kind not in "iu" or count.item() != len(labels):
+                raise self.fail(f"num_nodes is {count.tolist()}, but y has labels of {len(labels)} nodes")
+        return labels
+
+    def edge_weights(self, edges: int) -> Float32[np.ndarray, " E"] | None:
+        """The weights of the edges, from `edge_weight`."""
+        if "edge_weight" not in self.arrays:
+            return None
+        weights = self.floats("edge_weight")
+        if weights.shape not in ((edges,), (edges, 1)):
+            raise self.fail(f"edge_weight must have the shape [{edges}], a number for each edge, found {list(weights.shape)}")
+        return weights.reshape(edges)
+
+    def part(self, part: str, nodes: int) -> Int32[np.ndarray, " ids"] | None:
+        """The nodes of a part, from its ids or its mask; None where the file has neither."""
+        mask = f"{part}_mask"
+        if mask not in self.arrays:
+            return self.integers(part, (None,), 0, nodes) if part in self.arrays else None
+        if part in self.arrays:
+            raise self.fail(f"it has both {part} and {mask}, expected one of them")
+        value = self.column(mask)
+        if value.shape != (nodes,):
+            raise self.fail(f"{mask} must have the shape [{nodes}], the mask of one split, found {list(value.shape)}")
+        if value.dtype.kind not in "biu" or not np.isin(value, (0, 1)).all():
+            raise self.fail(f"{mask} must hold booleans, or 0 and 1, found {value.dtype}")
+        return np.flatnonzero(value).astype(np.int32)
+
+    def parts(self, labels: Int32[np.ndarray, " N"]) -> dict[str, Int32[np.ndarray, " ids"]]:
+        """The nodes to train on, to validate on and to test on; empty arrays where the file has no split."""
+        given = {part: ids for part in PARTS if (ids := self.part(part, len(labels))) is not None}
+        if given and not len(given.get("train", ())):
+            raise self.fail(f"it has the parts {', '.join(given)}, expected nodes to train on among them")
+        for part, ids in given.items():
+            if len(unlabelled := ids[labels[ids] == NONE]):
+                raise self.fail(f"node {unlabelled[0]} of {part} has no label")
+        for part, other in itertools.combinations(given, 2):
+            if len(both := np.intersect1d(given[part], given[other])):
+                raise self.fail(f"node {both[0]} is in both {part} and {other}")
+        return {part: given.get(part, np.zeros(0, np.int32)) for part in PARTS}
+
 
 def read_npz(path: Path) -> NodeData:
-    """Reads one graph from an `.npz` archive without pickles.
+    """Reads one graph from an `.npz` archive without pickles, in PyG's names.
 
     It holds `edge_index` [2, E]; the features, dense as `x` [N, F] or in CSR as `x_indptr`, `x_indices`, `x_data`, `x_shape`;
-    `y` [N] (-1 = no label); and, for training, `train`, `val` and `test`, ids of nodes. The number of nodes is that of `y`.
+    and `y` [N] or [N, 1] (-1 = no label). It may hold a split, as masks `train_mask`, `val_mask`, `test_mask` [N] or as ids of
+    nodes `train`, `val`, `test`; weights of the edges, `edge_weight` [E]; and `num_nodes`, which is the length of `y`.
 
     Raises:
-        ValueError: which names the array, and where there is one the first wrong entry.
+        ValueError: which names the array, and where there is one the first wrong entry. An array of another name is refused.
     """
     file = Archive(path)
+    if unknown := sorted(file.arrays.keys() - set(ARRAYS)):
+        raise file.fail(f"it has the arrays {', '.join(unknown)}, which are not read; known are {', '.join(ARRAYS)}")
+    sparse = [name for name in SPARSE_FEATURES if name in file.arrays]
+    if "x" in file.arrays and sparse:
+        raise file.fail(f"it has features twice, as x and as {', '.join(sparse)}")
     if "x" not in file.arrays and "x_data" not in file.arrays:
         raise file.fail("it has no features: expected x, or x_indptr, x_indices, x_data and x_shape")
-    needed = ["edge_index", "y", *([] if "x" in file.arrays else ["x_indptr", "x_indices", "x_data", "x_shape"])]
+    needed = ["edge_index", "y", *([] if "x" in file.arrays else SPARSE_FEATURES)]
     if missing := [name for name in needed if name not in file.arrays]:
         raise file.fail(f"it lacks the arrays {', '.join(missing)}; it has {', '.join(sorted(file.arrays))}")
-    labels = file.integers("y", (None,), NONE, 2**31)
-    nodes = len(labels)
-    if not nodes or labels.max() < 0:
-        raise file.fail("no node has a label")
-    parts = {}
-    for part in ("train", "val", "test"):
-        ids = file.integers(part, (None,), 0, nodes) if part in file.arrays else np.zeros(0, np.int32)
-        if len(unlabelled := ids[labels[ids] == NONE]):
-            raise file.fail(f"node {unlabelled[0]} of {part} has no label")
-        for other, before in parts.items():
-            if len(both := np.intersect1d(before, ids)):
-                raise file.fail(f"node {both[0]} is in both {other} and {part}")
-        parts[part] = ids
-    return NodeData(path.stem, file.integers("edge_index", (2, None), 0, nodes), file.features(nodes), labels, **parts)
+    labels = file.labels()
+    edges = file.integers("edge_index", (2, None), 0, len(labels))
+    weights = file.edge_weights(edges.shape[1])
+    return NodeData(path.stem, edges, file.features(len(labels)), labels, **file.parts(labels), weights=weights)
 
 
 def with_split(data: NodeData, seed: int = 0, per_class: int = 20, val: int = 500) -> NodeData:
@@ -349,9 +413,12 @@ class Lines:
 
     def integers(self, words: list[str], what: str) -> list[int]:
         try:
-            return [int(word) for word in words]
+            found = [int(word) for word in words]
         except ValueError:
             raise self.fail(f"expected {what}, found {' '.join(words)!r}") from None
+        if any(not -(2**63) <= value < 2**63 for value in found):
+            raise self.fail(f"expected {what} of at most 64 bits, found {' '.join(words)!r}")
+        return found
 
 
 def read_gin_folder(folder: Path) -> GraphData:
@@ -403,6 +470,8 @@ def read_graph(lines: Lines) -> Graph:
     head = lines.integers(lines.next("a graph's number of nodes and its label"), "a graph's number of nodes and its label")
     if len(head) != 2 or head[0] < 1:
         raise lines.fail(f"expected a graph's number of nodes and its label, found {' '.join(map(str, head)) or 'nothing'}")
+    if head[0] > (left := len(lines.lines) - lines.number):
+        raise lines.fail(f"expected the lines of {head[0]} nodes, found {left} lines behind it")
     tags, pairs, attributes = np.zeros(head[0], np.int64), [], []
     for node in range(head[0]):
         words = lines.next(f"node {node} of {head[0]}")
@@ -423,8 +492,8 @@ def real(lines: Lines, word: str) -> float:
         value = float(word)
     except ValueError:
         raise lines.fail(f"expected a node's attribute, found {word!r}") from None
-    if not np.isfinite(value):
-        raise lines.fail(f"expected a finite attribute, found {word!r}")
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        raise lines.fail(f"expected a finite attribute in float32, found {word!r}")
     return value
 
 
@@ -450,7 +519,9 @@ def read_folds(folder: Path, graphs: int) -> Iterator[tuple[Int32[np.ndarray, " 
 def one_hot(values: Int[np.ndarray, " N"]) -> Float32[np.ndarray, "N F"]:
     """A column for each value that occurs, in order."""
     kinds, place = np.unique(values, return_inverse=True)
-    return np.eye(len(kinds), dtype=np.float32)[place]
+    columns = np.zeros((len(values), len(kinds)), np.float32)
+    columns[np.arange(len(values)), place] = 1
+    return columns
 
 
 def offsets(sizes: list[int]) -> Int32[np.ndarray, " and_one"]:

@@ -1,10 +1,11 @@
 """Edges as people have them (arrays, SciPy, networkx, PyG), checked and brought into one form."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 MOST_NODES = 2**31 - 1
 """On the device, ids are int32."""
@@ -26,6 +27,20 @@ class Edges:
     num_sources: int
     weights: Float[np.ndarray, " E"] | None = None
 
+    @property
+    def edge_index(self) -> Int[np.ndarray, "2 E"]:
+        """Sources above destinations."""
+        return np.stack([self.sources, self.destinations])
+
+    @property
+    def is_loop(self) -> Bool[np.ndarray, " E"]:
+        """Mask of the edges from a node to itself."""
+        return self.sources == self.destinations
+
+    def weights_or_ones(self) -> Float[np.ndarray, " E"]:
+        """The weights; ones where there are none."""
+        return np.ones(self.sources.size, np.float32) if self.weights is None else self.weights
+
 
 def check_ids(ids: np.ndarray, what: str, bound: int) -> None:
     """Refuses ids that are negative, or at least `bound`."""
@@ -45,11 +60,30 @@ def check_weights(weights: Any, edges: int) -> Float[np.ndarray, " E"]:
         raise ValueError(f"expected a weight for each of {edges} edges, found shape {weights.shape}")
     if weights.dtype.kind not in "fiub" and weights.dtype.name != "bfloat16":
         raise ValueError(f"expected weights to be real numbers, found {weights.dtype}")
-    weights = weights.astype(np.float32)
-    wrong = np.flatnonzero(~np.isfinite(weights))
+    found = to_float32(weights)
+    wrong = np.flatnonzero(~np.isfinite(found))
     if wrong.size:
-        raise ValueError(f"expected finite weights, found {weights[wrong[0]]} at edge {int(wrong[0])}")
-    return weights
+        raise ValueError(f"expected finite weights in float32, found {weights[wrong[0]]} at edge {int(wrong[0])}")
+    return found
+
+
+def to_float32(values: np.ndarray) -> Float[np.ndarray, "..."]:
+    """The values in float32; those beyond its range become infinite, without NumPy's warning."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
+
+
+def check_count(what: str, count: Any) -> int | None:
+    """A number of nodes as an `int`; None stays None."""
+    if count is None:
+        return None
+    try:
+        number = index(count)
+    except TypeError:
+        raise ValueError(f"expected {what} to be a whole number, found {count!r}") from None
+    if not 0 <= number <= MOST_NODES:
+        raise ValueError(f"expected {what} from 0 to 2^31 - 1, found {number}")
+    return number
 
 
 def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | None = None, weights: Any = None) -> Edges:
@@ -62,8 +96,10 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
     Raises:
         ValueError: ids that are not integers or out of range, or lengths that do not fit; with the first offending place.
     """
-    if isinstance(edge_index, tuple | list) and len(edge_index) == 2 and len(edge_index[0]) != len(edge_index[1]):
-        raise ValueError(f"expected as many sources as destinations, found {len(edge_index[0])} and {len(edge_index[1])}")
+    if isinstance(edge_index, tuple | list) and len(edge_index) == 2:
+        ends = [len(end) if hasattr(end, "__len__") else 1 for end in edge_index]
+        if ends[0] != ends[1]:
+            raise ValueError(f"expected as many sources as destinations, found {ends[0]} and {ends[1]}")
     ids = np.asarray(edge_index)
     if ids.ndim != 2 or ids.shape[0] != 2:
         raise ValueError(f"expected edge_index of shape [2, edges], found {list(ids.shape)}")
@@ -71,9 +107,7 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
         first = f", the first of them {ids[0, 0]}"
         raise ValueError(f"expected integer node ids in edge_index, found {ids.dtype}{first}")
     ids = ids.astype(np.int64)
-    for what, count in (("num_nodes", num_nodes), ("num_sources", num_sources)):
-        if count is not None and not 0 <= count <= MOST_NODES:
-            raise ValueError(f"expected {what} from 0 to 2^31 - 1, found {count}")
+    num_nodes, num_sources = check_count("num_nodes", num_nodes), check_count("num_sources", num_sources)
     if num_nodes is None:
         check_ids(ids[0], "source", MOST_NODES)
         check_ids(ids[1], "destination", MOST_NODES)
@@ -141,15 +175,61 @@ def read_edges(graph: Any, num_nodes: int | None = None, weights: Any = None) ->
 
 
 def with_self_loops(edges: Edges) -> Edges:
-    """The edges, and behind them one from each node that has none to itself, with weight 1."""
-    missing = np.ones(edges.num_nodes, bool)
-    missing[edges.destinations[edges.sources == edges.destinations]] = False
-    added = np.flatnonzero(missing)
-    weights = None if edges.weights is None else np.concatenate([edges.weights, np.ones(added.size, np.float32)])
-    return Edges(
-        np.concatenate([edges.sources, added]),
-        np.concatenate([edges.destinations, added]),
-        edges.num_nodes,
-        edges.num_sources,
-        weights,
+    """The edges with exactly one from each node to itself, as PyG's `add_remaining_self_loops` makes them.
+
+    Edges between different nodes stand first, in their order; then a self-loop for each node in turn. It has the weight of the
+    node's last self-loop among the edges, or 1 where there is none.
+    """
+    kept, nodes = np.flatnonzero(~edges.is_loop), np.arange(edges.num_nodes)
+    weights = None if edges.weights is None else np.concatenate([edges.weights[kept], loop_weights(edges)])
+    return replace(
+        edges,
+        sources=np.concatenate([edges.sources[kept], nodes]),
+        destinations=np.concatenate([edges.destinations[kept], nodes]),
+        weights=weights,
+    )
+
+
+def loop_weights(edges: Edges) -> Float[np.ndarray, " N"]:
+    """The weight of each node's last self-loop; 1 where it has none."""
+    weights, loops = np.ones(edges.num_nodes, np.float32), np.flatnonzero(edges.is_loop)
+    last = loops[~repeated_loops(edges)[loops]]
+    weights[edges.destinations[last]] = edges.weights_or_ones()[last]
+    return weights
+
+
+def repeated_loops(edges: Edges) -> Bool[np.ndarray, " E"]:
+    """Mask of the self-loops behind which the same node has another one."""
+    loops = np.flatnonzero(edges.is_loop)
+    _, from_behind = np.unique(edges.destinations[loops][::-1], return_index=True)
+    repeated = edges.is_loop
+    repeated[loops[loops.size - 1 - from_behind]] = False
+    return repeated
+
+
+def missing_loops(edges: Edges) -> Float[np.ndarray, " N"]:
+    """What each node's self-loops lack to be one: the weight of the last less the sum of all; 1 where there is none."""
+    loops = edges.is_loop
+    sums = np.bincount(edges.destinations[loops], edges.weights_or_ones()[loops], edges.num_nodes)
+    return (loop_weights(edges) - sums).astype(np.float32)
+
+
+def negative_degree_of(edges: Edges) -> tuple[int, float] | None:
+    """The first node whose edges' weights, one self-loop of each node among them, sum to less than 0, and that sum.
+
+    The symmetric normalisation divides by the root of these sums.
+    """
+    if edges.weights is None:
+        return None
+    looped = with_self_loops(edges)
+    sums = np.bincount(looped.destinations, looped.weights, edges.num_nodes)
+    wrong = np.flatnonzero(sums < 0)
+    return (int(wrong[0]), float(sums[wrong[0]])) if wrong.size else None
+
+
+def negative_degree(node: int, degree: float) -> ValueError:
+    """The error for a node whose edges' weights sum to less than 0."""
+    return ValueError(
+        "expected weights whose sum over a node's edges, its self-loop among them, is at least 0 for the symmetric "
+        f"normalisation, found {degree:g} at node {node}"
     )

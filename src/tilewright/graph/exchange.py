@@ -96,7 +96,7 @@ class Shard:
         arrays: of the parts, see `Arrays`.
         degrees: number of each node's neighbours, on all devices.
         sums: of the weights of its edges.
-        loops: 1 for nodes without an edge to themselves, 0 for others and for padding.
+        loops: what each node's self-loops lack to be one, see `edges.missing_loops`; 0 for padding.
     """
 
     arrays: Any

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int32
 from tilewright.graph.rows import CsrRows, Rows, Slots, dot_slots, take
 from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
-from tilewright.models.gnn import dropout
+from tilewright.models.gnn import dropout, leaky_relu
 
 
 @jax.custom_vjp
@@ -149,7 +149,7 @@ def plain_attention(
 
     def score(row: Array, origin: Array) -> Array:
         raw = take(target, row).astype(jnp.float32) + take(source, origin).astype(jnp.float32)
-        return jax.nn.leaky_relu(raw, slope)
+        return leaky_relu(raw, slope)
 
     def by_slots() -> tuple[Array, Array, Array]:
         weights, largest, total = softmax_slots(forward, forward.map_slots(score, 1))
@@ -228,11 +228,11 @@ def slot_gradients(
         return take(target, node).astype(jnp.float32) + take(source, origin).astype(jnp.float32)
 
     def weight(origin: Array, node: Array) -> Array:
-        score = jax.nn.leaky_relu(raw_score(origin, node), slope)
+        score = leaky_relu(raw_score(origin, node), slope)
         return jnp.exp(score - take(largest, node)) / take(total, node)
 
     def by_score(origin: Array, node: Array, weight: Array, product: Array) -> Array:
-        steepness = jnp.where(raw_score(origin, node) >= 0, 1.0, slope)
+        steepness = jnp.where(raw_score(origin, node) > 0, 1.0, slope)
         return weight * (product - take(mean, node)) * steepness
 
     weights = backward.map_slots(weight, 1)

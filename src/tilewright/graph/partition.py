@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 
 from tilewright.graph import build
 from tilewright.graph.aggregate import check_numbers
-from tilewright.graph.edges import Edges, read_edges, with_self_loops
+from tilewright.graph.edges import Edges, missing_loops, negative_degree, negative_degree_of, read_edges, with_self_loops
 from tilewright.graph.exchange import ExchangePlan, GraphPart, Shard
 from tilewright.graph.rows import Bucket, BucketRows
 from tilewright.graph.table import ORDERS, default_layout
@@ -44,6 +44,7 @@ class PartitionedTable:
         places: the row of each of the caller's nodes.
         nodes: of the graph, padding not counted.
         num_edges: of the graph.
+        negative: the first node whose weights sum to a negative degree, and that sum, see `edges.negative_degree_of`.
     """
 
     shards: Shard
@@ -52,6 +53,7 @@ class PartitionedTable:
     nodes: int = field(metadata={"static": True})
     num_edges: int = field(metadata={"static": True})
     mesh: Mesh = field(metadata={"static": True})
+    negative: tuple[int, float] | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def build(
@@ -125,6 +127,8 @@ class PartitionedTable:
         normalisation: str | None = None,
     ) -> Float[Array, "rows F"]:
         """Reduces over each node's neighbours; see `tilewright.graph.aggregate.aggregate`."""
+        if normalisation == "symmetric" and self.negative is not None:
+            raise negative_degree(*self.negative)
         return aggregated(self, x, reduce, normalisation)
 
     def attend(
@@ -160,18 +164,20 @@ class PartitionedTable:
 
         Values from outside of a compiled program may be any array of the host; each device gets its own rows of them.
         """
-        if x.shape[0] != self.nodes:
-            raise ValueError(f"expected values of {self.nodes} nodes, found {x.shape[0]}: this is another graph's table")
+        x = x if isinstance(x, jax.core.Tracer) else np.asarray(x)
+        if x.ndim == 0 or x.shape[0] != self.nodes:
+            found = x.shape[0] if x.ndim else "a single number"
+            raise ValueError(f"expected values of {self.nodes} nodes, found {found}: this is another graph's table")
         sharding = NamedSharding(self.mesh, self.spec)
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x.at[self.order].get(mode="fill", fill_value=fill), sharding)
-        values, order = np.asarray(x), np.asarray(self.order)
-        shape = (order.size, *values.shape[1:])
+        order = np.asarray(self.order)
+        shape = (order.size, *x.shape[1:])
 
         def rows(index: Any) -> np.ndarray:
             wanted = order[index[0]]
-            picked = np.full((wanted.size, *shape[1:]), fill, values.dtype)
-            picked[wanted < self.nodes] = values[wanted[wanted < self.nodes]]
+            picked = np.full((wanted.size, *shape[1:]), fill, x.dtype)
+            picked[wanted < self.nodes] = x[wanted[wanted < self.nodes]]
             return picked
 
         return jax.make_array_from_callback(shape, sharding, rows)
@@ -254,8 +260,7 @@ def divide(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, orde
     places[numbering] = rows
 
     hops, trees, arrays = divided_edges(edges, places, size, devices, exchange, layout, limit)
-    loops = np.ones(nodes, np.float32)
-    loops[edges.destinations[edges.destinations == edges.sources]] = 0
+    loops = missing_loops(edges)
     sums = np.bincount(edges.destinations, edges.weights, nodes)
     per_row = [np.zeros(devices * size, dtype) for dtype in (np.int32, np.float32, np.float32)]
     for values, target in zip((degrees, sums, loops), per_row, strict=True):
@@ -266,7 +271,7 @@ def divide(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, orde
     shards = Shard(jax.tree.map(put, arrays), degrees_of, sums_of, loops_of, plan)
     everywhere = NamedSharding(mesh, PartitionSpec())
     put_order, put_places = (place(values.astype(np.int32), everywhere) for values in (order_of_rows, places))
-    return PartitionedTable(shards, put_order, put_places, nodes, edges.sources.size, mesh)
+    return PartitionedTable(shards, put_order, put_places, nodes, edges.sources.size, mesh, negative_degree_of(edges))
 
 
 def place(values: np.ndarray, sharding: NamedSharding) -> Array:

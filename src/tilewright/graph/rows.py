@@ -29,7 +29,9 @@ UNROLLED = 32
 
 
 def take(values: Array, places: Array) -> Array:
-    """Rows of `values`, at places that are known to exist."""
+    """Rows of `values`, at places that are known to exist; zeros where there are no rows, so that all places are padding."""
+    if not values.shape[0]:
+        return jnp.zeros((*places.shape, *values.shape[1:]), values.dtype)
     return values.at[places].get(mode="promise_in_bounds")
 
 
@@ -175,6 +177,8 @@ class BucketRows:
         """The inverse; what is no edge gets zeros."""
         assert self.slots is not None, "only the first stage has edges"
         flat = jnp.concatenate([value.reshape(-1, *value.shape[2:]) for value in values])
+        if not flat.shape[0]:
+            return jnp.zeros((self.num_edges, *flat.shape[1:]), flat.dtype)
         return flat.at[self.slots].get(mode="fill", fill_value=0)
 
 
@@ -204,6 +208,8 @@ class CsrRows:
         return self.offsets[1:] - self.offsets[:-1]
 
     def reduce(self, x: Float[Array, "M F"], weights: Slots | None, reduce: Reduce) -> Float[Array, "N F"]:
+        if not x.shape[0]:
+            return jnp.zeros((self.degrees.shape[0], x.shape[1]), x.dtype)
         scale = None if weights is None else weights[0]
         return select.gather_reduce_csr(x, self.offsets, self.sources, scale, reduce)
 

@@ -5,6 +5,7 @@ twice. A row then has one destination, known from its place, so that neither dir
 `batch * (1 + k1) * (1 + k2) * ...` rows of features, whatever the graph's size.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,8 +16,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from tilewright.graph.edges import from_edge_index
 from tilewright.kernels.select import Reduce
 from tilewright.models import gnn
+
+ALL = -1
+"""The fan-out that takes all neighbours."""
 
 
 @jax.tree_util.register_dataclass
@@ -96,8 +101,10 @@ class SampledLayer:
             scores = jnp.concatenate([(source_score[:n] + target_score)[:, None], scores], 1)
             values = jnp.concatenate([x[:n][:, None], values], 1)
             filled = jnp.concatenate([jnp.ones_like(filled[:, :1]), filled], 1)
-        scores = jax.nn.leaky_relu(scores.astype(jnp.float32), negative_slope)
-        weights = gnn.dropout(jax.nn.softmax(scores, axis=1, where=filled), dropout, key)
+        scores = gnn.leaky_relu(scores.astype(jnp.float32), negative_slope)
+        # Rows without neighbours take a softmax over their padding, whose gradient is finite and reaches nothing.
+        counts = filled | ~filled.any(1, keepdims=True)
+        weights = gnn.dropout(jax.nn.softmax(jnp.where(filled, scores, 0), axis=1, where=counts), dropout, key)
         weighted = jnp.where(filled[..., None], weights[..., None] * values.astype(jnp.float32), 0)
         return weighted.sum(1).astype(x.dtype)
 
@@ -122,42 +129,56 @@ class NeighbourSampler:
     """Draws neighbourhoods of fixed fan-outs, without replacement.
 
     Args:
-        edge_index: sources and destinations; a node's neighbours are the sources of its edges. Self-loops are neighbours like
-            others: with `self_loops`, and for symmetric sums, which count each node itself, the edges come without them.
-        fan_outs: neighbours that are drawn of a root, of each of these, and so on.
+        edge_index: sources and destinations, `[2, E]`; a node's neighbours are the sources of its edges. Self-loops are
+            neighbours like others: with `self_loops`, and for symmetric sums, which count each node itself, the edges come
+            without them.
+        fan_outs: neighbours that are drawn of a root, of each of these, and so on. `ALL` (-1) takes all of them: slots for as
+            many as the largest number of neighbours in the graph.
         batch_size: roots of a sample.
         self_loops: see `SampledLayer`.
 
     Raises:
-        ValueError: no fan-outs, or one below 1; ids that are no nodes.
+        ValueError: a graph without nodes; no fan-outs, or one that is neither `ALL` nor at least 1; edges that are not right
+            (see `edges.from_edge_index`); samples of 2^31 rows or more.
     """
 
     def __init__(
         self,
-        edge_index: Int[np.ndarray, "2 E"],
+        edge_index: Any,
         num_nodes: int,
         fan_outs: Sequence[int],
         batch_size: int,
         self_loops: bool = False,
     ):
-        if not fan_outs or min(fan_outs) < 1 or batch_size < 1:
+        if not fan_outs or any(fan_out < 1 and fan_out != ALL for fan_out in fan_outs) or batch_size < 1:
             found = f"fan-outs {list(fan_outs)}, a batch size of {batch_size}"
-            raise ValueError(f"expected fan-outs and a batch size of at least 1, found {found}")
-        wrong = np.argwhere((edge_index < 0) | (edge_index >= num_nodes))
-        if len(wrong):
-            end, edge = (int(n) for n in wrong[0])
-            raise ValueError(f"edge_index[{end}, {edge}] is {edge_index[end, edge]}, expected 0 to {num_nodes - 1}")
-        self.fan_outs, self.batch_size, self.self_loops, self.num_nodes = tuple(fan_outs), batch_size, self_loops, num_nodes
-        self.sources = edge_index[0][np.argsort(edge_index[1], kind="stable")].astype(np.int32)
-        self.neighbours = np.bincount(edge_index[1], minlength=num_nodes).astype(np.int32)
+            raise ValueError(f"expected fan-outs and a batch size of at least 1, or {ALL} for all neighbours, found {found}")
+        edges = from_edge_index(edge_index, num_nodes)
+        if not edges.num_nodes:
+            raise ValueError("expected a graph with nodes to draw neighbourhoods from, found one without nodes")
+        self.batch_size, self.self_loops, self.num_nodes = batch_size, self_loops, edges.num_nodes
+        self.sources = edges.sources[np.argsort(edges.destinations, kind="stable")].astype(np.int32)
+        self.neighbours = np.bincount(edges.destinations, minlength=self.num_nodes).astype(np.int32)
         self.offsets = np.concatenate([[0], np.cumsum(self.neighbours, dtype=np.int64)])
+        most = max(1, int(self.neighbours.max()))
+        self.fan_outs = tuple(most if fan_out == ALL else fan_out for fan_out in fan_outs)
+        self.rows = batch_size * math.prod(1 + fan_out for fan_out in self.fan_outs)
+        if self.rows >= 2**31:
+            taken = f"fan-outs {list(self.fan_outs)} and a batch size of {batch_size}"
+            raise ValueError(f"expected samples of less than 2^31 rows, found {self.rows:,} for {taken}")
 
-    def sample(self, roots: Int[np.ndarray, " R"], seed: int | Sequence[int]) -> Sample:
+    def sample(self, roots: Any, seed: int | Sequence[int]) -> Sample:
         """The neighbourhoods of at most `batch_size` roots; the same ones for the same seed.
+
+        Args:
+            roots: ids of nodes.
 
         Raises:
             ValueError: more roots than the batch size, or one that is no node.
         """
+        roots = np.asarray(roots)
+        if roots.ndim != 1 or (roots.size and roots.dtype.kind not in "iu"):
+            raise ValueError(f"expected roots to be a list of node ids, found {roots.dtype} of shape {list(roots.shape)}")
         if len(roots) > self.batch_size:
             raise ValueError(f"expected at most {self.batch_size} roots, found {len(roots)}")
         if len(roots) and not (roots.min() >= 0 and roots.max() < self.num_nodes):

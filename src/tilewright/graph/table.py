@@ -6,17 +6,25 @@ and give the caller's order; the methods here work in table order throughout, wh
 Legend: N nodes, M sources, E edges, F features, H heads, D features of a head.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 from tilewright.graph import build
-from tilewright.graph.edges import Edges, from_edge_index, read_edges, with_self_loops
+from tilewright.graph.edges import (
+    Edges,
+    from_edge_index,
+    missing_loops,
+    negative_degree,
+    read_edges,
+    repeated_loops,
+    with_self_loops,
+)
 from tilewright.graph.gradients import kept_edges, neighbour_attention, neighbour_reduce, permute
 from tilewright.graph.rows import BucketRows, Rows
 from tilewright.kernels import select
@@ -35,7 +43,10 @@ class NeighborTable:
         forward: for each node its sources.
         backward: for each source the nodes that it is a source of.
         weights: of the edges, in the caller's order; None if all are 1.
-        loops: 1 for nodes without an edge to themselves, otherwise 0; in table order.
+        loops: what each node's self-loops lack to weigh 1 together, all edges having the weight 1; in table order. 1 for a node
+            without one, 0 with one, negative with several.
+        repeated: mask of the self-loops behind which the same node has another one, in the caller's order; None if there are
+            none.
         order: the caller's number of each source in table order; None if it is the same.
         places: the table's number of each of the caller's sources; None if it is the same.
         num_nodes: nodes that come out of a reduction.
@@ -48,6 +59,7 @@ class NeighborTable:
     backward: Rows
     weights: Float[Array, " E"] | None
     loops: Float[Array, " N"]
+    repeated: Bool[Array, " E"] | None
     order: Int32[Array, " M"] | None
     places: Int32[Array, " M"] | None
     num_nodes: int = field(metadata={"static": True})
@@ -91,20 +103,18 @@ class NeighborTable:
         if self.num_sources != self.num_nodes:
             raise ValueError(f"expected as many sources as nodes, found {self.num_sources} and {self.num_nodes}")
         return NeighborTable(
-            self.backward, self.forward, self.weights, self.loops, self.order, self.places,
+            self.backward, self.forward, self.weights, self.loops, self.repeated, self.order, self.places,
             self.num_nodes, self.num_sources, self.num_edges, self.layout,
         )  # fmt: skip
 
     def permute(self, x: Float[Array, "M ..."]) -> Float[Array, "M ..."]:
         """Brings values of the sources from the caller's order to the table's."""
-        if x.shape[0] != self.num_sources:
-            raise ValueError(f"expected values of {self.num_sources} nodes, found {x.shape[0]}: this is another graph's table")
+        x = check_rows(x, self.num_sources)
         return x if self.order is None or self.places is None else permute(x, self.order, self.places)
 
     def unpermute(self, y: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
         """Brings values of the nodes from the table's order to the caller's."""
-        if y.shape[0] != self.num_nodes:
-            raise ValueError(f"expected values of {self.num_nodes} nodes, found {y.shape[0]}: this is another graph's table")
+        y = check_rows(y, self.num_nodes)
         if self.order is None or self.places is None:
             return y
         return permute(y, self.places[: self.num_nodes], self.order[: self.num_nodes])
@@ -142,17 +152,35 @@ class NeighborTable:
         return (summed.astype(jnp.float32) * scale).astype(x.dtype)
 
     def symmetric(self, x: Float[Array, "M F"], weights: Float[Array, " E"] | None) -> Float[Array, "N F"]:
-        """`D^-1/2 (A + I) D^-1/2 x` (Kipf & Welling 2017, equation 2), where only nodes without a self-loop get one."""
-        near = inverse_root(self.weight_sums(weights) + self.loops)[:, None]
+        """`D^-1/2 (A + I) D^-1/2 x` (Kipf & Welling 2017, equation 2), where only nodes without a self-loop get one.
+
+        Of several self-loops of a node the last counts alone, as in PyG.
+        """
+        loops = self.loops
+        if weights is not None:
+            loops = jnp.maximum(loops, 0)
+            weights = weights if self.repeated is None else jnp.where(self.repeated, 0, weights)
+        near = self.degree_root(self.weight_sums(weights) + loops)[:, None]
         if self.num_sources == self.num_nodes:
             far = near
         else:
             beyond = jnp.zeros(self.num_sources - self.num_nodes, jnp.float32)
-            far = inverse_root(self.weight_sums(weights, back=True) + jnp.concatenate([self.loops, beyond]))[:, None]
+            far = self.degree_root(self.weight_sums(weights, back=True) + jnp.concatenate([loops, beyond]))[:, None]
         scaled = (x.astype(jnp.float32) * far).astype(x.dtype)
         summed = neighbour_reduce(self.forward, self.backward, scaled, weights, "sum").astype(jnp.float32)
-        own = scaled[: self.num_nodes].astype(jnp.float32) * self.loops[:, None]
+        own = scaled[: self.num_nodes].astype(jnp.float32) * loops[:, None]
         return ((summed + own) * near).astype(x.dtype)
+
+    def degree_root(self, degrees: Float[Array, " rows"]) -> Float[Array, " rows"]:
+        """`inverse_root` of degrees in table order.
+
+        Raises:
+            ValueError: a degree is negative. In a program that is being compiled its node's results are NaN, as in PyG.
+        """
+        if not isinstance(degrees, jax.core.Tracer) and (wrong := np.flatnonzero(np.asarray(degrees) < 0)).size:
+            row = int(wrong[0])
+            raise negative_degree(row if self.order is None else int(self.order[row]), float(degrees[row]))
+        return inverse_root(degrees)
 
     def weight_sums(self, weights: Float[Array, " E"] | None, back: bool = False) -> Float[Array, " rows"]:
         """For each node the sum of its edges' weights; with `back`, for each source."""
@@ -243,9 +271,18 @@ def known_reduction(reduce: str) -> Reduce:
 
 
 def inverse_root(values: Float[Array, " N"]) -> Float[Array, " N"]:
-    """`values ** -0.5`; 0 where that is no number."""
-    fits = values > 0
+    """`values ** -0.5`; 0 where a value is 0, and NaN where it is negative."""
+    fits = values != 0
     return jnp.where(fits, jax.lax.rsqrt(jnp.where(fits, values, 1)), 0)
+
+
+def check_rows(values: Any, rows: int) -> Array:
+    """The values as an array. Refuses those that are not one for each of `rows` nodes."""
+    values = jnp.asarray(values)
+    if values.ndim == 0 or values.shape[0] != rows:
+        found = values.shape[0] if values.ndim else "a single number"
+        raise ValueError(f"expected values of {rows} nodes, found {found}: this is another graph's table")
+    return values
 
 
 def default_layout() -> str:
@@ -270,10 +307,12 @@ def make_table(
             "auto": the last where this package's CPU kernels run, "bucketed" elsewhere.
         order: "rcm" numbers nodes so that neighbours lie near each other (reverse Cuthill-McKee; needs SciPy).
         limit: widest row of a bucket, a power of two.
-        self_loops: adds an edge to itself, of weight 1, for each node that has none. They count behind the caller's edges.
+        self_loops: gives each node one edge to itself, see `edges.with_self_loops`. The table's edges are then those between
+            different nodes in the caller's order, and behind them a self-loop of each node.
         widths: slots of a padded row and of one of the transposed graph, in place of the largest degrees.
-        capacity: edges to have room for (weights are then padded to as many). Tables of equal `num_nodes`, `widths` and
-            `capacity` have equal shapes, so a program compiled for one runs them all; csr needs the capacity alone.
+        capacity: edges to have room for: weights, scores and results of edges then have as many rows. Padded tables of equal
+            `num_nodes`, `widths` and `capacity` have equal shapes, and lists of equal `num_nodes` and `capacity`, so a program
+            compiled for one runs them all. Shapes of bucketed tables depend on the degrees, too.
 
     Raises:
         ValueError: an unknown option, or a graph that does not fit `widths` or `capacity`.
@@ -292,17 +331,13 @@ def make_table(
     forward, backward = both_ways(rows, sources, edges, layout, limit, widths or (None, None), room)
     weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
     order_of, places_of = (None if one is None else build.int32_array(one) for one in (numbering, places))
-    loops = jnp.asarray(missing_loops(rows, sources, edges.num_nodes))
+    missing, repeated = missing_loops(replace(edges, weights=None)), repeated_loops(edges)
+    loops = jnp.asarray(missing if numbering is None else missing[numbering[: edges.num_nodes]])
+    repeated_of = jnp.asarray(np.pad(repeated, (0, room - count))) if repeated.any() else None
     return NeighborTable(
-        forward, backward, weights, loops, order_of, places_of, edges.num_nodes, edges.num_sources, room, layout
-    )
-
-
-def missing_loops(rows: build.Ids, sources: build.Ids, nodes: int) -> Float[np.ndarray, " N"]:
-    """1 for each node without an edge to itself."""
-    missing = np.ones(nodes, np.float32)
-    missing[rows[rows == sources]] = 0
-    return missing
+        forward, backward, weights, loops, repeated_of, order_of, places_of,
+        edges.num_nodes, edges.num_sources, room, layout,
+    )  # fmt: skip
 
 
 def both_ways(
@@ -359,7 +394,7 @@ def make_rows(
     if layout == "csr":
         return build.csr_rows(offsets, sources, edges, room)
     if layout == "bucketed":
-        return build.bucket_rows(offsets, sources, edges, limit)
+        return build.bucket_rows(offsets, sources, edges, limit, room)
     if width is not None and degrees.max(initial=0) > width:
         row = int(np.argmax(degrees > width))
         raise ValueError(f"expected rows of at most {width} neighbours, found {int(degrees[row])} in row {row}")

@@ -307,6 +307,11 @@ def init(config: Config, key: Array, dtype: Dtype = "float32") -> tuple[GNNParam
     return initialise(declare(config), key, DTYPES[dtype]), initialise(declare_state(config), key)
 
 
+def leaky_relu(x: Array, negative_slope: float) -> Array:
+    """The leaky ReLU. Its slope at 0 is the negative one, as in PyTorch; JAX's own has the slope 1 there."""
+    return jnp.where(x > 0, x, negative_slope * x)
+
+
 def dropout(x: Any, rate: float, key: Array | None) -> Any:
     """Drops entries with probability `rate` and scales the others; nothing without a key."""
     if key is None or rate == 0:

@@ -58,10 +58,11 @@ class GNNOptions(TrainOptions):
 
 
 def content_fingerprint(data: NodeData | GraphData) -> str:
-    """Digest of all that a run learns from and is measured on: edges, features, labels and which are trained on."""
+    """Digest of all that a run learns from and is measured on: edges, weights, features, labels and the parts."""
     features = data.features
     parts = vars(features) if isinstance(features, SparseRows) else features
-    return fingerprint({**{name: value for name, value in vars(data).items() if name != "name"}, "features": parts})
+    content = {name: value for name, value in vars(data).items() if name != "name" and value is not None}
+    return fingerprint({**content, "features": parts})
 
 
 def run_fingerprint_of(

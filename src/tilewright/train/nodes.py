@@ -13,7 +13,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
-from tilewright.graph.data import NodeData, SparseRows, with_self_loops
+from tilewright.graph.data import NodeData, SparseRows
+from tilewright.graph.edges import from_edge_index, negative_degree, negative_degree_of
 from tilewright.graph.features import SparseFeatures
 from tilewright.graph.partition import PartitionedTable
 from tilewright.graph.sample import NeighbourSampler, Sample
@@ -34,6 +35,8 @@ from tilewright.train.gnn import (
 )
 from tilewright.train.loop import Metrics, Task
 
+MOST_NUMBERS = 2**30
+"""Features that a sampled batch of all runs may hold: 4 GB in float32."""
 SPARSE = 0.1
 """Share of non-zero features below which the product with a matrix reads those only."""
 
@@ -43,9 +46,15 @@ def sizes_of(data: NodeData) -> dict[str, int]:
     return {"nodes": data.num_nodes, "edges": data.edge_index.shape[1], "trained_nodes": len(data.train)}
 
 
-def check_trainable(data: NodeData) -> None:
+def check_trainable(config: Config, data: NodeData) -> None:
     if not len(data.train):
         raise ValueError(f"{data.name}: no node to train on")
+    if data.weights is None:
+        return
+    if not isinstance(config, GCNConfig):
+        raise ValueError(f"{data.name} has weights of edges, which GCN alone reads; leave edge_weight out for other models")
+    if (found := negative_degree_of(from_edge_index(data.edge_index, data.num_nodes, weights=data.weights))) is not None:
+        raise negative_degree(*found)
 
 
 @jax.tree_util.register_dataclass
@@ -70,15 +79,15 @@ class WholeGraph:
 
 def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh | None = None) -> WholeGraph:
     """Puts a graph onto the device, or divides it over those of a mesh, with self-loops for GAT."""
-    edges = with_self_loops(data.edge_index, data.num_nodes) if isinstance(config, GATConfig) else data.edge_index
+    edges, loops = data.edge_index, isinstance(config, GATConfig)
     parts = np.zeros((data.num_nodes, 3), bool)
     for n, part in enumerate(PARTS):
         parts[getattr(data, part), n] = True
     if mesh is not None:
-        sharded = PartitionedTable.build(edges, mesh, data.num_nodes, layout=layout)
+        sharded = PartitionedTable.build(edges, mesh, data.num_nodes, data.weights, layout=layout, self_loops=loops)
         x, labels = sharded.permute(data.rows(np.arange(data.num_nodes))), sharded.permute(data.labels, fill=-1)
         return WholeGraph(sharded, x, labels, sharded.permute(parts).T, sharded.rows)
-    table = NeighborTable.from_edges(edges, data.num_nodes, layout=layout)
+    table = NeighborTable.from_edges(edges, data.num_nodes, data.weights, layout=layout, self_loops=loops)
     order = np.arange(data.num_nodes) if table.order is None else np.asarray(table.order)
     return WholeGraph(table, on_device(data, order), jnp.asarray(data.labels[order]), jnp.asarray(parts[order].T))
 
@@ -95,7 +104,7 @@ def full_graph_task(
     config: Config, data: NodeData, options: GNNOptions, runs: int = 1, layout: str = "auto", mesh: Mesh | None = None
 ) -> Task:
     """All nodes in every step; an epoch is one step."""
-    check_trainable(data)
+    check_trainable(config, data)
     seeds, optimizer = options.seed + np.arange(runs), make_optimizer(config, options, 1)
     graph = whole_graph(config, data, layout, mesh)
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -193,10 +202,17 @@ def sampler_of(config: Config, data: NodeData, fan_outs: Sequence[int], batch_si
 
 def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: Sequence[int], runs: int = 1) -> Task:
     """Mini-batches of nodes with sampled neighbourhoods. Validation and test sample too, with the same fan-outs."""
-    check_trainable(data)
+    check_trainable(config, data)
+    if data.weights is not None:
+        raise ValueError(f"{data.name} has weights of edges, which training on a whole graph reads and sampling does not")
     if len(fan_outs) != config.layers:
         raise ValueError(f"expected a fan-out for each of {config.layers} layers, found {len(fan_outs)}: {list(fan_outs)}")
     seeds, sampler = options.seed + np.arange(runs), sampler_of(config, data, fan_outs, options.batch_size)
+    if (numbers := runs * sampler.rows * data.num_features) > MOST_NUMBERS:
+        raise ValueError(
+            f"expected batches of at most {MOST_NUMBERS:,} features, found {numbers:,}: {runs} x {sampler.rows:,} rows of "
+            f"{data.num_features:,}, by fan-outs {list(sampler.fan_outs)} and a batch size of {sampler.batch_size}"
+        )
     batches, per_epoch = NodeBatches(data, sampler, seeds, options.batch_size), -(-len(data.train) // options.batch_size)
     optimizer = make_optimizer(config, options, per_epoch)
 
