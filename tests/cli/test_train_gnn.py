@@ -61,7 +61,7 @@ def test_parts_that_are_absent(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     """Without test nodes, and where all of them train; all is written before anything is shown."""
     data = karate_club()
     arrays: dict[str, Any] = {"edge_index": data.edge_index, "x": np.eye(34), "y": data.labels[:, None]}
-    masks = {"train_mask": np.arange(34) < 20, "val_mask": np.arange(34) >= 20}
+    masks: dict[str, Any] = {"train_mask": np.arange(34) < 20, "val_mask": np.arange(34) >= 20}
     np.savez(tmp_path / "validated.npz", **arrays, **masks)
     np.savez(tmp_path / "unsplit.npz", **arrays)
     options = ["train", "gnn", "--hidden", 2, "--epochs", 1, "--data"]

@@ -111,7 +111,7 @@ def test_normalisations(layout: str, weighted: bool):
 
 
 def test_two_self_loops_are_the_last_of_them():
-    """Results and gradients of PyG 2.8.1's `GCNConv` and `gcn_norm`, which stand here."""
+    """The results are those of PyG 2.8.1's `GCNConv`, which stand here. A weight that does not count has no gradient."""
     ids, weights = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 1]]), np.array([2, 5, 1, 3, 4], np.float32)
     x = np.array([[1], [10], [100]], np.float32)
     table = NeighborTable.from_edges(ids, 3, layout="csr", capacity=6)

@@ -188,11 +188,12 @@ def results_with_room(layout: str, capacity: int | None, nodes: int) -> tuple[An
     count, rng = table.num_edges, np.random.default_rng(0)
     scores, due = (rng.normal(size=(ROOM, 2)).astype(np.float32)[:count] for _ in range(2))
 
-    def weigh(weights: jax.Array, scores: jax.Array, *given: jax.Array) -> tuple[jax.Array, Any]:
-        outs = segment_softmax(table, scores), aggregate(table, given[0][:, 0], weights=weights), attend(table, *given)
+    def weigh(weights: Any, scores: Any, x: Any, source: Any, target: Any) -> tuple[jax.Array, Any]:
+        outs = segment_softmax(table, scores), aggregate(table, x[:, 0], weights=weights), attend(table, x, source, target)
         return (outs[0] * due).sum() + jnp.sin(outs[1]).sum() + jnp.cos(outs[2]).sum(), outs
 
-    given = scores[:, 0], scores, *(each[:nodes] for each in drawn(1, 2))
+    x, source, target = (each[:nodes] for each in drawn(1, 2))
+    given = scores[:, 0], scores, x, source, target
     gradients, outs = jax.jit(jax.grad(weigh, (0, 1, 2, 3, 4), has_aux=True))(*given)
     return *gradients[:2], *outs, *gradients[2:]
 

@@ -64,7 +64,9 @@ def test_an_archive_with_sparse_features(tmp_path: Path):
 
 def test_the_names_of_pyg(tmp_path: Path):
     """Masks, weights, the number of nodes, labels in a column as OGB has them, boolean features."""
-    masks = {f"{part}_mask": np.isin(np.arange(4), ids) for part, ids in {"train": [0, 1], "val": [], "test": [3]}.items()}
+    masks: dict[str, Any] = {
+        f"{part}_mask": np.isin(np.arange(4), ids) for part, ids in {"train": [0, 1], "val": [], "test": [3]}.items()
+    }
     masks["test_mask"] = masks["test_mask"].astype(np.int64)[:, None]
     own = NO_CSR | {"train": None, "test": None}
     weights = np.array([[1.0], [0.5], [2.0], [0.0]])

@@ -14,7 +14,7 @@ import pytest
 
 from tilewright.graph.aggregate import aggregate
 from tilewright.graph.attention import segment_softmax
-from tilewright.graph.edges import from_edge_index, with_self_loops
+from tilewright.graph.edges import from_edge_index, repeated_loops, with_self_loops
 from tilewright.graph.table import NeighborTable
 from tilewright.models import gnn
 
@@ -173,7 +173,7 @@ def test_reductions_are_those_of_pyg(reduce: str, layout: str, rng: np.random.Ge
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weighted_gcn_is_that_of_pyg(layout: str, rng: np.random.Generator):
-    """The last weight of several self-loops counts, in the gradients too."""
+    """The last weight of several self-loops counts. PyG gives the others its gradient, too, though they change nothing."""
     edges = random_graph(rng)
     x = rng.standard_normal((NODES, FEATURES)).astype(np.float32)
     weights, pull = rng.uniform(0, 2, EDGES).astype(np.float32), rng.standard_normal(x.shape).astype(np.float32)
@@ -189,7 +189,8 @@ def test_weighted_gcn_is_that_of_pyg(layout: str, rng: np.random.Generator):
 
     gradient, found = jax.jit(jax.grad(weighed, has_aux=True))(jnp.asarray(weights))
     np.testing.assert_allclose(found, expected.detach(), atol=TOLERANCE, rtol=TOLERANCE)
-    np.testing.assert_allclose(gradient, given.grad, atol=10 * TOLERANCE, rtol=10 * TOLERANCE)
+    wanted = np.where(repeated_loops(from_edge_index(edges, NODES)), 0, given.grad)
+    np.testing.assert_allclose(gradient, wanted, atol=10 * TOLERANCE, rtol=10 * TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -107,7 +108,7 @@ class NeighborTable:
             self.num_nodes, self.num_sources, self.num_edges, self.layout,
         )  # fmt: skip
 
-    def permute(self, x: Float[Array, "M ..."]) -> Float[Array, "M ..."]:
+    def permute(self, x: Float[Array | np.ndarray, "M ..."]) -> Float[Array, "M ..."]:
         """Brings values of the sources from the caller's order to the table's."""
         x = check_rows(x, self.num_sources)
         return x if self.order is None or self.places is None else permute(x, self.order, self.places)
