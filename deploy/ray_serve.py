@@ -26,14 +26,13 @@ from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 from starlette.responses import Response, StreamingResponse
 
-from tilewright.cli.common import DeviceOptions, ModelOptions
+from tilewright.cli.common import DeviceOptions, ModelOptions, named_model
 from tilewright.cli.serve import (
     CapacityOptions,
     HttpOptions,
     LogLevel,
     ServedModelOptions,
     SpeculationOptions,
-    chosen_models,
     log_access,
     served,
     start_logging,
@@ -255,7 +254,7 @@ def main(
         raise ValueError("--ssl-certfile, --ssl-keyfile: expected none, for Ray's proxy has no TLS; put one that has before it")
     if http.open_page:
         raise ValueError("--open: expected none, for replicas may be on other machines")
-    chosen = chosen_models(model, models, speculation)
+    chosen = speculation.applied(named_model(model, models))
     shared = {"graceful_shutdown_timeout_s": http.drain}
     most = capacity.queue_requests
     replicas = Replica.options(**scale.options, **shared, max_ongoing_requests=most, max_queued_requests=most)

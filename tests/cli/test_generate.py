@@ -1,6 +1,7 @@
 """`tilewright generate`: where prompts come from, what is printed, the JSON, and interruptions."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import tilewright as tw
 from cli.conftest import Ran, Run
 from reference.dflash_numpy import as_folders, random_pair
 from report.reading import Page, check_self_contained
+from tilewright.cli.generate import ending
 from tilewright.kernels import native
 from tilewright.llm.language_model import LanguageModel
 from tilewright.llm.stream import Stream
-from tilewright.runtime.output import Piece
+from tilewright.runtime.output import Piece, Result
 
 PROMISED = set(
     "autoregressive_tokens_per_s speculative_tokens_per_s speedup tokens_per_round tau_published block_size rounds identical "
@@ -40,13 +42,40 @@ def expected(folders: tuple[Path, Path]) -> dict[str, tuple[list[int], str]]:
 
 
 def test_one_prompt_is_printed_with_its_text(run: Run, fixed: list[Any], expected: dict[str, Any]):
+    """The text alone goes into a pipe; one line more to standard error, and all about rounds where it is asked for."""
     ran = run("generate", "t1 t2 t3", *fixed, *NEW)
-    assert ran.status == 0
-    assert "accepted draft tokens, tokens from the target\n" in ran.out
-    assert "t1 t2 t3" + expected["t1 t2 t3"][1] + "\n" in ran.out
-    _, histogram = ran.out.split("rounds by accepted draft tokens\n")
+    assert (ran.status, ran.out) == (0, expected["t1 t2 t3"][1] + "\n")
+    assert re.fullmatch(r"12 tokens in [\d.]+ s · [\d,]+ tokens/s · τ [\d.]+ · cut at --max-new-tokens 12\n", ran.err)
+    ran = run("generate", "t1 t2 t3", *fixed, *NEW, "--verbose")
+    assert ran.out == expected["t1 t2 t3"][1] + "\n"
+    _, histogram = ran.err.split("rounds by accepted draft tokens\n")
     assert [line.split()[0] for line in histogram.splitlines()] == ["0", "1", "2", "3"]
-    assert ran.err == ""
+
+
+def test_a_terminal_shows_the_prompt_and_the_sources(
+    run: Run, fixed: list[Any], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    ran = run("generate", "t1 t2 t3", *fixed, *NEW)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", ran.out)
+    assert "accepted draft tokens, tokens from the target\n" in plain
+    assert "t1 t2 t3" + expected["t1 t2 t3"][1] + "\n12 tokens in " in plain
+
+
+def test_several_texts_in_a_pipe_stand_alone(run: Run, fixed: list[Any], expected: dict[str, Any]):
+    ran = run("generate", *expected, *fixed, *NEW)
+    assert ran.out == "".join(text + "\n" for _, text in expected.values())
+    assert ran.err.endswith(" · 3 cut at --max-new-tokens 12\n")
+
+
+def test_what_ends_a_text_is_said():
+    def said(reason: Any, **more: Any) -> str:
+        return ending(Result("", [], [], reason, 1, **more), tw.Sampling(12))
+
+    assert said("length") == "cut at --max-new-tokens 12"
+    assert said("eos") == "came to its end"
+    assert said("stop", stop_reason="\n\n") == "stopped at '\\n\\n'"
+    assert said("interrupted") == "interrupted"
 
 
 def test_kernels_that_a_model_cannot_use_are_said(run: Run, tmp_path: Path):
@@ -139,12 +168,12 @@ def test_a_chat_goes_through_the_models_template(run: Run, folders: tuple[Path, 
     template = folders[0] / "chat_template.jinja"
     template.write_text("{% for m in messages %}t1 {{ m.content }}{% endfor %}{% if add_generation_prompt %} t3{% endif %}")
     try:
-        asked = ["generate", "t2", "--model", folders[0], *NEW, "--json", "-"]
+        asked = ["generate", "t2", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-"]
         chat, plain = run(*asked, "--chat"), run(*asked)
     finally:
         template.unlink()
     assert chat.json["tokens"] == [expected["t1 t2 t3"][0]]
-    assert "t1 t2 t3" + expected["t1 t2 t3"][1] in chat.err
+    assert "t2\n\n" + expected["t1 t2 t3"][1] in chat.err, "people see what they asked, not the template's marks"
     assert plain.json["tokens"] != chat.json["tokens"]
 
 
@@ -157,10 +186,10 @@ def test_prompt_from_standard_input(run: Run, fixed: list[Any], expected: dict[s
 def test_text_is_printed_as_it_is(run: Run, fixed: list[Any]):
     """Neither markup nor emoji names are interpreted, in prompts or in what follows them."""
     for prompts in (["[bold]t1[/bold] :warning:  t2"], ["[red]t1", ":warning:", "t1"]):
-        ran = run("generate", *prompts, *fixed, *NEW)
+        ran = run("generate", *prompts, *fixed, *NEW, "--json", "-")
         assert ran.status == 0
         for prompt in prompts:
-            assert prompt in ran.out
+            assert prompt in ran.err
 
 
 def check_types(figures: dict[str, Any]) -> None:
@@ -187,8 +216,11 @@ def test_json_of_a_comparison(run: Run, pair: list[Any], expected: dict[str, Any
     assert figures["rounds"] == sum(counts) == drafts["num_spec_steps"]
     assert figures["repetitions"] == 2
     assert figures["chosen"] is None
-    for shown in (f"{figures['speedup']:.2f}x", "outputs identical", "yes", f"{figures['tokens_per_round']:.2f} of 4"):
-        assert shown in ran.out
+    least, most = figures["speedup_range"]
+    speedup = f"{figures['speedup']:.2f}x ({least:.2f} to {most:.2f})"
+    for shown in (speedup, "outputs identical", "yes", f"{figures['tokens_per_round']:.2f} of 4"):
+        assert shown in ran.err
+    assert ran.out == "".join(text + "\n" for _, text in expected.values())
 
 
 def check_chosen(ran: Ran, figures: dict[str, Any], drafters: set[str], most: int) -> None:
@@ -203,18 +235,18 @@ def check_chosen(ran: Ran, figures: dict[str, Any], drafters: set[str], most: in
     assert max(each["block_size"] for each in costs["rounds"]) == most
     plain = next(each for each in costs["rounds"] if each["drafter"] == "none")
     assert (plain["round_cost_steps"], plain["expected_speedup"], plain["measured"]) == (1, pytest.approx(1), True)
-    assert "rounds chosen: " in ran.out + ran.err
+    assert "rounds chosen: " in ran.err
 
 
 def test_rounds_are_chosen_unless_a_block_size_is_given(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
-    prompts, compared = list(expected), ["--compare", "--repetitions", 1, "--json", "-"]
+    prompts, compared = list(expected), ["--compare", "--repetitions", 1, "--verbose", "--json", "-"]
     for asked in ([], ["--block-size", "auto"]):
         ran = run("generate", *prompts, *pair, *NEW, *asked, *compared)
         assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
         assert ran.json["identical"] is True
         check_chosen(ran, ran.json, {"dflash"}, 4)
     model = pair[:2]
-    ran = run("generate", *prompts, *model, "--drafter", "auto", *NEW, "--json", "-")
+    ran = run("generate", *prompts, *model, *NEW, "--verbose", "--json", "-")  # n-grams by default
     assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
     check_chosen(ran, ran.json, {"ngram"}, 16)
 
@@ -245,7 +277,7 @@ def programs(ran: Ran) -> tuple[int, int]:
 
 
 def test_compiled_programs_are_loaded_by_the_next_run(run: Run, folders: tuple[Path, Path], kept: Path):
-    asked = ["generate", "t1 t2 t3", "--model", folders[0], *NEW, "--json", "-"]
+    asked = ["generate", "t1 t2 t3", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-"]
     runs = [run(*asked) for _ in range(2) if not jax.clear_caches()]
     (count, loaded), after = (programs(ran) for ran in runs)
     assert count >= 3
@@ -259,7 +291,7 @@ def test_nothing_is_kept_where_that_is_not_wanted_or_not_safe(
     run: Run, folders: tuple[Path, Path], kept: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tilewright.cli.generate.show", None)
-    asked = ["generate", "t1 t2 t3", "--model", folders[0], "--replay", "page.html"]  # which ends before it generates
+    asked = ["generate", "t1 t2 t3", "--model", folders[0], "--drafter", "none", "--replay", "page.html"]  # which ends early
     kept.chmod(0o777)
     said = run(*asked).err
     assert said.startswith(f"compiled programs are not kept: others may write to {kept} (its mode is 777)\n")
@@ -272,14 +304,14 @@ def test_nothing_is_kept_where_that_is_not_wanted_or_not_safe(
 
 
 def test_json_without_a_drafter(run: Run, folders: tuple[Path, Path], expected: dict[str, Any]):
-    ran = run("generate", "t7", "--model", folders[0], *NEW, "--json", "-")
+    ran = run("generate", "t7", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-")
     check_types(ran.json)
     drafting = ("speculative_tokens_per_s", "speedup", "identical", "speculative_decoding")
     assert [ran.json[name] for name in drafting] == [None] * len(drafting)
     assert ran.json["autoregressive_tokens_per_s"] > 0
     assert ran.json["rounds"] == 12
     assert ran.json["text"] == [expected["t7"][1]]
-    assert "accepted draft" not in ran.err
+    assert re.search(r"tokens/s · cut at --max-new-tokens 12\n$", ran.err), "without τ"
 
 
 def test_sampling_options_reach_the_generation(run: Run, folders: tuple[Path, Path], fixed: list[Any]):
@@ -379,14 +411,14 @@ def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_interrupted(ran: Ran, prompts: list[str], expected: dict[str, Any], path: Path) -> dict[str, Any]:
     """What was generated is printed and written; it is the beginning of what would have come."""
     assert ran.status == 0
-    assert "interrupted" in ran.out
+    assert ran.err.endswith("interrupted\n")
     figures = json.loads(path.read_text())
     check_types(figures)
     assert figures["finish_reason"] == ["interrupted"] * len(prompts)
     for prompt, tokens, text in zip(prompts, figures["tokens"], figures["text"], strict=True):
         assert len(tokens) < 12
         assert tokens == expected[prompt][0][: len(tokens)]
-        assert prompt + text in ran.out
+        assert text in ran.out
     return figures
 
 

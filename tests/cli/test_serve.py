@@ -83,7 +83,7 @@ def test_vllms_way_of_naming_a_drafter_is_understood(given: str, drafter: str, b
     ],
 )
 def test_bad_options_are_said_before_anything_is_loaded(run: Run, arguments: list[str], said: str):
-    ran = run("serve", *arguments)
+    ran = run("serve", *([] if "--model" in arguments else ["demo"]), *arguments)
     assert ran.status == 2
     assert said in ran.err
     assert ran.out == ""
@@ -91,7 +91,7 @@ def test_bad_options_are_said_before_anything_is_loaded(run: Run, arguments: lis
 
 def test_a_taken_port_is_said(run: Run):
     with HeldPort() as port:
-        ran = run("serve", "--port", port)
+        ran = run("serve", "demo", "--port", port)
     assert (ran.status, "Address already in use" in ran.err) == (2, True)
 
 
@@ -177,7 +177,9 @@ def test_the_page_opens_once_the_server_is_ready(
     assert capsys.readouterr().out == "org/model with drafter ngram at http://127.0.0.1:1 (context 128)\n" * 2
 
 
-def test_a_published_model_is_served_with_ngrams(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_published_model_is_the_default_and_served_with_its_drafter(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     asked: list[ModelOptions] = []
 
     def stop(models: ModelOptions, *rest: Any) -> None:
@@ -186,9 +188,9 @@ def test_a_published_model_is_served_with_ngrams(run: Run, tmp_path: Path, monke
 
     install(tmp_path / "site", monkeypatch)
     monkeypatch.setattr("tilewright.cli.serve.engine_of", stop)
-    assert "as far as this test goes" in run("serve", NAME, "--port", 0).err
+    assert "as far as this test goes" in run("serve", "--port", 0).err
     run("serve", NAME, "--port", 0, "--drafter", "none")
-    assert [(models.model, models.drafter) for models in asked] == [(NAME, "ngram"), (NAME, "none")]
+    assert [(models.model, models.drafter_name) for models in asked] == [(NAME, "auto"), (NAME, "none")]
 
 
 def test_the_demos_are_given_what_was_said():
@@ -263,7 +265,7 @@ def check_log(logged: str) -> None:
 
 def test_a_server_ends_with_status_0_when_told_to_after_what_runs(folders: tuple[Path, Path], tmp_path: Path):
     (tmp_path / "shapes.json").write_text(json.dumps(TABLE))
-    with process(folders[0], "--shapes", tmp_path / "shapes.json") as server:
+    with process(folders[0], "--drafter", "none", "--shapes", tmp_path / "shapes.json") as server:
         line = server.wait_until_ready()
         assert line == f"target with no drafter at {server.url} (context 128)\n"
         with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as ready:

@@ -3,7 +3,9 @@
 import io
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from tilewright.report import terminal
 
@@ -11,6 +13,7 @@ FIGURES: dict[str, Any] = {
     "autoregressive_tokens_per_s": 1234.56,
     "speculative_tokens_per_s": 3086.4,
     "speedup": 2.5,
+    "speedup_range": (2.4, 2.6),
     "round_cost_steps": 1.65,
     "tokens_per_round": 4.126,
     "block_size": 16,
@@ -54,7 +57,7 @@ def test_comparison_table_shows_the_figures():
     assert cells(shown(terminal.comparison_table(FIGURES))) == [
         ["autoregressive", "1,234.6 tokens/s"],
         ["speculative", "3,086.4 tokens/s"],
-        ["speedup", "2.50x"],
+        ["speedup", "2.50x (2.40 to 2.60)"],
         ["τ (tokens per round)", "4.13 of 16"],
         ["a round costs", "1.65 steps"],
         ["distinct 4-grams", "87%"],
@@ -102,7 +105,25 @@ def test_drafted_text_is_told_apart_and_printed_as_it_is():
     assert "\x1b[1;33mx" in styled
 
 
-def test_legend_names_both_sources_in_their_colours():
-    legend = terminal.legend()
-    styles = {legend.plain[span.start : span.end]: span.style for span in legend.spans}
-    assert styles == {"accepted draft tokens": terminal.DRAFTED, "tokens from the target": terminal.TARGET}
+def test_legend_names_all_sources_in_their_colours():
+    def styles(legend: Text) -> dict[str, object]:
+        return {legend.plain[span.start : span.end]: span.style for span in legend.spans}
+
+    target = {"tokens from the target": terminal.TARGET}
+    assert styles(terminal.legend()) == {"accepted draft tokens": terminal.DRAFTED, **target}
+    both = {"accepted drafts of n-grams": terminal.LOOKED_UP, "of dflash2": terminal.DRAFTED}
+    assert styles(terminal.legend("dflash2")) == {**both, **target}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"speedup_range": (1.2, 2.6)}, ["its runs scatter, from 1.20x to 2.60x"]),
+        ({"speedup": 4.06, "tokens_per_round": 2.21, "round_cost_steps": 0.54, "speedup_range": (4.0, 4.1)},
+         ["4.06x is more than τ 2.21 and rounds of 1.00 steps allow, 2.21x"]),
+        ({"speedup": 4.0, "speedup_range": (3.9, 4.1)}, ["4.00x is more than τ 4.13 and rounds of 1.65 steps allow, 2.50x"]),
+    ],
+)  # fmt: skip
+def test_a_speedup_that_cannot_be_is_doubted(changed: dict[str, Any], said: list[str]):
+    assert terminal.doubts({**FIGURES, **changed}) == said

@@ -1,6 +1,7 @@
 """The pages and the context of an engine follow from the free memory, and every request within the context has its pages."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from llm.support import build
 from reference.dflash_numpy import random_pair
 from runtime.support import Heard
+from tilewright.kernels.select import operations
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime import sizes
 from tilewright.runtime.automaton_table import AutomatonTables
@@ -19,7 +21,7 @@ from tilewright.runtime.programs import FORCED
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
-from tilewright.runtime.sizes import engine_sizes, pages_within, served_context, state_bytes, temporary_bytes
+from tilewright.runtime.sizes import engine_sizes, pages_within, served_context, sizes_line, state_bytes, temporary_bytes
 from tilewright.speculation.drafters.load import DrafterOptions
 
 PAIR = random_pair(0, vocab_size=24, target_layers=2, drafter_layers=1, taps=[0], block_size=4)
@@ -117,6 +119,21 @@ def test_the_line_says_all_three_and_what_would_change_them(lm: LanguageModel):
     ):
         assert said in line
     assert f"context 255, what the pages hold; the model's is {CONTEXT:,} (--context)" in line
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("auto", "of them read in a plain step) in float32 (--dtype, --weights); keys"),
+        ("int4", "with matrices in 4 bits or those of their file (--weights int4), the rest in float32 (--dtype); keys"),
+        ("int8", "with matrices in 8 bits (--weights int8), the rest in float32 (--dtype); keys"),
+    ],
+)
+def test_the_line_says_what_the_weights_are_held_in(lm: LanguageModel, weights: Any, said: str):
+    engine = lm.engine(EngineOptions(pages=4))
+    assert engine.sizes is not None
+    target = replace(engine.model.target, ops=operations(weights=weights, kernels="xla"))
+    assert said in sizes_line(engine.sizes, engine.model.models, target, "float32", "float32", CONTEXT)
 
 
 @given(st.integers(1, 40), st.integers(2, 9000))

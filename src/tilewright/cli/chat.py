@@ -297,7 +297,7 @@ def chat(
     """Chats with a model in the terminal.
 
     Args:
-        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo", as --model.
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" (the default) or "demo", as --model.
         system: what the model is told before the first turn.
         context: the most tokens of a conversation; by default the model's own context, or what there is memory for.
         memory_fraction: the share of the memory that is free once the weights are loaded that the conversation may take.
@@ -326,9 +326,8 @@ def chat(
 
 
 def greet(shown: ChatSession, models: AdaptedModelOptions) -> None:
-    drafter = "no drafter" if models.drafter_name in (None, "none") else f"drafter {models.drafter_name}"
     adapter = "" if models.lora is None else f" with the adapter {models.lora}"
-    shown.note(f"{models.model}{adapter}, {drafter}, context {shown.engine.context}; /help lists the commands")
+    shown.note(f"{models.model}{adapter}, {models.drafter_text}, context {shown.engine.context}; /help lists the commands")
     shown.note(f"{sampling_text(shown.sampling)}; answers of at most {shown.sampling.max_new_tokens} tokens")
     if shown.conversation.template is None:
         shown.note(f"{models.model} has no chat template: it continues the text of all turns, one after another")

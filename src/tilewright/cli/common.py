@@ -23,7 +23,7 @@ from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
 from tilewright.kernels.select import DECODING, Selection, Weights, fallbacks, implementations
 from tilewright.llm.language_model import LanguageModel, load
-from tilewright.models import hub
+from tilewright.models import hub, published
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.hub import PACKAGED, PUBLISHED
 from tilewright.models.tokenizer import load_tokenizer
@@ -34,8 +34,8 @@ from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 DEMO = "demo"
-SPECULATING = (DEMO, *PUBLISHED)
-"""Models that have a drafter by default."""
+SMOLLM2 = "smollm2-135m"
+"""The published model that `generate`, `chat` and `serve` take where none is named."""
 MEMORY_FRACTION = 0.9
 """Of the memory that is free, what `serve` and `chat` take unless told otherwise."""
 PACKAGED_DRAFTERS = {
@@ -48,6 +48,11 @@ DEMO_PROMPT = 32
 AUTO = "auto"
 """Name of the drafter that stands for whichever promises most, round by round."""
 BlockSize = int | Literal["auto"] | None
+
+
+def default_drafter(model: str) -> str:
+    """Drafter of a model for which none is named, in every command: n-grams; for SmolLM2 its DFlash 2 beside them."""
+    return AUTO if model in PUBLISHED else NGRAM
 
 
 def mesh_axes(text: str, names: Sequence[str] = ()) -> dict[str, int]:
@@ -75,7 +80,26 @@ def given(value: Any, default: Any) -> Any:
 def notice(line: str) -> None:
     """Says something on standard error; of several processes that run a command together, the first one does."""
     said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=not is_first_process())
-    said.print(line, style="dim", markup=False)
+    with said.capture() as written:
+        said.print(line, style="dim", markup=False)
+    sys.stderr.write(written.get())  # which a bar or a spinner on display takes over, and puts above itself
+
+
+def fetch_published(name: str, console: Console) -> None:
+    """Has pip bring a published model that is named and not installed, and says so.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    if name not in PUBLISHED or Path(name).exists():
+        return
+    try:
+        published.find(name)
+    except published.Absent:
+        model = PUBLISHED[name]
+        notice(f"{name}: {' '.join(model.command)} ({model.about})")
+        with console.status(f"pip fetches {name}"):
+            published.fetch(name)
 
 
 def say_fallbacks(choices: Sequence[Selection]) -> None:
@@ -160,7 +184,7 @@ class LoadOptions:
 
     Attributes:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
-            with the package.
+            with the package and continues Python code.
         dtype: "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32 on a CPU without our kernels.
         weights: "int8" keeps matrices in 8 bits; "int4" in blocks of 4 bits, of a quantised checkpoint those that it has; "fp8"
             as floats of 8 bits, where XLA computes; "auto" keeps them in dtype.
@@ -176,8 +200,13 @@ class LoadOptions:
         """The model's chat template; None where it has none, as base models do."""
         return ChatTemplate.load(self.folder(console))
 
-    def asked_template(self, chat: bool, console: Console) -> ChatTemplate | None:
-        """The chat template where prompts are to go through it. Raises a `ValueError` where the model has none."""
+    def asked_template(self, chat: bool | None, console: Console) -> ChatTemplate | None:
+        """The chat template where prompts are to go through it; unless told, those for published models, which are for chats.
+
+        Raises:
+            ValueError: it is asked for, and the model has none.
+        """
+        chat = self.model in PUBLISHED if chat is None else chat
         template = self.chat_template(console) if chat else None
         if chat and template is None:
             raise ValueError(f"--chat needs a model with a chat template; {self.model} has none")
@@ -185,6 +214,7 @@ class LoadOptions:
 
     def loading(self, devices: DeviceOptions, console: Console) -> dict[str, Any]:
         """Arguments of loading any model, once its programs are kept and the CPU kernels are there."""
+        self.fetch(console)
         taken = {
             "dtype": self.dtype, "weights": self.weights, "kernels": self.kernels, "mesh": devices.mesh(),
             "schedule": devices.schedule, "compiler_options": devices.compiler_options, "console": progress_console(console),
@@ -195,8 +225,18 @@ class LoadOptions:
         return taken
 
     def folder(self, console: Console) -> Path:
-        """The model's folder, fetched where it is named by its id."""
+        """The model's folder, fetched where it is named by its id, or published."""
+        self.fetch(console)
         return hub.resolve(self.model, console=progress_console(console), check=load_tokenizer)
+
+    def fetch(self, console: Console) -> None:
+        """Fetches a published model. Raises a `ValueError` where it cannot be had, which names a model that can."""
+        try:
+            fetch_published(self.model, console)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. --model names another one; --model {DEMO} comes with the package, and continues Python code"
+            ) from error
 
 
 M = TypeVar("M", bound=LoadOptions)
@@ -240,7 +280,7 @@ class TargetOptions(LoadOptions):
         return {}
 
     def drafter_source(self, drafter: str | None) -> str | list[str] | None:
-        """The drafter as `load` takes it: the package's have names; "none" is none, "auto" n-grams and the demo's own."""
+        """The drafter as `load` takes it: the package's have names; "none" is none, "auto" n-grams and the model's own."""
         if drafter in (None, "none"):
             return None
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
@@ -256,25 +296,33 @@ class ModelOptions(TargetOptions):
     """Options that name the models to load, and say how.
 
     Attributes:
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
+            with the package and continues Python code.
         drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package; it
-            is the default for these two models, "none" otherwise.
+            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package. The
+            default is "auto" for smollm2-135m, "ngram" for any other model.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
             round by round, plain decoding among them; where narrower programs round differently all run at the widest.
-            Without a drafter: plain decoding through a program of this width.
+            With --drafter none: plain decoding through a program of this width.
         draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
         drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
     """
 
+    model: str = SMOLLM2
     drafter: str | None = None
     block_size: BlockSize = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
 
     @property
-    def drafter_name(self) -> str | None:
-        """The drafter that is meant: models that are named here have a default."""
-        return AUTO if self.drafter is None and self.model in SPECULATING else self.drafter
+    def drafter_name(self) -> str:
+        """The drafter that is meant."""
+        return default_drafter(self.model) if self.drafter is None else self.drafter
+
+    @property
+    def drafter_text(self) -> str:
+        """Words on the drafter."""
+        return "no drafter" if self.drafter_name == "none" else f"drafter {self.drafter_name}"
 
     def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype)
@@ -327,7 +375,7 @@ def named_model(model: str | None, models: M) -> M:
     """
     if model is None:
         return models
-    if models.model not in (DEMO, model):
+    if models.model not in (type(models)().model, model):
         raise ValueError(f"expected one model, found {model} and --model {models.model}")
     return replace(models, model=model)
 

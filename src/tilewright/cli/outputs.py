@@ -17,10 +17,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from tilewright.bench.replay import replay
 from tilewright.cli.options import option_class
+from tilewright.compiled.ledger import Ledger
 from tilewright.llm.language_model import LanguageModel
 from tilewright.parallel.mesh import is_first_process
 from tilewright.report.replay import write_replay
@@ -154,6 +156,32 @@ def progress(console: Console, total: float, name: str = "", shown: bool = True)
         yield step
 
 
+class ProgramsColumn(ProgressColumn):
+    """Column of how many programs were compiled since, and how many were loaded from the disk."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger = ledger
+
+    def render(self, task: Task) -> Text:
+        loaded, compiled = self.ledger.loaded, self.ledger.compilations - self.ledger.loaded
+        parts = [f"{count} {what}" for count, what in ((compiled, "programs compiled"), (loaded, "loaded")) if count]
+        return Text(", ".join(parts), style="dim")
+
+
+@contextmanager
+def working(console: Console, name: str) -> Iterator[Callable[[str], None]]:
+    """Shows in a terminal what is being done, for how long, and the programs that were compiled for it.
+
+    What it yields says what is being done from then on.
+    """
+    with Ledger() as ledger:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), ProgramsColumn(ledger))
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+            task = shown.add_task(escape(name), total=None)
+            yield lambda text: shown.update(task, description=escape(text))
+
+
 def write_replay_page(
     path: Path, lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, Sequence[int]]],
     sampling: Sampling | Sequence[Sampling], console: Console,
@@ -187,6 +215,11 @@ class OutputFiles:
     def console(self) -> Console:
         """Console that people read. Raises a `ValueError` for a file that cannot be written."""
         return human_console(self.json_file)
+
+    def notes(self, console: Console) -> Console:
+        """Console for all but a text: the same, or standard error where standard output is a file or a pipe, for the text."""
+        piped = self.json_file != "-" and not console.is_terminal
+        return Console(stderr=True, highlight=False, emoji=False, quiet=console.quiet) if piped else console
 
 
 @option_class

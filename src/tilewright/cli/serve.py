@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import DEMO, MEMORY_FRACTION, SPECULATING, DeviceOptions, ModelOptions, json_object, named_model
+from tilewright.cli.common import DEMO, MEMORY_FRACTION, DeviceOptions, ModelOptions, json_object, named_model
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
 from tilewright.cli.options import Repeated, option_class, told
 from tilewright.cli.outputs import progress_console
@@ -62,9 +62,6 @@ class ServedModelOptions(ModelOptions):
     """Options that name the models to load, and say how.
 
     Attributes:
-        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package. The
-            default is "ngram" for these two models, "none" otherwise.
         lora: NAME=FOLDER, a low-rank adapter as PEFT writes it, for requests whose model is NAME; may be given several times.
     """
 
@@ -267,11 +264,11 @@ def serve(
     """Serves a model over HTTP, for any OpenAI client.
 
     Args:
-        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", "demo" or "demo-diffusion", as --model.
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" (the default), "demo" or "demo-diffusion", as --model.
         log_level: what is logged to standard error: how far warming up is, and what goes wrong.
     """
     start_logging(log_level)
-    chosen = chosen_models(model, models, speculation)
+    chosen = speculation.applied(named_model(model, models))
     console = Console(stderr=True, highlight=False, emoji=False, quiet=not is_first_process())
     if not is_first_process():
         follow(chosen, devices, capacity, denoising, console)
@@ -284,14 +281,6 @@ def serve(
             say_defaults(api.options.sampling, console)
         said = ready_line(api, chosen, url_of(listening, api.options.tls is not None), http.open_page)
         Server(api, http.drain, said, progress_console(console)).run(listening)
-
-
-def chosen_models(model: str | None, models: ModelOptions, speculation: SpeculationOptions) -> ModelOptions:
-    """The models that a command line names, in any of its ways, with the drafter that they have by default."""
-    chosen = speculation.applied(named_model(model, models))
-    if chosen.drafter is None and chosen.model in SPECULATING:
-        chosen = replace(chosen, drafter=NGRAM)
-    return chosen
 
 
 def served(
@@ -339,9 +328,20 @@ def say_defaults(sampling: SamplingDefaults, console: Console) -> None:
         console.print(f"default sampling: {said} (the model's own; --generation-config none leaves it out)", soft_wrap=True)
 
 
+class StandardError(logging.StreamHandler[Any]):
+    """Handler that writes to what standard error is at that moment: a bar on display takes it over, and puts lines above."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:  # type: ignore[override]
+        return sys.stderr
+
+
 def log_access() -> None:
     """Writes the access log to standard error."""
-    handler = logging.StreamHandler()
+    handler = StandardError()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     access.addHandler(handler)
     access.setLevel(logging.INFO)
@@ -350,7 +350,7 @@ def log_access() -> None:
 
 def start_logging(level: LogLevel) -> None:
     """Logs what this package has to say to standard error; of other libraries warnings and errors alone."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[StandardError()])
     logging.getLogger("tilewright").setLevel(level.upper())
 
 
@@ -378,7 +378,7 @@ def ready_line(api: Api, models: ModelOptions, url: str, open_page: bool = False
     options, engine = api.options, api.engine
 
     def say() -> None:
-        drafter = "no drafter" if models.drafter in (None, "none") else f"drafter {models.drafter}"
+        drafter = models.drafter_text
         if isinstance(engine, DiffusionEngine):
             drafter = f"{engine.options.defaults.mode} steps"
         print(f"{options.name} with {drafter} at {url} (context {engine.context})", flush=True)

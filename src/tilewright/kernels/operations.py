@@ -281,6 +281,7 @@ class Operations:
             for as many as its dtype has. `stored` is the format of a file whose bits are kept, "" where it has none.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
+        weights: the format that `prepare` makes matrices of.
         packs: they lie in a layout that only the products of the bundle know: nothing cuts them.
         keeps_blocks: what prepares takes a file's `QuantisedMatrix` of 4 or 8 bits as well (see `linear/blocks.py`), and keeps
             its bits.
@@ -324,6 +325,7 @@ class Operations:
     bytes_of: Callable[[str, tuple[int, ...], str], int | None]
     restore: Callable[[Any], Array]
     prepares: bool = False
+    weights: Weights = "auto"
     packs: bool = False
     keeps_blocks: bool = False
     keeps_fp8: bool = False

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.llm.acceptance import Row
 from tilewright.llm.language_model import LanguageModel
-from tilewright.runtime.interfaces import PLAIN
-from tilewright.runtime.output import Result
+from tilewright.runtime.interfaces import PLAIN, Drafter
+from tilewright.runtime.output import OutputProcessor, Result
 from tilewright.speculation.policy import Policy
 from tilewright.speculation.team import Team
 
@@ -36,6 +36,15 @@ def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None
             about["share_of_rounds"] = len(own) / len(rounds)
             choices.append({**about, "tokens_per_round": tokens / len(own)})
     return {"widths": held(lm), "choices": choices, "costs": shapes}
+
+
+def round_drafters(row: Result | OutputProcessor, drafter: Drafter | None) -> list[str]:
+    """Names of who drafted in each round, "none" for nobody; where n-grams come before another drafter the one that did."""
+    names = [choice.drafter for choice in row.choices] or [PLAIN.drafter if drafter is None else drafter.name] * len(
+        row.drafted
+    )
+    parts = (name.split("+") for name in names)
+    return [part[0] if looked_up else part[-1] for part, looked_up in zip(parts, row.looked_up, strict=True)]
 
 
 def held(lm: LanguageModel) -> str:

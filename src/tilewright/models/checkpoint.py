@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -251,7 +252,7 @@ def load_params(
     """
     stored = _match(folder, specs, rename, ignore, layout)
     sizes = each(specs, shardings, lambda spec, sharding: _read_bytes(stored[spec.name], held_parts(spec.shape, sharding)))
-    dequantised: list[str] = []
+    dequantised: list[tuple[str, str]] = []
     with ExitStack() as stack:
         files = {file: stack.enter_context(open_file(file)) for file in sorted({f for t in stored.values() for f in t.files})}
         advance = stack.enter_context(loading(console, folder, sum(jax.tree.leaves(sizes))))
@@ -267,7 +268,7 @@ def load_params(
             if found is not None:
                 advance(tensor.nbytes)
             elif tensor.quantised and spec.kind in kinds:
-                dequantised.append(tensor.quantised)  # by any thread
+                dequantised.append((tensor.quantised, tensor.kept))  # by any thread
             return found
 
         params = from_tensors(specs, read, dtype, shardings, None if ops is None else ops.prepare_one, kept)
@@ -292,15 +293,33 @@ def _read_bytes(tensor: StoredTensor, parts: Collection[Bounds]) -> int:
     return sum(prod(stop - start for start, stop in part) for part in parts) * tensor.nbytes // max(1, prod(tensor.shape))
 
 
-def say_dequantised(folder: Path, matrices: Mapping[str, int], ops: Operations | None, dtype: str) -> None:
-    """One line on matrices whose bits are not kept, if there are some."""
+def say_dequantised(folder: Path, matrices: Mapping[tuple[str, str], int], ops: Operations | None, dtype: str) -> None:
+    """One line on matrices whose bits are not kept, if there are some, and what keeps them.
+
+    Args:
+        matrices: how many there are of each format, as users read it and as products read it.
+    """
     if not matrices:
         return
-    listed = ", ".join(f"{count} in {name}" for name, count in sorted(matrices.items()))
-    keeps = ops is not None and (ops.keeps_blocks or ops.keeps_fp8)
-    anew = "then quantised anew, for no product reads them as they are or devices' parts end within their blocks"
-    then = anew if keeps else f"to {dtype}, whatever holds them then"
-    log.warning("%s: matrices are dequantised, %s: %s", folder, then, listed)
+    listed = ", ".join(f"{count} in {name}" for (name, _), count in sorted(matrices.items()))
+    if ops is not None and (ops.keeps_blocks or ops.keeps_fp8):
+        anew = "no product reads them as they are or devices' parts end within their blocks"
+        log.warning("%s: matrices are dequantised, then quantised anew, for %s: %s", folder, anew, listed)
+        return
+    sizes = sorted({bits_of(name, kept) for name, kept in matrices})
+    bits = f"{sizes[0]}-bit" if len(sizes) == 1 else f"{sizes[0]}- to {sizes[-1]}-bit"
+    running = dtype if ops is None or ops.weights == "auto" else f"{ops.weights} and {dtype}"
+    kept = {"fp8" if kept == "fp8" else "int4" for _, kept in matrices if kept}
+    if ops is not None and ops.packs:
+        kept -= {"fp8"}  # which no CPU kernel reads
+    remedy = "".join(f"; add --weights {weights} to keep its bits" for weights in sorted(kept))
+    what = "file" if folder.is_file() else "checkpoint"
+    log.warning("%s: %s %s, running in %s%s (matrices: %s)", folder, bits, what, running, remedy, listed)
+
+
+def bits_of(name: str, kept: str) -> int:
+    """Bits of a weight in a format, by its name, or by the one under which products read it."""
+    return int(next(found[0] for text in (name, kept, "32") if (found := re.search(r"\d+", text))))
 
 
 @contextmanager

@@ -7,16 +7,33 @@ from rich.table import Table
 from rich.text import Text
 
 DRAFTED = "green"
+LOOKED_UP = "cyan"
 TARGET = "bold yellow"
+SCATTER = 1.3
+"""Ratio of the largest speedup to the least above which runs scatter."""
+DOUBTED = 1.1
+"""Ratio of a speedup to what rounds can give above which it is doubted."""
 
 
-def piece_text(text: str, drafted: bool) -> Text:
-    """One token's text in the colour of its source."""
-    return Text(text, style=DRAFTED if drafted else TARGET)
+def piece_text(text: str, drafted: bool, looked_up: bool = False) -> Text:
+    """One token's text in the colour of its source.
+
+    Args:
+        looked_up: n-grams drafted it, where another drafter may, too.
+    """
+    return Text(text, style=(LOOKED_UP if looked_up else DRAFTED) if drafted else TARGET)
 
 
-def legend() -> Text:
-    return Text.assemble(("accepted draft tokens", DRAFTED), ", ", ("tokens from the target", TARGET))
+def legend(drafter: str = "") -> Text:
+    """Line that names the colours.
+
+    Args:
+        drafter: that n-grams take turns with, if they do.
+    """
+    drafts = [("accepted draft tokens", DRAFTED)]
+    if drafter:
+        drafts = [("accepted drafts of n-grams", LOOKED_UP), ", ", (f"of {drafter}", DRAFTED)]
+    return Text.assemble(*drafts, ", ", ("tokens from the target", TARGET))
 
 
 def histogram_lines(counts: Sequence[int], width: int = 40) -> list[str]:
@@ -38,12 +55,34 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
     table.add_column(justify="right")
     table.add_row("autoregressive", f"{figures['autoregressive_tokens_per_s']:,.1f} tokens/s")
     table.add_row("speculative", f"{figures['speculative_tokens_per_s']:,.1f} tokens/s")
-    table.add_row("speedup", f"{figures['speedup']:.2f}x")
+    table.add_row("speedup", speedup_text(figures))
     table.add_row("τ (tokens per round)", f"{figures['tokens_per_round']:.2f} of {figures['block_size']}")
     table.add_row("a round costs", f"{figures['round_cost_steps']:.2f} steps")
     table.add_row("distinct 4-grams", f"{figures['distinct_4gram_ratio']:.0%}")
     table.add_row("outputs identical", identical_text(figures))
     return table
+
+
+def speedup_text(figures: Mapping[str, Any]) -> str:
+    """A speedup with its range over the repetitions."""
+    least, most = figures["speedup_range"]
+    return f"{figures['speedup']:.2f}x ({least:.2f} to {most:.2f})"
+
+
+def doubts(figures: Mapping[str, Any]) -> list[str]:
+    """Sentences on why a speedup is not to be trusted: its runs scatter, or it is more than rounds can give.
+
+    A round does at least the work of a plain step, so that a speedup above the tokens of a round has another cause.
+    """
+    least, most = figures["speedup_range"]
+    cost, speedup = max(1.0, figures["round_cost_steps"]), figures["speedup"]
+    allowed, found = figures["tokens_per_round"] / cost, []
+    if most > SCATTER * least:
+        found.append(f"its runs scatter, from {least:.2f}x to {most:.2f}x")
+    if speedup > DOUBTED * allowed:
+        tokens = f"τ {figures['tokens_per_round']:.2f} and rounds of {cost:.2f} steps"
+        found.append(f"{speedup:.2f}x is more than {tokens} allow, {allowed:.2f}x")
+    return found
 
 
 def choice_name(row: Mapping[str, Any]) -> str:

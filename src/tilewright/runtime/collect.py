@@ -30,7 +30,8 @@ def collect_rounds(
         if NOT_FINITE in new:
             raise NotFinite("the target's logits are not finite")
         drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
-        pieces = sequence.processor.add_round(new, drafted, accepted, eos, choice)
+        looked_up = infos.looked_up is not None and bool(infos.looked_up[n, row])
+        pieces = sequence.processor.add_round(new, drafted, accepted, eos, choice, looked_up)
         rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
         logprobs = (
             [None] * len(pieces)

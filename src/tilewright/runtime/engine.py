@@ -127,7 +127,7 @@ class Engine(Service):
         assert self.sizes is not None, "its sizes were given"
         own = model.target.config.max_position_embeddings
         held = held_dtype(model.target, model.dtype).name
-        return sizes_line(self.sizes, model.models, jnp.dtype(model.dtype).name, held, own)
+        return sizes_line(self.sizes, model.models, model.target, jnp.dtype(model.dtype).name, held, own)
 
     @property
     def tokenizer(self) -> Tokenizer:

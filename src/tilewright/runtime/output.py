@@ -40,6 +40,7 @@ class Result:
         prompt_tokens: length of the prompt.
         seed: what it was drawn with; None where nothing was drawn and no seed was given.
         choices: what each round did, where that was chosen as decoding went; else empty.
+        looked_up: whether each round's drafts were looked up in the text, by a drafter that has a model for the others.
         stop_reason: the stop string, or the token of `stop_token_ids`, at which it ended; None for any other end.
     """
 
@@ -53,6 +54,7 @@ class Result:
     seed: int | None = None
     choices: list[Choice] = field(default_factory=list)
     stop_reason: int | str | None = None
+    looked_up: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,24 @@ class OutputProcessor:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    looked_up: list[bool] = field(default_factory=list)
     text: str = ""
     shown: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
     def add_round(
-        self, tokens: Sequence[int], drafted: int, accepted: int, eos: Sequence[int], choice: Choice | None = None
+        self,
+        tokens: Sequence[int],
+        drafted: int,
+        accepted: int,
+        eos: Sequence[int],
+        choice: Choice | None = None,
+        looked_up: bool = False,
     ) -> list[Piece]:
         """Takes the tokens that a round committed, up to a stop string. Returns what they add to the text."""
         pieces = []
+        self.looked_up.append(looked_up)
         if choice is not None:
             self.choices.append(choice)
         self.drafted.append(drafted)
@@ -173,7 +183,9 @@ class OutputProcessor:
         text = self.text if self.finish_reason else self.text + copy(self.decoder).flush()
         reason = self.finish_reason or "interrupted"
         rounds = (list(self.acceptance_lengths), reason, len(self.prompt), list(self.drafted), list(self.accepted))
-        return Result(text, list(self.tokens), *rounds, self.sampling.seed, list(self.choices), self.stop_reason)
+        return Result(
+            text, list(self.tokens), *rounds, self.sampling.seed, list(self.choices), self.stop_reason, list(self.looked_up)
+        )
 
 
 def find_stop(text: str, stops: Sequence[str], searched: int = 0) -> int | None:

@@ -20,6 +20,8 @@ from tilewright.runtime.programs import allocate_caches, makes_masks, masked_wid
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
 
+MATRICES = {"int8": "in 8 bits", "int4": "in 4 bits or those of their file", "fp8": "in FP8"}
+"""Words on a format of matrices."""
 FEWEST_SNAPSHOTS = 4
 """Of states, unless another number is asked for."""
 LOGITS = 4
@@ -203,7 +205,7 @@ def snapshots_for(pool: PoolBytes, options: EngineOptions) -> int:
     return 0 if outside_pages(pool.target, with_one, pool.drafter, pool.dtype) else max(FEWEST_SNAPSHOTS, pool.batch)
 
 
-def sizes_line(sizes: EngineSizes, weights: Any, dtype: str, kv_dtype: str, own: int) -> str:
+def sizes_line(sizes: EngineSizes, weights: Any, target: Target, dtype: str, kv_dtype: str, own: int) -> str:
     """Memory that an engine takes, and what would change it, on one line.
 
     Args:
@@ -221,15 +223,17 @@ def sizes_line(sizes: EngineSizes, weights: Any, dtype: str, kv_dtype: str, own:
         why = f"what the {'pages' if sizes.pages < sizes.full else 'shapes'} hold; the model's is {own:,}"
     else:
         why = f"as asked for; the model's is {own:,}"
+    held = f"in {dtype} (--dtype, --weights)"
+    if target.ops.weights != "auto":
+        held = f"with matrices {MATRICES[target.ops.weights]} (--weights {target.ops.weights}), the rest in {dtype} (--dtype)"
     layout, states = sizes.layout, ""
     if sizes.row_bytes:
         rows = f"{layout.batch} rows and {layout.snapshots} snapshots"
         states = f"; states {amount(sizes.row_bytes * layout.state_rows)}: {rows} (--slots, --state-snapshots)"
     automata = f"; automata of grammars {amount(sizes.automata_bytes)} (--structured-output)" if sizes.automata_bytes else ""
     return (
-        f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) in {dtype} "
-        f"(--dtype, --weights); keys and values "
-        f"{amount(sizes.held_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
+        f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) {held}; "
+        f"keys and values {amount(sizes.held_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
         f"--slots){states}{automata}; "
         f"context {sizes.context:,}, {why} (--context)"
     )

@@ -209,6 +209,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         bytes_of=bytes_of,
         restore=cpu.unpack,
         prepares=True,
+        weights=weights,
         packs=True,
         keeps_blocks=weights == "int4",
         own_head=True,

@@ -118,7 +118,7 @@ def in_few_bits(ops: Operations, kind: ScaledFormat) -> Operations:
 
     return replace(
         ops, bytes_of=bytes_of, prepare_matrix=prepare_matrix, prepare_joined=prepare_joined,
-        prepare_table=scaled.prepared_table, prepares=True, own_head=False, keeps_blocks=kind == "int4",
+        prepare_table=scaled.prepared_table, prepares=True, own_head=False, weights=kind, keeps_blocks=kind == "int4",
         keeps_fp8=kind == "fp8", scales_tables=True,
     )  # fmt: skip
 
