@@ -1,5 +1,9 @@
 """Blocks of GGUF files: any bits of a block are read as llama.cpp's own library reads them, and kept."""
 
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
@@ -8,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.kernels.linear import blocks
+from tilewright.kernels.select import operations
+from tilewright.models.checkpoint import say_dequantised
 from tilewright.models.gguf_blocks import READERS, read_blocks
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "MXFP4": ()}
@@ -46,3 +52,25 @@ def test_types_that_products_do_not_hold_are_left_to_dequantising(kind: str):
 def test_mxfp4_whose_scales_half_precision_does_not_hold_is_dequantised():
     rows = np.zeros((2, 17), np.uint8)
     assert read_blocks(rows, "MXFP4") is None
+
+
+@pytest.mark.parametrize(
+    ("formats", "weights", "said"),
+    [
+        (
+            [("Q4_1", "q4_1")],
+            "auto",
+            "4-bit file, running in bfloat16; add --weights int4 to keep its bits (matrices: 1 in Q4_1)",
+        ),
+        ([("Q4_1", "q4_1")], "int8", "4-bit file, running in int8 and bfloat16; add --weights int4 to keep its bits"),
+        ([("Q4_K", "q4_z"), ("Q6_K", "q6_k")], "auto", "4- to 6-bit file, running in bfloat16; add --weights int4 to"),
+        ([("IQ2_XS", "")], "auto", "2-bit file, running in bfloat16 (matrices: 1 in IQ2_XS)"),
+        ([("IQ2_XS", "")], "int4", "matrices are dequantised, then quantised anew, for no product reads them"),
+    ],
+)
+def test_a_file_whose_bits_are_not_kept_says_what_keeps_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, formats: list[tuple[str, str]], weights: Any, said: str
+):
+    (file := tmp_path / "model.gguf").touch()
+    say_dequantised(file, Counter(formats), operations(weights=weights, kernels="xla"), "bfloat16")
+    assert f"{file}: {said}" in caplog.text

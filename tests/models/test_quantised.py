@@ -188,8 +188,8 @@ def test_a_checkpoint_is_the_model_of_its_dequantised_weights(tmp_path: Path, na
     save_file(quantise_folder(folder, name), other / "model.safetensors", {"format": "pt"})
     (_, found), (_, wanted) = (load_decoder(one, jnp.float32) for one in (folder, other))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    bits = {"FP8": 8, "compressed-tensors int": 8}.get(name, 4)
-    assert f"{bits}-bit checkpoint, running in float32; add --weights" in caplog.text
+    bits, weights = (8 if "8" in name else 4), "fp8" if "fp8" in name else "int4"
+    assert f"{bits}-bit checkpoint, running in float32; add --weights {weights} to keep its bits (matrices: " in caplog.text
 
 
 def test_biases_of_zeros_are_passed_over_and_others_are_not(tmp_path: Path):
