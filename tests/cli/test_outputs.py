@@ -1,16 +1,22 @@
 """Files that commands write: whole or not at all, and whatever a path names stays what it is."""
 
 import errno
+import logging
 import os
+import re
 import threading
 from io import StringIO
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from tilewright.cli import outputs
-from tilewright.cli.outputs import check_output_file, progress, write_text
+from tilewright.cli.common import notice
+from tilewright.cli.outputs import ProgramsColumn, check_output_file, progress, working, write_text
+from tilewright.cli.serve import StandardError
+from tilewright.compiled.ledger import Ledger, ProgramRecord
 
 
 def test_the_target_of_a_link_is_written(tmp_path: Path):
@@ -68,3 +74,37 @@ def test_without_a_terminal_long_work_tells_of_itself_now_and_then(monkeypatch: 
                 now += 35.0
                 step(name)
         assert written.getvalue().replace("\x1b[?25l", "").replace("\x1b[?25h", "") == wanted
+
+
+def test_notes_stand_above_what_is_on_display(monkeypatch: pytest.MonkeyPatch):
+    """A spinner takes over what goes to standard error meanwhile, of the log as well, so that no line runs into it."""
+    screen = StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80)
+    monkeypatch.setattr("sys.stderr", screen)
+    handler = StandardError()
+    with terminal.status("compiling"):
+        notice("measuring what rounds cost")
+        handler.emit(logging.LogRecord("tilewright", logging.INFO, "", 0, "compiled 1 of 2 programs", None, None))
+    erased = screen.getvalue().replace("\x1b[2K", "\n")  # what stood in the line before
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", erased).splitlines()
+    assert any(line.strip() == "measuring what rounds cost" for line in lines)
+    assert any(line.strip() == "compiled 1 of 2 programs" for line in lines)
+    assert not any("compiling" in line and ("measuring" in line or "compiled" in line) for line in lines)
+
+
+def test_work_shows_its_programs():
+    """How many were compiled, and how many were loaded."""
+    ledger = Ledger()
+    column = ProgramsColumn(ledger)
+    shown = column.render(cast(Any, None))
+    assert shown.plain == ""
+    ledger.programs = [ProgramRecord("f", 0.1, from_disk=disk) for disk in (True, False, False)]
+    assert column.render(cast(Any, None)).plain == "2 programs compiled, 1 loaded"
+    screen = StringIO()
+    with working(Console(file=screen, force_terminal=True, width=80), "getting [ready]") as say:
+        say("measuring [now]")
+    assert "getting [ready]" in screen.getvalue()
+    quiet = StringIO()
+    with working(Console(file=quiet, width=80), "getting ready"):
+        pass
+    assert quiet.getvalue() == "", "a file or a pipe has no lines of it"

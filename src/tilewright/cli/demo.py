@@ -24,14 +24,13 @@ from tilewright.cli.common import (
     PACKAGED_DRAFTERS,
     SMOLLM2,
     ModelOptions,
-    cost_files,
     cpu_kernels,
     fetch_published,
     gather_prompts,
 )
 from tilewright.cli.diffuse import STEPS_PER_DISPATCH, advance, show_live
-from tilewright.cli.diffusion_options import DiffusionModelOptions
-from tilewright.cli.generate import ending, say_doubts, show
+from tilewright.cli.diffusion_options import DiffusionModelOptions, StepOptions
+from tilewright.cli.generate import say_doubts, show
 from tilewright.cli.outputs import human_console, working
 from tilewright.diffusion.model import Denoised, DiffusionModel
 from tilewright.diffusion.options import Denoising
@@ -44,8 +43,16 @@ from tilewright.runtime.output import Result
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
-QUESTION = "Write an HTML page with a list of the days of the week."
-NEW_TOKENS = 128
+QUESTIONS = {
+    NGRAM: "Write an HTML page with a list of the days of the week.",
+    "dflash2": "Write a Python function that returns the sum of the squares of a list of numbers, and explain it.",
+}
+"""A question for each drafter, whose answer it can guess: one that repeats itself, and one that does not."""
+HEADINGS = {
+    NGRAM: "1. n-grams guess what the text has said before",
+    "dflash2": "2. DFlash 2, a small block-diffusion model, guesses eight tokens in one pass",
+}
+NEW_TOKENS = 96
 REPETITIONS = 3
 WAYS = {BASELINE: "plain", NGRAM: "n-grams", "dflash2": "DFlash 2", "auto": "auto, both"}
 """Names that people read of the ways to decode."""
@@ -53,6 +60,8 @@ BLOCKS = {NGRAM: 16, "dflash2": 8}
 """Tokens that each drafter by itself has in a block."""
 SUM = "a=4829 b=1734 a+b\n"
 THRESHOLD = 0.9
+FRAME_S = 0.4
+"""Seconds that each step of denoising stands; by itself all take a tenth of one."""
 INTRODUCTION = "Three ways to need fewer steps. The first run compiles for some minutes."
 NEXT = """
 What to type next{where}:
@@ -69,9 +78,11 @@ def demo() -> None:
     console = human_console(None)
     console.print(INTRODUCTION, style="dim", markup=False)
     models = ModelOptions(available(console), weights="int4" if cpu_kernels(console).isa else "auto")
-    if not drafting(models, console):
-        console.print("interrupted", style="red")
-        return
+    ways = loaded_ways(models, console)
+    for name in filter(ways.get, QUESTIONS):
+        if not drafting(name, models, ways, console):
+            console.print("interrupted", style="red")
+            return
     denoising(console)
     console.print(next_steps(models.model), markup=False)
 
@@ -101,12 +112,15 @@ def available(console: Console) -> str:
     return SMOLLM2
 
 
-def drafting(models: ModelOptions, console: Console) -> bool:
-    """Answers a question with drafts, and measures each drafter beside plain decoding. False if it was interrupted."""
+def drafting(name: str, models: ModelOptions, ways: Mapping[str, LanguageModel], console: Console) -> bool:
+    """Answers a drafter's question, and measures it, and all drafters in turns, beside plain decoding.
+
+    Returns:
+        False if it was interrupted.
+    """
     template = models.chat_template(console)
-    example = Example("prompt", "", (QUESTION,), 1) if template is not None else gather_prompts((), None, DEMO)[0]
-    heading(console, f"1 and 2. {models.model} with drafts of n-grams, and of a block-diffusion drafter")
-    ways = loaded_ways(models, console)
+    example = Example("prompt", "", (QUESTIONS[name],), 1) if template is not None else gather_prompts((), None, DEMO)[0]
+    heading(console, HEADINGS[name])
     lm = ways["auto"]
     tokens = [encoded(lm, prompt_text(example, (), template), template)]
     sampling = lm.each_sampling(tokens, Sampling(max_new_tokens=NEW_TOKENS))
@@ -115,11 +129,13 @@ def drafting(models: ModelOptions, console: Console) -> bool:
     if interrupted:
         return False
     if generation[0].finish_reason == "length":
-        console.print(f"[{ending(generation[0], sampling[0])}]", style="dim", markup=False)
-    with working(console, "compiling each way, then measuring all in turns") as say:
-        done = count(1)
-        total = len(ways) * (REPETITIONS + 1)
-        runs = decode_in_turns(ways, [tokens], sampling, REPETITIONS, lambda: say(f"measuring, {next(done)} of {total} runs"))
+        console.print(f"[cut at {NEW_TOKENS} tokens]", style="dim", markup=False)
+    compared = {each: ways[each] for each in (BASELINE, name, "auto")}
+    done, total = count(1), len(compared) * (REPETITIONS + 1)
+    with working(console, "compiling, then measuring in turns") as say:
+        runs = decode_in_turns(
+            compared, [tokens], sampling, REPETITIONS, lambda: say(f"measuring, {next(done)} of {total} runs")
+        )
     rows = [benchmark_row(run, runs[0]) for run in runs]
     console.print(ways_table(rows))
     for row in rows[1:]:
@@ -134,13 +150,14 @@ def drafting(models: ModelOptions, console: Console) -> bool:
 def loaded_ways(models: ModelOptions, console: Console) -> dict[str, LanguageModel]:
     """The target by itself, with each drafter that comes for it in blocks of one width, and with all of them in turns."""
     plain = replace(models, drafter="none").load(console)
+    plain.cost_files = None  # rounds are measured beside each other now, so that their costs are this minute's
     own = PACKAGED_DRAFTERS[models.model].get("dflash2")
     sources = {NGRAM: NGRAM} if own is None else {NGRAM: NGRAM, "dflash2": own}
     ways = {BASELINE: plain}
     for name, source in sources.items():
         ways[name] = plain.with_drafter(*plain.load_drafter(source, DrafterOptions(BLOCKS[name])))
     both = plain.with_drafter(*plain.load_drafter(list(sources.values()), DrafterOptions("auto")))
-    return {**ways, "auto": both.keep_costs(cost_files())}
+    return {**ways, "auto": both}
 
 
 def ways_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -173,7 +190,7 @@ def sources_line(answer: Result, lm: LanguageModel) -> str:
 def denoising(console: Console) -> None:
     """Denoises an answer with the packaged diffusion model, a token in each step and many."""
     heading(console, "3. A diffusion model fills in masks, many at a time and in any order")
-    dense = Denoising()
+    dense = Denoising(block_length=StepOptions.block_length)
     with working(console, "compiling"):
         model = DiffusionModelOptions().load_model(Console(quiet=True))
         tokens, many = model.encode(SUM), replace(dense, threshold=THRESHOLD)
@@ -195,7 +212,7 @@ def denoised(
     run, session = DenoisingRun([], [], [], 0.0, 0, request.computes_all), model.start([tokens], request)
     model.programs.warm(model.programs.keys(session.shape))
     if console is not None and console.is_terminal:
-        show_live(model, session, SUM, 1, console, run)
+        show_live(model, session, SUM, 1, console, run, FRAME_S)
     while not session.finished:
         advance(session, STEPS_PER_DISPATCH, run)
     return session.results()[0], run.seconds

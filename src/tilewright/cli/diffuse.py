@@ -203,8 +203,13 @@ def show_live(
     steps_per_frame: int | None,
     console: Console,
     run: DenoisingRun,
+    pause_s: float = 0.0,
 ) -> None:
-    """Denoises one prompt, a frame after each dispatch; what the last one committed stands out."""
+    """Denoises one prompt, a frame after each dispatch; what the last one committed stands out.
+
+    Args:
+        pause_s: seconds that each frame stands.
+    """
     steps, before = steps_per_frame or 1, session.tokens()[0]
     with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
         live.update(frame(console, prompt, pieces(model, before, before), "step 0"), refresh=True)
@@ -214,6 +219,7 @@ def show_live(
                 steps = min(max(round(FRAME_S / each), 1), STEPS_PER_DISPATCH)
             after = session.tokens()[0]
             live.update(frame(console, prompt, pieces(model, after, before), status(session, run, each)), refresh=True)
+            time.sleep(pause_s)
             before = after
 
 
