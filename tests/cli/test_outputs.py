@@ -82,7 +82,8 @@ def test_notes_stand_above_what_is_on_display(monkeypatch: pytest.MonkeyPatch):
     terminal = Console(file=screen, force_terminal=True, width=80)
     monkeypatch.setattr("sys.stderr", screen)
     handler = StandardError()
-    with terminal.status("compiling"):
+    with terminal.status("compiling") as status:
+        status.update("compiling", spinner="dots")  # which draws it at once
         notice("measuring what rounds cost")
         handler.emit(logging.LogRecord("tilewright", logging.INFO, "", 0, "compiled 1 of 2 programs", None, None))
     erased = screen.getvalue().replace("\x1b[2K", "\n")  # what stood in the line before
