@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tilewright.models.tokenizer import StreamDecoder, load_tokenizer
+from tilewright.models.tokenizer import StreamDecoder, decode_after, load_tokenizer, without_unfinished
 
 TEXT = "naïve café — 漢字かな交じり文, 👩‍👩‍👧‍👦 und 😀!\n\tEnd.<|end|> and <|end|>more 🏳️‍🌈"
 END = 256
@@ -96,6 +96,48 @@ def characters(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 def test_pieces_of_any_tokens_add_up(kind: str, data: st.DataObject, size: int, skip: bool):
     ids = data.draw(characters(KINDS[kind]))
     assert "".join(pieces(StreamDecoder(KINDS[kind], skip), ids, size)) == KINDS[kind].decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 5), st.booleans())
+def test_pieces_are_the_text_that_ids_add_to_a_prompt(kind: str, data: st.DataObject, size: int, skip: bool):
+    tokenizer = KINDS[kind]
+    prompt = data.draw(characters(tokenizer))
+    ids = data.draw(characters(tokenizer))
+    kept = [token for token in prompt if tokenizer.id_to_token(token) and not (skip and token == tokenizer.token_to_id("<|end|>"))]
+    before = without_unfinished(tokenizer, kept, tokenizer.decode(prompt, skip_special_tokens=skip))
+    whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=skip)
+    assert "".join(pieces(StreamDecoder(tokenizer, skip, prompt), ids, size)) == whole[len(before) :]
+
+
+SPACED = FALLBACK.token_to_id("▁one"), FALLBACK.token_to_id("▁▁"), FALLBACK.token_to_id("three")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "text"),
+    [
+        ([SPACED[0]], [SPACED[0]], " one"),
+        ([SPACED[2]], [SPACED[1], SPACED[0]], "   one"),  # an indent of three spaces
+        ([], [SPACED[0]], "one"),
+        ([END + 7], [SPACED[0]], "one"),  # behind a token that is left out the text begins
+        ([*"é😀".encode()[:4]], [*"😀".encode()[2:]], "é😀"),  # adjacent bytes are a text together or not at all
+        ([SPACED[2], *"😀".encode()], [SPACED[2]], "three"),
+        ([SPACED[2], *"\N{REPLACEMENT CHARACTER}".encode()], [SPACED[2]], "three"),
+        ([SPACED[2]] * 500, [SPACED[0]], " one"),
+    ],
+)
+def test_a_text_goes_on_where_the_prompt_ends(prompt: list[int], ids: list[int], text: str):
+    assert decode_after(FALLBACK, prompt, ids) == text
+
+
+def test_a_character_that_the_prompt_begins_comes_whole():
+    whole = BYTES.encode("a😀b").ids
+    for cut in (2, 3, 4):
+        assert decode_after(BYTES, whole[:cut], whole[cut:]) == "😀b"
+    assert decode_after(BYTES, whole[:5], whole[5:]) == "b"
+    replacement = BYTES.encode("a\N{REPLACEMENT CHARACTER}").ids
+    assert decode_after(BYTES, replacement, BYTES.encode("b").ids) == "b"
 
 
 def test_bytes_beside_one_another_wait_for_what_follows():

@@ -32,7 +32,7 @@ def steps_of(model: DiffusionModel, prompt: Sequence[int], request: Denoising) -
         found.append((took, report, places))
         before = after
     places = [place for place, token in enumerate(before) if token != mask]
-    texts = dict(zip(places, token_texts(model, [before[place] for place in places]), strict=True))
+    texts = dict(zip(places, token_texts(model, [before[place] for place in places], prompt), strict=True))
     share, size = whole / sum(took for took, _, _ in found), len(prompt) + request.new_tokens
     return [
         DenoisingStep(

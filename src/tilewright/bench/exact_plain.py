@@ -44,7 +44,7 @@ def next_logits(lm: LanguageModel, text: Sequence[int]) -> np.ndarray:
 def plain_tokens(lm: LanguageModel, prompt: Sequence[int], sampling: Sampling) -> list[int]:
     """The tokens that a request generates, the one that ended it included; one that draws has a seed."""
     generated: list[int] = []
-    decoded, text = StreamDecoder(lm.tokenizer), ""
+    decoded, text = StreamDecoder(lm.tokenizer, prompt=prompt), ""
     while len(generated) < sampling.max_new_tokens:
         logits = next_logits(lm, [*prompt, *generated])
         generated.append(int(np.argmax(draw_scores(logits, sampling, prompt, generated))))

@@ -50,7 +50,7 @@ def opinions(
 def described(lm: LanguageModel, prompt: Sequence[int], result: Result) -> list[ReplayToken]:
     """A result's tokens with their texts and with what the target thinks of them, at temperature 1 and before any filter."""
     probability, margin = opinions_of(lm, [*prompt, *result.tokens])
-    facts = zip(result.tokens, token_texts(lm, result.tokens), range(len(prompt), len(probability)), strict=True)
+    facts = zip(result.tokens, token_texts(lm, result.tokens, prompt), range(len(prompt), len(probability)), strict=True)
     return [ReplayToken(token, text, float(probability[at]), float(margin[at])) for token, text, at in facts]
 
 
@@ -62,9 +62,9 @@ def opinions_of(lm: LanguageModel, text: Sequence[int]) -> tuple[np.ndarray, np.
     return np.asarray(probability)[0, : len(text)], np.asarray(margin)[0, : len(text)]
 
 
-def token_texts(lm: LanguageModel | DiffusionModel, tokens: Sequence[int]) -> list[str]:
-    """Text that each token adds; the last one has what is left."""
-    decoding = StreamDecoder(lm.tokenizer)
+def token_texts(lm: LanguageModel | DiffusionModel, tokens: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    """Text that each token adds behind a prompt; the last one has what is left."""
+    decoding = StreamDecoder(lm.tokenizer, prompt=prompt)
     texts = [decoding.push([token]) for token in tokens]
     if texts:
         texts[-1] += decoding.flush()
@@ -114,9 +114,8 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
     emitted, at, rounds = described(lm, tokens, result), 0, []
     seconds = round_seconds(stream, drafted)
     for n, (proposed, added, accepted) in enumerate(zip(drafts, result.acceptance_lengths, result.accepted, strict=True)):
-        shown = [
-            ReplayToken(int(token), text) for token, text in zip(proposed, token_texts(lm, proposed.tolist()), strict=True)
-        ]
+        texts = token_texts(lm, proposed.tolist(), [*tokens, *result.tokens[:at]])
+        shown = [ReplayToken(int(token), text) for token, text in zip(proposed, texts, strict=True)]
         own, choice = emitted[at : at + added], result.choices[n] if result.choices else None
         about = {} if choice is None else {"drafter": choice.drafter, "width": choice.width}
         rounds.append(ReplayRound(seconds[n], shown, accepted, own, **about))

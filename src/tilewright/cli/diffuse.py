@@ -212,13 +212,14 @@ def show_live(
     """
     steps, before = steps_per_frame or 1, session.tokens()[0]
     with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
-        live.update(frame(console, prompt, pieces(model, before, before), "step 0"), refresh=True)
+        live.update(frame(console, prompt, pieces(model, before, before, session.prompts[0]), "step 0"), refresh=True)
         while not session.finished:
             each = advance(session, steps, run)
             if steps_per_frame is None:
                 steps = min(max(round(FRAME_S / each), 1), STEPS_PER_DISPATCH)
             after = session.tokens()[0]
-            live.update(frame(console, prompt, pieces(model, after, before), status(session, run, each)), refresh=True)
+            shown = pieces(model, after, before, session.prompts[0])
+            live.update(frame(console, prompt, shown, status(session, run, each)), refresh=True)
             time.sleep(pause_s)
             before = after
 
@@ -238,9 +239,10 @@ def status(session: DiffusionSession, run: DenoisingRun, seconds: float) -> str:
     return " · ".join(parts)
 
 
-def pieces(model: DiffusionModel, tokens: Sequence[int], before: Sequence[int]) -> list[Piece]:
+def pieces(model: DiffusionModel, tokens: Sequence[int], before: Sequence[int], prompt: Sequence[int]) -> list[Piece]:
     """Text that each token of a response adds, None for masks; and whether it was a mask before."""
-    mask, decoder = model.config.mask_token_id, StreamDecoder(model.tokenizer)
+    mask = model.config.mask_token_id
+    decoder = StreamDecoder(model.tokenizer, prompt=prompt)
     found: list[Piece] = []
     for new, old in zip(tokens, before, strict=True):
         if new == mask:

@@ -18,7 +18,7 @@ from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.decoder import DecoderConfig
-from tilewright.models.tokenizer import load_tokenizer
+from tilewright.models.tokenizer import decode_after, load_tokenizer
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train import self_instruct
@@ -149,8 +149,9 @@ def write_messages(records: Records, lm: LanguageModel, path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for start, size, end in zip(records.starts, records.prompts, records.ends, strict=True):
             prompt, answer = (records.tokens[a:b].tolist() for a, b in ((start, start + size), (start + size, end)))
-            texts = lm.tokenizer.decode(prompt, skip_special_tokens=False), lm.tokenizer.decode(answer)
-            file.write(json.dumps({"prompt": texts[0], "response": texts[1]}, ensure_ascii=False) + "\n")
+            text = lm.tokenizer.decode(prompt, skip_special_tokens=False)
+            response = decode_after(lm.tokenizer, prompt, answer)
+            file.write(json.dumps({"prompt": text, "response": response}, ensure_ascii=False) + "\n")
 
 
 def drafter_text(

@@ -112,7 +112,8 @@ class DiffusionEngine(Service):
 
     def sequence(self, request: DenoisingRequest, listener: Listener) -> TokenSequence:
         request = replace(request, denoising=request.denoising.seeded())
-        processor = OutputProcessor(0, list(request.prompt), request.sampling, StreamDecoder(self.tokenizer))
+        decoder = StreamDecoder(self.tokenizer, prompt=request.prompt)
+        processor = OutputProcessor(0, list(request.prompt), request.sampling, decoder)
         return TokenSequence(RequestHandle(request), listener, processor)
 
     def clear(self) -> None:

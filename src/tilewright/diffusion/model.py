@@ -20,7 +20,7 @@ from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import checkpoint, decoder, diffusion, hub
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import AUTO, DTYPES, check_dtype
-from tilewright.models.tokenizer import encode, load_tokenizer
+from tilewright.models.tokenizer import decode_after, encode, load_tokenizer
 from tilewright.runtime.collect import NotFinite
 from tilewright.runtime.memory import check_weights
 from tilewright.runtime.placement import Placement, check_schedule, placement_over
@@ -115,7 +115,7 @@ class DiffusionSession:
         end = next((n for n, token in enumerate(kept) if token in eos), None)
         committed = [int(each) for report in self.reports if (each := report.committed[row]) >= 0]
         kept = tokens if end is None else kept[:end]
-        text = self.model.tokenizer.decode([token for token in kept if token != mask])
+        text = decode_after(self.model.tokenizer, self.prompts[row], [token for token in kept if token != mask])
         return Denoised(kept, text, "length" if end is None else "stop", len(committed), committed, request.seed)
 
 

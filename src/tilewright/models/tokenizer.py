@@ -111,23 +111,35 @@ def texts(value: Any) -> list[str]:
 
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """A token that stands for one byte where a tokenizer has no other for it (SentencePiece's byte fallback)."""
+WHOLE_REPLACEMENTS = (REPLACEMENT, "\N{LATIN SMALL LETTER I WITH DIAERESIS}¿½", "<0xEF><0xBF><0xBD>")
+"""Endings of joined tokens whose text really ends with U+FFFD: the character, or its bytes in byte-level BPE or byte fallback."""
 HELD = 16
 """The most replacements at the end of a text that wait for what follows; of byte-level BPE one is enough."""
 
 
 class StreamDecoder:
-    """Turns token ids that arrive in pieces into text that can be shown at once, never half a character.
+    """Decoder of token ids that arrive in pieces, behind a prompt; its text can be shown at once and never has half a character.
 
-    The pieces, with what `flush` returns, add up to `tokenizer.decode` of all ids. A decoder that falls back to bytes replaces
-    all bytes that stand side by side if they are no valid text together, so that such bytes wait for the token behind them.
-    What a token costs does not depend on how many came before.
+    The pieces and the result of `flush` add up to the text that `tokenizer.decode` adds when the ids follow the prompt. A
+    SentencePiece decoder strips the space in front of the first token of a text, so an answer decoded by itself would lose it. A
+    character that the prompt begins and the ids complete belongs to the pieces as a whole.
+
+    A decoder that falls back to bytes replaces all adjacent bytes if they are no valid text together, so such bytes wait for the
+    token behind them. The cost of a token does not depend on the number of tokens before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
-        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
         decoder = tokenizer.decoder
         self.falls_back = decoder is not None and decoder.decode(["<0x41>"]) == "A"
         self._restart()
+        # Enough of the prompt that bytes, up to four a character, fall into step again.
+        self._ids = [token for token in prompt[-4 * HELD :] if not self._is_left_out(token)]
+        text = self._decode(self._ids)
+        self._shown = len(without_unfinished(tokenizer, self._ids, text))
+        self._context = len(self._ids) if self._shown == len(text) else 0
+        self._settled = max((n for n, token in enumerate(self._ids, 1) if not self._is_byte(token)), default=0)
 
     def _restart(self) -> None:
         # The ids still needed: `_context` of them whose text is out (some decoders treat the first token of a text in their
@@ -150,9 +162,13 @@ class StreamDecoder:
         for token in ids:
             if not self._is_left_out(token):
                 self._ids.append(token)
-                if not (self.falls_back and BYTE.fullmatch(self.tokenizer.id_to_token(token) or "")):
+                if not self._is_byte(token):
                     self._settled = len(self._ids)
         return self._show() if self._settled > settled else ""
+
+    def _is_byte(self, token: int) -> bool:
+        """True for a token that stands for one byte of a text."""
+        return self.falls_back and BYTE.fullmatch(self.tokenizer.id_to_token(token) or "") is not None
 
     def _show(self) -> str:
         text = self._decode(self._ids[: self._settled])
@@ -176,3 +192,15 @@ class StreamDecoder:
         piece = self._decode(self._ids)[self._shown :]
         self._restart()
         return piece
+
+
+def without_unfinished(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
+    """Cuts the replacement characters from the end of the text of `ids` that stand for an unfinished character."""
+    ending = "".join(tokenizer.id_to_token(token) or "" for token in ids[-3:])
+    return text if ending.endswith(WHOLE_REPLACEMENTS) else text.rstrip(REPLACEMENT)
+
+
+def decode_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """Decodes ids that follow a prompt, into the text that they add to it."""
+    decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt)
+    return decoder.push(ids) + decoder.flush()

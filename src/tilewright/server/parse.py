@@ -12,7 +12,7 @@ from tilewright.diffusion.request import DenoisingRequest
 from tilewright.grammar.matcher import Matcher
 from tilewright.grammar.thinking import end_of_thought
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.tokenizer import encode
+from tilewright.models.tokenizer import encode, without_unfinished
 from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling, later_seed
@@ -342,7 +342,8 @@ def prompted(prompt: str | list[int], body: CompletionBody, engine: Service) -> 
             if not echo:
                 return Prompted(tokens)
             begins = Offsets(tokenizer, skip_special_tokens=False).of(tokens) if offsets else ()
-            return Prompted(tokens, tokenizer.decode(tokens, skip_special_tokens=False), tuple(begins))
+            text = without_unfinished(tokenizer, tokens, tokenizer.decode(tokens, skip_special_tokens=False))
+            return Prompted(tokens, text, tuple(begins))
         check_beginning(prompt, engine, "prompt")
         if not (echo and offsets):
             return Prompted(engine.encode(encode(tokenizer, prompt, special)), prompt)

@@ -245,8 +245,10 @@ class CompletionRenderer(ChunkRenderer):
         super().__post_init__()
         self.root |= {"id": f"cmpl-{self.request_id}", "object": "text_completion"}
         starts = [len(self.parsed.prompt_of(index).text) if self.parsed.echo else 0 for index in range(len(self.handles))]
-        special = [request.sampling.skip_special_tokens for request in self.parsed.requests]
-        self.offsets = [Offsets(self.served.texts.tokenizer, *each) for each in zip(starts, special, strict=True)]
+        self.offsets = [
+            Offsets(self.served.texts.tokenizer, start, request.sampling.skip_special_tokens, request.prompt)
+            for start, request in zip(starts, self.parsed.requests, strict=True)
+        ]
 
     def whole(self, updates: Sequence[RequestOutput]) -> Completion:
         self.of_prompts = {n: update.prompt_logprobs for n, update in enumerate(updates) if update.prompt_logprobs is not None}

@@ -63,10 +63,14 @@ class Offsets:
 
     Args:
         start: where the first one begins.
+        prompt: ids that come before them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0, skip_special_tokens: bool = True):
-        self.decoder, self.at = StreamDecoder(tokenizer, skip_special_tokens), start
+    def __init__(
+        self, tokenizer: Tokenizer, start: int = 0, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
+    ):
+        self.decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt)
+        self.at = start
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         offsets = []

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.tokenizer import decode_after
 from tilewright.runtime.sampling import Sampling
 from tilewright.train.records import Records
 from tilewright.train.regenerate import Record, Writer, generated
@@ -100,8 +101,8 @@ def instructions(
     written = generated(writer, prompts, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console)
     ends, texts = set(lm.target.eos_token_ids), map(response, written)
     return [
-        (begin + lm.tokenizer.decode(tokens)).strip() + end
-        for (begin, end), tokens in zip(begins, texts, strict=True)
+        (begin + decode_after(lm.tokenizer, prompt, tokens)).strip() + end
+        for (begin, end), prompt, tokens in zip(begins, prompts, texts, strict=True)
         if tokens and tokens[-1] in ends
     ]
 
