@@ -7,7 +7,7 @@ see what transformers gives its templates, so that they say the same here as the
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tilewright.models import gguf
 from tilewright.models.checkpoint import read_json
-from tilewright.models.tokenizer import REPLACEMENT
+from tilewright.models.tokenizer import GUARD, REPLACEMENT, guarded, special_texts
 
 CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
@@ -43,6 +43,8 @@ class ChatTemplate:
         where: the file it came from.
         source: of the program.
         takes_tools: whether it reads `tools`.
+        begins: text that every conversation begins with, once: the beginning-of-sequence token of GGUF files that ask for it.
+        guards: special tokens that stay text where a message or a tool spells them, so that no message forges a turn.
     """
 
     template: jinja2.Template
@@ -50,12 +52,18 @@ class ChatTemplate:
     where: str
     source: str = ""
     takes_tools: bool = False
+    begins: str = ""
+    guards: tuple[str, ...] = ()
 
     @staticmethod
-    def load(folder: Path) -> "ChatTemplate | None":
-        """The template of a model's folder: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.
+    def load(folder: Path, override: Path | None = None, parse_special_in_content: bool = False) -> "ChatTemplate | None":
+        """Loads the template of a model's folder: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.
 
         Of several named templates it is the one named "default". None where the model has none, as base models do.
+
+        Args:
+            override: file of a template that takes the place of the model's.
+            parse_special_in_content: take special tokens in messages and tools for tokens, not for text.
 
         Raises:
             ValueError: a file is malformed, or the template does not compile.
@@ -64,14 +72,18 @@ class ChatTemplate:
             where, config = str(file), gguf.open_gguf(file).tokenizer_config
         else:
             where, config = str(folder / CONFIG), read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-        if (folder / FILE).is_file():
-            where = str(folder / FILE)
-            source = read_text(folder / FILE)
+        own = folder / FILE
+        if override is not None or own.is_file():
+            where = str(override or own)
+            source = read_text(override or own)
         else:
             source = default_template(config.get("chat_template"), where)
         if source is None:
             return None
-        return ChatTemplate.compiled(source, where, special_tokens(config))
+        made = ChatTemplate.compiled(source, where, special_tokens(config))
+        # Of folders transformers adds no token to what a template writes; of GGUF files llama.cpp does.
+        begins = made.special_tokens.get("bos_token", "") if file is not None and config["add_bos_token"] else ""
+        return replace(made, begins=begins, guards=() if parse_special_in_content else tuple(special_texts(folder)))
 
     @staticmethod
     def compiled(source: str, where: str, special_tokens: Mapping[str, str] | None = None) -> "ChatTemplate":
@@ -91,10 +103,11 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
         values: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:  # fmt: skip
-        """The conversation as text.
+        """Renders a conversation as text.
 
-        The text holds the special tokens that the model wants: encode it with `add_special_tokens=False`, or a tokenizer that
-        adds a beginning-of-sequence token adds a second one. Half of a surrogate pair becomes U+FFFD.
+        The text holds the special tokens that the model wants. Encode it with `models.tokenizer.encode` and
+        `add_special_tokens=False`, or a tokenizer that adds a beginning-of-sequence token adds a second one. What looks like
+        a special token in a message has a mark, which `encode` takes out. Half of a surrogate pair becomes U+FFFD.
 
         Args:
             messages: each with at least `role` and `content`.
@@ -109,9 +122,10 @@ class ChatTemplate:
                 continue.
         """
         check_values(values or {})
-        known = {**self.special_tokens, **(values or {}), "messages": [dict(message) for message in messages]}
+        guarded_messages = [self.guarded(dict(message)) for message in messages]
+        known = {**self.special_tokens, **(values or {}), "messages": guarded_messages}
         known |= {
-            "tools": [dict(tool) for tool in tools] if tools else None,
+            "tools": [self.guarded(dict(tool)) for tool in tools] if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -120,7 +134,17 @@ class ChatTemplate:
             *before, last = known["messages"]
             marked = self.rendered({**known, "messages": [*before, {**last, "content": last["content"].rstrip() + MARK}]})
             text = up_to(text, last["content"], marked)
+        if not text.startswith(self.begins):
+            text = self.begins + text
         return HALVES.sub(REPLACEMENT, text)
+
+    def guarded(self, value: Any) -> Any:
+        """Marks what looks like a special token in all texts of a message or a tool."""
+        if isinstance(value, str):
+            return guarded(value, self.guards)
+        if isinstance(value, Mapping):
+            return {self.guarded(name): self.guarded(inner) for name, inner in value.items()}
+        return [self.guarded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def rendered(self, known: Mapping[str, Any]) -> str:
         """The template's output for these values. Raises a `ValueError` where it fails."""
@@ -211,7 +235,8 @@ def strftime_now(format: str) -> str:
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False):
     """JSON as a model should read it. Jinja's own filter is made for web pages and escapes `<`, `>`, `&` and quotes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace(json.dumps(GUARD)[1:-1], GUARD) if ensure_ascii else text
 
 
 def environment() -> ImmutableSandboxedEnvironment:

@@ -23,7 +23,15 @@ from tilewright.models.family import Family
 from tilewright.models.gguf_delta import BY_TURNS, PREFIX, SHARED_GATE, delta_fields, delta_names, delta_slice
 from tilewright.models.gguf_head import MAGIC, GGUFTensor, read_head
 from tilewright.models.gguf_slices import ArrangedSlice, GGUFSlice, TurnedSlice
-from tilewright.models.gguf_tokenizer import build_tokenizer
+from tilewright.models.gguf_tokenizer import (
+    CONTROL,
+    END_TEXTS,
+    UNKNOWN,
+    begins_with_bos,
+    build_tokenizer,
+    special_id,
+    token_types,
+)
 from tilewright.models.layers import Llama3Scaling, YarnScaling, rope_frequencies
 from tilewright.models.registry import FAMILIES
 
@@ -61,13 +69,10 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """The published values of that scaling, of which a file holds only what comes of them."""
 
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-MESSAGE_END, HARMONY_ENDS = "<|end|>", ("<|return|>", "<|call|>")
-"""Tokens that end answers of Phi-3 (the first), and of gpt-oss (the others), where the first ends one message of several."""
-END_TEXTS = (
-    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", MESSAGE_END),
-    *HARMONY_ENDS,
-)
-"""Tokens that end an answer: a file names one, where `generation_config.json` lists all (Qwen3's two, say)."""
+MESSAGE_END = "<|end|>"
+"""Token that ends an answer of Phi-3, and one message of several of gpt-oss."""
+HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Tokens that end an answer of gpt-oss."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
@@ -213,7 +218,7 @@ class GGUFCheckpoint:
             "max_position_embeddings": self.field("context_length"),
             "rms_norm_eps": self.field("attention.layer_norm_rms_epsilon"),
             "rope_theta": theta,
-            "rope_scaling": self.yarn() if self.field("rope.scaling.type") == "yarn" else self.rope_scaling(head_dim, theta),
+            "rope_scaling": self.rope_scaling(head_dim, theta),
             "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
             "sliding_window": self.field("attention.sliding_window") or None,
             **self.mixture(),
@@ -267,7 +272,7 @@ class GGUFCheckpoint:
     @cached_property
     def end_ids(self) -> list[int]:
         """Token ids that end an answer, told by their text: Phi-3's files do not mark `<|end|>` as a control token."""
-        named = [self.fields.get(f"tokenizer.ggml.{name}") for name in ENDS]
+        named = [special_id(self.fields, name, str(self.path)) for name in ENDS]
         numbers = {text: n for n, text in enumerate(self.vocabulary)}
         ends = dict.fromkeys(end for end in chain(named, map(numbers.get, END_TEXTS)) if end is not None)
         if all(text in numbers for text in HARMONY_ENDS):
@@ -276,7 +281,7 @@ class GGUFCheckpoint:
 
     def yarn(self) -> dict[str, Any]:
         """YaRN's scaling. The file's attention factor comes on top of the paper's."""
-        factor = self.field("rope.scaling.factor")
+        factor = self.rope_factor
         scaling = {
             "rope_type": "yarn",
             "factor": factor,
@@ -291,18 +296,30 @@ class GGUFCheckpoint:
             scaling["attention_factor"] = more * YarnScaling.default_attention_factor(factor)
         return scaling
 
+    @property
+    def rope_factor(self) -> float | None:
+        """Factor of the rotation's scaling, under its name of today or of old; None where the file has none, or 0."""
+        return self.field("rope.scaling.factor") or self.field("rope.scale_linear") or None
+
     def rope_scaling(self, head_dim: int | None, theta: float) -> dict[str, Any] | None:
-        """Linear scaling; LongRoPE, whose factors are tensors; or Llama 3's, found again from the factors in its place.
+        """YaRN; LongRoPE, whose factors are tensors; Llama 3's, found from the factors that stand for it; or linear scaling.
+
+        As in llama.cpp, a factor without a type is that of linear scaling, and linear scaling without a factor has factor 1.
 
         Raises:
-            ValueError: they are not those of that scaling.
+            ValueError: the factors are not those of Llama 3's scaling, or linear scaling is to come on top of them.
         """
-        if self.field("rope.scaling.type") == "linear":
-            return {"rope_type": "linear", "factor": self.field("rope.scaling.factor")}
+        kind = self.field("rope.scaling.type")
+        if kind == "yarn":
+            return self.yarn()
         if self.has_longrope:
             return self.longrope()
+        factor = self.rope_factor or 1.0
+        linear = None if kind == "none" or factor == 1.0 else {"rope_type": "linear", "factor": factor}
         if ROPE_FACTORS not in self.tensors:
-            return None
+            return linear
+        if linear is not None:
+            raise ValueError(f"{self.path}: expected {ROPE_FACTORS} or linear scaling, found both, with a factor of {factor}")
         assert head_dim is not None, "checked with the sizes"
         factors = np.asarray(self.tensors[ROPE_FACTORS].data, np.float64).reshape(-1)
         scaling = Llama3Scaling(factor=float(factors.max()), **LLAMA3)
@@ -341,10 +358,17 @@ class GGUFCheckpoint:
         """Fields of a `tokenizer_config.json`: the chat template and the special tokens that it may name."""
         named = {}
         for name in ("bos", "eos", "unknown", "padding"):
-            number = self.fields.get(f"tokenizer.ggml.{name}_token_id")
-            if number is not None and number < len(self.vocabulary):
+            number = special_id(self.fields, f"{name}_token_id", str(self.path))
+            if number is not None:
                 named[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = self.vocabulary[number]
-        return named | {"chat_template": self.fields.get("tokenizer.chat_template")}
+        begins = {"add_bos_token": begins_with_bos(self.fields)}
+        return named | begins | {"chat_template": self.fields.get("tokenizer.chat_template")}
+
+    @property
+    def control_texts(self) -> list[str]:
+        """Tokens that are no text, such as the marks of turns."""
+        types = token_types(self.fields, str(self.path))
+        return [text for text, kind in zip(self.vocabulary, types, strict=True) if kind in (CONTROL, UNKNOWN)]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises a `ValueError` for a kind that is not here."""

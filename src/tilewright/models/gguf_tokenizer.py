@@ -4,6 +4,7 @@ A file holds tokens, merges or scores, and the kind of each token. How text is c
 name, `tokenizer.ggml.pre`. The patterns below are those of the models' own `tokenizer.json`, which the names stand for.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,19 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Types of tokens that are not found by merging: control tokens are no text, user-defined ones are."""
+log = logging.getLogger("tilewright.models")
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Types of tokens. The last three are not found by merging: control tokens are no text, user-defined ones are."""
+END_TEXTS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>"),
+    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<EOT>", "< EOT >", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+)
+"""Tokens that end an answer, as llama.cpp lists them: a file names one, where `generation_config.json` lists all (Qwen3's two,
+say). They are control tokens, also where a file gives them another type (Google's QAT files of Gemma do)."""
+SENTENCE_PIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+"""Special tokens of a SentencePiece vocabulary where a file names none, as in llama.cpp."""
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """The added tokens of Phi-3's with SentencePiece's vocabulary that leave a space behind them as it is."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -78,20 +90,20 @@ def build_tokenizer(fields: Mapping[str, Any], where: str) -> Tokenizer:
         ValueError: the metadata lack something, or the kind is not here.
     """
     kind = fields.get("tokenizer.ggml.model")
-    tokens, types = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    tokens = fields.get("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"{where}: expected tokenizer.ggml.model to be gpt2 or llama, found {kind!r}")
-    if not tokens or types is None or len(types) != len(tokens):
-        found = f"{len(tokens or [])} tokens and {len(types or [])} types"
-        raise ValueError(f"{where}: expected tokenizer.ggml.tokens with a token_type for each, found {found}")
+    if not tokens:
+        raise ValueError(f"{where}: expected tokenizer.ggml.tokens, found none")
+    types = token_types(fields, where)
     if kind == "gpt2":
         pre = fields.get("tokenizer.ggml.pre", "default")
         if pre not in BYTE_LEVEL:
             known = ", ".join(BYTE_LEVEL)
             raise ValueError(f"{where}: expected tokenizer.ggml.pre to be one of {known}, found {pre!r}")
-        tokenizer, begins = byte_level(fields, BYTE_LEVEL[pre], where), BYTE_LEVEL[pre].begins
+        tokenizer = byte_level(fields, BYTE_LEVEL[pre], where)
     else:
-        tokenizer, begins = sentence_piece(fields, where), True
+        tokenizer = sentence_piece(fields, types, where)
     # Of Phi-3's own tokenizer.json; files have no field for it, so that the architecture has to say it.
     strips = kind == "llama" and fields.get("general.architecture") == "phi3"
     for special in (True, False):
@@ -101,9 +113,50 @@ def build_tokenizer(fields: Mapping[str, Any], where: str) -> Tokenizer:
             if type_ == (CONTROL if special else USER_DEFINED) or (special and type_ == UNKNOWN)
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(chosen)
-    if fields.get("tokenizer.ggml.add_bos_token", begins):
-        begin_with(tokenizer, tokens, fields.get("tokenizer.ggml.bos_token_id"), where)
+    if begins_with_bos(fields):
+        begin_with(tokenizer, tokens, special_id(fields, "bos_token_id", where), where)
     return tokenizer
+
+
+def begins_with_bos(fields: Mapping[str, Any]) -> bool:
+    """True if texts begin with the beginning-of-sequence token: as the file says, else by its kind of tokenizer."""
+    pre = BYTE_LEVEL.get(fields.get("tokenizer.ggml.pre", "default"), GPT2)
+    default = pre.begins if fields.get("tokenizer.ggml.model") == "gpt2" else True
+    return bool(fields.get("tokenizer.ggml.add_bos_token", default))
+
+
+def token_types(fields: Mapping[str, Any], where: str) -> list[int]:
+    """Type of each token, as llama.cpp takes them: all normal where the file has no types, and ends of turns always control.
+
+    Raises:
+        ValueError: there is not one type for each token.
+    """
+    tokens: Sequence[str] = fields.get("tokenizer.ggml.tokens", [])
+    types = fields.get("tokenizer.ggml.token_type")
+    if types is None:
+        types = [NORMAL] * len(tokens)
+        if (unknown := special_id(fields, "unknown_token_id", where)) is not None:
+            types[unknown] = UNKNOWN
+    if len(types) != len(tokens):
+        found = f"{len(tokens)} tokens and {len(types)} types"
+        raise ValueError(f"{where}: expected tokenizer.ggml.tokens with a token_type for each, found {found}")
+    ends = set(END_TEXTS)
+    return [CONTROL if text in ends else kind for text, kind in zip(tokens, types, strict=True)]
+
+
+def special_id(fields: Mapping[str, Any], name: str, where: str) -> int | None:
+    """Id of a special token, such as "bos_token_id": the file's, else SentencePiece's default; None where there is none.
+
+    An id that is no token's is dropped with a warning. Converters write 4294967295 for "none".
+    """
+    count = len(fields.get("tokenizer.ggml.tokens", ()))
+    number = fields.get(f"tokenizer.ggml.{name}")
+    if number is not None and not 0 <= number < count:
+        log.warning("%s: tokenizer.ggml.%s is %s, which is none of the %s tokens, and is left out", where, name, number, count)
+        number = None
+    if number is None and fields.get("tokenizer.ggml.model") == "llama":
+        number = SENTENCE_PIECE_IDS.get(name)
+    return number if number is not None and number < count else None
 
 
 def byte_level(fields: Mapping[str, Any], how: ByteLevel, where: str) -> Tokenizer:
@@ -128,13 +181,13 @@ def byte_level(fields: Mapping[str, Any], how: ByteLevel, where: str) -> Tokeniz
     return tokenizer
 
 
-def sentence_piece(fields: Mapping[str, Any], where: str) -> Tokenizer:
+def sentence_piece(fields: Mapping[str, Any], types: Sequence[int], where: str) -> Tokenizer:
     """A BPE of SentencePiece's without its control tokens; bytes stand in for what is no token."""
     tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ValueError(f"{where}: expected tokenizer.ggml.scores, one for each of {len(tokens)} tokens")
     vocabulary = {text: number for number, text in enumerate(tokens)}
-    unknown = next((t for t, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == UNKNOWN), None)
+    unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     merges = merges_of(vocabulary, scores)
     tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
@@ -157,8 +210,8 @@ def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tu
 
 def begin_with(tokenizer: Tokenizer, tokens: Sequence[str], begin: int | None, where: str) -> None:
     """Lets encoded texts begin with a token, where special tokens are asked for."""
-    if begin is None or not 0 <= begin < len(tokens):
-        raise ValueError(f"{where}: expected tokenizer.ggml.bos_token_id below {len(tokens)}, found {begin}")
+    if begin is None:
+        raise ValueError(f"{where}: expected tokenizer.ggml.bos_token_id, for texts begin with that token, found none")
     text = tokens[begin]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{text} $A", pair=f"{text} $A {text} $B:1", special_tokens=[(text, begin)]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,79 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+GUARD = "\ufdd1"
+"""Noncharacter that `guarded` puts into what looks like a special token and is to stay text; `encode` takes it out again."""
+ALIAS = "\ufdd0"
+"""Noncharacter that begins the stand-ins for special tokens in `guarding_tokenizer`."""
+
+
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text, made while other threads run: `Tokenizer.encode` would keep the interpreter's lock, for seconds."""
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    """Encodes a text while other threads run: `Tokenizer.encode` would keep the interpreter's lock, for seconds.
+
+    What `guarded` has marked in the text is encoded as text, whatever special tokens it spells.
+    """
+    if GUARD not in text:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    literal, aliases = guarding_tokenizer(tokenizer)
+    # As the tokenizer itself does: of several special tokens that begin at a place, the longest.
+    special = re.compile("|".join(re.escape(each) for each in sorted(aliases, key=len, reverse=True)) or "(?!)")
+    text = special.sub(lambda found: aliases[found[0]][0], text.replace(ALIAS, REPLACEMENT)).replace(GUARD, "")
+    ids = literal.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    numbers = {literal.token_to_id(alias): number for alias, number in aliases.values()}
+    return [numbers.get(token, token) for token in ids]
+
+
+@lru_cache(maxsize=4)
+def guarding_tokenizer(tokenizer: Tokenizer) -> tuple[Tokenizer, dict[str, tuple[str, int]]]:
+    """Makes a copy of a tokenizer that takes special tokens for text, and stand-ins for them that it takes for tokens.
+
+    Returns:
+        The copy; and for the text of each special token its stand-in and its id.
+    """
+    literal = Tokenizer.from_str(tokenizer.to_str())
+    literal.encode_special_tokens = True
+    aliases = {}
+    for n, (number, token) in enumerate(sorted(tokenizer.get_added_tokens_decoder().items())):
+        if token.special:
+            alias = f"{ALIAS}{chr(0xF0000 + n)}"
+            edges = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+            literal.add_tokens([AddedToken(alias, normalized=False, special=False, **edges)])
+            aliases[token.content] = alias, number
+    return literal, aliases
+
+
+def guarded(text: str, special: tuple[str, ...]) -> str:
+    """Marks all in a text that `encode` would take for one of the special tokens, so that it stays text.
+
+    The beginning of a special token at the end of the text has a mark, too: other text could complete it. A special token of
+    one character cannot be marked.
+    """
+    pairs, beginnings = beginnings_of(special)
+    if any(pair in text for pair in pairs):
+        for token in special:
+            if token in text:
+                text = text.replace(token, f"{token[0]}{GUARD}{token[1:]}")
+    longest = max(map(len, beginnings), default=0)
+    begun = any(text[-length:] in beginnings for length in range(1, min(longest, len(text)) + 1))
+    return text + GUARD if begun else text
+
+
+@lru_cache(maxsize=4)
+def beginnings_of(special: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """First two characters of special tokens, and all that they begin with. A vocabulary may have thousands of them."""
+    longer = [token for token in special if len(token) > 1]
+    beginnings = frozenset(token[:length] for token in longer for length in range(1, len(token)))
+    return frozenset(token[:2] for token in longer), beginnings
+
+
+def special_texts(folder: Path) -> list[str]:
+    """Special tokens of the tokenizer in a folder or a GGUF file, without building it where that takes long."""
+    if (file := gguf.gguf_file(folder)) is not None:
+        return gguf.open_gguf(file).control_texts
+    if not (folder / WHOLE).is_file():
+        tokens = added_tokens(folder, read_json(folder / CONFIG)).values() if (folder / CONFIG).is_file() else ()
+        return [token.content for token in tokens if token.special]
+    return [token["content"] for token in read_json(folder / WHOLE).get("added_tokens", []) if token["special"]]
 
 
 def build_tokenizer(folder: Path) -> Tokenizer:
@@ -112,20 +183,20 @@ def texts(value: Any) -> list[str]:
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """A token that stands for one byte where a tokenizer has no other for it (SentencePiece's byte fallback)."""
 WHOLE_REPLACEMENTS = (REPLACEMENT, "\N{LATIN SMALL LETTER I WITH DIAERESIS}¿½", "<0xEF><0xBF><0xBD>")
-"""Endings of joined tokens whose text really ends with U+FFFD: the character, or its bytes in byte-level BPE or byte fallback."""
+"""Endings of tokens whose text really ends with U+FFFD: the character, or its bytes in byte-level BPE or byte fallback."""
 HELD = 16
 """The most replacements at the end of a text that wait for what follows; of byte-level BPE one is enough."""
 
 
 class StreamDecoder:
-    """Decoder of token ids that arrive in pieces, behind a prompt; its text can be shown at once and never has half a character.
+    """Decoder of token ids that arrive in pieces, behind a prompt. Its text can be shown at once, without half a character.
 
     The pieces and the result of `flush` add up to the text that `tokenizer.decode` adds when the ids follow the prompt. A
-    SentencePiece decoder strips the space in front of the first token of a text, so an answer decoded by itself would lose it. A
+    SentencePiece decoder strips the space in front of a text's first token, so an answer decoded by itself would lose it. A
     character that the prompt begins and the ids complete belongs to the pieces as a whole.
 
-    A decoder that falls back to bytes replaces all adjacent bytes if they are no valid text together, so such bytes wait for the
-    token behind them. The cost of a token does not depend on the number of tokens before it.
+    A decoder that falls back to bytes replaces all adjacent bytes if they are no valid text together, so such bytes wait for
+    the token behind them. The cost of a token does not depend on the number of tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):

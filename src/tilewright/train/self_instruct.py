@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.tokenizer import decode_after
+from tilewright.models.tokenizer import decode_after, encode
 from tilewright.runtime.sampling import Sampling
 from tilewright.train.records import Records
 from tilewright.train.regenerate import Record, Writer, generated
@@ -78,7 +78,7 @@ def opening(template: ChatTemplate) -> str:
 def asked(lm: LanguageModel, template: ChatTemplate, message: str) -> list[int]:
     """The tokens of a prompt that puts a user's message to the model."""
     text = template.render([{"role": "user", "content": message}])
-    return lm.tokenizer.encode(text, add_special_tokens=False).ids
+    return encode(lm.tokenizer, text, add_special_tokens=False)
 
 
 def response(record: Record) -> list[int]:
@@ -95,7 +95,7 @@ def instructions(
     """Messages that the model writes in a user's place, `count` of them, those that did not end left out."""
     begins = [options.openings[n % len(options.openings)] for n in range(count)]
     before = opening(template)
-    prompts = [lm.tokenizer.encode(before + begin, add_special_tokens=False).ids for begin, _ in begins]
+    prompts = [encode(lm.tokenizer, before + begin, add_special_tokens=False) for begin, _ in begins]
     room = min(options.length, lm.target.max_position_embeddings) - max(map(len, prompts), default=0)
     base = Sampling(min(options.instruction_tokens, room), temperature=1.0)
     written = generated(writer, prompts, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console)
