@@ -115,7 +115,7 @@ def test_a_stop_string_ends_a_response_inside_a_block(model: DiffusionModel, eng
     (whole,) = expected(model, [ask(PROMPT)])
     words = whole.text.split()
     stop = f"{words[4]} {words[5]}"
-    assert whole.text.index(stop) == len(" ".join(words[:4])) + 1, "the string stands there first"
+    assert whole.text.index(stop) == len(" ".join(["", *words[:4]])) + 1, "the string stands there first"
     engine.open()
     heard = served(engine, ask(PROMPT, stop=("nowhere", stop)))
     assert (heard.end, heard.tokens) == ("stop", whole.tokens[:6])

@@ -316,12 +316,84 @@ def test_what_is_not_here_is_named(tmp_path: Path, fields: dict[str, Any], arch:
         ({"tokenizer.ggml.pre": "chatglm-bpe"}, r"tokenizer\.ggml\.pre to be one of .*, found 'chatglm-bpe'"),
         ({"tokenizer.ggml.token_type": [1]}, r"with a token_type for each, found 320 tokens and 1 types"),
         ({"tokenizer.ggml.merges": ["x yz"]}, r"the tokenizer's merges do not fit its tokens"),
-        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, r"bos_token_id below 320, found 999"),
     ],
 )
 def test_a_tokenizer_that_is_not_here_is_named(tmp_path: Path, change: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=said):
         load_tokenizer(head(tmp_path, metadata() | change))
+
+
+NONE = 4294967295
+"""Id that converters write for a token that there is none of."""
+
+
+def changed(fields: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """Metadata with other values of the tokenizer; None takes one out."""
+    fields = fields | {f"tokenizer.ggml.{name}": value for name, value in change.items()}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "eot_token_id", "unknown_token_id", "padding_token_id"])
+@pytest.mark.parametrize("number", [NONE, 320])
+def test_an_id_that_is_no_tokens_is_left_out_with_a_warning(tmp_path: Path, name: str, number: int, caplog: Any):
+    file = open_gguf(head(tmp_path, changed(metadata(), **{name: number})))
+    assert file.tokenizer_config.get(f"{name.removesuffix('_id')}") is None
+    assert file.end_ids == [257, 258]
+    assert file.tokenizer().encode("he").ids == [256]
+    assert f"tokenizer.ggml.{name} is {number}, which is none of the 320 tokens" in caplog.text
+
+
+def test_a_text_that_should_begin_with_no_token_begins_without(tmp_path: Path, caplog: Any):
+    file = open_gguf(head(tmp_path, changed(metadata(), add_bos_token=True, bos_token_id=NONE)))
+    assert file.tokenizer().encode("he").ids == [256]
+    assert "they begin without" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [1, 4, 6])
+@pytest.mark.parametrize("text", ["<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<end_of_utterance>"])
+def test_ends_of_turns_are_control_tokens_whatever_their_type(tmp_path: Path, kind: int, text: str):
+    tokens = [*vocabulary()[:-2], "<|mark|>", text]
+    types = [1] * 318 + [3, kind]
+    file = open_gguf(head(tmp_path, changed(metadata(), tokens=tokens, token_type=types, eos_token_id=318)))
+    assert file.end_ids[0] == 318
+    assert 319 in file.end_ids
+    tokenizer = file.tokenizer()
+    assert tokenizer.encode(f"he{text}he").ids == [256, 319, 256]
+    assert tokenizer.decode([256, 319, 256]) == "hehe"
+    assert text in file.control_texts
+
+
+def test_without_types_tokens_are_plain_but_for_ends_of_turns(tmp_path: Path):
+    file = open_gguf(head(tmp_path, changed(metadata(), token_type=None)))
+    assert sorted(file.control_texts) == ["<|endoftext|>", "<|im_end|>"]
+    assert file.tokenizer().encode("<|im_start|>").ids != [259]
+
+
+@pytest.mark.parametrize("number", [None, NONE])
+def test_a_sentencepiece_vocabulary_has_the_usual_special_tokens(tmp_path: Path, number: int | None):
+    file = open_gguf(head(tmp_path, changed(SENTENCE_PIECE, bos_token_id=number, eos_token_id=number, unknown_token_id=number)))
+    assert file.tokenizer_config["bos_token"] == "<s>"
+    assert file.tokenizer_config["eos_token"] == "</s>"
+    assert 2 in file.end_ids
+    assert file.tokenizer().encode("ab").tokens == ["<s>", "▁ab"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.type": "linear", "rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.type": "linear"}, None),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({}, None),
+    ],
+)
+def test_the_rotation_is_scaled_as_in_llama_cpp(tmp_path: Path, fields: dict[str, Any], scaling: dict[str, Any] | None):
+    file = open_gguf(head(tmp_path, metadata() | {f"llama.{name}": value for name, value in fields.items()}))
+    assert file.rope_scaling(64, 10000.0) == scaling
 
 
 PIECES = [

@@ -105,7 +105,9 @@ def test_pieces_are_the_text_that_ids_add_to_a_prompt(kind: str, data: st.DataOb
     tokenizer = KINDS[kind]
     prompt = data.draw(characters(tokenizer))
     ids = data.draw(characters(tokenizer))
-    kept = [token for token in prompt if tokenizer.id_to_token(token) and not (skip and token == tokenizer.token_to_id("<|end|>"))]
+    kept = [
+        token for token in prompt if tokenizer.id_to_token(token) and not (skip and token == tokenizer.token_to_id("<|end|>"))
+    ]
     before = without_unfinished(tokenizer, kept, tokenizer.decode(prompt, skip_special_tokens=skip))
     whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=skip)
     assert "".join(pieces(StreamDecoder(tokenizer, skip, prompt), ids, size)) == whole[len(before) :]

@@ -16,7 +16,7 @@ from rich.console import Console
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import MEMORY_FRACTION, AdaptedModelOptions, json_object, named_model, stopped_by_interrupt
 from tilewright.cli.generate import SamplingOptions
-from tilewright.cli.options import option_class
+from tilewright.cli.options import TemplateOptions, option_class
 from tilewright.cli.outputs import progress_console
 from tilewright.llm.chosen import chosen_figures
 from tilewright.llm.language_model import LanguageModel
@@ -293,6 +293,7 @@ def chat(
     chat_template_kwargs: str = "{}",
     models: AdaptedModelOptions = AdaptedModelOptions(),
     options: AnswerOptions = AnswerOptions(),
+    templates: TemplateOptions = TemplateOptions(),
 ) -> None:
     """Chats with a model in the terminal.
 
@@ -310,7 +311,7 @@ def chat(
     check_values(values)
     engine_options = EngineOptions(slots=1, context=context, memory_fraction=memory_fraction)
     console = Console(highlight=False, emoji=False)
-    talk = Conversation(models.chat_template(console), system, values=values)
+    talk = Conversation(models.chat_template(console, templates), system, values=values)
     sampling = options.sampling_of(models.folder(console))
     lm = models.load(console)
     engine = lm.engine(engine_options)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from tilewright.bench.datasets import Example, read_examples
-from tilewright.cli.options import CompileCache, KernelChoice, option_class
+from tilewright.cli.options import CompileCache, KernelChoice, TemplateOptions, option_class
 from tilewright.cli.outputs import progress_console
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
@@ -196,18 +196,20 @@ class LoadOptions:
     kernels: KernelChoice = "auto"
     compile_cache: CompileCache = True
 
-    def chat_template(self, console: Console) -> ChatTemplate | None:
-        """The model's chat template; None where it has none, as base models do."""
-        return ChatTemplate.load(self.folder(console))
+    def chat_template(self, console: Console, options: TemplateOptions = TemplateOptions()) -> ChatTemplate | None:
+        """The model's chat template, or the one of `--chat-template`; None where there is none, as for base models."""
+        return ChatTemplate.load(self.folder(console), options.chat_template, options.parse_special_in_content)
 
-    def asked_template(self, chat: bool | None, console: Console) -> ChatTemplate | None:
-        """The chat template where prompts are to go through it; unless told, those for published models, which are for chats.
+    def asked_template(
+        self, chat: bool | None, console: Console, options: TemplateOptions = TemplateOptions()
+    ) -> ChatTemplate | None:
+        """The chat template that prompts go through, or None. By default prompts of published models do, which are for chats.
 
         Raises:
-            ValueError: it is asked for, and the model has none.
+            ValueError: a template is asked for, and the model has none.
         """
         chat = self.model in PUBLISHED if chat is None else chat
-        template = self.chat_template(console) if chat else None
+        template = self.chat_template(console, options) if chat else None
         if chat and template is None:
             raise ValueError(f"--chat needs a model with a chat template; {self.model} has none")
         return template

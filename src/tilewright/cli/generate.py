@@ -12,7 +12,17 @@ from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import AdaptedModelOptions, DeviceOptions, gather_prompts
-from tilewright.cli.options import Flag, Numbers, Prompt, PromptFile, Repeated, Words, check_least, option_class
+from tilewright.cli.options import (
+    Flag,
+    Numbers,
+    Prompt,
+    PromptFile,
+    Repeated,
+    TemplateOptions,
+    Words,
+    check_least,
+    option_class,
+)
 from tilewright.cli.outputs import OutputFiles, progress, working, write_json, write_replay_page
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.acceptance import generation_figures, num_spec_tokens
@@ -122,6 +132,7 @@ def generate(
     devices: DeviceOptions = DeviceOptions(),
     options: SamplingOptions = SamplingOptions(),
     outputs: GenerateOutputs = GenerateOutputs(),
+    templates: TemplateOptions = TemplateOptions(),
 ) -> None:
     """Generates text and shows which tokens were drafted.
 
@@ -132,7 +143,7 @@ def generate(
     notes = outputs.notes(console)
     asked = options.sampling()
     examples = gather_prompts(prompt, prompt_file, models.model)
-    template = models.asked_template(chat, notes)
+    template = models.asked_template(True if templates.chat_template else chat, notes, templates)
     lm = models.load(notes, devices)
     for option, given in (("--replay", outputs.replay is not None), ("--compare", outputs.compare_both)):
         if given and lm.drafter is None:

@@ -113,3 +113,21 @@ def check_share(option: str, share: float | None) -> None:
     """Raises a `ValueError` for a share that is not from 0 to 1."""
     if share is not None and not 0 <= share <= 1:
         raise ValueError(f"expected {option} from 0 to 1, found {share:g}")
+
+
+@option_class
+class TemplateOptions:
+    """Options of the chat template.
+
+    Attributes:
+        chat_template: file of a Jinja template that takes the place of the model's own.
+        parse_special_in_content: take special tokens that a message or a tool spells, such as <|im_end|>, for tokens. Without
+            this option they are text, so that no message can forge a turn.
+    """
+
+    chat_template: Path | None = None
+    parse_special_in_content: Flag = False
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ValueError(f"--chat-template: expected a file, found {self.chat_template}")

@@ -18,7 +18,7 @@ from rich.console import Console
 from tilewright import __version__
 from tilewright.cli.common import DEMO, MEMORY_FRACTION, DeviceOptions, ModelOptions, json_object, named_model
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
-from tilewright.cli.options import Repeated, option_class, told
+from tilewright.cli.options import Repeated, TemplateOptions, option_class, told
 from tilewright.cli.outputs import progress_console
 from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
 from tilewright.diffusion.engine import DiffusionEngine
@@ -259,6 +259,7 @@ def serve(
     capacity: CapacityOptions = CapacityOptions(),
     denoising: DenoisingOptions = DenoisingOptions(),
     http: HttpOptions = HttpOptions(),
+    templates: TemplateOptions = TemplateOptions(),
     log_level: LogLevel = "info",
 ) -> None:
     """Serves a model over HTTP, for any OpenAI client.
@@ -276,7 +277,7 @@ def serve(
     if http.access_log:
         log_access()
     with listen(http.host, http.port) as listening:
-        api = served(chosen, devices, capacity, denoising, http, console)
+        api = served(chosen, devices, capacity, denoising, http, templates, console)
         if not isinstance(api.engine, DiffusionEngine):
             say_defaults(api.options.sampling, console)
         said = ready_line(api, chosen, url_of(listening, api.options.tls is not None), http.open_page)
@@ -284,11 +285,16 @@ def serve(
 
 
 def served(
-    models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions, http: HttpOptions,
+    models: ModelOptions,
+    devices: DeviceOptions,
+    capacity: CapacityOptions,
+    denoising: DenoisingOptions,
+    http: HttpOptions,
+    templates: TemplateOptions,
     console: Console,
-) -> Api:  # fmt: skip
-    """API of a server: an engine, which is not warm yet, and how it is asked."""
-    template = DEMO_TEMPLATES.get(models.model) or models.chat_template(console)
+) -> Api:
+    """Makes the API of a server: an engine, which is not warm yet, and how requests reach it."""
+    template = template_of(models, templates, console)
     options = http.server_options(models.model, template, http.sampling(models, console))
     if options.name in models.adapter_folders:
         raise ValueError(f"--lora: expected another name than the model's, found {options.name!r}")
@@ -296,6 +302,19 @@ def served(
     if not isinstance(engine, DiffusionEngine):
         options = replace(options, embedding_dimensions=embedding_dimensions(models.folder(console)))
     return Api(engine, replace(options, constrain=constrain))
+
+
+def template_of(models: ModelOptions, templates: TemplateOptions, console: Console) -> ChatTemplate | None:
+    """The chat template of a server. A model's own that cannot be used has chats refused, and completions answered."""
+    if templates.chat_template is None and models.model in DEMO_TEMPLATES:
+        return DEMO_TEMPLATES[models.model]
+    try:
+        return models.chat_template(console, templates)
+    except ValueError as error:
+        if templates.chat_template is not None:
+            raise
+        log.warning("%s: chats are refused, completions are not; --chat-template FILE takes another template", error)
+        return ChatTemplate.refusing(str(error))
 
 
 def follow(

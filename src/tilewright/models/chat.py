@@ -99,6 +99,11 @@ class ChatTemplate:
             raise ValueError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from error
         return ChatTemplate(template, special_tokens or {}, where, source, "tools" in reads)
 
+    @staticmethod
+    def refusing(why: str) -> "ChatTemplate":
+        """Makes a template that refuses every conversation, for a server whose model's template cannot be used."""
+        return ChatTemplate.compiled(f"{{{{ raise_exception({json.dumps(why)}) }}}}", "the server")
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
         values: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,

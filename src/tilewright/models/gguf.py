@@ -276,7 +276,7 @@ class GGUFCheckpoint:
         numbers = {text: n for n, text in enumerate(self.vocabulary)}
         ends = dict.fromkeys(end for end in chain(named, map(numbers.get, END_TEXTS)) if end is not None)
         if all(text in numbers for text in HARMONY_ENDS):
-            ends.pop(numbers.get(MESSAGE_END), None)
+            ends.pop(numbers.get(MESSAGE_END, -1), None)
         return list(ends)
 
     def yarn(self) -> dict[str, Any]:

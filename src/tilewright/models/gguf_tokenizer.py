@@ -209,9 +209,12 @@ def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tu
 
 
 def begin_with(tokenizer: Tokenizer, tokens: Sequence[str], begin: int | None, where: str) -> None:
-    """Lets encoded texts begin with a token, where special tokens are asked for."""
+    """Lets encoded texts begin with a token, where special tokens are asked for; warns where the file names no such token."""
     if begin is None:
-        raise ValueError(f"{where}: expected tokenizer.ggml.bos_token_id, for texts begin with that token, found none")
+        log.warning(
+            "%s: texts should begin with a token, and tokenizer.ggml.bos_token_id names none; they begin without", where
+        )
+        return
     text = tokens[begin]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{text} $A", pair=f"{text} $A {text} $B:1", special_tokens=[(text, begin)]

@@ -66,9 +66,7 @@ class Offsets:
         prompt: ids that come before them.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, start: int = 0, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
-    ):
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
         self.decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt)
         self.at = start
 
