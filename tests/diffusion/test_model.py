@@ -31,7 +31,7 @@ def test_a_prompt_is_text_or_tokens(model: DiffusionModel):
 def test_a_result_is_what_it_says(model: DiffusionModel):
     (result,) = model.generate("t3 t17", asking(threshold=0.3))
     assert len(result.tokens) == 12
-    assert result.text == " ".join(f"t{token}" for token in result.tokens)
+    assert result.text == "".join(f" t{token}" for token in result.tokens)
     assert (result.finish_reason, result.seed) == ("length", 7)
     assert sum(result.committed) == 12
     assert result.steps == len(result.committed) <= 12
@@ -45,7 +45,7 @@ def test_an_unfinished_result_shows_what_is_there(model: DiffusionModel):
     session.advance(3)
     (some,) = session.results()
     assert (some.steps, some.committed, some.tokens.count(MASK)) == (3, [1, 1, 1], 9)
-    assert some.text == " ".join(f"t{token}" for token in some.tokens if token != MASK)
+    assert some.text == "".join(f" t{token}" for token in some.tokens if token != MASK)
 
 
 def test_rows_that_draw_get_seeds_that_bring_their_results_back(model: DiffusionModel):

@@ -41,7 +41,8 @@ def want(pair: Pair) -> list[Generation]:
 
 
 def words(tokens: Sequence[int]) -> str:
-    return " ".join(f"t{token}" for token in tokens)
+    """Text that tokens add to a prompt: this tokenizer's words have spaces between them."""
+    return "".join(f" t{token}" for token in tokens)
 
 
 def streamed(pieces: Sequence[Piece], row: int) -> str:

@@ -17,6 +17,7 @@ from tilewright.diffusion.engine_options import DiffusionEngineOptions
 from tilewright.diffusion.model import Denoised, DiffusionModel
 from tilewright.diffusion.options import MODES, Denoising, Saliency
 from tilewright.diffusion.programs import DiffusionTable
+from tilewright.models.tokenizer import decode_after
 from tilewright.server.answers import Chat, Completion
 
 TABLE = DiffusionTable(batches=(1, 3), positions=(48,), responses=(24,), blocks=(12,), buckets=(12,))
@@ -132,12 +133,14 @@ def test_a_response_of_any_length_is_cut_from_whole_blocks(http: httpx2.Client, 
         reason, count = ("length", max_tokens) if cut else (whole.finish_reason, len(whole.tokens) + 1)
         asked = {"max_tokens": max_tokens}
         answer = complete(http, prompt=prompt, **asked)
-        assert answer["choices"][0]["text"] == model.tokenizer.decode(kept)
+        assert answer["choices"][0]["text"] == decode_after(model.tokenizer, prompt, kept)
         assert answer["choices"][0]["finish_reason"] == reason
         assert answer["usage"]["completion_tokens"] == count
         said = {"messages": [{"role": "user", "content": words(prompt)}], "max_completion_tokens": max_tokens}
         parts = chunks(http, "/v1/chat/completions", {**said, "stream_options": {"include_usage": True}})
-        assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts[:-1]) == model.tokenizer.decode(kept)
+        assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts[:-1]) == decode_after(
+            model.tokenizer, prompt, kept
+        )
         assert (parts[-2]["choices"][0]["finish_reason"], parts[-1]["usage"]["completion_tokens"]) == (reason, count)
 
 
@@ -180,9 +183,9 @@ def test_rows_in_different_phases_share_steps(http: httpx2.Client, model: Diffus
 
 
 def test_each_choice_has_a_seed_of_its_own(http: httpx2.Client, model: DiffusionModel):
-    last = 2**32 - 1
+    last = 2**63 - 1
     asked = {"prompt": PROMPTS[1], "n": 3, "seed": last, "temperature": 1.0}
-    requests = [replace(DEFAULTS, temperature=1.0, seed=seed) for seed in (last, 0, 1)]
+    requests = [replace(DEFAULTS, temperature=1.0, seed=seed) for seed in (last, -(2**63), 1 - 2**63)]
     want = [model.generate([PROMPTS[1]], each)[0].text for each in requests]
     found = complete(http, **asked)
     assert [choice["text"] for choice in found["choices"]] == want
