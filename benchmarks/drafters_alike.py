@@ -7,7 +7,8 @@ vocabulary and block size. What is not the same follows from the kinds: DFlash's
 EAGLE-3 at every position, and it has one layer where they have two. Each is trained by `tilewright train drafter`, in a
 subfolder with its kind's name, and goes on where it was interrupted. To compare them, on an idle machine:
 
-    tilewright bench speculative --model smollm2-135m --weights int4 --drafter DIR/dflash DIR/dflash2 ... ngram --data FILE ...
+    tilewright bench speculative --model smollm2-135m --weights int4 --block-size trained \\
+        --drafter DIR/dflash DIR/dflash2 ... ngram --data FILE ...
 """
 
 import subprocess

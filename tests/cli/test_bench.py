@@ -35,6 +35,12 @@ def test_each_model_has_drafters_by_default(model: str, names: tuple[str, ...]):
     assert DrafterArguments().names(model) == names
 
 
+def test_blocks_are_chosen_round_by_round_unless_a_size_is_named():
+    assert DrafterArguments().options.block_size == "auto"
+    assert DrafterArguments(block_size=8).options.block_size == 8
+    assert DrafterArguments(block_size="trained").options.block_size is None, "each drafter's own"
+
+
 def test_table_and_files_hold_the_same_figures(run: Run, folders: tuple[Path, Path], data: list[Any], tmp_path: Path):
     ways = ["--model", folders[0], "--drafter", folders[1], "ngram", "none", "--block-size", 4]
     files = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html", "replay")}

@@ -110,7 +110,7 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
         assert name in " ".join(ran.out.split())
     assert [(one["without_estimate"], one["roofline_share"]) for one in (sync, ring)] == [(1, pytest.approx(0.5))] * 2
     assert written["compiler_options"] is False
-    assert "What runs when, v5e:4x2 prefill:64x8" in files["html"].read_text()
+    assert "What runs when in a layer, v5e:4x2 prefill:64x8" in files["html"].read_text()
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"v5e:4x2 decode:8x64 ring"}
     programs = json.loads(files["graph"].read_text())["programs"]

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from report.reading import Page
-from tilewright.report.neuron import by_cores, engines_chart, merged, write_simulation
+from tilewright.report.neuron import alike_layers, by_cores, engines_chart, inference_verdict, merged, write_simulation
 
 LANES = [("tensor", [(0.0, 1.0, "compute"), (3.0, 4.0, "compute")]), ("cc0", [(1.0, 3.0, "tp"), (2.0, 3.5, "fsdp")])]
 RECORD = {
@@ -48,6 +48,29 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path):
     write_simulation(path, "A <step>", RECORD, engines_chart("engines", LANES, 4.0), {"instance": "inf2.48xlarge"})
     page = Page(path)
     assert "A <step>" in " ".join(page.words)
-    assert "cc0 is busy longest" in " ".join(page.words)
+    assert "4.00 ms, 25% of it exposed communication; cc0 is busy longest" in " ".join(page.words)
+    assert "Settings; nothing ran" in page.words
     assert "What was assumed." in " ".join(page.words)
     assert not [attributes for _, attributes in page.elements if attributes.get("src") or attributes.get("href")]
+
+
+def test_layers_that_are_alike_have_one_line():
+    times = {"none": 0.5, "0": 2.0, "1": 1.0, "2": 1.005, "3": 0.99, "4": 0.0}
+    assert alike_layers(times) == [("none", 0.5), ("0", 2.0), ("1 to 3, each", 1.0), ("4", 0.0)]
+
+
+def test_the_verdict_of_a_plan_says_how_sure_it_is():
+    best = {
+        "schedule": "ring",
+        "cores": 8,
+        "batch_rows": 4,
+        "input_tokens": 1024,
+        "tokens_per_s": 1234.5,
+        "tokens_per_s_gain": 0.06,
+    }
+    best["tokens_per_s_gain"] = 0.06
+    plan = {"winner": best, "ranges": {"tpot_ms": {"draws": 24, "predictions": {"ring": {"first": 3}, "sync": {"first": 21}}}}}
+    assert inference_verdict(plan) == (
+        "Most tokens a second: ring over 8 cores, batch 4, 1,024 tokens in: 1,234 tokens/s, +6% against sync there; "
+        "its time per token is best in 3 of 24 draws of the constants (sync: 21)."
+    )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.report.overlap import OverlapReport, lane_chart, write_overlap
+from tilewright.report.overlap import OverlapReport, cropped, lane_chart, layer_bars, layer_lanes, verdict_of, write_overlap
 
 TIMES = {
     "compute_ms": 2.0,
@@ -21,7 +21,7 @@ RECORD = {
     "steady": False, "bound_steady": True, "without_estimate": 536, "roofline_share": 0.375,
     "bound_compute_cycles": 1_900_000, "compute_cycles": 2_000_000, "model_total_ms": 76.0, "model_layers": 32,
     "bound_total_ms": 1.9, "total_over_bound": 1.25, "all_links_communication_ms": 0.5, "all_links_least_exposed_ms": 0.0,
-    "layers_compiled": 3, "layers": [{"layer": 1, **TIMES}],
+    "layers_compiled": 3, "reported_layer": 1, "layers": [{"layer": n, **TIMES} for n in range(3)],
 }  # fmt: skip
 ROW = {
     "schedule": "<ring>",
@@ -46,8 +46,46 @@ def test_the_page_holds_the_figures_and_escapes_names(tmp_path: Path):
     page = path.read_text()
     words = ("One of 32 layers, the middle", "<td>1.90</td><td>1.00</td><td>60.8</td>", "2.38\nnot steady", "25.0%")
     words += ("starting one costs nothing, and links take nothing from", "&lt;ring&gt; 536 (38% of a layer")
+    words += ("Least time for a layer: &lt;ring&gt; on v5e:4x2 decode:8x64 (2.38 ms).", "Settings; nothing ran")
     for shown in (*words, "v5e:4x2 decode:8x64", "a &amp; b", "&lt;ring&gt;"):
         assert shown in page
+    assert "Measured on" not in page
     assert "<ring>" not in page
     with pytest.raises(ValueError, match="expected figures of at least one schedule"):
         OverlapReport("A title", [], {})
+
+
+def test_layers_that_are_alike_have_one_bar():
+    longer = {**TIMES, "compute_ms": 2.5}
+    layers = [{"layer": n, **times} for n, times in enumerate([longer, TIMES, {**TIMES, "exposed_ms": 0.26}, TIMES, longer])]
+    bars = layer_bars([{"schedule": "ring", "layers": layers}], "schedule").bars
+    assert [name for name, _ in bars] == ["ring, layer 0", "ring, layers 1 to 3", "ring, layer 4"]
+    assert bars[1][1] == [2.0, 0.25, 0.125]
+    passes = [{"pass": name, "layer": n, **TIMES} for name in ("forward", "backward") for n in range(2)]
+    bars = layer_bars([{"program": "plain", "layers": passes}], "program").bars
+    assert [name for name, _ in bars] == ["plain, forward, layers 0 to 1", "plain, backward, layers 0 to 1"]
+
+
+def test_a_layer_like_its_neighbours_is_drawn_alone():
+    row = {**ROW, "core": [(n, n + 0.5, "compute") for n in range(3)], "links": [(0.75, 1.25, "hidden")]}
+    row = {**row, "layer_begins_ms": [0.0, 1.0, 2.0]}
+    assert cropped(row, 1.0, 2.0) == {
+        **row,
+        "core": [(0.0, 0.5, "compute")],
+        "links": [(0.0, 0.25, "hidden")],
+        "layer_begins_ms": [],
+    }
+    assert (
+        layer_lanes("x", [{**RECORD, "steady": True}], [row]).title == "What runs when in a layer, x: core above, links below"
+    )
+    assert layer_lanes("x", [RECORD], [row]).longest == 2.5, "all of them where it is not steady"
+
+
+def test_the_verdict_names_the_fastest_at_each_place_and_how_sure_that_is():
+    sync = {**RECORD, "schedule": "sync", "total_ms": 3.0}
+    ranges = {"draws": 24, "predictions": {"<ring>": {"first": 20}, "sync": {"first": 4}}}
+    report = OverlapReport("t", [sync, RECORD, {**sync, "phase": "prefill"}], {}, {}, {"decode": ranges})
+    assert verdict_of(report, lambda one: one["phase"], "schedule") == (
+        "Least time for a layer: <ring> on decode (2.38 ms, 21% less than sync; best in 20 of 24 draws of the constants), "
+        "sync on prefill (3.00 ms)."
+    )

@@ -239,12 +239,35 @@ def test_ticks_are_few_and_reach_the_top(top: float):
     assert found[-1] >= top * (1 - 1e-6)
 
 
-@given(st.floats(0, 1e6), st.floats(0.01, 1e6))
-def test_ticks_along_x_stay_inside(low: float, width: float):
-    found = x_ticks(low, low + width)
+@given(st.floats(0, 1e6), st.floats(0.01, 1e6), st.integers(2, 30))
+def test_ticks_along_x_stay_inside(low: float, width: float, count: int):
+    found = x_ticks([low + width * n / (count - 1) for n in range(count)], 300)
     assert found
     assert found == sorted(found)
     assert all(low - 1e-6 * (low + width) <= tick <= (low + width) * (1 + 1e-6) for tick in found)
+
+
+def test_ticks_stand_where_the_data_are():
+    assert x_ticks([2, 4, 8, 16, 24], 294) == [2, 4, 8, 16, 24]
+    assert x_ticks([1, 2, 128, 1024], 294) == [1, 128, 1024], "where there is room for their numbers"
+    assert x_ticks([3], 294) == [3]
+    assert ticks(4745, least=3959) == [3800, 4000, 4200, 4400, 4600, 4800], "values far above 0 are told apart"
+    assert ticks(4745, least=1000) == [0, 1000, 2000, 3000, 4000, 5000]
+
+
+def test_axes_have_their_units():
+    line = LineChart("t", "cores", "tokens/s", [Series("a", [(2, 100.0), (24, 300.0)])]).html()
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", line)
+    assert {"cores", "tokens/s", "2", "24", "0", "300"} <= {*shown}
+    bars = StackedBars("t", ["p"], [("a", [3.2])], "ms").html()
+    assert re.findall(r"<text[^>]*>([^<]*)</text>", bars) == ["0", "2"]
+    assert bars.count("<span>ms</span>") == 1
+
+
+def test_a_best_drafter_that_is_slower_than_plain_decoding_is_not_bold(tmp_path: Path):
+    slow = [PLAIN, DRAFTED | {"speedup": 0.44}, DRAFTED | {"drafter": "other", "speedup": 0.94}]
+    assert "<strong>" not in written(tmp_path, sample(slow)).source
+    assert "<strong>2.50</strong>" in written(tmp_path, sample()).source
 
 
 @given(st.floats(1e-9, 1e9))

@@ -26,6 +26,8 @@ from tilewright.report.speculative import benchmark_tables, write_benchmark
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
+TRAINED = "trained"
+"""Block size that stands for each drafter's own."""
 REPLAYED = 3
 """Prompts of each dataset that `--replay` shows."""
 
@@ -39,9 +41,9 @@ class DrafterArguments:
             "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package. By default
             "dflash" for the demo, "auto" for smollm2-135m, "ngram" otherwise. Plain decoding always runs beside them; "none"
             with a block size adds plain decoding through a program of that width.
-        block_size: tokens drafted at once by every drafter, the known one included; by default what each was trained for.
-            "auto" chooses it round by round, as `generate` does, and "auto-inexact" too, but never runs more rows than it
-            chose, where that changes how the target rounds.
+        block_size: tokens drafted at once by every drafter, the last token of the text included. "auto" chooses it round by
+            round, as `generate` does, plain decoding among the choices; "auto-inexact" too, but never runs more rows than it
+            chose, where that changes how the target rounds. "trained" is the size that each was trained for.
         draft_window: keep only this many last positions in the drafters' contexts.
         drafter_dtype: of the drafters alone.
         refine: further passes of a DFlash drafter over each block that it drafted.
@@ -50,7 +52,7 @@ class DrafterArguments:
     """
 
     drafter: Several[str] | None = None
-    block_size: int | Literal["auto", "auto-inexact"] | None = None
+    block_size: int | Literal["auto", "auto-inexact", "trained"] = common.AUTO
     draft_window: int | None = None
     drafter_dtype: str | None = None
     refine: int = 0
@@ -58,7 +60,8 @@ class DrafterArguments:
 
     @property
     def options(self) -> DrafterOptions:
-        return DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
+        size = None if self.block_size == TRAINED else self.block_size
+        return DrafterOptions(size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
 
     def names(self, model: str) -> tuple[str, ...]:
         """The drafters, as they are named. Raises a `ValueError` where they cannot be measured."""

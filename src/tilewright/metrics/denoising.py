@@ -92,6 +92,7 @@ DENOISING = (
         "An answer that ends early counts: read it beside the accuracy",
         head="speedup",
         form=".2f",
+        par=1.0,
     ),
     Metric("step_speedup", "", "the same of the seconds of a step", head="step speedup", short="step\nspeedup", form=".2f"),
     Metric(

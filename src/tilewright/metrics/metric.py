@@ -21,6 +21,7 @@ class Metric:
         factor: what a value is multiplied with before it is shown: 1e-6 for bytes in MB.
         words: true of names and remarks, which tables set to the left.
         csv: true of a column of `--csv`.
+        par: the value of whatever others are compared with; a best value that is not above it is no gain.
         label: of a counter in Prometheus' format, what tells its series apart besides the model's name.
     """
 
@@ -35,6 +36,7 @@ class Metric:
     words: bool = False
     csv: bool = False
     label: str = ""
+    par: float | None = None
 
     def text(self, value: float | str | None) -> str | None:
         """A value of the metric as tables show it; None for none."""

@@ -15,7 +15,15 @@ PROGRAMS = (
         digits=4,
     ),
     Metric("range_ms", "ms", "the least and the most of these runs"),
-    Metric("speedup", "", "the first function's `median_ms` over this one's", head="speedup", short="speed-\nup", form=".2f"),
+    Metric(
+        "speedup",
+        "",
+        "the first function's `median_ms` over this one's",
+        head="speedup",
+        short="speed-\nup",
+        form=".2f",
+        par=1.0,
+    ),
     Metric("speedup_range", "", "the least and the most of the quotients within one repetition"),
     Metric(
         "compile_s",

@@ -12,8 +12,10 @@ from tilewright.report.page import HtmlTable, series_class
 
 WIDTH, HEIGHT = 340, 190
 """Size of a line chart in its own units; on the page it takes the width it is given."""
-LEFT, RIGHT, TOP, BOTTOM = 38, 8, 8, 34
+LEFT, RIGHT, TOP, BOTTOM = 38, 8, 22, 34
 """Its margins: where the axes' numbers and names stand."""
+DIGIT = 6.5
+"""Width of a digit of the axes' numbers."""
 DASHES = ("", "6 4", "2 4", "9 3 2 3", "4 2", "1 3")
 
 
@@ -32,9 +34,10 @@ def lines(records: Iterable[Row], name: Callable[[Row], str], x: str, y: str) ->
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over one pair of axes; y starts at 0.
+    """Lines over one pair of axes; y starts at 0, or near values that are all far above it.
 
     Attributes:
+        x_label, y_label: names of the axes, with their units.
         percent: whether y is a share, shown in percent; its axis then ends at 100 %.
     """
 
@@ -59,26 +62,28 @@ class LineChart:
     def html(self) -> str:
         xs = [x for series in self.series for x, _ in series.points]
         low, high = min(xs), max(xs)
-        most = 1.0 if self.percent else max(y for series in self.series for _, y in series.points)
-        y_ticks = ticks(most or 1.0)
-        top = y_ticks[-1]
+        ys = [y for series in self.series for _, y in series.points]
+        y_ticks = ticks(1.0) if self.percent else ticks(max(ys) or 1.0, least=min(ys))
+        bottom, top = y_ticks[0], y_ticks[-1]
 
         def at(x: float, y: float) -> tuple[float, float]:
             across = (x - low) / (high - low) if high > low else 0.5
-            return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - y / top) * (HEIGHT - TOP - BOTTOM)
+            up = (y - bottom) / (top - bottom)
+            return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - up) * (HEIGHT - TOP - BOTTOM)
 
         tick_text = "{:.0%}" if self.percent else "{:,.10g}"
         parts = []
         for tick in y_ticks:
             _, height = at(low, tick)
-            kind = "rule" if tick else "axis"
+            kind = "rule" if tick > bottom else "axis"
             parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{height + 3.5:.1f}" text-anchor="end">{tick_text.format(tick)}</text>')
-        for tick in x_ticks(low, high):
-            across, _ = at(tick, 0)
+        for tick in x_ticks(sorted({*xs}), WIDTH - LEFT - RIGHT):
+            across, _ = at(tick, bottom)
             parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:,.10g}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text class="ink" x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">{escape(self.x_label)}</text>')
+        parts.append(f'<text class="ink" x="0" y="10">{escape(self.y_label)}</text>')
         for index, series in enumerate(self.series):
             parts.append(self.line(index, series, [(at(x, y), x, y) for x, y in series.points]))
         names = [series.name for series in self.series]
@@ -145,7 +150,8 @@ class StackedBars:
                 f'<span>{escape(name)}</span><svg viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
                 f'aria-label="{escape(label)}">{rects}</svg><span>{self.number(sum(values))}</span>'
             )
-        return figure(self.title, f'<div class="bars">{"".join(rows)}</div>', bar_key(self.parts), self.table())
+        axis = f"<span></span>{tick_row(longest)}<span>{escape(self.unit)}</span>"
+        return figure(self.title, f'<div class="bars">{"".join(rows)}{axis}</div>', bar_key(self.parts), self.table())
 
     def number(self, value: float) -> str:
         return f"{compact(value)} {escape(self.unit)}"
@@ -212,10 +218,8 @@ class LaneChart:
             label = escape(f"{self.title}: {row.name} over {self.longest:,.3f} ms")
             box = f'viewBox="0 0 {LANES_WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{label}"'
             pictures.append(f"<div>{escape(row.name)}</div><svg {box}>{''.join(parts)}</svg>")
-        ends = f"<p><span>0</span><span>{self.longest:,.3f} ms</span></p>"
-        return figure(
-            self.title, f'<div class="lanes">{"".join(pictures)}{ends}</div>', bar_key([*self.kinds.values()]), self.figures
-        )
+        drawing = f'<div class="lanes">{"".join(pictures)}{tick_row(self.longest, "ms")}</div>'
+        return figure(self.title, drawing, bar_key([*self.kinds.values()]), self.figures)
 
 
 def figure(title: str, drawing: str, key: str, table: HtmlTable) -> str:
@@ -247,10 +251,24 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) else significant(value)
 
 
-def ticks(top: float, most: int = 5) -> list[float]:
-    """Round numbers from 0 to at least `top`, at most `most` steps."""
-    step = round_step(top / most)
-    return [step * n for n in range(math.ceil(top / step - 1e-9) + 1)]
+def tick_row(longest: float, unit: str = "") -> str:
+    """An axis of round numbers below bars that are `longest` wide, with the unit beside the last one."""
+    step = round_step((longest or 1.0) / 3)
+    marks = [step * n for n in range(math.floor((longest or 1.0) / step * (1 + 1e-9)) + 1)]
+    texts = []
+    for mark in marks:
+        anchor = "start" if mark == 0 else "end" if mark > 0.97 * longest else "middle"
+        name = f"{mark:,.10g} {unit}".rstrip() if mark == marks[-1] else f"{mark:,.10g}"
+        texts.append(f'<text x="{100 * mark / (longest or 1.0):.2f}%" y="12" text-anchor="{anchor}">{escape(name)}</text>')
+    return f'<svg class="ticks" aria-hidden="true">{"".join(texts)}</svg>'
+
+
+def ticks(top: float, most: int = 5, least: float = 0.0) -> list[float]:
+    """Round numbers up to at least `top`, at most `most` steps: from 0, or from just below `least` if that is near `top`."""
+    near = least > 0.6 * top and least < top
+    step = round_step((top - least) / (most - 1) if near else top / most)
+    first = math.floor(least / step + 1e-9) if near else 0
+    return [step * n for n in range(first, math.ceil(top / step - 1e-9) + 1)]
 
 
 def round_step(least: float) -> float:
@@ -261,10 +279,27 @@ def round_step(least: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
 
 
-def x_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between `low` and `high`, and `low` itself where they leave room for it."""
+def x_ticks(xs: Sequence[float], width: float) -> list[float]:
+    """Values along x that get a number: those of points while they are few, as far as there is room; else round ones.
+
+    Args:
+        xs: values of the points, ascending, each once.
+        width: of the axis, in the chart's units.
+    """
+    low, high = xs[0], xs[-1]
     if high == low:
         return [low]
-    step = round_step((high - low) / 6)
-    inside = [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return inside if inside and inside[0] - low < 0.6 * step else [low, *inside]
+    if len(xs) > 10:
+        step = round_step((high - low) / 6)
+        inside = [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        return inside if inside and inside[0] - low < 0.6 * step else [low, *inside]
+
+    def apart(one: float, other: float) -> bool:
+        room = DIGIT * (2 + (len(f"{one:,.10g}") + len(f"{other:,.10g}")) / 2)
+        return width * (other - one) / (high - low) >= room
+
+    found = [low]
+    for x in xs[1:-1]:
+        if apart(found[-1], x) and apart(x, high):
+            found.append(x)
+    return [*found, high]

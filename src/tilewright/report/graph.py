@@ -63,7 +63,7 @@ def write_graph(path: Path, report: Report) -> None:
         text = "What the fused kernels' DMAs move, counted from the kernels; a model's other parts are not in it."
         tables = [kernels_table(counted, chip, key) for chip, key in (("TPU", "tpu"), ("Trainium", "nki"))]
         sections.append(Section("DMAs of the accelerators' kernels", [page_table(table) for table in tables], text))
-    report.write(path, sections)
+    report.write(path, sections, ran=any(one["measured"] for one in report.records))
 
 
 def times_table(place: str, records: Records) -> FigureTable:

@@ -1,6 +1,6 @@
 """The pages of simulated Neuron programs and of plans: what engines do when, and figures by cores, batch and schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from tilewright.metrics.neuron import NEURON
 from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LaneChart, LaneRow, LineChart, StackedBars, lines
 from tilewright.report.page import Block, HtmlTable, Section, sentences, write_sections
-from tilewright.report.tables import page_table, ranges_section
+from tilewright.report.tables import first_text, page_table, ranges_section
 
 MOMENTS = {"compute": "compute", "loading": "loading alone", "exposed": "exposed communication", "waiting": "waiting"}
 """Kinds of moments that all of the time is divided into, as records name them, and what charts call them."""
@@ -28,10 +28,16 @@ PLACES = (
     "schedule cores batch_rows tokens_per_s tokens_per_s_gain tokens_per_s_gain_over_sequence ttft_ms ttft_gain "
     "ttft_gain_over_sequence tpot_ms tpot_gain tpot_gain_over_sequence memory_gib limit"
 )
+FIRST_PLACES = "schedule cores batch_rows tokens_per_s tokens_per_s_gain ttft_ms tpot_ms memory_gib"
 AT_BEST = "Schedules against sync and sequence, each at its best"
 SETTINGS = chosen(
     NEURON, "packets streams early_layers late_layers step_ms gain tokens_per_s exposed_ms tp_delay_ms memory_gib limit"
 )
+FIRST_SETTINGS = "packets streams early_layers late_layers step_ms gain memory_gib"
+FIRST_RANKS = 8
+"""Settings that the page of a training plan shows at once, beside the compiler's order."""
+LIKE = 0.01
+"""Share of the largest exposed time by which layers behind one another may differ to count as alike."""
 BUSY = Metric("busy_share", head="busy", form=".1%")
 
 
@@ -70,7 +76,7 @@ def write_simulation(path: str | Path, title: str, record: Row, engines: LaneCha
         environment: what they depend on.
     """
     sent = [{"name": name, "dma_gb": size, "dma_share": record["dma_share"][name]} for name, size in record["dma_gb"].items()]
-    layers = [{"name": name, "exposed_ms": ms} for name, ms in record["exposed_layers_ms"].items()]
+    layers = [{"name": name, "exposed_ms": ms} for name, ms in alike_layers(record["exposed_layers_ms"])]
     exposed = FigureTable("Exposed communication of each layer", "layer", {"": layers}, chosen(NEURON, "exposed_ms"))
     blocks: list[Block] = [
         moment_bars("What the time goes to", "program", [record]),
@@ -78,11 +84,25 @@ def write_simulation(path: str | Path, title: str, record: Row, engines: LaneCha
         page_table(FigureTable("DMA engines by sender", "sender", {"": sent}, chosen(NEURON, "dma_gb dma_share"))),
         page_table(exposed),
     ]
-    text = f"{record['total_ms']:,.3f} ms; {record['limit']} is busy longest; {record['memory_gib']:,.2f} GiB of device memory."
-    text = f"{text} {sentences(record['notes'])}".rstrip()
-    sections = [Section("What runs when", [engines], text), Section("Figures", blocks, grid=True)]
+    verdict = (
+        f"{significant(record['total_ms'])} ms, {record['exposed_ms'] / (record['total_ms'] or 1.0):.0%} of it exposed "
+        f"communication; {record['limit']} is busy longest; {record['memory_gib']:,.2f} GiB of device memory."
+    )
+    sections = [Section("What runs when", [engines], sentences(record["notes"])), Section("Figures", blocks, grid=True)]
     data = {"environment": environment, "data": record}
-    write_sections(path, title, sections, lead=LEAD, facts=environment, data=data)
+    write_sections(path, title, sections, verdict=verdict, lead=LEAD, facts=environment, data=data, ran=False)
+
+
+def alike_layers(exposed_ms: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Layers with their exposed time; those behind one another that are alike as one, under the numbers of both ends."""
+    found: list[tuple[str, str, float]] = []
+    least = LIKE * max(exposed_ms.values(), default=0.0)
+    for name, ms in exposed_ms.items():
+        if found and name.isdecimal() and found[-1][1].isdecimal() and abs(found[-1][2] - ms) <= least:
+            found[-1] = (found[-1][0], name, found[-1][2])
+        else:
+            found.append((name, name, ms))
+    return [(first if first == last else f"{first} to {last}, each", ms) for first, last, ms in found]
 
 
 def moment_bars(title: str, name: str, records: Sequence[Row]) -> StackedBars:
@@ -116,9 +136,36 @@ def write_inference_plan(path: str | Path, title: str, plan: Row) -> None:
         ]
         sections.append(Section(f"Input of {tokens:,} tokens", blocks, grid=True))
         notes = sentences(note for one in of for note in one["notes"])
-        sections.append(Section(f"Figures, input of {tokens:,}", [page_table(inference_table(AT_BEST, of))], notes))
+        best = {
+            place_of(max(some, key=lambda one: one["tokens_per_s"]))
+            for some in grouped(of, lambda one: (one["schedule"], one["batch_rows"])).values()
+        }
+        table = page_table(
+            inference_table(AT_BEST, of), first=FIRST_PLACES, first_row=lambda row, best=best: place_of(row) in best
+        )
+        sections.append(Section(f"Figures, input of {tokens:,}", [table], f"{BEST_CORES} {notes}".rstrip()))
     sections.append(ranges_section(plan["ranges"]))
-    write_sections(path, title, sections, lead=LEAD, facts=settings(plan), data=plan)
+    verdict = inference_verdict(plan)
+    write_sections(path, title, sections, verdict=verdict, lead=LEAD, facts=settings(plan), data=plan, ran=False)
+
+
+BEST_CORES = "For each schedule and batch the number of cores with the most tokens a second; all of them fold out."
+
+
+def place_of(record: Row) -> tuple[str, int, int]:
+    return record["schedule"], record["cores"], record["batch_rows"]
+
+
+def inference_verdict(plan: Row) -> str:
+    """Sentence on the place with the most tokens a second, and on how sure its lead is."""
+    best = plan["winner"]
+    gain = "" if best["tokens_per_s_gain"] is None else f", {best['tokens_per_s_gain']:+.0%} against sync there"
+    sure = first_text(plan["ranges"].get("tpot_ms"), best["schedule"])
+    return (
+        f"Most tokens a second: {best['schedule']} over {best['cores']} cores, batch {best['batch_rows']}, "
+        f"{best['input_tokens']:,} tokens in: {significant(best['tokens_per_s'])} tokens/s{gain}"
+        f"{f'; its time per token is {sure}' if sure else ''}."
+    )
 
 
 MOST_LINES = 6
@@ -158,19 +205,24 @@ def write_training_plan(path: str | Path, title: str, plan: Row) -> None:
     def name(one: Row) -> str:
         return f"{one['streams']} stream{'s' * (one['streams'] > 1)}, prefetch {one['early_layers']:g}, {one['packets']}"
 
+    first = {one["setting"] for one in [*records[:FIRST_RANKS], *(one for one in records if not one["threaded"])]}
+    table = training_table("Settings, the fastest first", records)
+    ranking = page_table(table, first=FIRST_SETTINGS, first_row=lambda row: row["setting"] in first)
+    sure = first_text(plan["ranges"].get("step_ms"), plan["winner"]["setting"])
+    gain = f", {plan['winner']['gain']:.0%} less than in the compiler's order" if plan["winner"]["gain"] is not None else ""
+    step = f"{plan['winner']['setting']}, {significant(plan['winner']['step_ms'])} ms a step"
+    verdict = f"Fastest: {step}{gain}{f'; {sure}' if sure else ''}."
     threaded = grouped((one for one in records if one["threaded"]), "packets")
     drawn = {packets: lines(of, name, "late_layers", "step_ms") for packets, of in threaded.items()}
-    charts = [
-        LineChart(f"Step by scatter delay, {packets} packets", "scatter delay, layers", "ms", of)
-        for packets, of in drawn.items()
-    ]
+    charts = [LineChart(f"{packets} packets", "scatter delay, layers", "ms a step", of) for packets, of in drawn.items()]
     sections = [
-        Section("Ranking", [page_table(training_table("Settings, the fastest first", records))], plan["winner_text"]),
-        Section("What steps are made of", [moment_bars("The fastest settings", "setting", records[:12]), *charts], grid=True),
-        Section("Environment of the winner", [HtmlTable("Variables", ["name", "value", "what it does"], shown)]),
+        Section("Ranking", [ranking], f"{plan['winner_text']}."),
+        Section("What steps are made of", [moment_bars("The fastest settings", "setting", records[:FIRST_RANKS])]),
+        Section("Steps by scatter delay", charts, grid=True),
+        Section("Environment of the winner", [HtmlTable("Variables", ["name", "value", "what it does"], shown, words=(2,))]),
         ranges_section(plan["ranges"]),
     ]
-    write_sections(path, title, sections, lead=LEAD, facts=settings(plan), data=plan)
+    write_sections(path, title, sections, verdict=verdict, lead=LEAD, facts=settings(plan), data=plan, ran=False)
 
 
 def training_table(title: str, records: Sequence[Row]) -> FigureTable:
@@ -182,7 +234,7 @@ def training_table(title: str, records: Sequence[Row]) -> FigureTable:
 
 def settings(plan: Row) -> dict[str, Any]:
     """Settings that a plan's figures depend on, as a page shows them: lists as words."""
-    told = ("data", "ranges", "winner", "winner_environment", "winner_text")
+    told = ("data", "ranges", "winner", "winner_environment", "winner_text", "measured")
     return {
         name: ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
         for name, value in plan.items()

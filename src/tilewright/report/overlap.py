@@ -1,15 +1,16 @@
 """The page of `tilewright inspect overlap`: for each phase its figures, the time of each layer, and what runs when."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.overlap import LAYER, MICRO
 from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LaneChart, LaneRow, StackedBars
 from tilewright.report.page import HtmlTable, Section, write_sections
-from tilewright.report.tables import page_table, ranges_section
+from tilewright.report.tables import first_text, page_table, ranges_section
 
 KINDS = {
     "compute": "compute", "exposed": "exposed communication", "memory wait": "waiting for memory",
@@ -22,6 +23,7 @@ COLUMNS = chosen(
     "layers_compiled compute_cycles compute_ms communication_ms hidden_ms exposed_ms exposed_share exposed_share_of_sync "
     "extra_compute_share least_exposed_ms total_ms total_over_bound model_total_ms",
 )
+FIRST_COLUMNS = "exposed_ms exposed_share total_ms total_over_bound model_total_ms"
 AGAINST = (
     "Total: compute, exposed communication, and waiting for copies from memory; × bound: against the layer without "
     "communication; least exposed: what the busiest link takes beyond the compute. Not steady: the layer's neighbours "
@@ -55,16 +57,21 @@ class OverlapReport:
         if not self.records:
             raise ValueError("expected figures of at least one schedule, found none")
 
-    def write(self, path: str | Path, sections: Sequence[Section]) -> None:
+    def write(self, path: str | Path, sections: Sequence[Section], verdict: str) -> None:
         """Writes a page of these sections and the ranges as one HTML file that works offline.
 
         The figures are in it as JSON too, in the element `data`.
+
+        Args:
+            verdict: a sentence at its top.
 
         Raises:
             ValueError: the environment holds something that JSON cannot.
         """
         data = {"environment": self.environment, "data": self.records, "ranges": self.ranges}
-        write_sections(path, self.title, [*sections, ranges_section(self.ranges)], lead=LEAD, facts=self.environment, data=data)
+        shown = [*sections, ranges_section(self.ranges)]
+        facts = self.environment
+        write_sections(path, self.title, shown, verdict=verdict, lead=LEAD, facts=facts, data=data, ran=False)
 
 
 CAVEATS = (
@@ -110,11 +117,50 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
             f"If every chip used all its links, two sums would take {wires} ms, and {beyond} ms of them would not fit under "
             f"the compute. {layer_estimates(records, 'schedule')}"
         )
-        picture = lane_chart(f"What runs when, {name}", report.lanes[name])
-        table = page_table(layer_table("Communication of a layer", records), note=AGAINST)
+        picture = layer_lanes(name, records, report.lanes[name])
+        table = page_table(layer_table("Communication of a layer", records), AGAINST, FIRST_COLUMNS)
         blocks = [table, layer_bars(records, "schedule"), picture]
         sections.append(Section(name, blocks, text))
-    report.write(path, sections)
+    report.write(path, sections, verdict_of(report, place, "schedule"))
+
+
+def verdict_of(report: OverlapReport, place: Callable[[Row], str], name: str) -> str:
+    """Sentence on what takes the least time for a layer at each place, beside the first of what it was compared with.
+
+    Args:
+        name: the field of records that says what was compiled.
+    """
+    clauses = []
+    for where, records in grouped(report.records, place).items():
+        best, first = min(records, key=lambda one: one["total_ms"]), records[0]
+        others = "" if best is first else f", {1 - best['total_ms'] / first['total_ms']:.0%} less than {first[name]}"
+        ranges = report.ranges.get(where) or report.ranges.get(str(first["chip"]))
+        clause = f"{best[name]} on {where} ({significant(best['total_ms'])} ms{others}"
+        clauses.append(f"{clause}; {sure})" if (sure := first_text(ranges, best[name])) else f"{clause})")
+    return f"Least time for a layer: {', '.join(clauses)}."
+
+
+def layer_lanes(name: str, records: Sequence[Row], rows: Sequence[Row]) -> LaneChart:
+    """Chart of what runs when: in the reported layer alone where its neighbours are like it, else in all that were compiled."""
+    number = records[0]["reported_layer"]
+    alike = all(one["steady"] for one in records) and all(len(row["layer_begins_ms"]) > number + 1 for row in rows)
+    if not alike:
+        return lane_chart(f"What runs when, {name}", rows)
+    own = [cropped(row, *row["layer_begins_ms"][number : number + 2]) for row in rows]
+    return lane_chart(f"What runs when in a layer, {name}", own)
+
+
+def cropped(row: Row, begin: float, end: float) -> dict[str, Any]:
+    """Lanes between two moments, in milliseconds from the first of them."""
+    cut = {
+        lane: [
+            (max(start, begin) - begin, min(stop, end) - begin, kind)
+            for start, stop, kind in row[lane]
+            if start < end and stop > begin
+        ]
+        for lane in ("core", "links")
+    }
+    return {**row, **cut, "layer_begins_ms": []}
 
 
 def place(record: Row) -> str:
@@ -143,16 +189,37 @@ def total_text(total_ms: float, steady: bool) -> str:
 
 
 def layer_bars(records: Sequence[Row], name: str) -> StackedBars:
-    """The time of each compiled layer, in each pass if there are two, of the programs that this field of records names."""
-    bars = [
-        (
-            f"{one[name]}, {layer.get('pass', 'layer')} {layer['layer']}",
-            [layer[f"{part}_ms"] for part in ("compute", "exposed", "memory_wait")],
-        )
-        for one in records
-        for layer in one["layers"]
-    ]
+    """The time of each compiled layer, in each pass if there are two, of the programs that this field of records names.
+
+    Layers behind one another that are alike have one bar.
+    """
+    bars = []
+    for one in records:
+        for layers in runs_of_like(one["layers"]):
+            first, last = layers[0], layers[-1]
+            kind = f"{first['pass']}, layer" if "pass" in first else "layer"
+            numbers = f" {first['layer']}" if first is last else f"s {first['layer']} to {last['layer']}"
+            bars.append((f"{one[name]}, {kind}{numbers}", [first[part] for part in PARTS]))
     return StackedBars("Time of each layer", [*KINDS.values()][:3], bars, "ms")
+
+
+PARTS = ("compute_ms", "exposed_ms", "memory_wait_ms")
+LIKE = 0.01
+"""Share of a layer's time by which each part of another one may differ for both to count as alike."""
+
+
+def runs_of_like(layers: Sequence[Row]) -> list[list[Row]]:
+    """Layers in runs: those behind one another, in one pass, that differ little from the first of their run."""
+    found: list[list[Row]] = []
+    for layer in layers:
+        first = found[-1][0] if found else None
+        total = sum(layer[part] for part in PARTS)
+        alike = first is not None and layer.get("pass") == first.get("pass")
+        if first is not None and alike and all(abs(layer[part] - first[part]) <= LIKE * total for part in PARTS):
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
 
 
 def lane_chart(title: str, rows: Sequence[Row]) -> LaneChart:
@@ -221,4 +288,4 @@ def write_micro(
     ran = [page_table(measured_micro_table("Medians of runs in turns", measured))] if measured else []
     sections.append(Section("Measured here", ran, ABOUT_MICRO))
     data = {"environment": environment, "compiled": compiled, "measured": measured}
-    write_sections(path, "Collectives beside products", sections, facts=environment, data=data)
+    write_sections(path, "Collectives beside products", sections, facts=environment, data=data, ran=bool(measured))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.metrics.metric import Metric, chosen
+from tilewright.metrics.metric import Metric, chosen, significant
 from tilewright.metrics.overlap import TIMES
 from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LineChart, lines
@@ -27,6 +27,7 @@ RAN = "A small model of random weights, on the devices that are here."
 FIGURES = (("output_tokens_per_s", "Throughput", "tokens/s"), ("ttft_ms", "TTFT", "ms"), ("tpot_ms", "TPOT", "ms"))
 
 
+FIRST_COLUMNS = "input_tokens batch_rows devices schedule ttft_ms tpot_ms output_tokens_per_s fits"
 CASE_COLUMNS = chosen(TIMES, "input_tokens output_tokens batch_rows devices schedule")
 EXPOSED = (
     Metric("prefill_exposed_share", head="exposed of TTFT", short="of it\nexposed", form=".0%"),
@@ -67,13 +68,24 @@ def write_grid(
     for kind, of in grouped(predicted, kind_of).items():
         sections.append(Section(f"Predicted for {kind}", charts(of), f"{PREDICTED} {grid_estimates(of)}", grid=True))
         table = predicted_table("Predictions", of, (*PREDICTED_COLUMNS, *chosen(TIMES, "device_gb")))
-        sections.append(Section(f"Figures for {kind}", [page_table(table)]))
+        sections.append(Section(f"Figures for {kind}", [page_table(table, first=FIRST_COLUMNS)]))
     sections.append(ranges_section(ranges))
     if measured:
         text = CPUS if about.get("measured_platform") == "cpu" else RAN
         sections.append(Section("Run here", [page_table(measured_table("Tokens and collectives", measured))], text))
     data = {"environment": about, "predicted": predicted, "measured": measured, "ranges": ranges}
-    write_sections(path, "Schedules over the number of devices", sections, facts=about, data=data)
+    title, verdict = "Schedules over the number of devices", grid_verdict(predicted)
+    write_sections(path, title, sections, verdict=verdict, facts=about, data=data, ran=bool(measured))
+
+
+def grid_verdict(predicted: Sequence[Row]) -> str:
+    """Sentence on what is predicted to give the most tokens a second on each kind of chip; nothing without predictions."""
+    clauses = []
+    for kind, of in grouped(predicted, kind_of).items():
+        best = max(of, key=lambda one: one["output_tokens_per_s"])
+        rate = significant(best["output_tokens_per_s"])
+        clauses.append(f"{best['schedule']} over {best['devices']} of {kind}, batch {best['batch_rows']} ({rate} tokens/s)")
+    return f"Most tokens a second, predicted: {', '.join(clauses)}." if clauses else ""
 
 
 def kind_of(record: Row) -> str:

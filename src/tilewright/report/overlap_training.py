@@ -7,13 +7,15 @@ from pathlib import Path
 from tilewright.metrics.metric import chosen, significant
 from tilewright.metrics.overlap import LAYER, TRAINING_STEP, TRANSFERS
 from tilewright.metrics.tables import FigureTable, Row, grouped
-from tilewright.report.overlap import OverlapReport, lane_chart, layer_bars, layer_estimates
+from tilewright.report.overlap import OverlapReport, lane_chart, layer_bars, layer_estimates, verdict_of
 from tilewright.report.page import Section
 from tilewright.report.tables import page_table
 
 PASSES = ("forward", "backward")
 COMMUNICATION = "exposed_share exposed_share_of_plain", "compute_ms hidden_ms exposed_ms"
 MEMORY = "total_ms compute_share peak_bytes temporary_bytes model_peak_bytes model_total_ms"
+FIRST_COMMUNICATION = "exposed_share exposed_share_of_plain"
+FIRST_MEMORY = "total_ms peak_bytes model_peak_bytes model_total_ms"
 MEMORY_NOTE = "All layers: reckoned from the compiled ones; the update of those that were not compiled is not in the time."
 TERMINAL = (
     "hidden_ms exposed_share exposed_share_of_plain total_ms compute_share peak_bytes model_peak_bytes model_total_ms",
@@ -38,12 +40,12 @@ def write_training(path: str | Path, report: OverlapReport) -> None:
         )
         picture = lane_chart(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
         tables = [
-            page_table(step_table("Communication of a layer", records, *COMMUNICATION)),
-            page_table(step_table("Time and memory", records, MEMORY, ""), note=MEMORY_NOTE),
+            page_table(step_table("Communication of a layer", records, *COMMUNICATION), first=FIRST_COMMUNICATION),
+            page_table(step_table("Time and memory", records, MEMORY, ""), MEMORY_NOTE, FIRST_MEMORY),
         ]
         blocks = [*tables, layer_bars(records, "program"), picture, *(page_table(transfers_table(one)) for one in records)]
         sections.append(Section(name, blocks, text))
-    report.write(path, sections)
+    report.write(path, sections, verdict_of(report, place, "program"))
 
 
 def place(record: Row) -> str:

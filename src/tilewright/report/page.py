@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib import resources
@@ -50,12 +50,17 @@ class HtmlTable:
         columns: headers; the first is that of the row names.
         rows: as long as `columns`; None leaves a cell empty.
         note: below it.
+        folded_columns, folded_rows: indexes of those that are hidden until a reader unfolds them.
+        words: indexes of columns of names and remarks, which stand at the left and break.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | Cell | None]]
     note: str = ""
+    folded_columns: Collection[int] = ()
+    folded_rows: Collection[int] = ()
+    words: Collection[int] = ()
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -63,35 +68,50 @@ class HtmlTable:
                 raise ValueError(f"table {self.title!r}: expected rows of {len(self.columns)} cells, found one of {len(row)}")
 
     def html(self) -> str:
-        head = "".join(f'<th scope="col">{escape(column)}</th>' for column in self.columns)
-        body = "".join(map(row_html, self.rows))
+        kinds = [class_attribute(folded=n in self.folded_columns, words=n in self.words) for n in range(len(self.columns))]
+        head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in zip(self.columns, kinds, strict=True))
+        body = "".join(row_html(row, kinds, class_attribute(folded=n in self.folded_rows)) for n, row in enumerate(self.rows))
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         caption = f"<caption>{escape(self.title)}</caption>"
+        whole = ((self.folded_columns, len(self.columns), "columns"), (self.folded_rows, len(self.rows), "rows"))
+        names = " and ".join(f"{count} {name}" for some, count, name in whole if some)
+        unfold = f'<label class="unfold"><input type="checkbox">all {names}</label>' if names else ""
         return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>{caption}'
+            f'{unfold}<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>{caption}'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}"
         )
 
 
-def row_html(row: Sequence[str | Cell | None]) -> str:
+def class_attribute(**classes: bool) -> str:
+    """Attribute with the classes that an element has, a blank before it; nothing without any."""
+    names = " ".join(name for name, has in classes.items() if has)
+    return f' class="{names}"' if names else ""
+
+
+def row_html(row: Sequence[str | Cell | None], kinds: Sequence[str], kind: str = "") -> str:
+    """A row.
+
+    Args:
+        kinds: the class attribute of each cell; `kind` is that of the row.
+    """
     first, *rest = row
     name = first.text if isinstance(first, Cell) else first or ""
-    return f'<tr><th scope="row">{escape(name)}</th>{"".join(map(cell_html, rest))}</tr>'
+    return f'<tr{kind}><th scope="row"{kinds[0]}>{escape(name)}</th>{"".join(map(cell_html, rest, kinds[1:]))}</tr>'
 
 
-def cell_html(cell: str | Cell | None) -> str:
+def cell_html(cell: str | Cell | None, kind: str = "") -> str:
     if cell is None:
-        return "<td></td>"
+        return f"<td{kind}></td>"
     if isinstance(cell, str):
-        return f"<td>{escape(cell)}</td>"
+        return f"<td{kind}>{escape(cell)}</td>"
     text = f"<strong>{escape(cell.text)}</strong>" if cell.strong else escape(cell.text)
     if cell.share is None:
-        return f"<td>{text}</td>"
+        return f"<td{kind}>{text}</td>"
     bar = (
         '<svg class="share" viewBox="0 0 100 3" preserveAspectRatio="none" aria-hidden="true">'
         f'<rect class="{series_class(cell.colour)}" width="{100 * cell.share:.1f}" height="3"/></svg>'
     )
-    return f"<td>{text}{bar}</td>"
+    return f"<td{kind}>{text}{bar}</td>"
 
 
 def series_class(index: int) -> str:
@@ -155,13 +175,16 @@ class Report:
         if not self.records:
             raise ValueError(f"{self.title}: expected at least one row of figures, found none")
 
-    def write(self, path: Path, sections: Sequence[Section]) -> None:
+    def write(self, path: Path, sections: Sequence[Section], ran: bool = True) -> None:
         """Writes a page of these sections as one HTML file that works offline, with all of this as JSON in it.
+
+        Args:
+            ran: whether the figures were measured.
 
         Raises:
             ValueError: records or environment hold something that JSON cannot.
         """
-        write_sections(path, self.title, sections, lead=self.lead, facts=self.environment, data=asdict(self))
+        write_sections(path, self.title, sections, lead=self.lead, facts=self.environment, data=asdict(self), ran=ran)
 
 
 def write_sections(
@@ -169,23 +192,29 @@ def write_sections(
     title: str,
     sections: Sequence[Section],
     *,
+    verdict: str = "",
     lead: str = "",
     facts: Mapping[str, Any] | None = None,
     data: Any = None,
+    ran: bool = True,
 ) -> None:
     """Writes a page of titled tables and charts; a section without any is left out.
 
     Args:
-        lead: a sentence under the title.
-        facts: what was measured on and with, at the foot of the page.
+        verdict: a sentence under the title that says what came out.
+        lead: a sentence below it on what the figures are.
+        facts: circumstances that the figures depend on, at the foot of the page.
         data: the figures themselves, JSON-able, embedded for programs that read the page.
+        ran: whether the figures were measured; else the facts are settings of a prediction.
 
     Raises:
         ValueError: `data` holds something that JSON cannot.
     """
-    foot = f"<footer><h2>Measured on and with</h2>{facts_html(facts)}</footer>" if facts else ""
+    heading = "Measured on and with" if ran else "Settings; nothing ran"
+    foot = f"<footer><h2>{heading}</h2>{facts_html(facts)}</footer>" if facts else ""
+    verdict = f'<p class="verdict">{escape(verdict)}</p>' if verdict else ""
     lead = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    header = f"<header><h1>{escape(title)}</h1>{lead}</header>"
+    header = f"<header><h1>{escape(title)}</h1>{verdict}{lead}</header>"
     shown = "".join(section.html() for section in sections if section.blocks)
     body = f'<main class="report">{header}{shown}{foot}</main>'
     Path(path).write_text(document(title, body, styles=("page.css",), data=data), encoding="utf-8")

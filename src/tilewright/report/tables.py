@@ -1,17 +1,21 @@
 """Tables of figures on a page, and how far predictions for chips that are not here may be off."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tilewright.metrics.metric import Metric
+from tilewright.metrics.metric import Metric, significant
 from tilewright.metrics.tables import FigureTable, Row
 from tilewright.report.page import Block, Cell, HtmlTable, Section, sentences
 
 
-def page_table(table: FigureTable, note: str = "") -> HtmlTable:
+def page_table(
+    table: FigureTable, note: str = "", first: str = "", first_row: Callable[[Row], bool] | None = None
+) -> HtmlTable:
     """The table for a page: a group's name stands before those of its rows.
 
     Args:
         note: below it.
+        first: names of the metrics that show at once, blanks between them; the others fold out. Without any all show.
+        first_row: tells rows that show at once from those that fold out.
     """
     every = [row for rows in table.groups.values() for row in rows]
     lines: list[Sequence[str | Cell | None]] = []
@@ -20,18 +24,32 @@ def page_table(table: FigureTable, note: str = "") -> HtmlTable:
             names = [f"{group}, {row['name']}" if group else row["name"]] if table.head else []
             lines.append([*names, *(cell(table, metric, row, rows, every) for metric in table.metrics)])
     heads = [*([table.head] if table.head else []), *(metric.head for metric in table.metrics)]
-    return HtmlTable(table.title, heads, lines, note=note)
+    others = [n for n, metric in enumerate(table.metrics, len(heads) - len(table.metrics)) if metric.name not in first.split()]
+    words = [n for n, metric in enumerate(table.metrics, len(heads) - len(table.metrics)) if metric.words]
+    rest = [n for n, row in enumerate(every) if first_row is not None and not first_row(row)]
+    return HtmlTable(table.title, heads, lines, note, others if first else (), rest, words)
 
 
 def cell(table: FigureTable, metric: Metric, row: Row, rows: Sequence[Row], every: Sequence[Row]) -> str | Cell | None:
-    """A figure, with its bar among all and strong where it is the best of its group, or with a bar of a share."""
+    """A figure, with its bar among all, or with a bar of a share. The best of a group is strong, unless it is no gain."""
     text, value = metric.of(row), row[metric.name]
     if text is None or metric.name not in (*table.best, *table.shares):
         return text
     if metric.name in table.shares:
         return Cell(text, share=min(1.0, max(0.0, value)), colour=1)
     best, most = (max(row[metric.name] for row in some if row[metric.name] is not None) for some in (rows, every))
-    return Cell(text, value == best, value / most if value >= 0 < most else None)
+    strong = value == best and (metric.par is None or value > metric.par)
+    return Cell(text, strong, value / most if value >= 0 < most else None)
+
+
+def first_text(sweep: Row | None, label: str) -> str:
+    """Clause on how often a prediction is the best when constants are drawn from their ranges; nothing without draws."""
+    if sweep is None or label not in sweep["predictions"]:
+        return ""
+    counts = {name: one["first"] for name, one in sweep["predictions"].items()}
+    often = max(counts, key=lambda name: counts[name])
+    other = "" if counts[often] <= counts[label] else f" ({often}: {counts[often]})"
+    return f"best in {counts[label]} of {sweep['draws']} draws of the constants{other}"
 
 
 def ranges_section(sweeps: Mapping[str, Row]) -> Section:
@@ -41,8 +59,8 @@ def ranges_section(sweeps: Mapping[str, Row]) -> Section:
         rows = []
         for label, one in sweep["predictions"].items():
             decides = None if one["decides"] is None else f"{one['decides'][0]} ({one['decides'][1]:+.2f})"
-            ends = " to ".join(f"{end:,.3f}" for end in one["range"])
-            rows.append([label, f"{one['value']:,.3f}", ends, f"{one['first']} of {sweep['draws']}", decides])
+            ends = " to ".join(significant(end) for end in one["range"])
+            rows.append([label, significant(one["value"]), ends, f"{one['first']} of {sweep['draws']}", decides])
         heads = ["", sweep["unit"], "range", "first in", "decides (rank correlation)"]
         tables.append(HtmlTable(f"{name}, with the {sweep['range']}", heads, rows))
     text = sentences(line for sweep in sweeps.values() for line in sweep["text"][1:])
