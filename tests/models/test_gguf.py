@@ -379,6 +379,33 @@ def test_a_sentencepiece_vocabulary_has_the_usual_special_tokens(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
+    ("change", "begins"),
+    [
+        ({}, "<s>"),
+        ({"template": "{{ bos_token }}{{ messages[0].content }}"}, "<s>"),
+        ({"add_bos_token": True}, "<s>"),
+        ({"bos_token_id": NONE}, "<s>"),  # SentencePiece's own
+        ({"add_bos_token": False}, ""),
+    ],
+)
+def test_a_chat_begins_with_one_bos_where_texts_do(tmp_path: Path, change: dict[str, Any], begins: str):
+    source = change.get("template", "{{ messages[0].content }}")
+    fields = changed(SENTENCE_PIECE, **{name: value for name, value in change.items() if name != "template"})
+    template = ChatTemplate.load(head(tmp_path, fields | {"tokenizer.chat_template": source}))
+    assert template is not None
+    assert template.render([{"role": "user", "content": "ab"}]) == f"{begins}ab"
+    assert template.render([{"role": "user", "content": "ab"}], continue_final_message=True) == f"{begins}ab"
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", "<|im_start|>"), ("qwen2", "")])
+def test_a_chat_of_byte_level_bpe_begins_with_bos_by_its_kind(tmp_path: Path, pre: str, begins: str):
+    fields = changed(metadata(), pre=pre, add_bos_token=None)
+    template = ChatTemplate.load(head(tmp_path, fields | {"tokenizer.chat_template": "{{ messages[0].content }}"}))
+    assert template is not None
+    assert template.render([{"role": "user", "content": "he"}]) == f"{begins}he"
+
+
+@pytest.mark.parametrize(
     ("fields", "scaling"),
     [
         ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
