@@ -22,14 +22,17 @@ from cli.conftest import Run
 from models.published_files import NAME, install
 from tilewright.cli import main as command_line
 from tilewright.cli.common import DeviceOptions, ModelOptions
+from tilewright.cli.options import TemplateOptions
 from tilewright.cli.serve import (
     DEMO_TEMPLATES,
     CapacityOptions,
     HttpOptions,
+    ServedModelOptions,
     SpeculationOptions,
     engine_of,
     ready_line,
     say_defaults,
+    template_of,
 )
 from tilewright.cli.serve_diffusion import DenoisingOptions
 from tilewright.runtime.engine import Engine
@@ -320,3 +323,23 @@ def test_a_drafters_window_leaves_the_prefix_cache_out_and_says_so(
     ran = run("serve", folders[0], "--drafter", folders[1], "--draft-window", 16, "--prefix-cache", "--port", 0)
     assert ran.status == 2
     assert "expected no prefix cache: the drafter keeps a window" in ran.err
+
+
+def test_a_template_that_does_not_compile_has_chats_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Of the model's own the server says so and answers completions; one that was named ends the command."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
+    (tmp_path / "named.jinja").write_text("{{ messages[0].content }}")
+    models, console = ServedModelOptions(model=str(tmp_path)), Console(quiet=True)
+    template = template_of(models, TemplateOptions(), console)
+    assert template is not None
+    with pytest.raises(ValueError, match="does not compile"):
+        template.render([{"role": "user", "content": "a"}])
+    assert "chats are refused, completions are not; --chat-template FILE takes another template" in caplog.text
+    named = template_of(models, TemplateOptions(chat_template=tmp_path / "named.jinja"), console)
+    assert named is not None
+    assert named.render([{"role": "user", "content": "a"}]) == "a"
+    (tmp_path / "named.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match=r"named\.jinja: the chat template does not compile"):
+        template_of(models, TemplateOptions(chat_template=tmp_path / "named.jinja"), console)
+    with pytest.raises(ValueError, match="--chat-template: expected a file, found missing"):
+        TemplateOptions(chat_template=Path("missing"))
