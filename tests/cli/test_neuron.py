@@ -185,6 +185,14 @@ def test_without_simpy_the_extra_is_named():
     assert ran.stderr == "tilewright: simulating Neuron chips needs the neuron extra: pip install 'tilewright[neuron]'\n"
 
 
+def test_commands_for_tpus_do_not_ask_for_simpy():
+    """Nor do those that simulate nothing."""
+    names = ("inspect_overlap", "inspect_diff", "inspect_trace", "bench_round", "neuron_tools")
+    code = "import sys; sys.modules['simpy'] = None; " + "; ".join(f"import tilewright.cli.{name}" for name in names)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
 def test_env_and_calibrate(run: Run, tmp_path: Path):
     ran = run("neuron", "env", "--train", "fsdp,tp", "--json", "-")
     assert {one["name"] for one in ran.json["jax"]} >= {"NEURON_FSDP", "NEURON_RT_DBG_CC_DMA_PACKET_SIZE"}

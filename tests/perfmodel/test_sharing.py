@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.hardware.neuron import CORES
-from tilewright.perfmodel.sharing import DmaTransfer, Flows, Limits, Packets
+from tilewright.perfmodel.machine import Limits
+from tilewright.perfmodel.sharing import DmaTransfer, Flows, Packets
 
 RATE = 1e9 * CORES["NeuronCore-v3"].dma_gb_per_s
 KINDS = (Flows, Packets)

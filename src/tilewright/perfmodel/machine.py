@@ -3,7 +3,7 @@
 The constants of this file are the runtime's; those of the hardware are in `hardware/neuron.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from tilewright.hardware.neuron import NeuronInstance
 from tilewright.hardware.ranged import Ranged, ranged, refuse_name
 from tilewright.perfmodel.collectives import Mesh, steps_of
 from tilewright.perfmodel.program import COMPUTE, DMA, Collective
-from tilewright.perfmodel.sharing import Limits
+
+Resource = Hashable
 
 DMA_PACKET_BYTES, CC_PACKET_BYTES = 4096, 65536
 """Packets of compute's transfers and of collectives' unless set otherwise: the first can be raised, the second lowered
@@ -32,6 +33,23 @@ SIGNAL_US = 1.3
 DESCRIPTOR_NS = 10.0
 """Time of each descriptor in an engine beside its bytes: a working figure, by which 2 KiB reach 90 % of the rate and 4 KiB
 95 %, as that guide's `approaches peak` and `saturates`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bandwidths that transfers share.
+
+    Attributes:
+        dma_bytes_per_s: of one engine.
+        engines: of a core.
+        others: bandwidth of whatever else, in bytes a second.
+        strict_priority: how engines choose among rings.
+    """
+
+    dma_bytes_per_s: float
+    engines: int
+    others: Mapping[Resource, float] = field(default_factory=dict)
+    strict_priority: bool = False
 
 
 @dataclass(frozen=True)

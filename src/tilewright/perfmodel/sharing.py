@@ -10,14 +10,15 @@ With strict priorities a class is served before all higher-numbered ones; `Packe
 """
 
 from collections import deque
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 import simpy
 
-Resource = Hashable
+from tilewright.perfmodel.machine import Limits, Resource
+
 LEAST_BYTES = 1e-6
 """Rest of a transfer that counts as nothing: rates are floats."""
 
@@ -50,23 +51,6 @@ class DmaTransfer:
     done: Any = None
     demands: tuple[tuple[Resource, float], ...] = ()
     most: float = inf
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bandwidths that transfers share.
-
-    Attributes:
-        dma_bytes_per_s: of one engine.
-        engines: of a core.
-        others: bandwidth of whatever else, in bytes a second.
-        strict_priority: how engines choose among rings.
-    """
-
-    dma_bytes_per_s: float
-    engines: int
-    others: Mapping[Resource, float] = field(default_factory=dict)
-    strict_priority: bool = False
 
 
 class Flows:
