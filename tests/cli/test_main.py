@@ -12,7 +12,8 @@ from cyclopts import App
 from cyclopts.command_spec import CommandSpec
 
 import tilewright as tw
-from tilewright.cli.main import app, main
+from cli.conftest import Run
+from tilewright.cli.main import VARIABLES, app, main
 
 HEAVY = ("jax", "numpy", "tokenizers", "safetensors", "huggingface_hub")
 
@@ -58,6 +59,37 @@ def test_a_platform_that_is_not_here_is_named():
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("tilewright: expected JAX_PLATFORMS to name devices that are here, found zpu. ")
     assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (
+            "TILEWRIGHT_CPU_ISAS",
+            "no variable TILEWRIGHT_CPU_ISAS in the environment. Did you mean TILEWRIGHT_CPU_ISA?",
+        ),
+        ("TILEWRIGHT_ISA", "Did you mean TILEWRIGHT_CPU_ISA?"),
+        ("TILEWRIGHT_PROCESSES", "expected TILEWRIGHT_COORDINATOR beside TILEWRIGHT_PROCESSES, found none"),
+    ],
+)
+def test_a_variable_that_would_change_nothing_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, problem: str):
+    monkeypatch.setenv(name, "2")
+    ran = run("chips", "--json", "-")
+    assert (ran.status, ran.out) == (2, "")
+    assert problem in ran.err
+
+
+def test_variables_of_others_pass(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Kubernetes names some after a service."""
+    for name in ("TILEWRIGHT_PORT", "TILEWRIGHT_API_PORT", "TILEWRIGHT_SERVICE_HOST", *VARIABLES[:1]):
+        monkeypatch.setenv(name, "tcp")
+    assert run("chips").status == 0
+
+
+def test_every_variable_of_the_package_is_known():
+    """In Python's sources; those of C++ are the compiler's."""
+    texts = [path.read_text() for path in Path(tw.__file__).parent.rglob("*.py")]
+    assert {name for text in texts for name in re.findall(r"TILEWRIGHT_[A-Z_]+", text)} == set(VARIABLES) | {"TILEWRIGHT_ISA"}
 
 
 def test_a_closed_standard_input_is_an_empty_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

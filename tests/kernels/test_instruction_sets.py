@@ -12,7 +12,7 @@ import pytest
 from tilewright.kernels import build, native
 
 HERE = Path(__file__).parent
-ORDER = ["plain", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"]
+ORDER = build.ISAS
 """As in `isa.h`: a machine has those up to its best."""
 BEST = native.kernels().isa
 NEED = pytest.mark.skipif(BEST is None, reason=native.kernels().reason or "no kernels")

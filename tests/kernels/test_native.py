@@ -1,6 +1,7 @@
 """Building the CPU kernels, finding them, and saying why there are none."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,48 @@ def test_without_a_compiler_xla_serves(bare: Path):
 def test_kernels_may_be_unwanted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TILEWRIGHT_NO_NATIVE", "1")
     assert native.kernels.__wrapped__() == native.Native(None, "TILEWRIGHT_NO_NATIVE is 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("TILEWRIGHT_CPU_ISA", "avx513", "to be one of plain, avx2, avx512, avx512vnni, avx512bf16, amx, found 'avx513'"),
+        ("TILEWRIGHT_CPU_ISA", "AVX2", "to be one of plain, .*, found 'AVX2'"),
+        ("TILEWRIGHT_NO_NATIVE", "maybe", "to be 1 or 0, found 'maybe'"),
+        ("TILEWRIGHT_CACHE", f"{__file__}/below", "to name a folder, found .*test_native.py is a file"),
+    ],
+)
+def test_a_variable_with_a_value_that_it_cannot_have_is_an_error(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
+):
+    """Not a reason to leave everything to XLA."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"expected {name} {problem}"):
+        native.kernels.__wrapped__()
+
+
+def test_an_instruction_set_that_the_machine_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    class Library:
+        def TilewrightIsa(self) -> bytes: ...
+
+    library = Library()
+    library.TilewrightIsa = lambda: b"avx2"  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: library)
+    assert native.isa_of(Path("isa.so")) == "avx2"
+    monkeypatch.setenv("TILEWRIGHT_CPU_ISA", "amx")
+    with pytest.raises(ValueError, match="to name what this machine has, plain, avx2; found 'amx'"):
+        native.isa_of(Path("isa.so"))
+
+
+def test_instruction_sets_are_those_of_the_sources():
+    (names,) = re.findall(r"isa_names\[\] = \{(.*?)\}", (build.HERE / "isa.h").read_text())
+    assert tuple(name.strip('" ') for name in names.split(",")) == build.ISAS
+
+
+@pytest.mark.parametrize(("value", "said"), [("1", True), ("True", True), ("0", False), ("false", False), ("", False)])
+def test_a_switch_reads_as_the_command_line_has_it(monkeypatch: pytest.MonkeyPatch, value: str, said: bool):
+    monkeypatch.setenv("TILEWRIGHT_NO_NATIVE", value)
+    assert build.unwanted() == said
 
 
 def test_kernels_of_the_installation_need_no_compiler(bare: Path):

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
 from inspect import cleandoc
@@ -17,7 +18,7 @@ from rich.console import Console
 from tilewright import __version__
 from tilewright.cli.extras import EXTRAS, installation
 from tilewright.cli.platforms import leave_tpus_out, platforms_not_here
-from tilewright.cli.processes import COORDINATOR, end_together, join
+from tilewright.cli.processes import COORDINATOR, INDEX, PROCESSES, end_together, join
 
 COMMANDS = {
     "demo": "demo:demo", "generate": "generate:generate", "diffuse": "diffuse:diffuse", "serve": "serve:serve",
@@ -75,6 +76,26 @@ for name, (about, places) in GROUPS.items():
     app.command(add_commands(App(name=name, help=about), places))
 
 
+VARIABLES = (
+    "TILEWRIGHT_API_KEY", "TILEWRIGHT_CACHE", "TILEWRIGHT_COMPILE_CACHE", "TILEWRIGHT_CPU_ISA", "TILEWRIGHT_MAKE",
+    "TILEWRIGHT_NO_NATIVE", "TILEWRIGHT_UNCHECKED", COORDINATOR, PROCESSES, INDEX,
+)  # fmt: skip
+"""Variables of the environment that change what a command does, and what the tests check."""
+
+
+def check_variables() -> None:
+    """Raises a `ValueError` for a misspelt variable, and for a process's number without a coordinator.
+
+    Variables that resemble none of ours pass: Kubernetes makes some of the name of a service.
+    """
+    for name in os.environ:
+        near = get_close_matches(name, VARIABLES, 1, 0.85) if name.startswith("TILEWRIGHT_") else []
+        if near and name not in VARIABLES:
+            raise ValueError(f"expected no variable {name} in the environment. Did you mean {near[0]}?")
+    if COORDINATOR not in os.environ and (alone := [name for name in (PROCESSES, INDEX) if name in os.environ]):
+        raise ValueError(f"expected {COORDINATOR} beside {alone[0]}, found none")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line, alone or with the processes that the environment names."""
     if "jax" not in sys.modules:
@@ -92,6 +113,7 @@ def run(arguments: list[str]) -> None:
     """Runs the command line in this process."""
     errors = Console(stderr=True, soft_wrap=True, emoji=False)
     try:
+        check_variables()
         if COORDINATOR in os.environ:
             join(arguments)
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)

@@ -17,23 +17,55 @@ from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
 HERE = Path(__file__).parent
+YES, NO = ("1", "true", "yes", "y", "t"), ("", "0", "false", "no", "n", "f")
+"""Values of switches among the environment's variables, as the command line reads them."""
 PREBUILT = HERE / "prebuilt"
 """The libraries that a wheel brings; in a checkout there is no such folder."""
 OPERATIONS = sorted(source.parent.name for source in HERE.glob("*/cpu.cc"))
+ISAS = ("plain", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
+"""Instruction sets as `isa.h` names them, worst first: a machine has those up to its best."""
 ISA = "isa"
 """The library that says which instruction set runs here, built as those of operations are."""
 
 
 def cache_folder() -> Path:
-    """Folder that keeps compiled kernels: `TILEWRIGHT_CACHE`, or below the user's cache folder."""
+    """Folder that keeps compiled kernels: `TILEWRIGHT_CACHE`, or below the user's cache folder.
+
+    Raises:
+        ValueError: the variable names a file, or a place below one.
+    """
     named = os.environ.get("TILEWRIGHT_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named).absolute() if named else Path(base) / "tilewright"
+    if not named:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewright"
+    folder = Path(named).absolute()
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"expected TILEWRIGHT_CACHE to name a folder, found {named!r}: {place} is a file")
+    return folder
+
+
+def wanted_isa() -> str | None:
+    """Instruction set that `TILEWRIGHT_CPU_ISA` names; None for the machine's best.
+
+    Raises:
+        ValueError: there is no such instruction set.
+    """
+    named = os.environ.get("TILEWRIGHT_CPU_ISA") or None
+    if named not in (None, *ISAS):
+        raise ValueError(f"expected TILEWRIGHT_CPU_ISA to be one of {', '.join(ISAS)}, found {named!r}")
+    return named
 
 
 def unwanted() -> bool:
-    """True if `TILEWRIGHT_NO_NATIVE` asks for no kernels, neither in a wheel nor at run time."""
-    return os.environ.get("TILEWRIGHT_NO_NATIVE", "0") not in ("", "0")
+    """True if `TILEWRIGHT_NO_NATIVE` asks for no kernels, neither in a wheel nor at run time.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    said = os.environ.get("TILEWRIGHT_NO_NATIVE", "")
+    if said.lower() not in (*YES, *NO):
+        raise ValueError(f"expected TILEWRIGHT_NO_NATIVE to be 1 or 0, found {said!r}")
+    return said.lower() in YES
 
 
 def find_compiler() -> str | None:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from tilewright.kernels.build import (
     ISA,
+    ISAS,
     PREBUILT,
     build,
     build_all,
@@ -27,6 +28,7 @@ from tilewright.kernels.build import (
     intact,
     library_name,
     unwanted,
+    wanted_isa,
 )
 
 log = logging.getLogger("tilewright.kernels")
@@ -139,20 +141,26 @@ def isa_of(library: Path) -> str:
     """The instruction set that a library runs on here.
 
     Raises:
-        RuntimeError: `TILEWRIGHT_CPU_ISA` asks for one that this machine does not have.
+        ValueError: `TILEWRIGHT_CPU_ISA` names one that this machine does not have.
         OSError: it cannot be loaded.
     """
     loaded = ctypes.CDLL(str(library))
     loaded.TilewrightIsa.restype = ctypes.c_char_p
-    isa, wanted = loaded.TilewrightIsa().decode(), os.environ.get("TILEWRIGHT_CPU_ISA")
-    if wanted and isa != wanted:
-        raise RuntimeError(f"TILEWRIGHT_CPU_ISA is {wanted!r}, which this machine does not have: its best is {isa}")
+    isa, wanted = loaded.TilewrightIsa().decode(), wanted_isa()
+    if wanted is not None and isa != wanted:
+        here = ", ".join(ISAS[: ISAS.index(isa) + 1])
+        raise ValueError(f"expected TILEWRIGHT_CPU_ISA to name what this machine has, {here}; found {wanted!r}")
     return isa
 
 
 @cache
 def kernels() -> Native:
-    """Loads and registers the kernels on its first call, which may have to compile them."""
+    """Loads and registers the kernels on its first call, which may have to compile them.
+
+    Raises:
+        ValueError: a variable of the environment has a value that it cannot have.
+    """
+    wanted_isa()
     if unwanted():
         return Native(None, f"TILEWRIGHT_NO_NATIVE is {os.environ['TILEWRIGHT_NO_NATIVE']}")
     if jax.default_backend() != "cpu":
