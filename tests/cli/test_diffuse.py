@@ -259,7 +259,7 @@ def test_an_interruption_within_a_dispatch_comes_after_it(
         (["--chat"], "--chat needs a model with a chat template"),
         (["--replay", "absent/page.html"], "--replay absent/page.html: its folder does not exist"),
         (["--json", "."], "--json .: expected a file, found a folder"),
-        (["--nope"], "unknown option --nope"),
+        (["--new-token", "8"], "Unknown option: --new-token. Did you mean --new-tokens?"),
         (["t39"], "expected a prompt without the mask token 39, found one"),
         (["t1 " * 4090], "a prompt of 4090 tokens leaves room for 6 in the context of 4096; new_tokens is 16"),
     ],
@@ -290,8 +290,8 @@ def test_a_model_of_another_kind_is_refused(run: Run, tmp_path: Path):
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {"model_type": "qwen3"}))
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
-    assert ran.status == 2
-    assert "model_type must be one of llada, Dream, found 'qwen3'" in ran.err
+    taken = "is an autoregressive language model: `tilewright generate`, `chat` and `serve` take it"
+    assert (ran.status, ran.err) == (2, f"tilewright: expected a diffusion language model; {folder} {taken}\n")
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])

@@ -14,7 +14,16 @@ from rich.console import Console
 
 from tilewright.cli import outputs
 from tilewright.cli.common import notice
-from tilewright.cli.outputs import ProgramsColumn, check_output_file, progress, working, write_text
+from tilewright.cli.outputs import (
+    PageFiles,
+    ProgramsColumn,
+    check_output_file,
+    check_output_files,
+    check_output_folder,
+    progress,
+    working,
+    write_text,
+)
 from tilewright.cli.serve import StandardError
 from tilewright.compiled.ledger import Ledger, ProgramRecord
 
@@ -52,11 +61,36 @@ def test_a_file_that_is_a_mount_is_written_in_place(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("name", ["new.json", "device"])
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     os.mkfifo(tmp_path / "device")
-    asked: list[Path] = []
-    monkeypatch.setattr(outputs.os, "access", lambda path, mode: asked.append(path))
-    with pytest.raises(ValueError, match=f"--json .*{name}: it cannot be written"):
+    tried: list[Path] = []
+
+    def refuse(dir: Path, **_: object) -> None:
+        tried.append(dir)
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(outputs.os, "access", lambda path, mode: tried.append(path))
+    monkeypatch.setattr(outputs, "NamedTemporaryFile", refuse)
+    with pytest.raises(ValueError, match=f"--json .*{name}: it cannot be written: (Read-only|Permission)"):
         check_output_file("--json", str(tmp_path / name))
-    assert asked == [tmp_path / "device" if name == "device" else tmp_path]
+    assert tried == [tmp_path / "device" if name == "device" else tmp_path]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that makes no files, whoever asks")
+def test_a_file_system_is_asked_for_what_permissions_do_not_tell(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--json /proc/new\.json: it cannot be written"):
+        check_output_file("--json", "/proc/new.json")
+    with pytest.raises(ValueError, match=r"--html .*: it cannot be written: File name too long"):
+        check_output_file("--html", str(tmp_path / ("n" * 250)))
+    with pytest.raises(ValueError, match=r"--out /proc/new/training: it cannot be written"):
+        check_output_folder("--out", Path("/proc/new/training"))
+    check_output_folder("--out", tmp_path / "new" / "training")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_file_for_two_outputs_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"expected different files, found .* for --html and --json"):
+        PageFiles(json_file=str(tmp_path / "a"), html=tmp_path / ".." / tmp_path.name / "a")
+    check_output_files({"--json": "-", "--out": tmp_path / "a", "--save": tmp_path / "b", "--csv": None})
+    check_output_files({"--json": "/dev/null", "--html": "/dev/null"})
 
 
 def test_without_a_terminal_long_work_tells_of_itself_now_and_then(monkeypatch: pytest.MonkeyPatch):

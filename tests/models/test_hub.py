@@ -229,9 +229,16 @@ def test_no_network_and_partly_cached(hub: HubServer):
 
 
 def test_a_name_that_is_nearly_one_of_ours(hub: HubServer):
-    with pytest.raises(ValueError, match=r"'smolm2-135m'.* Did you mean 'smollm2-135m'\?$") as error:
+    """The names come first, for a network that cannot be reached is not what is wrong."""
+    with pytest.raises(ValueError, match=r"^'smolm2-135m' is none of the names demo.*did you mean 'smollm2-135m'\? ") as error:
         resolve("smolm2-135m")
     one_line(error)
+    with pytest.raises(ValueError, match=r"^'other' is none of the names a, b: http"):
+        resolve("other", names=("a", "b"))
+    with pytest.raises(ValueError, match=r"did you mean 'smollm2-135m'\? http"):
+        resolve("HuggingFaceTB/SmolLM2-135M")
+    with pytest.raises(ValueError, match=r"^http"):
+        resolve("org/other")
 
 
 def test_environment_of_a_new_process(hub: HubServer, tmp_path: Path):

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeVar, cast
 
+from cyclopts import App
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -116,8 +118,9 @@ def keep_programs(wanted: bool) -> Path | None:
     """
     if not wanted:
         return None
+    folder = cache_folder()
     try:
-        return compile_cache.enable(cache_folder(), *native.library_names().values())
+        return compile_cache.enable(folder, *native.library_names().values())
     except (ValueError, OSError) as error:
         notice(f"compiled programs are not kept: {error}")
     return None
@@ -407,11 +410,25 @@ def standard_input() -> str:
         raise ValueError(f"standard input is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
-def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str, otherwise: Sequence[str] = ()) -> list[Example]:
+def option_names(command: Callable[..., None]) -> list[str]:
+    """Options of a command, as the command line has them."""
+    app = App()
+    app.default(command)
+    return [name for argument in app.assemble_argument_collection() for name in argument.names if name.startswith("--")]
+
+
+def gather_prompts(
+    given: Sequence[str],
+    prompt_file: Path | None,
+    model: str,
+    otherwise: Sequence[str] = (),
+    command: Callable[..., None] | None = None,
+) -> list[Example]:
     """Prompts from the arguments, a file, or standard input; for the demo alone there is one to fall back on.
 
     Args:
         otherwise: what else to fall back on.
+        command: takes the arguments; its options are those that a misspelt one may mean.
 
     Raises:
         ValueError: there is none, one is empty or not UTF-8, the file is malformed, or an argument is an option that does not
@@ -419,8 +436,10 @@ def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str, o
     """
     for prompt in given:
         if prompt.startswith("-") and prompt != "-":
+            near = get_close_matches(prompt.partition("=")[0], [] if command is None else option_names(command), 1)
+            meant = f"Did you mean {near[0]}? " if near else ""
             where = "--prompt-file or standard input"
-            raise ValueError(f'unknown option {prompt} (a prompt that begins with "-" comes from {where})')
+            raise ValueError(f'Unknown option: {prompt}. {meant}(A prompt that begins with "-" comes from {where}.)')
     texts = [standard_input() if prompt == "-" else prompt for prompt in given]
     if not texts and prompt_file is None:
         piped = "" if sys.stdin.isatty() else standard_input()

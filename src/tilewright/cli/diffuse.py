@@ -96,7 +96,7 @@ def diffuse(
     console = outputs.console()
     request = asked.request(options)
     otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
-    examples = gather_prompts(prompt, prompt_file, models.model, otherwise)
+    examples = gather_prompts(prompt, prompt_file, models.model, otherwise, diffuse)
     template = models.asked_template(chat, console)
     model = models.load_model(console, devices=devices)
     texts = [prompt_text(example, (), template) for example in examples]

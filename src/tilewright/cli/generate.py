@@ -142,7 +142,7 @@ def generate(
     console = outputs.console()
     notes = outputs.notes(console)
     asked = options.sampling()
-    examples = gather_prompts(prompt, prompt_file, models.model)
+    examples = gather_prompts(prompt, prompt_file, models.model, command=generate)
     template = models.asked_template(True if templates.chat_template else chat, notes, templates)
     lm = models.load(notes, devices)
     for option, given in (("--replay", outputs.replay is not None), ("--compare", outputs.compare_both)):

@@ -19,7 +19,7 @@ from rich.console import Console
 from tilewright.bench.overlap import LEAST_LAYERS, compile_layers
 from tilewright.cli.inspect_overlap import OverlapOptions
 from tilewright.cli.options import flag
-from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_file, write_json
+from tilewright.cli.outputs import JsonFile, check_output_files, human_console, write_file, write_json
 from tilewright.compiled.aot import read_record
 from tilewright.metrics.diff import DIFF
 from tilewright.metrics.metric import Metric
@@ -62,7 +62,7 @@ def inspect_diff(
             asynchronous.
     """
     console = human_console(json_file)
-    check_output_file("--save", None if save is None else str(save))
+    check_output_files({"--json": json_file, "--save": save})
     if len(files) not in (0, 2) or bool(files) == bool(other or save):
         raise ValueError(f"expected two files that --save wrote, or --other or --save; found {len(files)} files")
     if fail_above is not None and not fail_above >= 0:

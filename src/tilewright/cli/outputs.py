@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import copyfile
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -57,6 +57,11 @@ def progress_console(console: Console) -> Console | None:
     return console if console.is_terminal else None
 
 
+def partial_file(path: Path) -> Path:
+    """The file that is written before it becomes `path`."""
+    return path.with_name(path.name + ".partial")
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was.
@@ -72,7 +77,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield path
         return
     path = path.resolve()
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_file(path)
     try:
         yield partial
         try:
@@ -114,8 +119,51 @@ def check_output_file(option: str, name: str | None) -> None:
         raise ValueError(f"{option} {name}: its folder does not exist")
     if path.is_dir():
         raise ValueError(f"{option} {name}: expected a file, found a folder")
-    if not os.access(path if path.exists() and not path.is_file() else path.resolve().parent, os.W_OK):
-        raise ValueError(f"{option} {name}: it cannot be written")
+    try:
+        try_writing(path)
+    except OSError as error:
+        raise ValueError(f"{option} {name}: it cannot be written: {error.strerror}") from error
+
+
+def try_writing(path: Path) -> None:
+    """Makes and removes a file beside `path`, as `whole_file` will: permissions alone do not tell what a file system takes.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return
+    with NamedTemporaryFile(dir=path.resolve().parent, prefix=partial_file(path).name):
+        pass
+
+
+def check_output_folder(option: str, folder: Path) -> None:
+    """Raises a `ValueError`, before any work, for a folder that cannot be written to or made."""
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"{option} {place}: expected a folder, found a file")
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    try:
+        with NamedTemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {folder}: it cannot be written: {error.strerror}") from error
+
+
+def check_output_files(files: Mapping[str, str | Path | None]) -> None:
+    """Refuses outputs that cannot be written, and one file for two of them, before any work.
+
+    Args:
+        files: each by its option; None is none.
+    """
+    options: dict[Path, str] = {}
+    for option, name in files.items():
+        check_output_file(option, None if name is None else str(name))
+        path = None if name is None or str(name) == "-" else Path(name).resolve()
+        if path is not None and not (path.exists() and not path.is_file()) and options.setdefault(path, option) != option:
+            raise ValueError(f"expected different files, found {name} for {options[path]} and {option}")
 
 
 def write_file(console: Console, path: Path | None, write: Callable[[Path], object]) -> None:
@@ -208,9 +256,8 @@ class OutputFiles:
     json_file: JsonFile = None
 
     def __post_init__(self) -> None:
-        for name, path in vars(self).items():
-            if isinstance(path, Path):
-                check_output_file(f"--{name}", str(path))
+        files = {f"--{name}": path for name, path in vars(self).items() if isinstance(path, Path)}
+        check_output_files({**files, "--json": self.json_file})
 
     def console(self) -> Console:
         """Console that people read. Raises a `ValueError` for a file that cannot be written."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from tilewright.bench.lengths import read_lengths
 from tilewright.cli.common import TargetOptions
 from tilewright.cli.options import Several, check_least, option_class
-from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_file, write_json
+from tilewright.cli.outputs import JsonFile, check_output_files, human_console, write_file, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.metric import Metric, chosen, significant
@@ -178,7 +178,7 @@ def suggest(
         force: let --out replace a file.
     """
     console = human_console(json_file)
-    check_output_file("--out", None if out is None else str(out))
+    check_output_files({"--json": json_file, "--out": out})
     if out is not None and out.exists() and not force:
         raise ValueError(f"--out {out}: it exists; --force replaces it")
     present = ShapeTable() if shapes is None else read_table(shapes)

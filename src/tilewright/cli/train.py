@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from tilewright.cli.common import given, keep_programs, mesh_axes
 from tilewright.cli.options import CompileCache, flag, option_class, told
-from tilewright.cli.outputs import JsonFile, human_console, progress_console, write_json
+from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
 from tilewright.models.checkpoint import CONFIG, WEIGHTS, decoder_config, load_decoder, save_params
@@ -94,9 +94,7 @@ def check_context(length: int, context: int) -> None:
 def check_out(out: Path) -> None:
     """Raises a `ValueError` where a run cannot write to a folder, or would write over a model that is not its own."""
     training = out / "training"
-    for place in (training, *training.parents):
-        if place.exists() and not place.is_dir():
-            raise ValueError(f"--out {place}: expected a folder, found a file")
+    check_output_folder("--out", training)
     if not steps_in(training) and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
         raise ValueError(f"--out {out}: it holds a model and no run to go on with; name another folder")
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tilewright.cli.common import given, keep_programs, mesh_axes
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.options import option_class, told
-from tilewright.cli.outputs import JsonFile, human_console, progress_console
+from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console
 from tilewright.cli.train import LoopOptions, check_context, check_out, finish, require_data
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import convolution, dflash, dflash2, dspark, eagle3, hub, lilicorr
@@ -373,6 +373,8 @@ def drafter(
     console = human_console(json_file)
     require_data(data)
     check_out(out)
+    if over.keep_taps is not None:
+        check_output_folder("--keep-taps", over.keep_taps)
     of_kinds.refuse_others(kind)
     options, own = replace(loop.options(), compute_dtype=over.compute_dtype), of_kinds.options(kind, over.keep_taps)
     keep_programs(loop.compile_cache)

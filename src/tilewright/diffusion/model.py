@@ -19,6 +19,7 @@ from tilewright.diffusion.steps import NO_STEP, NOT_FINITE, STEPS_PER_DISPATCH
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import checkpoint, decoder, diffusion, hub
 from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.kinds import check_kind
 from tilewright.models.params import AUTO, DTYPES, check_dtype
 from tilewright.models.tokenizer import decode_after, encode, load_tokenizer
 from tilewright.runtime.collect import NotFinite
@@ -265,7 +266,13 @@ def load(
     check_dtype(dtype, (AUTO, *DTYPES))
     check_schedule(mesh, schedule, compiler_options)
     ops = operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
-    folder = hub.resolve(str(model), revision, console, load_tokenizer)
+
+    def check(folder: Path) -> None:
+        check_kind(str(model), folder, "diffusion")
+        load_tokenizer(folder)
+
+    folder = hub.resolve(str(model), revision, console, check, ("demo-diffusion",))
+    check_kind(str(model), folder, "diffusion")
     config = diffusion.read_diffusion(folder)
     placement = placement_over(config.decoder, mesh, schedule, compiler_options)
     tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)

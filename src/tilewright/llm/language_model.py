@@ -27,7 +27,7 @@ from tilewright.llm.stream import Stream
 from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.config import within
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.diffusion import is_diffusion
+from tilewright.models.kinds import check_kind
 from tilewright.models.lora import Adapters, preparing
 from tilewright.models.lora_files import read_adapters
 from tilewright.models.params import AUTO as AUTO_DTYPE
@@ -404,14 +404,12 @@ def chosen_block_size(drafter: object, block_size: int | str | None) -> int | st
 def target_folder(model: str, revision: str | None, console: Console | None) -> Path:
     """The folder of a target. Raises a `ValueError` for a model of another kind."""
 
-    def refuse_diffusion(folder: Path) -> None:
-        if is_diffusion(folder):
-            raise ValueError(
-                f"{model} is a diffusion language model: `tilewright diffuse`, `bench diffusion` and `serve` take it"
-            )
+    def check(folder: Path) -> None:
+        check_kind(model, folder, "target")
+        load_tokenizer(folder)
 
-    folder = hub.resolve(model, revision, console, lambda folder: (refuse_diffusion(folder), load_tokenizer(folder)))
-    refuse_diffusion(folder)
+    folder = hub.resolve(model, revision, console, check, hub.NAMED_TARGETS)
+    check_kind(model, folder, "target")
     return folder
 
 

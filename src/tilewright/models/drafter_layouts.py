@@ -39,6 +39,15 @@ def as_published(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return fields
 
 
+def is_drafter(fields: Mapping[str, Any], where: str) -> bool:
+    """True if a `config.json` declares a drafter of any kind, also one that is not read."""
+    if "speculators_model_type" in fields or "speculators_config" in fields:
+        return True
+    names = [str(name).lower() for name in as_published(fields, where).get("architectures") or ()]
+    declared = any(kind in name for kind in ("dflash", "dspark", "lilicorr", "eagle") for name in names)
+    return declared or "dflash_config" in fields or "draft_vocab_size" in fields
+
+
 def _from_muse(fields: Mapping[str, Any]) -> dict[str, Any]:
     window = fields.get("sliding_window")
     published = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "is_causal": False, "use_sliding_window": None}

@@ -4,7 +4,7 @@ A local one is taken as it is, a published one from where pip put it (`published
 fetched (`hub_client.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -28,6 +28,8 @@ PACKAGED = {
 }
 """Models that come with the package, by the names that stand for their folders."""
 PUBLISHED = published.PUBLISHED
+NAMED_TARGETS = ("demo", *PUBLISHED)
+NAMED_DRAFTERS = ("demo-drafter", "demo-dflash2", "demo-eagle3", "smollm2-dflash2")
 
 
 def resolve(
@@ -35,6 +37,7 @@ def resolve(
     revision: str | None = None,
     console: Console | None = None,
     check: Callable[[Path], object] | None = None,
+    names: Sequence[str] = (*PACKAGED, *PUBLISHED),
 ) -> Path:
     """The folder of a model, fetched from the hub first if need be.
 
@@ -44,6 +47,7 @@ def resolve(
         console: where to show a progress bar while files come in; None for no bar.
         check: of a model that has to be fetched, is given the folder before the weights are in it, and raises an error for a
             model that they need not be fetched for.
+        names: names to list where `source` is found nowhere; by default those of all models.
 
     Returns:
         `source` itself where it is a folder, the file of a published model, otherwise the snapshot in the hub client's cache.
@@ -69,6 +73,8 @@ def resolve(
     try:
         return fetch(source, revision, console, check)
     except ValueError as error:
-        if near := get_close_matches(source, (*PACKAGED, *PUBLISHED), 1, 0.8):
-            raise ValueError(f"{error}. Did you mean {near[0]!r}?") from error
-        raise
+        near = get_close_matches(source.rpartition("/")[2].lower(), names, 1, 0.7)
+        if not source or ("/" in source and not near):  # a hub id
+            raise
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{source!r} is none of the names {', '.join(names)}: {meant}{error}") from error

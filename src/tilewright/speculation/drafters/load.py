@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, hub, lilicorr, torch_file
+from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, gguf, hub, lilicorr, torch_file
 from tilewright.models.decoder import DecoderConfig
+from tilewright.models.diffusion import is_diffusion
 from tilewright.models.drafter_layouts import as_published, is_alongside, plain_name
+from tilewright.models.kinds import check_kind
 from tilewright.models.params import DTYPES, ArraySpec, Dtype, matrix, spec_leaves
 from tilewright.models.quantised import quantised_layout
 from tilewright.models.stored import finite, read_headers
@@ -27,6 +29,8 @@ from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.drafters.walking import Walk
 
 NGRAM = "ngram"
+DRAFTERS = (NGRAM, *hub.NAMED_DRAFTERS)
+"""Names that stand for drafters."""
 AUTO = ("auto", "auto-inexact")
 """Block sizes that are chosen round by round; see `language_model.load`."""
 WALKERS = "a DFlash 2, DSpark or LiLiCorr drafter"
@@ -100,7 +104,9 @@ def load_drafter(
     if source == NGRAM:
         return (NGram() if size is None else NGram(size)), None
     precision = cast(Dtype, options.drafter_dtype or dtype)
-    folder = hub.resolve(source, options.revision, console)
+    folder = hub.resolve(source, options.revision, console, names=DRAFTERS)
+    if source in hub.NAMED_TARGETS or is_diffusion(folder) or gguf.gguf_file(folder) is not None:
+        check_kind(source, folder, "drafter")
     fields = as_published(checkpoint.read_config(folder), str(folder / checkpoint.CONFIG))
     kind = block_kind(fields)
     chain = kind is DFLASH and eagle3.is_eagle3(fields)
