@@ -1,11 +1,13 @@
 """`tilewright bench graph` on a small graph, for an absent chip, and what it refuses."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from cli.conftest import Run
 from tilewright.bench import graph as bench
+from tilewright.cli import bench_graph
 from tilewright.compiled import compare
 from tilewright.metrics.metric import significant
 
@@ -39,6 +41,16 @@ def test_table_json_and_page(run: Run, tmp_path: Path):
     text = page.read_text(encoding="utf-8")
     assert "30 nodes" in text
     assert "gcn, bucketed" in text
+
+
+def test_figures_are_written_before_they_are_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_graph, "print_table", stopped)
+    ran = run(*SMALL, "--experiment", "gather-scatter", "--json", tmp_path / "figures.json")
+    assert ran.status != 0
+    assert json.loads((tmp_path / "figures.json").read_text())["nodes"] == 30
 
 
 def test_the_table_fits_118_columns(run: Run):

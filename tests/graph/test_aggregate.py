@@ -139,6 +139,25 @@ def test_negative_degrees():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_fewer_sources_than_nodes(layout: str):
+    """A relation between two kinds of nodes, whose number is that of the destinations."""
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.integers(0, 4, 30), rng.permutation(np.arange(30) % 9)])
+    x = rng.normal(size=(4, 2)).astype(np.float32)
+    table = NeighborTable.from_edges(ids, num_sources=4, layout=layout, limit=4)
+    assert (table.num_nodes, table.given_sources) == (9, 4)
+    assert "9 nodes from 4 sources" in str(table)
+    a = dense(ids, np.ones(30), 9, 4)
+    run = jax.jit(lambda x: aggregate(table, x))
+    np.testing.assert_allclose(run(x), a @ x, atol=1e-5)
+    np.testing.assert_allclose(jax.grad(lambda x: run(x)[:, 0].sum())(jnp.asarray(x))[:, 0], a.sum(0))
+    with pytest.raises(ValueError, match="at least as many sources as nodes for the symmetric normalisation, found 4 and 9"):
+        aggregate(table, x, normalisation="symmetric")
+    with pytest.raises(ValueError, match="values of 4 nodes, found 9"):
+        aggregate(table, np.ones((9, 2), np.float32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_more_sources_than_nodes(layout: str):
     """Each side of the symmetric normalisation has its own degrees."""
     rng = np.random.default_rng(0)

@@ -104,11 +104,12 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])
-def test_more_sources_than_nodes(layout: str):
+@pytest.mark.parametrize("sources", [14, 5])
+def test_other_sources_than_nodes(layout: str, sources: int):
     rng = np.random.default_rng(0)
-    ids = np.stack([rng.integers(0, 14, EDGES), rng.integers(0, NODES, EDGES)])
-    x, source, target = drawn(3, 2, sources=14)
-    table = NeighborTable.from_edges(ids, NODES, num_sources=14, layout=layout, limit=4)
+    ids = np.stack([rng.integers(0, sources, EDGES), rng.integers(0, NODES, EDGES)])
+    x, source, target = drawn(3, 2, sources=sources)
+    table = NeighborTable.from_edges(ids, NODES, num_sources=sources, layout=layout, limit=4)
     np.testing.assert_allclose(jax.jit(attend)(table, x, source, target), expected(ids, x, source, target)[0], atol=1e-5)
 
 

@@ -140,8 +140,6 @@ def bench_diffusion(
         found = measure(model, ways, prompts, batch_size=compared.batch_size, **sizes, on_row=lambda rows: step(count=rows))
     right = (lambda n, text: is_right(problems[n], text)) if problems else None
     figures = rows(found, right)
-    for table in (figures_table(figures), programs_table(figures)):
-        print_table(console, table)
     about = facts(model, models, compared, base, problems)
     if outputs.csv is not None:
         write_text(outputs.csv, scalars_as_csv(figures))
@@ -149,6 +147,8 @@ def bench_diffusion(
     lead = f"{models.model}, {asked}, responses of {base.new_tokens} tokens in blocks of {base.block}."
     report = Report("Denoising side by side", lead, figures, circumstances(about))
     outputs.write(console, {**about, "data": figures}, lambda path: write_diffusion(path, report))
+    for table in (figures_table(figures), programs_table(figures)):
+        print_table(console, table)
 
 
 def facts(

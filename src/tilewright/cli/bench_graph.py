@@ -64,17 +64,17 @@ def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = 
     graph = read_graph(options.data)
     experiments = prepare(graph, options.experiment, options.layout, options.features, options.dtype, options.chip)
     records = run(console, experiments, options.repetitions, options.chip)
-    for table in terminal_tables(records):
-        print_table(console, table)
     notes = [note for experiment in experiments for note in experiment.notes]
-    for note in notes:
-        console.print(note, style="yellow", markup=False)
     figures = {**about(graph, options), "notes": notes, "data": records}
     foot = circumstances({name: figures.get(name) for name in FOOT})
     shape = "{nodes:,} nodes, {edges:,} edges, up to {max_degree:,} neighbours".format(**graph.record())
     lead = f"{shape}, {options.features} features in {options.dtype}; models of two layers."
     report = Report("Message passing in fixed shapes", lead, records, foot, notes)
     outputs.write(console, figures, lambda path: write_graph(path, report))
+    for table in terminal_tables(records):
+        print_table(console, table)
+    for note in notes:
+        console.print(note, style="yellow", markup=False)
 
 
 def run(console: Console, experiments: Sequence[Experiment], repetitions: int, chips: Sequence[str]) -> list[dict[str, Any]]:

@@ -81,15 +81,14 @@ def report(
         for case in cases:
             step(f"{case.model} {case.layer}", 0)
             records += measure(case, rows, dtypes, memory, dots, options.weights_mb, options.repetitions, peers, step)
-    summaries = []
-    for (model, dtype), listed in sorted(grouped(records, group_of).items()):
-        verdicts = summary(listed)
-        show(console, listed, verdicts)
-        summaries.append({"model": model, "dtype": dtype, "criteria": verdicts})
+    groups = sorted(grouped(records, group_of).items())
+    summaries = [{"model": model, "dtype": dtype, "criteria": summary(listed)} for (model, dtype), listed in groups]
     about = {"chip": chip_name(), "threads": cores(), "isa": found.isa, "kernels": f"cpu {found.isa}" if found.isa else "xla"}
     about |= {"kernels_reason": found.reason or None, "jax_version": jax.__version__, **(versions or {})}
     settings = {"dtype": dtypes, "weights_mb": options.weights_mb, "repetitions": options.repetitions}
     write_json(json_file, {**about, **settings, "summary": summaries, "data": records})
+    for (_, listed), verdict in zip(groups, summaries, strict=True):
+        show(console, listed, verdict["criteria"])
 
 
 def group_of(record: Mapping[str, Any]) -> tuple[str, str]:

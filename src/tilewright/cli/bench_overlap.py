@@ -113,9 +113,9 @@ def micro(options: PlaceOptions, hop_us: float, files: PageFiles) -> None:
                     found["measured"].append(measured(case, mesh, options.repetitions))
                 step()
     about = environment(options, hop_us, bool(found["measured"]))
-    show(console, found["compiled"], found["measured"])
     shown = (found["compiled"], found["measured"], about)
     files.write(console, {**about, **found}, lambda path: write_micro(path, *shown))
+    show(console, found["compiled"], found["measured"])
 
 
 def environment(options: PlaceOptions, hop_us: float, ran: bool) -> dict[str, Any]:

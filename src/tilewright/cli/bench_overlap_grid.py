@@ -88,11 +88,11 @@ def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, files
             found["measured"] = measurements(small, widths, names, grid.compiler_options, step)
     about = environment(grid, setups, runs)
     ranges = {name: one.record() for name, one in drawn.items()}
+    shown = (found["predicted"], found["measured"], about, ranges)
+    files.write(console, {**about, **found, "ranges": ranges}, lambda path: write_grid(path, *shown))
     show(console, found)
     for name, one in ranges.items():
         print_ranges(console, name, [one])
-    shown = (found["predicted"], found["measured"], about, ranges)
-    files.write(console, {**about, **found, "ranges": ranges}, lambda path: write_grid(path, *shown))
     if any(one["same_tokens"] is False for one in found["measured"]):
         raise SystemExit(1)
 

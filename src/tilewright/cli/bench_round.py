@@ -133,9 +133,9 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
         for group in setups:
             step(f"context {group[0].context}", 0)
             data += measure(models, group, options.repetitions, step)
-    show_measured(console, kernels, data)
     about |= {"chip": chip_name(), "kernels": kernels, "repetitions": options.repetitions}
     write_json(json_file, {**about, "measured": True, "data": data})
+    show_measured(console, kernels, data)
 
 
 def show_measured(console: Console, kernels: str, data: Sequence[Mapping[str, Any]]) -> None:

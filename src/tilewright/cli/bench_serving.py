@@ -282,11 +282,6 @@ def serving(
     figures["warmup_failed"] = ran.warmup_failed
     lines, rows = summary(figures, facts), request_rows(ran.outcomes)
     remarks = notes(figures, facts, sum(outcome.slip_s > LATE_SECONDS for outcome in ran.outcomes))
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-    print_table(console, latency_table(figures, outputs.percentiles))
-    for line in remarks:
-        console.print(line, style="dim", markup=False, soft_wrap=True)
     detail = {"request_records": rows} if outputs.detailed else {}
     waits = {name: sorted(values) for name, values in latencies(ran.outcomes).items()}
     drawn = (outputs.percentiles, rows, *tokens_over_time(ran.outcomes), waits)
@@ -295,6 +290,11 @@ def serving(
         write_serving(path, ServingReport(f"Serving {facts['model']}", lines[0], figures, *drawn, facts, remarks))
 
     outputs.write(console, {**facts, **figures, **detail}, write_page)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    print_table(console, latency_table(figures, outputs.percentiles))
+    for line in remarks:
+        console.print(line, style="dim", markup=False, soft_wrap=True)
     if not figures["completed"]:
         sys.exit(1)
 

@@ -180,16 +180,17 @@ def speculative(
     }
     title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)
     title += " and ".join(map(str, measuring.batch_size))
-    for table in benchmark_tables(title, rows, averages):
-        print_table(console, table)
-    for line in (notes := left_out(asked)):
-        console.print(line, style="dim", markup=False)
+    notes = left_out(asked)
     lead = f"Model {target.model}, {title}."
     report = Report("Speculative decoding", lead, rows, circumstances(facts), [f"{note}." for note in notes])
     figures = {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages}
     outputs.write(console, figures, lambda path: write_benchmark(path, report, averages=averages))
     if outputs.csv is not None:
         write_text(outputs.csv, benchmark_csv(rows))
+    for table in benchmark_tables(title, rows, averages):
+        print_table(console, table)
+    for line in notes:
+        console.print(line, style="dim", markup=False)
     if outputs.replay is not None:
         name = next(way for way, lm in ways.items() if lm.drafter is not None)
         prompts = [(f"{each.name} {n}", tokens) for each in asked for n, tokens in enumerate(each.prompts[:REPLAYED], 1)]

@@ -133,8 +133,8 @@ def verify_exact(
     about = {"model": named.model, "drafters": list(drafters), "seed": asking.seed}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(effort).items()}
     kept = "" if lm.kv_dtype == "auto" else f", keys and values in {lm.kv_dtype}"
-    tell(console, f"{named.model}, {lm.dtype}{kept}, kernels {lm.kernels}", figures)
     write_json(json_file, {**environment(lm), **about, **settings, **figures})
+    tell(console, f"{named.model}, {lm.dtype}{kept}, kernels {lm.kernels}", figures)
     if not figures["same"]:
         sys.exit(1)
 

@@ -1,6 +1,5 @@
 """Attention over a graph's neighbours, in the caller's order of nodes and edges."""
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
@@ -42,9 +41,7 @@ def attend(
     )
     if target.ndim != 2 or target.shape[0] != table.num_nodes:
         raise ValueError(f"expected target scores [{table.num_nodes}, heads], found shape {list(target.shape)}")
-    beyond = table.num_sources - table.num_nodes
-    permuted = table.permute(jnp.pad(target, ((0, beyond), (0, 0))))[: table.num_nodes]
-    given = table.permute(features), table.permute(source), permuted
+    given = table.permute(features), table.permute(source), table.permute_nodes(target)
     return table.unpermute(table.attend(*given, negative_slope, dropout, key))
 
 

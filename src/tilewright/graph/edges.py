@@ -90,7 +90,7 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
     """Checks `edge_index` `[2, E]`, sources above destinations.
 
     Args:
-        num_nodes: destinations; None takes the largest id plus one.
+        num_nodes: destinations; None takes the largest id plus one, of the destinations where `num_sources` is given.
         num_sources: None takes `num_nodes`.
 
     Raises:
@@ -111,10 +111,8 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
     if num_nodes is None:
         check_ids(ids[0], "source", MOST_NODES)
         check_ids(ids[1], "destination", MOST_NODES)
-        num_nodes = int(ids.max(initial=-1)) + 1
+        num_nodes = int((ids if num_sources is None else ids[1]).max(initial=-1)) + 1
     bound = num_nodes if num_sources is None else num_sources
-    if bound < num_nodes:
-        raise ValueError(f"expected num_sources of at least num_nodes ({num_nodes}), found {num_sources}")
     check_ids(ids[0], "source", bound)
     check_ids(ids[1], "destination", num_nodes)
     checked = None if weights is None else check_weights(weights, ids.shape[1])

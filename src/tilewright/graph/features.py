@@ -22,7 +22,7 @@ class SparseFeatures:
     round: it costs what the entries cost, not what N * F does.
 
     Attributes:
-        table: nodes, whose neighbours are the columns of their entries (the sources beyond them hold nothing).
+        table: nodes, whose neighbours are the columns of their entries.
         values: of the entries.
         columns: F.
     """
@@ -36,8 +36,8 @@ class SparseFeatures:
         """Puts features onto the device; `layout` as of `NeighborTable`."""
         nodes = len(features.indptr) - 1
         owners = np.repeat(np.arange(nodes), np.diff(features.indptr))
-        entries, sources = np.stack([features.indices, owners]), max(nodes, features.columns)
-        table = NeighborTable.from_edges(entries, nodes, num_sources=sources, layout=layout)
+        entries = np.stack([features.indices, owners])
+        table = NeighborTable.from_edges(entries, nodes, num_sources=features.columns, layout=layout)
         return cls(table, jnp.asarray(features.data), features.columns)
 
     @property
@@ -45,9 +45,7 @@ class SparseFeatures:
         return self.table.num_nodes, self.columns
 
     def __matmul__(self, weight: Float[Array, "F O"]) -> Float[Array, "N O"]:
-        beyond = self.table.num_sources - self.columns
-        rows = self.table.permute(jnp.pad(weight, ((0, beyond), (0, 0))))
-        return self.table.unpermute(self.table.aggregate(rows, weights=self.values))
+        return self.table.unpermute(self.table.aggregate(self.table.permute(weight), weights=self.values))
 
     def dropped(self, rate: float, key: Array) -> "SparseFeatures":
         """Drops entries with probability `rate` and scales the others; a zero stays one either way."""

@@ -51,8 +51,9 @@ class NeighborTable:
         order: the caller's number of each source in table order; None if it is the same.
         places: the table's number of each of the caller's sources; None if it is the same.
         num_nodes: nodes that come out of a reduction.
-        num_sources: nodes that go in; the first `num_nodes` of them are the nodes that come out, unless the graph is a relation
-            between two kinds of nodes.
+        num_sources: nodes that go in, at least `num_nodes`; the first `num_nodes` of them are the nodes that come out, unless
+            the graph is a relation between two kinds of nodes.
+        given_sources: the caller's sources. Where they are fewer than the nodes, `permute` puts rows of zeros behind them.
         num_edges: edges that the arrays have room for.
     """
 
@@ -65,6 +66,7 @@ class NeighborTable:
     places: Int32[Array, " M"] | None
     num_nodes: int = field(metadata={"static": True})
     num_sources: int = field(metadata={"static": True})
+    given_sources: int = field(metadata={"static": True})
     num_edges: int = field(metadata={"static": True})
     layout: str = field(metadata={"static": True})
 
@@ -77,7 +79,7 @@ class NeighborTable:
         Args:
             num_nodes: destinations; None takes the largest id plus one.
             weights: of the edges, `[E]`.
-            num_sources: None takes `num_nodes`.
+            num_sources: None takes `num_nodes`. Another number is that of a relation between two kinds of nodes.
             how: options of `make_table`.
 
         Raises:
@@ -101,17 +103,26 @@ class NeighborTable:
         Raises:
             ValueError: there are other sources than the nodes.
         """
-        if self.num_sources != self.num_nodes:
-            raise ValueError(f"expected as many sources as nodes, found {self.num_sources} and {self.num_nodes}")
+        if self.given_sources != self.num_nodes:
+            raise ValueError(f"expected as many sources as nodes, found {self.given_sources} and {self.num_nodes}")
         return NeighborTable(
             self.backward, self.forward, self.weights, self.loops, self.repeated, self.order, self.places,
-            self.num_nodes, self.num_sources, self.num_edges, self.layout,
+            self.num_nodes, self.num_sources, self.given_sources, self.num_edges, self.layout,
         )  # fmt: skip
 
     def permute(self, x: Float[Array | np.ndarray, "M ..."]) -> Float[Array, "M ..."]:
         """Brings values of the sources from the caller's order to the table's."""
-        x = check_rows(x, self.num_sources)
+        x = check_rows(x, self.given_sources)
+        if self.given_sources < self.num_sources:
+            x = jnp.pad(x, ((0, self.num_sources - self.given_sources), *[(0, 0)] * (x.ndim - 1)))
         return x if self.order is None or self.places is None else permute(x, self.order, self.places)
+
+    def permute_nodes(self, y: Float[Array | np.ndarray, "N ..."]) -> Float[Array, "N ..."]:
+        """Brings values of the nodes from the caller's order to the table's."""
+        y = check_rows(y, self.num_nodes)
+        if self.order is None or self.places is None:
+            return y
+        return permute(y, self.order[: self.num_nodes], self.places[: self.num_nodes])
 
     def unpermute(self, y: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
         """Brings values of the nodes from the table's order to the caller's."""
@@ -157,6 +168,9 @@ class NeighborTable:
 
         Of several self-loops of a node the last counts alone, as in PyG.
         """
+        if self.given_sources < self.num_nodes:
+            found = f"{self.given_sources} and {self.num_nodes}"
+            raise ValueError(f"expected at least as many sources as nodes for the symmetric normalisation, found {found}")
         loops = self.loops
         if weights is not None:
             loops = jnp.maximum(loops, 0)
@@ -235,7 +249,7 @@ class NeighborTable:
         shapes = self.buckets()
         slots = sum(rows * width for rows, width in shapes) if shapes else self.num_edges
         size = sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(self)}.values())
-        sources = f" from {self.num_sources:,} sources" if self.num_sources != self.num_nodes else ""
+        sources = f" from {self.given_sources:,} sources" if self.given_sources != self.num_nodes else ""
         kind = "unweighted" if self.weights is None else "weighted"
         rows = ", ".join(f"{rows:,}×{width}" for rows, width in shapes) if shapes else f"{slots:,} neighbours in one list"
         return (
@@ -320,8 +334,12 @@ def make_table(
         ImportError: the order needs SciPy, and that is not installed.
     """
     check_options(edges, layout, order, limit, widths)
+    if self_loops and edges.num_sources < edges.num_nodes:
+        found = f"{edges.num_sources} and {edges.num_nodes}"
+        raise ValueError(f"expected at least as many sources as nodes for self_loops, found {found}")
     layout = default_layout() if layout == "auto" else layout
-    edges = with_self_loops(edges) if self_loops else edges
+    edges, given_sources = with_self_loops(edges) if self_loops else edges, edges.num_sources
+    edges = replace(edges, num_sources=max(edges.num_sources, edges.num_nodes))
     count = edges.sources.size
     room = count if capacity is None else capacity
     if count > room:
@@ -337,7 +355,7 @@ def make_table(
     repeated_of = jnp.asarray(np.pad(repeated, (0, room - count))) if repeated.any() else None
     return NeighborTable(
         forward, backward, weights, loops, repeated_of, order_of, places_of,
-        edges.num_nodes, edges.num_sources, room, layout,
+        edges.num_nodes, edges.num_sources, given_sources, room, layout,
     )  # fmt: skip
 
 
