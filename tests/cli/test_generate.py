@@ -58,7 +58,7 @@ def test_a_terminal_shows_the_prompt_and_the_sources(
     monkeypatch.setenv("FORCE_COLOR", "1")
     ran = run("generate", "t1 t2 t3", *fixed, *NEW)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", ran.out)
-    assert "accepted draft tokens, tokens from the target\n" in plain
+    assert "accepted draft tokens, the target's own tokens\n" in plain
     assert "t1 t2 t3" + expected["t1 t2 t3"][1] + "\n12 tokens in " in plain
 
 

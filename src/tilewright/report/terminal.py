@@ -8,7 +8,6 @@ from rich.text import Text
 
 DRAFTED = "green"
 LOOKED_UP = "cyan"
-TARGET = "bold yellow"
 SCATTER = 1.3
 """Ratio of the largest speedup to the least above which runs scatter."""
 DOUBTED = 1.1
@@ -16,12 +15,12 @@ DOUBTED = 1.1
 
 
 def piece_text(text: str, drafted: bool, looked_up: bool = False) -> Text:
-    """One token's text in the colour of its source.
+    """One token's text: accepted drafts in the colour of their source, all else plain.
 
     Args:
         looked_up: n-grams drafted it, where another drafter may, too.
     """
-    return Text(text, style=(LOOKED_UP if looked_up else DRAFTED) if drafted else TARGET)
+    return Text(text, style=(LOOKED_UP if looked_up else DRAFTED) if drafted else "")
 
 
 def legend(drafter: str = "") -> Text:
@@ -33,7 +32,7 @@ def legend(drafter: str = "") -> Text:
     drafts = [("accepted draft tokens", DRAFTED)]
     if drafter:
         drafts = [("accepted drafts of n-grams", LOOKED_UP), ", ", (f"of {drafter}", DRAFTED)]
-    return Text.assemble(*drafts, ", ", ("tokens from the target", TARGET))
+    return Text.assemble(*drafts, ", the target's own tokens")
 
 
 def histogram_lines(counts: Sequence[int], width: int = 40) -> list[str]:
