@@ -1,6 +1,7 @@
 """Loading a model, what it accepts, and the errors that say what is wrong."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from llm.support import TABLE, build, prompts, state_of, tokens_of
 from reference.dflash_numpy import Pair, as_folders, random_pair
-from tilewright.llm.language_model import LanguageModel, load
+from tilewright.llm.language_model import LanguageModel, check_messages, listed, load
+from tilewright.runtime.model import token_ids
 from tilewright.runtime.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -31,6 +33,78 @@ def test_texts_and_token_ids_are_the_same_prompts(lm: LanguageModel):
     assert [r.tokens for r in lm.generate([[3, 1, 4], (1, 5)], NEW)] == texts
     assert [r.tokens for r in lm.generate(["t3 t1 t4", [1, 5]], NEW)] == texts
     assert [r.tokens for r in lm.generate("t3 t1 t4", NEW)] == texts[:1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([{"role": "user", "content": "t1"}], "found messages of a chat: `chat` takes them"),
+        ({"role": "user", "content": "t1"}, "found messages of a chat: `chat` takes them"),
+        ([1.5, 2], "expected a prompt, a text or token ids, found [1.5, 2]"),
+        (["t1"], "expected a prompt, a text or token ids, found ['t1']"),
+        (5, "expected a prompt, a text or token ids, found 5"),
+    ],
+)
+def test_what_is_no_prompt_is_told(prompt: object, problem: str):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        token_ids(prompt)
+
+
+def test_token_ids_of_other_kinds_of_integers():
+    assert token_ids(np.array([3, 1], np.int32)) == token_ids((3, 1)) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "problem"),
+    [({"role": "user", "content": "t1"}, "`chat` takes a list of them"), (5, "expected a prompt or a list of them, found 5")],
+)
+def test_what_is_no_list_of_prompts_is_told(prompts: object, problem: str):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        listed(prompts)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ("t1", "expected a list of messages, as [{"),
+        ({"role": "user", "content": "t1"}, "found a message alone"),
+        ([], "found []"),
+        ([{"content": "t1"}], "message 1: expected an object with a role"),
+        ([{"role": "user", "content": "t1"}, "t2"], "message 2: expected an object with a role, found 't2'"),
+        ([{"role": "user", "text": "t1"}], "message 1: expected content, or tool_calls, found 'role', 'text'"),
+    ],
+)
+def test_what_is_no_conversation_is_told(messages: object, problem: str):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        check_messages(messages)
+
+
+TOOL = {"type": "function", "function": {"name": "t9"}}
+TEMPLATE = """{% for message in messages %}{{ message.content }} {% endfor %}\
+{% if tools %}{{ tools[0].function.name }} {% endif %}{% if thinking is defined %}t8 {% endif %}t7"""
+
+
+def test_a_chat_is_its_template_s_text(tmp_path: Path):
+    lm = build(tmp_path, random_pair(0, **SIZES))
+    asked = [{"role": "user", "content": "t3 t1"}, {"role": "assistant", "content": "t4"}, {"role": "user", "content": "t5"}]
+    with pytest.raises(ValueError, match=r"expected a model with a chat template; .* has none, so use `generate`"):
+        lm.chat(asked)
+    (tmp_path / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    (plain,) = lm.generate("t3 t1 t4 t5 t7", NEW)
+    assert lm.chat(asked, NEW) == plain
+    with lm.start_chat(asked, NEW) as stream:
+        pieces = list(stream)
+    assert ("".join(piece.text for piece in pieces), [piece.token for piece in pieces]) == (plain.text, plain.tokens)
+    told = lm.chat(asked, NEW, tools=[TOOL], template_values={"thinking": True}, speculative=False)
+    assert told.tokens == lm.generate("t3 t1 t4 t5 t9 t8 t7", NEW)[0].tokens
+    assert len(lm.chat(asked).tokens) == lm.table.capacities[-1] - 5, "as long as there is room"
+
+
+def test_a_model_says_what_it_is(lm: LanguageModel):
+    assert re.fullmatch(
+        r"<LanguageModel .*target: qwen3, 0\.\d M parameters, weights in float32, drafter dflash, context \d+>", repr(lm)
+    )
+    assert "no drafter" in repr(lm.with_drafter(None))
 
 
 def test_more_prompts_than_the_largest_batch(lm: LanguageModel):

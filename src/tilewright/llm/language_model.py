@@ -1,10 +1,11 @@
 """A loaded model, with or without a drafter: the object that users hold."""
 
 import math
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -25,14 +26,15 @@ from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.llm.embeddings import embeddings
 from tilewright.llm.stream import Stream
 from tilewright.models import checkpoint, decoder, hub
+from tilewright.models.chat import ChatTemplate
 from tilewright.models.config import within
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.kinds import check_kind
 from tilewright.models.lora import Adapters, preparing
 from tilewright.models.lora_files import read_adapters
 from tilewright.models.params import AUTO as AUTO_DTYPE
-from tilewright.models.params import DTYPES, check_dtype
-from tilewright.models.tokenizer import load_tokenizer
+from tilewright.models.params import DTYPES, check_dtype, spec_leaves
+from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.parallel.mesh import agreed
 from tilewright.runtime.cache import PAGE_MULTIPLE
 from tilewright.runtime.constraints import Constraint
@@ -42,7 +44,7 @@ from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import check_weights
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.output import Generation
+from tilewright.runtime.output import Generation, Result
 from tilewright.runtime.placement import Placement, check_schedule, placement_over
 from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.programs import Programs
@@ -59,6 +61,8 @@ from tilewright.speculation.pacer import CallPacer, measured_pacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.team import Team
 
+ANSWER_TOKENS = 512
+"""Length limit of a chat's answer where none is given."""
 CALL = EngineOptions(prefix_cache=False, guard="off", dispatch_s=math.inf, constraints=True)
 """Of the engine of a call: it serves its own prompts alone, and nobody waits for the end of a dispatch."""
 
@@ -79,6 +83,7 @@ class LanguageModel:
         compiler: of grammars, once one was asked for.
         adapters: names of the low-rank adapters that requests may ask for.
         default_adapter: that of calls which name none.
+        name, folder: model as it was asked for, and where its files are; None where it was made of parameters.
     """
 
     def __init__(
@@ -104,9 +109,38 @@ class LanguageModel:
             params = adapters.applied(self.ops, decoder.declare(target), params, DTYPES[dtype])
         self.adapters = () if adapters is None else adapters.names
         self.default_adapter: str | None = None
+        self.name: str | None = None
+        self.folder: Path | None = None
         self.model = self.model_of(Models(params), None)
         self.programs: dict[tuple[bool, Shape], Programs] = {}
         self.compiler: Compiler | None = None
+
+    def __repr__(self) -> str:
+        """Name, family, size, format of the weights, drafter and context."""
+        parameters = sum(math.prod(spec.shape) for spec in spec_leaves(decoder.declare(self.target)))
+        members = self.drafter.members if isinstance(self.drafter, Team) else filter(None, (self.drafter,))
+        drafters = ", ".join(member.name for member in members)
+        weights = self.dtype if self.weights == "auto" else f"{self.weights} ({self.dtype})"
+        parts = [
+            f"{self.name}: {self.target.family}" if self.name else self.target.family,
+            f"{parameters / 1e6:,.1f} M parameters",
+            f"weights in {weights}",
+            f"drafter {drafters}" if drafters else "no drafter",
+            f"context {self.target.max_position_embeddings:,}",
+        ]
+        return f"<LanguageModel {', '.join(parts)}>"
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """Chat template of the model.
+
+        Raises:
+            ValueError: it has none, as base models do, or one that does not compile.
+        """
+        template = None if self.folder is None else ChatTemplate.load(self.folder)
+        if template is None:
+            raise ValueError(f"expected a model with a chat template; {self.name or 'this model'} has none, so use `generate`")
+        return template
 
     def model_of(self, models: Models, drafter: Drafter | None) -> Model:
         target = Target(self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype)
@@ -298,10 +332,10 @@ class LanguageModel:
             grammar: what texts must be, one for all or one each; None for anything. Needs the extra `grammar`.
             lora: names of adapters (`load`), one for all or one each (None: the model as it is); by default `default_adapter`.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = self.agreed_sampling(self.each_sampling(listed, sampling))
+        given = listed(prompts)
+        each = self.agreed_sampling(self.each_sampling(given, sampling))
         drafter = self.drafter_for(speculative)
-        encoded, constraints = [self.encode(prompt) for prompt in listed], self.each_constraint(listed, grammar)
+        encoded, constraints = [self.encode(prompt) for prompt in given], self.each_constraint(given, grammar)
         for tokens, one in zip(encoded, each, strict=True):
             self.check_length(tokens, one)
         positions = max(len(tokens) + one.max_new_tokens for tokens, one in zip(encoded, each, strict=True))
@@ -317,7 +351,7 @@ class LanguageModel:
             pacer.policy(programs.layout.batch)  # compiles and measures before anything is timed
             return pacer
 
-        asked = zip(encoded, each, constraints, one_each(len(listed), lora or self.default_adapter, "adapter"), strict=True)
+        asked = zip(encoded, each, constraints, one_each(len(given), lora or self.default_adapter, "adapter"), strict=True)
         requests = [GenerateRequest(tokens, one, constraint=own, lora=name) for tokens, one, own, name in asked]
         return Stream(Engine(replace(self.model, drafter=drafter), CALL, chooses, programs, mode), requests)
 
@@ -335,6 +369,66 @@ class LanguageModel:
                 stream.advance()
             return stream.generation()
 
+    def start_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_values: Mapping[str, Any] | None = None,
+        speculative: bool | None = None,
+        grammar: Grammar | None = None,
+        lora: str | None = None,
+    ) -> Stream:
+        """Begins an answer to a conversation, for callers that stream; arguments as for `chat`.
+
+        Iterate over the stream for the pieces of the text:
+
+            with lm.start_chat([{"role": "user", "content": "Why is the sky blue?"}]) as stream:
+                for piece in stream:
+                    print(piece.text, end="", flush=True)
+        """
+        check_messages(messages)
+        text = self.chat_template.render(messages, values=template_values, tools=tools)
+        tokens = self.encode(encode(self.tokenizer, text, add_special_tokens=False))
+        if sampling is None:
+            room = min(self.target.max_position_embeddings, self.table.capacities[-1]) - len(tokens)
+            sampling = Sampling(max_new_tokens=max(1, min(ANSWER_TOKENS, room)))
+        return self.start([tokens], sampling, speculative, grammar, lora)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_values: Mapping[str, Any] | None = None,
+        speculative: bool | None = None,
+        grammar: Grammar | None = None,
+        lora: str | None = None,
+    ) -> Result:
+        """Answers a conversation, put to the model in its own chat template.
+
+            lm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text
+
+        Args:
+            messages: each with a `role` ("system", "user", "assistant", "tool") and its `content`, as OpenAI has them.
+            sampling: by default greedy, of at most 512 tokens, or what the context leaves.
+            tools: functions that the model may call, each as OpenAI describes it. Calls stand in the answer's text, in the
+                model's own form: a server parses them.
+            template_values: values that the template reads besides, such as `enable_thinking`.
+            speculative, grammar, lora: as for `start`.
+
+        Raises:
+            ValueError: the model has no chat template, the template refuses the conversation or reads no tools, a message is
+                not one, or the conversation does not fit the context.
+        """
+        more: Any = {"tools": tools, "template_values": template_values, "speculative": speculative}
+        with self.start_chat(messages, sampling, **more, grammar=grammar, lora=lora) as stream:
+            while not stream.finished:
+                stream.advance()
+            return stream.results()[0]
+
     def embed(
         self, prompts: str | Sequence[str | Sequence[int]], pooling: Pooling = "last",
         lora: str | Sequence[str | None] | None = None,
@@ -345,13 +439,13 @@ class LanguageModel:
             pooling: "last" takes the last token's hidden state behind the final norm, "mean" the mean of all.
             lora: as for `start`.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        asked = zip(map(self.encode, listed), one_each(len(listed), lora or self.default_adapter, "adapter"), strict=True)
+        given = listed(prompts)
+        asked = zip(map(self.encode, given), one_each(len(given), lora or self.default_adapter, "adapter"), strict=True)
         requests = [GenerateRequest(tokens, lora=name, pooling=pooling) for tokens, name in asked]
         positions = max(len(request.prompt) for request in requests)
         if positions > (context := self.target.max_position_embeddings):
             raise ValueError(f"a prompt has {positions} tokens; the model's context is {context}")
-        programs = self.programs_for(None, self.table.shape(min(len(listed), self.table.batches[-1]), positions))
+        programs = self.programs_for(None, self.table.shape(min(len(given), self.table.batches[-1]), positions))
         return embeddings(Engine(replace(self.model, drafter=None), CALL, programs=programs), requests)
 
     def warm(self, speculative: bool | None = None, console: Console | None = None, constraints: bool = False) -> None:
@@ -375,6 +469,30 @@ class LanguageModel:
             drafter = replace(drafter, widths=options.widths)
         shared = pacing or Pacing(drafter, self.weights, self.cost_files)
         return Engine(replace(self.model, drafter=drafter), options, partial(measured_pacer, shared))
+
+
+def check_messages(messages: object) -> None:
+    """Raises a `ValueError` for what is no conversation."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        found = "a message alone" if isinstance(messages, Mapping) else reprlib.repr(messages)
+        raise ValueError(f'expected a list of messages, as [{{"role": "user", "content": "..."}}], found {found}')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number}: expected an object with a role, found {reprlib.repr(message)}")
+        if "content" not in message and "tool_calls" not in message:
+            raise ValueError(f"message {number}: expected content, or tool_calls, found {', '.join(map(repr, message))}")
+
+
+def listed(prompts: object) -> list[Any]:
+    """Prompts as a list; a text alone is one. Raises a `ValueError` for what is no list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        raise ValueError("expected prompts, found a message of a chat: `chat` takes a list of them")
+    try:
+        return list(cast(Iterable[Any], prompts))
+    except TypeError:
+        raise ValueError(f"expected a prompt or a list of them, found {reprlib.repr(prompts)}") from None
 
 
 def one_each(count: int, given: Any, what: str) -> list[Any]:
@@ -431,10 +549,12 @@ def read_target(
     kept = checkpoint.kept_formats(folder)
     check_weights(name, partial(decoder.declare, config), shard, dtype, weights, kernels, kept)
     config, params = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, preparing(ops, adapters))
-    return LanguageModel(
+    lm = LanguageModel(
         within(config, context), params, tokenizer, dtype, weights, kernels, table, placement, prepared=True,
         kv_dtype=kv_dtype, adapters=adapters,
     )  # fmt: skip
+    lm.name, lm.folder = name, folder
+    return lm
 
 
 def load(

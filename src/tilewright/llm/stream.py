@@ -1,7 +1,7 @@
 """Prompts on their way to results, on the caller's thread: an engine of just the size that they need, until it is idle."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tilewright.runtime.engine import Engine
@@ -12,9 +12,12 @@ from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import DecodeState
 
+SHOWN_STEPS = 4
+"""Steps or rounds for each dispatch while text is being shown."""
+
 
 class Stream:
-    """Decodes prompts: `advance` until `finished`, then `results`; `results` may also be taken earlier.
+    """Decodes prompts: iterate over the pieces, or `advance` until `finished`; then `results`, which may be taken earlier.
 
     More prompts than the engine has slots wait for one. Device memory is taken by the first `advance` (or `prefill`) and goes
     back when all have ended, or with `close`, which the end of a `with` block calls.
@@ -32,6 +35,11 @@ class Stream:
         self.rows: list[OutputProcessor] = [sequence.processor for sequence in self.sequences]
         self.prefill_seconds = self.decode_seconds = 0.0
         self.begun, self.closed, self.failure = False, False, ""
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Decodes to the end, and gives each piece of text as it comes."""
+        while not self.finished:
+            yield from self.advance(SHOWN_STEPS)
 
     def __enter__(self) -> "Stream":
         return self

@@ -1,7 +1,10 @@
 """A model as the runtime serves it: a target, what drafts for it, and how text becomes tokens."""
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex, cast
 
 from jax.typing import DTypeLike
 from tokenizers import Tokenizer
@@ -41,9 +44,9 @@ class Model:
         """The tokens of a prompt, which may be tokens already.
 
         Raises:
-            ValueError: it is empty, or holds an id outside the vocabulary.
+            ValueError: it is empty, neither a text nor token ids, or holds an id outside the vocabulary.
         """
-        tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens:
             raise ValueError("expected a prompt of at least one token, found an empty one")
         vocab = self.target.config.vocab_size
@@ -51,3 +54,13 @@ class Model:
         if outside:
             raise ValueError(f"expected token ids below the vocabulary size {vocab}, found {outside[0]}")
         return tokens
+
+
+def token_ids(prompt: object) -> list[int]:
+    """Token ids of a prompt that is no text. Raises a `ValueError` where it holds anything but integers."""
+    if isinstance(prompt, Mapping) or (isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)):
+        raise ValueError("expected a prompt, a text or token ids, found messages of a chat: `chat` takes them")
+    try:
+        return [index(token) for token in cast(Iterable[SupportsIndex], prompt)]
+    except TypeError:
+        raise ValueError(f"expected a prompt, a text or token ids, found {reprlib.repr(prompt)}") from None
