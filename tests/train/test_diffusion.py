@@ -1,6 +1,7 @@
 """Masked-diffusion training: what is masked, what is in the loss, what the batches hold, and that a run learns and resumes."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from models.sizes import decoder_config
 from reference.diffusion_model_numpy import predictions, read_model
 from tilewright.kernels.select import PLAIN
 from tilewright.models import diffusion
+from tilewright.models.chat import ChatTemplate
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import initialise, to_tensors
 from tilewright.train.arithmetic import Problem
-from tilewright.train.data import MASK, Document, end_of_text, train_tokenizer
+from tilewright.train.data import MASK, Chat, Document, end_of_text, train_tokenizer
 from tilewright.train.diffusion import PADDING_WEIGHT, Batch, Examples, Pairs, diffusion_loss, fill_ins, train_diffusion
 from tilewright.train.loop import TrainingRun
 from tilewright.train.text import TextOptions
@@ -101,16 +103,74 @@ def test_the_shares_spread_over_their_range():
 
 def test_texts_become_prompts_and_responses(tokenizer: Tokenizer):
     """Nothing is lost but what no window holds, and no piece is too long."""
-    found = fill_ins(tokenizer, [TEXT, Document("b", "a"), Document("word " * 100)], 48)
-    assert found[0] == Document("b", "a")
-    assert "".join(document.whole for document in found[1:]) == TEXT.text
-    for document in found[1:]:
-        assert document.prompt.count("\n") == -(-document.whole.count("\n") // 4)
-    pairs = Pairs.encode(tokenizer, [TEXT, Document("long " * 50, "given ")], 48)
-    assert len(pairs.starts) == len(found) - 1
-    ids, first = pairs[0]
-    assert tokenizer.decode(ids[:first].tolist()) == found[1].prompt
-    assert tokenizer.decode(ids.tolist()) == found[1].whole
+    found = fill_ins(tokenizer, TEXT.text, 47)
+    assert "".join(prompt + response for prompt, response in found) == TEXT.text
+    for prompt, response in found:
+        assert prompt.count("\n") == -(-(prompt + response).count("\n") // 4)
+    pairs = Pairs.encode(tokenizer, [TEXT, Document("b", "a")], 48)
+    assert len(pairs.starts) == len(found) + 1
+    ids, first = pairs[1]
+    assert tokenizer.decode(ids[:first].tolist()) == found[0][0]
+    assert tokenizer.decode(ids.tolist()) == "".join(found[0])
+
+
+def test_long_lines_and_long_records_are_cut_and_counted(tokenizer: Tokenizer):
+    """A document of one line, a line longer than a window, a long response; a prompt that fills the window is left out."""
+    line, left_out = "word " * 100, Counter[str]()
+    assert "".join(prompt + response for prompt, response in fill_ins(tokenizer, line, 47)) == line
+    assert "".join(prompt + response for prompt, response in fill_ins(tokenizer, f"a\n{line}\nb\n", 47)) == f"a\n{line}\nb\n"
+    assert [len(part) > 0 for part in fill_ins(tokenizer, "one two three", 47)[0]] == [True, True]
+    documents = [Document(line), Document("x"), Document("long " * 50, "given "), Document("b", "given " * 50)]
+    pairs = Pairs.encode(tokenizer, documents, 48, left_out=left_out)
+    assert left_out == {
+        "stretches of a single token": 1, "prompts that fill 48 tokens": 1, "ends of responses beyond 48 tokens": 1,
+    }  # fmt: skip
+    sizes = [len(pairs[n][0]) for n in range(len(pairs.starts))]
+    assert sizes[0] == 48
+    assert max(sizes[1:]) < 48
+    assert sum(sizes[1:]) >= len(tokenizer.encode(line).ids)
+    batch = examples(tokenizer, batch_size=40).batch(np.random.default_rng(0), False)
+    assert (batch.end <= batch.valid).all()
+    alone = Examples(tokenizer, pairs.take(np.asarray([0])), pairs, 0.0, end_of_text(tokenizer), OPTIONS)
+    batch = alone.batch(np.random.default_rng(0), False)
+    assert (batch.valid == 48).all()
+    assert end_of_text(tokenizer) not in batch.tokens
+
+
+def test_only_the_beginning_has_special_tokens(tokenizer: Tokenizer):
+    """Prompt and response are one text: a response, a problem's too, has none of its own, and their names are text."""
+    begins = Tokenizer.from_str(tokenizer.to_str())
+    begins.post_processor = processors.TemplateProcessing(single=f"{MASK} $A", special_tokens=[(MASK, 1)])
+    pairs = Pairs.encode(begins, [Document(f"two{MASK}", "one"), Document("a b\nc d\n")], 48)
+    for n, text in enumerate((f"onetwo{MASK}", "a b\nc d\n")):
+        ids, first = pairs[n]
+        assert (ids[0], list(ids).count(1), first > 1) == (1, 1, True)
+        assert begins.decode(ids[1:].tolist(), skip_special_tokens=False) == text
+    made = Examples(begins, pairs, pairs, 0.5, 0, replace(OPTIONS, sequence_length=260))
+    assert list(made.encode(PROBLEMS[0])[0]).count(1) == 1
+
+
+def test_conversations_make_a_pair_for_each_answer(tokenizer: Tokenizer):
+    template = ChatTemplate.compiled("{% for m in messages %}{{ m.content }}\n{% endfor %}", "template")
+    chat = Chat(tuple({"role": role, "content": role[0]} for role in ("user", "assistant") * 2))
+    pairs = Pairs.encode(tokenizer, [Document("", "", chat)], 48, (0,), template)
+    found = [
+        (tokenizer.decode(ids[:first].tolist()), tokenizer.decode(ids[first:].tolist()))
+        for ids, first in map(pairs.__getitem__, (0, 1))
+    ]
+    assert found == [("u\n", "a\n"), ("u\na\nu\n", "a\n")]
+
+
+def test_few_texts_are_held_out_by_pairs(tokenizer: Tokenizer):
+    pairs = Pairs.encode(tokenizer, [TEXT], 48)
+    trained, held_out = pairs.split(0.02, 0)
+    assert (len(trained.starts), len(held_out.starts)) == (len(pairs.starts) - 1, 1)
+    both = trained + held_out
+    assert sorted(both[n][0].tolist() for n in range(len(both.starts))) == sorted(
+        pairs[n][0].tolist() for n in range(len(pairs.starts))
+    )
+    with pytest.raises(ValueError, match=r"expected at least 2 stretches of text, .* found 1"):
+        held_out.split(0.02, 0)
 
 
 def test_what_a_batch_holds(tokenizer: Tokenizer):

@@ -139,10 +139,32 @@ def test_training_learns_a_text_that_repeats(tmp_path: Path):
     np.testing.assert_array_equal(jnp.argmax(logits[0, :-1], axis=-1), tokens[0, 1:])
 
 
-@pytest.mark.parametrize("which", ["training", "held-out"])
-def test_too_little_text_is_refused_before_anything_is_written(tmp_path: Path, which: str):
-    short = TokenStream(np.ones(50, np.int32), np.ones(50, bool))
-    texts = {"training": counting_stream(), "held-out": counting_stream(), which: short}
-    with pytest.raises(ValueError, match=f"the {which} text has 50 tokens; a batch of 2 windows of 17 needs 51"):
-        train_lm(TARGET, texts["training"], texts["held-out"], options(), tmp_path / "out", silent())
+def test_too_little_text_is_refused_before_anything_is_written(tmp_path: Path):
+    short, given = (TokenStream(np.ones(50, np.int32), np.full(50, in_loss)) for in_loss in (True, False))
+    with pytest.raises(ValueError, match="the training text has 50 tokens; a batch of 2 windows of 17 needs 51"):
+        train_lm(TARGET, short, counting_stream(), options(), tmp_path / "out", silent())
+    with pytest.raises(ValueError, match="the held-out text has no token to be predicted: its 50 are all given"):
+        train_lm(TARGET, counting_stream(), given, options(), tmp_path / "out", silent())
     assert not (tmp_path / "out").exists()
+
+
+def test_the_loss_of_several_steps_is_the_mean_over_their_tokens(tmp_path: Path):
+    """A window that is all given has no part in it."""
+    stream = TokenStream(random_stream(120).tokens, np.arange(120) >= 68)
+    fixed = options(steps=4, learning_rate=1e-12, weight_decay=0.0, batch_size=1, evaluate_every=4, matmul_dtype="float32")
+    result = train_lm(TARGET, stream, stream, fixed, tmp_path, silent())
+    batches = Windows(stream, stream, 17, fixed).batches(0)
+    parts = [next_token_loss(TARGET, PLAIN, result.params, *map(jnp.asarray, next(batches))) for _ in range(4)]
+    losses, tokens = np.asarray(parts).T
+    assert 0 in tokens
+    np.testing.assert_allclose(result.last("loss"), (losses * tokens).sum() / tokens.sum(), rtol=1e-4)
+
+
+def test_a_short_held_out_text_fills_a_batch():
+    """Rows and ends of rows that it does not fill are not in the loss; each of its tokens but windows' first ones is."""
+    stream = TokenStream(np.arange(1, 21, dtype=np.int32), np.arange(20) != 4)
+    ((tokens, in_loss),) = Windows(counting_stream(), stream, 17, options(batch_size=4)).held_out_batches()
+    assert tokens.shape == (4, 17)
+    assert sorted(tokens[in_loss].tolist()) == [n for n in range(1, 21) if n != 5]
+    (mine,) = Windows(counting_stream(), stream, 17, options(batch_size=4), np.asarray([1])).held_out_batches()
+    np.testing.assert_array_equal(mine[0], tokens[1:2])

@@ -23,7 +23,17 @@ from tilewright.train import checkpoint, loop
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.finite import FINITE, finite
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import Metrics, Task, TrainingRun, TrainResult, gradient_step, keep_better, train
+from tilewright.train.loop import (
+    WEIGHT,
+    Metrics,
+    Task,
+    TrainingRun,
+    TrainResult,
+    gradient_step,
+    keep_better,
+    mean_metrics,
+    train,
+)
 from tilewright.train.text import TextOptions, make_optimizer, text_metrics
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
@@ -57,6 +67,14 @@ def regression(task: str = "regression", seed: Any = 0, score: str | None = None
         "regression", {**chosen.run_fingerprint(), "task": task}, init, step, lambda first: map(batch, count(first)), evaluate,
         **sizes, seed=seed, progress=("rows", 8), score=score,
     )  # fmt: skip
+
+
+def test_means_are_weighted_by_tokens():
+    """A step without a token in the loss counts for nothing, and of such steps alone there is no mean."""
+    rows = [{"loss": np.float32(2), WEIGHT: 30}, {"loss": np.float32(0), WEIGHT: 0}, {"loss": np.float32(8), WEIGHT: 10}]
+    assert mean_metrics(rows) == {"loss": 3.5}
+    assert np.isnan(mean_metrics(rows[1:2])["loss"])
+    assert mean_metrics([{"loss": np.float32(2)}, rows[2]]) == {"loss": 5}, "rows of an earlier version have no weights"
 
 
 def is_matrix(params: Any) -> Any:

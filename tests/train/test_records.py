@@ -96,6 +96,20 @@ def test_a_long_record_loses_its_end():
     assert in_loss[:, 2:].all()
 
 
+def test_records_of_few_prompts_are_held_out_one_by_one():
+    trained, held_out = Records.of([([1], [2, n]) for n in range(30)]).split(0.02, seed=0)
+    assert (len(trained), len(held_out)) == (29, 1)
+    with pytest.raises(ValueError, match="expected at least 2 records, so that one can be held out, found 1"):
+        held_out.split(0.5, seed=0)
+
+
+def test_few_held_out_records_fill_a_batch():
+    made, few = Records.of(numbered(9, 2, 5)), Records.of(numbered(1, 2, 5, first=900))
+    ((tokens, in_loss),) = RecordRows(made, few, options(batch_size=4, sequence_length=16)).held_out_batches()
+    assert tokens.shape == (4, 8)
+    assert in_loss.sum(1).tolist() == [5, 0, 0, 0]
+
+
 def test_too_few_records_are_refused():
     made = Records.of(numbered(3, 2, 3))
     with pytest.raises(ValueError, match="expected at least 4 records to train on of about one length, found 3"):

@@ -17,7 +17,7 @@ from tilewright.models.experts import Mixture
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.train.finite import FINITE, NotFiniteTraining, require_finite
 from tilewright.train.lm import hidden_matrices, next_token_loss
-from tilewright.train.loop import gradient_step
+from tilewright.train.loop import WEIGHT, gradient_step
 from tilewright.train.sharded import ShardedSetup, sharded_gradient, sharded_init, sharded_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
 from train.sharded_support import CONFIGS, alone, batch, drawn, equal, over_devices, setup
@@ -143,6 +143,7 @@ def curves(optimizer: str, steps: int, of: ShardedSetup) -> tuple[np.ndarray, np
         params, state, figures = ours(params, state, each, key)
         alone_params, alone_state, wanted = plain(alone_params, alone_state, tuple(map(jnp.asarray, each)), key)
         losses.append((float(figures["loss"]), float(wanted["loss"])))
+        assert float(figures[WEIGHT]) == float(wanted[WEIGHT]) == in_loss[:, 1:].sum()
     found = np.array(losses)
     divided = [(leaf.size, leaf.addressable_shards[0].data.size) for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(start)), "training donates its own"

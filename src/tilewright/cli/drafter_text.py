@@ -3,16 +3,18 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 
 from tilewright.bench import datasets
 from tilewright.cli.options import check_least, option_class
 from tilewright.cli.outputs import progress_console
-from tilewright.cli.train import LoopOptions
+from tilewright.cli.train import LoopOptions, chat_template, encode_split, read_split, say_left_out
 from tilewright.kernels.select import PLAIN
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.chat import ChatTemplate
@@ -23,7 +25,7 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train import self_instruct
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import TokenSource, TokenStream, encode_documents, read_documents, read_jsonl, split_documents
+from tilewright.train.data import TokenSource, TokenStream, encode_documents, read_jsonl
 from tilewright.train.records import SUFFIX, Records
 from tilewright.train.regenerate import BatchWriter, Writer, cut_prompts, regenerate
 from tilewright.train.self_instruct import SelfInstructOptions
@@ -154,6 +156,18 @@ def write_messages(records: Records, lm: LanguageModel, path: Path) -> None:
             file.write(json.dumps({"prompt": text, "response": response}, ensure_ascii=False) + "\n")
 
 
+def split_records(records: Records, loop: LoopOptions, console: Console) -> tuple[Records, Records]:
+    """Records to train on and held-out ones; prints how many do not fit a sequence."""
+    length, sizes = loop.sequence_length, records.ends - records.starts
+    room = records.prompts + 2 <= length
+    left_out = {
+        f"records whose prompt fills {length} tokens": int(np.sum(~room)),
+        f"ends of records beyond {length} tokens": int(np.sum(room & (sizes > length))),
+    }
+    say_left_out(left_out, console)
+    return records.split(loop.held_out, loop.seed)
+
+
 def drafter_text(
     data: Sequence[Path], loop: LoopOptions, writing: tuple[Regeneration, SelfInstruct], folder: Path,
     target: tuple[DecoderConfig, Any], out: Path, console: Console,
@@ -171,15 +185,17 @@ def drafter_text(
         raise ValueError("expected --regenerated or --self-instruct, found both")
     if answering.asked:
         records = answering.apply(data, folder, fingerprint(target[1]), loop.sequence_length, out / "training", console)
-        return records.split(loop.held_out, loop.seed)
+        return split_records(records, loop, console)
     if kept := [path for path in data if path.name.endswith(SUFFIX)]:
         if len(data) > 1 or regeneration.regenerated:
             raise ValueError(f"expected {kept[0]} alone, for it holds records; found other data or --regenerated too")
-        return Records.load(kept[0]).split(loop.held_out, loop.seed)
+        return split_records(Records.load(kept[0]), loop, console)
     tokenizer, end = load_tokenizer(folder), target[0].eos_token_ids[0] if target[0].eos_token_ids else 0
-    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
-    streams = [encode_documents(tokenizer, part, end) for part in parts]
+    documents, parts = read_split(data, loop, console)
+    template = chat_template(folder, documents, console)
+    encode = partial(encode_documents, tokenizer, end=end, template=template, other_ends=target[0].eos_token_ids)
+    streams = encode_split(encode, documents, parts, loop.sequence_length, loop, console)
     if not regeneration.regenerated:
         return streams
     writer = BatchWriter(LanguageModel(*target, tokenizer), fingerprint(target[1]))
-    return regeneration.apply(writer, streams, end, out / "training", console)
+    return regeneration.apply(writer, list(streams), end, out / "training", console)

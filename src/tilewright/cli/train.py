@@ -1,7 +1,8 @@
 """`tilewright train`: language models; drafters, the demo's models and graph neural networks have files of their own."""
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -22,6 +23,7 @@ from tilewright.cli.options import CompileCache, flag, option_class, told
 from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
+from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import CONFIG, WEIGHTS, decoder_config, load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import DTYPES, Dtype
@@ -29,7 +31,17 @@ from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.parallel.mesh import is_first_process
 from tilewright.train.checkpoint import steps_in
-from tilewright.train.data import encode_documents, end_of_text, read_documents, split_documents, train_tokenizer
+from tilewright.train.data import (
+    Document,
+    Split,
+    TokenStream,
+    encode_documents,
+    end_of_text,
+    read_documents,
+    split_documents,
+    split_windows,
+    train_tokenizer,
+)
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainResult
@@ -49,7 +61,7 @@ class LoopOptions:
         optimizer: "adamw", or "muon" for the matrices inside the layers.
         muon_learning_rate: peak rate of Muon.
         seed: of the initialisation and of the data's order.
-        held_out: share of the documents that is kept for the held-out loss.
+        held_out: share of the documents that is kept for the held-out loss; of windows, where it is less than one document.
         evaluate_every: steps from one held-out loss to the next.
         save_every: steps from one checkpoint to the next.
         matmul_dtype: of matrix products: float32, bfloat16 with float32 sums, or auto, which is bfloat16 where the chip has
@@ -85,6 +97,51 @@ def require_data(data: Sequence[Path]) -> None:
         raise ValueError("expected files or folders to train on, found none")
 
 
+def say_left_out(left_out: Mapping[str, int], console: Console) -> None:
+    """Prints how much is left out of the training data, by reason; nothing where that is nothing."""
+    if reasons := ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count):
+        console.print(f"left out: {reasons}", markup=False)
+
+
+def read_split(data: Sequence[Path], loop: LoopOptions, console: Console) -> tuple[list[Document], Split | None]:
+    """Documents of the data, and how they are split; None where windows are to be held out (see `split_documents`)."""
+    left_out: Counter[str] = Counter()
+    documents = read_documents(data, left_out)
+    say_left_out(left_out, console)
+    parts = split_documents(documents, loop.held_out, loop.seed)
+    if parts is not None:
+        console.print(f"held out: {len(parts[1]):,} of {len(documents):,} documents", markup=False)
+    return documents, parts
+
+
+def chat_template(folder: Path | None, documents: Sequence[Document], console: Console) -> ChatTemplate | None:
+    """The chat template of a model, if there are conversations among the documents and the model has one."""
+    if all(document.chat is None for document in documents):
+        return None
+    template = None if folder is None else ChatTemplate.load(folder)
+    if template is None:
+        console.print("conversations are written as plain text, for the model has no chat template")
+    return template
+
+
+def encode_split(
+    encode: Callable[[Sequence[Document]], TokenStream],
+    documents: Sequence[Document],
+    parts: Split | None,
+    length: int,
+    loop: LoopOptions,
+    console: Console,
+) -> tuple[TokenStream, TokenStream]:
+    """Tokenised text to train on, and held-out text: of `parts`, or windows of `length` tokens of all documents."""
+    if parts is not None:
+        return encode(parts[0]), encode(parts[1])
+    streams = split_windows(encode(documents), length, loop.held_out, loop.seed)
+    windows = [len(stream.tokens) // length for stream in streams]
+    shown = f"{windows[1]:,} of {sum(windows):,} windows of {length} tokens, documents being few ({len(documents):,})"
+    console.print(f"held out: {shown}", markup=False)
+    return streams
+
+
 def check_context(length: int, context: int) -> None:
     """Raises a `ValueError` where sequences are longer than a model's context."""
     if length > context:
@@ -100,8 +157,8 @@ def check_out(out: Path) -> None:
 
 
 def finish(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
-    loss, held_out = result.last("loss"), result.last("held_out_loss")
-    summary = f"{out}: loss {loss:.3f}, held-out loss {held_out:.3f} nats a token, {result.rate:,.0f} tokens/s"
+    loss, held_out = ("–" if np.isnan(result.last(name)) else f"{result.last(name):.3f}" for name in ("loss", "held_out_loss"))
+    summary = f"{out}: loss {loss}, held-out loss {held_out} nats a token, {result.rate:,.0f} tokens/s"
     console.print(summary, markup=False)
     write_json(json_file, {**text_metrics(result), **more, "chip": chip_name(), "out": str(out)})
 
@@ -239,13 +296,13 @@ class Beginning:
         tokenizer: which splits the text.
         config: the model's; None where its sizes are still to be chosen.
         params: float32, over a mesh divided; None for random ones.
-        files: what a tokenizer has beside it, a chat template say, for the new model's folder.
+        folder: of the model or the tokenizer; None for a tokenizer that is made for the data.
     """
 
     tokenizer: Tokenizer
     config: DecoderConfig | None = None
     params: DecoderParams | None = None
-    files: tuple[Path, ...] = ()
+    folder: Path | None = None
 
     @classmethod
     def choose(
@@ -262,11 +319,10 @@ class Beginning:
             shard = None if mesh is None else partial(model_shardings, mesh)
             config, params = load_decoder(folder, jnp.float32, progress_console(console), shard)
             config, params = grow(config, params, sizes.layers, sizes.context)
-            files = tuple(folder / name for name in hub.TOKENIZER[1:] if (folder / name).is_file())
-            return cls(load_tokenizer(folder), config, params, files)
+            return cls(load_tokenizer(folder), config, params, folder)
         if tokenizer is not None:
             sizes.refuse("--tokenizer has its own vocabulary", "vocab_size")
-            return cls(load_tokenizer(tokenizer))
+            return cls(load_tokenizer(tokenizer), folder=tokenizer)
         return None
 
 
@@ -285,8 +341,9 @@ def lm(
     """Trains a language model: one of Qwen3's architecture from random weights, or one that is there already.
 
     Args:
-        data: text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are not
-            in the loss.
+        data: text files, JSONL or JSON files of records, or folders of both. Records are chats (messages or conversations),
+            instruction and output, prompt and completion or response, question and answer, or text. What is given is not in the
+            loss: prompts, and all but the assistant's messages.
         out: folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
         start: a model to go on from, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
         tokenizer: a folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
@@ -299,24 +356,25 @@ def lm(
     check_out(out)
     options = loop.options()
     keep_programs(loop.compile_cache)
-    documents = split_documents(read_documents(data), loop.held_out, loop.seed)
+    documents, parts = read_split(data, loop, console)
     kept = kept_tokenizer(out)
     begin = Beginning.choose(start, tokenizer, sizes, over, console)
     if begin is None:
-        begin = Beginning(kept or agreed_tokenizer(train_tokenizer(documents[0], sizes.bpe_size)))
+        begin = Beginning(kept or agreed_tokenizer(train_tokenizer(parts[0] if parts else documents, sizes.bpe_size)))
     bpe, run_fingerprint = begin.tokenizer, {"vocab_size": sizes.bpe_size}
     require_same(kept, bpe, out)
     config = with_balance(begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
     check_context(options.sequence_length, config.max_position_embeddings)
     last_token = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
-    streams = [encode_documents(bpe, part, last_token) for part in documents]
+    template = chat_template(begin.folder, documents, console)
+    encode = partial(encode_documents, bpe, end=last_token, template=template, other_ends=config.eos_token_ids)
+    streams = encode_split(encode, documents, parts, options.sequence_length + 1, loop, console)
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     setup = over.setup(config, options)
     save_tokenizer(out, bpe)
     result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, run_fingerprint, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
-    for file in begin.files if is_first_process() else ():
-        copyfile(file, out / file.name)  # behind the run, which another model's checkpoint refuses
+    copy_tokenizer_files(begin.folder, out)
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
 
 
@@ -355,6 +413,15 @@ def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
     if is_first_process():
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(out / "tokenizer.json"))
+
+
+def copy_tokenizer_files(folder: Path | None, out: Path) -> None:
+    """Copies what a tokenizer has beside it, a chat template say, to a new model's folder, behind the run."""
+    if folder is None or not is_first_process():
+        return
+    for name in hub.TOKENIZER[1:]:
+        if (folder / name).is_file():
+            copyfile(folder / name, out / name)
 
 
 def kept_tokenizer(out: Path) -> Tokenizer | None:

@@ -1,5 +1,6 @@
 """`tilewright train diffusion`: a diffusion language model, on arithmetic written out in steps and on texts."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -22,7 +23,7 @@ from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.arithmetic import problems
 from tilewright.train.clean import Cleaner
-from tilewright.train.data import MASK, Document, end_of_text, read_documents, split_documents, train_tokenizer
+from tilewright.train.data import MASK, Document, Split, end_of_text, train_tokenizer
 from tilewright.train.demo_text import cleaned, library_sources
 from tilewright.train.diffusion import Examples, Pairs, train_diffusion
 from tilewright.train.sharded import model_shardings
@@ -46,7 +47,7 @@ def diffusion(
     """Trains a diffusion language model: one of LLaDA's architecture from random weights, or one that is there already.
 
     Args:
-        data: text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are never
+        data: text files, JSONL or JSON files of records (see `tilewright train lm`), or folders of both. Prompts are never
             masked; of a text without one, each stretch that fills a sequence has its first quarter for its prompt.
         out: folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
         start: a LLaDA or Dream to go on from, with a fresh optimizer: a folder or a Hugging Face id.
@@ -60,35 +61,53 @@ def diffusion(
     if arithmetic < 1 and not (data or library):
         raise ValueError("expected files or folders to train on, --library, or --arithmetic 1, found none of them")
     keep_programs(loop.compile_cache)
-    trained, held_out = texts(data, library, loop)
+    documents, parts = train.read_split(data, loop, console) if data else ([], ([], []))
+    source = library_documents() if library else ([], [])
     kept = train.kept_tokenizer(out)
     begun = begin(start, kept, sizes, over, console)
-    bpe, config, params = begun or fresh(trained, arithmetic, sizes, loop.seed)
+    bpe, config, params, folder = begun or fresh(
+        [*(parts[0] if parts else documents), *source[0]], arithmetic, sizes, loop.seed
+    )
     train.require_same(kept, bpe, out)
     train.check_context(options.sequence_length, config.decoder.max_position_embeddings)
-    pairs, unseen = (Pairs.encode(bpe, part, options.sequence_length) for part in (trained, held_out))
     end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
-    examples = Examples(bpe, pairs, unseen, arithmetic, end_of_text(bpe) if end is None else end, options)
+    end = end_of_text(bpe) if end is None else end
+    left_out: Counter[str] = Counter()
+    encode = partial(
+        Pairs.encode,
+        bpe,
+        window=options.sequence_length,
+        ends=(end, *config.eos_token_ids),
+        template=train.chat_template(folder, documents, console),
+        left_out=left_out,
+    )
+    if parts is None:
+        found = encode(documents)
+        pairs, unseen = found.split(loop.held_out, loop.seed)
+        shown = f"{len(unseen.starts):,} of {len(found.starts):,} pairs of prompt and response"
+        console.print(f"held out: {shown}, documents being few ({len(documents):,})", markup=False)
+    else:
+        pairs, unseen = (encode(part) for part in parts)
+    pairs, unseen = pairs + encode(source[0]), unseen + encode(source[1])
+    train.say_left_out(left_out, console)
+    examples = Examples(bpe, pairs, unseen, arithmetic, end, options)
     setup = over.setup(config.decoder, options)
     train.save_tokenizer(out, bpe)
     result = train_diffusion(config, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, setup)
     save_params(out, models.config_to_hf(config), models.declare(config), result.params, DTYPES[dtype])
+    train.copy_tokenizer_files(folder, out)
     train.finish(result, out, console, json_file, training_texts=len(examples.texts.starts), **over.figures())
 
 
-def texts(data: tuple[Path, ...], library: bool, loop: train.LoopOptions) -> tuple[list[Document], list[Document]]:
-    """Documents that are trained on, and those that are held out."""
-    documents = read_documents(data)
-    trained, held_out = split_documents(documents, loop.held_out, loop.seed) if documents else ([], [])
-    if library:
-        cleaner, (known, unknown) = Cleaner(), library_sources()
-        held_out += cleaned(cleaner, unknown)  # first, so that what training text has of it is cut there
-        trained += cleaned(cleaner, known)
-    return trained, held_out
+def library_documents() -> Split:
+    """The standard library's source: modules that are trained on, and those that are held out."""
+    cleaner, (known, unknown) = Cleaner(), library_sources()
+    held_out = cleaned(cleaner, unknown)  # first, so that what training text has of it is cut there
+    return cleaned(cleaner, known), held_out
 
 
-Beginning = tuple[Tokenizer, DiffusionConfig, DecoderParams | None]
-"""A tokenizer, a model's sizes, and its parameters, float32; None for random ones."""
+Beginning = tuple[Tokenizer, DiffusionConfig, DecoderParams | None, Path | None]
+"""A tokenizer, a model's sizes, its parameters, float32 (None for random ones), and its folder, if it has one."""
 
 
 def begin(
@@ -101,8 +120,8 @@ def begin(
         mesh = over.of(models.read_diffusion(folder).decoder)
         shard = None if mesh is None else partial(model_shardings, mesh)
         config, params = models.load_diffusion(folder, jnp.float32, progress_console(console), shard)
-        return load_tokenizer(folder), config, params
-    return None if kept is None else (kept, llada_config(sizes, kept), None)
+        return load_tokenizer(folder), config, params, folder
+    return None if kept is None else (kept, llada_config(sizes, kept), None, None)
 
 
 def fresh(trained: list[Document], arithmetic: float, sizes: train.ModelSizes, seed: int) -> Beginning:
@@ -110,7 +129,7 @@ def fresh(trained: list[Document], arithmetic: float, sizes: train.ModelSizes, s
     drawn = islice(problems(np.random.default_rng(seed), held_out=False), SAMPLE if arithmetic else 0)
     worked = [Document(problem.response, problem.prompt) for problem in drawn]
     bpe = train.agreed_tokenizer(train_tokenizer([*trained, *worked], sizes.bpe_size))
-    return bpe, llada_config(sizes, bpe), None
+    return bpe, llada_config(sizes, bpe), None, None
 
 
 def llada_config(sizes: train.ModelSizes, bpe: Tokenizer) -> DiffusionConfig:

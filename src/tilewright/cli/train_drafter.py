@@ -361,8 +361,9 @@ def drafter(
     """Trains a drafter for a target, which stays as it is.
 
     Args:
-        data: text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss. With
-            --self-instruct, JSONL files of prompts that the target is to answer. Or one file of records (.npz.xz).
+        data: text files, JSONL or JSON files of records (see `tilewright train lm`), or folders of both, of the kind of text
+            that will be generated; the target's chat template writes conversations. With --self-instruct, JSONL files of
+            prompts that the target is to answer. Or one file of records (.npz.xz).
         target: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo".
         out: folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
         kind: a block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's

@@ -3,10 +3,11 @@
 Sources: LLaDA (arXiv 2502.09992) §2.2-2.3; t spread evenly over a batch: Kingma et al. 2021 (Variational Diffusion Models).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -21,12 +22,13 @@ from tokenizers import Tokenizer
 
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, diffusion
+from tilewright.models.chat import ChatTemplate
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import initialise
 from tilewright.train.arithmetic import LONGEST, Problem, problems
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import Document
+from tilewright.train.data import Document, choose_some, encode_each, special_tokens_as_text
 from tilewright.train.flops import token_flops
 from tilewright.train.lm import hidden_matrices
 from tilewright.train.loop import TrainResult, train
@@ -87,26 +89,38 @@ def diffusion_loss(
     return decoder.cross_entropy(config.decoder, ops, params, hidden, found.labels, found.weights), total
 
 
-def fill_ins(tokenizer: Tokenizer, documents: Sequence[Document], window: int) -> list[Document]:
-    """Documents that fit a window with room for an end: those with a prompt as they are, others in stretches of lines.
+def cut_text(tokenizer: Tokenizer, text: str, size: int) -> list[str]:
+    """Cuts a text in pieces of about `size` tokens."""
+    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    cuts = [0, *dict.fromkeys(offsets[n][0] for n in range(size, len(offsets), size)), len(text)]
+    return [text[begin:end] for begin, end in pairwise(cuts) if begin < end]
 
-    The first quarter of a stretch is its prompt. A line that stands alone is left out: it cannot be cut in two.
+
+def fill_ins(tokenizer: Tokenizer, text: str, size: int) -> list[tuple[str, str]]:
+    """Stretches of a text with at most `size` tokens, whose first quarter is the prompt of the rest.
+
+    They begin and end with lines, prompts too. A line that is longer than a stretch is cut between tokens, and so is a stretch
+    of one line.
     """
-    found = [document for document in documents if document.prompt]
-    for document in documents:
-        if document.prompt:
-            continue
-        lines = document.text.splitlines(keepends=True)
-        sizes = [len(encoding.ids) for encoding in tokenizer.encode_batch(lines)]
-        stretch: list[str] = []
-        filled = 0
-        for line, size in [*zip(lines, sizes, strict=True), ("", window)]:
-            if filled + size >= window:
-                cut = -(-len(stretch) // 4)
-                found += [Document("".join(stretch[cut:]), "".join(stretch[:cut]))] if len(stretch) > 1 else []
-                stretch, filled = [], 0
-            stretch.append(line)
-            filled += size
+    lines = text.splitlines(keepends=True)
+    sizes = [len(each.ids) for each in tokenizer.encode_batch(lines, add_special_tokens=False)]
+    pieces = [
+        piece
+        for line, n in zip(lines, sizes, strict=True)
+        for piece in (cut_text(tokenizer, line, size) if n > size else [line])
+    ]
+    counts = [len(each.ids) for each in tokenizer.encode_batch(pieces, add_special_tokens=False)]
+    found: list[tuple[str, str]] = []
+    stretch: list[str] = []
+    filled = 0
+    for line, tokens in [*zip(pieces, counts, strict=True), ("", size + 1)]:
+        if filled + tokens > size and stretch:
+            parts = stretch if len(stretch) > 1 else cut_text(tokenizer, stretch[0], max(1, -(-filled // 4)))
+            cut = -(-len(parts) // 4)
+            found.append(("".join(parts[:cut]), "".join(parts[cut:])))
+            stretch, filled = [], 0
+        stretch.append(line)
+        filled += tokens
     return found
 
 
@@ -123,18 +137,83 @@ class Pairs:
     starts: np.ndarray
 
     @classmethod
-    def encode(cls, tokenizer: Tokenizer, documents: Sequence[Document], window: int) -> "Pairs":
-        """Those of `fill_ins`, without any that do not fit the window after all."""
+    def encode(
+        cls,
+        tokenizer: Tokenizer,
+        documents: Sequence[Document],
+        window: int,
+        ends: Sequence[int] = (),
+        template: ChatTemplate | None = None,
+        left_out: Counter[str] | None = None,
+    ) -> "Pairs":
+        """Tokenises prompts with their responses, and texts without a prompt in stretches (see `fill_ins`).
+
+        A conversation makes a pair for each message of the assistant; its prompt is all that stands before. A response that
+        does not fit the window with its end loses what is too long.
+
+        Args:
+            ends: tokens that end a message; the first, which fills up rows, is not kept at the end of a response.
+            left_out: counts prompts without room for a response, stretches of a single token, and responses that are cut.
+        """
+        left_out, end = Counter() if left_out is None else left_out, ends[0] if ends else -1
+        found: list[tuple[list[int], list[int]]] = []
+        asked = [document for document in documents if document.prompt or document.chat is not None]
+        for sequences in encode_each(tokenizer, asked, (end, *ends[1:]), template):
+            for ids, in_loss in sequences:
+                edges = np.flatnonzero(np.diff([0, *in_loss, 0])).reshape(-1, 2).tolist()
+                found += [(ids[:first], ids[first : last - (ids[last - 1] == end)]) for first, last in edges]
+        size = window - 1 - tokenizer.num_special_tokens_to_add(False)
+        with special_tokens_as_text(tokenizer):
+            texts = [document.text for document in documents if not document.prompt and document.chat is None]
+            pieces = [piece for text in texts for piece in fill_ins(tokenizer, text, size)]
+            prompts = tokenizer.encode_batch([prompt for prompt, _ in pieces])
+            responses = tokenizer.encode_batch([response for _, response in pieces], add_special_tokens=False)
+        found += [(prompt.ids, response.ids) for prompt, response in zip(prompts, responses, strict=True)]
+        pairs = []
+        for prompt, response in found:
+            if not response:
+                left_out["stretches of a single token"] += 1
+            elif len(prompt) >= window:
+                left_out[f"prompts that fill {window} tokens"] += 1
+            else:
+                left_out[f"ends of responses beyond {window} tokens"] += len(prompt) + len(response) >= window
+                pairs.append((prompt, response[: window - len(prompt)]))
+        return cls.of(pairs)
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Pairs":
+        """Pairs of prompts and responses."""
         tokens: list[int] = []
         starts: list[tuple[int, int, int]] = []
-        kept = fill_ins(tokenizer, documents, window)
-        encoded = (tokenizer.encode_batch([getattr(document, part) for document in kept]) for part in ("prompt", "text"))
-        for prompt, response in zip(*encoded, strict=True):
-            first, size = len(prompt.ids), len(prompt.ids) + len(response.ids)
-            if size < window and first < size:
-                starts.append((len(tokens), len(tokens) + first, len(tokens) + size))
-                tokens += [*prompt.ids, *response.ids]
+        for prompt, response in pairs:
+            first = len(tokens) + len(prompt)
+            starts.append((len(tokens), first, first + len(response)))
+            tokens += [*prompt, *response]
         return cls(np.asarray(tokens, np.int32), np.asarray(starts, np.int32).reshape(-1, 3))
+
+    def split(self, held_out: float, seed: int) -> "tuple[Pairs, Pairs]":
+        """Pairs to train on, and a share that is held out, at least one.
+
+        Raises:
+            ValueError: there are fewer than two.
+        """
+        held = choose_some(np.arange(len(self.starts)), held_out, seed, "stretches of text, or prompts with responses")
+        return self.take(np.flatnonzero(~held)), self.take(np.flatnonzero(held))
+
+    def take(self, chosen: np.ndarray) -> "Pairs":
+        """Some of the pairs."""
+        return Pairs.of(
+            [
+                (self.tokens[begin:first].tolist(), self.tokens[first:end].tolist())
+                for begin, first, end in self.starts[chosen].tolist()
+            ]
+        )
+
+    def __add__(self, other: "Pairs") -> "Pairs":
+        return Pairs(
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.starts, other.starts + np.int32(len(self.tokens))]),
+        )
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         """Prompt and response together, and the prompt's size."""
@@ -173,7 +252,8 @@ class Examples:
 
     def encode(self, problem: Problem) -> tuple[np.ndarray, int]:
         """Prompt and response together, and the prompt's size."""
-        given, worked = (self.tokenizer.encode(part).ids for part in (problem.prompt, problem.response))
+        given = self.tokenizer.encode(problem.prompt).ids
+        worked = self.tokenizer.encode(problem.response, add_special_tokens=False).ids
         return np.asarray([*given, *worked], np.int32), len(given)
 
     def batch(self, rng: np.random.Generator, held_out: bool) -> Batch:
@@ -186,8 +266,9 @@ class Examples:
             solved = rng.random() < self.arithmetic
             ids, begin = self.encode(next(drawn)) if solved else texts[int(rng.integers(len(texts.starts)))]
             tokens[row, : len(ids)] = ids
-            size = length if rng.random() < 0.5 else int(rng.integers(len(ids) + 1, length + 1))
-            bounds[:, row] = begin, len(ids) + 1, size
+            whole_row = rng.random() < 0.5 or len(ids) == length  # a response that was cut has no end
+            size = length if whole_row else int(rng.integers(len(ids) + 1, length + 1))
+            bounds[:, row] = begin, min(len(ids) + 1, length), size
         whole = Batch(tokens, *bounds)
         return whole if self.rows is None else Batch(*(each[self.rows] for each in whole))
 
@@ -208,7 +289,10 @@ class Examples:
     def run_fingerprint(self) -> dict[str, Any]:
         """Fingerprint of the run: what a checkpoint must agree with."""
         text = fingerprint((self.texts.tokens, self.texts.starts))
-        return {**self.options.run_fingerprint(), "arithmetic": self.arithmetic, "text": text}
+        same = {**self.options.run_fingerprint(), "arithmetic": self.arithmetic, "text": text}
+        if self.arithmetic and self.tokenizer.num_special_tokens_to_add(False):
+            same["problem"] = fingerprint((self.encode(LONGEST)[0],))  # responses had special tokens in earlier versions
+        return same
 
 
 def train_diffusion(
@@ -248,7 +332,7 @@ def train_diffusion(
     if over is None:
         return train(task(examples, same), console, out)
     own = replace(examples, rows=over.own_rows(options.batch_size))
-    predict, optimizer = lambda batch, key: masked_tokens(config, batch, key)[0], make_optimizer(options, hidden_matrices)
+    predict, optimizer = partial(masked_tokens, config), make_optimizer(options, hidden_matrices)
     return train(over_mesh(task(own, same, place=partial(on_mesh, over)), over, optimizer, init, predict), console, out)
 
 

@@ -63,7 +63,8 @@ def loss_of(config: DecoderConfig, ops: Operations, setup: ShardedSetup | None) 
         if setup is None:
             return next_token_loss(config, ops, params, *batch)
         over = sharded_loss(replace(setup, config=config))
-        return over(params, next_tokens(*batch)), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
+        predicted, total = next_tokens(*batch)
+        return over(params, predicted), total
 
     return loss
 

@@ -32,8 +32,11 @@ Metrics = dict[str, Any]
 Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Metrics]]
 """`step(params, opt_state, batch, key) -> (params, opt_state, metrics)`, compiled; DONATES the first two.
 
-The metrics hold a `finite.Finite` under `FINITE`, which is none of those that are shown.
+The metrics hold a `finite.Finite` under `FINITE` and may hold a weight under `WEIGHT`; neither is shown.
 """
+
+WEIGHT = "weight"
+"""Key of the metrics of a step that says how much the step counts in means over steps: the tokens in its loss."""
 
 REFRESH_S = 0.2
 """Seconds from one look of the progress bar at metrics to the next; each look waits for the device."""
@@ -114,7 +117,8 @@ class TrainResult:
 
     Attributes:
         params: after the last step, or where `Task.score` was best.
-        curve: a row for each evaluation: its "step", the metrics of the steps since the one before (means), and its own.
+        curve: a row for each evaluation: its "step", the metrics of the steps since the one before (see `mean_metrics`), and
+            its own.
         rate: of this process, in what `Task.progress` counts a second.
         seconds: of this process, compilation included.
         ledger: what was compiled, or loaded from the disk, in that time.
@@ -156,14 +160,16 @@ def gradient_step(
     """The plain step of a task: one gradient.
 
     Args:
-        loss: `loss(params, frozen, batch, key) -> (loss, more)`.
+        loss: `loss(params, frozen, batch, key) -> (loss, weight)`; a weight of None weighs all steps alike.
         frozen: arrays that the loss reads and that stay as they are (a drafter's target).
         placed: the shardings of parameters, state and metrics, where the compiler is to divide the step; by default one device.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=placed)
     def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Metrics]:
-        return descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)[:3]
+        found = descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)
+        params, opt_state, metrics, weight = found
+        return params, opt_state, metrics if weight is None else {**metrics, WEIGHT: weight}
 
     return lambda params, opt_state, batch, key: step(params, opt_state, frozen, batch, key)
 
@@ -198,8 +204,18 @@ def stacked(rows: Sequence[Metrics]) -> dict[str, np.ndarray]:
 
 
 def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
-    """The mean of each figure; of one row it is the row, still on the device, which nobody waits for."""
-    return rows[0] if len(rows) == 1 else {name: values.mean(0) for name, values in stacked(rows).items()}
+    """Mean of each figure, weighted where the rows have weights: NaN where all weights are 0.
+
+    A single row without a weight is returned as it is, still on the device, so that nobody waits for it.
+    """
+    if not all(WEIGHT in row for row in rows):  # a checkpoint of an earlier version has rows without weights
+        rows = [{name: value for name, value in row.items() if name != WEIGHT} for row in rows]
+        return rows[0] if len(rows) == 1 else {name: values.mean(0) for name, values in stacked(rows).items()}
+    means = stacked(rows)
+    weights = means.pop(WEIGHT, np.zeros(0))
+    if not weights.any():
+        return {name: np.full_like(values[0], np.nan) for name, values in means.items()}
+    return {name: np.average(values, axis=0, weights=weights).astype(values.dtype) for name, values in means.items()}
 
 
 def unstacked(metrics: Mapping[str, np.ndarray], prefix: str) -> list[Metrics]:
@@ -290,7 +306,7 @@ class TrainingRun:
 
     def shown(self) -> str:
         """The newest metrics as a line."""
-        newest = {**(self.curve[-1] if self.curve else {}), **stacked(self.recent[-10:])}
+        newest = {**(self.curve[-1] if self.curve else {}), **mean_metrics(self.recent[-10:])}
         means = {name: float(np.mean(values)) for name, values in newest.items() if name != "step"}
         return "  ".join(f"{name.replace('_', ' ')} {mean:.3f}" for name, mean in means.items() if not np.isnan(mean))
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import TokenSource, TokenStream
+from tilewright.train.data import TokenSource, TokenStream, choose_held_out, choose_some
 from tilewright.train.text import HELD_OUT_BATCHES, Batches, TextOptions, Windows
 
 SUFFIX = ".npz.xz"
@@ -72,14 +72,17 @@ class Records:
     def split(self, held_out: float, seed: int) -> "tuple[Records, Records]":
         """Records to train on, and a share that is held out, by a shuffle that depends on `seed` alone.
 
-        Records that begin with the same prompt stay together.
+        Records that begin with the same prompt stay together where there are prompts enough; otherwise at least one record is
+        held out.
+
+        Raises:
+            ValueError: there are fewer than two records.
         """
         prompts = [self.tokens[start : start + size].tobytes() for start, size in zip(self.starts, self.prompts, strict=True)]
-        groups = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
-        order = np.random.default_rng(seed).permutation(len(groups))
-        held = set(order[: max(1, round(held_out * len(groups)))].tolist())
-        kept = np.asarray([groups[prompt] not in held for prompt in prompts])
-        return self.take(np.flatnonzero(kept)), self.take(np.flatnonzero(~kept))
+        held = choose_held_out([prompts], held_out, seed)
+        if held is None:
+            held = choose_some(np.arange(len(self)), held_out, seed, "records")
+        return self.take(np.flatnonzero(~held)), self.take(np.flatnonzero(held))
 
     def save(self, path: Path) -> None:
         """Writes a file of records; tokens take 16 bits where they can."""
@@ -108,6 +111,8 @@ class Records:
 class RecordRows:
     """Batches of whole records, one to a row: short ones in rows of half the length. Longer ones lose their ends.
 
+    A held-out batch may have rows without a token in the loss, in the place of records that are missing.
+
     Attributes:
         records, held_out: what is trained on, and what is held out.
         options: how to train; `sequence_length` is that of the longer rows.
@@ -118,11 +123,11 @@ class RecordRows:
     options: TextOptions
 
     def __post_init__(self) -> None:
-        for records, what in ((self.records, "to train on"), (self.held_out, "held out")):
-            if not any(len(places) >= self.options.batch_size for places in self.by_length(records).values()):
-                raise ValueError(
-                    f"expected at least {self.options.batch_size} records {what} of about one length, found {len(records)}"
-                )
+        for records, what, least in ((self.records, "to train on", self.options.batch_size), (self.held_out, "held out", 1)):
+            groups = [len(places) for places in self.by_length(records).values()]
+            if max(groups) < least:
+                found = f"{sum(groups)} of {len(records)} with an answer within {self.options.sequence_length} tokens"
+                raise ValueError(f"expected at least {least} records {what} of about one length, found {found}")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -158,8 +163,19 @@ class RecordRows:
         return (self.rows(self.records, *each) for each in islice(every, first, None))
 
     def held_out_batches(self) -> list[tuple[np.ndarray, ...]]:
-        """The first batches of the held-out records, the same at every evaluation."""
-        return [self.rows(self.held_out, *each) for each in islice(self.chosen(self.held_out, 0), HELD_OUT_BATCHES)]
+        """Batches of the held-out records, the same at every evaluation."""
+        rng, size = np.random.default_rng((self.options.seed, 0)), self.options.batch_size
+        parts = []
+        for length, places in self.by_length(self.held_out).items():
+            shuffled = rng.permutation(places)
+            parts += [(length, shuffled[first : first + size]) for first in range(0, len(shuffled), size)]
+        batches = []
+        for n in rng.permutation(len(parts))[:HELD_OUT_BATCHES]:
+            length, chosen = parts[n]
+            tokens, in_loss, *more = self.rows(self.held_out, length, np.resize(chosen, size))
+            in_loss[len(chosen) :] = False
+            batches.append((tokens, in_loss, *more))
+        return batches
 
     @property
     def tokens_per_step(self) -> float:

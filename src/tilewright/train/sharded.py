@@ -33,7 +33,7 @@ from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED
 from tilewright.runtime.placement import divided_sizes
 from tilewright.train.balance import balanced, own_share, watching
 from tilewright.train.finite import FINITE, Finite, finite
-from tilewright.train.loop import Metrics, Step, Task
+from tilewright.train.loop import WEIGHT, Metrics, Step, Task
 
 DATA, TENSOR = "fsdp", "tp"
 Gradient = Callable[[Any, Array, Array], tuple[Array, Any]]
@@ -112,10 +112,11 @@ class Predicted(NamedTuple):
     seen: Any = None
 
 
-def next_tokens(tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"]) -> Predicted:
-    """Each token given those before it, as `lm.next_token_loss` has it."""
+def next_tokens(tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"]) -> tuple[Predicted, Float[Array, ""]]:
+    """Predictions of each token given those before it, as `lm.next_token_loss` has them, and the number of tokens."""
     weights = in_loss[:, 1:].astype(jnp.float32)
-    return Predicted(tokens[:, :-1], tokens[:, 1:], weights / jnp.maximum(jnp.sum(weights), 1.0))
+    total = jnp.sum(weights)
+    return Predicted(tokens[:, :-1], tokens[:, 1:], weights / jnp.maximum(total, 1.0)), total
 
 
 def is_partition(leaf: Any) -> bool:
@@ -162,7 +163,7 @@ def sharded_gradient(setup: ShardedSetup) -> Gradient:
         ValueError: the mesh does not divide an array of the model; when called, a batch that it does not divide.
     """
     gradient = predicted_gradient(setup)
-    return lambda params, tokens, in_loss: gradient(params, next_tokens(tokens, in_loss))
+    return lambda params, tokens, in_loss: gradient(params, next_tokens(tokens, in_loss)[0])
 
 
 def predicted_gradient(setup: ShardedSetup) -> Callable[[Any, Predicted], tuple[Array, Any]]:
@@ -311,9 +312,16 @@ def sharded_finite(setup: ShardedSetup, value: Array, gradient: DecoderParams) -
 
 
 def jitted_step(
-    setup: ShardedSetup, optimizer: optax.GradientTransformation, gradient: Callable[..., tuple[Array, Any]]
+    setup: ShardedSetup,
+    optimizer: optax.GradientTransformation,
+    gradient: Callable[..., tuple[Array, Any]],
+    weight: Callable[..., Array] | None = None,
 ) -> Any:
-    """`step(params, state, *batch) -> (params, state, metrics)` down `gradient(params, *batch)`; DONATES the first two."""
+    """`step(params, state, *batch) -> (params, state, metrics)` down `gradient(params, *batch)`; DONATES the first two.
+
+    Args:
+        weight: `weight(*batch)` gives the tokens in the loss (see `loop.WEIGHT`); None weighs all steps alike.
+    """
     state = state_shardings(setup, optimizer)
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(setup.shardings, state, None))
@@ -321,13 +329,14 @@ def jitted_step(
         value, grads = gradient(params, *batch)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
             update, after = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, update), after, {"loss": value, FINITE: sharded_finite(setup, value, grads)}
+        metrics = {"loss": value, FINITE: sharded_finite(setup, value, grads)}
+        return optax.apply_updates(params, update), after, metrics if weight is None else {**metrics, WEIGHT: weight(*batch)}
 
     return step
 
 
-Predict = Callable[[Any, Array], Predicted]
-"""`predict(batch, key)`: what a batch is to predict; the key is the step's."""
+Predict = Callable[[Any, Array], tuple[Predicted, Array]]
+"""`predict(batch, key)`: predictions of a batch and how much they count; the key is the step's."""
 
 
 def sharded_step(setup: ShardedSetup, optimizer: optax.GradientTransformation, predict: Predict | None = None) -> Step:
@@ -337,14 +346,17 @@ def sharded_step(setup: ShardedSetup, optimizer: optax.GradientTransformation, p
     that its devices compute on (`ShardedSetup.own_rows`). By default they are of text, whose tokens are predicted one after
     another.
     """
-    of_text, of_others = sharded_gradient(setup), predicted_gradient(setup)
+    gradient = predicted_gradient(setup)
 
-    def of_batch(params: Any, batch: Any, key: Array) -> tuple[Array, Any]:
-        if predict is None:
-            return of_text(params, *batch)
-        return of_others(params, predict(batch, jax.random.wrap_key_data(key)))
+    def predicted(batch: Any, key: Array) -> tuple[Predicted, Array]:
+        return next_tokens(*batch) if predict is None else predict(batch, jax.random.wrap_key_data(key))
 
-    step = jitted_step(setup, optimizer, of_batch)
+    step = jitted_step(
+        setup,
+        optimizer,
+        lambda params, batch, key: gradient(params, predicted(batch, key)[0]),
+        lambda batch, key: predicted(batch, key)[1],
+    )
 
     def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Metrics]:
         return step(params, opt_state, on_mesh(setup, batch), np.asarray(jax.random.key_data(key)))

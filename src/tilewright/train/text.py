@@ -184,9 +184,14 @@ class Batches(Protocol):
 
 
 def require_texts(stream: TokenStream, held_out: TokenStream, length: int, options: TextOptions) -> None:
-    """Raises a `ValueError` where one of the texts is too short for a batch of windows of `length` tokens."""
+    """Raises a `ValueError` where the training text is too short for a batch, or one of the texts has nothing to learn.
+
+    Args:
+        length: tokens of a window.
+    """
     require_windows(stream, length, options.batch_size, "the training text")
-    require_windows(held_out, length, options.batch_size, "the held-out text")
+    if not len(held_out.starts_in_loss(length)):
+        raise ValueError(f"the held-out text has no token to be predicted: its {len(held_out.tokens)} are all given")
 
 
 @dataclass(frozen=True)
@@ -209,12 +214,13 @@ class Windows:
     def __post_init__(self) -> None:
         require_texts(self.stream, self.held_out, self.length, self.options)
 
-    def of(self, stream: TokenStream, epoch: int) -> Iterator[Batch]:
-        return stream.windows(self.length, self.options.batch_size, self.options.seed, epoch, self.rows)
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """Training batches of one epoch."""
+        return self.stream.windows(self.length, self.options.batch_size, self.options.seed, number, self.rows)
 
     def batches(self, first: int) -> Iterator[Batch]:
         """Training batches, epoch by epoch, from step `first` on."""
-        return islice(chain.from_iterable(self.of(self.stream, epoch) for epoch in count()), first, None)
+        return islice(chain.from_iterable(self.epoch(number) for number in count()), first, None)
 
     @property
     def tokens_per_step(self) -> float:
@@ -222,8 +228,9 @@ class Windows:
         return self.options.batch_size * self.options.sequence_length
 
     def held_out_batches(self) -> list[Batch]:
-        """The first batches of the held-out text, the same at every evaluation."""
-        return list(islice(self.of(self.held_out, 0), HELD_OUT_BATCHES))
+        """Batches of the held-out text, the same at every evaluation."""
+        batches = self.held_out.padded_windows(self.length, self.options.batch_size, self.options.seed, self.rows)
+        return list(islice(batches, HELD_OUT_BATCHES))
 
     def run_fingerprint(self) -> dict[str, Any]:
         """Fingerprint of the run: what a checkpoint must agree with."""
@@ -284,9 +291,14 @@ def text_task(
 
 
 def text_metrics(result: TrainResult) -> dict[str, Any]:
-    """The figures for `--json`."""
+    """The figures for `--json`; a loss is null where no token was in it."""
     fields = {"step": "step", "loss": "loss_nats_per_token", "held_out_loss": "held_out_loss_nats_per_token"}
-    curve = [{field: result.curve[name][n].item() for name, field in fields.items()} for n in range(len(result.curve["step"]))]
+
+    def number(name: str, n: int) -> float | None:
+        value = result.curve[name][n].item()
+        return None if np.isnan(value) else value
+
+    curve = [{field: number(name, n) for name, field in fields.items()} for n in range(len(result.curve["step"]))]
     steps, last = curve[-1]["step"], {field: value for field, value in curve[-1].items() if field != "step"}
     times = {"tokens_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures()}
     used = {} if result.utilisation is None else {"model_flops_utilization": result.utilisation}
