@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.cli.options import CompileCache, KernelChoice, TemplateOptions, option_class
-from tilewright.cli.outputs import progress_console
+from tilewright.cli.outputs import progress_console, working
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
@@ -128,7 +128,7 @@ def keep_programs(wanted: bool) -> Path | None:
 
 def cpu_kernels(console: Console) -> native.Native:
     """The CPU kernels, or why they cannot be used."""
-    with console.status("CPU kernels: compiled at first use, then kept"):
+    with working(console, "CPU kernels: compiled at first use, then kept"):
         return native.kernels()
 
 
