@@ -237,6 +237,7 @@ def test_an_answer_that_fills_the_context_offers_the_same(page: Page, script: Sc
     page.click(".wrong button:last-of-type")
     page.wait("document.querySelector('.dropped') && !document.querySelector('#send').hidden")
     assert page.texts(".note") == ["The turn above was dropped to make room: the model does not see it any more."]
+    assert page.text("#state") == "the oldest turn is dropped"
     say(page, "two")
     assert script.asked[-1].body["messages"] == [{"role": "user", "content": "two"}]
     assert page.texts(".cost")[1].endswith(" · cut off at 7 tokens (Settings: most tokens)")
