@@ -110,7 +110,7 @@ class NeighborTable:
             self.num_nodes, self.num_sources, self.given_sources, self.num_edges, self.layout,
         )  # fmt: skip
 
-    def permute(self, x: Float[Array | np.ndarray, "M ..."]) -> Float[Array, "M ..."]:
+    def permute(self, x: Float[Array | np.ndarray, "given ..."]) -> Float[Array, "M ..."]:
         """Brings values of the sources from the caller's order to the table's."""
         x = check_rows(x, self.given_sources)
         if self.given_sources < self.num_sources:
