@@ -17,6 +17,7 @@ from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.tokenizer import encode
 
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
@@ -491,47 +492,17 @@ def encode_plain(tokenizer: Tokenizer, documents: Sequence[Document], end: int) 
     return sequences
 
 
-def special_texts(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Pattern of the texts of a tokenizer's special tokens."""
-    texts = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-
-
-def chat_tokens(
-    tokenizer: Tokenizer, template: ChatTemplate, chat: Chat, count: int, answering: bool, special: re.Pattern[str]
-) -> list[int]:
-    """Tokens of a conversation's first `count` messages by a chat template.
-
-    The name of a special token is one where the template writes it, and text where a message has it.
+def chat_tokens(tokenizer: Tokenizer, template: ChatTemplate, chat: Chat, count: int, answering: bool) -> list[int]:
+    """Tokens of a conversation's first `count` messages by a chat template, as a model reads them when it answers.
 
     Args:
         answering: whether the beginning of an answer follows.
-        special: see `special_texts`.
     """
-    found: list[str] = []
-
-    def marked(value: Any) -> Any:
-        if isinstance(value, str):
-            return special.sub(lambda match: f"\ue000{found.append(match[0]) or len(found) - 1}\ue001", value)
-        if isinstance(value, list):
-            return [marked(each) for each in value]
-        return {key: marked(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-    messages = [marked(dict(message)) for message in chat.messages[:count]]
-    text = template.render(messages, add_generation_prompt=answering, tools=chat.tools or None)
-    if not found:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    between = [re.sub("\ue000([0-9]+)\ue001", lambda match: found[int(match[1])], piece) for piece in special.split(text)]
-    ids_of = {token.content: n for n, token in tokenizer.get_added_tokens_decoder().items()}
-    written = [ids_of[name] for name in special.findall(text)]
-    with special_tokens_as_text(tokenizer):
-        encoded = [each.ids for each in tokenizer.encode_batch(between, add_special_tokens=False)]
-    return [*encoded[0], *(token for name, ids in zip(written, encoded[1:], strict=True) for token in (name, *ids))]
+    text = template.render(chat.messages[:count], add_generation_prompt=answering, tools=chat.tools or None)
+    return encode(tokenizer, text, add_special_tokens=False)
 
 
-def encode_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, document: Document, ends: Sequence[int], special: re.Pattern[str]
-) -> list[Encoded]:
+def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, document: Document, ends: Sequence[int]) -> list[Encoded]:
     """Tokens of a conversation by a chat template; the assistant's messages are in the loss with the tokens that end them.
 
     It is one sequence. A template that writes earlier turns in another way than the last one (without their reasoning, say)
@@ -539,7 +510,6 @@ def encode_chat(
 
     Args:
         ends: tokens that end a message; the first closes a message that the template does not end.
-        special: see `special_texts`.
     """
     chat = document.chat
     assert chat is not None
@@ -547,7 +517,7 @@ def encode_chat(
     whole: list[int] = []
     for turn in chat.learnt:
         try:
-            prompt, after = (chat_tokens(tokenizer, template, chat, turn + n, not n, special) for n in (0, 1))
+            prompt, after = (chat_tokens(tokenizer, template, chat, turn + n, not n) for n in (0, 1))
         except ValueError as error:
             raise ValueError(f"{document.where}: {error}") from None
         same = next((n for n, (a, b) in enumerate(zip(prompt, after, strict=False)) if a != b), min(len(prompt), len(after)))
@@ -574,12 +544,12 @@ def encode_each(
 ) -> Iterator[list[Encoded]]:
     """Sequences of each document, by the chat template where there is one and the document is a conversation."""
     plain = [document for document in documents if template is None or document.chat is None]
-    encoded, special = iter(encode_plain(tokenizer, plain, ends[0])), special_texts(tokenizer)
+    encoded = iter(encode_plain(tokenizer, plain, ends[0]))
     for document in documents:
         if template is None or document.chat is None:
             yield [next(encoded)]
         else:
-            yield encode_chat(tokenizer, template, document, ends, special)
+            yield encode_chat(tokenizer, template, document, ends)
 
 
 def encode_documents(
