@@ -4,6 +4,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -42,6 +43,8 @@ from tilewright.report import terminal
 from tilewright.runtime.output import Result
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
+from tilewright.speculation.pacing import Pacing
+from tilewright.speculation.team import Team
 
 QUESTIONS = {
     NGRAM: "Write an HTML page with a list of the days of the week.",
@@ -121,7 +124,7 @@ def drafting(name: str, models: ModelOptions, ways: Mapping[str, LanguageModel],
     template = models.chat_template(console)
     example = Example("prompt", "", (QUESTIONS[name],), 1) if template is not None else gather_prompts((), None, DEMO)[0]
     heading(console, HEADINGS[name])
-    lm = ways["auto"]
+    lm = unbiased(ways["auto"])
     tokens = [encoded(lm, prompt_text(example, (), template), template)]
     sampling = lm.each_sampling(tokens, Sampling(max_new_tokens=NEW_TOKENS))
     shown = prompt_text(example, (), None) + ("" if template is None else "\n\n")
@@ -130,7 +133,7 @@ def drafting(name: str, models: ModelOptions, ways: Mapping[str, LanguageModel],
         return False
     if generation[0].finish_reason == "length":
         console.print(f"[cut at {NEW_TOKENS} tokens]", style="dim", markup=False)
-    compared = {each: ways[each] for each in (BASELINE, name, "auto")}
+    compared = {BASELINE: ways[BASELINE], name: ways[name], "auto": lm}
     done, total = count(1), len(compared) * (REPETITIONS + 1)
     with working(console, "compiling, then measuring in turns") as say:
         runs = decode_in_turns(
@@ -158,6 +161,15 @@ def loaded_ways(models: ModelOptions, console: Console) -> dict[str, LanguageMod
         ways[name] = plain.with_drafter(*plain.load_drafter(source, DrafterOptions(BLOCKS[name])))
     both = plain.with_drafter(*plain.load_drafter(list(sources.values()), DrafterOptions("auto")))
     return {**ways, "auto": both}
+
+
+def unbiased(lm: LanguageModel) -> LanguageModel:
+    """Model that has seen no answer yet, so that questions are independent; programs and costs of rounds are shared."""
+    other = copy(lm)
+    if isinstance(lm.drafter, Team) and lm.pacing is not None:
+        other.pacing = Pacing(lm.drafter, lm.weights)
+        other.pacing.costs = lm.pacing.costs
+    return other
 
 
 def ways_table(rows: Sequence[Mapping[str, Any]]) -> Table:
