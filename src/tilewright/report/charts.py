@@ -218,7 +218,7 @@ class LaneChart:
             label = escape(f"{self.title}: {row.name} over {self.longest:,.3f} ms")
             box = f'viewBox="0 0 {LANES_WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{label}"'
             pictures.append(f"<div>{escape(row.name)}</div><svg {box}>{''.join(parts)}</svg>")
-        drawing = f'<div class="lanes">{"".join(pictures)}{tick_row(self.longest, "ms")}</div>'
+        drawing = f'<div class="lanes">{"".join(pictures)}{tick_row(self.longest, "ms", most=5)}</div>'
         return figure(self.title, drawing, bar_key([*self.kinds.values()]), self.figures)
 
 
@@ -251,9 +251,13 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) else significant(value)
 
 
-def tick_row(longest: float, unit: str = "") -> str:
-    """An axis of round numbers below bars that are `longest` wide, with the unit beside the last one."""
-    step = round_step((longest or 1.0) / 3)
+def tick_row(longest: float, unit: str = "", most: int = 3) -> str:
+    """An axis of round numbers below bars that are `longest` wide, with the unit beside the last one.
+
+    Args:
+        most: steps between them.
+    """
+    step = round_step((longest or 1.0) / most)
     marks = [step * n for n in range(math.floor((longest or 1.0) / step * (1 + 1e-9)) + 1)]
     texts = []
     for mark in marks:
