@@ -88,3 +88,10 @@ def test_a_short_text_is_refused():
     stream = encode_documents(tokenizer, [Document(TEXT)], 0)
     with pytest.raises(ValueError, match="the held-out text has"):
         evaluate.held_out_loss(evaluate_config(280), target_params(), evaluate.token_bytes(tokenizer), stream)
+
+
+def test_a_text_without_a_token_in_the_loss_is_refused(small: None):
+    stream = random_stream(120)
+    stream = TokenStream(stream.tokens, np.zeros(len(stream.tokens), bool))
+    with pytest.raises(ValueError, match="expected tokens in the loss of the held-out text, found none"):
+        evaluate.held_out_loss(TARGET, target_params(TARGET), np.ones(24, np.int32), stream)

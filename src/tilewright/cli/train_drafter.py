@@ -325,9 +325,9 @@ def fit(
     texts: Sequence[TokenSource], options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console,
     placement: TrainingPlacement,
 ) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
-    """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind.
+    """Trains and saves a drafter; `own` are the options of its kind. Returns the result, and figures of its kind.
 
-    On one device what its drafts are worth is measured on the held-out text, and saved with it.
+    On one device the acceptance of its drafts is measured on the held-out text then, and saved with it.
     """
     arguments: tuple[Any, ...] = (*target, made, *texts, options, own, out / "training", console)
     if isinstance(made, Eagle3Config):
@@ -336,11 +336,12 @@ def fit(
         return result, {"agreement": agreed}
     model, train = TRAINED[type(made)]
     result = train(*arguments, start=start, placement=placement)
+    save_drafter(out, model, made, result.params, DTYPES[dtype])  # measuring takes minutes, in which the process may be ended
     if placement.mesh is None:
         drafting = next(kind for kind in KINDS if kind.model is model).drafter(made, made.block_size)
         lm = LanguageModel(*target, tokenizer).with_drafter(drafting, result.params)
         made = replace(made, expected_acceptance=expected_acceptance(lm, texts[1]))
-    save_drafter(out, model, made, result.params, DTYPES[dtype])
+        save_drafter(out, model, made, result.params, DTYPES[dtype])
     return result, {"expected_acceptance": list(made.expected_acceptance)}
 
 

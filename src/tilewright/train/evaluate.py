@@ -39,6 +39,9 @@ def held_out_loss(config: DecoderConfig, params: DecoderParams, sizes: np.ndarra
     Args:
         params: float32.
         sizes: see `token_bytes`.
+
+    Raises:
+        ValueError: no token of the windows is in the loss, or the text is too short for a batch of them.
     """
     require_windows(stream, WINDOW + 1, BATCH, "the held-out text")
     unbalanced = replace(config, balance=0.0)  # what balances a mixture's experts is no loss of the text
@@ -48,6 +51,8 @@ def held_out_loss(config: DecoderConfig, params: DecoderParams, sizes: np.ndarra
         loss, count = measure(params, batch, in_loss)
         nats, tokens = nats + float(loss) * float(count), tokens + float(count)
         covered += float(np.sum(sizes[batch[:, 1:]] * in_loss[:, 1:]))
+    if not tokens:
+        raise ValueError("expected tokens in the loss of the held-out text, found none in the windows that are measured")
     return {"tokens": tokens, "loss_nats_per_token": nats / tokens, "bits_per_byte": nats / np.log(2.0) / covered}
 
 
