@@ -58,6 +58,9 @@ STRING, INTEGER = {"type": "string"}, {"type": "integer"}
         ({"type": "integer", "format": "int64", "minimum": 0.0}, {"type": "integer", "minimum": 0}),
         ({"type": "string", "minLength": 1.0}, {"type": "string", "minLength": 1}),
         ({"type": "integer", "exclusiveMinimum": True, "minimum": 5, "exclusiveMaximum": False}, {"exclusiveMinimum": 5}),
+        ({"oneOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]},
+         {"anyOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]}),
+        ({"oneOf": [STRING, INTEGER, {"type": "null"}]}, {"anyOf": [STRING, INTEGER, {"type": "null"}]}),
         ({"properties": {"uniqueItems": STRING, "not": {"not": {}}}}, {"properties": {"uniqueItems": STRING, "not": False}}),
     ],
 )  # fmt: skip
@@ -79,6 +82,7 @@ def test_what_changes_nothing_is_left_out(more: dict[str, Any], left: dict[str, 
         ({"type": "array", "contains": INTEGER}, "contains"),
         ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"if": STRING, "then": {"minLength": 1}}, "if"),
+        ({"oneOf": [{"minimum": 1}, {"const": "a"}], "contains": {"minLength": 1}}, "contains"),
         ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     ],
 )
@@ -186,9 +190,29 @@ def test_wide_numbers_stand_anywhere():
         ({"type": "object", "properties": {"a": {"const": 2**60}, "next": {"$ref": "#"}}}, "a reference to another place"),
         ({"$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}, "a": {"const": 2**60}}, "type": "object"}},
           "$ref": "#/$defs/N"}, "schemas within themselves"),
-        ({"oneOf": [{"const": 2**60}, {"type": "null"}]}, "the keys 'oneOf'"),
+        ({"oneOf": [{"const": 2**60}, INTEGER]}, "the keys 'oneOf'"),
     ],
 )  # fmt: skip
 def test_wide_numbers_that_cannot_be_kept_say_why(schema: dict[str, Any], why: str):
     assert why in refusal(schema)
     assert "numbers beyond 9007199254740992" in refusal(schema)
+
+
+def test_alternatives_that_exclude_each_other():
+    def tagged(kind: str, **more: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": {"kind": {"const": kind, "type": "string"}, **more}, "required": ["kind"]}
+
+    identity = {"type": "integer", "minimum": -(2**63)}
+    union = {"oneOf": [{"$ref": "#/$defs/A"}, tagged("b")], "$defs": {"A": tagged("a", id=identity)}, "discriminator": {}}
+    assert "anyOf" in plain(union)
+    assert accepts(Grammar.json_schema(union), '{"kind": "a", "id": -9223372036854775808}')
+    for options in (
+        [tagged("a"), tagged("a")],
+        [{"type": "number"}, {"type": "integer"}],
+        [{"enum": ["x1"]}, {"pattern": "[0-9]"}],
+        [{"const": None}, {"type": ["null", "object"]}],
+        [{"const": "a"}, {"pattern": "(?=b)"}],
+        [{"type": "object", "properties": {"a": {"const": "x"}}}, {"type": "object", "properties": {"a": {"const": "y"}}}],
+        [True, STRING],
+    ):
+        assert "oneOf" in plain({"oneOf": options}), options

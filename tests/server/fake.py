@@ -124,11 +124,19 @@ class FakeEngine(Engine):
                     self.hand_out(chunk.running.sequence, self.embedded(chunk.running.sequence))
         return filled
 
-    @staticmethod
-    def embedded(sequence: TokenSequence) -> RequestOutput:
+    def embedded(self, sequence: TokenSequence) -> RequestOutput:
         """How often each of a few remainders of token ids is there, brought to length 1."""
         counts = np.bincount(np.asarray(sequence.handle.request.prompt) % DIMENSIONS, minlength=DIMENSIONS)
-        return RequestOutput(end="length", embedding=unit(counts.astype(np.float64)))
+        return RequestOutput(end="length", embedding=unit(counts.astype(np.float64)), prompt_logprobs=self.of_prompt(sequence))
+
+    def of_prompt(self, sequence: TokenSequence) -> tuple[TokenLogprobs, ...] | None:
+        """Log-probabilities of a prompt, the first time."""
+        ask = sequence.handle.request
+        assert isinstance(ask, GenerateRequest)
+        if sequence.prompt_logprobs is None:
+            return None
+        sequence.prompt_logprobs = None
+        return tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
 
     def send(self) -> bool:
         runnable = self.scheduler.runnable()
@@ -154,10 +162,8 @@ class FakeEngine(Engine):
 
     def said(self, sequence: TokenSequence) -> RequestOutput:
         """The next tokens of a sequence."""
-        processor, ask, told = sequence.processor, sequence.handle.request, None
+        processor, ask, told = sequence.processor, sequence.handle.request, self.of_prompt(sequence)
         assert isinstance(ask, GenerateRequest)
-        if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
         at = len(processor.tokens) % len(ask.prompt)
         coming = list(islice([*ask.prompt[at:], *list(ask.prompt) * self.per_update], self.per_update))
         pieces = processor.add_round(coming, 3, self.per_update - 1, self.model.target.config.eos_token_ids)

@@ -125,13 +125,16 @@ def test_a_bad_field_of_completions_is_named(shared: TestClient, fields: dict[st
         ({"functions": [{}]}, "functions", "unsupported_parameter"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
         ({"audio": {}}, "audio", "unsupported_parameter"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude", "unsupported_parameter"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", "unsupported_parameter"),
+        ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_value"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "invalid_type"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt", "invalid_value"),
-        ({"max_completion_tokens": 2048}, "messages", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": "a b c " * 2048}]}, "messages", "context_length_exceeded"),
     ],
 )
 def test_a_bad_field_of_chats_is_named(shared: TestClient, fields: dict[str, Any], param: str, code: str):

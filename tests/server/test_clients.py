@@ -96,8 +96,8 @@ def test_openai_raises_what_went_wrong(client: openai.OpenAI, real: Real):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="'reasoning_effort' is not offered"):
-        client.chat.completions.create(model="demo", messages=HELLO, reasoning_effort="low")
+    with pytest.raises(openai.BadRequestError, match="'verbosity' is not offered"):
+        client.chat.completions.create(model="demo", messages=HELLO, verbosity="low")
 
 
 def test_openai_sees_an_error_in_a_stream(client: openai.OpenAI, real: Real):

@@ -200,13 +200,19 @@ def test_special_tokens_may_be_kept(client: Client):
 
 
 def test_a_prompt_may_be_given_back_and_nothing_more(client: Client):
-    """As lm-eval may ask for likelihoods: one token is generated, and nobody sees it."""
+    """As lm-eval may ask for likelihoods: no token is generated, so that the prompt may fill the context."""
     tokens = tokens_of(TEXT)
     found = complete(client(), echo=True, max_tokens=0, logprobs=1)
     (choice,) = found["choices"]
     assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
     assert choice["logprobs"]["token_logprobs"] == [None, *[-0.5] * (len(tokens) - 1)]
     assert found["usage"]["completion_tokens"] == 0
+    full = FakeEngine(context=len(tokens))
+    assert complete(client(full), echo=True, max_tokens=0, logprobs=1)["choices"] == found["choices"]
+    assert [ask.pooling for ask in full.taken] == ["last"]
+    asked = {"prompt": TEXT, "echo": True, "max_tokens": 0}
+    short = client(FakeEngine(context=len(tokens) - 1)).post("/v1/completions", json=asked)
+    assert (short.status_code, short.json()["error"]["code"]) == (400, "context_length_exceeded")
     streamed = chunks(client(), echo=True, max_tokens=0)
     assert "".join(part["choices"][0]["text"] for part in streamed) == TEXT
 

@@ -118,6 +118,15 @@ def test_scores_are_cosines(http: TestClient, engine: FakeEngine, route: str) ->
     np.testing.assert_allclose([each["score"] for each in many], [vectors[0] @ vectors[1], vectors[1] @ vectors[2]], rtol=1e-6)
 
 
+def test_scores_count_each_text_as_often_as_it_was_sent(http: TestClient, engine: FakeEngine) -> None:
+    """Though equal ones are computed once."""
+    first, second = (len(engine.encode(text)) for text in TEXTS[:2])
+    before = len(engine.taken)
+    found = http.post("/v1/score", json={"text_1": TEXTS[0], "text_2": [TEXTS[1], TEXTS[0], TEXTS[1]]}).json()
+    assert found["usage"] == {"prompt_tokens": 2 * first + 2 * second, "total_tokens": 2 * first + 2 * second}
+    assert len(engine.taken) - before == 2
+
+
 def test_scores_need_as_many_texts(http: TestClient) -> None:
     answer = http.post("/v1/score", json={"text_1": TEXTS[:2], "text_2": TEXTS})
     assert answer.status_code == 400

@@ -139,6 +139,19 @@ def test_drafts_are_counted_as_the_model_counts_them(client: openai.OpenAI):
     assert told["num_accepted_draft_tokens"] == sum(n * count for n, count in enumerate(told["acceptance_histogram"])) > 0
 
 
+def test_a_prompt_that_fills_the_context_has_logprobs(client: openai.OpenAI):
+    prompt = [5 + n % 90 for n in range(TABLE.capacities[0])]
+    asked: dict[str, Any] = {"model": "demo", "logprobs": 0, "echo": True}
+    whole = client.completions.create(**asked, prompt=prompt, max_tokens=0).choices[0].logprobs
+    part = client.completions.create(**asked, prompt=prompt[:-1], max_tokens=1).choices[0].logprobs
+    assert whole is not None
+    assert part is not None
+    assert len(whole.token_logprobs or []) == len(prompt)
+    assert (whole.token_logprobs or [])[1:-1] == pytest.approx((part.token_logprobs or [])[1:-1], abs=2e-4)
+    with pytest.raises(openai.BadRequestError, match="context has 256 positions; the prompt has 257"):
+        client.completions.create(**asked, prompt=[*prompt, 5], max_tokens=0)
+
+
 def test_logprobs_of_a_prompt_are_those_of_generating_it(client: openai.OpenAI):
     """Text that the model gave, put to it as a prompt, has the log-probabilities that it had when it was given."""
     given = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20, temperature=0, logprobs=3).choices[0]
@@ -151,6 +164,10 @@ def test_logprobs_of_a_prompt_are_those_of_generating_it(client: openai.OpenAI):
     old, new = given.logprobs.token_logprobs or [], prompt.logprobs.token_logprobs or []
     assert new[0] is None
     assert old == pytest.approx(new[-21:-1], abs=2e-4)
+    again = client.completions.create(model="demo", prompt=PROMPT + given.text, max_tokens=0, logprobs=3, echo=True).choices[0]
+    assert again.text == PROMPT + given.text
+    assert again.logprobs is not None
+    assert (again.logprobs.token_logprobs or [])[1:] == pytest.approx(new[1:-1], abs=2e-4)
     tops = prompt.logprobs.top_logprobs or []
     assert [max(top, key=lambda text: top[text]) for top in tops[-21:-1]] == given.logprobs.tokens
     offsets = prompt.logprobs.text_offset or []

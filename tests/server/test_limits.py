@@ -246,14 +246,14 @@ def test_an_error_of_the_servers_own_is_logged_and_not_told(
 def test_while_warming_or_stopping_nothing_is_generated(client: Client):
     engine = FakeEngine()
     app = client(engine, started=False)
-    for path in ("/v1/completions", "/ready"):
+    for path in ("/v1/completions", "/ready", "/health", "/ping"):
         answer = app.post(path, json=ASK) if path.startswith("/v1") else app.get(path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_not_ready")
         assert answer.headers["retry-after"]
-    assert app.get("/health").json() == {"status": "warming", "step_age_s": None}
     assert app.post("/tokenize", json={"prompt": "a"}).status_code == 200
     engine.start()
     assert app.get("/ready").json() == {"status": "ready"}
+    assert app.get("/health").json() == {"status": "ok", "step_age_s": 0.0}
     engine.stop()
     answer = app.post("/v1/completions", json=ASK)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_stopping")

@@ -61,8 +61,8 @@ def test_anthropic_streams_text_and_calls(client: anthropic.Anthropic):
 def test_anthropic_raises_what_went_wrong(client: anthropic.Anthropic, real: Real):
     with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
         client.messages.create(model="other", max_tokens=1, messages=HELLO)
-    with pytest.raises(anthropic.BadRequestError, match=r"thinking.* is not offered") as bad:
-        client.messages.create(model="demo", max_tokens=1, messages=HELLO, thinking={"type": "enabled", "budget_tokens": 1024})
+    with pytest.raises(anthropic.BadRequestError, match=r"container.* is not offered") as bad:
+        client.messages.create(model="demo", max_tokens=1, messages=HELLO, container="x")
     assert bad.value.request_id
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").models.list()

@@ -76,6 +76,10 @@ TEXTS = {
         ]
         for name in ("get\\_weather", "f\\ud800", "")
     },
+    '<tool_call>{"name": "get_time"}</tool_call>': [("Called", "get_time"), ("Arguments", "{}")],
+    '<tool_call>{"name": "f", "arguments": null}</tool_call>': [("Called", "f"), ("Arguments", "{}")],
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': [("Called", "f"), ("Arguments", '{"a": 1}')],
+    '<tool_call>{"name": "f", "a": 1}</tool_call>': [("Content", '<tool_call>{"name": "f", "a": 1}</tool_call>')],
     '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>': [
         ("Called", "f"), ("Arguments", '{"a": "\\ud83d"}'),
     ],
@@ -88,6 +92,8 @@ OF_LLAMA = {
     f" <|python_tag|>{LLAMA} more": [("Called", "f"), ("Arguments", '{"a": 1}')],
     'no {"name"': [("Content", 'no {"name"')],
     '{"a": 1} and': [("Content", '{"a": 1} and')],
+    '{"name": "h"}': [("Called", "h"), ("Arguments", "{}")],
+    '{"name": "Ada"}': [("Content", '{"name": "Ada"}')],
     "<|py": [("Content", "<|py")],
 }
 

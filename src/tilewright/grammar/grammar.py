@@ -74,12 +74,19 @@ class Grammar:
         return Grammar("choice", json.dumps(list(texts), ensure_ascii=False))
 
     @staticmethod
-    def tagged(options: Sequence[Tagged], repeats: bool = False) -> "Grammar":
-        """One of several tagged JSON texts, or with `repeats` any number of them, each on a new line."""
+    def tagged(options: Sequence[Tagged], repeats: bool = False, other: Schema | None = None) -> "Grammar":
+        """One of several tagged JSON texts, or with `repeats` any number of them, each on a new line.
+
+        Args:
+            other: JSON that may stand instead of them, without tags.
+        """
         if not options:
             raise ValueError("expected tagged texts to choose from, found none")
-        plain = [option._replace(schema=json.loads(Grammar.json_schema(option.schema).text)) for option in options]
-        return Grammar("tagged", json.dumps({"options": plain, "repeats": repeats}, ensure_ascii=False))
+        made = [option._replace(schema=json.loads(Grammar.json_schema(option.schema).text)) for option in options]
+        found: dict[str, Any] = {"options": made, "repeats": repeats}
+        if other is not None:
+            found["other"] = json.loads(Grammar.json_schema(other).text)
+        return Grammar("tagged", json.dumps(found, ensure_ascii=False))
 
     @staticmethod
     def lark(text: str) -> "Grammar":

@@ -128,6 +128,7 @@ class PlainSchema:
         self.arrays(found)
         self.objects(found)
         self.conditions(found)
+        self.alternatives(found)
         return self.negated(found)
 
     def drop_of_other_types(self, found: dict[str, Any]) -> None:
@@ -228,6 +229,38 @@ class PlainSchema:
         if "if" not in found or all(each in (True, {}) for each in outcomes):
             drop(found, "if", "then", "else")
 
+    def alternatives(self, found: dict[str, Any]) -> None:
+        """Says that any of several schemas holds, where no value has two of them."""
+        options = found.get("oneOf")
+        if isinstance(options, list) and options and "anyOf" not in found:
+            each = [self.resolved(option) for option in options]
+            if all(self.are_disjoint(one, other) for n, one in enumerate(each) for other in each[:n]):
+                found["anyOf"] = found.pop("oneOf")
+
+    def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
+        """True if certainly no value has both schemas."""
+        if one is False or other is False:
+            return True
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or depth > 4:
+            return False
+        values, others = values_of(one), values_of(other)
+        if values is not None and others is not None:
+            return not any(value in others for value in values)
+        if values is not None or others is not None:
+            listed, rest = (values, other) if values is not None else (others or [], one)
+            return all(is_excluded(value, rest) for value in listed)
+        kinds, other_kinds = types_of(one), types_of(other)
+        if kinds.isdisjoint(other_kinds):
+            return True
+        needed = [name for name in one.get("required") or () if name in (other.get("required") or ())]
+        if kinds | other_kinds != {"object"} or not needed:
+            return False
+        described = [schema.get("properties") or {} for schema in (one, other)]
+        return any(
+            self.are_disjoint(*(self.resolved(properties.get(name, True)) for properties in described), depth + 1)
+            for name in needed
+        )
+
     def negated(self, found: dict[str, Any]) -> Any:
         """Says what a value is instead of what it is not, where that is a type."""
         if "not" not in found:
@@ -261,6 +294,33 @@ def group_end(pattern: str, start: int) -> int | None:
         if depth == 0:
             return start + found.end()
     return None
+
+
+def values_of(schema: Mapping[str, Any]) -> list[str | None] | None:
+    """Values of a schema that lists texts and null; None for any other schema."""
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    plain = isinstance(listed, list) and all(each is None or isinstance(each, str) for each in listed)
+    return listed if plain else None
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
+    """Types of a schema's values, integers among numbers."""
+    declared = schema.get("type", [*TYPES])
+    kinds = {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
+    return {"number" if kind == "integer" else kind for kind in kinds}
+
+
+def is_excluded(value: str | None, schema: Mapping[str, Any]) -> bool:
+    """True if a text or null certainly has not a schema, by its type, or by a pattern that Python reads as others do."""
+    if ("null" if value is None else "string") not in types_of(schema):
+        return True
+    pattern = schema.get("pattern")
+    if value is None or not isinstance(pattern, str) or not value.isascii() or re.search(r"\\[^dws.^$+*?()|/-]|\(\?", pattern):
+        return False
+    try:
+        return re.search(pattern, value, re.ASCII) is None
+    except re.error:
+        return False
 
 
 def drop(found: dict[str, Any], *keys: str) -> None:

@@ -36,7 +36,7 @@ ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 forced."""
 SAID = {
     "title", "description", "default", "examples", "example", "$schema", "$comment", "$id", "$anchor", "deprecated", "readOnly",
-    "writeOnly", "contentEncoding", "contentMediaType", "contentSchema",
+    "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator", "nullable", "enumNames",
 }  # fmt: skip
 """Keys that say nothing about the texts."""
 DEFINITIONS = {"$defs", "definitions"}

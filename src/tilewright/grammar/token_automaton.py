@@ -100,11 +100,13 @@ def node_of(kind: str, text: str, most: int) -> Node:
             raise NotRegular(f"a grammar of the kind {kind}")
 
 
-def tagged_node(options: list[list[Any]], repeats: bool, most: int) -> Node:
-    """Tagged JSON texts, each as begin, schema and end, as an expression. Raises `NotRegular` as `schema_node`."""
+def tagged_node(options: list[list[Any]], repeats: bool, most: int, other: Any = None) -> Node:
+    """Tagged JSON texts, each as begin, schema and end, or another one without tags, as an expression; see `schema_node`."""
     parts = [Concatenation((literal(begin), schema_node(schema, most), literal(end))) for begin, schema, end in options]
     text = Alternation(tuple(parts))
-    return Concatenation((text, Repetition(Concatenation((literal("\n"), text)), 0, None))) if repeats else text
+    if repeats:
+        text = Concatenation((text, Repetition(Concatenation((literal("\n"), text)), 0, None)))
+    return text if other is None else Alternation((text, schema_node(other, most)))
 
 
 class TokenAutomaton(NamedTuple):

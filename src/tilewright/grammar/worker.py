@@ -87,14 +87,17 @@ def lark_of_choice(texts: list[str]) -> str:
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
-def lark_of_tagged(options: list[list[Any]], repeats: bool) -> str:
-    """Tagged JSON texts, each as begin, schema and end, as a Lark grammar."""
+def lark_of_tagged(options: list[list[Any]], repeats: bool, other: Any = None) -> str:
+    """Tagged JSON texts, each as begin, schema and end, or another one without tags, as a Lark grammar."""
     rules, texts = list[str](), list[str]()
     for number, (begin, schema, end) in enumerate(options):
         around = [json.dumps(each) if each else "" for each in (begin, end)]
         texts.append(f"{around[0]} json_{number} {around[1]}")
         rules += json_rules(schema, f"json_{number}")
     start = 'start: text ("\\n" text)*' if repeats else "start: text"
+    if other is not None:
+        start += " | other"
+        rules += json_rules(other, "other")
     return "\n".join([start, f"text: {' | '.join(texts)}", *rules])
 
 

@@ -55,6 +55,11 @@ class ChatTemplate:
     begins: str = ""
     guards: tuple[str, ...] = ()
 
+    @property
+    def can_think(self) -> bool:
+        """True for a template that is told whether the model thinks first."""
+        return "enable_thinking" in self.source
+
     @staticmethod
     def load(folder: Path, override: Path | None = None, parse_special_in_content: bool = False) -> "ChatTemplate | None":
         """Loads the template of a model's folder: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.

@@ -62,4 +62,5 @@ def prompt_logprobs(sequence: TokenSequence) -> tuple[TokenLogprobs, ...] | None
     if sequence.prompt_logprobs is None:
         return None
     parts, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    return tuple(one for found, row, count in parts for one in token_logprobs(found, (row,), count, sequence.alternatives))
+    found = [one for found, row, count in parts for one in token_logprobs(found, (row,), count, sequence.alternatives)]
+    return tuple(found[: len(sequence.processor.prompt) - 1])  # of what follows the prompt, where all of it was computed, none

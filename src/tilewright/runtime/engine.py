@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.parallel.host_broadcast import HostBroadcast, ProcessLost
 from tilewright.runtime.automaton_table import places
-from tilewright.runtime.collect import NotFinite, collect_rounds
+from tilewright.runtime.collect import NotFinite, collect_rounds, prompt_logprobs
 from tilewright.runtime.constraints import ConstraintError, MaskSource
 from tilewright.runtime.counts import count_rounds
 from tilewright.runtime.groups import PageGroup
@@ -404,7 +404,7 @@ class Engine(Service):
         if not np.isfinite(found).all():
             self.hand_out(sequence, RequestOutput(end="error", error=NOT_COMPUTED))
             raise NotFinite("the target's hidden states are not finite")
-        self.hand_out(sequence, RequestOutput(end="length", embedding=found))
+        self.hand_out(sequence, RequestOutput(end="length", embedding=found, prompt_logprobs=prompt_logprobs(sequence)))
 
     def take(self, sent: SentRounds, infos: StepInfo, began: float, ended: float) -> None:
         """Hands out what came of rounds.

@@ -47,7 +47,8 @@ class GenerateRequest:
         constraint: what its text must be; None for anything. Log-probabilities are of the tokens that it allows. The text ends
             where the constraint is met: stop tokens do not come before (`stop_masks.py`), and stop strings do not count.
         lora: the name of the low-rank adapter that it runs with; None for the model as it is.
-        pooling: the prompt's embedding is asked for, and no token: what is pooled for it. None for tokens.
+        pooling: the prompt's embedding is asked for, and no token: what is pooled for it. None for tokens. The prompt may fill
+            the context, and its log-probabilities may be asked for, too.
     """
 
     prompt: Sequence[int]
@@ -63,7 +64,8 @@ class GenerateRequest:
         sampling = self.sampling
         if self.pooling not in (None, *get_args(Pooling)):
             raise ValueError(f"expected pooling to be one of {', '.join(get_args(Pooling))}, found {self.pooling!r}")
-        if self.pooling is not None and (self.logprobs is not None or self.constraint is not None):
+        generated_logprobs = self.logprobs is not None and not self.prompt_logprobs
+        if self.pooling is not None and (generated_logprobs or self.constraint is not None):
             raise ValueError("expected neither logprobs nor a constraint with pooling, which generates no token")
         if self.constraint is not None and (sampling.ignore_eos or sampling.min_tokens):
             found = "ignore_eos" if sampling.ignore_eos else f"min_tokens {sampling.min_tokens}"

@@ -281,7 +281,7 @@ class TokenizerInfo(Answer):
 class Health(Answer):
     """State of the engine: whether it steps; `step_age_s` is null before it is warm."""
 
-    status: Literal["ok", "warming", "stuck"]
+    status: Literal["ok"]
     step_age_s: float | None
 
 

@@ -60,8 +60,12 @@ class CallForm(Protocol):
         """
         ...
 
-    def grammar(self, functions: Schemas, several: bool) -> Grammar:
-        """Of an answer that is nothing but a call of one of these functions, or several calls; raises as `parts` does."""
+    def grammar(self, functions: Schemas, several: bool, other: Mapping[str, Any] | None = None) -> Grammar:
+        """Of an answer that is nothing but a call of one of these functions, or several calls; raises as `parts` does.
+
+        Args:
+            other: schema of JSON that the answer may be instead.
+        """
         ...
 
 
@@ -94,18 +98,18 @@ class JsonForm:
         opening = OPENING.match(text)
         if opening is not None and is_name(name := decoded(opening[1])):
             return Read(name, text[opening.end() : object_end(text, opening.end())], end)
-        return Read(None) if end is None else reordered(text[begin:end], end)
+        return Read(None) if end is None else reordered(text[begin:end], end, None if self.begin else schemas)
 
     def parts(self, schema: Mapping[str, Any]) -> Iterator[Grammar]:
         yield Grammar.json_schema(schema)
 
-    def grammar(self, functions: Schemas, several: bool) -> Grammar:
+    def grammar(self, functions: Schemas, several: bool, other: Mapping[str, Any] | None = None) -> Grammar:
         before, after = (f"{self.begin}\n", f"\n{self.end}") if self.begin else ("", "")
 
         def tagged(name: str, schema: Mapping[str, Any]) -> Tagged:
             return Tagged(f'{before}{{"name": {json.dumps(name)}, "{self.arguments}": ', schema, f"}}{after}")
 
-        return Grammar.tagged([tagged(*each) for each in functions.items()], several)
+        return Grammar.tagged([tagged(*each) for each in functions.items()], several, other)
 
 
 HERMES = JsonForm("<tool_call>", "</tool_call>", "arguments")
@@ -124,12 +128,19 @@ def object_end(text: str, start: int) -> int | None:
     return None
 
 
-def reordered(text: str, end: int) -> Read:
-    """A call whose keys come in another order; else what is none."""
+def reordered(text: str, end: int, schemas: Schemas | None) -> Read:
+    """A call whose keys come in another order, whose arguments are text, or that has none; else what is no call.
+
+    Args:
+        schemas: of the functions of which one without arguments has to be, where nothing else marks a call.
+    """
     found = decoded(text)
     if not isinstance(found, dict):
         return Read(None, end=end)
     name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    if arguments is None and found.keys() <= {"name", "arguments", "parameters"} and (schemas is None or name in schemas):
+        arguments = {}
+    arguments = decoded(arguments) if isinstance(arguments, str) else arguments
     if not is_name(name) or not isinstance(arguments, dict):
         return Read(None, end=end)
     # In ASCII, for the model may have written half of a surrogate pair, which is JSON and no text.

@@ -67,6 +67,11 @@ class ScoreBody(PooledBody):
     text_1: Texts
     text_2: Texts
 
+    @property
+    def texts(self) -> list[str]:
+        """All texts, as often as they were sent."""
+        return [*listed(self.text_1), *listed(self.text_2)]
+
     def pairs(self) -> list[tuple[str, str]]:
         """The texts of each score. Raises an `ApiError` where they are not as many."""
         first, second = listed(self.text_1), listed(self.text_2)
@@ -116,13 +121,20 @@ class ScoresAnswer(Answer):
 
 @dataclass(frozen=True)
 class ParsedInputs:
-    """Requests for the embeddings of some texts, each text once."""
+    """Requests for the embeddings of some texts.
+
+    Attributes:
+        times: how often each text was sent, where equal ones have one request; empty for once each.
+    """
 
     requests: list[GenerateRequest]
+    times: Sequence[int] = ()
 
     @property
     def usage(self) -> PooledUsage:
-        tokens = sum(len(request.prompt) for request in self.requests)
+        """Tokens of all texts, as often as they were sent."""
+        times = self.times or [1] * len(self.requests)
+        tokens = sum(len(request.prompt) * count for request, count in zip(self.requests, times, strict=True))
         return PooledUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 

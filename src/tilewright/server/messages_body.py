@@ -14,11 +14,13 @@ from tilewright.server.fields import LONGEST_NAME, WHOLE, Body, Ignored, Nothing
 from tilewright.server.protocol import (
     MOST_MESSAGES,
     MOST_STOPS,
+    Effort,
     Seed,
     StopText,
     Temperature,
     TemplateValues,
     TextPart,
+    Thinking,
 )
 from tilewright.server.tools import MOST_TOOLS, Name
 from tilewright.server.translate import ChatLike
@@ -67,9 +69,20 @@ class ThinkingBlock(MessageBlock):
     thinking: str
 
 
-ContentBlock = Annotated[TextPart | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
+class RedactedThinkingBlock(MessageBlock):
+    """A thought that nobody can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+Thought = ThinkingBlock | RedactedThinkingBlock
+ContentBlock = Annotated[TextPart | ToolUseBlock | ToolResultBlock | Thought, Field(discriminator="type")]
 Blocks = Annotated[list[ContentBlock], Field(max_length=MOST_MESSAGES)]
-OF_ROLE = {"system": (TextPart,), "user": (TextPart, ToolResultBlock), "assistant": (TextPart, ToolUseBlock, ThinkingBlock)}
+OF_ROLE = {
+    "system": (TextPart,),
+    "user": (TextPart, ToolResultBlock),
+    "assistant": (TextPart, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+}
 
 
 class SaidMessage(Body):
@@ -157,11 +170,21 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     format: OutputFormat | None = None
-    effort: NotOffered = None
+    effort: Effort = None
 
 
-class NoThinking(Body):
-    type: Literal["disabled"]
+class ContextEdit(Body):
+    """An edit of the context that leaves it as it is."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    edits: Annotated[
+        list[ContextEdit] | None,
+        expect("is not offered by this server; it may be empty, or have clear_thinking_20251015 that keeps all", "not_offered"),
+    ] = None
 
 
 PLACES = (
@@ -185,15 +208,16 @@ class CountBody(ChatLike):
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    thinking: Annotated[
-        NoThinking | None, expect('is not offered by this server; it may be {"type": "disabled"}', "not_offered")
-    ] = None
+    thinking: Thinking | None = None
     chat_template_kwargs: TemplateValues = None
     # What changes nothing here.
     cache_control: Unread = None
+    betas: Unread = None
+    anthropic_beta: Unread = None
+    anthropic_version: Unread = None
     speed: Annotated[Literal["standard"] | None, expect("is not offered by this server but as standard", "not_offered")] = None
     # What would change the answer.
-    context_management: NothingAsked = None
+    context_management: ContextManagement | None = None
     mcp_servers: NothingAsked = None
 
     def system_messages(self) -> list[Json]:
@@ -212,6 +236,8 @@ class CountBody(ChatLike):
             "parallel_tool_calls": not choice.disable_parallel_tool_use if choice is not None else None,
             "response_format": {"type": "json_schema", "json_schema": {"schema": asked.schema_}} if asked else None,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "thinking": None if self.thinking is None else self.thinking.model_dump(),
+            "reasoning_effort": self.output_config and self.output_config.effort,
             # A conversation that ends with the assistant's words goes on with them.
             "continue_final_message": (last.role == "assistant" and not called) or None,
         }

@@ -14,7 +14,7 @@ from tilewright.server.errors import ApiError
 from tilewright.server.render import Renderer, event, text_of
 from tilewright.server.tools import call_as_text
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
 class TextBlock(Answer):
@@ -67,9 +67,11 @@ class MessagesRenderer(Renderer):
     """`/v1/messages`, of one choice.
 
     Attributes:
+        most: tokens that were asked for, for which the context may have had no room.
         blocks: of the answer.
     """
 
+    most: int
     blocks: AnswerBlocks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +117,8 @@ class MessagesRenderer(Renderer):
         if isinstance(result.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": result.stop_reason}
         if result.finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
+            whole = len(result.tokens) >= self.most
+            return {"stop_reason": "max_tokens" if whole else "model_context_window_exceeded", "stop_sequence": None}
         return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
     def events(self, index: int, update: RequestOutput) -> Iterable[bytes]:

@@ -1,5 +1,6 @@
 """From a body to requests of the engine: the one way, for every route that generates or tokenises."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -173,6 +174,8 @@ def new_tokens_of(
 ) -> int:
     """Number of tokens to generate after a prompt; one, which nobody sees, where the body wants none.
 
+    A chat's limit may exceed the context, as agents always send a large one: then what is left of the context holds.
+
     Args:
         otherwise: if the body does not say; None for what OpenAI generates then.
         most: of these.
@@ -184,7 +187,10 @@ def new_tokens_of(
     asked = given(body.max_completion_tokens, body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
     default = otherwise if otherwise is not None else room if isinstance(body, ChatBody) else min(room, COMPLETION_TOKENS)
     default = default if most is None else min(default, most)
-    asked = asked if asked is None else max(asked, 1)
+    if asked is not None and isinstance(body, DenoisingBody):
+        asked = max(asked, 1)
+    if asked is not None and isinstance(body, ChatBody):
+        asked = max(min(asked, room), 1)
     least = given(asked, given(otherwise, 1))
     if room < least:
         raise ApiError(
@@ -194,7 +200,7 @@ def new_tokens_of(
             "context_length_exceeded",
             "messages" if isinstance(body, ChatBody) else "prompt",
         )
-    return given(asked, default)
+    return max(given(asked, default), 1)
 
 
 def check_beginning(text: str, engine: Service, param: str) -> None:
@@ -248,8 +254,12 @@ def parse_request(
                 # What marks a call may be a special token.
                 asked = replace(asked, skip_special_tokens=asked.skip_special_tokens and tools is None)
                 lora = body.model if body.model in engine.adapters else None
-                own = None if constraint is None else behind_thought(constraint, body, engine, prompt.tokens)
+                own = None if constraint is None else behind_thought(constraint, body, engine, template, prompt.tokens)
                 each = [seeded(asked, choice) for choice in range(choices)]
+                if body.max_tokens == 0:  # the prompt is computed, and no token behind it
+                    shown = (how[0] if of_prompt else None, of_prompt, deadline_s)
+                    requests += [GenerateRequest(prompt.tokens, one, *shown, lora=lora, pooling="last") for one in each]
+                    continue
                 requests += [GenerateRequest(prompt.tokens, one, *how, constraint=own, lora=lora) for one in each]
         for request in requests[::choices]:
             engine.check(request)
@@ -261,9 +271,13 @@ def parse_request(
     )  # fmt: skip
 
 
-def behind_thought(constraint: Matcher, body: GenerationBody, engine: Service, prompt: Sequence[int]) -> Constraint:
+def behind_thought(
+    constraint: Matcher, body: GenerationBody, engine: Service, template: ChatTemplate | None, prompt: Sequence[int]
+) -> Constraint:
     """The constraint of an answer, which begins behind its thought where the prompt, or who asks, has the model think first."""
-    asked = isinstance(body, ChatBody) and (body.chat_template_kwargs or {}).get("enable_thinking") is True
+    asked = False
+    if isinstance(body, ChatBody) and body.template_values.get("enable_thinking") is True:
+        asked = "enable_thinking" in (body.chat_template_kwargs or {}) or (template is not None and template.can_think)
     mark = end_of_thought(engine.tokenizer, prompt, asked)
     return constraint if mark is None else constraint.after_thought(mark)
 
@@ -276,14 +290,30 @@ def tools_of(body: GenerationBody, template: ChatTemplate | None) -> ToolUse | N
 def has_new_grammar(body: GenerationBody, template: ChatTemplate | None, constrain: Constrain | None) -> bool:
     """True if `parse_request` compiles a grammar for a body, which takes time. It says itself what is wrong with one."""
     try:
-        tools, asked = tools_of(body, template), grammar_of(body.response_format, body.structured_outputs)
+        asked = asked_grammar(body, tools_of(body, template))
     except ApiError:
         return False
-    try:
-        grammar = tools.grammar() if tools is not None and tools.forced else None if asked is None else asked.grammar
     except ValueError:
         return constrain is not None  # the parts of such a grammar are compiled, to say which is wrong
-    return constrain is not None and grammar is not None and not constrain.is_kept(grammar)
+    return constrain is not None and asked is not None and not constrain.is_kept(asked.grammar)
+
+
+def asked_grammar(body: GenerationBody, tools: ToolUse | None) -> Asked | None:
+    """The grammar of a body's answers: of calls that are wanted, of the form that is asked, or of either; None for any text.
+
+    Raises:
+        ApiError: what is asked is no grammar, or does not go together.
+        ValueError: calls of these tools cannot be forced.
+    """
+    asked = grammar_of(body.response_format, body.structured_outputs)
+    if tools is None:
+        return asked
+    if tools.forced:  # there is no text to have a form
+        return Asked(tools.grammar(), "tools")
+    if asked is not None and asked.grammar.kind != "json_schema":
+        field = asked.param.partition(".")[0]
+        raise ApiError(400, f"'{field}': expected JSON beside tools that may be called", "invalid_value", field)
+    return None if asked is None else Asked(tools.grammar(json.loads(asked.grammar.text)), asked.param)
 
 
 def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constrain | None) -> Matcher | None:
@@ -292,12 +322,12 @@ def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constr
     Raises:
         ApiError: it is not offered, or the grammar cannot be used.
     """
-    asked = grammar_of(body.response_format, body.structured_outputs)
-    if asked is not None and tools is not None and not tools.forced:  # where a call is forced there is no text to have a form
-        field = asked.param.partition(".")[0]
-        raise ApiError(400, f"'{field}': expected none beside tools that may be called", "invalid_value", field)
-    if tools is not None and tools.forced:
-        asked = call_grammar(tools, constrain)
+    try:
+        asked = asked_grammar(body, tools)
+    except ValueError as error:
+        assert tools is not None, "of tools alone"
+        check_parameters(tools, constrain)
+        raise refused("tools", error) from error
     if asked is None:
         return None
     if constrain is None:
@@ -306,18 +336,9 @@ def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constr
     try:
         return constrain(asked.grammar)
     except ValueError as error:
-        if tools is not None and tools.forced:
+        if tools is not None:
             check_parameters(tools, constrain)
         raise refused(asked.param, error) from error
-
-
-def call_grammar(tools: ToolUse, constrain: Constrain | None) -> Asked:
-    """The grammar of calls that are wanted. Raises an `ApiError` for one that there cannot be, or that is too long."""
-    try:
-        return Asked(tools.grammar(), "tools")
-    except ValueError as error:
-        check_parameters(tools, constrain)
-        raise refused("tools", error) from error
 
 
 def check_parameters(tools: ToolUse, constrain: Constrain | None) -> None:
@@ -378,7 +399,7 @@ def rendered(messages: Sequence[Message], body: Templated, template: ChatTemplat
         shown, described = [one.shown for one in messages], None if tools is None else tools.described
         if not template.takes_tools:
             shown, described = told(shown, tools), None
-        return template.render(shown, begins, goes_on, body.chat_template_kwargs, described)
+        return template.render(shown, begins, goes_on, body.template_values, described)
     except ValueError as error:
         log.info("a chat template failed", exc_info=error)
         # Templates refuse conversations in words of their own; what else they raise may tell of the server's inside.

@@ -92,6 +92,30 @@ TemplateValues = Annotated[dict[str, Any] | None, Field(max_length=MOST_VALUES),
 """Values that a request may tell the chat template: anything."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts that templates have no word for."""
+
+
+class Thinking(Body):
+    """Anthropic's words; `adaptive` leaves it to the template. A budget bounds nothing here: `max_tokens` does."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Unread = None
+    display: Unread = None
+
+
+class Reasoning(Body):
+    """Words of OpenAI's Responses API and of routers."""
+
+    effort: Effort = None
+    enabled: bool | None = None
+    exclude: OnlyFalse = None
+    max_tokens: NotOffered = None
+    summary: Unread = None
+    generate_summary: Unread = None
+
+
 class StreamOptions(Body):
     """`include_rounds` is this server's own: each chunk tells which of its tokens were drafted, round by round."""
 
@@ -263,6 +287,13 @@ class Message(Body):
     tool_calls: Annotated[list[Call], Field(max_length=MOST_MESSAGES)] | None = None
     tool_call_id: Ignored = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    # What changes nothing here, or says again what stands above.
+    reasoning_details: Unread = None
+    thinking_blocks: Unread = None
+    provider_specific_fields: Unread = None
+    extra_content: Unread = None
+    cache_control: Unread = None
 
     @property
     def text(self) -> str:
@@ -277,13 +308,16 @@ class Message(Body):
         role = "system" if self.role == "developer" else self.role
         others: dict[str, Any] = {
             "name": self.name,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning if self.reasoning_content is None else self.reasoning_content,
             "tool_call_id": self.tool_call_id,
         }
         calls = [call.shown for call in self.tool_calls or ()]
         others["tool_calls"] = [call for call in calls if isinstance(call, dict)] or None
         content = "\n".join(filter(None, [self.text, *(call for call in calls if isinstance(call, str))]))
         return {"role": role, "content": content} | {name: value for name, value in others.items() if value is not None}
+
+
+Verbosity = Annotated[Literal["medium"] | None, expect("is not offered by this server but as medium", "not_offered")]
 
 
 class Templated(ModelBody):
@@ -296,6 +330,11 @@ class Templated(ModelBody):
     chat_template_kwargs: TemplateValues = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Values that the template is told."""
+        return self.chat_template_kwargs or {}
 
 
 class ChatBody(GenerationBody, Templated):
@@ -322,8 +361,12 @@ class ChatBody(GenerationBody, Templated):
     moderation: NotOffered = None
     prediction: NotOffered = None
     prompt_cache_options: NotOffered = None
-    reasoning_effort: NotOffered = None
-    verbosity: NotOffered = None
+    # How much the model is to think: what the template knows of it is told.
+    reasoning_effort: Effort = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None
+    verbosity: Verbosity = None
     web_search_options: NotOffered = None
     # What other servers take besides.
     parse_tool_calls: Unread = None
@@ -332,11 +375,26 @@ class ChatBody(GenerationBody, Templated):
     return_prompt_text: OnlyFalse = None
     chat_template: NotOffered = None
     documents: NothingAsked = None
-    reasoning: NotOffered = None
     reasoning_format: Annotated[Literal["none"] | None, expect("is not offered by this server but as none", "not_offered")] = (
         None
     )
     thinking_forced_open: OnlyFalse = None
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Values that the template is told: those by name, and how much it is to think."""
+        asked = self.reasoning or Reasoning()
+        effort = self.reasoning_effort if self.reasoning_effort is not None else asked.effort
+        thinks = {"enabled": True, "disabled": False}.get(self.thinking.type) if self.thinking is not None else None
+        for said in (self.enable_thinking, thinks, asked.enabled, False if effort == "none" else None):
+            if said is not None:
+                found: dict[str, Any] = {"enable_thinking": said}
+                break
+        else:
+            found = {}
+        if effort not in (None, "none"):
+            found["reasoning_effort"] = EFFORTS.get(effort, effort)
+        return found | super().template_values
 
 
 class TokenizeBody(Templated):

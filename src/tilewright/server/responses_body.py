@@ -19,7 +19,7 @@ from tilewright.server.fields import (
     Unread,
     expect,
 )
-from tilewright.server.protocol import MOST_MESSAGES, Length, Seed, Temperature, TemplateValues
+from tilewright.server.protocol import MOST_MESSAGES, Length, Reasoning, Seed, Temperature, TemplateValues, Verbosity
 from tilewright.server.tools import MOST_TOOLS, Name
 from tilewright.server.translate import ChatLike
 
@@ -74,6 +74,12 @@ class CallItem(Item):
         return chat_call(self.call_id, self.name, self.arguments)
 
 
+class ReasoningItem(Item):
+    """A thought of an earlier answer, which templates leave out."""
+
+    type: Literal["reasoning"]
+
+
 class CallOutputItem(Item):
     """What a function returned."""
 
@@ -90,11 +96,14 @@ def kind_of(item: Any) -> str | None:
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")],
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
         kind_of,
         custom_error_type="expected",
-        custom_error_message="expected an item of type message, function_call or function_call_output; no others are offered",
+        custom_error_message=(
+            "expected an item of type message, reasoning, function_call or function_call_output; no others are offered"
+        ),
     ),
 ]
 Items = Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -148,7 +157,7 @@ class TextFormat(Body):
 
 class ResponseTextOptions(Body):
     format: TextFormat | None = None
-    verbosity: NotOffered = None
+    verbosity: Verbosity = None
 
 
 class ResponseStreamOptions(Body):
@@ -218,7 +227,7 @@ class ResponsesBody(ChatLike):
     top_logprobs: OnlyZero = None
     conversation: NotOffered = None
     prompt: NotOffered = None
-    reasoning: NothingAsked = None
+    reasoning: Reasoning | None = None
     moderation: NotOffered = None
     context_management: NothingAsked = None
 
@@ -232,7 +241,7 @@ class ResponsesBody(ChatLike):
                 found.append({"role": item.role, "content": chat_content(item.content)})
             elif isinstance(item, CallOutputItem):
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": chat_content(item.output)})
-            else:  # calls belong to what the assistant said before them
+            elif isinstance(item, CallItem):  # calls belong to what the assistant said before them
                 if not found or found[-1]["role"] != "assistant":
                     found.append({"role": "assistant"})
                 found[-1].setdefault("tool_calls", []).append(item.chat())
@@ -247,6 +256,7 @@ class ResponsesBody(ChatLike):
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.chat() for tool in self.tools or ()],
             "tool_choice": choice,
+            "reasoning": None if self.reasoning is None else self.reasoning.model_dump(),
             "response_format": None if form is None else form.chat(),
             **{name: getattr(self, name) for name in same},
         }

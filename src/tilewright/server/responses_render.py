@@ -90,7 +90,7 @@ class ResponseAnswer(Answer):
     metadata: dict[str, str]
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     service_tier: Literal["default"]
     store: bool
     temperature: float
@@ -188,7 +188,7 @@ class ResponsesRenderer(Renderer):
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "service_tier": "default",
             "store": self.keep is not None,
             "temperature": sampling.temperature,

@@ -1,7 +1,7 @@
 """The routes, in groups: generating, tokens, the model, and the server's own state."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -148,6 +148,7 @@ def embedding_routes(api: Api) -> APIRouter:
         fields = {text: "text_1" for text, _ in pairs}
         fields |= {text: "text_2" for _, text in pairs if text not in fields}
         parsed, vectors = await embeddings_of_texts(api, request, body, list(fields), list(fields.values()))
+        parsed = replace(parsed, times=[body.texts.count(text) for text in fields])
         of_text = dict(zip(fields, vectors, strict=True))
         return answer(scores_of(pairs, parsed, of_text, api.served_as(body.model).name, request.state.request_id))
 
@@ -164,8 +165,9 @@ def messages_routes(api: Api) -> APIRouter:
     )
     async def messages(request: Request) -> Response:
         """Answers a conversation, in Anthropic's form."""
-        chat = await api.chat(request, await api.body(request, MessagesBody))
-        return await generated(api, request, chat, MessagesRenderer, MessagesBody.places)
+        body = await api.body(request, MessagesBody)
+        chat = await api.chat(request, body)
+        return await generated(api, request, chat, partial(MessagesRenderer, most=body.max_tokens), MessagesBody.places)
 
     def counted(chat: ChatBody) -> Response:
         template = api.options.template
@@ -352,11 +354,11 @@ def state_routes(api: Api) -> APIRouter:
     @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={200: {"model": Health}, **errors(503)})
     async def health() -> Response:
-        """Whether the engine is alive: warming up, or stepping."""
+        """Whether the engine is alive: it has its programs, and steps."""
         if api.engine.ending and not api.stopping:
             raise ApiError(503, "the engine has ended; the log says why", "engine_stuck")
-        if not api.engine.ready:
-            return answer(Health(status="warming", step_age_s=None))
+        if not api.stopping:
+            api.check_serving()
         age = api.engine.stats().step_age_s
         if age > api.options.stale_s and not api.stopping:
             raise ApiError(503, f"the engine's last step was {age:.0f} s ago", "engine_stuck")

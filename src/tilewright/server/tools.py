@@ -1,7 +1,7 @@
 """Tools: what a chat says of functions, how the model is told of them, and the grammar of an answer that has to call one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -117,13 +117,18 @@ class ToolUse:
         """Of each function's arguments."""
         return {tool.function.name: arguments_schema(tool) for tool in self.tools}
 
-    def grammar(self) -> Grammar:
+    def grammar(self, other: Mapping[str, Any] | None = None) -> Grammar:
         """Of an answer that is nothing but calls.
+
+        Args:
+            other: schema of JSON that the answer may be instead.
 
         Raises:
             ValueError: the form has no way to write what a schema describes.
         """
-        return self.form.grammar({tool.function.name: self.schemas[tool.function.name] for tool in self.callable}, self.several)
+        schemas = self.schemas
+        functions = {tool.function.name: schemas[tool.function.name] for tool in self.callable}
+        return self.form.grammar(functions, self.several, other)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:

@@ -158,11 +158,15 @@ class XmlForm:
             else:
                 yield json_grammar(value, schema)
 
-    def grammar(self, functions: Schemas, several: bool) -> Grammar:
+    def grammar(self, functions: Schemas, several: bool, other: Mapping[str, Any] | None = None) -> Grammar:
         found = [self.rules(name, schema, number) for number, (name, schema) in enumerate(functions.items())]
         start = f"start: call{f' ({quoted(NEWLINE)} call)*' if several else ''}"
         calls = " | ".join(call for call, _ in found)
-        return Grammar.lark("\n".join([start, f"call: {calls}", *(rule for _, rules in found for rule in rules)]))
+        rules = [rule for _, rules in found for rule in rules]
+        if other is not None:
+            start += " | other"
+            rules += json_rules(json.loads(Grammar.json_schema(other).text), "other")
+        return Grammar.lark("\n".join([start, f"call: {calls}", *rules]))
 
     def rules(self, name: str, schema: Mapping[str, Any], number: int) -> tuple[str, list[str]]:
         """A call of a function in Lark, and the rules that it names, which bear the function's number."""
