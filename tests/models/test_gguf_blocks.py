@@ -63,7 +63,7 @@ def test_mxfp4_whose_scales_half_precision_does_not_hold_is_dequantised():
             "4-bit file, running in bfloat16; add --weights int4 to keep its bits (matrices: 1 in Q4_1)",
         ),
         ([("Q4_1", "q4_1")], "int8", "4-bit file, running in int8 and bfloat16; add --weights int4 to keep its bits"),
-        ([("Q4_K", "q4_z"), ("Q6_K", "q6_k")], "auto", "4- to 6-bit file, running in bfloat16; add --weights int4 to"),
+        ([*[("Q4_K", "q4_z")] * 2, ("Q6_K", "q6_k")], "auto", "4-bit file, running in bfloat16; add --weights int4 to keep"),
         ([("IQ2_XS", "")], "auto", "2-bit file, running in bfloat16 (matrices: 1 in IQ2_XS)"),
         ([("IQ2_XS", "")], "int4", "matrices are dequantised, then quantised anew, for no product reads them"),
     ],

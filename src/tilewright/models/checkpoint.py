@@ -306,15 +306,14 @@ def say_dequantised(folder: Path, matrices: Mapping[tuple[str, str], int], ops: 
         anew = "no product reads them as they are or devices' parts end within their blocks"
         log.warning("%s: matrices are dequantised, then quantised anew, for %s: %s", folder, anew, listed)
         return
-    sizes = sorted({bits_of(name, kept) for name, kept in matrices})
-    bits = f"{sizes[0]}-bit" if len(sizes) == 1 else f"{sizes[0]}- to {sizes[-1]}-bit"
+    bits = bits_of(*max(matrices, key=lambda each: matrices[each]))  # of most matrices
     running = dtype if ops is None or ops.weights == "auto" else f"{ops.weights} and {dtype}"
     kept = {"fp8" if kept == "fp8" else "int4" for _, kept in matrices if kept}
     if ops is not None and ops.packs:
         kept -= {"fp8"}  # which no CPU kernel reads
     remedy = "".join(f"; add --weights {weights} to keep its bits" for weights in sorted(kept))
     what = "file" if folder.is_file() else "checkpoint"
-    log.warning("%s: %s %s, running in %s%s (matrices: %s)", folder, bits, what, running, remedy, listed)
+    log.warning("%s: %d-bit %s, running in %s%s (matrices: %s)", folder, bits, what, running, remedy, listed)
 
 
 def bits_of(name: str, kept: str) -> int:
