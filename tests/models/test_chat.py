@@ -272,6 +272,33 @@ def test_special_tokens_in_messages_are_tokens_where_that_is_asked_for(tmp_path:
     assert ids.count(tokenizer.token_to_id("<|end|>")) == 2
 
 
+SEARCHING = (
+    "{% for m in messages %}{{ '<|start|>' + m.role }}\n"
+    "{{ m.content.split('<|end|>')[-1] if m.role == 'assistant' and '<|end|>' in m.content else m.content }}{% endfor %}"
+)
+
+
+def test_a_template_finds_a_thoughts_end_in_an_answer(tmp_path: Path):
+    """Also where that is a special token; in other messages the same text stays text."""
+    tokenizer = bytes_of(*SPECIAL)
+    template = ChatTemplate.load(chat_folder(tmp_path, tokenizer, SEARCHING))
+    assert template is not None
+    said = [{"role": role, "content": "a<|end|>b"} for role in ("user", "assistant")]
+    text = template.render(said)
+    ids = encode(tokenizer, text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|start|>user\na<|end|>b<|start|>assistant\nb"
+    assert tokenizer.token_to_id("<|end|>") not in ids
+
+
+def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path: Path):
+    tokenizer = Tokenizer(models.Unigram([("<unk>", -9.0), ("<|end|>", 0.0), ("<|start|>", 0.0), ("a", -1.0)], 0, False))
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    template = ChatTemplate.load(chat_folder(tmp_path, tokenizer))
+    assert template is not None
+    with pytest.raises(ValueError, match=r"expected messages without '<\|end\|>', which this tokenizer always takes"):
+        encode(tokenizer, template.render([{"role": "user", "content": "a<|end|>"}]), add_special_tokens=False)
+
+
 def test_a_guarded_message_may_be_continued(tmp_path: Path):
     tokenizer = bytes_of(*SPECIAL)
     template = ChatTemplate.load(chat_folder(tmp_path, tokenizer))

@@ -27,7 +27,7 @@ from tilewright.models.gguf import GGUFSlice, open_gguf
 from tilewright.models.gguf_head import read_head
 from tilewright.models.layers import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from tilewright.models.params import initialise
-from tilewright.models.tokenizer import load_tokenizer
+from tilewright.models.tokenizer import encode, load_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
@@ -367,6 +367,30 @@ def test_without_types_tokens_are_plain_but_for_ends_of_turns(tmp_path: Path):
     file = open_gguf(head(tmp_path, changed(metadata(), token_type=None)))
     assert sorted(file.control_texts) == ["<|endoftext|>", "<|im_end|>"]
     assert file.tokenizer().encode("<|im_start|>").ids != [259]
+
+
+def test_without_types_the_beginning_of_a_text_is_a_token_in_chats_too(tmp_path: Path):
+    """Where a template writes it, or the chat begins with it; and the end that the file names."""
+    template = "{{ messages[0].content }}{{ eos_token }}"
+    fields = changed(SENTENCE_PIECE, token_type=None) | {"tokenizer.chat_template": template}
+    file = head(tmp_path, fields)
+    made = ChatTemplate.load(file)
+    assert made is not None
+    ids = encode(load_tokenizer(file), made.render([{"role": "user", "content": "ab<s>"}]), add_special_tokens=False)
+    assert [PIECES[number] for number in (*ids[:2], ids[-1])] == ["<s>", "▁ab", "</s>"]
+    assert ids.count(1) == 1
+
+
+def test_text_merges_into_no_control_token(tmp_path: Path):
+    """Though its halves are tokens."""
+    pieces = [*PIECES, "<", "s>", "s", ">"]
+    more = {"tokens": pieces, "token_type": [*SENTENCE_PIECE["tokenizer.ggml.token_type"], *[1] * 4]}
+    fields = changed(SENTENCE_PIECE, **more, scores=[*SENTENCE_PIECE["tokenizer.ggml.scores"], -5.0, -4.0, -6.0, -7.0])
+    file = head(tmp_path, fields | {"tokenizer.chat_template": "{{ messages[0].content }}"})
+    made = ChatTemplate.load(file)
+    assert made is not None
+    ids = encode(load_tokenizer(file), made.render([{"role": "user", "content": "<s>"}]), add_special_tokens=False)
+    assert [pieces[number] for number in ids] == ["<s>", "▁", "<", "s>"]
 
 
 @pytest.mark.parametrize("number", [None, NONE])

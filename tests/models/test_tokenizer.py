@@ -142,6 +142,75 @@ def test_a_character_that_the_prompt_begins_comes_whole():
     assert decode_after(BYTES, replacement, BYTES.encode("b").ids) == "b"
 
 
+PREFIXED = {
+    "normalizer": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    "always": pre_tokenizers.Metaspace(prepend_scheme="always"),
+    "first": pre_tokenizers.Metaspace(prepend_scheme="first"),
+}
+
+
+def prefixed_tokenizer(kind: str) -> Tokenizer:
+    """SentencePiece's with a space before a text, as Llama 2 and Phi-3 write it (of each part), and Mistral (of the first)."""
+    words = [
+        "<unk>",
+        "<s>",
+        "▁",
+        "▁▁▁",
+        "▁The",
+        "▁cap",
+        "▁is",
+        "▁Paris",
+        "is",
+        "x",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    vocab, merges = {word: n for n, word in enumerate(dict.fromkeys([*words, *"ThecapsriP"]))}, [("▁", "▁")]
+    for word in words[4:8]:
+        for end in range(2, len(word) + 1):
+            vocab.setdefault(word[:end], len(vocab))
+            merges.append((word[: end - 1], word[end - 1]))
+    vocab.setdefault("▁▁", len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab, [*merges, ("▁▁", "▁")], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    if kind == "normalizer":
+        tokenizer.normalizer = PREFIXED[kind]
+    else:
+        tokenizer.pre_tokenizer = PREFIXED[kind]
+    tokenizer.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("<|user|>", normalized=False)])
+    return tokenizer
+
+
+def behind(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: Any) -> str:
+    stream = StreamDecoder(tokenizer, prompt=prompt, **options)
+    return "".join(pieces(stream, ids, 1))
+
+
+@pytest.mark.parametrize("kind", PREFIXED)
+def test_text_behind_a_prompt_keeps_its_first_space(kind: str):
+    tokenizer = prefixed_tokenizer(kind)
+    of = tokenizer.token_to_id
+    prompt = tokenizer.encode("<s>The cap is" if kind == "first" else "The cap is").ids
+    assert [tokenizer.id_to_token(token) for token in prompt][-2:] == ["▁cap", "▁is"]
+    assert behind(tokenizer, prompt, [of("▁Paris")]) == " Paris"
+    assert behind(tokenizer, prompt, [of("▁▁▁"), of("x")]) == "   x"
+    assert behind(tokenizer, prompt, [of("is")]) == "is"
+    assert behind(tokenizer, [of("<s>")], [of("▁The")]) == "The"
+    assert behind(tokenizer, [], [of("▁The")]) == "The"
+
+
+@pytest.mark.parametrize(("kind", "text"), [("normalizer", "Paris"), ("always", "Paris"), ("first", " Paris")])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_space_that_encoding_puts_behind_an_added_token_is_none_of_the_text(kind: str, text: str, skip: bool):
+    tokenizer = prefixed_tokenizer(kind)
+    begin = tokenizer.encode("The cap<|user|>").ids
+    whole = tokenizer.encode(f"The cap<|user|>{text}").ids
+    assert whole == [*begin, tokenizer.token_to_id("▁Paris")]
+    assert behind(tokenizer, begin, whole[len(begin) :], skip_special_tokens=skip) == text
+    assert behind(tokenizer, begin, whole[len(begin) :], skip_special_tokens=skip, verbatim=True) == " Paris"
+    assert behind(tokenizer, begin[-1:], whole[len(begin) :], skip_special_tokens=skip, verbatim=True) == " Paris"
+
+
 def test_bytes_beside_one_another_wait_for_what_follows():
     """A decoder that falls back to bytes replaces all of them if one is wrong: what was right by itself, too."""
     stream = StreamDecoder(FALLBACK)

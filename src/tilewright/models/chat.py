@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +46,7 @@ class ChatTemplate:
         takes_tools: whether it reads `tools`.
         begins: text that every conversation begins with, once: the beginning-of-sequence token of GGUF files that ask for it.
         guards: special tokens that stay text where a message or a tool spells them, so that no message forges a turn.
+        searched: texts that the program looks for in others, such as `</think>`.
     """
 
     template: jinja2.Template
@@ -54,6 +56,12 @@ class ChatTemplate:
     takes_tools: bool = False
     begins: str = ""
     guards: tuple[str, ...] = ()
+    searched: tuple[str, ...] = ()
+
+    @cached_property
+    def answer_guards(self) -> tuple[str, ...]:
+        """Special tokens that stay text in an assistant's message: not those by which the program finds a thought in it."""
+        return tuple(token for token in self.guards if not any(token in each for each in self.searched))
 
     @property
     def can_think(self) -> bool:
@@ -99,10 +107,11 @@ class ChatTemplate:
         """
         try:
             made = environment()
-            template, reads = made.from_string(source), meta.find_undeclared_variables(made.parse(source))
+            template, parsed = made.from_string(source), made.parse(source)
+            reads = meta.find_undeclared_variables(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from error
-        return ChatTemplate(template, special_tokens or {}, where, source, "tools" in reads)
+        return ChatTemplate(template, special_tokens or {}, where, source, "tools" in reads, searched=searched_texts(parsed))
 
     @staticmethod
     def refusing(why: str) -> "ChatTemplate":
@@ -132,10 +141,11 @@ class ChatTemplate:
                 continue.
         """
         check_values(values or {})
-        guarded_messages = [self.guarded(dict(message)) for message in messages]
-        known = {**self.special_tokens, **(values or {}), "messages": guarded_messages}
+        answers = {"assistant": self.answer_guards}
+        guarded_messages = [self.guarded(dict(each), answers.get(each.get("role", ""), self.guards)) for each in messages]
+        known = {**self.special_tokens, **self.guarded(values or {}, self.guards), "messages": guarded_messages}
         known |= {
-            "tools": [self.guarded(dict(tool)) for tool in tools] if tools else None,
+            "tools": [self.guarded(dict(tool), self.guards) for tool in tools] if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -148,13 +158,13 @@ class ChatTemplate:
             text = self.begins + text
         return HALVES.sub(REPLACEMENT, text)
 
-    def guarded(self, value: Any) -> Any:
-        """Marks what looks like a special token in all texts of a message or a tool."""
+    def guarded(self, value: Any, guards: tuple[str, ...]) -> Any:
+        """Marks what looks like one of some special tokens in all texts of a message, a tool or a value."""
         if isinstance(value, str):
-            return guarded(value, self.guards)
+            return guarded(value, guards)
         if isinstance(value, Mapping):
-            return {self.guarded(name): self.guarded(inner) for name, inner in value.items()}
-        return [self.guarded(inner) for inner in value] if isinstance(value, list | tuple) else value
+            return {self.guarded(name, guards): self.guarded(inner, guards) for name, inner in value.items()}
+        return [self.guarded(inner, guards) for inner in value] if isinstance(value, list | tuple) else value
 
     def rendered(self, known: Mapping[str, Any]) -> str:
         """The template's output for these values. Raises a `ValueError` where it fails."""
@@ -189,6 +199,39 @@ def up_to(text: str, last: str, marked: str) -> str:
     end = len(before) if told else text.rfind(bare) + len(bare)
     spaces = last[len(last.rstrip()) :]
     return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
+
+
+SEARCHES = (
+    "split",
+    "rsplit",
+    "partition",
+    "rpartition",
+    "startswith",
+    "endswith",
+    "find",
+    "rfind",
+    "index",
+    "replace",
+    "count",
+)
+"""Methods of a text that look for another text."""
+
+
+def searched_texts(parsed: nodes.Template) -> tuple[str, ...]:
+    """Finds the texts that a program looks for in others, as in `content.split('</think>')` and `'</think>' in content`."""
+    places = [[each.expr] for each in parsed.find_all(nodes.Compare) if each.ops[0].op in ("in", "notin")]
+    calls = (
+        each for each in parsed.find_all(nodes.Call) if isinstance(each.node, nodes.Getattr) and each.node.attr in SEARCHES
+    )
+    places += [each.args for each in calls]
+    return tuple(
+        {
+            part.value: None
+            for parts in places
+            for part in parts
+            if isinstance(part, nodes.Const) and isinstance(part.value, str)
+        }
+    )
 
 
 def read_text(path: Path) -> str:

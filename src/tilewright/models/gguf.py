@@ -26,6 +26,7 @@ from tilewright.models.gguf_slices import ArrangedSlice, GGUFSlice, TurnedSlice
 from tilewright.models.gguf_tokenizer import (
     CONTROL,
     END_TEXTS,
+    ENDS,
     UNKNOWN,
     begins_with_bos,
     build_tokenizer,
@@ -68,7 +69,6 @@ LONG_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rop
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The published values of that scaling, of which a file holds only what comes of them."""
 
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 MESSAGE_END = "<|end|>"
 """Token that ends an answer of Phi-3, and one message of several of gpt-oss."""
 HARMONY_ENDS = ("<|return|>", "<|call|>")
@@ -281,18 +281,19 @@ class GGUFCheckpoint:
 
     def yarn(self) -> dict[str, Any]:
         """YaRN's scaling. The file's attention factor comes on top of the paper's."""
-        factor = self.rope_factor
+        factor = self.rope_factor or 1.0
+        own = self.field("rope.scaling.original_context_length", self.field("context_length"))
         scaling = {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": self.field("rope.scaling.original_context_length"),
+            "original_max_position_embeddings": own,
             "beta_fast": self.field("rope.scaling.yarn_beta_fast"),
             "beta_slow": self.field("rope.scaling.yarn_beta_slow"),
         }
         if self.family.yarn_ramp == "between":
             scaling["truncate"] = False
         more = self.field("rope.scaling.attn_factor")
-        if more is not None and factor:
+        if more is not None:
             scaling["attention_factor"] = more * YarnScaling.default_attention_factor(factor)
         return scaling
 

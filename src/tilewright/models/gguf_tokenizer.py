@@ -5,7 +5,7 @@ name, `tokenizer.ggml.pre`. The patterns below are those of the models' own `tok
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ END_TEXTS = (
 )
 """Tokens that end an answer, as llama.cpp lists them: a file names one, where `generation_config.json` lists all (Qwen3's two,
 say). They are control tokens, also where a file gives them another type (Google's QAT files of Gemma do)."""
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Names of the tokens of a file that end an answer."""
 SENTENCE_PIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 """Special tokens of a SentencePiece vocabulary where a file names none, as in llama.cpp."""
 UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
@@ -128,6 +130,8 @@ def begins_with_bos(fields: Mapping[str, Any]) -> bool:
 def token_types(fields: Mapping[str, Any], where: str) -> list[int]:
     """Type of each token, as llama.cpp takes them: all normal where the file has no types, and ends of turns always control.
 
+    Normal tokens that the file names as beginning or end of a text are control tokens, too: a chat template writes them.
+
     Raises:
         ValueError: there is not one type for each token.
     """
@@ -135,17 +139,30 @@ def token_types(fields: Mapping[str, Any], where: str) -> list[int]:
     types = fields.get("tokenizer.ggml.token_type")
     if types is None:
         types = [NORMAL] * len(tokens)
-        if (unknown := special_id(fields, "unknown_token_id", where)) is not None:
+        if (unknown := known_id(fields, "unknown_token_id")) is not None:
             types[unknown] = UNKNOWN
     if len(types) != len(tokens):
         found = f"{len(tokens)} tokens and {len(types)} types"
         raise ValueError(f"{where}: expected tokenizer.ggml.tokens with a token_type for each, found {found}")
-    ends = set(END_TEXTS)
-    return [CONTROL if text in ends else kind for text, kind in zip(tokens, types, strict=True)]
+    ends, names = set(END_TEXTS), [*ENDS, *(["bos_token_id"] if begins_with_bos(fields) else [])]
+    named = {known_id(fields, name) for name in names}
+    return [
+        CONTROL if text in ends or (kind == NORMAL and n in named) else kind
+        for n, (text, kind) in enumerate(zip(tokens, types, strict=True))
+    ]
+
+
+def known_id(fields: Mapping[str, Any], name: str) -> int | None:
+    """Id of a special token, such as "bos_token_id": the file's, else SentencePiece's default; None where there is none."""
+    count = len(fields.get("tokenizer.ggml.tokens", ()))
+    number = fields.get(f"tokenizer.ggml.{name}")
+    if (number is None or not 0 <= number < count) and fields.get("tokenizer.ggml.model") == "llama":
+        number = SENTENCE_PIECE_IDS.get(name)
+    return number if number is not None and 0 <= number < count else None
 
 
 def special_id(fields: Mapping[str, Any], name: str, where: str) -> int | None:
-    """Id of a special token, such as "bos_token_id": the file's, else SentencePiece's default; None where there is none.
+    """Id of a special token, by `known_id`.
 
     An id that is no token's is dropped with a warning. Converters write 4294967295 for "none".
     """
@@ -153,10 +170,7 @@ def special_id(fields: Mapping[str, Any], name: str, where: str) -> int | None:
     number = fields.get(f"tokenizer.ggml.{name}")
     if number is not None and not 0 <= number < count:
         log.warning("%s: tokenizer.ggml.%s is %s, which is none of the %s tokens, and is left out", where, name, number, count)
-        number = None
-    if number is None and fields.get("tokenizer.ggml.model") == "llama":
-        number = SENTENCE_PIECE_IDS.get(name)
-    return number if number is not None and number < count else None
+    return known_id(fields, name)
 
 
 def byte_level(fields: Mapping[str, Any], how: ByteLevel, where: str) -> Tokenizer:
@@ -188,7 +202,8 @@ def sentence_piece(fields: Mapping[str, Any], types: Sequence[int], where: str) 
         raise ValueError(f"{where}: expected tokenizer.ggml.scores, one for each of {len(tokens)} tokens")
     vocabulary = {text: number for number, text in enumerate(tokens)}
     unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
-    merges = merges_of(vocabulary, scores)
+    control = {number for number, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)}
+    merges = merges_of(vocabulary, scores, control)
     tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     steps = [normalizers.Prepend(SPACE)] if prefix else []
@@ -198,10 +213,15 @@ def sentence_piece(fields: Mapping[str, Any], types: Sequence[int], where: str) 
     return tokenizer
 
 
-def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, those of the best score first: SentencePiece merges whatever scores best."""
+def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float], control: Collection[int]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, those of the best score first: SentencePiece merges whatever scores best.
+
+    No pair makes a control token, which no text is.
+    """
     found = []
     for text, number in vocabulary.items():
+        if number in control:
+            continue
         pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
         made = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         found += [(-scores[number], number, vocabulary[a], vocabulary[b], (a, b)) for a, b in made]

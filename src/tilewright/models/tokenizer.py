@@ -1,5 +1,6 @@
 """Reads a model's tokenizer, and turns token ids that arrive in pieces into text."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -10,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tilewright.models import gguf
 from tilewright.models.checkpoint import read_json
-from tilewright.models.gguf_tokenizer import WORDS
+from tilewright.models.gguf_tokenizer import SPACE, WORDS
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder puts in the place of bytes that are no character, or not yet."""
@@ -54,6 +55,9 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> 
     """Encodes a text while other threads run: `Tokenizer.encode` would keep the interpreter's lock, for seconds.
 
     What `guarded` has marked in the text is encoded as text, whatever special tokens it spells.
+
+    Raises:
+        ValueError: the tokenizer makes a special token of marked text, as one without merges may.
     """
     if GUARD not in text:
         return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -63,6 +67,9 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> 
     text = special.sub(lambda found: aliases[found[0]][0], text.replace(ALIAS, REPLACEMENT)).replace(GUARD, "")
     ids = literal.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     numbers = {literal.token_to_id(alias): number for alias, number in aliases.values()}
+    control = {number: token for token, (_, number) in aliases.items()}
+    if (made := next((token for token in ids if token in control), None)) is not None:
+        raise ValueError(f"expected messages without {control[made]!r}, which this tokenizer always takes for a special token")
     return [numbers.get(token, token) for token in ids]
 
 
@@ -188,6 +195,16 @@ HELD = 16
 """The most replacements at the end of a text that wait for what follows; of byte-level BPE one is enough."""
 
 
+def prefixes_every_part(tokenizer: Tokenizer) -> bool:
+    """True if encoding puts a space in front of each part of a text, not only in front of the whole."""
+    normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    if normalizer is not None and normalizer.normalize_str("a").startswith(SPACE):
+        return True
+    steps = [] if pre_tokenizer is None else [json.loads(pre_tokenizer.__getstate__())]
+    steps += steps[0].get("pretokenizers", []) if steps else []
+    return any(step["type"] == "Metaspace" and step.get("prepend_scheme") == "always" for step in steps)
+
+
 class StreamDecoder:
     """Decoder of token ids that arrive in pieces, behind a prompt. Its text can be shown at once, without half a character.
 
@@ -197,16 +214,32 @@ class StreamDecoder:
 
     A decoder that falls back to bytes replaces all adjacent bytes if they are no valid text together, so such bytes wait for
     the token behind them. The cost of a token does not depend on the number of tokens before it.
+
+    A tokenizer may put a space in front of each part of a text when it encodes, also behind an added token (Llama 2's and
+    Phi-3's do). That space is no part of an answer that follows an added token, such as `<|assistant|>`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = (), verbatim: bool = False
+    ):
+        """Args:
+        prompt: ids that stand in front of the others; their text is not shown.
+        verbatim: keep a space behind an added token, as the text of a grammar has it.
+        """
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         decoder = tokenizer.decoder
         self.falls_back = decoder is not None and decoder.decode(["<0x41>"]) == "A"
         self._restart()
         # Enough of the prompt that bytes, up to four a character, fall into step again.
-        self._ids = [token for token in prompt[-4 * HELD :] if not self._is_left_out(token)]
+        tail = list(prompt[-4 * HELD :])
+        if verbatim:
+            shown = any(not self._is_left_out(token) for token in tail)
+            tail = tail if shown else tokenizer.encode("a", add_special_tokens=False).ids
+        elif tail and prefixes_every_part(tokenizer):
+            added = tokenizer.get_added_tokens_decoder()
+            tail = tail[max((n for n, token in enumerate(tail, 1) if token in added), default=0) :]
+        self._ids = [token for token in tail if not self._is_left_out(token)]
         text = self._decode(self._ids)
         self._shown = len(without_unfinished(tokenizer, self._ids, text))
         self._context = len(self._ids) if self._shown == len(text) else 0

@@ -243,7 +243,8 @@ class Engine(Service):
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
 
     def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
-        decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens, request.prompt)
+        skip, verbatim = request.sampling.skip_special_tokens, request.constraint is not None
+        decoder = StreamDecoder(self.tokenizer, skip, request.prompt, verbatim)
         sampling, constraint = request.sampling.seeded(), None
         if request.constraint is not None:  # which ends the text by itself
             constraint = without_stops(request.constraint.begin(), sampling.stop_token_ids, self.tokenizer, self.eos_token_ids)

@@ -379,8 +379,19 @@ def conversation(body: ChatBody, engine: Service, template: ChatTemplate | None,
     text = rendered(body.messages, body, template, tools)
     check_beginning(text, engine, "messages")
     try:
-        # The template has put the special tokens where the model wants them.
-        return Prompted(engine.encode(encode(engine.tokenizer, text, add_special_tokens=False)))
+        return Prompted(engine.encode(conversation_tokens(text, engine)))
+    except ValueError as error:
+        raise ApiError(400, f"'messages': {error}", "invalid_value", "messages") from error
+
+
+def conversation_tokens(text: str, engine: Service) -> list[int]:
+    """Tokens of a conversation that a template has rendered, which puts the special tokens where the model wants them.
+
+    Raises:
+        ApiError: the tokenizer cannot take a message as text.
+    """
+    try:
+        return encode(engine.tokenizer, text, add_special_tokens=False)
     except ValueError as error:
         raise ApiError(400, f"'messages': {error}", "invalid_value", "messages") from error
 

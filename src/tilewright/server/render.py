@@ -245,8 +245,9 @@ class CompletionRenderer(ChunkRenderer):
         super().__post_init__()
         self.root |= {"id": f"cmpl-{self.request_id}", "object": "text_completion"}
         starts = [len(self.parsed.prompt_of(index).text) if self.parsed.echo else 0 for index in range(len(self.handles))]
+        tokenizer = self.served.texts.tokenizer
         self.offsets = [
-            Offsets(self.served.texts.tokenizer, start, request.sampling.skip_special_tokens, request.prompt)
+            Offsets(tokenizer, start, request.sampling.skip_special_tokens, request.prompt, self.parsed.constrained)
             for start, request in zip(starts, self.parsed.requests, strict=True)
         ]
 

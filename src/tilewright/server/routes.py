@@ -45,7 +45,7 @@ from tilewright.server.messages_body import CountBody, MessagesBody
 from tilewright.server.messages_render import AnsweredMessage, MessagesRenderer, TokenCount
 from tilewright.server.openapi import errors, takes
 from tilewright.server.page import CSP, PAGE
-from tilewright.server.parse import ParsedRequest, contents, listed, rendered, rough_tokens, tools_of
+from tilewright.server.parse import ParsedRequest, contents, conversation_tokens, listed, rendered, rough_tokens, tools_of
 from tilewright.server.prometheus import text_of
 from tilewright.server.protocol import ChatBody, DetokenizeBody, GenerationBody, TokenizeBody
 from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer, Served
@@ -173,7 +173,8 @@ def messages_routes(api: Api) -> APIRouter:
         template = api.options.template
         with in_words(CountBody.places):
             text = rendered(chat.messages, chat, template, tools_of(chat, template))
-        return answer(TokenCount(input_tokens=len(encode(api.engine.tokenizer, text, add_special_tokens=False))))
+            tokens = conversation_tokens(text, api.engine)
+        return answer(TokenCount(input_tokens=len(tokens)))
 
     @router.post(
         f"{MESSAGES}/count_tokens",
@@ -263,10 +264,12 @@ def token_routes(api: Api) -> APIRouter:
     router, engine = APIRouter(tags=["tokens"]), api.engine
 
     def tokenized(body: TokenizeBody) -> Response:
-        special, text = body.add_special_tokens, body.prompt
-        if text is None:
-            special, text = bool(special), rendered(body.messages or (), body, api.options.template)
-        tokens = encode(engine.tokenizer, text, special is not False)
+        if body.prompt is not None:
+            tokens = encode(engine.tokenizer, body.prompt, body.add_special_tokens is not False)
+        else:
+            tokens = conversation_tokens(rendered(body.messages or (), body, api.options.template), engine)
+            begin = encode(engine.tokenizer, "", bool(body.add_special_tokens))
+            tokens = tokens if tokens[: len(begin)] == begin else [*begin, *tokens]
         strings = [api.served.texts.text(token) for token in tokens] if body.return_token_strs else None
         return answer(Tokenized(count=len(tokens), max_model_len=engine.context, tokens=tokens, token_strs=strings))
 

@@ -64,10 +64,14 @@ class Offsets:
     Args:
         start: where the first one begins.
         prompt: ids that come before them.
+        verbatim: they follow a grammar.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0, skip_special_tokens: bool = True, prompt: Sequence[int] = ()):
-        self.decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt)
+    def __init__(
+        self, tokenizer: Tokenizer, start: int = 0, skip_special_tokens: bool = True, prompt: Sequence[int] = (),
+        verbatim: bool = False,
+    ):  # fmt: skip
+        self.decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt, verbatim)
         self.at = start
 
     def of(self, tokens: Sequence[int]) -> list[int]:
