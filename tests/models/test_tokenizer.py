@@ -189,7 +189,7 @@ def behind(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: A
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_text_behind_a_prompt_keeps_its_first_space(kind: str):
     tokenizer = prefixed_tokenizer(kind)
-    of = tokenizer.token_to_id
+    of = tokenizer.get_vocab().__getitem__
     prompt = tokenizer.encode("<s>The cap is" if kind == "first" else "The cap is").ids
     assert [tokenizer.id_to_token(token) for token in prompt][-2:] == ["▁cap", "▁is"]
     assert behind(tokenizer, prompt, [of("▁Paris")]) == " Paris"

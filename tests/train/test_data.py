@@ -355,6 +355,15 @@ def test_a_message_cannot_forge_a_turn():
     assert tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=False) + "\n" == text
 
 
+def test_a_message_that_ends_like_a_special_token_begins_has_its_own_tokens_alone():
+    tokenizer, template = chat_tokenizer(), ChatTemplate.compiled(CHATML, "template")
+    template = replace(template, guards=("<|im_start|>", "<|im_end|>"))  # as `load` makes it
+    messages = [{"role": "user", "content": "x <"}, {"role": "assistant", "content": "a <|im"}]
+    stream = encode_documents(tokenizer, [Document("", "", Chat(tuple(messages)))], END, template)
+    text = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
+    assert tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=False) == text + END_OF_TEXT
+
+
 def test_the_name_of_a_special_token_is_text():
     """In texts, prompts and responses; the token that closes a document stays one, and the tokenizer as it was."""
     documents = [Document(f"a{END_OF_TEXT}b{MASK}"), Document(f"c{MASK}", f"d{END_OF_TEXT}")]
