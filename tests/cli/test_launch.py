@@ -39,7 +39,7 @@ def test_two_processes_of_two_devices_give_the_tokens_of_one(run: Run, pair: lis
     several = json.loads(path.read_text())
     assert (several["devices"], several["schedule"]) == (4, "ring")
     assert several["speculative_decoding"]["num_spec_steps"] > 0
-    assert [ran.stdout.count(prompt + text) for prompt, text in zip(PROMPTS, several["text"], strict=True)] == [1, 1]
+    assert ran.stdout == "".join(text + "\n" for text in several["text"])
     for prompt, tokens, seed in zip(PROMPTS, several["tokens"], several["seed"], strict=True):
         alone = run("generate", prompt, *pair[:2], *NEW, "--seed", seed, "--json", "-")
         assert alone.json["tokens"] == [tokens]

@@ -283,15 +283,18 @@ def show(
                 seed = "" if result.seed is None else f", seed {result.seed}"
                 console.rule(f"{number} of {len(prompts)} ({result.finish_reason}{seed})")
                 console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
-            console.print(result.text, markup=False, soft_wrap=True)
+                console.print(result.text, markup=False, soft_wrap=True)
+            elif not console.quiet:
+                console.file.write(f"{result.text}\n")
     return generation, interrupted
 
 
 def print_pieces(lm: LanguageModel, pieces: Sequence[Piece], row: OutputProcessor, before: int, console: Console) -> None:
     """Prints the tokens of all rounds but the first `before` in the colours of their sources."""
     if not console.is_terminal:
-        console.file.write("".join(piece.text for piece in pieces))
-        console.file.flush()
+        if not console.quiet:  # as another process than the first is
+            console.file.write("".join(piece.text for piece in pieces))
+            console.file.flush()
         return
     mixed, rounds = bool(beside_ngrams(lm)), zip(row.acceptance_lengths, round_drafters(row, lm.drafter), strict=True)
     sources = [name for added, name in list(rounds)[before:] for _ in range(added)]
