@@ -6,9 +6,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilewright.grammar.grammar import Grammar, Tagged
-from tilewright.grammar.keywords import plain
+from tilewright.grammar.keywords import BOUNDS, COUNTS, LISTS, MAPS, ONE, has_wide_numbers, plain
 from tilewright.grammar.worker import compiled
 
 llguidance = pytest.importorskip("llguidance")
@@ -191,11 +193,36 @@ def test_wide_numbers_stand_anywhere():
         ({"$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}, "a": {"const": 2**60}}, "type": "object"}},
           "$ref": "#/$defs/N"}, "schemas within themselves"),
         ({"oneOf": [{"const": 2**60}, INTEGER]}, "the keys 'oneOf'"),
+        ({"type": "object", "properties": {"a": {"const": 2**60}}, "required": [[]]}, "values of other types"),
     ],
 )  # fmt: skip
 def test_wide_numbers_that_cannot_be_kept_say_why(schema: dict[str, Any], why: str):
     assert why in refusal(schema)
     assert "numbers beyond 9007199254740992" in refusal(schema)
+
+
+KEYS = sorted(
+    {*ONE, *LISTS, *MAPS, *BOUNDS, *COUNTS, "type", "enum", "const", "required", "pattern", "format", "uniqueItems", "$ref"}
+)
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(["string", "object", "a", "#/$defs/a", "("]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYS, "a"]), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(schema=st.dictionaries(st.sampled_from(KEYS), ODD, max_size=5))
+def test_what_is_no_schema_stays_none_without_a_failure(schema: dict[str, Any]):
+    assert isinstance(plain(schema), dict)
+    assert isinstance(has_wide_numbers(plain(schema)), bool)
+
+
+def test_what_goes_too_deep_is_refused():
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"anyOf": [{"not": deep}]}
+    assert isinstance(plain(deep), dict)
+    assert "recursion limit" in refusal(deep) or "not" in refusal(deep)
 
 
 def test_alternatives_that_exclude_each_other():

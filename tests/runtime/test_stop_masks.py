@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilewright.models.hub import PACKAGED
-from tilewright.models.tokenizer import load_tokenizer
+from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.runtime.automata import Automaton, AutomatonState
 from tilewright.runtime.stop_masks import WithoutTokens, automaton_without, without_stops
 
@@ -62,7 +62,7 @@ def test_automata_have_the_same_masks():
 
 def test_tokens_of_one_character_and_those_that_end_any_text_may_come():
     tokenizer = load_tokenizer(PACKAGED["demo"])
-    character, word = tokenizer.token_to_id("}"), next(n for n in range(300, 4096) if len(tokenizer.decode([n])) > 2)
+    (character,), word = encode(tokenizer, "}"), next(n for n in range(300, 4096) if len(tokenizer.decode([n])) > 2)
     state = Fixed()
     assert without_stops(state, [character, 0], tokenizer, eos=[0]) is state
     found = without_stops(state, [word, character, 0, word], tokenizer, eos=[0])

@@ -5,6 +5,7 @@ formats of their own. A keyword whose meaning has no other words stays, and the 
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
@@ -49,8 +50,11 @@ APPLICATORS = {
 
 
 def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the same texts, without the keywords that change nothing."""
-    found = PlainSchema(schema).part(schema)
+    """A schema with the same texts, without the keywords that change nothing; one that goes too deep stays as it is."""
+    try:
+        found = PlainSchema(schema).part(schema)
+    except RecursionError:  # the matcher refuses it
+        return dict(schema)
     return {"enum": []} if found is False else found
 
 
@@ -90,7 +94,7 @@ def is_wide(value: Any) -> bool:
 
 def whole(value: Any) -> Any:
     """A number, as an integer where it is one: JSON knows one kind."""
-    if not isinstance(value, float):
+    if not isinstance(value, float) or not math.isfinite(value):
         return value
     exact = Decimal(repr(value))
     return int(exact) if exact == exact.to_integral_value() else value
@@ -204,7 +208,7 @@ class PlainSchema:
         said = names.keys() - {"type", "title", "description"}
         listed = names["enum"] if said == {"enum"} else [names["const"]] if said == {"const"} else None
         if isinstance(listed, list) and "patternProperties" not in found:
-            known, others = found.get("properties", {}), found.get("additionalProperties", True)
+            known, others = mapping(found.get("properties")), found.get("additionalProperties", True)
             kept = {name: each if name in listed else False for name, each in known.items()}
             found["properties"] = kept | {name: others for name in listed if isinstance(name, str) and name not in known}
             found["additionalProperties"] = False
@@ -252,12 +256,13 @@ class PlainSchema:
         kinds, other_kinds = types_of(one), types_of(other)
         if kinds.isdisjoint(other_kinds):
             return True
-        needed = [name for name in one.get("required") or () if name in (other.get("required") or ())]
+        required = [each if isinstance(each := schema.get("required"), list) else [] for schema in (one, other)]
+        needed = [name for name in required[0] if isinstance(name, str) and name in required[1]]
         if kinds | other_kinds != {"object"} or not needed:
             return False
-        described = [schema.get("properties") or {} for schema in (one, other)]
+        mine, theirs = mapping(one.get("properties")), mapping(other.get("properties"))
         return any(
-            self.are_disjoint(*(self.resolved(properties.get(name, True)) for properties in described), depth + 1)
+            self.are_disjoint(self.resolved(mine.get(name, True)), self.resolved(theirs.get(name, True)), depth + 1)
             for name in needed
         )
 
@@ -323,18 +328,23 @@ def is_excluded(value: str | None, schema: Mapping[str, Any]) -> bool:
         return False
 
 
+def mapping(value: Any) -> Mapping[str, Any]:
+    """An object of JSON, or an empty one for what is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def drop(found: dict[str, Any], *keys: str) -> None:
     for key in keys:
         found.pop(key, None)
 
 
 def raise_bound(found: dict[str, Any], key: str, least: Any) -> None:
-    if isinstance(least, int):
+    if isinstance(least, int) and isinstance(found.get(key, 0), int):
         found[key] = max(least, found.get(key, 0))
 
 
 def lower_bound(found: dict[str, Any], key: str, most: Any) -> None:
-    if isinstance(most, int):
+    if isinstance(most, int) and isinstance(found.get(key, most), int):
         found[key] = min(most, found.get(key, most))
 
 

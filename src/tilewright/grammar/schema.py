@@ -90,6 +90,8 @@ def exact_node(schema: Any) -> Node:
         return SchemaReader(schema, 0, exact=True).node(schema, Place())
     except NotRegular as error:
         raise NotRegular(f"numbers beyond {EXACT} are not offered beside {error}") from None
+    except (AttributeError, TypeError):  # of values that no schema has there
+        raise NotRegular(f"numbers beyond {EXACT} are not offered beside keywords with values of other types") from None
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:

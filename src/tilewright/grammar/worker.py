@@ -61,6 +61,8 @@ def compiled(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
         matcher = matcher_of(tokenizer, kind, text)
     except ValueError as error:
         return None, str(error)
+    except RecursionError:
+        return None, "it goes too deep: recursion limit"
     if not matcher.is_error():
         matcher.compute_bitmask()  # what nothing satisfies may show only now
     return matcher, matcher.get_error() or "; ".join(matcher.get_grammar_warnings())

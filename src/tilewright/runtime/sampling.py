@@ -135,7 +135,7 @@ class Sampling:
 
 
 def is_seed(seed: object) -> bool:
-    return isinstance(seed, int | np.integer) and SEEDS[0] <= seed <= SEEDS[1]
+    return isinstance(seed, int | np.integer) and SEEDS[0] <= int(seed) <= SEEDS[1]
 
 
 def seed_words(seed: int) -> tuple[int, int]:
