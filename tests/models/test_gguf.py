@@ -349,6 +349,15 @@ def test_a_text_that_should_begin_with_no_token_begins_without(tmp_path: Path, c
     assert "they begin without" in caplog.text
 
 
+@pytest.mark.parametrize(("kind", "ends"), [(1, True), (3, True), (4, False)])
+def test_an_end_that_users_defined_is_text(tmp_path: Path, kind: int, ends: bool):
+    """Gemma has </s> as HTML; as a control token or a normal one it ends answers, whatever else does."""
+    types = [2, 3, kind, *SENTENCE_PIECE["tokenizer.ggml.token_type"][3:]]
+    file = open_gguf(head(tmp_path, changed(SENTENCE_PIECE, token_type=types, eos_token_id=266)))
+    assert (2 in file.end_ids, 266 in file.end_ids) == (ends, True)
+    assert file.tokenizer().decode([260, 2]) == ("a" if ends else "a</s>")
+
+
 @pytest.mark.parametrize("kind", [1, 4, 6])
 @pytest.mark.parametrize("text", ["<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<end_of_utterance>"])
 def test_ends_of_turns_are_control_tokens_whatever_their_type(tmp_path: Path, kind: int, text: str):

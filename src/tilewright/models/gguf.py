@@ -27,6 +27,7 @@ from tilewright.models.gguf_tokenizer import (
     CONTROL,
     END_TEXTS,
     ENDS,
+    MORE_END_TEXTS,
     UNKNOWN,
     begins_with_bos,
     build_tokenizer,
@@ -274,7 +275,9 @@ class GGUFCheckpoint:
         """Token ids that end an answer, told by their text: Phi-3's files do not mark `<|end|>` as a control token."""
         named = [special_id(self.fields, name, str(self.path)) for name in ENDS]
         numbers = {text: n for n, text in enumerate(self.vocabulary)}
-        ends = dict.fromkeys(end for end in chain(named, map(numbers.get, END_TEXTS)) if end is not None)
+        control = set(self.control_texts)
+        others = [text for text in MORE_END_TEXTS if text in control]
+        ends = dict.fromkeys(end for end in chain(named, map(numbers.get, (*END_TEXTS, *others))) if end is not None)
         if all(text in numbers for text in HARMONY_ENDS):
             ends.pop(numbers.get(MESSAGE_END, -1), None)
         return list(ends)

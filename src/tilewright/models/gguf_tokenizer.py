@@ -23,6 +23,8 @@ END_TEXTS = (
 )
 """Tokens that end an answer, as llama.cpp lists them: a file names one, where `generation_config.json` lists all (Qwen3's two,
 say). They are control tokens, also where a file gives them another type (Google's QAT files of Gemma do)."""
+MORE_END_TEXTS = ("</s>", "<eos>", "<turn|>", "<|tool_response>", "[e~[")
+"""Others of that list, which are text where a file says that users defined them: Gemma's `</s>` is HTML."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Names of the tokens of a file that end an answer."""
 SENTENCE_PIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
@@ -144,10 +146,10 @@ def token_types(fields: Mapping[str, Any], where: str) -> list[int]:
     if len(types) != len(tokens):
         found = f"{len(tokens)} tokens and {len(types)} types"
         raise ValueError(f"{where}: expected tokenizer.ggml.tokens with a token_type for each, found {found}")
-    ends, names = set(END_TEXTS), [*ENDS, *(["bos_token_id"] if begins_with_bos(fields) else [])]
+    ends, others, names = set(END_TEXTS), set(MORE_END_TEXTS), [*ENDS, *(["bos_token_id"] if begins_with_bos(fields) else [])]
     named = {known_id(fields, name) for name in names}
     return [
-        CONTROL if text in ends or (kind == NORMAL and n in named) else kind
+        CONTROL if text in ends or (kind == NORMAL and (n in named or text in others)) else kind
         for n, (text, kind) in enumerate(zip(tokens, types, strict=True))
     ]
 
