@@ -18,7 +18,7 @@ from tilewright.kernels import native, select
 from tilewright.kernels.gather_rows import cpu as gather
 from tilewright.kernels.linear import blocks, cpu
 from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, QuantisedMatrix
-from tilewright.kernels.operations import Joined
+from tilewright.kernels.operations import Joined, Weights
 from tilewright.models.gguf_blocks import read_blocks
 
 
@@ -98,6 +98,12 @@ def test_products_are_near_those_of_inputs_that_are_not_rounded(kind: BlockForma
     x = normal(rng, 16, 576)
     found, wanted = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w))), x @ blocks.dequantise(w)
     assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [1, 7, 17])
+def test_an_outlier_leaves_the_products_of_other_inputs_accurate(rows: int):
+    block_checks.check_outlier(rows)
 
 
 @needs_native
@@ -207,12 +213,13 @@ def test_what_blocks_cannot_hold_is_refused_by_name():
 
 
 @needs_native
-def test_operations_hold_layers_in_4_bits_and_the_head_in_8():
-    ops = select.operations("cpu", "int4")
+@pytest.mark.parametrize(("weights", "kind"), [("int4", "q4_1"), ("int8", "q8_0")])
+def test_operations_hold_layers_in_blocks_and_the_head_in_8_bits(weights: Weights, kind: BlockFormat):
+    ops = select.operations("cpu", weights)
     w = jnp.asarray(normal(np.random.default_rng(4), 64, 32))
     bytes_of = {name: packed.panels.shape[2] for name, packed in {
         "matrix": ops.prepare_matrix(w, "w"), "head": ops.prepare_matrix(w, "w", head=True),
         "joined": ops.prepare_joined(Joined((w, w)), "w"), "gated": ops.prepare_joined(Joined((w, w), gated=True), "w"),
     }.items()}  # fmt: skip
-    four, eight = (blocks.FORMS[kind].group_bytes for kind in ("q4_1", "q8_0"))
+    four, eight = (blocks.FORMS[kind].group_bytes for kind in (kind, "q8_0"))
     assert bytes_of == {"matrix": four, "head": eight, "joined": four, "gated": four}

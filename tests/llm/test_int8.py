@@ -9,6 +9,7 @@ import pytest
 
 from llm.support import check_same_as_autoregressive, tokens_of
 from tilewright.kernels import native
+from tilewright.kernels.linear.blocks import FORMS
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import decoder
@@ -64,4 +65,4 @@ def test_every_matrix_has_8_bits(demo: dict[str, LanguageModel]):
     leaves = jax.tree.leaves(lm.model.models.target, is_leaf=lambda leaf: isinstance(leaf, PackedMatrix))
     packed = [leaf for leaf in leaves if isinstance(leaf, PackedMatrix)]
     assert len(packed) == 4 * lm.target.num_layers + 1  # q, k and v are one, gate and up too
-    assert {leaf.panels.dtype for leaf in packed} == {jnp.dtype(jnp.int8)}
+    assert {leaf.panels.shape[2] for leaf in packed} == {FORMS["q8_0"].group_bytes}

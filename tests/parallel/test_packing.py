@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array
 from jax.sharding import PartitionSpec
 
 from models.sizes import decoder_config
 from tilewright.kernels import native
+from tilewright.kernels.linear import blocks
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Weights, operations
@@ -83,19 +83,15 @@ def test_packed_parts_give_what_the_whole_does(schedule: str, devices: int):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
-def weights_of(packed: PackedMatrix, shards: int, dim: int) -> Array:
+def weights_of(packed: PackedMatrix, shards: int, dim: int) -> np.ndarray:
     """The matrix that 8-bit parts of so many devices stand for."""
-    parts = []
-    for n in range(shards):
-        panels, scales = (np.asarray(x).reshape(shards, -1, *x.shape[1:])[n] for x in (packed.panels, packed.scales))
-        wide = panels.transpose(1, 3, 0, 2).reshape(-1, len(panels) * 16).astype(np.float32) * scales
-        parts.append(wide[:, : packed.outputs])
-    return jnp.asarray(np.concatenate(parts, axis=dim))
+    panels = np.asarray(packed.panels).reshape(shards, -1, *packed.panels.shape[1:])
+    return np.concatenate([blocks.dequantise(blocks.blocks_of(part, packed.outputs)) for part in panels], axis=dim)
 
 
 @pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_8_bit_weights_are_the_same_numbers_on_any_number_of_devices(devices: int):
-    """The columns of the output head, and the rows of a down projection, whose largest weight lies on one of the devices."""
+    """The columns of the output head, and the rows of a down projection."""
     (found, params), (wanted, whole) = over("int8", TensorParallel(GROUPED_AXES), devices), alone("int8")
     np.testing.assert_array_equal(weights_of(params.head, devices, 1), weights_of(whole.head, 1, 1))
     for part, one in zip(params.layers, whole.layers, strict=True):

@@ -149,7 +149,7 @@ def window_attention(q: Array, *rest: Array) -> tuple[Array, Array]:
 @cache
 def cpu_operations(name: str, weights: Weights) -> Operations:
     """The kernels on a CPU's vector or tile unit, over weights that are packed once."""
-    formats: dict[Weights, tuple[cpu.Format | None, cpu.Format | None]] = {"int8": ("int8", "int8"), "int4": ("q4_1", "q8_0")}
+    formats: dict[Weights, tuple[cpu.Format | None, cpu.Format | None]] = {"int8": ("q8_0", "q8_0"), "int4": ("q4_1", "q8_0")}
     kind, of_head = formats.get(weights, (None, None))
 
     def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False, exact: bool = False) -> Any:
