@@ -63,7 +63,7 @@ def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_outlier(rows: int) -> None:
-    """One input a hundred times as large as the others leaves the products with these accurate: 8 bits are fewer than they need."""
+    """Products with other inputs stay accurate beside one input a hundred times as large."""
     rng = np.random.default_rng(rows)
     x, w = normal(rng, rows, 576), normal(rng, 576, 40)
     x[:, 7] *= 100 / np.abs(x[:, 7])

@@ -53,9 +53,10 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
 
     Args:
         chip: that it will run on, which need not be here; by default what JAX runs on.
-        weights: "int8" keeps matrices in 8 bits with a scale for each output; "int4" keeps those of layers in blocks of 4 bits
-            and the output head in 8, or what blocks a file has; "fp8" keeps those of layers as floats of 8 bits, a file's as
-            they are, where XLA computes; "auto" keeps the dtype that they have.
+        weights: "int8" keeps matrices in 8 bits, on CPUs in blocks with a scale each, where XLA computes with one for each
+            output; "int4" keeps those of layers in blocks of 4 bits and the output head in 8, or what blocks a file has; "fp8"
+            keeps those of layers as floats of 8 bits, a file's as they are, where XLA computes; "auto" keeps the dtype that
+            they have.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
 
     Raises:
