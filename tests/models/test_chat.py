@@ -269,7 +269,7 @@ def test_special_tokens_in_messages_are_tokens_where_that_is_asked_for(tmp_path:
     template = ChatTemplate.load(chat_folder(tmp_path, tokenizer), parse_special_in_content=True)
     assert template is not None
     ids = encode(tokenizer, template.render([{"role": "user", "content": "<|end|>"}]), add_special_tokens=False)
-    assert ids.count(tokenizer.token_to_id("<|end|>")) == 2
+    assert [tokenizer.id_to_token(token) for token in ids].count("<|end|>") == 2
 
 
 SEARCHING = (

@@ -35,7 +35,7 @@ It does not say either whether a server was started with grammars; this one was 
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[Any]:
-    engine = FakeEngine(context=512, per_update=16)
+    engine = FakeEngine(context=128, per_update=64)
     engine.start()
     yield make_app(Api(engine, ServerOptions("demo", "0.1", TEMPLATE)))
     engine.stop()
