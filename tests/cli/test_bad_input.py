@@ -306,7 +306,7 @@ DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new", "--sequence-
     [
         (["lm", "--out", "new"], "expected files or folders to train on, found none"),
         (["lm", "absent", "--out", "new"], "absent: no such file or folder"),
-        (LM, "the training text has"),
+        (LM, "expected at least 2 windows of 513 tokens in a text of 30"),
         ([*LM, "--held-out", "0"], "expected a held-out share between 0 and 1, found 0.0"),
         ([*LM, "--steps", "0"], "expected steps above 0, found 0"),
         ([*LM, "--optimizer", "sgd"], "sgd"),
@@ -316,7 +316,7 @@ DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new", "--sequence-
         ([*LM, "--tokenizer", "TARGET"], "the tokenizer lacks the token <|endoftext|>"),
         (["lm", "TEXT"], "--out"),
         (["drafter", "--target", "TARGET", "--out", "new"], "expected files or folders to train on, found none"),
-        (DRAFTER, "the training text has"),
+        (DRAFTER, "expected at least 2 windows of 64 tokens in a text of 15"),
         ([*DRAFTER, "--block-size", "1"], "block_size must be at least 2, found 1"),
         ([*DRAFTER, "--taps", "2"], "target_layer_ids [2] lie outside"),
         ([*DRAFTER, "--mask-token-id", "40"], "mask_token_id 40 lies outside"),

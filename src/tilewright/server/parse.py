@@ -174,7 +174,8 @@ def new_tokens_of(
 ) -> int:
     """Number of tokens to generate after a prompt; one, which nobody sees, where the body wants none.
 
-    A chat's limit may exceed the context, as agents always send a large one: then what is left of the context holds.
+    A chat's limit may exceed the context, as agents always send a large one: then what is left of the context holds. Not so with
+    a diffusion model, whose response has its length from the start.
 
     Args:
         otherwise: if the body does not say; None for what OpenAI generates then.
@@ -189,7 +190,7 @@ def new_tokens_of(
     default = default if most is None else min(default, most)
     if asked is not None and isinstance(body, DenoisingBody):
         asked = max(asked, 1)
-    if asked is not None and isinstance(body, ChatBody):
+    elif asked is not None and isinstance(body, ChatBody):
         asked = max(min(asked, room), 1)
     least = given(asked, given(otherwise, 1))
     if room < least:
