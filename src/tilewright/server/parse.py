@@ -174,7 +174,7 @@ def new_tokens_of(
 ) -> int:
     """Number of tokens to generate after a prompt; one, which nobody sees, where the body wants none.
 
-    A chat's limit may exceed the context, as agents always send a large one: then what is left of the context holds. Not so with
+    A chat's limit may exceed the context, as agents always send a large one: then what is left of the context holds. Not so for
     a diffusion model, whose response has its length from the start.
 
     Args:
