@@ -143,7 +143,7 @@ def seed_words(seed: int) -> tuple[int, int]:
     return int(seed) >> 32 & 0xFFFFFFFF, int(seed) & 0xFFFFFFFF
 
 
-def seed_of(words: Sequence[int]) -> int:
+def seed_of(words: Sequence[int] | np.ndarray) -> int:
     """The seed of `seed_words`."""
     upper, lower = map(int, words)
     return wrapped(upper << 32 | lower)
