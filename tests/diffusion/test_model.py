@@ -129,7 +129,7 @@ def test_settings_that_are_none_are_said_before_anything_is_read(settings: dict[
         ({"mask_token_id": 40}, r"mask_token_id \[40\] lies outside the vocabulary of 40"),
         ({"mask_token_id": None}, "mask_token_id must be a token id, found None"),
         ({"eos_token_id": 99}, r"eos_token_id \[99\] lies outside the vocabulary of 40"),
-        ({"model_type": "qwen3"}, "model_type"),
+        ({"model_type": "qwen3"}, "expected a diffusion language model"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_said(tmp_path: Path, change: dict[str, Any], said: str):

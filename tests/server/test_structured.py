@@ -498,7 +498,6 @@ def test_the_clients_own_helper_reads_calls(client: openai.OpenAI):
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
             "tools[0].function.parameters",
