@@ -4,8 +4,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -62,7 +60,7 @@ def test_the_line_of_sources_tells_drafters_apart():
     choices = [both, both, Choice("ngram", 16), PLAIN]
     answer = Result("", list(range(9)), [3, 2, 3, 1], "length", 5, [7, 7, 15, 0], [2, 1, 9, 0], choices=choices)
     answer = replace(answer, looked_up=[False, True, False, False])
-    said = demo.sources_line(answer, cast(Any, SimpleNamespace(drafter=None)))
+    said = demo.sources_line(answer, None)
     assert said == "auto's 9 tokens: 4 drafts of n-grams, 2 drafts of DFlash 2, 3 of the target"
 
 

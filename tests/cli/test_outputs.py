@@ -7,10 +7,10 @@ import re
 import threading
 from io import StringIO
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from tilewright.cli import outputs
 from tilewright.cli.common import notice
@@ -131,10 +131,12 @@ def test_work_shows_its_programs():
     """How many were compiled, and how many were loaded."""
     ledger = Ledger()
     column = ProgramsColumn(ledger)
-    shown = column.render(cast(Any, None))
-    assert shown.plain == ""
+    progress = Progress(column)
+    progress.add_task("work")
+    (task,) = progress.tasks
+    assert column.render(task).plain == ""
     ledger.programs = [ProgramRecord("f", 0.1, from_disk=disk) for disk in (True, False, False)]
-    assert column.render(cast(Any, None)).plain == "2 programs compiled, 1 loaded"
+    assert column.render(task).plain == "2 programs compiled, 1 loaded"
     screen = StringIO()
     with working(Console(file=screen, force_terminal=True, width=80), "getting [ready]") as say:
         say("measuring [now]")

@@ -40,6 +40,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models import published
 from tilewright.models.gguf import open_gguf
 from tilewright.report import terminal
+from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.output import Result
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
@@ -143,7 +144,7 @@ def drafting(name: str, models: ModelOptions, ways: Mapping[str, LanguageModel],
     console.print(ways_table(rows))
     for row in rows[1:]:
         say_doubts(row, WAYS[row["drafter"]], console)
-    console.print(sources_line(runs[-1].responses[0], lm), markup=False)
+    console.print(sources_line(runs[-1].responses[0], lm.drafter), markup=False)
     numbers = "matrices in 4 bits" if lm.weights == "int4" else lm.dtype
     about = f"{models.model}, {numbers}; medians and ranges of {REPETITIONS} runs, in turns"
     console.print(about, style="dim", markup=False)
@@ -187,12 +188,10 @@ def ways_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def sources_line(answer: Result, lm: LanguageModel) -> str:
+def sources_line(answer: Result, drafter: Drafter | None) -> str:
     """Line on how many tokens each drafter gave, where they take turns."""
     kept: Counter[str] = Counter()
-    for name, accepted, added in zip(
-        round_drafters(answer, lm.drafter), answer.accepted, answer.acceptance_lengths, strict=True
-    ):
+    for name, accepted, added in zip(round_drafters(answer, drafter), answer.accepted, answer.acceptance_lengths, strict=True):
         kept[name] += min(accepted, added)
     drafted = [f"{tokens} drafts of {WAYS[name]}" for name, tokens in kept.most_common() if tokens]
     own = len(answer.tokens) - kept.total()
