@@ -46,7 +46,7 @@ MOST_SCHEMAS = 10_000
 """Schemas within one, each as often as it is referred to."""
 ANY_TYPE = ["null", "boolean", "number", "string", "array", "object"]
 MOST_DIGITS = 400
-"""Of a number's bounds: more than float64 reaches."""
+"""Largest number of digits of a bound: more than float64 reaches."""
 QUOTED = {*'"\\'} | {chr(code) for code in [*range(32), 127]}
 """Characters that stand in JSON as escapes, of which there are several."""
 

@@ -206,7 +206,7 @@ def repeated_loops(edges: Edges) -> Bool[np.ndarray, " E"]:
 
 
 def missing_loops(edges: Edges) -> Float[np.ndarray, " N"]:
-    """What each node's self-loops lack to be one: the weight of the last less the sum of all; 1 where there is none."""
+    """Correction that leaves one of a node's self-loops: the weight of the last less the sum of all; 1 where there is none."""
     loops = edges.is_loop
     sums = np.bincount(edges.destinations[loops], edges.weights_or_ones()[loops], edges.num_nodes)
     return (loop_weights(edges) - sums).astype(np.float32)

@@ -61,7 +61,7 @@ class CallForm(Protocol):
         ...
 
     def grammar(self, functions: Schemas, several: bool, other: Mapping[str, Any] | None = None) -> Grammar:
-        """Of an answer that is nothing but a call of one of these functions, or several calls; raises as `parts` does.
+        """Grammar of an answer that is only calls, of one of these functions or of several; raises as `parts` does.
 
         Args:
             other: schema of JSON that the answer may be instead.

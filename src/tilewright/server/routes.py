@@ -357,7 +357,7 @@ def state_routes(api: Api) -> APIRouter:
     @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={200: {"model": Health}, **errors(503)})
     async def health() -> Response:
-        """Whether the engine is alive: it has its programs, and steps."""
+        """Says that the engine is alive: it has its programs, and steps."""
         if api.engine.ending and not api.stopping:
             raise ApiError(503, "the engine has ended; the log says why", "engine_stuck")
         if not api.stopping:
