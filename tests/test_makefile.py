@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     shutil.copy(MAKEFILE, folder)
     (folder / "pyproject.toml").touch()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    # `make test` gives its tests the variables of its own command line, PYTHON among them.
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return subprocess.run(["make", *arguments], cwd=folder, env=kept, capture_output=True, text=True, check=False)
 
 
