@@ -35,7 +35,7 @@ def test_a_published_model_answers_and_every_way_is_compared(run: Run, tmp_path:
     for way in ("n-grams", "auto, both"):
         assert re.search(rf"^ *{way} .* [\d.]+x \([\d.]+ to [\d.]+\) .* steps +yes *$", ran.out, re.MULTILINE)
     assert re.search(r"^ *plain .* 1 step *$", ran.out, re.MULTILINE)
-    assert re.search(r"^auto's 4 tokens: (\d drafts of n-grams, )?\d of the target$", ran.out, re.MULTILINE)
+    assert re.search(r"^auto's 4 tokens: (\d drafted by n-grams, )?\d by the target$", ran.out, re.MULTILINE)
     numbers = "matrices in 4 bits" if native.kernels().isa else "float32"
     assert f"{NAME}, {numbers}; medians and ranges of 1 runs, in turns\n" in ran.out
     assert "answer:06563" in ran.out, "the diffusion model's, denoised"
@@ -61,7 +61,7 @@ def test_the_line_of_sources_tells_drafters_apart():
     answer = Result("", list(range(9)), [3, 2, 3, 1], "length", 5, [7, 7, 15, 0], [2, 1, 9, 0], choices=choices)
     answer = replace(answer, looked_up=[False, True, False, False])
     said = demo.sources_line(answer, None)
-    assert said == "auto's 9 tokens: 4 drafts of n-grams, 2 drafts of DFlash 2, 3 of the target"
+    assert said == "auto's 9 tokens: 4 drafted by n-grams, 2 drafted by DFlash 2, 3 by the target"
 
 
 def test_it_is_fetched_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -193,9 +193,9 @@ def sources_line(answer: Result, drafter: Drafter | None) -> str:
     kept: Counter[str] = Counter()
     for name, accepted, added in zip(round_drafters(answer, drafter), answer.accepted, answer.acceptance_lengths, strict=True):
         kept[name] += min(accepted, added)
-    drafted = [f"{tokens} drafts of {WAYS[name]}" for name, tokens in kept.most_common() if tokens]
+    drafted = [f"{tokens} drafted by {WAYS[name]}" for name, tokens in kept.most_common() if tokens]
     own = len(answer.tokens) - kept.total()
-    return f"auto's {len(answer.tokens)} tokens: {', '.join([*drafted, f'{own} of the target'])}"
+    return f"auto's {len(answer.tokens)} tokens: {', '.join([*drafted, f'{own} by the target'])}"
 
 
 def denoising(console: Console) -> None:
