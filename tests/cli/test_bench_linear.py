@@ -22,7 +22,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_and_json(run: Run, tmp_path: Path):
     path = tmp_path / "figures.json"
-    dtypes = ["float32", "bfloat16"] if native.kernels().isa is None else ["float32", "bfloat16", "int8"]
+    dtypes = ["float32", "bfloat16"] if native.kernels().isa is None else ["float32", "bfloat16", "q8_0"]
     ran = run("bench", "linear", *SMALL, "--dtype", *dtypes, "--json", path)
     assert ran.status == 0, ran.err
     written = json.loads(path.read_text())
@@ -32,7 +32,7 @@ def test_table_and_json(run: Run, tmp_path: Path):
     assert written["chip"]
     expected = [(layer, dtype, rows) for layer in ("k", "q") for dtype in dtypes for rows in (1, 16)]
     assert [(one["layer"], one["dtype"], one["rows"]) for one in written["data"]] == expected
-    sizes = {"float32": 4 * 128 * 64, "bfloat16": 2 * 128 * 64, "int8": 128 * 64 + 8 * 64}
+    sizes = {"float32": 4 * 128 * 64, "bfloat16": 2 * 128 * 64, "q8_0": 128 * 64 // 32 * 34}
     assert all(one["weight_mb"] == sizes[one["dtype"]] / 1e6 for one in written["data"] if one["layer"] == "k")
     for one in written["data"]:
         shown = [str(one["rows"]), significant(one["median_ms"], 4), f"{one['ratio_to_xla_float32']:.2f}"]
@@ -71,9 +71,9 @@ def test_without_kernels_it_says_why_and_measures_xla(run: Run, monkeypatch: pyt
     assert (ran.json["isa"], ran.json["kernels"], ran.json["kernels_reason"]) == (None, "xla", "there is no C++ compiler")
     assert {one["side"] for one in ran.json["data"]} == {"xla_bfloat16"}
     assert all(one["ratio_to_xla_bfloat16"] == 1 for one in ran.json["data"])
-    refused = run("bench", "linear", *SMALL, "--dtype", "int8")
+    refused = run("bench", "linear", *SMALL, "--dtype", "q8_0")
     assert refused.status == 2
-    assert "int8 needs the CPU kernels, which cannot be used here: there is no C++ compiler" in refused.err
+    assert "q8_0 needs the CPU kernels, which cannot be used here: there is no C++ compiler" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,7 @@ def test_without_kernels_it_says_why_and_measures_xla(run: Run, monkeypatch: pyt
         (["--rows", "4", "0"], "expected rows of at least 1, found 4, 0"),
         (["--rows", "many"], "many"),
         (["--dtype", "float16"], "float16"),
+        (["--dtype", "int8"], "int8"),
         (["--repetitions", "0"], "expected repetitions of at least 1, found 0"),
         (["--weights-mb", "0"], "expected weights_mb above 0, found 0"),
         (["--weights-mb", "nan"], "expected weights_mb above 0, found nan"),

@@ -55,9 +55,10 @@ def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
     The products of a block are exact, or of each half that has a scale. They take two roundings of scales and one of each sum;
     those of 16-bit inputs one more, which makes them float32.
     """
-    a, b = rounded(x, w.kind), blocks.dequantise(w).astype(np.float64)
+    inputs = x.shape[1]  # of which the last block may have less than 32
+    a, b = rounded(x, w.kind), blocks.dequantise(w)[:inputs].astype(np.float64)
     found, parts = w.weight_minima(), w.weight_scales().shape[1] // w.count
-    minima = 0.0 if found is None else np.abs(found.astype(np.float64)).T.repeat(BLOCK, axis=0)
+    minima = 0.0 if found is None else np.abs(found.astype(np.float64)).T.repeat(BLOCK, axis=0)[:inputs]
     size = np.abs(a) @ (np.abs(b) + 2 * minima)  # an integer times its scale is within |b| and the minimum
     return a @ b, 2.0**-24 * ((1 + parts) * w.count + 5) * size
 

@@ -9,7 +9,7 @@ import numpy as np
 from tilewright.kernels.grouped_linear import cpu as grouped
 from tilewright.kernels.linear import cpu
 
-FORMATS: tuple[cpu.Format, ...] = ("float32", "bfloat16", "int8", "q4_1", "q8_0")
+FORMATS: tuple[cpu.Format, ...] = ("float32", "bfloat16", "q4_1", "q8_0")
 ROWS = 40
 
 

@@ -160,26 +160,34 @@ using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
 using U32 = ffi::Buffer<ffi::U32>;
 
+constexpr Weights EIGHT_BITS = static_cast<Weights>(linear::BLOCKS + blocks::Q8_0);
+
 // A matrix [inputs, outputs] (with `gated`, two of them side by side in turns of 16 outputs), packed as tile.inc says, and its values.
 struct Matrix {
   Weights format;
   int64_t inputs, outputs, panels, padded;
   bool gated;
   Exact<uint8_t> packed;
-  Exact<float> scales;
-  Exact<int32_t> sums;
   std::vector<double> values[2];
 
   static int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-  static int64_t size(Weights format) { return format == linear::FLOAT32 ? 4 : format == linear::BFLOAT16 ? 2 : 1; }
-  static int64_t multiple(Weights format) { return format == linear::FLOAT32 ? 1 : format == linear::BFLOAT16 ? 32 : 64; }
+  static int64_t multiple(Weights format) { return format == linear::FLOAT32 ? 1 : format == linear::BFLOAT16 ? 32 : linear::form_of(format).inputs(); }
+  // Bytes of a panel of so many inputs, and its size as the kernel counts it: in elements, or in bytes of blocks.
+  static int64_t bytes(Weights format, int64_t padded) {
+    if (format >= linear::BLOCKS) return padded / linear::form_of(format).inputs() * linear::form_of(format).size();
+    return padded * (format == linear::FLOAT32 ? 64 : 32);
+  }
+  int64_t panel_size() const { return format >= linear::BLOCKS ? bytes(format, padded) : padded * 16; }
 
   Matrix(Weights format, int64_t inputs, int64_t outputs, bool gated)
       : format(format), inputs(inputs), outputs(outputs), panels((outputs + 15) / 16 * (gated ? 2 : 1)), padded(round_up(inputs, multiple(format))),
-        gated(gated), packed(panels * 16 * padded * size(format), true), scales(format == linear::INT8 ? panels * 16 : 0),
-        sums(format == linear::INT8 ? panels * 16 : 0) {
+        gated(gated), packed(panels * bytes(format, padded), true) {
     std::memset(packed.data, 0, packed.count);
-    for (int64_t i = 0; i < scales.count; ++i) scales[i] = 0.001f * (1 + i % 7), sums[i] = 0;
+    if (format == EIGHT_BITS)
+      for (int64_t i = 0; i < packed.count; ++i) {
+        const int64_t at = i % blocks::forms[blocks::Q8_0].size(), head = blocks::forms[blocks::Q8_0].head();
+        packed[i] = at >= head ? 128 : at % 2 == 1 ? 0x20 : 37 * at % 256;  // no weight, and scales near 0.01
+      }
     for (int which = 0; which < (gated ? 2 : 1); ++which) {
       values[which].resize(inputs * outputs);
       for (int64_t k = 0; k < inputs; ++k)
@@ -189,28 +197,43 @@ struct Matrix {
 
   // Places one random weight, and says what it is worth.
   double put(int64_t panel, int64_t k, int64_t lane) {
-    const int64_t step = 4 / size(format), at = ((panel * padded + k / step * step) * 16) + lane * step + k % step;
-    if (format == linear::FLOAT32) return reinterpret_cast<float*>(packed.data)[at] = normal();
-    if (format == linear::BFLOAT16) return widen(reinterpret_cast<uint16_t*>(packed.data)[at] = narrow(normal()));
-    const int8_t unit = std::uniform_int_distribution<int>(-127, 127)(generator);
-    reinterpret_cast<int8_t*>(packed.data)[at] = unit;
-    sums[panel * 16 + lane] += unit;
-    return double(scales[panel * 16 + lane]) * unit;
+    uint8_t* own = packed.data + panel * bytes(format, padded);
+    if (format == linear::FLOAT32) return reinterpret_cast<float*>(own)[k * 16 + lane] = normal();
+    if (format == linear::BFLOAT16) return widen(reinterpret_cast<uint16_t*>(own)[(k / 2 * 16 + lane) * 2 + k % 2] = narrow(normal()));
+    const blocks::Form& form = blocks::forms[blocks::Q8_0];
+    const int64_t group = k / form.inputs(), block = k % form.inputs() / 32;
+    own[group * form.size() + form.head() + block * form.integers() + k % 32 / 4 * 64 + lane * 4 + k % 4] = std::uniform_int_distribution<int>(1, 255)(generator);
+    const blocks::Weight weight = blocks::weight_at(form, own, lane, k);
+    return weight.whole * double(weight.scale);
   }
 };
 
-// What the kernel makes of x in the format, in double.
-std::vector<double> seen(Weights format, Exact<float>& x, int64_t rows, int64_t inputs) {
+// What the kernel makes of x beside weights in blocks, in double: with `fine`, blocks with outliers have 16 bits.
+std::vector<double> in_blocks(Exact<float>& x, int64_t rows, int64_t inputs, bool fine) {
   std::vector<double> values(rows * inputs);
   for (int64_t row = 0; row < rows; ++row) {
-    float largest = 0;
-    for (int64_t k = 0; k < inputs; ++k) largest = std::max(largest, std::abs(x[row * inputs + k]));
-    for (int64_t k = 0; k < inputs; ++k) {
-      const float value = x[row * inputs + k], units = value * (127.0f / largest);
-      double& out = values[row * inputs + k];
-      out = format == linear::FLOAT32 ? value : format == linear::BFLOAT16 ? widen(narrow(value)) : std::nearbyint(units) * double(largest / 127.0f);
+    double squares = 0;
+    for (int64_t k = 0; k < inputs; ++k) squares += double(x[row * inputs + k]) * x[row * inputs + k];
+    for (int64_t block = 0; block < inputs; block += 32) {
+      const int64_t end = std::min(inputs, block + 32);
+      float largest = 0;
+      for (int64_t k = block; k < end; ++k) largest = std::max(largest, std::abs(x[row * inputs + k]));
+      const bool more = fine && largest > 3 * std::sqrt(squares / inputs);
+      for (int64_t k = block; k < end; ++k) {
+        const float units = std::min(x[row * inputs + k] * (127.0f / largest), 127.0f), whole = std::nearbyint(units);
+        const float rest = more ? std::clamp(std::nearbyint((units - whole) * 256), -127.0f, 127.0f) / 256 : 0;
+        values[row * inputs + k] = (double(whole) + rest) * double(largest / 127.0f);
+      }
     }
   }
+  return values;
+}
+
+// What the kernel makes of x in the format, in double.
+std::vector<double> seen(Weights format, Exact<float>& x, int64_t rows, int64_t inputs) {
+  if (format == EIGHT_BITS) return in_blocks(x, rows, inputs, true);
+  std::vector<double> values(rows * inputs);
+  for (int64_t i = 0; i < x.count; ++i) values[i] = format == linear::FLOAT32 ? x[i] : widen(narrow(x[i]));
   return values;
 }
 
@@ -241,18 +264,16 @@ void compare(const char* what, const std::vector<double>& x, const Matrix& w, Ex
     }
 }
 
-// The kernel itself, with rows, scales and results in memory of their exact size; all panels at once, and in pieces for argmax.
+// The kernel itself, with rows and results in memory of their exact size; all panels at once, and in pieces for argmax.
 void run_kernel(int64_t rows, const Matrix& w, Exact<float>& x, Exact<float>& y, Exact<linear::Best>* best, int64_t piece) {
   linear::Call call{};
   call.m = rows, call.n = w.outputs, call.k = w.inputs, call.k_padded = w.padded;
-  call.panels = w.panels, call.panel_size = w.padded * 16, call.piece = piece;
+  call.panels = w.panels, call.panel_size = w.panel_size(), call.piece = piece;
   call.output = w.gated ? linear::GATED : best != nullptr ? linear::ARGMAX : linear::SUMS;
-  call.x = x.data, call.w = w.packed.data, call.scales = w.scales.data, call.sums = w.sums.data, call.out = y.data;
+  call.x = x.data, call.w = w.packed.data, call.out = y.data;
   const linear::Kernel kernel = linear::kernel_for(w.format);
-  Exact<uint8_t> converted(w.format == linear::FLOAT32 ? 0 : rows * w.padded * kernel.size);
-  Exact<float> row_scales(w.format == linear::INT8 ? rows : 0);
+  Exact<uint8_t> converted(w.format == linear::FLOAT32 ? 0 : rows * kernel.row_size(w.padded));
   call.rows = w.format == linear::FLOAT32 ? static_cast<void*>(x.data) : converted.data;
-  call.row_scales = row_scales.data;
   if (best != nullptr) call.best = best->data;
   if (w.format != linear::FLOAT32) kernel.prepare(call, 0, rows);
   for (int64_t begin = 0; begin < w.panels; begin += piece) kernel.run(call, begin, std::min(w.panels, begin + piece));
@@ -268,18 +289,17 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
     return compare(gated ? "gated" : "linear", values, w, y, rows);
   }
   auto& m = const_cast<Matrix&>(w);
-  const int64_t step = 4 / Matrix::size(format);
-  std::vector<int64_t> shape{w.panels, w.padded / step, 16};
-  if (step > 1) shape.push_back(step);
-  const Buffer xb(XLA_FFI_DataType_F32, x, {rows, inputs}), scales(XLA_FFI_DataType_F32, m.scales, {m.scales.count});
-  const Buffer sums(XLA_FFI_DataType_S32, m.sums, {m.sums.count}), yb(XLA_FFI_DataType_F32, y, {rows, outputs});
-  const Buffer wb(format == linear::FLOAT32 ? XLA_FFI_DataType_F32 : format == linear::BFLOAT16 ? XLA_FFI_DataType_BF16 : XLA_FFI_DataType_S8, m.packed, shape);
+  std::vector<int64_t> shape{w.panels, w.padded, 16};
+  if (format == linear::BFLOAT16) shape = {w.panels, w.padded / 2, 16, 2};
+  if (format == EIGHT_BITS) shape = {w.panels, w.padded / linear::form_of(format).inputs(), linear::form_of(format).size()};
+  const Buffer xb(XLA_FFI_DataType_F32, x, {rows, inputs}), yb(XLA_FFI_DataType_F32, y, {rows, outputs});
+  const Buffer wb(format == linear::FLOAT32 ? XLA_FFI_DataType_F32 : format == linear::BFLOAT16 ? XLA_FFI_DataType_BF16 : XLA_FFI_DataType_U8, m.packed, shape);
   Exact<float> none(0);
   Exact<int32_t> uncounted(0), half(1);
   half[0] = rows / 2;
   const Buffer nothing(XLA_FFI_DataType_F32, none, {0}), all(XLA_FFI_DataType_S32, uncounted, {0}), some(XLA_FFI_DataType_S32, half, {});
   const auto call = [&](const Buffer& norm, const Buffer& add, const Buffer& to, int64_t first) {
-    const ffi::Error done = linear::Linear(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), norm.as<Any>(), add.as<Any>(), all.as<S32>(),
+    const ffi::Error done = linear::Linear(pool(), xb.as<Any>(), wb.as<Any>(), norm.as<Any>(), add.as<Any>(), all.as<S32>(),
                                            to.as<Any>(), gated, 1e-6f, first);
     check(done.success(), done.message().c_str(), rows, inputs, outputs);
   };
@@ -289,7 +309,7 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   Exact<float> first_rows(half[0] * inputs), first_out(half[0] * outputs);
   std::memcpy(first_rows.data, x.data, first_rows.count * sizeof(float));
   const Buffer fb(XLA_FFI_DataType_F32, first_rows, {rows, inputs}), fo(XLA_FFI_DataType_F32, first_out, {rows, outputs});
-  const ffi::Error counted = linear::Linear(pool(), fb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), nothing.as<Any>(),
+  const ffi::Error counted = linear::Linear(pool(), fb.as<Any>(), wb.as<Any>(), nothing.as<Any>(), nothing.as<Any>(),
                                             some.as<S32>(), fo.as<Any>(), gated, 1e-6f, 0);
   check(counted.success(), counted.message().c_str(), rows, inputs, outputs);
   for (int64_t i = 0; i < first_out.count; ++i) check(first_out[i] == y[i], "counted", rows, inputs, outputs);
@@ -299,7 +319,7 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   const Buffer index(XLA_FFI_DataType_S32, found, {rows}), value(XLA_FFI_DataType_F32, most, {rows});
   Exact<uint32_t> unmasked(0), masks(rows * ((outputs + 31) / 32));
   const Buffer free(XLA_FFI_DataType_U32, unmasked, {0}), masked(XLA_FFI_DataType_U32, masks, {rows, (outputs + 31) / 32});
-  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), free.as<U32>(), index.as<S32>(),
+  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), nothing.as<Any>(), free.as<U32>(), index.as<S32>(),
                  value.as<F32>(), outputs, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
     const float* largest = std::max_element(&y[row * outputs], &y[row * outputs] + outputs);
@@ -307,7 +327,7 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   }
   // Under masks that allow one output in three of a row, in every other word.
   for (int64_t i = 0; i < masks.count; ++i) masks[i] = i % 2 ? 0 : 0x49249249;
-  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), masked.as<U32>(), index.as<S32>(),
+  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), nothing.as<Any>(), masked.as<U32>(), index.as<S32>(),
                  value.as<F32>(), outputs, 0.0f);
   for (int64_t row = 0; row < rows; ++row) {
     int64_t first = -1;
@@ -320,7 +340,7 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   Exact<int32_t> places(rows * top);
   Exact<float> best(rows * top);
   const Buffer pb(XLA_FFI_DataType_S32, places, {rows, top}), vb(XLA_FFI_DataType_F32, best, {rows, top});
-  linear::TopK(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), pb.as<S32>(), vb.as<F32>(), outputs);
+  linear::TopK(pool(), xb.as<Any>(), wb.as<Any>(), nothing.as<Any>(), pb.as<S32>(), vb.as<F32>(), outputs);
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<int64_t> order(outputs);
     for (int64_t n = 0; n < outputs; ++n) order[n] = n;
@@ -339,7 +359,7 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   const Buffer wn(XLA_FFI_DataType_F32, weight, {inputs}), nb(XLA_FFI_DataType_F32, normed, {rows, inputs});
   const Buffer one(XLA_FFI_DataType_F32, apart, {rows, outputs}), other(XLA_FFI_DataType_F32, together, {rows, outputs});
   rms_norm::RmsNorm(pool(), xb.as<Any>(), wn.as<Any>(), nb.as<Any>(), 1e-6f);
-  linear::Linear(pool(), nb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), nothing.as<Any>(), all.as<S32>(), one.as<Any>(), false, 0.0f, 0);
+  linear::Linear(pool(), nb.as<Any>(), wb.as<Any>(), nothing.as<Any>(), nothing.as<Any>(), all.as<S32>(), one.as<Any>(), false, 0.0f, 0);
   call(wn, nothing, other, 0);
   for (int64_t i = 0; i < apart.count; ++i) check(apart[i] == together[i], "norm first", rows, inputs, outputs);
 }
@@ -363,15 +383,7 @@ void check_blocks(int which, int64_t rows, int64_t inputs, int64_t outputs) {
   call.x = x.data, call.w = w.data, call.rows = converted.data, call.out = y.data;
   kernel.prepare(call, 0, rows);
   kernel.run(call, 0, panels);
-  std::vector<double> values(rows * inputs);
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t block = 0; block < inputs; block += 32) {
-      const int64_t end = std::min(inputs, block + 32);
-      float largest = 0;
-      for (int64_t k = block; k < end; ++k) largest = std::max(largest, std::abs(x[row * inputs + k]));
-      for (int64_t k = block; k < end; ++k)
-        values[row * inputs + k] = std::nearbyint(x[row * inputs + k] * (127.0f / largest)) * double(largest / 127.0f);
-    }
+  const std::vector<double> values = in_blocks(x, rows, inputs, which == blocks::Q8_0);
   for (int64_t n = 0; n < outputs; ++n) {
     std::vector<double> expected(rows), all(rows);
     for (int64_t k = 0; k < inputs; ++k) {
@@ -419,8 +431,7 @@ void check_narrow(Weights format, int64_t rows, int64_t inputs, int64_t outputs)
   for (int64_t i = 0; i < add.count; ++i) add[i] = narrow(normal());
   linear::Call call{};
   call.m = rows, call.n = outputs, call.k = inputs, call.k_padded = w.padded, call.panels = w.panels;
-  call.w = w.packed.data, call.scales = w.scales.data, call.sums = w.sums.data;
-  call.x = wide.data, call.out = sums.data;
+  call.w = w.packed.data, call.x = wide.data, call.out = sums.data;
   auto p = pool();
   linear::compute(p, call, format);
   call.x = x.data, call.add = add.data, call.out = y.data, call.narrow_x = call.narrow_out = true;
@@ -1002,7 +1013,7 @@ void check_graph(int64_t rows, int64_t nodes, int64_t edges, int64_t heads, int6
 
 int main() {
   const std::pair<int64_t, int64_t> shapes[] = {{1, 1}, {33, 17}, {64, 64}, {65, 130}, {31, 80}};
-  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
+  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, EIGHT_BITS})
     for (int64_t rows = 1; rows <= 40; ++rows)
       for (int i = 0; i < 5; ++i) {
         if (i >= 2 && (rows + i) % 3 != 0) continue;  // the large ones, in turn
@@ -1014,10 +1025,10 @@ int main() {
   for (int form = 0; form < blocks::FORMS; ++form)
     for (const int64_t rows : {1, 2, 7, 15, 24, 48})
       for (const auto& [inputs, outputs] : shapes) check_blocks(form, rows, inputs, outputs);
-  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
+  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, EIGHT_BITS})
     for (const int64_t rows : {1, 2, 37})
       for (const bool gated : {false, true}) check_linear(format, rows, 129, 1001 / rows + 37, gated, true), join();
-  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
+  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, EIGHT_BITS})
     for (const int64_t rows : {1, 19})
       for (const auto& [inputs, outputs] : shapes) check_narrow(format, rows, inputs, outputs), join();
   for (int way = 0; way < 4; ++way)

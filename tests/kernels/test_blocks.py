@@ -194,10 +194,12 @@ def test_blocks_of_one_number_are_exact(value: float):
 
 
 @needs_native
-def test_4_bits_do_not_hide_an_input_that_is_no_number():
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
+def test_few_bits_do_not_hide_an_input_that_is_no_number(kind: BlockFormat):
+    """A block's scale carries it to every output of that row, and to no other row."""
     x = np.ones((3, 40), np.float32)
     x[1, 7], x[2, 3] = np.nan, np.inf
-    actual = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(jnp.ones((40, 20)), "q4_1")))
+    actual = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(jnp.ones((40, 20)), kind)))
     assert np.isfinite(actual[0]).all()
     assert not np.isfinite(actual[1:]).any()
 

@@ -64,7 +64,7 @@ def test_one_count_at_most():
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="expected one number of rows"):
         counts = jnp.asarray([1, 2])
         options: dict[str, Any] = {"gated": False, "eps": np.float32(0), "first": np.int64(0)}
-        found: Any = call(x, *w.operands, *none, counts, **options)
+        found: Any = call(x, w.panels, *none, counts, **options)
         jax.block_until_ready(found)
 
 

@@ -43,7 +43,7 @@ def every_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory, every_set: Path):
-    """Runs the checks on an instruction set, once; the digest of its 8-bit results."""
+    """Runs the checks on an instruction set, once; the digest of its products in 8 bits."""
 
     @functools.cache
     def run(isa: str) -> str:
@@ -66,7 +66,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory, every_set: Path):
 def test_every_instruction_set_passes_the_same_checks(isa: str, checked):
     if not here(isa):
         pytest.skip(f"this machine has {BEST}")
-    assert checked(isa) == checked("plain"), "8-bit results are the same bit for bit"
+    assert checked(isa) == checked("plain"), "products in 8 bits are the same bit for bit"
 
 
 @pytest.fixture(scope="module")

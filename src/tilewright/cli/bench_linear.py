@@ -27,7 +27,8 @@ class LinearOptions:
         model: "demo", "qwen3-0.6b", "qwen3-1.7b" or "qwen3-4b"; no checkpoint is needed.
         layers: of q, k, v, o, gate_up, down and head; by default all but v, which is as large as k.
         rows: numbers of rows.
-        dtype: formats of the weights: float32, bfloat16, int8, or llama.cpp's and others' blocks of 4 to 8 bits.
+        dtype: formats of the weights: float32, bfloat16, or llama.cpp's and others' blocks of 4 to 8 bits. "q8_0" is what
+            --weights int8 makes of a matrix, "q4_1" what int4 does.
         weights_mb: copies of a layer's weights take up at least this much (MB) and take turns, as the layers of a model do;
             less than a cache holds measures the cache.
     """

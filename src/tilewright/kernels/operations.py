@@ -16,8 +16,6 @@ import jax.numpy as jnp
 from jax import Array
 
 Tree = TypeVar("Tree")
-Format = Literal["float32", "bfloat16", "int8", "q4_1", "q8_0"]
-"""Formats in which the CPU kernels hold a matrix."""
 Weights = Literal["auto", "int8", "int4", "fp8"]
 """Formats of matrices that users ask for; see `select.operations`."""
 Products = Literal["auto", "float32", "bfloat16"]

@@ -20,9 +20,9 @@ def on_each_device(ops: Operations, mesh: Mesh) -> Operations:
     What comes of a matrix has a device's own meaning under `jax.shard_map` alone: its arrays are those of all devices one after
     another, and what it says of sizes is of one part. A process prepares what its own devices hold, matrix by matrix.
 
-    8-bit weights are the same numbers on any number of devices: an output's scale goes by its largest weight on all of them.
-    With the CPU kernels, what they are multiplied with is rounded row by row on each device, whose largest number depends on
-    its share of the row. Weights in blocks are the same where devices' parts end where blocks do.
+    8-bit weights with a scale for each output are the same numbers on any number of devices: the scale goes by the output's
+    largest weight on all of them. Weights in blocks are the same where devices' parts end where blocks do. With the CPU
+    kernels, which blocks of a row are rounded to 8 bits and which to 16 depends on a device's share of the row.
     """
     whole = NamedSharding(mesh, PartitionSpec())
     largest_of = jax.jit(lambda w: jnp.max(jnp.abs(w), axis=0), out_shardings=whole)

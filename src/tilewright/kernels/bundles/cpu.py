@@ -153,7 +153,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
     kind, of_head = formats.get(weights, (None, None))
 
     def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False, exact: bool = False) -> Any:
-        return cpu.pack(w, None if exact else of_head if head else kind, name, largest)
+        return cpu.pack(w, None if exact else of_head if head else kind, name)
 
     def bytes_of(of: str, shape: tuple[int, ...], stored: str) -> int | None:
         chosen = (stored if weights == "int4" and stored != "fp8" else "") or (of_head if of == "head" else kind)

@@ -1,5 +1,5 @@
-// How fast this machine adds up products of 8-bit numbers when nothing has to be fetched, by the instructions that products with 8-bit weights
-// and with blocks take (../linear/tile.inc).
+// How fast this machine adds up products of 8-bit numbers when nothing has to be fetched, by the instructions that products with weights in
+// blocks take (../linear/blocks.inc).
 
 #include "../native.h"
 

@@ -72,17 +72,12 @@ def pack(weights: Sequence[Any], groups: int, kind: Format | None = None, name: 
             raise ValueError(f"{name}: expected {groups} matrices [groups, inputs, outputs], found {getattr(w, 'shape', None)}")
     first = one(0)
     panels = cpu.huge_pages((groups * len(first.panels), *first.panels.shape[1:]), first.panels.dtype)
-    others: dict[str, list[np.ndarray]] = {"scales": [], "sums": []}
     for group in range(groups):
         packed = first if group == 0 else one(group)
         size = len(packed.panels)
         panels[group * size : (group + 1) * size] = np.asarray(packed.panels)
-        for field, values in others.items():
-            if (found := getattr(packed, field)) is not None:
-                values.append(np.asarray(found))
-    vectors = {field: jax.device_put(np.concatenate(values)) if values else None for field, values in others.items()}
     outputs = len(panels) * cpu.LANES // (2 if first.gated else 1)
-    return PackedMatrices(replace(first, panels=jax.device_put(panels), **vectors, outputs=outputs), groups, first.outputs)
+    return PackedMatrices(replace(first, panels=jax.device_put(panels), outputs=outputs), groups, first.outputs)
 
 
 def unpack(w: PackedMatrices) -> Float[Array, "G I O"]:
@@ -100,4 +95,4 @@ def grouped_linear(
     """
     out = jax.ShapeDtypeStruct((len(x), w.outputs), jnp.dtype(out_dtype or x.dtype))
     call: Any = jax.ffi.ffi_call("tilewright_grouped_linear", out)
-    return cast(Array, call(x, *w.matrix.operands, or_nothing(None, x.dtype), sizes, gated=w.matrix.gated))
+    return cast(Array, call(x, w.matrix.panels, or_nothing(None, x.dtype), sizes, gated=w.matrix.gated))

@@ -32,10 +32,7 @@ struct Call {
   const void* norm;           // [k], the weight of a norm that comes first, or null
   float eps;                  // of that norm
   void* rows;                 // [m, k_padded]: x in the type of the products; with weights in blocks, [m, k_padded / 32] of `Rounded`
-  float* row_scales;          // [m], 8-bit only
   const void* w;
-  const float* scales;        // [panels * 16], 8-bit only: what a unit of each output's weights stands for
-  const int32_t* sums;        // [panels * 16], 8-bit only: each output's sum of weights
   const void* add;            // [m, n], or null
   void* out;                  // [m, n]
   Best* best;                 // [pieces, m], for ARGMAX
@@ -145,19 +142,17 @@ namespace avx512dot {
 TARGET_END
 #endif
 
-enum Weights { FLOAT32, BFLOAT16, INT8, BLOCKS };  // behind BLOCKS, its forms (see ../blocks.h)
+enum Weights : int { FLOAT32, BFLOAT16, BLOCKS };  // from BLOCKS on, its forms (see ../blocks.h)
 
 #define KERNEL(isa, format, run) Kernel{sizeof(isa::format::X), isa::format::HELD, isa::prepare<isa::format>, isa::run<isa::format>}
 #define PAIRS_KERNEL(isa, run) \
-  Kernel{sizeof(isa::BFloat16::X), 1, isa::prepare<isa::BFloat16>, isa::run<isa::BFloat16>, isa::prepare_transposed, isa::pack_panels}
+  Kernel{sizeof(isa::BFloat16::X), 1, isa::prepare<isa::BFloat16>, isa::run, isa::prepare_transposed, isa::pack_panels}
 #if defined(__x86_64__)
-#define BYTES_KERNEL(isa, format)                                                                                   \
-  (isa >= native::AVX512_VNNI ? KERNEL(avx512dot, format, run) : isa >= native::AVX2 ? KERNEL(avx2, format, run) \
-                                                                                     : KERNEL(plain, format, run))
-#define BLOCKS_KERNEL(isa, format) (isa == native::AMX ? KERNEL(avx512dot, format, run_block_tiles) : BYTES_KERNEL(isa, format))
+#define BLOCKS_KERNEL(isa, format)                                                                                         \
+  (isa == native::AMX ? KERNEL(avx512dot, format, run_block_tiles) : isa >= native::AVX512_VNNI ? KERNEL(avx512dot, format, run) \
+   : isa >= native::AVX2 ? KERNEL(avx2, format, run) : KERNEL(plain, format, run))
 #else
-#define BYTES_KERNEL(isa, format) KERNEL(plain, format, run)
-#define BLOCKS_KERNEL BYTES_KERNEL
+#define BLOCKS_KERNEL(isa, format) KERNEL(plain, format, run)
 #endif
 
 const blocks::Form& form_of(Weights weights) { return blocks::forms[weights - BLOCKS]; }
@@ -179,9 +174,8 @@ Kernel kernel_for(Weights weights) {
     FORM_KERNEL(Q4_Z);
   }
 #if defined(__x86_64__)
-  if (weights == INT8) return isa == native::AMX ? KERNEL(avx512dot, Int8, run_tiles) : BYTES_KERNEL(isa, Int8);
   if (weights == BFLOAT16 && isa == native::AMX) return PAIRS_KERNEL(avx512dot, run_tiles);
-  if (weights == BFLOAT16 && isa == native::AVX512_BF16) return PAIRS_KERNEL(avx512dot, run);
+  if (weights == BFLOAT16 && isa == native::AVX512_BF16) return PAIRS_KERNEL(avx512dot, run<avx512dot::BFloat16>);
   if (isa >= native::AVX512) {
     if (weights == BFLOAT16) return KERNEL(avx512, BFloat16, run);
     return Kernel{sizeof(float), 1, avx512::prepare<avx512::Float32>, avx512::run_float32};
@@ -191,7 +185,6 @@ Kernel kernel_for(Weights weights) {
     return KERNEL(avx2, Float32, run);
   }
 #endif
-  if (weights == INT8) return KERNEL(plain, Int8, run);
   if (weights == BFLOAT16) return KERNEL(plain, BFloat16, run);
   return KERNEL(plain, Float32, run);
 }
@@ -212,7 +205,6 @@ void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
       Call part = call;
       part.m = std::min(block, call.m - row);
       part.rows = static_cast<char*>(call.rows) + row * kernel.row_size(call.k_padded);
-      if (call.row_scales != nullptr) part.row_scales = call.row_scales + row;
       part.out = static_cast<char*>(call.out) + row * call.n * size;
       if (call.add != nullptr) part.add = static_cast<const char*>(call.add) + row * call.n * size;
       kernel.run(part, panel, std::min(call.panels, panel + run));
@@ -245,7 +237,6 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
     call.rows = const_cast<void*>(call.x);
   } else {
     call.rows = native::scratch<1>(call.m * kernel.row_size(call.k_padded) + 64);
-    call.row_scales = static_cast<float*>(native::scratch<2>(call.m * sizeof(float) + 64));
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { kernel.prepare(call, begin, end); });
   }
   if (call.output != ARGMAX && call.output != TOP) {
@@ -262,18 +253,15 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
 bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
 
 // The input, the packed weights from panel `first` on, and the norm of a call. Returns what does not fit, or null.
-const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::Buffer<ffi::F32>& scales,
-                     const ffi::Buffer<ffi::S32>& sums, const ffi::AnyBuffer& norm, int64_t first) {
+const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::AnyBuffer& norm, int64_t first) {
   const ffi::DataType type = w.element_type();
   const auto shape = w.dimensions(), dims = x.dimensions();
-  weights = type == ffi::F32 ? FLOAT32 : type == ffi::BF16 ? BFLOAT16 : INT8;
-  if (type == ffi::U8 && shape.size() == 3) weights = static_cast<Weights>(BLOCKS + blocks::form_of(shape[2]));
-  static constexpr int64_t step[] = {1, 2, 4}, multiple[] = {1, 32, 64};
-  static constexpr size_t rank[] = {3, 4, 4};
-  if ((weights == INT8 && type != ffi::S8) || weights == BLOCKS + blocks::FORMS || (weights < BLOCKS && shape.size() != rank[weights]))
-    return "tilewright_linear: these are no packed weights";
+  if (type == ffi::F32) weights = FLOAT32;
+  else if (type == ffi::BF16) weights = BFLOAT16;
+  else weights = static_cast<Weights>(BLOCKS + (type == ffi::U8 && shape.size() == 3 ? blocks::form_of(shape[2]) : blocks::FORMS));
+  if (weights == BLOCKS + blocks::FORMS || shape.size() != (weights == BFLOAT16 ? 4 : 3)) return "tilewright_linear: these are no packed weights";
   const bool in_blocks = weights >= BLOCKS;
-  const int64_t inputs = in_blocks ? form_of(weights).inputs() : step[weights], whole = in_blocks ? inputs : multiple[weights];
+  const int64_t inputs = in_blocks ? form_of(weights).inputs() : weights == BFLOAT16 ? 2 : 1, whole = weights == BFLOAT16 ? 32 : inputs;
   if (!is_float(x) || dims.size() == 0 || norm.element_type() != x.element_type())
     return "tilewright_linear: expected input and norm in one type, float32 or bfloat16";
   call.k = dims.back();
@@ -283,29 +271,24 @@ const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, cons
   call.norm = norm.element_count() == 0 ? nullptr : norm.untyped_data();
   call.panels = (call.n + 15) / 16 * (call.output == GATED ? 2 : 1);
   call.k_padded = shape[1] * inputs;
-  const size_t lanes = shape[0] * 16;
   const int64_t panel_bytes = shape[1] * (in_blocks ? form_of(weights).size() : 64);
   if (first < 0 || first + call.panels > shape[0] || call.k_padded != (call.k + whole - 1) / whole * whole ||
       w.size_bytes() != static_cast<size_t>(shape[0] * panel_bytes) || (call.norm != nullptr && norm.element_count() != static_cast<size_t>(call.k)))
     return "tilewright_linear: packed weights or norm do not fit the input and output";
-  if (weights == INT8 && (scales.element_count() != lanes || sums.element_count() != lanes))
-    return "tilewright_linear: there must be a scale and a sum for each output";
   if (reinterpret_cast<uintptr_t>(w.untyped_data()) % 64 != 0) return "tilewright_linear: weights are not aligned";
   call.w = static_cast<const char*>(w.untyped_data()) + first * panel_bytes;
-  call.scales = scales.typed_data() + (weights == INT8 ? first * 16 : 0);
-  call.sums = sums.typed_data() + (weights == INT8 ? first * 16 : 0);
   return nullptr;
 }
 
-ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
-                  ffi::AnyBuffer add, ffi::Buffer<ffi::S32> count, ffi::Result<ffi::AnyBuffer> y, bool gated, float eps, int64_t first) {
+ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer norm, ffi::AnyBuffer add, ffi::Buffer<ffi::S32> count,
+                  ffi::Result<ffi::AnyBuffer> y, bool gated, float eps, int64_t first) {
   Call call{};
   Weights weights;
   call.output = gated ? GATED : SUMS;
   call.eps = eps;
   if (y->dimensions().size() == 0) return ffi::Error::InvalidArgument("tilewright_linear: the output has another shape");
   call.n = y->dimensions().back();
-  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, first); problem != nullptr) return ffi::Error::InvalidArgument(problem);
+  if (const char* problem = describe(call, weights, x, w, norm, first); problem != nullptr) return ffi::Error::InvalidArgument(problem);
   if (y->element_count() != static_cast<size_t>(call.m * call.n)) return ffi::Error::InvalidArgument("tilewright_linear: the output has another shape");
   if (!is_float(*y) || add.element_type() != y->element_type() || (add.element_count() != 0 && add.element_count() != y->element_count()))
     return ffi::Error::InvalidArgument("tilewright_linear: expected an output in float32 or bfloat16, and what is added to it like it");
@@ -326,7 +309,6 @@ void compute_groups(ffi::ThreadPool& pool, Call& call, Weights weights, const in
   call.panel_size = weights >= BLOCKS ? call.k_padded / form_of(weights).inputs() * form_of(weights).size() : call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
   call.rows = native::scratch<1>(call.m * kernel.row_size(call.k_padded) + 64);
-  call.row_scales = static_cast<float*>(native::scratch<2>(call.m * sizeof(float) + 64));
   native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { kernel.prepare(call, begin, end); });
   std::vector<Call> parts;
   const int64_t panel_bytes = call.panel_size * (weights == FLOAT32 ? 4 : weights == BFLOAT16 ? 2 : 1), out_size = call.narrow_out ? 2 : 4;
@@ -336,10 +318,7 @@ void compute_groups(ffi::ThreadPool& pool, Call& call, Weights weights, const in
     Call part = call;
     part.m = sizes[group];
     part.rows = static_cast<char*>(call.rows) + row * kernel.row_size(call.k_padded);
-    part.row_scales = call.row_scales + row;
     part.w = static_cast<const char*>(call.w) + group * call.panels * panel_bytes;
-    part.scales = weights == INT8 ? call.scales + group * call.panels * 16 : nullptr;
-    part.sums = weights == INT8 ? call.sums + group * call.panels * 16 : nullptr;
     part.out = static_cast<char*>(call.out) + row * call.n * out_size;
     parts.push_back(part);
   }
@@ -353,7 +332,6 @@ void compute_groups(ffi::ThreadPool& pool, Call& call, Weights weights, const in
         Call part = whole;
         part.m = std::min(BLOCK, whole.m - done);
         part.rows = static_cast<char*>(whole.rows) + done * kernel.row_size(call.k_padded);
-        part.row_scales = whole.row_scales + done;
         part.out = static_cast<char*>(whole.out) + done * call.n * out_size;
         kernel.run(part, first * GRAIN, std::min(whole.panels, last * GRAIN));
       }
@@ -362,14 +340,14 @@ void compute_groups(ffi::ThreadPool& pool, Call& call, Weights weights, const in
   });
 }
 
-ffi::Error Grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
-                   ffi::Buffer<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y, bool gated) {
+ffi::Error Grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer norm, ffi::Buffer<ffi::S32> sizes,
+                   ffi::Result<ffi::AnyBuffer> y, bool gated) {
   Call call{};
   Weights weights;
   call.output = gated ? GATED : SUMS;
   if (y->dimensions().size() != 2) return ffi::Error::InvalidArgument("tilewright_grouped_linear: expected a matrix as the output");
   call.n = y->dimensions()[1];
-  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
+  if (const char* problem = describe(call, weights, x, w, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
   const int64_t groups = sizes.element_count();
   if (w.dimensions()[0] != groups * call.panels) return ffi::Error::InvalidArgument("tilewright_grouped_linear: expected a matrix for each group");
   if (!is_float(*y) || y->dimensions()[0] != call.m) return ffi::Error::InvalidArgument("tilewright_grouped_linear: the output has another shape or type");
@@ -395,14 +373,14 @@ int64_t cut(Call& call, ffi::ThreadPool& pool) {
   return (call.panels + call.piece - 1) / call.piece;
 }
 
-ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
-                  ffi::Buffer<ffi::U32> masks, ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs, float eps) {
+ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer norm, ffi::Buffer<ffi::U32> masks,
+                  ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs, float eps) {
   Call call{};
   Weights weights;
   call.output = ARGMAX;
   call.n = outputs;
   call.eps = eps;
-  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
+  if (const char* problem = describe(call, weights, x, w, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
   if (index->element_count() != static_cast<size_t>(call.m) || value->element_count() != static_cast<size_t>(call.m))
     return ffi::Error::InvalidArgument("tilewright_argmax: the output has another shape");
   call.words = (outputs + 31) / 32;
@@ -450,13 +428,13 @@ void merge(const Call& call, int64_t pieces, int64_t row, int32_t* index, float*
   }
 }
 
-ffi::Error TopK(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
-                ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs) {
+ffi::Error TopK(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer norm, ffi::ResultBuffer<ffi::S32> index,
+                ffi::ResultBuffer<ffi::F32> value, int64_t outputs) {
   Call call{};
   Weights weights;
   call.output = TOP;
   call.n = outputs;
-  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
+  if (const char* problem = describe(call, weights, x, w, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
   call.top = index->dimensions().size() == 0 ? 0 : index->dimensions().back();
   const auto wanted = static_cast<size_t>(call.m * call.top);
   if (call.top < 1 || call.top > outputs || index->element_count() != wanted || value->element_count() != wanted)
@@ -546,8 +524,7 @@ ffi::Error Gated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer due, ffi
 
 }  // namespace
 
-#define ROWS_AND_WEIGHTS \
-  Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::AnyBuffer>()
+#define ROWS_AND_WEIGHTS Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightLinear, Linear,
                               ffi::Ffi::Bind()

@@ -19,17 +19,16 @@ from jaxtyping import Float, Float32, Int32, UInt32
 
 from tilewright.kernels.linear import blocks
 from tilewright.kernels.linear.blocks import BLOCK, FORMS, BlockFormat, QuantisedMatrix
-from tilewright.kernels.linear.scaled import quantise_outputs
 from tilewright.kernels.native import or_nothing
 from tilewright.kernels.operations import Transposed
 
 LANES = 16
 """Outputs in a panel."""
 
-Format = Literal["float32", "bfloat16", "int8"] | BlockFormat
-STEP: dict[str, int] = {"float32": 1, "bfloat16": 2, "int8": 4}
+Format = Literal["float32", "bfloat16"] | BlockFormat
+STEP: dict[str, int] = {"float32": 1, "bfloat16": 2}
 """Inputs that lie side by side in a panel."""
-MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32, "int8": 64}
+MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32}
 """Inputs are padded with zeros to a multiple of this: a tile of the tile unit has 64 bytes to a row."""
 MADE: tuple[str, ...] = (*STEP, "q4_1", "q8_0")
 """Formats that a matrix can be packed into; other blocks come from files alone."""
@@ -37,26 +36,21 @@ BFLOAT16_ISAS = ("avx512bf16", "amx")
 """Instruction sets that multiply bfloat16."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["panels", "scales", "sums"], meta_fields=["outputs", "gated", "parts"])
+@partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["outputs", "gated", "parts"])
 @dataclass(frozen=True)
 class PackedMatrix:
     """A weight `[I, O]` in the kernel's layout.
 
     Attributes:
-        panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`,
-            int8 `[P, I / 4, 16, 4]`, or blocks (see `blocks.py`) as uint8 `[P, G, bytes]`, with I rounded up to a multiple of
-            32 (bfloat16) or 64 (int8), or to a whole number G of groups of blocks.
-        scales: float32 `[16 P]`: what a unit of each output's weights stands for. None but for int8: every array that there is
-            makes each dispatch longer.
-        sums: int32 `[16 P]`: the sum of each output's weights. None but for int8.
+        panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`, or
+            blocks (see `blocks.py`) as uint8 `[P, G, bytes]`, with I rounded up to a multiple of 32 (bfloat16), or to a whole
+            number G of groups of blocks.
         outputs: O.
         gated: panels of a gate and of an up matrix alternate.
         parts: how many of the outputs each of several matrices side by side has; empty for a single one.
     """
 
     panels: Any
-    scales: Any
-    sums: Any
     outputs: int
     gated: bool = False
     parts: tuple[int, ...] = ()
@@ -73,11 +67,6 @@ class PackedMatrix:
             group = next(form.group for form in FORMS.values() if form.group_bytes == self.panels.shape[2])
             return self.panels.shape[1] * group * BLOCK, self.outputs
         return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
-
-    @property
-    def operands(self) -> tuple[Array, Array | np.ndarray, Array | np.ndarray]:
-        """Panels, scales and sums as the kernels take them."""
-        return self.panels, or_nothing(self.scales, jnp.float32), or_nothing(self.sums, jnp.int32)
 
 
 def panels_of(w: np.ndarray, kind: Format) -> np.ndarray:
@@ -120,28 +109,13 @@ def on_huge_pages(array: np.ndarray) -> Array:
     return jax.device_put(placed)
 
 
-def lanes(vectors: list[np.ndarray]) -> np.ndarray:
-    """Per-output vectors in the order of the panels."""
-    padded = [np.pad(v, (0, -len(v) % LANES)).reshape(-1, LANES) for v in vectors]
-    return np.stack(padded, axis=1).reshape(-1)
-
-
-def packed(matrices: list[Any], kind: Format, largest: np.ndarray | None = None) -> PackedMatrix:
+def packed(matrices: list[Any], kind: Format) -> PackedMatrix:
     """One matrix, or a gate and an up matrix whose panels alternate."""
     outputs = matrices[0].shape[1]
-    parts = [np.asarray(w) for w in matrices]
-    scales = sums = None
-    if kind == "int8":
-        quantised = [quantise_outputs(w, largest) for w in parts]
-        parts = [q for q, _ in quantised]
-        scales = jax.device_put(lanes([s for _, s in quantised]))
-        sums = jax.device_put(lanes([q.sum(axis=0, dtype=np.int32) for q in parts]))
-    else:
-        parts = [w.astype(jnp.dtype(kind)) for w in parts]
-
+    parts = [np.asarray(w).astype(jnp.dtype(kind)) for w in matrices]
     # NumPy copies integers faster than bfloat16, and lets other threads run meanwhile.
     panels = in_turn([panels_of(w.view(np.uint16) if kind == "bfloat16" else w, kind) for w in parts])
-    return PackedMatrix(jax.device_put(panels.view(jnp.dtype(kind))), scales, sums, outputs, gated=len(matrices) == 2)
+    return PackedMatrix(jax.device_put(panels.view(jnp.dtype(kind))), outputs, gated=len(matrices) == 2)
 
 
 def in_turn(panels: list[np.ndarray]) -> np.ndarray:
@@ -156,7 +130,7 @@ def in_turn(panels: list[np.ndarray]) -> np.ndarray:
 def packed_blocks(matrices: Sequence[QuantisedMatrix]) -> PackedMatrix:
     """Packs a matrix in blocks, or a gate and an up matrix whose panels alternate; see `packed`."""
     panels = in_turn([blocks.panels_of(w) for w in matrices])
-    return PackedMatrix(jax.device_put(panels), None, None, matrices[0].shape[1], gated=len(matrices) == 2)
+    return PackedMatrix(jax.device_put(panels), matrices[0].shape[1], gated=len(matrices) == 2)
 
 
 def in_blocks(matrices: Sequence[Any], kind: str) -> list[QuantisedMatrix] | None:
@@ -186,14 +160,12 @@ def check(w: Any, kind: str, name: str) -> None:
         raise ValueError(f"{name}: expected a matrix [inputs, outputs], found shape {getattr(w, 'shape', None)}")
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{name}: expected float32 or bfloat16, found {w.dtype}")
-    if kind == "int8" and not np.isfinite(np.asarray(w, np.float32)).all():
-        raise ValueError(f"{name}: expected finite weights, which 8 bits can hold, found infinity or NaN")
     if kind not in STEP and not (np.abs(np.asarray(w, np.float32)) < blocks.LARGEST).all():
         raise ValueError(f"{name}: expected weights below {blocks.LARGEST:g}, as blocks hold them, found larger ones or NaN")
 
 
 def pack(
-    w: Float[Array | np.ndarray, "I O"] | QuantisedMatrix, kind: Format | None = None, name: str = "weight", largest: Any = None
+    w: Float[Array | np.ndarray, "I O"] | QuantisedMatrix, kind: Format | None = None, name: str = "weight"
 ) -> PackedMatrix:
     """Packs one matrix.
 
@@ -201,7 +173,6 @@ def pack(
         w: float32 or bfloat16; or blocks, which stay what they are.
         kind: the format to pack into; None keeps the dtype.
         name: what a complaint calls it.
-        largest: the largest absolute weight of each output, `[O]`, where these are not all of its inputs; for 8 bits.
 
     Raises:
         ValueError: `w` is no such matrix.
@@ -210,7 +181,7 @@ def pack(
     check(w, chosen, name)
     if (made := in_blocks([w], chosen)) is not None:
         return packed_blocks(made)
-    return packed([w], chosen, largest)
+    return packed([w], chosen)
 
 
 def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
@@ -220,8 +191,6 @@ def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
         return jnp.asarray(blocks.dequantise(blocks.blocks_of(panels, w.outputs)))
     rows = panels.reshape(len(panels), -1, LANES, 1) if panels.ndim == 3 else panels
     wide = rows.transpose(1, 3, 0, 2).reshape(-1, len(panels) * LANES)
-    if w.scales is not None:
-        wide = wide.astype(np.float32) * np.asarray(w.scales)
     return jnp.asarray(wide[:, : w.outputs])
 
 
@@ -230,7 +199,7 @@ def bytes_of(inputs: int, outputs: int, kind: str) -> int:
     panels = -(-outputs // LANES)
     if kind in STEP:
         padded = -(-inputs // MULTIPLE[kind]) * MULTIPLE[kind]
-        return panels * LANES * (padded * jnp.dtype(kind).itemsize + (8 if kind == "int8" else 0))
+        return panels * LANES * padded * jnp.dtype(kind).itemsize
     form = FORMS[cast(BlockFormat, kind)]
     return panels * -(-inputs // (BLOCK * form.group)) * form.group_bytes
 
@@ -295,8 +264,8 @@ def linear(
 ) -> Float[Array, "*rows O"]:
     """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights.
 
-    With int8 weights, each row of `x` is rounded to 8 bits as well, its largest absolute value being 127; with weights in
-    blocks, each block of a row.
+    With weights in blocks, each block of a row of `x` is rounded to 8 bits as well, its largest absolute value being 127; with
+    weights of 8 bits, to 16 bits where it has outliers.
 
     Args:
         x: float32 or bfloat16.
@@ -314,7 +283,7 @@ def linear(
     assert add is None or skipped == 0, "nothing is added to a part that begins within a panel"
     out = jax.ShapeDtypeStruct((*x.shape[:-1], end - first * LANES), dtype)
     y = jax.ffi.ffi_call("tilewright_linear", out)(
-        x, *w.operands, or_nothing(norm, x.dtype), or_nothing(add, dtype), or_nothing(count, jnp.int32),
+        x, w.panels, or_nothing(norm, x.dtype), or_nothing(add, dtype), or_nothing(count, jnp.int32),
         gated=w.gated, eps=np.float32(eps), first=np.int64(first),
     )  # fmt: skip
     return y[..., skipped:]
@@ -338,7 +307,7 @@ def linear_argmax(
     """
     results = (jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32))
     index, value = jax.ffi.ffi_call("tilewright_argmax", results)(
-        x, *w.operands, or_nothing(norm, x.dtype), or_nothing(masks, jnp.uint32), outputs=w.outputs, eps=np.float32(eps)
+        x, w.panels, or_nothing(norm, x.dtype), or_nothing(masks, jnp.uint32), outputs=w.outputs, eps=np.float32(eps)
     )
     return index, value
 
@@ -354,7 +323,7 @@ def linear_top_k(
         raise ValueError(f"expected from 1 to {w.outputs} of the largest outputs, found {k}")
     shape = (*x.shape[:-1], k)
     results = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))
-    index, value = jax.ffi.ffi_call("tilewright_top_k", results)(x, *w.operands, or_nothing(None, x.dtype), outputs=w.outputs)
+    index, value = jax.ffi.ffi_call("tilewright_top_k", results)(x, w.panels, or_nothing(None, x.dtype), outputs=w.outputs)
     return index, value
 
 
