@@ -48,7 +48,8 @@ class KernelHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles, and adds what came of it to the wheel."""
         kernels = load_build(self.root)
-        compiler, include = kernels.find_compiler(), xla_headers()
+        compiler = kernels.find_compiler()
+        include = xla_headers()
         if kernels.unwanted() or compiler is None or include is None:
             missing = (
                 "TILEWRIGHT_NO_NATIVE is set" if kernels.unwanted() else "no C++ compiler" if compiler is None else "no jaxlib"

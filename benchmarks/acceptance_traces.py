@@ -49,7 +49,7 @@ class AcceptanceTrace:
     def length(self) -> int:
         return len(next(iter(self.accepted.values())))
 
-    def looked_up(self, choice: Choice, place: int) -> bool:
+    def from_ngrams(self, choice: Choice, place: int) -> bool:
         """True if n-grams draft in the place of the choice's own drafter in a round that begins before this token."""
         if not choice.drafter.startswith(f"{NGram.name}+"):
             return False
@@ -136,7 +136,9 @@ class Uneven:
     """
 
     def __init__(self, sigma: float, seed: int = 0):
-        self.sigma, self.random, self.lasting = sigma, np.random.default_rng(seed), 0.0
+        self.sigma = sigma
+        self.random = np.random.default_rng(seed)
+        self.lasting = 0.0
 
     def measured(self, rounds: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
         """Costs as a measurement with errors might have found them, those of a drafter mostly wrong together."""
@@ -161,24 +163,31 @@ def seconds_of(
     Args:
         uneven: tells the policy how long its dispatches took; without, it hears nothing of that.
     """
-    place, seconds, rounds, followed = 0, 0.0, dict[Choice, int](), dict[Choice, int]()
+    place = 0
+    seconds = 0.0
+    rounds = dict[Choice, int]()
+    followed = dict[Choice, int]()
     while place < trace.length:
         choice, most = (chooser, STEPS_PER_DISPATCH) if isinstance(chooser, Choice) else chooser.next(STEPS_PER_DISPATCH)[:2]
-        drafted, accepted, looked_up, cost, began = [], [], [], costs.rounds[choice], seconds
+        drafted = []
+        accepted = []
+        from_ngrams = []
+        cost = costs.rounds[choice]
+        began = seconds
         while len(drafted) < most and place < trace.length:
             at = IDLE if choice == PLAIN else trace.accepted[choice][place]
             drafted.append(0 if at == IDLE else choice.width - 1)
             accepted.append(0 if at == IDLE else DIGITS.index(at))
-            looked_up.append(trace.looked_up(choice, place))
+            from_ngrams.append(trace.from_ngrams(choice, place))
             place += accepted[-1] + 1
-            seconds += cost.drafting if cost.idle is None or not (at == IDLE or looked_up[-1]) else cost.idle
+            seconds += cost.drafting if cost.idle is None or not (at == IDLE or from_ngrams[-1]) else cost.idle
         seconds += costs.dispatch
         rounds[choice] = rounds.get(choice, 0) + len(drafted)
         if isinstance(chooser, Policy):
             counterfactual(trace, followed, min(place, trace.length), chooser)
             was, agreed = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
             taken = None if uneven is None else uneven.timed(seconds - began)
-            chooser.observe(choice, was, agreed, np.ones(was.shape, bool), taken, np.asarray(looked_up)[:, None])
+            chooser.observe(choice, was, agreed, np.ones(was.shape, bool), taken, np.asarray(from_ngrams)[:, None])
     return seconds, rounds
 
 
@@ -190,7 +199,9 @@ def counterfactual(trace: AcceptanceTrace, followed: dict[Choice, int], end: int
     """
     rounds: dict[int, list[tuple[int, int]]] = {}
     for choice in (choice for choice in trace.accepted if choice.drafter == NGram.name):
-        counts, begin, own = trace.accepted[choice], followed.get(choice, 0), rounds.setdefault(choice.width, [])
+        counts = trace.accepted[choice]
+        begin = followed.get(choice, 0)
+        own = rounds.setdefault(choice.width, [])
         while begin < end:
             agreed = 0 if counts[begin] == IDLE else DIGITS.index(counts[begin])
             if begin + agreed >= end:
@@ -234,7 +245,9 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
             recording.expected,
             first_of(names),
         )
-        total, rounds, machine = 0.0, dict[Choice, int](), Uneven(uneven, seed) if uneven else None
+        total = 0.0
+        rounds = dict[Choice, int]()
+        machine = Uneven(uneven, seed) if uneven else None
         begun = [costs.rounds if machine is None else machine.measured(costs.rounds) for _ in range(SHAPES)]
         learnt = [Corrections(history.widest) for _ in range(SHAPES)]
         for place, trace in enumerate(own):

@@ -125,7 +125,8 @@ def compare(
     """
     sides = {(command, side): one for command, both in runs.items() for side, one in zip(("old", "new"), both, strict=True)}
     taken = alternate(sides, repetitions, on_run)
-    compared, alone = [], []
+    compared = []
+    alone = []
     for command in runs:
         benchmark = benchmark_of(command)
         old, new = (gathered([figures_of(benchmark, each) for each in taken[command, side]]) for side in ("old", "new"))

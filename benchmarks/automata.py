@@ -38,14 +38,19 @@ PERSON = {
 EVENT = {"name": TEXT, "date": TEXT, "participants": listed(TEXT)}
 LINE = {"item": TEXT, "count": {"type": "integer", "minimum": 0, "maximum": 999}, "price": {"type": "number"}}
 INVOICE = {
-    "number": {"type": "string", "maxLength": 20}, "total": {"type": "number"}, "currency": {"enum": ["EUR", "USD", "GBP"]},
-    "lines": listed(record(LINE), minItems=1), "paid": {"type": "boolean"},
-}  # fmt: skip
+    "number": {"type": "string", "maxLength": 20},
+    "total": {"type": "number"},
+    "currency": {"enum": ["EUR", "USD", "GBP"]},
+    "lines": listed(record(LINE), minItems=1),
+    "paid": {"type": "boolean"},
+}
 WEATHER = {"location": TEXT, "unit": {"enum": ["celsius", "fahrenheit"]}}
 WIDGET = {
-    "type": {"enum": ["div", "button", "header", "section", "field", "form"]}, "label": TEXT, "children": listed({"$ref": "#"}),
+    "type": {"enum": ["div", "button", "header", "section", "field", "form"]},
+    "label": TEXT,
+    "children": listed({"$ref": "#"}),
     "attributes": listed(record({"name": TEXT, "value": TEXT})),
-}  # fmt: skip
+}
 SCHEMAS = {
     "two people": listed(record(PERSON), minItems=2, maxItems=2),
     "steps of a proof": record({"steps": listed(record({"explanation": TEXT, "output": TEXT})), "answer": TEXT}),
@@ -65,7 +70,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     how = parser.parse_args()
     read = Tokenizer.from_file(str(how.tokenizer))
-    size, eos = read.get_vocab_size(), [read.token_to_id("<|im_end|>") or 0]
+    size = read.get_vocab_size()
+    eos = [read.token_to_id("<|im_end|>") or 0]
     compiler = Compiler(read, size, eos)
     found = {name: grammar_figures(compiler, Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
     for name, each in found.items():

@@ -92,7 +92,8 @@ def run(
     engine.take_in()
     engine.fill(everything=True)
     engine.runner.wait()
-    before, began = engine.stats().rounds, time.perf_counter()
+    before = engine.stats().rounds
+    began = time.perf_counter()
     while engine.step():
         pass
     seconds = time.perf_counter() - began

@@ -35,20 +35,44 @@ VOCAB = 1024
 MODELS = {
     # huggingface.co/GSAI-ML/LLaDA-8B-Instruct, config.json
     "llada-8b": DecoderConfig(
-        family="llama", vocab_size=VOCAB, hidden_size=4096, intermediate_size=12288, num_layers=32, num_heads=32,
-        num_kv_heads=32, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=True,
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
     ),
     # huggingface.co/Dream-org/Dream-v0-Instruct-7B, config.json
     "dream-7b": DecoderConfig(
-        family="qwen2", vocab_size=VOCAB, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28,
-        num_kv_heads=4, head_dim=128, rope_theta=1e6, tie_word_embeddings=True,
+        family="qwen2",
+        vocab_size=VOCAB,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
     ),
     # The small model that `tilewright train diffusion` makes.
     "small": DecoderConfig(
-        family="llama", vocab_size=VOCAB, hidden_size=192, intermediate_size=1024, num_layers=6, num_heads=4, num_kv_heads=2,
-        head_dim=48, tie_word_embeddings=True,
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=192,
+        intermediate_size=1024,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=48,
+        tie_word_embeddings=True,
     ),
-}  # fmt: skip
+}
 
 
 def window_of(positions: int, first: int, share: float) -> Window:
@@ -72,7 +96,8 @@ def window_of(positions: int, first: int, share: float) -> Window:
 
 def ways(how: argparse.Namespace, config: DecoderConfig) -> dict[str, Callable[[], Any]]:
     """Each pass, ready to be timed."""
-    dtype, ops = DTYPES[how.dtype], operations()
+    dtype = DTYPES[how.dtype]
+    ops = operations()
     made = DiffusionConfig(family="llada" if config.family == "llama" else "dream", decoder=config, mask_token_id=0)
     params = jax.jit(partial(initialise, diffusion.declare(made), dtype=dtype))(jax.random.key(0))
     prepared = decoder.prepare(config, ops, params)
@@ -113,7 +138,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
     how = parser.parse_args()
-    console, passes = Console(), ways(how, replace(MODELS[how.model], num_layers=how.layers))
+    console = Console()
+    passes = ways(how, replace(MODELS[how.model], num_layers=how.layers))
     for run in passes.values():
         jax.block_until_ready(run())
     times: dict[str, list[float]] = {name: [] for name in passes}

@@ -30,11 +30,22 @@ from tilewright.models.diffusion import DiffusionConfig, declare
 from tilewright.models.params import abstract
 
 LLADA_8B = DecoderConfig(
-    family="llama", vocab_size=126464, hidden_size=4096, intermediate_size=12288, num_layers=32, num_heads=32, num_kv_heads=32,
-    head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=4096, eos_token_ids=(126081,),
-)  # fmt: skip
+    family="llama",
+    vocab_size=126464,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_position_embeddings=4096,
+    eos_token_ids=(126081,),
+)
 """huggingface.co/GSAI-ML/LLaDA-8B-Instruct, config.json."""
-MASK, BLOCK = 126336, 32
+MASK = 126336
+BLOCK = 32
 LAYERS = (1, 2)
 """Numbers of layers whose difference is that of one."""
 
@@ -71,7 +82,8 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25], help="of salient positions in a window")
     parser.add_argument("--json", type=Path)
     how = parser.parse_args()
-    console, rows = Console(width=120), []
+    console = Console(width=120)
+    rows = []
     heads = ("chip", "step", "salient", "version", "Mcycles a layer", "of dense", "MB a layer", "of dense", "Mcycles besides")
     table = Table(*heads)
     for chip in how.chips:
@@ -85,8 +97,10 @@ def main() -> None:
                 base = base or found
                 ratios = [found[key] / base[key] for key in ("cycles_per_layer", "hbm_bytes_per_layer")]
                 rows.append({"chip": chip, "kernels": kernels, "step": name, "salient_positions": salient, **found})
-                cycles, moved = f"{found['cycles_per_layer'] / 1e6:.3f}", f"{found['hbm_bytes_per_layer'] / 1e6:.0f}"
-                version, besides = "XLA" if kernels == "xla" else "Pallas", f"{found['cycles_besides'] / 1e6:.2f}"
+                cycles = f"{found['cycles_per_layer'] / 1e6:.3f}"
+                moved = f"{found['hbm_bytes_per_layer'] / 1e6:.0f}"
+                version = "XLA" if kernels == "xla" else "Pallas"
+                besides = f"{found['cycles_besides'] / 1e6:.2f}"
                 shares = [f"{ratio:.2f}" for ratio in ratios]
                 table.add_row(chip, name, str(salient or "all"), version, cycles, shares[0], moved, shares[1], besides)
     console.print(table)

@@ -90,7 +90,8 @@ def over_http(connection: http.client.HTTPConnection, tokens: list[int], samplin
 
 def through_engine(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> list[int]:
     """The tokens of each, all asked at once."""
-    counts, ends = [0] * len(prompts), [threading.Event() for _ in prompts]
+    counts = [0] * len(prompts)
+    ends = [threading.Event() for _ in prompts]
 
     def listen(index: int, update: RequestOutput) -> None:
         counts[index] += len(update.tokens)

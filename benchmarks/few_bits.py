@@ -50,10 +50,17 @@ SHAPES = {
     **{name: MODELS[name] for name in NAMES},
     # huggingface.co/Qwen/Qwen3-30B-A3B, config.json, with fewer layers and a vocabulary as the demo's
     "qwen3-30b-a3b-4": DecoderConfig(
-        family="qwen3_moe", vocab_size=MODELS[DEMO].vocab_size, hidden_size=2048, intermediate_size=6144, num_layers=4,
-        num_heads=32, num_kv_heads=4, head_dim=128, mixture=Mixture(128, 8, 768),
+        family="qwen3_moe",
+        vocab_size=MODELS[DEMO].vocab_size,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=4,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        mixture=Mixture(128, 8, 768),
     ),
-}  # fmt: skip
+}
 OURS = ("int4", "int8")
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K_M")
 CAPACITIES = (256, 768, 2304)
@@ -130,14 +137,18 @@ def figures(model: str, taken: Mapping[Side, Sequence[Any]], nbytes: Mapping[str
         for name, seconds in times.items():
             middle = spread(seconds)
             record: dict[str, Any] = {
-                "model": model, "case": case.name, "side": name,
-                "ms": 1e3 * middle.median, "range_ms": [1e3 * each for each in middle.range],
+                "model": model,
+                "case": case.name,
+                "side": name,
+                "ms": 1e3 * middle.median,
+                "range_ms": [1e3 * each for each in middle.range],
                 "tokens_per_s": (case.rows if case.of_steps else 1) / middle.median,
                 "read_share": nbytes[name] / middle.median / 1e9 / read if case.of_steps and nbytes else None,
-            }  # fmt: skip
+            }
             for own in case.ours if name not in OURS else ():
                 ratio = quotients(seconds, times[own])
-                record[f"{own}_speedup"], record[f"{own}_speedup_range"] = ratio.median, list(ratio.range)
+                record[f"{own}_speedup"] = ratio.median
+                record[f"{own}_speedup_range"] = list(ratio.range)
             records.append(record)
     return records
 
@@ -235,7 +246,8 @@ def main(
     memory = MemoryBuffers()
     versions = {"tilewright": tw.__version__, "jax": jax.__version__}
     about = {"chip": chip_name(), "threads": cores(), "repetitions": repetitions, **versions}
-    records, verdicts = [], {}
+    records = []
+    verdicts = {}
     with Peer(llama_python) as peer:
         about["llama_cpp_python"] = peer.ask("about")
         for model in models:

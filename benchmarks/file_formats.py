@@ -43,7 +43,8 @@ from tilewright.models.published_configs import MODELS
 from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.runtime.memory import step_bytes
 
-DEMO, RANDOM = "smollm2-135m", "random"
+DEMO = "smollm2-135m"
+RANDOM = "random"
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")
 WINDOW = 256
 PEER_POSITIONS = 2048
@@ -84,7 +85,8 @@ def scores(scorer: Callable[[list[int], int], float], tasks: Sequence[Task], nam
 
 def figures(taken: dict[str, dict[str, np.ndarray]], task: str, each: Sequence[Task]) -> dict[str, list[float]]:
     """Nats a token of the float32 model, and how much more of the other sides, each with its standard error over the texts."""
-    tokens, wanted = sum(len(ids) - start for ids, start in each), taken["float32"][task]
+    tokens = sum(len(ids) - start for ids, start in each)
+    wanted = taken["float32"][task]
 
     def a_token(nats: np.ndarray) -> list[float]:
         return [float(nats.sum() / tokens), float(nats.std(ddof=1) * np.sqrt(len(nats)) / tokens)]
@@ -158,17 +160,24 @@ def main(
         raise ValueError(f"expected models of {DEMO} and {RANDOM}, found {unknown[0]!r}")
     if min(most_windows, most_answers) < 2:
         raise ValueError(f"expected at least 2 windows and answers, found {most_windows} and {most_answers}")
-    console, demo = human_console(json_file), published.find(DEMO)
+    console = human_console(json_file)
+    demo = published.find(DEMO)
     keep_programs(True)
-    tokenizer, template = load_tokenizer(demo), ChatTemplate.load(demo)
+    tokenizer = load_tokenizer(demo)
+    template = ChatTemplate.load(demo)
     assert template is not None, "the demo's file has one"
     tasks = {"text": texts(text, tokenizer, most_windows), "answers": answers(data, template, tokenizer, most_answers)}
     tokens = {task: sum(len(ids) - start for ids, start in each) for task, each in tasks.items()}
     report: dict[str, Any] = {
-        "chip": chip_name(), "tilewright": tw.__version__, "jax": jax.__version__, "window": WINDOW,
-        "text": [path.name for path in text], "scored_tokens": tokens, "data": {},
+        "chip": chip_name(),
+        "tilewright": tw.__version__,
+        "jax": jax.__version__,
+        "window": WINDOW,
+        "text": [path.name for path in text],
+        "scored_tokens": tokens,
+        "data": {},
         "tasks": {task: len(each) for task, each in tasks.items()},
-    }  # fmt: skip
+    }
     with Peer(llama_python) as peer, TemporaryDirectory() as made:
         report["llama_cpp_python"] = peer.ask("about")
         for model in models:

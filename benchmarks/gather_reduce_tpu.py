@@ -61,10 +61,16 @@ def figures(chip: str, name: str, run: Callable[..., Array], how: argparse.Names
     moved = made.traffic()
     gathered = None if name == "xla" else gathered_bytes(name, how.slots, how.nodes, how.features)
     return {
-        "chip": chip, "implementation": name, "read_bytes": moved.read, "written_bytes": moved.written,
-        "gathered_bytes": gathered, "estimated_cycles": made.cycles, "without_estimate": list(made.without_cycles),
-        "temp_bytes": made.temp_bytes, "sparse_core": "sparsecore" in made.hlo or "sparse_core" in made.hlo,
-    }  # fmt: skip
+        "chip": chip,
+        "implementation": name,
+        "read_bytes": moved.read,
+        "written_bytes": moved.written,
+        "gathered_bytes": gathered,
+        "estimated_cycles": made.cycles,
+        "without_estimate": list(made.without_cycles),
+        "temp_bytes": made.temp_bytes,
+        "sparse_core": "sparsecore" in made.hlo or "sparse_core" in made.hlo,
+    }
 
 
 def main() -> None:
@@ -79,7 +85,8 @@ def main() -> None:
     if importlib.util.find_spec("tokamax") is not None:
         runs["tokamax"] = tokamax_sum
     columns = ("chip", "implementation", "MB read", "MB written", "MB gathered", "kilocycles", "without estimate", "temp MB")
-    table, rows = Table(*columns), []
+    table = Table(*columns)
+    rows = []
     for chip in how.chips:
         for name, run in ((name, runs[name]) for name in how.implementations if name in runs):
             one = figures(chip, name, run, how)
@@ -87,9 +94,15 @@ def main() -> None:
             print(one, flush=True)
             gathered = "" if one["gathered_bytes"] is None else f"{one['gathered_bytes'] / 1e6:.0f}"
             table.add_row(
-                chip, name, f"{one['read_bytes'] / 1e6:.0f}", f"{one['written_bytes'] / 1e6:.0f}", gathered,
-                f"{one['estimated_cycles'] / 1e3:.0f}", str(len(one["without_estimate"])), f"{one['temp_bytes'] / 1e6:.0f}",
-            )  # fmt: skip
+                chip,
+                name,
+                f"{one['read_bytes'] / 1e6:.0f}",
+                f"{one['written_bytes'] / 1e6:.0f}",
+                gathered,
+                f"{one['estimated_cycles'] / 1e3:.0f}",
+                str(len(one["without_estimate"])),
+                f"{one['temp_bytes'] / 1e6:.0f}",
+            )
     Console(width=120).print(table)
     if how.json is not None:
         about = {name: getattr(how, name) for name in ("nodes", "slots", "features")}

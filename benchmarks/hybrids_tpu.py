@@ -37,11 +37,21 @@ from tilewright.runtime.rounds import HostDrafts, autoregressive_step, verify_an
 from tilewright.runtime.state import Models, Target
 
 QWEN35_4B = DecoderConfig(
-    family="qwen3_5_text", vocab_size=248320, hidden_size=2560, intermediate_size=9216, num_layers=32, num_heads=16,
-    num_kv_heads=4, head_dim=256, rope_theta=1e7, partial_rotary_factor=0.25, tie_word_embeddings=True,
-    max_position_embeddings=262144, delta=DeltaSizes(16, 32, 128, 128, 4),
+    family="qwen3_5_text",
+    vocab_size=248320,
+    hidden_size=2560,
+    intermediate_size=9216,
+    num_layers=32,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    rope_theta=1e7,
+    partial_rotary_factor=0.25,
+    tie_word_embeddings=True,
+    max_position_embeddings=262144,
+    delta=DeltaSizes(16, 32, 128, 128, 4),
     delta_layers=tuple(n for n in range(32) if n % 4 != 3),
-)  # fmt: skip
+)
 """huggingface.co/Qwen/Qwen3.5-4B, config.json: the text half."""
 LAYERS = (4, 8)
 
@@ -55,7 +65,8 @@ def compiled(how: argparse.Namespace, chip: str, rows: int, block: int, layers: 
     """A step where the block is one token, else a round."""
     config = with_layers(layers)
     target = Target(config, operations("tpu"), sampling="greedy")
-    layout, drafter = Layout.full(rows, how.positions), HostDrafts(block, may_be_idle=False)
+    layout = Layout.full(rows, how.positions)
+    drafter = HostDrafts(block, may_be_idle=False)
     models = Models(abstract(decoder.declare(config), jnp.bfloat16))
     state = jax.eval_shape(lambda: empty_state(layout, *allocate_caches(target, layout, None, jnp.bfloat16)))
     table = jax.ShapeDtypeStruct((1, rows, layout.capacity // layout.page_size), jnp.int32)
@@ -98,10 +109,19 @@ def figures(how: argparse.Namespace, chip: str, rows: int, block: int) -> dict[s
     states = 3 * state_bytes(rows)
     moved = more.traffic().total - few.traffic().total
     return {
-        "chip": chip, "rows": rows, "block": block, "moved_bytes": moved, "weight_bytes": weights, "state_bytes": states,
-        "limit_bytes": weights + 2 * states, "of_limit": moved / (weights + 2 * states), "cycles": more.cycles - few.cycles,
-        "alias_bytes": more.alias_bytes - few.alias_bytes, "temp_bytes": more.temp_bytes, "copies": copied_states(more, rows),
-    }  # fmt: skip
+        "chip": chip,
+        "rows": rows,
+        "block": block,
+        "moved_bytes": moved,
+        "weight_bytes": weights,
+        "state_bytes": states,
+        "limit_bytes": weights + 2 * states,
+        "of_limit": moved / (weights + 2 * states),
+        "cycles": more.cycles - few.cycles,
+        "alias_bytes": more.alias_bytes - few.alias_bytes,
+        "temp_bytes": more.temp_bytes,
+        "copies": copied_states(more, rows),
+    }
 
 
 def main() -> None:
@@ -112,7 +132,8 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--json", type=Path)
     how = parser.parse_args()
-    table, found = Table("chip", "rows", "program", "MB moved", "limit", "of it", "states", "copies of states", "Mcycles"), []
+    table = Table("chip", "rows", "program", "MB moved", "limit", "of it", "states", "copies of states", "Mcycles")
+    found = []
     for chip in how.chips:
         for rows in how.rows:
             for block in (1, how.block):
@@ -120,10 +141,16 @@ def main() -> None:
                 found.append(one)
                 print(one, flush=True)
                 table.add_row(
-                    chip, str(rows), "step" if block == 1 else f"round of {block}", f"{one['moved_bytes'] / 1e6:.0f}",
-                    f"{one['limit_bytes'] / 1e6:.0f}", f"{one['of_limit']:.2f}", f"{one['state_bytes'] / 1e6:.1f}",
-                    str(one["copies"]), f"{one['cycles'] / 1e6:.2f}",
-                )  # fmt: skip
+                    chip,
+                    str(rows),
+                    "step" if block == 1 else f"round of {block}",
+                    f"{one['moved_bytes'] / 1e6:.0f}",
+                    f"{one['limit_bytes'] / 1e6:.0f}",
+                    f"{one['of_limit']:.2f}",
+                    f"{one['state_bytes'] / 1e6:.1f}",
+                    str(one["copies"]),
+                    f"{one['cycles'] / 1e6:.2f}",
+                )
     Console(width=120).print(table)
     if how.json is not None:
         about = {"model": "Qwen3.5-4B shapes", "dtype": "bfloat16", "jax": jax.__version__, "positions": how.positions}

@@ -114,7 +114,8 @@ def hidden_over_pages(target: Target, dtype: Any, params: DecoderParams, tokens:
     caches, _ = allocate_caches(target, layout, None, dtype)
     table = jnp.arange(layout.pages, dtype=jnp.int32)[None]
     kept = tuple(replace(cache, table=table) for cache in caches)
-    span, positions = Span(jnp.zeros(1, jnp.int32), jnp.full(1, size, jnp.int32)), jnp.arange(size)[None]
+    span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, size, jnp.int32))
+    positions = jnp.arange(size)[None]
     return decoder.forward(target.config, target.ops, params, tokens, positions, cached_attend, span, kept).hidden[0]
 
 
@@ -188,7 +189,8 @@ def measured(values: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
 
 def theirs(python: Path, model: Path, cut: Sequence[list[int]], size: int) -> dict[str, Any]:
     """llama.cpp's loss with the same file, window by window, in nats a token."""
-    losses, counts = [], []
+    losses = []
+    counts = []
     with Peer(python) as peer:
         peer.ask("open", model=str(model), threads=cores(), rows=1, positions=size, flash=False)
         for window in track(cut, "llama.cpp", console=Console(stderr=True), transient=True):
@@ -206,7 +208,8 @@ def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], 
     reference = models[REFERENCE]
     figures = {}
     for name, rows in tokens.items():
-        same, margins = [], []
+        same = []
+        margins = []
         for prompt, want, found in zip(prompts, tokens[REFERENCE], rows, strict=True):
             first = next((i for i, pair in enumerate(zip(want, found, strict=True)) if pair[0] != pair[1]), new)
             same.append(first)
@@ -229,7 +232,8 @@ def model_of(name: str, settings: dict[str, Any], others: dict[str, LanguageMode
     alike = next((lm for lm in others.values() if (lm.dtype, lm.weights) == wanted), None)
     if alike is None:
         return tw.load(name, **settings)
-    params, kv_dtype = alike.model.models.target, settings.get("kv_dtype", "auto")
+    params = alike.model.models.target
+    kv_dtype = settings.get("kv_dtype", "auto")
     return LanguageModel(alike.target, params, alike.tokenizer, *wanted, prepared=True, kv_dtype=kv_dtype)
 
 
@@ -251,7 +255,8 @@ def show(report: dict[str, Any]) -> None:
     for column in ("", "MB", "loss", "perpl. ratio", "KL", "same top", "equal rows", "same until", "margin"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for name, each in report["ways"].items():
-        predicted, made = each["predictions"], each.get("generations")
+        predicted = each["predictions"]
+        made = each.get("generations")
         cells = ["", "", ""]
         if made is not None:
             margins = made["margins_there_nats"]

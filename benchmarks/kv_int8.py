@@ -42,17 +42,21 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 def model_with(loaded: LanguageModel, kv_dtype: KvDtype, positions: int) -> LanguageModel:
     """The model, its keys and values kept in a dtype, for so many positions; the weights are shared."""
     config = replace(loaded.target, max_position_embeddings=positions)
-    params, table = loaded.model.models.target, ShapeTable(batches=(1,), capacities=(positions,), chunks=(16,))
+    params = loaded.model.models.target
+    table = ShapeTable(batches=(1,), capacities=(positions,), chunks=(16,))
     weights: Any = loaded.weights
     return LanguageModel(config, params, loaded.tokenizer, loaded.dtype, weights, table=table, prepared=True, kv_dtype=kv_dtype)
 
 
 def stepping(programs: Programs, at: int, steps: int, clock: Callable[[], float]) -> Callable[[], float]:
     """A function that decodes `steps` tokens from position `at` on, and gives the milliseconds of one."""
-    runner, layout = ModelRunner(programs, "greedy"), programs.layout
+    runner = ModelRunner(programs, "greedy")
+    layout = programs.layout
     runner.reset()
     key = programs.round_key(programs.choices[0], 1, layout.capacity, "greedy")
-    table, slots, running = np.arange(layout.pages, dtype=np.int32)[None], np.zeros(1, np.int32), np.ones(1, bool)
+    table = np.arange(layout.pages, dtype=np.int32)[None]
+    slots = np.zeros(1, np.int32)
+    running = np.ones(1, bool)
 
     def timed() -> float:
         assert runner.state is not None
@@ -71,7 +75,9 @@ def stepping(programs: Programs, at: int, steps: int, clock: Callable[[], float]
 
 def compare(loaded: LanguageModel, positions: int, width: int, how: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of both sides."""
-    capacity, sides, memory = positions + 256, {}, {}
+    capacity = positions + 256
+    sides = {}
+    memory = {}
     for kv_dtype in get_args(KvDtype):
         lm = model_with(loaded, kv_dtype, capacity)
         drafter = None if width == 1 else Blockwise(width)

@@ -63,16 +63,24 @@ def make_layers(shape: Shape) -> list[dict[str, Any]]:
     def draw(*sizes: int) -> Array:
         return jnp.asarray(rng.standard_normal(sizes, np.float32) / sizes[0] ** 0.5, jnp.bfloat16)
 
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    query = shape.heads * shape.head_dim
+    key = shape.kv_heads * shape.head_dim
     made = []
     for _ in range(shape.layers):
         qkv = [draw(shape.hidden, size) for size in (query, key, key)]
-        made.append({
-            "q": linear.pack(qkv[0]), "k": linear.pack(qkv[1]), "v": linear.pack(qkv[2]), "qkv": linear.pack_joined(qkv),
-            "o": linear.pack(draw(query, shape.hidden)), "down": linear.pack(draw(shape.intermediate, shape.hidden)),
-            "gate_up": linear.pack_gated(draw(shape.hidden, shape.intermediate), draw(shape.hidden, shape.intermediate)),
-            "norms": (draw(shape.hidden), draw(shape.hidden)), "head_norms": (draw(shape.head_dim), draw(shape.head_dim)),
-        })  # fmt: skip
+        made.append(
+            {
+                "q": linear.pack(qkv[0]),
+                "k": linear.pack(qkv[1]),
+                "v": linear.pack(qkv[2]),
+                "qkv": linear.pack_joined(qkv),
+                "o": linear.pack(draw(query, shape.hidden)),
+                "down": linear.pack(draw(shape.intermediate, shape.hidden)),
+                "gate_up": linear.pack_gated(draw(shape.hidden, shape.intermediate), draw(shape.hidden, shape.intermediate)),
+                "norms": (draw(shape.hidden), draw(shape.hidden)),
+                "head_norms": (draw(shape.head_dim), draw(shape.head_dim)),
+            }
+        )
     return made
 
 
@@ -82,7 +90,8 @@ def separate(shape: Shape, layer: dict[str, Any], x: Array, caches: Caches, rope
     h = norm.rms_norm(x, layer["norms"][0], EPS)
     q, k, v = (linear.linear(h, layer[name]).reshape(b, t, -1, shape.head_dim) for name in "qkv")
     q, k = (norm.rms_norm(part, w, EPS) for part, w in zip((q, k), layer["head_norms"], strict=True))
-    q, k = rotate_halves(q, rope[0], rope[1]), rotate_halves(k, rope[0], rope[1])
+    q = rotate_halves(q, rope[0], rope[1])
+    k = rotate_halves(k, rope[0], rope[1])
     cached: list[Array] = []
     for cache, new in zip(caches, (k, v), strict=True):
         for row in range(b):
@@ -98,9 +107,20 @@ def joined(shape: Shape, layer: dict[str, Any], x: Array, caches: Caches, rope: 
     """Five calls."""
     qkv = linear.linear(x, layer["qkv"], norm=layer["norms"][0], eps=EPS)
     out, keys, values = attention.append_attend(
-        qkv, shape.heads, shape.kv_heads, shape.head_dim, q_norm=layer["head_norms"][0], k_norm=layer["head_norms"][1], eps=EPS,
-        cos=rope[0], sin=rope[1], k_cache=caches[0], v_cache=caches[1], start=start, count=jnp.full_like(start, x.shape[1]),
-    )  # fmt: skip
+        qkv,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        q_norm=layer["head_norms"][0],
+        k_norm=layer["head_norms"][1],
+        eps=EPS,
+        cos=rope[0],
+        sin=rope[1],
+        k_cache=caches[0],
+        v_cache=caches[1],
+        start=start,
+        count=jnp.full_like(start, x.shape[1]),
+    )
     x = linear.linear(out, layer["o"], add=x)
     h = linear.linear(x, layer["gate_up"], norm=layer["norms"][1], eps=EPS)
     return linear.linear(h, layer["down"], add=x), (keys, values)
@@ -136,7 +156,8 @@ def timer(
 ) -> Callable[[], float]:
     """Gives seconds a step."""
     run = program(shape, way, rows, steps)
-    x, start = jnp.ones((1, rows, shape.hidden), jnp.bfloat16), jnp.full((1,), shape.context, jnp.int32)
+    x = jnp.ones((1, rows, shape.hidden), jnp.bfloat16)
+    start = jnp.full((1,), shape.context, jnp.int32)
     size = (1, shape.kv_heads, shape.context + rows, shape.head_dim)
     caches = [(jnp.zeros(size, jnp.bfloat16), jnp.zeros(size, jnp.bfloat16)) for _ in range(shape.layers)]
 
@@ -189,7 +210,8 @@ def main() -> None:
         raise SystemExit(f"the CPU kernels cannot be used: {native.kernels().reason}")
     shape = Shape(**{name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in sizes})
     clock = CLOCKS[options.clock]
-    layers, ways = make_layers(shape), {"separate": separate, "joined": joined, "products": products}
+    layers = make_layers(shape)
+    ways = {"separate": separate, "joined": joined, "products": products}
     runs: dict[tuple[str, int], Callable[[], float]] = {("dispatch", 0): dispatch(clock)}
     for rows in options.rows:
         runs |= {(name, rows): timer(shape, layers, way, rows, options.steps, clock) for name, way in ways.items()}

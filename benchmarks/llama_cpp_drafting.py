@@ -42,11 +42,13 @@ from tilewright.metrics.tables import print_table
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
 
-DRAFTS, NGRAMS = (2, 4, 10), (2, 3)
+DRAFTS = (2, 4, 10)
+NGRAMS = (2, 3)
 """How many tokens llama.cpp is tried with, and how long a run it looks up."""
 TRIED = 2
 """Prompts that a trial decodes."""
-PEER_PLAIN, PEER_LOOKUP = "llama.cpp", "llama.cpp, looked up"
+PEER_PLAIN = "llama.cpp"
+PEER_LOOKUP = "llama.cpp, looked up"
 
 
 class Timed(NamedTuple):
@@ -84,7 +86,9 @@ class Setting(NamedTuple):
 def theirs(peer: Peer, positions: int, ends: Sequence[int], new: int, setting: Setting, prompts: Sequence[list[int]]) -> Timed:
     peer.ask("open", model=str(setting.file), threads=cores(), rows=1, positions=positions, flash=setting.flash)
     peer.ask("generate", prompts=[prompts[0][:8]], new=8, ends=[])  # does not count
-    seconds, tokens, rounds = 0.0, list[list[int]](), 0
+    seconds = 0.0
+    tokens = list[list[int]]()
+    rounds = 0
     for prompt in prompts:
         if setting.drafts:
             made = peer.ask("draft", prompt=prompt, new=new, ends=list(ends), drafts=setting.drafts, ngram=setting.ngram)
@@ -109,16 +113,21 @@ def figures(dataset: str, taken: Mapping[str, Sequence[Timed]], peers: Mapping[s
     for name, times in taken.items():
         rates = spread([timed.made / timed.seconds for timed in times])
         record: dict[str, Any] = {
-            "dataset": dataset, "way": name, "responses": len(times[0].tokens), "tokens": times[0].made,
-            "tokens_per_s": rates.median, "tokens_per_s_range": list(rates.range),
+            "dataset": dataset,
+            "way": name,
+            "responses": len(times[0].tokens),
+            "tokens": times[0].made,
+            "tokens_per_s": rates.median,
+            "tokens_per_s_range": list(rates.range),
             "tokens_per_round": sum(map(len, times[0].tokens)) / times[0].rounds,
             "distinct_4gram_ratio": fmean(distinct_ngram_ratio(tokens, 4) for tokens in times[0].tokens),
-        }  # fmt: skip
+        }
         for of in (BASELINE, *peers):
             # Of equal work: llama.cpp's responses are others, and end elsewhere.
             per_token = [[each.seconds / each.made for each in of_way] for of_way in (taken[of], times)]
             faster = quotients(*per_token)
-            record[f"speedup_over {of}"], record[f"speedup_over {of} range"] = faster.median, list(faster.range)
+            record[f"speedup_over {of}"] = faster.median
+            record[f"speedup_over {of} range"] = list(faster.range)
         if name in peers:
             setting = peers[name]
             record |= {"format": setting.file.stem, "flash_attention": setting.flash}
@@ -156,7 +165,8 @@ class LlamaCpp:
 
     def __init__(self, peer: Peer, file: Path, folder: str, asked: Sequence[DatasetPrompts], ends: Sequence[int], new: int):
         positions = max(len(prompt) for each in asked for prompt in each.prompts) + new + max(DRAFTS) + 1
-        self.about, files = peer.ask("about"), formats(peer, file, folder)
+        self.about = peer.ask("about")
+        files = formats(peer, file, folder)
         self.run = partial(theirs, peer, positions, ends, new)
         self.plain = fastest(self.run, asked[0].prompts, [Setting(*one) for one in product(files.values(), (True, False))])
 
@@ -167,12 +177,17 @@ class LlamaCpp:
 
 
 def main(
-    model: str, *, data: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())],
+    model: str,
+    *,
+    data: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())],
     llama_python: Path | None = None,
     drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("ngram", "dflash2", "auto"),
-    weights: str = "int8", samples: int = 8, max_new_tokens: int = 128, repetitions: int = REPETITIONS,
+    weights: str = "int8",
+    samples: int = 8,
+    max_new_tokens: int = 128,
+    repetitions: int = REPETITIONS,
     json_file: JsonFile = None,
-) -> None:  # fmt: skip
+) -> None:
     """Measures drafting beside llama.cpp.
 
     Parameters
@@ -197,17 +212,20 @@ def main(
         Write the figures as JSON to this file, "-" for standard output.
     """
     check_output_file("--json", json_file)
-    console, file = human_console(json_file), hub.resolve(model)
+    console = human_console(json_file)
+    file = hub.resolve(model)
     template = ChatTemplate.load(file)
     keep_programs(True)
     target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
     ways = DrafterArguments(drafter, block_size=AUTO).ways(drafter, target, console)
-    base, sampling = ways[BASELINE], tw.Sampling(max_new_tokens)
+    base = ways[BASELINE]
+    sampling = tw.Sampling(max_new_tokens)
     asked = [ask(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]
     with ExitStack() as stack:
         llama = None
         if llama_python is not None:
-            peer, folder = stack.enter_context(Peer(llama_python)), stack.enter_context(TemporaryDirectory())
+            peer = stack.enter_context(Peer(llama_python))
+            folder = stack.enter_context(TemporaryDirectory())
             llama = LlamaCpp(peer, file, folder, asked, base.target.eos_token_ids, max_new_tokens)
         records = in_turns(ways, llama, asked, sampling, repetitions, console)
     print_table(console, table(records, [] if llama is None else [PEER_PLAIN, PEER_LOOKUP]))
@@ -221,9 +239,13 @@ def main(
 
 
 def in_turns(
-    ways: Mapping[str, LanguageModel], llama: LlamaCpp | None, asked: Sequence[DatasetPrompts], sampling: tw.Sampling,
-    repetitions: int, console: Console,
-) -> list[dict[str, Any]]:  # fmt: skip
+    ways: Mapping[str, LanguageModel],
+    llama: LlamaCpp | None,
+    asked: Sequence[DatasetPrompts],
+    sampling: tw.Sampling,
+    repetitions: int,
+    console: Console,
+) -> list[dict[str, Any]]:
     """Decodes every file in every way, `repetitions` times."""
     records: list[dict[str, Any]] = []
     for lm in ways.values():

@@ -71,7 +71,8 @@ class Llama:
     def quantise(self, source: str, target: str, kind: str) -> None:
         """Writes a model file in another format, from its tensors as they are, quantised or not."""
         params = self.api.llama_model_quantize_default_params()
-        params.ftype, params.allow_requantize = getattr(self.api, f"LLAMA_FTYPE_MOSTLY_{kind}"), True
+        params.ftype = getattr(self.api, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        params.allow_requantize = True
         if self.api.llama_model_quantize(source.encode(), target.encode(), params):
             raise SystemExit(f"llama.cpp could not write {source} as {kind}")
 
@@ -85,13 +86,16 @@ class Llama:
         if self.model is None:
             raise SystemExit(f"llama.cpp could not load {model}")
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_seq_max = rows * positions, max(512, positions), rows
+        params.n_ctx = rows * positions
+        params.n_batch = max(512, positions)
+        params.n_seq_max = rows
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = int(flash)
         self.context = api.llama_init_from_model(self.model, params)
         if self.context is None:
             raise SystemExit(f"llama.cpp could not make room for {rows} rows of {positions} positions")
-        self.size, self.rows = params.n_batch, rows
+        self.size = params.n_batch
+        self.rows = rows
         self.vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
         self.batch = api.llama_batch_init(self.size, 0, 1)
 
@@ -99,8 +103,11 @@ class Llama:
         """Computes (token, position, row, whether its logits are wanted) of each."""
         batch = self.batch
         for i, (token, position, row, wanted) in enumerate(items):
-            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.logits[i] = wanted
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = row
         batch.n_tokens = len(items)
         if self.api.llama_decode(self.context, batch):
             raise SystemExit("llama.cpp could not compute a batch")
@@ -165,7 +172,9 @@ class Llama:
 
         lookup = LlamaPromptLookupDecoding(max_ngram_size=ngram, num_pred_tokens=drafts)
         started = self.generate([prompt], 1, ends)
-        tokens, rounds, memory = started["tokens"][0], 0, self.api.llama_get_memory(self.context)
+        tokens = started["tokens"][0]
+        rounds = 0
+        memory = self.api.llama_get_memory(self.context)
         began = time.perf_counter()
         while len(tokens) < new and tokens[-1] not in ends:
             at = len(prompt) + len(tokens) - 1

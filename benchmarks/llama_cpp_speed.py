@@ -47,11 +47,26 @@ KINDS = ("Q4_0", "Q8_0")
 """Formats that llama.cpp makes of the file; it repacks them as they load."""
 NEW = {1: 96, 16: 32}
 """New tokens of each row, by the number of rows."""
-POSITIONS, WARM = 512, 8
+POSITIONS = 512
+WARM = 8
 TOPICS = (
-    "tides", "glaciers", "bridges", "bread", "clocks", "honey", "lighthouses", "paper", "glass", "volcanoes", "sails", "wells",
-    "compasses", "silk", "windmills", "canals",
-)  # fmt: skip
+    "tides",
+    "glaciers",
+    "bridges",
+    "bread",
+    "clocks",
+    "honey",
+    "lighthouses",
+    "paper",
+    "glass",
+    "volcanoes",
+    "sails",
+    "wells",
+    "compasses",
+    "silk",
+    "windmills",
+    "canals",
+)
 QUESTION = (
     "I am writing a small book for people who like to know how the things around them came to be, and who would rather read "
     "two good pages than a whole encyclopedia. Each chapter begins with something that one can see on a walk, goes on with "
@@ -111,16 +126,23 @@ def figures(taken: Mapping[Side, Sequence[Timed]], flash: Mapping[Side, bool]) -
     """A record for each side: medians and ranges, and of a peer how much faster ours are."""
     records = []
     for (name, rows), times in taken.items():
-        steps, prompts = spread([timed.step_s for timed in times]), spread([timed.prompts_s for timed in times])
+        steps = spread([timed.step_s for timed in times])
+        prompts = spread([timed.prompts_s for timed in times])
         record: dict[str, Any] = {
-            "rows": rows, "side": name, "step_ms": 1e3 * steps.median, "step_ms_range": [1e3 * each for each in steps.range],
-            "tokens_per_s": rows / steps.median, "prompts_s": prompts.median, "prompts_s_range": list(prompts.range),
-        }  # fmt: skip
+            "rows": rows,
+            "side": name,
+            "step_ms": 1e3 * steps.median,
+            "step_ms_range": [1e3 * each for each in steps.range],
+            "tokens_per_s": rows / steps.median,
+            "prompts_s": prompts.median,
+            "prompts_s_range": list(prompts.range),
+        }
         if (name, rows) in flash:
             record["flash_attention"] = flash[name, rows]
             for own in (name for name in OURS if (name, rows) in taken):
                 faster_by = quotients([timed.step_s for timed in times], [timed.step_s for timed in taken[own, rows]])
-                record[f"{own}_speedup"], record[f"{own}_speedup_range"] = faster_by.median, list(faster_by.range)
+                record[f"{own}_speedup"] = faster_by.median
+                record[f"{own}_speedup_range"] = list(faster_by.range)
         records.append(record)
     return records
 
@@ -158,7 +180,8 @@ def main(model: Path, *, llama_python: Path, repetitions: int = REPETITIONS, jso
     check_output_file("--json", json_file)
     if repetitions < 1:
         raise ValueError(f"expected repetitions of at least 1, found {repetitions}")
-    console, template = human_console(json_file), ChatTemplate.load(model)
+    console = human_console(json_file)
+    template = ChatTemplate.load(model)
     if template is None:
         raise ValueError(f"expected a model with a chat template, found {model}, which has none")
     keep_programs(True)
@@ -168,7 +191,8 @@ def main(model: Path, *, llama_python: Path, repetitions: int = REPETITIONS, jso
     texts = [template.render([{"role": "user", "content": QUESTION.format(topic)}]) for topic in TOPICS]
     prompts = [encode(tokenizer, text, add_special_tokens=False) for text in texts]
     with Peer(llama_python) as peer, TemporaryDirectory() as folder:
-        about, files = peer.ask("about"), formats(peer, model, folder)
+        about = peer.ask("about")
+        files = formats(peer, model, folder)
         runs: dict[Side, Callable[[], Timed]] = {}
         flash: dict[Side, bool] = {}
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -44,14 +44,21 @@ def parsed() -> argparse.Namespace:
 
 def write_adapter(folder: Path, config: DecoderConfig, rank: int, seed: int) -> Path:
     """An adapter of random values for all projections, as PEFT writes it."""
-    rng, tensors = np.random.default_rng(seed), dict[str, Any]()
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rng = np.random.default_rng(seed)
+    tensors = dict[str, Any]()
+    hidden = config.hidden_size
+    mlp = config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
     sizes = {
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
         "mlp.down_proj": (hidden, mlp),
-    }  # fmt: skip
+    }
     for layer in range(config.num_layers):
         for name, (outputs, inputs) in sizes.items():
             for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):

@@ -28,7 +28,9 @@ from tilewright.kernels.operations import KeyValuePages
 from tilewright.kernels.paged import cpu as paged
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
+HEADS = 16
+KV_HEADS = 8
+HEAD_DIM = 128
 SIZES: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "eps": 1e-6}
 
 
@@ -52,7 +54,8 @@ class Side:
     """A function with operands of its own, hashable by what it is."""
 
     def __init__(self, function: Callable[..., tuple[Array, Array]], *operands: Array):
-        self.function, self.operands = function, operands
+        self.function = function
+        self.operands = operands
 
 
 def compare(context: int, rows: int, queries: int, sizes: list[int], how: argparse.Namespace) -> dict[str, Any]:

@@ -48,11 +48,21 @@ from tilewright.runtime.placement import divided_sizes, layer_shapes
 
 DEVICES = 2
 CONFIG = DecoderConfig(
-    family="llama", vocab_size=256, hidden_size=512, intermediate_size=1792, num_layers=4, num_heads=8, num_kv_heads=8,
-    head_dim=64, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=512,
-)  # fmt: skip
+    family="llama",
+    vocab_size=256,
+    hidden_size=512,
+    intermediate_size=1792,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_position_embeddings=512,
+)
 SCHEDULES = ("sync", "sequence", "ring")
-POSITIONS, BATCHES = 32, (12, 24, 48)
+POSITIONS = 32
+BATCHES = (12, 24, 48)
 """Positions of a sequence, and sequences, of each prefill: 384, 768 and 1,536 rows."""
 
 SIZES_KIB = (128, 512, 2048)
@@ -125,7 +135,8 @@ def drawn(key: Any, shape: jax.ShapeDtypeStruct) -> Any:
 
 def predicted(calibration: Calibration, rows: int) -> Sweep:
     """A layer's milliseconds under each schedule by the closed form, with ranges."""
-    torus, places = Torus((DEVICES,), (False,)), tuple((n,) for n in range(DEVICES))
+    torus = Torus((DEVICES,), (False,))
+    places = tuple((n,) for n in range(DEVICES))
     fabric = calibrated(Fabric(START, torus, places), calibration)
     layer = layer_shapes(CONFIG, DEVICES)
 
@@ -141,12 +152,19 @@ def compared(calibration: Calibration, layers: Sequence[Mapping[str, Any]]) -> d
     sweeps = {rows: predicted(calibration, rows) for rows in dict.fromkeys(one["rows"] for one in layers)}
     found = []
     for one in layers:
-        sweep, name = sweeps[one["rows"]], one["schedule"]
+        sweep = sweeps[one["rows"]]
+        name = one["schedule"]
         low, high = sweep.range(name)
         found.append(
-            {**one, "predicted_ms": sweep.predicted[name], "predicted_range_ms": [low, high],
-             "within": low <= one["measured_ms"] <= high, "first_in": sweep.first[name], "draws": sweep.draws}
-        )  # fmt: skip
+            {
+                **one,
+                "predicted_ms": sweep.predicted[name],
+                "predicted_range_ms": [low, high],
+                "within": low <= one["measured_ms"] <= high,
+                "first_in": sweep.first[name],
+                "draws": sweep.draws,
+            }
+        )
     off = [abs(log(one["predicted_ms"] / one["measured_ms"])) for one in found]
     return {
         "layers": found,

@@ -65,7 +65,8 @@ TASKS = {
     "mbpp": ("bfloat16", "bfloat16" + DRAFTED, "int8", "int8" + DRAFTED, PEER),
 }
 """The ways in which each task can run, as the tables name them."""
-SLOTS, BLOCK_SIZE = 16, 4
+SLOTS = 16
+BLOCK_SIZE = 4
 """Of the engine, and of its drafted blocks: every round drafts, whether that pays beside so many rows or not."""
 PEER_POSITIONS = 4096
 """More than any question and its reference answer have."""
@@ -78,7 +79,8 @@ class Records:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
-        self.path, self.found = path, dict[tuple[str, str, int | str], dict[str, Any]]()
+        self.path = path
+        self.found = dict[tuple[str, str, int | str], dict[str, Any]]()
         if not path.exists():
             self.append(settings)
         first, *lines = path.read_text(encoding="utf-8").splitlines()
@@ -127,20 +129,24 @@ def score(lm: LanguageModel, tokens: Sequence[int], start: int) -> float:
 
 
 def score_all(
-    scorer: Callable[[list[int], int], float], way: str, asked: Sequence[Scored], tokenizer: Tokenizer, records: Records,
+    scorer: Callable[[list[int], int], float],
+    way: str,
+    asked: Sequence[Scored],
+    tokenizer: Tokenizer,
+    records: Records,
     console: Console,
-) -> None:  # fmt: skip
+) -> None:
     with counting(console, f"{way}: likelihood", len(asked)) as advance:
         for each in asked:
-            prompt, answer = encode(tokenizer, each.prompt, False), encode(tokenizer, each.answer, False)
-            nats, size = scorer([*prompt, *answer], len(prompt)), len(each.answer.encode())
+            prompt = encode(tokenizer, each.prompt, False)
+            answer = encode(tokenizer, each.answer, False)
+            nats = scorer([*prompt, *answer], len(prompt))
+            size = len(each.answer.encode())
             records.add(f"likelihood {each.data}", way, each.number, nats=nats, tokens=len(answer), bytes=size)
             advance()
 
 
-def answer_all(
-    lm: LanguageModel, way: str, asked: Sequence[Problem], new: int, records: Records, console: Console
-) -> None:  # fmt: skip
+def answer_all(lm: LanguageModel, way: str, asked: Sequence[Problem], new: int, records: Records, console: Console) -> None:
     """Answers problems as a server does: in slots, a new one wherever one has ended."""
     left = {each.number: encode(lm.tokenizer, each.prompt, False) for each in asked}
     longest = max(map(len, left.values())) + new
@@ -174,12 +180,19 @@ def add_answer(records: Records, way: str, number: int, tokens: list[int], end: 
 
 
 def ask_peer(
-    peer: Peer, model: Path, asked: Sequence[Problem], ends: Sequence[int], tokenizer: Tokenizer, new: int, records: Records,
+    peer: Peer,
+    model: Path,
+    asked: Sequence[Problem],
+    ends: Sequence[int],
+    tokenizer: Tokenizer,
+    new: int,
+    records: Records,
     console: Console,
-) -> None:  # fmt: skip
+) -> None:
     """The same by llama.cpp, so many rows at a time."""
     prompts = {each.number: encode(tokenizer, each.prompt, False) for each in asked}
-    left, longest = list(prompts), max(map(len, prompts.values())) + new
+    left = list(prompts)
+    longest = max(map(len, prompts.values())) + new
     peer.ask("open", model=str(model), threads=cores(), rows=SLOTS, positions=-(-longest // 256) * 256, flash=True)
     with counting(console, f"{PEER}: mbpp", len(left)) as advance:
         for start in range(0, len(left), SLOTS):
@@ -228,12 +241,21 @@ def likelihood_figures(records: Records) -> list[dict[str, Any]]:
         for way, found in ways.items():
             nats, tokens, size = (sum(found[number][name] for number in common) for name in ("nats", "tokens", "bytes"))
             more = [(base[number]["nats"] - found[number]["nats"]) for number in sorted(common)]
-            rows.append({
-                "data": data, "way": way, "answers": len(common), "tokens": tokens, "bytes": size,
-                "nats_per_token": nats / tokens, "nats_per_byte": nats / size,
-                "lost_nats_per_token": sum(more) / tokens,
-                "lost_nats_per_token_error": float(np.std(more, ddof=1) * math.sqrt(len(more)) / tokens) if more[1:] else None,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "data": data,
+                    "way": way,
+                    "answers": len(common),
+                    "tokens": tokens,
+                    "bytes": size,
+                    "nats_per_token": nats / tokens,
+                    "nats_per_byte": nats / size,
+                    "lost_nats_per_token": sum(more) / tokens,
+                    "lost_nats_per_token_error": float(np.std(more, ddof=1) * math.sqrt(len(more)) / tokens)
+                    if more[1:]
+                    else None,
+                }
+            )
     return rows
 
 
@@ -243,12 +265,17 @@ def mbpp_figures(records: Records) -> dict[str, Any]:
     rows = []
     for way, found in ways.items():
         passed = sum(records.found["judged", "", judged(n, record["text"])]["passed"] for n, record in found.items())
-        share, tokens = passed / len(found), sum(len(record["tokens"]) for record in found.values())
+        share = passed / len(found)
+        tokens = sum(len(record["tokens"]) for record in found.values())
         row = {
-            "way": way, "problems": len(found), "passed": passed, "pass_at_1": share,
-            "error": math.sqrt(share * (1 - share) / len(found)), "tokens": tokens,
+            "way": way,
+            "problems": len(found),
+            "passed": passed,
+            "pass_at_1": share,
+            "error": math.sqrt(share * (1 - share) / len(found)),
+            "tokens": tokens,
             "ended_by_itself": sum(record["end"] == "eos" for record in found.values()) / len(found),
-        }  # fmt: skip
+        }
         if way != PEER:
             row |= {name: sum(record[name] for record in found.values()) for name in ("rounds", "drafted", "accepted")}
         rows.append(row)
@@ -263,10 +290,12 @@ def alike(ways: tuple[str, str], first: dict[int, Any], second: dict[int, Any]) 
     pairs = (zip(a["tokens"], b["tokens"], strict=False) for a, b in both)
     same = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
     return {
-        "ways": ways, "problems": len(both), "equal_tokens": sum(a["tokens"] == b["tokens"] for a, b in both),
+        "ways": ways,
+        "problems": len(both),
+        "equal_tokens": sum(a["tokens"] == b["tokens"] for a, b in both),
         "equal_texts": sum(a["text"] == b["text"] for a, b in both),
         "same_tokens_median": statistics.median(same) if same else None,
-    }  # fmt: skip
+    }
 
 
 def changed_by_drafts(pairs: Sequence[dict[str, Any]]) -> list[str]:
@@ -387,11 +416,14 @@ def main(
         raise ValueError(f"expected ways among {'; '.join(known)} and tasks among {', '.join(TASKS)}, found {wrong[0]}")
     if PEER in wanted and llama_python is None:
         raise ValueError(f"expected --llama-python for {PEER}, found none")
-    console, template, tokenizer = human_console(json_file), ChatTemplate.load(model), load_tokenizer(model)
+    console = human_console(json_file)
+    template = ChatTemplate.load(model)
+    tokenizer = load_tokenizer(model)
     if template is None:
         raise ValueError(f"expected a model with a chat template, found {model}, which has none")
     keep_programs(True)
-    asked, every = references(data, template, answers), problems(data, template)
+    asked = references(data, template, answers)
+    every = problems(data, template)
     tried = every[:most_problems]
     kept = Records(records, {"model": hashlib.sha256(model.read_bytes()).hexdigest(), "new_tokens": new_tokens})
     run = Run(model, asked, tried, new_tokens, tokenizer, kept, console)
@@ -404,7 +436,8 @@ def main(
         elif llama_python is not None:
             run.peer(llama_python, scored, unanswered, decoder_config(model).eos_token_ids)
     solved = judge_all(tried, every, kept, console)
-    likelihood, mbpp = likelihood_figures(kept), {"solutions_passed": solved, **mbpp_figures(kept)}
+    likelihood = likelihood_figures(kept)
+    mbpp = {"solutions_passed": solved, **mbpp_figures(kept)}
     show(console, likelihood, mbpp)
     versions = {"tilewright": tw.__version__, "jax": jax.__version__}
     settings = {"model": model.name, "answers": answers, "new_tokens": new_tokens, "slots": SLOTS}

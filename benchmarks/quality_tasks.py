@@ -14,9 +14,11 @@ from tilewright.train.data import read_records
 
 REFERENCES = {"gsm8k_test": "answer", "humaneval": "canonical_solution", "mbpp": "code", "math500": "solution"}
 """The data files, and the field of each that holds the reference answer."""
-CPU_S, WALL_S = 5, 30
+CPU_S = 5
+WALL_S = 30
 """How long a program may compute, and how long it may take on a machine that does other things too."""
-MEMORY_BYTES, FILE_BYTES = 1 << 30, 1 << 20
+MEMORY_BYTES = 1 << 30
+FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,15 @@ def passes(answer: str, checks: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", GUARD], input=source.encode("utf-8", "replace"), cwd=folder, env={},
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=WALL_S, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-I", "-S", "-c", GUARD],
+                input=source.encode("utf-8", "replace"),
+                cwd=folder,
+                env={},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=WALL_S,
+                start_new_session=True,
+            )
         except subprocess.TimeoutExpired:
             return False
     return done.returncode == PASSED

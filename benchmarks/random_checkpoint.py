@@ -30,7 +30,8 @@ DRAWN = 2**22
 def write_weights(path: Path, specs: list[ArraySpec], seed: int) -> None:
     """A safetensors file in bfloat16, written array by array: the largest models' are more than there is memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    sizes, end = [int(np.prod(spec.shape)) for spec in specs], 0
+    sizes = [int(np.prod(spec.shape)) for spec in specs]
+    end = 0
     for spec, size in zip(specs, sizes, strict=True):
         header[spec.name] = {"dtype": "BF16", "shape": spec.stored_shape, "data_offsets": [end, end + 2 * size]}
         end += 2 * size

@@ -76,7 +76,8 @@ def averaged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def recorded(asked: argparse.Namespace, console: Console) -> None:
     """Writes the traces."""
     options = ModelOptions(asked.model, asked.dtype, asked.weights, drafter=asked.drafter)
-    lm, template = options.load(console), options.chat_template(console)
+    lm = options.load(console)
+    template = options.chat_template(console)
     sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, seed=0)
     files = {path.stem: path for path in asked.data} or {"held-out code": packaged_prompts_file()}
     assert lm.pacing is not None

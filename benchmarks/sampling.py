@@ -58,7 +58,8 @@ def given(rows: int, slots: int, vocab: int, kinds: tuple[str, ...]) -> tuple[An
     random = np.random.default_rng(0)
     requests = [Sampling(seed=n, **KINDS[kinds[n % len(kinds)]]) for n in range(rows)]
     sampling = jax.tree.map(jnp.asarray, row_sampling(requests, [3] * rows, None, ()))
-    logits, tokens = random.normal(0, 3, (rows, slots, vocab)), random.integers(0, vocab, (rows, 2048))
+    logits = random.normal(0, 3, (rows, slots, vocab))
+    tokens = random.integers(0, vocab, (rows, 2048))
     known = jnp.full(rows, 500, jnp.int32)
     history = PenaltyHistory(jnp.asarray(tokens, jnp.int32), known, jnp.zeros((rows, slots), jnp.int32))
     return jnp.asarray(logits, jnp.float32), sampling, history, known[:, None] + 1 + jnp.arange(slots), jnp.ones(rows, bool)

@@ -38,7 +38,8 @@ from tilewright.runtime.shapes import ShapeTable
 
 TABLE = ShapeTable(batches=(4,), capacities=(128,), chunks=(64,), widths=(4,))
 CLIENTS = 6
-ANSWER_S, END_S = 120.0, 60.0
+ANSWER_S = 120.0
+END_S = 60.0
 GONE = 10
 """Of so many clients one goes away; nobody compares what it would have got."""
 KINDS: tuple[dict[str, Any], ...] = (
@@ -55,14 +56,18 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 def asked(count: int, vocab_size: int = 256, grammars: bool = True, seed: int = 0) -> list[dict[str, Any]]:
     """Bodies for `/v1/completions`, the same for the same seed."""
-    rng, kinds = random.Random(seed), [kind for kind in KINDS if grammars or "structured_outputs" not in kind]
+    rng = random.Random(seed)
+    kinds = [kind for kind in KINDS if grammars or "structured_outputs" not in kind]
     return [
         {
             "prompt": [rng.randrange(vocab_size) for _ in range(rng.randrange(1, 60))],
-            "max_tokens": rng.randrange(1, 40), "seed": rng.randrange(2**31), "return_token_ids": True, **kinds[n % len(kinds)],
+            "max_tokens": rng.randrange(1, 40),
+            "seed": rng.randrange(2**31),
+            "return_token_ids": True,
+            **kinds[n % len(kinds)],
         }
         for n in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @dataclass
@@ -156,9 +161,14 @@ def run(model: str, drafter: str, processes: int, bodies: Sequence[dict[str, Any
 
 
 def main(
-    *, model: str = "demo", drafter: str = "ngram", processes: int = 2, requests: int = 200, vocab_size: int = 256,
+    *,
+    model: str = "demo",
+    drafter: str = "ngram",
+    processes: int = 2,
+    requests: int = 200,
+    vocab_size: int = 256,
     json_file: JsonFile = None,
-) -> None:  # fmt: skip
+) -> None:
     """Compares the answers.
 
     Parameters

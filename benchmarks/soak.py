@@ -55,10 +55,14 @@ from tilewright.runtime.shape_file import table_text
 from tilewright.runtime.shapes import ShapeTable
 
 TABLE = ShapeTable(batches=(1, 2, 4), capacities=(512,), chunks=(16, 64), widths=(4,))
-PAGE_SIZE, PAGES = 16, 56
+PAGE_SIZE = 16
+PAGES = 56
 """Four requests of the whole context would fill 128 pages."""
-QUEUE_REQUESTS, BODY_MB = 32, 0.25
-READY_S, END_S, IDLE_S = 600.0, 60.0, 30.0
+QUEUE_REQUESTS = 32
+BODY_MB = 0.25
+READY_S = 600.0
+END_S = 60.0
+IDLE_S = 30.0
 """How long the server may take to be ready, to end, and to have nothing to do once nobody asks."""
 
 
@@ -120,21 +124,33 @@ class Server:
 def serving(settings: Settings) -> Iterator[Server]:
     """A server that listens; it need not be ready."""
     with tempfile.TemporaryDirectory() as folder:
-        shapes, err = Path(folder) / "shapes.json", Path(folder) / "stderr"
+        shapes = Path(folder) / "shapes.json"
+        err = Path(folder) / "stderr"
         shapes.write_text(table_text(TABLE), encoding="utf-8")
         options = {
-            "model": settings.model, "drafter": settings.drafter, "shapes": shapes, "page-size": PAGE_SIZE, "pages": PAGES,
-            "queue-requests": QUEUE_REQUESTS, "max-body-mb": BODY_MB, "guard": "fail", "port": 0,
-        }  # fmt: skip
+            "model": settings.model,
+            "drafter": settings.drafter,
+            "shapes": shapes,
+            "page-size": PAGE_SIZE,
+            "pages": PAGES,
+            "queue-requests": QUEUE_REQUESTS,
+            "max-body-mb": BODY_MB,
+            "guard": "fail",
+            "port": 0,
+        }
         named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "tilewright", "serve", *named]
         # The same package as here, wherever this was started.
         path = os.pathsep.join([str(Path(tilewright.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         with err.open("w", encoding="utf-8") as to:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=to, text=True,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=to,
+                text=True,
                 env=os.environ | {"PYTHONPATH": path},
-            )  # fmt: skip
+            )
         try:
             shown = ["tilewright", "serve", *(part if part != str(shapes) else "SHAPES" for part in named)]
             yield Server(process, shown, url_of(process, err), err)
@@ -165,9 +181,18 @@ class Samples:
     """
 
     COLUMNS = (
-        "at_s", "rss_mb", "anonymous_mb", "threads", "files", "step_age_s", "health_s", "running", "waiting", "pages_used",
+        "at_s",
+        "rss_mb",
+        "anonymous_mb",
+        "threads",
+        "files",
+        "step_age_s",
+        "health_s",
+        "running",
+        "waiting",
+        "pages_used",
         "load_average",
-    )  # fmt: skip
+    )
     rows: list[tuple[float, ...]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     unhealthy: int = 0
@@ -177,7 +202,8 @@ class Samples:
         return [Sample(row[0], row[place]) for row in self.rows]
 
     async def take(self, load: Load, server: Server) -> str:
-        began, at = time.monotonic(), load.now
+        began = time.monotonic()
+        at = load.now
         status, _, body = await load.exchange("GET", "/health")
         took = time.monotonic() - began
         age = json.loads(body).get("step_age_s")
@@ -188,27 +214,40 @@ class Samples:
         if status != 200:
             raise ValueError(f"/metrics: status {status}")
         self.metrics = metrics_of(text.decode())
-        memory, found = server.memory, self.metrics
+        memory = server.memory
+        found = self.metrics
         megabytes = (round(memory.get(name, 0) / 1024, 3) for name in ("VmRSS", "RssAnon"))
-        self.rows.append((
-            round(at, 2), *megabytes, memory["Threads"], server.files, round(age, 4), round(took, 4),
-            found["vllm:num_requests_running"], found["vllm:num_requests_waiting"],
-            round(found["vllm:kv_cache_usage_perc"], 3), round(os.getloadavg()[0], 2),
-        ))  # fmt: skip
+        self.rows.append(
+            (
+                round(at, 2),
+                *megabytes,
+                memory["Threads"],
+                server.files,
+                round(age, 4),
+                round(took, 4),
+                found["vllm:num_requests_running"],
+                found["vllm:num_requests_waiting"],
+                round(found["vllm:kv_cache_usage_perc"], 3),
+                round(os.getloadavg()[0], 2),
+            )
+        )
         return "samples"
 
 
 async def soak(settings: Settings, server: Server, show: Callable[[Load, Samples], None]) -> tuple[Load, Samples]:
     """The load from its beginning to its end, and until the server has nothing to do."""
-    load, samples = Load(server.address, limits_of(settings), settings.seed), Samples()
+    load = Load(server.address, limits_of(settings), settings.seed)
+    samples = Samples()
     prompts = [example.turns[0] for example in read_examples(packaged_prompts_file())]
     texts, chats = await load.texts(prompts)
-    drawer, repeated = Drawer(settings.seed + 1, texts, chats, load.limits), canaries(texts, chats)
+    drawer = Drawer(settings.seed + 1, texts, chats, load.limits)
+    repeated = canaries(texts, chats)
     for name, wanted in repeated:  # alone, before anything runs beside them
         await load.attempt(f"canary {name}", load.canary(name, wanted))
     load.ttft.clear()
     load.tpot.clear()
-    load.began, ended = time.monotonic(), asyncio.Event()
+    load.began = time.monotonic()
+    ended = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         for number in range(settings.clients):
             group.create_task(load.client(Drawer(settings.seed + 2 + number, texts, chats, load.limits), ended))
@@ -248,14 +287,18 @@ def verdict(load: Load, samples: Samples, length_s: float, status: int, err: str
     ttft, tpot = ([Sample(*each) for each in of] for of in (load.ttft, load.tpot))
     reasons = ("stop", "length", "abort", "error")
     ended = {reason: found[f'vllm:request_success_total{{finished_reason="{reason}"}}'] for reason in reasons}
-    success, most = ended["stop"] + ended["length"], load.finished + load.abandoned
+    success = ended["stop"] + ended["length"]
+    most = load.finished + load.abandoned
     busy = found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]
     oldest = max(ages, default=float("inf"))
     met = {
-        "preemptions": found["vllm:num_preemptions_total"], "prefix cache hits": found["vllm:prefix_cache_hits_total"],
+        "preemptions": found["vllm:num_preemptions_total"],
+        "prefix cache hits": found["vllm:prefix_cache_hits_total"],
         "accepted drafts": found["vllm:spec_decode_num_accepted_tokens_total"],
-        "turned away": load.counts["turned away"], "given up": ended["abort"], "refused": load.counts["refused"],
-    }  # fmt: skip
+        "turned away": load.counts["turned away"],
+        "given up": ended["abort"],
+        "refused": load.counts["refused"],
+    }
     return [
         equal_check("answers that are not as they must be", load.wrong, 0),
         equal_check("health checks that failed", samples.unhealthy, 0),
@@ -272,7 +315,7 @@ def verdict(load: Load, samples: Samples, length_s: float, status: int, err: str
         *positive_checks(met),
         equal_check("status after SIGTERM", status, 0),
         lines_check(err),
-    ]  # fmt: skip
+    ]
 
 
 def figures_of(settings: Settings, server: Server, load: Load, samples: Samples, checks: list[Check]) -> dict[str, Any]:
@@ -289,14 +332,23 @@ def figures_of(settings: Settings, server: Server, load: Load, samples: Samples,
         "date": datetime.date.today().isoformat(),
         "machine": f"{cpu_facts('model name') or platform.machine()}, {cores()} cores",
         "versions": {"python": platform.python_version(), **{each: version(each) for each in packages}},
-        "settings": asdict(settings), "command": server.command, "shapes": asdict(TABLE),
-        "held": all(check.held for check in checks), "checks": [asdict(check) for check in checks],
-        "counts": dict(load.counts), "problems": load.problems, "finished": load.finished, "abandoned": load.abandoned,
-        "logprob_deviation": load.deviation, "rss_slope_mb_per_min": theil_sen(half) * 60, "quarter_medians": quarters,
+        "settings": asdict(settings),
+        "command": server.command,
+        "shapes": asdict(TABLE),
+        "held": all(check.held for check in checks),
+        "checks": [asdict(check) for check in checks],
+        "counts": dict(load.counts),
+        "problems": load.problems,
+        "finished": load.finished,
+        "abandoned": load.abandoned,
+        "logprob_deviation": load.deviation,
+        "rss_slope_mb_per_min": theil_sen(half) * 60,
+        "quarter_medians": quarters,
         "metrics": {name: value for name, value in samples.metrics.items() if "_bucket" not in name and "_created" not in name},
-        "columns": samples.COLUMNS, "samples": samples.rows,
+        "columns": samples.COLUMNS,
+        "samples": samples.rows,
         **{name: [[round(at, 1), round(value, 5)] for at, value in of] for name, of in timed.items()},
-    }  # fmt: skip
+    }
 
 
 def run(settings: Settings, console: Console) -> dict[str, Any]:

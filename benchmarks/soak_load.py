@@ -22,7 +22,8 @@ THINK_S = 0.15
 """How long a client waits between two requests, on average."""
 KEPT_PROBLEMS = 50
 LOGPROB_TOLERANCE = 1e-3
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
 STOPS = ("\n\n", "return", "self", "):", "=")
 
 Json = dict[str, Any]
@@ -150,10 +151,12 @@ def check_answer(wanted: Wanted, answer: Answer) -> None:
 
 def check_usage(wanted: Wanted, answer: Answer) -> None:
     """Counts: of usage against the prompts, the limit, and the log-probabilities."""
-    body, usage = wanted.body, answer.usage
+    body = wanted.body
+    usage = answer.usage
     if usage is None:
         raise Wrong("no usage")
-    prompt, generated = sum(len(each.tokens) for each in wanted.prompts), usage["completion_tokens"]
+    prompt = sum(len(each.tokens) for each in wanted.prompts)
+    generated = usage["completion_tokens"]
     expect(usage["prompt_tokens"] == prompt, f"{usage['prompt_tokens']} prompt tokens, not {prompt}")
     expect(usage["total_tokens"] == prompt + generated, "the total is no sum")
     most = wanted.choices * body["max_tokens"]
@@ -192,45 +195,59 @@ def bad_requests(limits: Limits) -> list[Bad]:
 
     too_long = [7] * (limits.context + 1)
     return [
-        raw("no JSON", b'{"prompt": "x", '), raw("half a string", b'{"prompt": "x'), raw("nothing", b""),
-        raw("not UTF-8", b'{"prompt": "\xff\xfe\x80"}'), raw("bytes", bytes(range(256))),
+        raw("no JSON", b'{"prompt": "x", '),
+        raw("half a string", b'{"prompt": "x'),
+        raw("nothing", b""),
+        raw("not UTF-8", b'{"prompt": "\xff\xfe\x80"}'),
+        raw("bytes", bytes(range(256))),
         raw("deep lists", b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
         raw("deep objects", b'{"a":' * 20_000 + b"1" + b"}" * 20_000, CHATS),
         raw("half a surrogate", b'{"prompt": "\\ud800"}'),
-        Bad("a list", "POST", COMPLETIONS, b"[1, 2]", 400), Bad("null", "POST", CHATS, b"null", 400),
+        Bad("a list", "POST", COMPLETIONS, b"[1, 2]", 400),
+        Bad("null", "POST", CHATS, b"null", 400),
         body("temperature below 0", 400, "invalid_value", temperature=-1),
         body("temperature text", 400, None, temperature="hot"),
-        body("no tokens", 400, "invalid_value", max_tokens=0), body("n 0", 400, "invalid_value", n=0),
-        body("n 17", 400, "invalid_value", n=17), body("unknown field", 400, "unknown_parameter", surprise=1),
+        body("no tokens", 400, "invalid_value", max_tokens=0),
+        body("n 0", 400, "invalid_value", n=0),
+        body("n 17", 400, "invalid_value", n=17),
+        body("unknown field", 400, "unknown_parameter", surprise=1),
         body("tools", 400, "missing_required_parameter", CHATS, tools=[{"type": "function"}]),
         body("empty prompt", 400, None, prompt=""),
-        body("no such token", 400, None, prompt=[2**31 - 1]), body("negative token", 400, None, prompt=[-1]),
+        body("no such token", 400, None, prompt=[2**31 - 1]),
+        body("negative token", 400, None, prompt=[-1]),
         body("role", 400, None, CHATS, messages=[{"role": "wizard", "content": "x"}]),
         body("no messages", 400, None, CHATS, messages=[]),
         body("stream options", 400, "unknown_parameter", stream_options={"surprise": 1}),
         body("bias", 400, "invalid_value", logit_bias={"5": 200}),
         body("no such bias", 400, "invalid_value", logit_bias={"99999999": 1}),
         body("more than all", 400, "invalid_value", min_tokens=9, max_tokens=8),
-        body("logprobs 21", 400, "invalid_value", logprobs=21), body("seed", 400, None, seed=-5),
-        body("long stop", 400, None, stop=["x" * 129]), body("other model", 404, "model_not_found", model="other"),
+        body("logprobs 21", 400, "invalid_value", logprobs=21),
+        body("seed", 400, None, seed=-5),
+        body("long stop", 400, None, stop=["x" * 129]),
+        body("other model", 404, "model_not_found", model="other"),
         body("prompt too long", 400, "context_length_exceeded", prompt=too_long),
         body("context too small", 400, "context_length_exceeded", max_tokens=limits.context),
         body("far too many tokens", 400, "context_length_exceeded", CHATS, max_tokens=2**31 - 1),
         body("too many choices", 400, "too_many_choices", prompt=["x"] * 16, n=16, max_tokens=1),
-        Bad("unknown route", "POST", "/v1/images/generations", b"{}", 404), Bad("no route", "GET", "/../etc/passwd", b"", 404),
+        Bad("unknown route", "POST", "/v1/images/generations", b"{}", 404),
+        Bad("no route", "GET", "/../etc/passwd", b"", 404),
         Bad("odd route", "GET", "/%ff%00", b"", 404),
         Bad("no such model", "GET", "/v1/models/other", b"", 404, "model_not_found"),
-        Bad("wrong method", "GET", COMPLETIONS, b"", 405), Bad("post to health", "POST", "/health", b"{}", 405),
+        Bad("wrong method", "GET", COMPLETIONS, b"", 405),
+        Bad("post to health", "POST", "/health", b"{}", 405),
         Bad("form", "POST", COMPLETIONS, b"prompt=x", 415, "unsupported_media_type", "application/x-www-form-urlencoded"),
         Bad("announced too large", "POST", COMPLETIONS, b" " * (limits.body_bytes + 1), 413, "body_too_large"),
-    ]  # fmt: skip
+    ]
 
 
 class Drawer:
     """Draws requests that are to be answered."""
 
     def __init__(self, seed: int, texts: Sequence[Text], chats: Sequence[Text], limits: Limits):
-        self.draws, self.texts, self.chats, self.limits = random.Random(seed), texts, chats, limits
+        self.draws = random.Random(seed)
+        self.texts = texts
+        self.chats = chats
+        self.limits = limits
 
     def sampling(self, chat: bool) -> Json:
         """How to draw tokens, when to stop, and what to tell of them."""
@@ -257,7 +274,8 @@ class Drawer:
 
     def wanted(self) -> Wanted:
         """One or two prompts, or a conversation, short or long."""
-        pick, chat = self.draws, self.draws.random() < 0.35
+        pick = self.draws
+        chat = self.draws.random() < 0.35
         fields = self.sampling(chat)
         prompts = (pick.choice(self.chats if chat else self.texts),)
         if not chat and pick.random() < 0.1:
@@ -290,7 +308,9 @@ class Drawer:
 
 def canaries(texts: Sequence[Text], chats: Sequence[Text]) -> list[tuple[str, Wanted]]:
     """Requests whose answers never change; those that stream are timed."""
-    long, short, chat = texts[0], texts[-1], chats[0]
+    long = texts[0]
+    short = texts[-1]
+    chat = chats[0]
 
     def one(name: str, text: Text, **fields: Any) -> tuple[str, Wanted]:
         body = {"prompt": text.text, "temperature": 0, "max_tokens": 48, **fields}
@@ -300,13 +320,16 @@ def canaries(texts: Sequence[Text], chats: Sequence[Text]) -> list[tuple[str, Wa
     return [
         (name, wanted.streamed())
         for name, wanted in (
-            one("greedy", long), one("sampled", long, **drawn), one("penalised", short, repetition_penalty=1.3),
-            one("sampled and penalised", short, frequency_penalty=0.7, **drawn), one("log-probabilities", long, logprobs=3),
+            one("greedy", long),
+            one("sampled", long, **drawn),
+            one("penalised", short, repetition_penalty=1.3),
+            one("sampled and penalised", short, frequency_penalty=0.7, **drawn),
+            one("log-probabilities", long, logprobs=3),
             one("stop string", short, stop=["return"], max_tokens=96),
             one("biased", long, logit_bias={"5": 3, "9": -100}, min_tokens=8, stop_token_ids=list(range(100)), **drawn),
             ("chat", Wanted(CHATS, {"messages": chat.messages, "temperature": 0, "max_tokens": 48}, (chat,))),
         )
-    ] + [one("three choices", short, n=3, **drawn), one("echo", long, echo=True, logprobs=1, max_tokens=4)]  # fmt: skip
+    ] + [one("three choices", short, n=3, **drawn), one("echo", long, echo=True, logprobs=1, max_tokens=4)]
 
 
 class Load:
@@ -321,7 +344,9 @@ class Load:
     """
 
     def __init__(self, address: Address, limits: Limits, seed: int):
-        self.address, self.limits, self.draws = address, limits, random.Random(seed)
+        self.address = address
+        self.limits = limits
+        self.draws = random.Random(seed)
         self.connections = Connections(address, {})
         self.counts: Counter[str] = Counter()
         self.problems: list[Json] = []
@@ -339,7 +364,9 @@ class Load:
 
     async def texts(self, prompts: Sequence[str]) -> tuple[list[Text], list[Text]]:
         """Prompts that share beginnings, the longest first, and conversations, with their tokens by `/tokenize`."""
-        shared, texts, chats = prompts[0][:250] + prompts[1][:250], list[Text](), list[Text]()
+        shared = prompts[0][:250] + prompts[1][:250]
+        texts = list[Text]()
+        chats = list[Text]()
         pieces = [shared + prompts[2][:400], *(shared + each[:200] for each in prompts[3:8]), *prompts[8:14]]
         for piece in (*pieces, *(each[-60:] for each in prompts[14:18]), "def main():"):
             texts.append(Text(piece, (await self.json("/tokenize", {"prompt": piece}))["tokens"]))
@@ -373,7 +400,8 @@ class Load:
 
     async def answered(self, wanted: Wanted) -> Answer | None:
         """The answer, checked; None where the server was full, as it may be while there is a burst."""
-        began, body = self.now, json.dumps(wanted.body).encode()
+        began = self.now
+        body = json.dumps(wanted.body).encode()
         async with asyncio.timeout(PATIENCE_S), self.connections.request("POST", wanted.route, body) as response:
             if response.status == 503:
                 self.check_full(began, dict(response.headers), json.loads(await whole(response)))
@@ -416,7 +444,8 @@ class Load:
 
     async def canary(self, name: str, wanted: Wanted) -> str:
         """Asks what was asked before, and compares."""
-        began, at = time.monotonic(), self.now
+        began = time.monotonic()
+        at = self.now
         answer = await self.answered(wanted)
         if answer is None:
             return "turned away"
@@ -438,7 +467,8 @@ class Load:
         try:
             async with asyncio.timeout(PATIENCE_S), self.raw(bad.method, bad.route, bad.body, bad.media) as (reader, _):
                 response = await read_head(reader)
-                status, raw = response.status, await whole(response)
+                status = response.status
+                raw = await whole(response)
         except (ServerDisconnected, ConnectionError):
             # The answer to a body that nobody reads may be lost with what was still on its way.
             expect(bad.status == 413, f"{bad.name}: the connection broke")
@@ -485,7 +515,8 @@ class Load:
     async def leave_midway(self, wanted: Wanted, chunks: int) -> str:
         """Goes away after some chunks of a stream."""
         self.abandoned += wanted.choices
-        began, body = self.now, json.dumps(wanted.body).encode()
+        began = self.now
+        body = json.dumps(wanted.body).encode()
         async with asyncio.timeout(PATIENCE_S), self.connections.request("POST", wanted.route, body) as response:
             if response.status == 503:
                 self.check_full(began, dict(response.headers), json.loads(await whole(response)))
@@ -509,7 +540,8 @@ class Load:
             asyncio.timeout(2 * PATIENCE_S),
             self.raw("POST", wanted.route, json.dumps(wanted.body).encode(), buffer=4096) as (reader, _),
         ):
-            response, answer = await read_head(reader), Answer()
+            response = await read_head(reader)
+            answer = Answer()
             if response.status == 503:
                 self.abandoned += wanted.choices
                 self.check_full(began, dict(response.headers), json.loads(await whole(response)))
@@ -537,7 +569,8 @@ class Load:
 
     async def client(self, drawer: Drawer, ended: asyncio.Event) -> None:
         """One client, which does one thing after another until the end."""
-        pick, bad = random.Random(self.draws.randrange(2**32)), bad_requests(self.limits)
+        pick = random.Random(self.draws.randrange(2**32))
+        bad = bad_requests(self.limits)
         kinds: dict[str, tuple[int, Callable[[], Awaitable[str]]]] = {
             "answered": (50, lambda: self.ask(drawer.wanted())),
             "refused": (25, lambda: self.refused(pick.choice(bad))),
@@ -548,7 +581,8 @@ class Load:
             "tokenised": (4, lambda: self.round_trip(pick.choice(drawer.texts))),
             "looked up": (3, self.lookups),
         }
-        names, weights = list(kinds), [weight for weight, _ in kinds.values()]
+        names = list(kinds)
+        weights = [weight for weight, _ in kinds.values()]
         while not ended.is_set():
             (kind,) = pick.choices(names, weights)
             await self.attempt(kind, kinds[kind][1]())
@@ -562,7 +596,8 @@ class Load:
             leaving = (self.leave(drawer.small(), self.draws.random() * 0.5) for _ in range(count // 4))
             asking = (self.ask(drawer.small()) for _ in range(count))
             await asyncio.gather(*(self.attempt("burst", each) for each in (*leaving, *asking)))
-            self.bursts, self.burst_ended = self.bursts - 1, self.now
+            self.bursts = self.bursts - 1
+            self.burst_ended = self.now
             self.counts["bursts"] += 1
 
     async def canaries_of(self, each: Sequence[tuple[str, Wanted]], every_s: float, ended: asyncio.Event) -> None:

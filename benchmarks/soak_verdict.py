@@ -81,7 +81,8 @@ def memory_checks(samples_mb: Sequence[Sample], length_s: float, bounds: Bounds)
     half = between(samples_mb, length_s / 2, length_s)
     per_s = theil_sen(half)
     noise = 2 * scatter(half, per_s) / max(length_s / 2, 1e-9)
-    slope, allowed = per_s * 60, max(bounds.slope_mb_per_min, noise * 60)
+    slope = per_s * 60
+    allowed = max(bounds.slope_mb_per_min, noise * 60)
     _, second, _, last = quarter_medians(samples_mb, length_s)
     grown = None if not second or last is None else last / second
     return [

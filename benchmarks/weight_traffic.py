@@ -27,8 +27,13 @@ from tilewright.runtime.state import Span, cached_attend
 GROUP = 128
 """Inputs of a group in GPTQ's and AWQ's files, and of a block of FP8."""
 FORMATS: dict[str, Weights] = {
-    "bfloat16": "auto", "int8": "int8", "fp8": "fp8", "fp8 in blocks": "fp8", "int4": "int4", "int4 in groups": "int4",
-}  # fmt: skip
+    "bfloat16": "auto",
+    "int8": "int8",
+    "fp8": "fp8",
+    "fp8 in blocks": "fp8",
+    "int4": "int4",
+    "int4 in groups": "int4",
+}
 """Formats that are compared, and the bundle that computes with each: FP8 with a scale for each output or each block of 128
 inputs, and 4 bits as they are quantised at load, in blocks of 32 with a scale and a minimum, or as GPTQ has them
 without zero points."""
@@ -112,9 +117,7 @@ def arguments(config: DecoderConfig, form: str, batch: int, positions: int) -> t
     return weights(config, form), caches, shaped(jnp.int32, batch, 1), shaped(jnp.int32, batch)
 
 
-def step(
-    config: DecoderConfig, form: str, batch: int, positions: int, chip: str, layers: int
-) -> WeightTraffic:  # fmt: skip
+def step(config: DecoderConfig, form: str, batch: int, positions: int, chip: str, layers: int) -> WeightTraffic:
     """Compiles `greedy_step` over some layers for a TPU."""
     config = replace(config, num_layers=layers)
     held, caches, *places = arguments(config, form, batch, positions)

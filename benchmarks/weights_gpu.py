@@ -29,12 +29,16 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.published_configs import model_config
 from tilewright.runtime.state import Span, cached_attend
 
-BATCH, POSITIONS, STEPS, SIZE = 8, 640, 50, 0.02
+BATCH = 8
+POSITIONS = 640
+STEPS = 50
+SIZE = 0.02
 
 
 def drawn(array: Any, seed: int) -> jax.Array:
     """Weights of about `SIZE`: integers of any bits, and scales to match."""
-    key, dtype = jax.random.key(seed), array.dtype
+    key = jax.random.key(seed)
+    dtype = array.dtype
     if dtype.name in ("int8", "int4", "uint4"):
         bits = jax.random.bits(key, array.shape, jnp.uint8)
         signed = bits.view(jnp.int8)
@@ -62,8 +66,10 @@ def case(config: DecoderConfig, form: str) -> tuple[dict[str, Any], Callable[[],
     """A format's record but for its times, and what takes the seconds of a step."""
     ops, (weights, caches, *_) = operations("gpu", weights=FORMATS[form]), arguments(config, form, BATCH, POSITIONS)
     read = sum(map(bytes_held, jax.tree.leaves(replace(weights, embed=()))))
-    params, held = filled(weights), [filled(caches)]
-    tokens, start = jnp.arange(BATCH)[:, None] * 1000, jnp.full(BATCH, POSITIONS - 1, jnp.int32)
+    params = filled(weights)
+    held = [filled(caches)]
+    tokens = jnp.arange(BATCH)[:, None] * 1000
+    start = jnp.full(BATCH, POSITIONS - 1, jnp.int32)
 
     def logits(ops: Operations, params: Any, caches: Any) -> Any:
         span = Span(start, jnp.ones_like(start))
@@ -71,13 +77,15 @@ def case(config: DecoderConfig, form: str) -> tuple[dict[str, Any], Callable[[],
         return decoder.logits(config, ops, params, ran.hidden).astype(jnp.float32)
 
     run = jax.jit(logits, static_argnums=0)
-    found, wanted = run(ops, params, held[0]), run(operations("gpu"), dequantised(params), held[0])
+    found = run(ops, params, held[0])
+    wanted = run(operations("gpu"), dequantised(params), held[0])
     step = jax.jit(greedy_step(config, ops), donate_argnums=1).lower(params, held[0], tokens, start).compile()
     record = {
-        "held": read, "memory": step.memory_analysis().temp_size_in_bytes,
+        "held": read,
+        "memory": step.memory_analysis().temp_size_in_bytes,
         "off": float(jnp.max(jnp.abs(found - wanted)) / jnp.max(jnp.abs(wanted))),
         "same_most_likely": int(jnp.sum(jnp.argmax(found, -1) == jnp.argmax(wanted, -1))),
-    }  # fmt: skip
+    }
 
     def seconds() -> float:
         began = time.perf_counter()

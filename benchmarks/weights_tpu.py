@@ -14,7 +14,9 @@ from weight_traffic import FORMATS, step
 
 from tilewright.models.published_configs import model_config
 
-LAYERS, BATCH, POSITIONS = 2, 8, 640
+LAYERS = 2
+BATCH = 8
+POSITIONS = 640
 
 
 def main(file: Path) -> None:
@@ -25,11 +27,17 @@ def main(file: Path) -> None:
                 found = step(model_config(model), form, BATCH, POSITIONS, chip, LAYERS)
                 rows.append(
                     {
-                        "model": model, "chip": chip, "format": form, "held": found.held, "read": found.read,
-                        "written": found.written, "caches": found.caches, "temporary": found.program.temp_bytes,
+                        "model": model,
+                        "chip": chip,
+                        "format": form,
+                        "held": found.held,
+                        "read": found.read,
+                        "written": found.written,
+                        "caches": found.caches,
+                        "temporary": found.program.temp_bytes,
                         "widened": found.widened,
                     }
-                )  # fmt: skip
+                )
                 print(rows[-1], flush=True)
                 file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -95,9 +95,12 @@ class ScaleOptions:
         if most == self.replicas:
             return {"num_replicas": most, "ray_actor_options": actor}
         scaling = AutoscalingConfig(
-            min_replicas=self.replicas, max_replicas=most, target_ongoing_requests=self.target_requests,
-            upscale_delay_s=self.upscale_delay, downscale_delay_s=self.downscale_delay,
-        )  # fmt: skip
+            min_replicas=self.replicas,
+            max_replicas=most,
+            target_ongoing_requests=self.target_requests,
+            upscale_delay_s=self.upscale_delay,
+            downscale_delay_s=self.downscale_delay,
+        )
         return {"autoscaling_config": scaling, "ray_actor_options": actor}
 
 
@@ -106,9 +109,14 @@ class Replica:
     """An engine, and the routes that a server of it has."""
 
     def __init__(
-        self, models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions,
-        http: HttpOptions, log_level: LogLevel,
-    ):  # fmt: skip
+        self,
+        models: ModelOptions,
+        devices: DeviceOptions,
+        capacity: CapacityOptions,
+        denoising: DenoisingOptions,
+        http: HttpOptions,
+        log_level: LogLevel,
+    ):
         start_logging(log_level)
         if http.access_log:
             log_access()
@@ -119,14 +127,16 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises an error once the engine has ended or is stuck: Ray replaces the replica then."""
-        engine, age = self.api.engine, self.api.engine.stats().step_age_s
+        engine = self.api.engine
+        age = self.api.engine.stats().step_age_s
         if engine.failure is not None or age > self.api.options.stale_s:
             raise RuntimeError(f"the engine cannot go on; its last step was {age:.0f} s ago")
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """The messages of ASGI that answer a request; a caller that goes away gives it up."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        asked, gone = [{"type": "http.request", "body": body}], asyncio.Event()
+        asked = [{"type": "http.request", "body": body}]
+        gone = asyncio.Event()
 
         async def receive() -> Message:
             if asked:
@@ -193,7 +203,8 @@ class Gateway:
     """
 
     def __init__(self, replicas: DeploymentHandle, most: int):
-        self.replicas, self.most = replicas.options(stream=True), most
+        self.replicas = replicas.options(stream=True)
+        self.most = most
 
     @routes.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "DELETE"])
     async def forward(self, request: Request) -> Response:
@@ -206,7 +217,8 @@ class Gateway:
         messages = self.replicas.answer.remote(scope, body)
         try:
             start = await anext(messages)
-            headers, events = start["headers"], b"text/event-stream" in dict(start["headers"]).get(b"content-type", b"")
+            headers = start["headers"]
+            events = b"text/event-stream" in dict(start["headers"]).get(b"content-type", b"")
             parts = events_of(messages, scope["path"], headers) if events else [await whole(messages)]
         except BackPressureError:
             return self.refused(overloaded(), scope)
@@ -260,9 +272,11 @@ def main(
     replicas = Replica.options(**scale.options, **shared, max_ongoing_requests=most, max_queued_requests=most)
     bound = replicas.bind(chosen, devices, capacity, denoising, http, log_level)
     gateways = Gateway.options(
-        num_replicas=scale.gateways, ray_actor_options={"num_cpus": GATEWAY_CPUS}, **shared,
+        num_replicas=scale.gateways,
+        ray_actor_options={"num_cpus": GATEWAY_CPUS},
+        **shared,
         max_ongoing_requests=most * scale.most,
-    )  # fmt: skip
+    )
     serve.start(http_options=HTTPOptions(host=http.host, port=http.port))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # behind the start of Ray, which takes it for itself
     try:

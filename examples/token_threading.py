@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 from tilewright.parallel import tokens
 from tilewright.parallel.mesh import make_mesh
 
-LAYERS, WIDTH, ROWS = 4, 64, 16
+LAYERS = 4
+WIDTH = 64
+ROWS = 16
 
 
 def loss(layers: list[jax.Array], x: jax.Array) -> jax.Array:
@@ -34,7 +36,8 @@ def loss(layers: list[jax.Array], x: jax.Array) -> jax.Array:
         ahead, token = gather(layer + 1, token) if layer + 1 < LAYERS else (w, token)
         y = jax.nn.silu(x @ w)
         y, token = tokens.thread(token, jax.lax.all_gather, y, "tp", axis=1, tiled=True, kind="tp_all_gather")
-        x, w = x + y, ahead
+        x = x + y
+        w = ahead
     return jax.lax.pmean(jnp.mean(x**2), "fsdp")
 
 

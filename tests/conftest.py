@@ -109,7 +109,8 @@ def quick_flags(config: pytest.Config) -> str:
 
 def jax_starts_with(flag: str) -> bool:
     """Whether a process in which JAX is given a flag of XLA's gets as far as its devices."""
-    command, env = [sys.executable, "-c", "import jax; jax.devices()"], os.environ | {"XLA_FLAGS": flag}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    env = os.environ | {"XLA_FLAGS": flag}
     return subprocess.run(command, env=env, capture_output=True).returncode == 0
 
 

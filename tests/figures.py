@@ -133,7 +133,8 @@ def selected(values: list[Any], path: str) -> list[Any]:
 
 def rounds_to(found: float, figure: str) -> bool:
     """Whether a number, rounded to the digits that a figure shows, is that figure."""
-    shown, digits = float(figure.replace(",", "")), len(figure.partition(".")[2])
+    shown = float(figure.replace(",", ""))
+    digits = len(figure.partition(".")[2])
     return abs(found - shown) <= 0.5000001 * 10**-digits
 
 
@@ -145,7 +146,8 @@ def problems(documents: Mapping[str, str], sources: list[Source], whole: tuple[s
         sources: of blocks of theirs.
         whole: documents in which every block with a figure needs a source.
     """
-    wrong, used = [], []
+    wrong = []
+    used = []
     for document, text in documents.items():
         for block in blocks(text):
             of = [one for one in sources if one.document == document and block.startswith(one.begins)]

@@ -21,7 +21,8 @@ class Kept(dict[str, Any]):
 
 def test_only_flags_under_which_jax_starts_are_used_and_the_answer_is_kept(conftest: Any, monkeypatch: pytest.MonkeyPatch):
     """XLA's library still names flags that it does not take: it aborts the process at them."""
-    known, unknown = "--xla_force_host_platform_device_count=2", "--xla_cpu_no_such_flag=true"
+    known = "--xla_force_host_platform_device_count=2"
+    unknown = "--xla_cpu_no_such_flag=true"
     monkeypatch.setattr(conftest, "QUICK_FLAGS", (known, unknown))
     config: Any = type("Config", (), {"cache": Kept()})()
     assert conftest.quick_flags(config) == f" {known}"
@@ -33,7 +34,8 @@ def test_only_flags_under_which_jax_starts_are_used_and_the_answer_is_kept(conft
 def test_memory_that_is_free_is_given_back(conftest: Any):
     """Also where what was allocated last is still in use, which keeps all before it in the process."""
     blocks = [np.ones(8000) for _ in range(3000)]
-    full, last = conftest.resident_bytes(), blocks.pop()
+    full = conftest.resident_bytes()
+    last = blocks.pop()
     blocks.clear()
     conftest.give_back_memory()
     assert conftest.resident_bytes() < full - 100e6

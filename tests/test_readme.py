@@ -29,7 +29,8 @@ def shifted(figure: str, by: int) -> str:
 @pytest.mark.parametrize("by", [1, 9])
 def test_a_figure_that_is_wrong_in_its_last_digit_is_refused(by: int):
     """Also where it is wrong in both places, in the document and beside its field."""
-    accepted, tried = [], 0
+    accepted = []
+    tried = 0
     for source in SOURCES:
         named = [figure for figure, _ in source.fields]
         for at, (figure, field) in enumerate(source.fields):

@@ -94,7 +94,8 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def import_problems(package: str, text: str) -> list[str]:
     """What a file of `package` imports and may not."""
-    allowed, problems = reachable(package), []
+    allowed = reachable(package)
+    problems = []
     for line, name in imported(parsed(text)):
         parts = name.split(".")
         if name.startswith("."):

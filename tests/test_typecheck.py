@@ -47,15 +47,23 @@ class Shaped:
 
 
 def test_annotations_with_shapes_and_without_are_checked():
-    wide, square = np.zeros((2, 3)), np.zeros((2, 2))
+    wide = np.zeros((2, 3))
+    square = np.zeros((2, 2))
     assert plain(1, ["a"]) == 1
     assert shaped(square).shape == (2, 2)
     assert shaped(wide, np.zeros((3, 5))).shape == (2, 5)
     assert (Plain.of("4").half, Shaped(square).x.shape) == (2, (2, 2))
     for wrong in (
-        lambda: plain("1"), lambda: plain(1, [2]), lambda: shaped(wide, wide), lambda: shaped(np.zeros(2)),
-        lambda: shaped(wide.astype(int)), lambda: Plain("1"), lambda: Plain(3).half, lambda: Plain.of(4), lambda: Shaped(wide),
-    ):  # fmt: skip
+        lambda: plain("1"),
+        lambda: plain(1, [2]),
+        lambda: shaped(wide, wide),
+        lambda: shaped(np.zeros(2)),
+        lambda: shaped(wide.astype(int)),
+        lambda: Plain("1"),
+        lambda: Plain(3).half,
+        lambda: Plain.of(4),
+        lambda: Shaped(wide),
+    ):
         with pytest.raises((jaxtyping.TypeCheckError, BeartypeException)):
             wrong()
 

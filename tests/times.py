@@ -20,7 +20,8 @@ BUDGET_S = 600 - 70.0
 KEPT_S = 2.0
 """The cheapest test of each file stays, if it takes no longer than that."""
 PROPERTY = "processor_s"
-QUICK_S, SLOW_S = 0.2, 2.0
+QUICK_S = 0.2
+SLOW_S = 2.0
 """What a test is taken to need of which nothing more is known than that it is marked slow, or not."""
 
 
@@ -75,7 +76,8 @@ def chosen(seconds: Mapping[str, float], budget_s: float = BUDGET_S, kept_s: flo
     for test in seconds:
         files[test.split("::")[0]].append(test)
     cheapest = {min(tests, key=lambda test: seconds[test]) for tests in files.values()}
-    left, found = sum(seconds.values()), []
+    left = sum(seconds.values())
+    found = []
     for test in sorted(seconds, key=lambda test: -seconds[test]):
         if left <= budget_s:
             break

@@ -52,7 +52,8 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 def build(prefix: Path) -> ctypes.CDLL:
     """Compiles onednn.cc with the flags of the package's own kernels and registers it."""
-    here, own = Path(__file__).parent, Path(native.__file__).parent
+    here = Path(__file__).parent
+    own = Path(native.__file__).parent
     includes = ["-I", str(own), "-I", str(prefix / "include"), "-isystem", jax.ffi.include_dir()]
     link = ["-L", str(prefix / "lib"), "-ldnnl", f"-Wl,-rpath,{prefix / 'lib'}"]
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +164,8 @@ def random_weight(rng: np.random.Generator, shape: tuple[int, int], half: bool) 
 def row_invariance(library: ctypes.CDLL, shape: tuple[int, int], half: bool) -> dict[str, Any]:
     """For each number of rows whether its results have the bits that the same rows have among 512, and the largest error."""
     rng = np.random.default_rng(1)
-    w, x = random_weight(rng, shape, half), jnp.asarray(rng.standard_normal((max(ROWS), shape[0]), np.float32))
+    w = random_weight(rng, shape, half)
+    x = jnp.asarray(rng.standard_normal((max(ROWS), shape[0]), np.float32))
     rounded = x.astype(jnp.bfloat16) if half else x
     exact = np.asarray(rounded, np.float64) @ w.astype(np.float64)
     found: dict[str, Any] = {"layouts": {m: described(library, shape, half, m, m) for m in ROWS}}
@@ -189,7 +191,8 @@ def row_invariance(library: ctypes.CDLL, shape: tuple[int, int], half: bool) -> 
 
 def setup_seconds(library: ctypes.CDLL, shape: tuple[int, int], half: bool, rows: int) -> dict[str, float]:
     """What making a primitive costs: generated for the first time, and found in oneDNN's own cache."""
-    first, again = ctypes.c_double(), ctypes.c_double()
+    first = ctypes.c_double()
+    again = ctypes.c_double()
     library.OnednnSetup(*sizes(rows, shape, half), ctypes.byref(first), ctypes.byref(again))
     return {"first_us": 1e6 * first.value, "again_us": 1e6 * again.value}
 
@@ -201,7 +204,8 @@ def measure(library: ctypes.CDLL, args: argparse.Namespace) -> dict[str, Any]:
     for dtype in args.dtypes:
         half = dtype == "bfloat16"
         for name, shape in shapes.items():
-            small, head = name in SMALL, name.endswith("head")
+            small = name in SMALL
+            head = name.endswith("head")
             if small:
                 found["setup"].append({"shape": name, "dtype": dtype, **setup_seconds(library, shape, half, 16)})
             if not head:

@@ -15,9 +15,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Generation", "Grammar", "LanguageModel", "Piece", "Result", "Sampling", "ShapeTable", "Stream", "__version__", "compare",
+    "Generation",
+    "Grammar",
+    "LanguageModel",
+    "Piece",
+    "Result",
+    "Sampling",
+    "ShapeTable",
+    "Stream",
+    "__version__",
+    "compare",
     "load",
-]  # fmt: skip
+]
 
 _MODULES = {
     "compiled.compare": ("compare",),

@@ -42,9 +42,13 @@ def answered(status: int, said: Any, headers: str = "") -> list[Step]:
 
 
 def completion_chunks(
-    counts: Sequence[int], prompt_tokens: int, *, chat: bool = False, continuous: bool = True,
+    counts: Sequence[int],
+    prompt_tokens: int,
+    *,
+    chat: bool = False,
+    continuous: bool = True,
     metrics: dict[str, Any] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """The chunks of an answer that brings so many tokens in each, as vLLM sends them."""
     chunks: list[dict[str, Any]] = []
     total = 0
@@ -147,7 +151,9 @@ def scripted(script: Script, models: list[Step] | None = None, tls: ssl.SSLConte
     """Runs a server in a thread of its own. `models` answers every GET."""
     server = Scripted()
     listed = answered(200, {"object": "list", "data": [{"id": "scripted"}, {"id": "other"}]}) if models is None else models
-    ready, loop, ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+    ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    ended = asyncio.Event()
 
     async def main() -> None:
         tasks: set[asyncio.Task[None]] = set()

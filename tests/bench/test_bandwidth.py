@@ -32,7 +32,8 @@ def test_a_copy_counts_both_ways_and_a_read_one():
 @pytest.mark.parametrize("threads", [1, 3, 7])
 def test_the_threads_share_the_whole_buffer(threads: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bandwidth, "cores", lambda: threads)
-    memory, sums = MemoryBuffers(4 * 1001), []
+    memory = MemoryBuffers(4 * 1001)
+    sums = []
     memory.copy()
     np.testing.assert_array_equal(memory.target, np.arange(1001))
     memory._rate(lambda source, _: sums.append(source.sum()), 1)

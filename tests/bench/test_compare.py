@@ -38,7 +38,7 @@ def result(tokens: Sequence[int], lengths: Sequence[int], drafts: int = 0) -> Re
     return Result("", list(tokens), list(lengths), "length", 1, [drafts] * len(lengths), accepted)
 
 
-def generation(*rows: Sequence[int], seconds: float = 1.0, rounds: int = 1) -> Generation:  # fmt: skip
+def generation(*rows: Sequence[int], seconds: float = 1.0, rounds: int = 1) -> Generation:
     return Generation([result(row, [1] * len(row)) for row in rows], 0.5, seconds, rounds)
 
 
@@ -46,8 +46,13 @@ class FakeModel(LanguageModel):
     """Gives what it is told: `seconds[speculative]` for each run after the other. Results depend on the way."""
 
     def __init__(self, seconds: dict[bool, list[float]], drafter: DFlash | None = DRAFTER):
-        self.seconds, self.drafter = {way: iter(each) for way, each in seconds.items()}, drafter
-        self.dtype, self.kernels, self.weights, self.kv_dtype, self.pacing = "float32", "xla", "auto", "auto", None
+        self.seconds = {way: iter(each) for way, each in seconds.items()}
+        self.drafter = drafter
+        self.dtype = "float32"
+        self.kernels = "xla"
+        self.weights = "auto"
+        self.kv_dtype = "auto"
+        self.pacing = None
         self.placement = self.default_adapter = None
         self.calls: list[tuple[list[Any], bool | None]] = []
 

@@ -40,9 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, quick_compiles: None) -> Dif
 
 def test_ways_are_told_apart_and_plain_dense_comes_first():
     ways = ways_of(replace(BASE, steps=8), ("dual", "sparse"), (0.99, 0.5), (0.9,))
-    assert [*ways] == [
-        "dense", "dual", "sparse τ0.99", "sparse τ0.5", "dual p≥0.9", "sparse τ0.99 p≥0.9", "sparse τ0.5 p≥0.9"
-    ]  # fmt: skip
+    assert [*ways] == ["dense", "dual", "sparse τ0.99", "sparse τ0.5", "dual p≥0.9", "sparse τ0.99 p≥0.9", "sparse τ0.5 p≥0.9"]
     assert [request.steps for request in ways.values()] == [8] * 4 + [None] * 3
     assert [request.threshold for request in ways.values()] == [None] * 4 + [0.9] * 3
     assert ways["sparse τ0.5 p≥0.9"].saliency.tau == 0.5
@@ -135,7 +133,8 @@ def test_dense_steps_with_a_suffix_window_compute_what_is_visible(model: Diffusi
 
 
 def test_ways_are_measured_in_turns_and_nothing_compiles_meanwhile(model: DiffusionModel):
-    ways, told = ways_of(BASE, ("sparse",), (0.5,), (0.05,)), []
+    ways = ways_of(BASE, ("sparse",), (0.5,), (0.05,))
+    told = []
     found = measure(model, ways, PROMPTS, batch_size=2, timed=2, compared=0, repetitions=2, on_row=told.append)
     assert sum(told) == rows_in_all(3, 3, timed=2, compared=0, repetitions=2) == 3 * (3 + 2 * 2)
     figures = rows(found, lambda n, text: n == 0)

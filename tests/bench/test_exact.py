@@ -45,9 +45,14 @@ from tilewright.speculation.drafters.load import DrafterOptions
 PAIR = random_pair(0, vocab_size=12, target_layers=2, drafter_layers=1, taps=[0], block_size=4)
 NEW = 40
 EFFORT = Effort(
-    requests=6, max_new_tokens=NEW, batches=(1, 3), widths=(), alone=("mixed",), served=("mixed",),
+    requests=6,
+    max_new_tokens=NEW,
+    batches=(1, 3),
+    widths=(),
+    alone=("mixed",),
+    served=("mixed",),
     arrivals=("as given", "reversed", "everything"),
-)  # fmt: skip
+)
 ASKED = prompts(0, [1, 30, 17, 40, 9, 33], vocab=12)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -78,12 +83,18 @@ def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str
     paths = {(each.drafter, each.path): each for each in found}
     served = ["engine, as given", "engine, reversed", "engine, everything"]
     assert list(paths) == [
-        ("none", "one at a time"), ("none", "batches of 3"), ("none", "engine, 1 at a time"),
+        ("none", "one at a time"),
+        ("none", "batches of 3"),
+        ("none", "engine, 1 at a time"),
         *(("none", name) for name in served),
-        ("dflash", "one at a time"), ("dflash", "batches of 3"), ("dflash", "engine, 1 at a time"),
+        ("dflash", "one at a time"),
+        ("dflash", "batches of 3"),
+        ("dflash", "engine, 1 at a time"),
         *(("dflash", name) for name in served),
-        (TEAM, "batches of 3, widths drawn"), (TEAM, "engine, 1 at a time"), *((TEAM, name) for name in served),
-    ]  # fmt: skip
+        (TEAM, "batches of 3, widths drawn"),
+        (TEAM, "engine, 1 at a time"),
+        *((TEAM, name) for name in served),
+    ]
     for drafter in ("none", "dflash", TEAM):
         everything = paths[drafter, "engine, everything"]
         assert everything.answers % (len(ASKED) + 3 * 3) == 0
@@ -192,7 +203,8 @@ def text_and_logits(lm: LanguageModel, sampling: Sampling) -> Iterator[tuple[lis
 def test_margins_are_those_of_numpy(lm: LanguageModel):
     sampling = Sampling(8)
     for prompt, before, token, logits in text_and_logits(lm, sampling):
-        found, down = next_logits(lm, [*prompt, *before]), np.argsort(logits)[::-1]
+        found = next_logits(lm, [*prompt, *before])
+        down = np.argsort(logits)[::-1]
         assert token == down[0]
         assert top_margin(found) == pytest.approx(logits[down[0]] - logits[down[1]], abs=1e-4)
         lead = score_lead(draw_scores(found, sampling, prompt, before), token, int(down[5]))
@@ -250,7 +262,8 @@ def test_the_loop_is_for_float32_alone(lm: LanguageModel, monkeypatch: pytest.Mo
     kept.weights = "int8"
     assert [Plain(each).uncached for each in (lm, other, kept)] == [True, False, False]
     monkeypatch.setattr("tilewright.bench.exact.plain_tokens", lambda *_: pytest.fail("the loop ran"))
-    plain, asked = Plain(lm), ExactRequest(0, tuple(ASKED[1]), Sampling(6))
+    plain = Plain(lm)
+    asked = ExactRequest(0, tuple(ASKED[1]), Sampling(6))
     plain.uncached = False
     assert plain.answer(asked) == lm.generate([ASKED[1]], Sampling(6), speculative=False)[0].tokens
 
@@ -281,7 +294,8 @@ class DeadEngine(Engine):
     """An engine that takes requests and answers none, and holds on to what it had."""
 
     def __init__(self, counted: EngineStats = EngineStats()):
-        self.counted, self.gave_up = counted, 0
+        self.counted = counted
+        self.gave_up = 0
 
     def submit(self, request: GenerateRequest, listener: Listener, encoded: bool = False) -> RequestHandle:
         return RequestHandle(request, 0)

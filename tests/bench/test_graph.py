@@ -60,7 +60,9 @@ def test_a_folder_of_graphs_is_refused(tmp_path: Path):
 
 
 def test_a_graph_without_edges_is_refused(tmp_path: Path):
-    edge_index, x, y = np.zeros((2, 0), np.int32), np.ones((3, 2), np.float32), np.zeros(3, np.int32)
+    edge_index = np.zeros((2, 0), np.int32)
+    x = np.ones((3, 2), np.float32)
+    y = np.zeros(3, np.int32)
     np.savez(tmp_path / "x.npz", edge_index=edge_index, x=x, y=y)
     with pytest.raises(ValueError, match="expected a graph with edges, found none"):
         read_graph(str(tmp_path / "x.npz"))
@@ -111,7 +113,8 @@ def test_bytes_and_round_trips_of_gathering():
 
 def test_dmas_are_those_of_the_kernels_times_the_layers():
     single, model = prepare(SMALL, ["gather-scatter", "graphsage"], ["padded", "csr"], 128, "float32")
-    edges, most = SMALL.edge_index.shape[1], int(SMALL.degrees.max())
+    edges = SMALL.edge_index.shape[1]
+    most = int(SMALL.degrees.max())
     assert single.counts["padded"]["tpu_gathered_bytes"] == edges * 512
     assert single.counts["padded"]["nki_dma_descriptors"] == 40 * (most + 2)
     assert single.counts["padded"]["nki_written_bytes"] == 40 * 512

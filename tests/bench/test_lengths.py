@@ -16,19 +16,20 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,37
     [
         ("azure.csv", AZURE, [(374, 44), (396, 109)]),
         ("azure.CSV", "\ufeff" + AZURE.replace("\n", "\r\n") + "\r\n", [(374, 44), (396, 109)]),
-        ("plain.csv", "\n output_tokens , prompt_tokens \n 0 ,1\n\n3,\"2\"\n", [(1, 0), (2, 3)]),
+        ("plain.csv", '\n output_tokens , prompt_tokens \n 0 ,1\n\n3,"2"\n', [(1, 0), (2, 3)]),
         ("a.jsonl", '{"prompt_tokens": 7, "output_tokens": 0}\n\n{"output_tokens": 2, "prompt_tokens": 1}', [(7, 0), (1, 2)]),
         ("usage.jsonl", '{"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}', [(7, 3)]),
         ("azure.jsonl", '{"ContextTokens": 7, "GeneratedTokens": 3}', [(7, 3)]),
     ],
-)  # fmt: skip
+)
 def test_layouts(tmp_path: Path, name: str, text: str, lengths: list[tuple[int, int]]):
     (tmp_path / name).write_bytes(text.encode())
     prompts, outputs = read_lengths(tmp_path / name)
     assert list(zip(prompts.tolist(), outputs.tolist(), strict=True)) == lengths
 
 
-PROMPT, OUTPUT = "expected prompt_tokens of 1 to 2**31 - 1 tokens", "expected output_tokens of 0 to 2**31 - 1 tokens"
+PROMPT = "expected prompt_tokens of 1 to 2**31 - 1 tokens"
+OUTPUT = "expected output_tokens of 0 to 2**31 - 1 tokens"
 KNOWN = "prompt_tokens and output_tokens; prompt_tokens and completion_tokens; ContextTokens and GeneratedTokens"
 
 
@@ -58,7 +59,7 @@ KNOWN = "prompt_tokens and output_tokens; prompt_tokens and completion_tokens; C
         ("t.txt", b"", ": expected a trace in .csv or .jsonl, found .txt"),
         ("t", b"", ": expected a trace in .csv or .jsonl, found no suffix"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong(tmp_path: Path, name: str, text: bytes, problem: str):
     (tmp_path / name).write_bytes(text)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}{problem}")):
@@ -72,7 +73,8 @@ def test_a_file_that_is_not_there(tmp_path: Path, name: str):
 
 
 TIMED = '{"prompt_tokens": 1, "output_tokens": 2, "arrival_s": 1}\n'
-DATE, NUMBER = "expected a date and time in TIMESTAMP", "expected a number of seconds in arrival_s"
+DATE = "expected a date and time in TIMESTAMP"
+NUMBER = "expected a number of seconds in arrival_s"
 LIKE = "expected arrival_s as the first request has it"
 CSV = "arrival_s,prompt_tokens,output_tokens\n"
 
@@ -115,7 +117,7 @@ def test_a_trace_need_not_say_when(tmp_path: Path):
         ("t.csv", "prompt_tokens,output_tokens\n0,2\n", f":2: {PROMPT}, found '0'"),
         ("t.csv", "prompt_tokens,output_tokens\n", ": expected at least one request, found none"),
     ],
-)  # fmt: skip
+)
 def test_times_that_are_none(tmp_path: Path, name: str, text: str, problem: str):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}{problem}")):

@@ -86,8 +86,11 @@ def test_cases_have_the_sizes_that_the_models_declare(model: str):
 def test_cases_are_found_by_name():
     found = named(("qwen3-4b", "demo"), ("head", "q", "head"))
     assert [(case.model, case.layer) for case in found] == [
-        ("qwen3-4b", "head"), ("qwen3-4b", "q"), ("demo", "head"), ("demo", "q"),
-    ]  # fmt: skip
+        ("qwen3-4b", "head"),
+        ("qwen3-4b", "q"),
+        ("demo", "head"),
+        ("demo", "q"),
+    ]
     with pytest.raises(ValueError, match=r"expected each model to be one of demo, .*, found 'gpt2'"):
         named(("demo", "gpt2"), LAYERS)
     with pytest.raises(ValueError, match=r"expected each layer to be one of q, k, .*, found none"):
@@ -158,7 +161,8 @@ def test_programs_go_round_the_copies(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("program_s, runs", [(0.01, [1, 1, 5]), (0.08, [1, 1])])
 def test_a_run_has_as_many_programs_as_fit_its_time(program_s: float, runs: list[int], monkeypatch: pytest.MonkeyPatch):
     """A program to warm up, another to see how long it takes unless the first was long, then the run that counts."""
-    now, seen = [0.0], []
+    now = [0.0]
+    seen = []
 
     def run(programs: int) -> None:
         seen.append(programs)
@@ -173,22 +177,42 @@ def test_a_run_has_as_many_programs_as_fit_its_time(program_s: float, runs: list
 def test_figures_of_a_record():
     sides = [fake_side("cpu_bfloat16", 10**6), fake_side("xla_float32", 2 * 10**6), fake_side("torch_bfloat16", 10**6)]
     taken = {
-        ("copy", 0): [40.0], ("read", 0): [50.0], ("dot", 0): [200.0],
-        ("cpu_bfloat16", 1): [5e-5], ("cpu_bfloat16", 4): [1e-4, 3e-4, 5e-5],
-        ("xla_float32", 4): [3e-4], ("torch_bfloat16", 4): [5e-5, 4e-5, 6e-5],
-    }  # fmt: skip
+        ("copy", 0): [40.0],
+        ("read", 0): [50.0],
+        ("dot", 0): [200.0],
+        ("cpu_bfloat16", 1): [5e-5],
+        ("cpu_bfloat16", 4): [1e-4, 3e-4, 5e-5],
+        ("xla_float32", 4): [3e-4],
+        ("torch_bfloat16", 4): [5e-5, 4e-5, 6e-5],
+    }
     case = LinearCase("demo", "gate_up", 500, 1000)
     record = figures(case, sides, taken, "bfloat16", 4)
     assert record == {
-        "model": "demo", "layer": "gate_up", "inputs": 500, "outputs": 1000, "gated": True, "dtype": "bfloat16", "rows": 4,
-        "side": "cpu_bfloat16", "median_ms": pytest.approx(0.1), "range_ms": pytest.approx((0.05, 0.3)),
-        "over_one_row": pytest.approx(2), "weight_mb": 1.0,
-        "weights_gb_per_s": pytest.approx(10), "copy_gb_per_s": 40.0, "share_of_copy_bandwidth": pytest.approx(0.25),
-        "read_gb_per_s": 50.0, "share_of_read_bandwidth": pytest.approx(0.2), "gflop_per_s": pytest.approx(80),
-        "dot_gflop_per_s": 200.0, "share_of_dot_products": None,
-        "xla_float32_ms": pytest.approx(0.3), "torch_bfloat16_ms": pytest.approx(0.05),
-        "ratio_to_xla_float32": pytest.approx(3), "ratio_to_torch_bfloat16": pytest.approx(0.5),
-    }  # fmt: skip
+        "model": "demo",
+        "layer": "gate_up",
+        "inputs": 500,
+        "outputs": 1000,
+        "gated": True,
+        "dtype": "bfloat16",
+        "rows": 4,
+        "side": "cpu_bfloat16",
+        "median_ms": pytest.approx(0.1),
+        "range_ms": pytest.approx((0.05, 0.3)),
+        "over_one_row": pytest.approx(2),
+        "weight_mb": 1.0,
+        "weights_gb_per_s": pytest.approx(10),
+        "copy_gb_per_s": 40.0,
+        "share_of_copy_bandwidth": pytest.approx(0.25),
+        "read_gb_per_s": 50.0,
+        "share_of_read_bandwidth": pytest.approx(0.2),
+        "gflop_per_s": pytest.approx(80),
+        "dot_gflop_per_s": 200.0,
+        "share_of_dot_products": None,
+        "xla_float32_ms": pytest.approx(0.3),
+        "torch_bfloat16_ms": pytest.approx(0.05),
+        "ratio_to_xla_float32": pytest.approx(3),
+        "ratio_to_torch_bfloat16": pytest.approx(0.5),
+    }
     in_blocks = figures(case, [fake_side("cpu_q4_1", 10**6)], {**taken, ("cpu_q4_1", 4): [1e-4]}, "q4_1", 4)
     assert in_blocks["share_of_dot_products"] == pytest.approx(0.4)
     del taken["cpu_bfloat16", 1]
@@ -202,15 +226,24 @@ def record(layer: str, rows: int, over: float | None, share: float, torch: float
 
 def test_a_summary_names_the_worst_layer():
     records = [
-        record("q", 1, 1.0, 0.9, torch=1.5), record("q", 16, 1.2, 0.1, torch=1.1), record("q", 512, 9.0, 0.1, torch=0.9),
-        record("head", 1, 1.0, 0.6, torch=1.2), record("head", 16, 1.1, 0.1, torch=1.4),
+        record("q", 1, 1.0, 0.9, torch=1.5),
+        record("q", 16, 1.2, 0.1, torch=1.1),
+        record("q", 512, 9.0, 0.1, torch=0.9),
+        record("head", 1, 1.0, 0.6, torch=1.2),
+        record("head", 16, 1.1, 0.1, torch=1.4),
         record("head", 512, 9.0, 0.1, torch=0.7),
-    ]  # fmt: skip
+    ]
     told = {one["name"]: one for one in summary(records)}
     assert told["rows_16_over_rows_1"] == {
-        "name": "rows_16_over_rows_1", "bound": 1.25, "at_most": True, "met": True, "worst": 1.2, "worst_layer": "q",
-        "median": pytest.approx(1.15), "layers": {"q": 1.2, "head": 1.1},
-    }  # fmt: skip
+        "name": "rows_16_over_rows_1",
+        "bound": 1.25,
+        "at_most": True,
+        "met": True,
+        "worst": 1.2,
+        "worst_layer": "q",
+        "median": pytest.approx(1.15),
+        "layers": {"q": 1.2, "head": 1.1},
+    }
     share = told["share_of_copy_bandwidth_at_1_row"]
     assert (share["met"], share["worst"], share["worst_layer"]) == (False, 0.6, "head")
     few = told["ratio_to_torch_bfloat16_at_1_to_16_rows"]

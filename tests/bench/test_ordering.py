@@ -21,7 +21,9 @@ BARRIER = "optimization_barrier"
 
 def traced(order: str, run: Callable[..., Array]) -> str:
     """The program of a ring of four devices."""
-    mesh, whole, rows = make_mesh({"tp": 4}), PartitionSpec(), PartitionSpec("tp")
+    mesh = make_mesh({"tp": 4})
+    whole = PartitionSpec()
+    rows = PartitionSpec("tp")
     inside = jax.shard_map(in_order(order, run), mesh=mesh, in_specs=(rows, whole), out_specs=whole, check_vma=False)
     return str(jax.make_jaxpr(inside)(jnp.ones((8, 4)), jnp.ones((4, 4))))
 
@@ -38,7 +40,8 @@ def test_names_of_orders():
 
 def test_the_compiler_alone_has_no_ties():
     """And what is traced after it has them again."""
-    own, alone = traced(OWN, ring), traced(COMPILER, ring)
+    own = traced(OWN, ring)
+    alone = traced(COMPILER, ring)
     assert BARRIER in own
     assert BARRIER not in alone
     assert own.count("ppermute") == alone.count("ppermute") > 0
@@ -60,8 +63,10 @@ def test_program_order_comes_with_jax_0_12(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_operation_is_a_unit():
     """One call in the program, whatever is in it; constants besides arrays stay what they are."""
-    x, w = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), jnp.float32), jnp.ones((4, 4))
-    ops, norm = ordering.in_units(PLAIN), Norm(jnp.ones(4), 1e-5)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), jnp.float32)
+    w = jnp.ones((4, 4))
+    ops = ordering.in_units(PLAIN)
+    norm = Norm(jnp.ones(4), 1e-5)
     program = jax.make_jaxpr(lambda x, w: ops.linear(x, w, jnp.float32, norm))(x, w)
     assert len(program.eqns) == 1
     np.testing.assert_allclose(ops.linear(x, w, None, norm), PLAIN.linear(x, w, None, norm), rtol=1e-6)

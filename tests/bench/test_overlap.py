@@ -18,7 +18,8 @@ from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.perfmodel.timeline import simulate
 from tilewright.perfmodel.uncertainty import MODEL_ERROR
 
-PREFILL, DECODE = Phase("prefill", 1, 8), Phase("decode", 1, 8)
+PREFILL = Phase("prefill", 1, 8)
+DECODE = Phase("decode", 1, 8)
 PLACES = tuple(ring_of(product(range(4), range(2))))
 FABRIC = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (1, 1)), ((0, 0),))
 

@@ -32,14 +32,17 @@ CHECKS = "assert add(1, 2) == 3"
 RIGHT = "def add(a, b):\n    return a + b"
 
 
-@pytest.mark.parametrize("answer, code", [
-    ("Here:\n```python\nx = 1\n```\nand\n```python\ny = 2\n```", "x = 1"),
-    ("```\nplain = 0\n```\n```py\nx = 1\n```", "x = 1"),
-    ("```\nx = 1\n```\n", "x = 1"),
-    ("It is\n```Python\nx = 1\n    y", "x = 1\n    y"),
-    ("- a list\n  ```python\n  x = 1\n  ```\n", "  x = 1"),
-    ("x = 1", "x = 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer, code",
+    [
+        ("Here:\n```python\nx = 1\n```\nand\n```python\ny = 2\n```", "x = 1"),
+        ("```\nplain = 0\n```\n```py\nx = 1\n```", "x = 1"),
+        ("```\nx = 1\n```\n", "x = 1"),
+        ("It is\n```Python\nx = 1\n    y", "x = 1\n    y"),
+        ("- a list\n  ```python\n  x = 1\n  ```\n", "  x = 1"),
+        ("x = 1", "x = 1"),
+    ],
+)
 def test_the_program_in_an_answer(answer: str, code: str):
     assert tasks.program(answer) == code
 
@@ -51,16 +54,19 @@ def test_a_right_program_passes_and_no_other():
     assert not tasks.passes(f"{RIGHT}\nexit(0)", "assert False"), "it ended before its checks"
 
 
-@pytest.mark.parametrize("line", [
-    "import socket; socket.socket()",
-    "import os; os.system('true')",
-    "import subprocess; subprocess.run(['true'])",
-    "import os; os.fork()",
-    "open('{outside}', 'w')",
-    "import os; os.remove('{outside}')",
-    "x = bytearray(1 << 31)",
-    "input()",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import socket; socket.socket()",
+        "import os; os.system('true')",
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os.fork()",
+        "open('{outside}', 'w')",
+        "import os; os.remove('{outside}')",
+        "x = bytearray(1 << 31)",
+        "input()",
+    ],
+)
 def test_a_program_reaches_nothing_outside(line: str, tmp_path: Path):
     outside = tmp_path / "outside"
     outside.write_text("kept")
@@ -168,7 +174,8 @@ def test_models_in_few_bits_are_compared_within_a_repetition():
     taken |= {("prompt of 512", name): [speed.Timed(5.12, 9.0)] * 3 for name in ("int4", "Q4_0")}
     nbytes = {"int4": 5 * 10**8, "int8": 10**9, "Q4_0": 4 * 10**8, "Q8_0": 10**9}
     records = {(each["case"], each["side"]): each for each in few_bits.figures("some", taken, nbytes)}
-    own, other = records["one row", "int4"], records["one row", "Q4_0"]
+    own = records["one row", "int4"]
+    other = records["one row", "Q4_0"]
     assert (own["ms"], own["tokens_per_s"], own["read_share"]) == (20.0, 50.0, 0.5)
     assert (other["int4_speedup"], other["int4_speedup_range"]) == (2.5, [1.25, 5.0])
     prompt = records["prompt of 512", "Q4_0"]
@@ -203,9 +210,15 @@ def test_predictions_are_measured_against_those_of_float32():
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama3.2-1b"])
 def test_a_random_gguf_file_is_a_model_with_the_shapes_asked_for(name: str, tmp_path: Path):
     config = replace(
-        checkpoint.MODELS[name], hidden_size=64, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32,
+        checkpoint.MODELS[name],
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
         vocab_size=320,
-    )  # fmt: skip
+    )
     given, _ = make(tmp_path, CONFIGS["qwen3"], Kind.F32)
     file = tmp_path / "random.gguf"
     checkpoint.write_gguf(file, config, open_gguf(given))
@@ -216,7 +229,8 @@ def test_a_random_gguf_file_is_a_model_with_the_shapes_asked_for(name: str, tmp_
 
 
 def test_drafting_is_compared_by_the_token_within_a_repetition():
-    timed, setting = drafting.Timed, drafting.Setting(Path("of/Q4_0.gguf"), True, 2, 3)
+    timed = drafting.Timed
+    setting = drafting.Setting(Path("of/Q4_0.gguf"), True, 2, 3)
     text = [[1, 2, 3, 4, 1, 2, 3, 4, 5]]
     taken = {
         "none": [timed(0.8, text, 9, 8), timed(1.6, text, 9, 8), timed(0.8, text, 9, 8)],
@@ -236,7 +250,9 @@ class Counting(peer.Llama):
 
     def __init__(self) -> None:
         self.held: list[int] = []
-        self.size, self.context, self.calls = 512, None, 0
+        self.size = 512
+        self.context = None
+        self.calls = 0
         self.api = SimpleNamespace(llama_get_memory=lambda _: None, llama_memory_seq_rm=self.remove)
 
     def remove(self, memory: None, row: int, begin: int, end: int) -> None:
@@ -248,7 +264,8 @@ class Counting(peer.Llama):
     def decode(self, items: list[tuple[int, int, int, bool]]) -> None:
         assert [position for _, position, _, _ in items] == list(range(len(self.held), len(self.held) + len(items)))
         self.held += [token for token, _, _, _ in items]
-        self.last, self.calls = [token for token, _, _, _ in items], self.calls + 1
+        self.last = [token for token, _, _, _ in items]
+        self.calls = self.calls + 1
 
     def logits(self, at: int) -> np.ndarray:
         return np.eye(10)[(self.last[at] + 1) % 10]

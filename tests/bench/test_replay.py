@@ -110,7 +110,9 @@ def test_opinions_are_the_targets(tmp_path: Path):
     """Against the softmax of its logits in float64, over a text without padding."""
     model = pair_of(tmp_path, kernels="xla")
     text = [3, 9, 4, 1, 30]
-    config, ops, params = model.target, model.ops, model.model.models.target
+    config = model.target
+    ops = model.ops
+    params = model.model.models.target
     run = jax.jit(lambda tokens: decoder.logits(config, ops, params, decoder.forward_full(config, ops, params, tokens).hidden))
     rows = np.asarray(run(jnp.asarray([text])), np.float64)[0]
     probability, margin = opinions_of(model, text)

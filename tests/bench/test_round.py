@@ -18,10 +18,22 @@ from tilewright.perfmodel.compiler_estimate import CompilerEstimate
 from tilewright.runtime.memory import step_bytes
 
 QWEN3_4B = MODELS["qwen3-4b"]
-TARGET = replace(QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
-                 head_dim=16)  # fmt: skip
-DRAFTER = replace(DFLASH_B16, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1,
-                  head_dim=16, mask_token_id=95, target_layer_ids=(0, 1), num_target_layers=2)  # fmt: skip
+TARGET = replace(
+    QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
+)
+DRAFTER = replace(
+    DFLASH_B16,
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    mask_token_id=95,
+    target_layer_ids=(0, 1),
+    num_target_layers=2,
+)
 SETUP = RoundSetup(TARGET, DRAFTER, 4, 100, "float32")
 
 
@@ -42,7 +54,8 @@ def test_a_cache_holds_context_and_block(context: int, block: int, capacity: int
 def test_the_parts_are_those_of_the_round():
     """Draft, verify and the two heads by themselves, in this order, are what the round's own code does."""
     models = load(SETUP)
-    state, parts = SETUP.state(), programs(SETUP)
+    state = SETUP.state()
+    parts = programs(SETUP)
     assert tuple(parts) == (*rounds.PARTS, "step")
     run = {name: jax.jit(program.run) for name, program in parts.items()}
     state, block = run["draft"](models, state)

@@ -140,9 +140,7 @@ def test_a_stream_that_stays_open_behind_its_end(monkeypatch: pytest.MonkeyPatch
         (answered(500, {"error": {"message": "é" * 1000}}), "http_500", "é" * 240),
         (answered(500, ""), "http_500", "no message"),
         (answered(429, {"error": {"message": "slow down"}}), "http_429", "slow down"),
-        (
-            answered(503, {"error": {"message": "full"}}, "Retry-After: 2\r\n"), "http_503", "full (Retry-After: 2)"
-        ),
+        (answered(503, {"error": {"message": "full"}}, "Retry-After: 2\r\n"), "http_503", "full (Retry-After: 2)"),
         (answered(302, "", "Location: /x\r\n"), "http_302", "no message"),
         (answered(200, {"choices": [{"text": "x"}]}), "malformed", "text/event-stream, found application/json"),
         ([b"HTTP/1.1 204 None\r\nContent-Length: 0\r\n\r\n"], "http_204", "no message"),
@@ -165,7 +163,7 @@ def test_a_stream_that_stays_open_behind_its_end(monkeypatch: pytest.MonkeyPatch
         (streamed([]), "empty", "no tokens"),
         (streamed(completion_chunks([], 7)), "empty", "no tokens"),
     ],
-)  # fmt: skip
+)
 def test_every_failure_is_named(steps: Sequence[Step], kind: str, message: str):
     outcome = one(always(steps))
     assert outcome.failure is not None
@@ -405,9 +403,22 @@ def test_addresses(url: str, shown: str):
 
 @pytest.mark.parametrize(
     "url",
-    ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:99999", "http://x:y", "http://x/v1?key=1", "http://x#a",
-     "http://me:secret@x", "http://x/a b", "http://x/\r\nHost: y", "http://[::1", "http://é"],
-)  # fmt: skip
+    [
+        "",
+        "127.0.0.1:8000",
+        "ftp://x",
+        "http://",
+        "http://x:99999",
+        "http://x:y",
+        "http://x/v1?key=1",
+        "http://x#a",
+        "http://me:secret@x",
+        "http://x/a b",
+        "http://x/\r\nHost: y",
+        "http://[::1",
+        "http://é",
+    ],
+)
 def test_what_is_no_address(url: str):
     with pytest.raises(ValueError, match="expected a URL like") as caught:
         Address.from_url(url)
@@ -428,7 +439,8 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(monkeypatch: pytest
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    key = tmp_path / "key.pem"
+    certificate = tmp_path / "certificate.pem"
     subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
     made = [
         "openssl",

@@ -28,9 +28,17 @@ NAMES = [latency.name for latency in LATENCIES]
 
 
 def outcome(
-    sent: float, chunks: list[tuple[float, int | None]], end: float, *, due: float | None = None, held: float = 0.0,
-    usage: int | None = None, prompt: int | None = None, failure: str | None = None, drafts: dict[str, Any] | None = None,
-) -> Outcome:  # fmt: skip
+    sent: float,
+    chunks: list[tuple[float, int | None]],
+    end: float,
+    *,
+    due: float | None = None,
+    held: float = 0.0,
+    usage: int | None = None,
+    prompt: int | None = None,
+    failure: str | None = None,
+    drafts: dict[str, Any] | None = None,
+) -> Outcome:
     made = [StreamedChunk(*chunk) for chunk in chunks]
     answer = StreamedAnswer(made, made[0].at_s if made else None, prompt, usage, drafts)
     failed = None if failure is None else Failure(failure, f"{failure} happened")
@@ -76,7 +84,7 @@ def test_all_figures_of_a_run():
     tpot = (1000 / 7 + 500) / 2
     assert middle == pytest.approx(
         {"ttft": 1250, "tpot": tpot, "itl": 500, "token_itl": 187.5, "e2e": 2500, "held": 0, "slip": 0}
-    )  # fmt: skip
+    )
     assert figures["itl_mean_ms"] == pytest.approx(2000 / 3)
     assert figures["token_itl_mean_ms"] == pytest.approx((2 * 250 + 4 * 125 + 2 * 500) / 8)
     assert (figures["held_p100_ms"], figures["slip_p100_ms"], figures["e2e_p0_ms"]) == (500, 250, 2000)
@@ -129,9 +137,11 @@ VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
 @given(VALUES, st.floats(0, 100))
 def test_percentiles(values: list[float], percent: float):
     """It stays between the two nearest ranks."""
-    found, ordered = percentile(values, percent), sorted(values)
+    found = percentile(values, percent)
+    ordered = sorted(values)
     place = percent / 100 * (len(values) - 1)
-    low, high = ordered[int(np.floor(place + 1e-9))], ordered[int(np.ceil(place - 1e-9))]
+    low = ordered[int(np.floor(place + 1e-9))]
+    high = ordered[int(np.ceil(place - 1e-9))]
     assert min(low, high) - 1e-6 <= found <= max(low, high) + 1e-6
     assert percentile(values, 0) == ordered[0]
     assert percentile(values, 100) == ordered[-1]
@@ -181,15 +191,19 @@ def test_drafts_of_all_answers():
 
     told = [drafts(4, 6, 12, [1, 1, 1, 1]), drafts(1, 0, 2, [1, 0, 0]), None]
     run = [outcome(0.0, [(1.0, 1)], 1.0, drafts=each) for each in told]
-    assert serving_figures(run)["speculative_decoding"] == speculative_decoding(run) == {
-        "mean_acceptance_length": 1 + 6 / 5,
-        "draft_acceptance_rate": 6 / 14,
-        "acceptance_histogram": [2, 1, 1, 1],
-        "num_spec_steps": 5,
-        "num_accepted_draft_tokens": 6,
-        "num_draft_tokens": 14,
-        "requests": 2,
-    }  # fmt: skip
+    assert (
+        serving_figures(run)["speculative_decoding"]
+        == speculative_decoding(run)
+        == {
+            "mean_acceptance_length": 1 + 6 / 5,
+            "draft_acceptance_rate": 6 / 14,
+            "acceptance_histogram": [2, 1, 1, 1],
+            "num_spec_steps": 5,
+            "num_accepted_draft_tokens": 6,
+            "num_draft_tokens": 14,
+            "requests": 2,
+        }
+    )
     nothing = speculative_decoding([outcome(0.0, [(1.0, 1)], 1.0, drafts=drafts(0, 0, 0, None))])
     assert nothing is not None
     assert (nothing["mean_acceptance_length"], nothing["draft_acceptance_rate"]) == (1.0, 0.0)
@@ -207,9 +221,19 @@ def test_a_record_for_each_request():
     first = dict(rows[0])
     assert first.pop("tpot_ms") == pytest.approx(1000 / 7)
     assert first == {
-        "number": 0, "due_s": 0.25, "held_s": 0.5, "sent_s": 1.0, "first_s": 1.5, "end_s": 3.0, "prompt_tokens": 10,
-        "output_tokens": 8, "chunks": 3, "finish_reason": None, "failure": None, "message": None,
-    }  # fmt: skip
+        "number": 0,
+        "due_s": 0.25,
+        "held_s": 0.5,
+        "sent_s": 1.0,
+        "first_s": 1.5,
+        "end_s": 3.0,
+        "prompt_tokens": 10,
+        "output_tokens": 8,
+        "chunks": 3,
+        "finish_reason": None,
+        "failure": None,
+        "message": None,
+    }
     assert (rows[3]["first_s"], rows[3]["message"]) == (None, "timeout happened")
 
 

@@ -67,7 +67,8 @@ def test_a_template_words_every_turn(lm: LanguageModel):
 
 def test_a_template_has_the_special_tokens(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """The tokenizer adds its own only where no template has put them."""
-    other, adds = lm.with_drafter(None), Tokenizer.from_str(lm.tokenizer.to_str())
+    other = lm.with_drafter(None)
+    adds = Tokenizer.from_str(lm.tokenizer.to_str())
     adds.post_processor = TemplateProcessing(single="t0 $A", special_tokens=[("t0", 0)])
     monkeypatch.setattr(other, "tokenizer", adds)
     monkeypatch.setattr(other, "model", replace(other.model, tokenizer=adds))
@@ -94,8 +95,10 @@ def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pyte
     assert order[::2] == [*reversed(turn), *turn], "every second turn is reversed"
     assert len(done) == 3 * (1 + 2)
     assert [(run.dataset, run.drafter, run.num_spec_tokens, run.skipped) for run in runs] == [
-        ("set", "none", 0, 2), ("set", "mine", 3, 2), ("set", "ngram", 3, 2),
-    ]  # fmt: skip
+        ("set", "none", 0, 2),
+        ("set", "mine", 3, 2),
+        ("set", "ngram", 3, 2),
+    ]
     assert [run.part_seconds is None for run in runs] == [True, False, False]
     for run in runs:
         assert [response.tokens for response in run.responses] == [r.tokens for r in runs[0].responses]
@@ -107,8 +110,10 @@ def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pyte
 def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageModel, drafter: str):
     """Each part leaves the round to come: run one after another on one state, all see the same known token."""
     model = lm if drafter == "dflash" else lm.with_drafter(NGram(4))
-    own, prompts = chosen(model), [[7, 1, 7, 1], [2, 3]]
-    session, whole = model.start(prompts, SAMPLING), model.start(prompts, SAMPLING)
+    own = chosen(model)
+    prompts = [[7, 1, 7, 1], [2, 3]]
+    session = model.start(prompts, SAMPLING)
+    whole = model.start(prompts, SAMPLING)
     session.prefill()
     results: dict[Any, Any] = {}
     known = np.asarray([len(prompt) - 1 for prompt in prompts])

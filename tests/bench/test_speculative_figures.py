@@ -68,8 +68,11 @@ def test_a_baseline_is_of_the_same_batch_size():
     wide = [replace(plain, batch_size=8, tokens_per_s=[500.0] * 3), replace(drafted, batch_size=8)]
     rows = benchmark_rows([plain, drafted, *wide])
     assert [(row["batch_size"], row["drafter"], row["speedup"]) for row in rows] == [
-        (1, "none", 1), (1, "dflash", 2.5), (8, "none", 1), (8, "dflash", 0.5),
-    ]  # fmt: skip
+        (1, "none", 1),
+        (1, "dflash", 2.5),
+        (8, "none", 1),
+        (8, "dflash", 0.5),
+    ]
     averages = [(row["batch_size"], row["drafter"], row["speedup"]) for row in average_rows(rows)]
     assert averages == [(1, "none", 1), (1, "dflash", 2.5), (8, "none", 1), (8, "dflash", 0.5)]
 

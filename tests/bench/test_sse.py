@@ -33,7 +33,7 @@ def messages(*data: str) -> list[Event]:
         ("data: é\u2028∗\n\n".encode(), messages("é\u2028∗")),
         (b"unknown: x\ndata: [DONE]\n\n", messages("[DONE]")),
     ],
-)  # fmt: skip
+)
 def test_streams(stream: bytes, events: list[Event]):
     assert read(stream) == events
     assert read(*(bytes([each]) for each in stream)) == events

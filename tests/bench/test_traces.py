@@ -29,7 +29,8 @@ from tilewright.speculation.policy import AcceptanceHistory, Cost, Policy
 
 TABLE = ShapeTable(batches=(1,), capacities=(64,), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=12, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
-NGRAM, WIDE = Choice("ngram", 4), Choice("dflash", 16)
+NGRAM = Choice("ngram", 4)
+WIDE = Choice("dflash", 16)
 RECORDED = Path(__file__).parent / "round_traces.json"
 """The first pair that was shipped, on its held-out prompts, with what rounds cost where it was recorded."""
 PUBLISHED = Path(__file__).parent / "smollm2_traces.json"
@@ -41,7 +42,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 def test_what_is_recorded_is_what_rounds_accept(tmp_path: Path):
     """A session whose rounds all do the same accepts, round by round, what was recorded for the place it stands at."""
     target, drafter = as_folders(tmp_path, PAIR)
-    lm, asked = load(target, ["ngram", drafter], block_size=4, table=TABLE), prompts(0, [3, 9], 12)
+    lm = load(target, ["ngram", drafter], block_size=4, table=TABLE)
+    asked = prompts(0, [3, 9], 12)
     done: list[None] = []
     traces = record(lm, "made up", asked, Sampling(30), lambda: done.append(None))
     assert len(done) == len(traces) == 2
@@ -131,7 +133,8 @@ def test_several_drafters_give_no_less_than_the_best_of_them():
 def joined(recording: Recording) -> Recording:
     """The same with n-grams in the place of the learnt drafter where they find something, as `NGramsFirst` drafts."""
     ngram, learnt = recording.traces[0].accepted
-    both, costs = Choice(f"{ngram.drafter}+{learnt.drafter}", learnt.width), recording.costs
+    both = Choice(f"{ngram.drafter}+{learnt.drafter}", learnt.width)
+    costs = recording.costs
     traces = []
     for trace in recording.traces:
         first, other = (trace.accepted[one] for one in (ngram, learnt))

@@ -34,8 +34,13 @@ def test_the_abstract_matrix_is_the_prepared_one(form: scaled.ScaledFormat):
 
 
 IN_MEMORY = {
-    "bfloat16": "bf16", "int8": "i8", "fp8": "f8E4M3FN", "fp8 in blocks": "f8E4M3FN", "int4": "ui4", "int4 in groups": "i4",
-}  # fmt: skip
+    "bfloat16": "bf16",
+    "int8": "i8",
+    "fp8": "f8E4M3FN",
+    "fp8 in blocks": "f8E4M3FN",
+    "int4": "ui4",
+    "int4 in groups": "i4",
+}
 """The dtypes of matrices, in the words of StableHLO."""
 
 

@@ -95,7 +95,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def adapter(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A low-rank adapter of the target."""
-    config, tensors = config_of(["q_proj", "v_proj"], 2, 8), load_file(folders[0] / "model.safetensors")
+    config = config_of(["q_proj", "v_proj"], 2, 8)
+    tensors = load_file(folders[0] / "model.safetensors")
     made = random_adapter(np.random.default_rng(0), tensors, config["target_modules"], config["r"])
     return write_adapter(tmp_path_factory.mktemp("adapter"), config, made)
 

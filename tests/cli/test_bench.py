@@ -59,7 +59,8 @@ def test_table_and_files_hold_the_same_figures(run: Run, folders: tuple[Path, Pa
         assert shown in ran.out
     in_csv = list(csv.DictReader(io.StringIO(files["csv"].read_text())))
     assert [float(row["tokens_per_s"]) for row in in_csv] == [row["tokens_per_s"] for row in written["data"]]
-    report, replay = Page(files["html"]), Page(files["replay"])
+    report = Page(files["html"])
+    replay = Page(files["replay"])
     check_self_contained(report)
     assert report.data()["records"] == written["data"]
     assert [passage["title"] for passage in replay.data()["passages"]] == ["first 1", "first 2", "first 3", "[second] 1"]
@@ -119,9 +120,20 @@ def test_the_models_chat_template_is_applied(run: Run, folders: tuple[Path, Path
     template.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}")
     try:
         ran = run(
-            "bench", "speculative", "--model", folders[0], "--drafter", "ngram", *options, "--max-new-tokens", 8,
-            "--repetitions", 1, "--json", "-",
-        )  # fmt: skip
+            "bench",
+            "speculative",
+            "--model",
+            folders[0],
+            "--drafter",
+            "ngram",
+            *options,
+            "--max-new-tokens",
+            8,
+            "--repetitions",
+            1,
+            "--json",
+            "-",
+        )
         assert ran.json["chat_template"] is True
         assert [row["skipped"] for row in ran.json["data"]] == [1, 1]
         template.write_text("{% for")

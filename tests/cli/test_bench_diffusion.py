@@ -67,7 +67,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_card_names_the_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked, folder = seen(monkeypatch), write_folder(tmp_path / "model")
+    asked = seen(monkeypatch)
+    folder = write_folder(tmp_path / "model")
     (folder / "README.md").write_text("---\ntask: arithmetic\n---\nA model.\n")
     run("bench", "diffusion", "--model", folder, *SMALL)
     assert asked[0].startswith("a=")

@@ -43,9 +43,10 @@ def test_table_and_json(run: Run, tmp_path: Path):
         over = told["criteria"][0]
         for layer, value in over["layers"].items():
             (sixteen,) = [
-                one["over_one_row"] for one in written["data"]
+                one["over_one_row"]
+                for one in written["data"]
                 if (one["layer"], one["dtype"], one["rows"]) == (layer, told["dtype"], 16)
-            ]  # fmt: skip
+            ]
             assert value == sixteen
         assert f"worst {over['worst']:.2f} ({over['worst_layer']})" in ran.out
 

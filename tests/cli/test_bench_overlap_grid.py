@@ -57,7 +57,8 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_compiler")
 def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
-    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    figures = tmp_path / "figures.json"
+    page = tmp_path / "page.html"
     how = ("--no-here", "--input", "1024,4096", "--output", 512, "--batch", "4,8", "--tensor-parallel", "4,8,16")
     ran = run(*COMMAND, *how, "--json", figures, "--html", page, columns=200)
     assert ran.status == 0, ran.err
@@ -73,8 +74,9 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
         assert of["value"] == pytest.approx(held[0])
     # `ring` is nothing but operations without an estimate, which may take twice their roofline; `sync` waits for its links.
     assert {name: of["decides"][0] for name, of in ranges["predictions"].items() if of["decides"]} == {
-        "sync": "ici_gb_per_s", "ring": "roofline_time"
-    }  # fmt: skip
+        "sync": "ici_gb_per_s",
+        "ring": "roofline_time",
+    }
     assert ranges["roofline_share"] == 1
     one = next(one for one in found["predicted"] if (one["devices"], one["schedule"], one["batch_rows"]) == (8, "ring", 4))
     assert (one["chip"], one["input_tokens"], one["output_tokens"], one["decode_positions"]) == ("v5e:4x2", 1024, 512, 1280)
@@ -141,7 +143,9 @@ def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
     assert (alone["prefill_collectives"], alone["step_sent_bytes"]) == ({}, 0)
     assert [one["same_tokens"] for one in (sync, ring)] == [True, True]
     assert [one["input_tokens"] for one in (sync, ring)] == [4, 4]
-    layers, stream = 4, 2 * 256 * 4  # a position of both rows, in float32
+    # a position of both rows, in float32
+    layers = 4
+    stream = 2 * 256 * 4
     assert sync["step_collectives"] == {"all-reduce": 2 * layers + 1, "all-gather": 2}
     assert sync["step_sent_bytes"] == (2 * layers + 1) * stream + 2 * 2 * 4
     # A prefill needs nothing of the last layer but its keys and values; the two prompts are computed one after the other.

@@ -12,14 +12,24 @@ from tilewright.cli import bench_round
 from tilewright.metrics.metric import significant
 
 TARGET = {
-    "model_type": "qwen3", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 512,
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 DRAFTER = {
-    **TARGET, "num_hidden_layers": 1, "block_size": 4, "num_target_layers": 3,
+    **TARGET,
+    "num_hidden_layers": 1,
+    "block_size": 4,
+    "num_target_layers": 3,
     "dflash_config": {"mask_token_id": 255, "target_layer_ids": [0, 2]},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)

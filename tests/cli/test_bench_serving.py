@@ -42,24 +42,63 @@ def prompt_file(*prompts: str) -> str:
 def test_a_trace_of_token_ids(run: Run):
     with scripted(answer) as server:
         ran = run(
-            "bench", "serving", "--url", server.url, "--trace", trace_file(), "--arrivals", 100, "--vocab-size", 9, "--goodput",
-            "ttft:60000", "e2e:60000", "--percentiles", 50, 99.9, "--json", "-", "--detailed", "--html", "page.html",
-        )  # fmt: skip
+            "bench",
+            "serving",
+            "--url",
+            server.url,
+            "--trace",
+            trace_file(),
+            "--arrivals",
+            100,
+            "--vocab-size",
+            9,
+            "--goodput",
+            "ttft:60000",
+            "e2e:60000",
+            "--percentiles",
+            50,
+            99.9,
+            "--json",
+            "-",
+            "--detailed",
+            "--html",
+            "page.html",
+        )
     assert ran.status == 0, ran.err
     figures = ran.json
     expected = {
-        "model": "scripted", "url": f"{server.url}/v1", "route": "/completions", "trace": "trace.csv", "arrivals": "100",
-        "vocab_size": 9, "ignore_eos": True, "length_scale": 1.0, "max_new_tokens": None, "requests": 4, "completed": 4,
-        "failed": 0, "failures": [], "prompt_tokens": 108, "output_tokens": 32, "output_tokens_counted_by": "usage",
-        "tokens_per_chunk": 32 / 13, "requests_within_goodput": 4, "goodput": {"ttft": 60000.0, "e2e": 60000.0},
-    }  # fmt: skip
+        "model": "scripted",
+        "url": f"{server.url}/v1",
+        "route": "/completions",
+        "trace": "trace.csv",
+        "arrivals": "100",
+        "vocab_size": 9,
+        "ignore_eos": True,
+        "length_scale": 1.0,
+        "max_new_tokens": None,
+        "requests": 4,
+        "completed": 4,
+        "failed": 0,
+        "failures": [],
+        "prompt_tokens": 108,
+        "output_tokens": 32,
+        "output_tokens_counted_by": "usage",
+        "tokens_per_chunk": 32 / 13,
+        "requests_within_goodput": 4,
+        "goodput": {"ttft": 60000.0, "e2e": 60000.0},
+    }
     assert {name: figures[name] for name in expected} == expected
     assert figures["output_tokens_per_s"] == pytest.approx(32 / figures["duration_s"])
     assert figures["requests_per_s"] == figures["goodput_requests_per_s"]
     assert figures["speculative_decoding"] == {
-        "mean_acceptance_length": 1 + 5 / 3, "draft_acceptance_rate": 5 / 9, "acceptance_histogram": [4, 0, 4, 4],
-        "num_spec_steps": 12, "num_accepted_draft_tokens": 20, "num_draft_tokens": 36, "requests": 4,
-    }  # fmt: skip
+        "mean_acceptance_length": 1 + 5 / 3,
+        "draft_acceptance_rate": 5 / 9,
+        "acceptance_histogram": [4, 0, 4, 4],
+        "num_spec_steps": 12,
+        "num_accepted_draft_tokens": 20,
+        "num_draft_tokens": 36,
+        "requests": 4,
+    }
     assert "ttft_p99.9_ms" in figures
     assert "ttft_p90_ms" not in figures
     records = figures["request_records"]
@@ -79,9 +118,24 @@ def test_a_trace_of_token_ids(run: Run):
 def test_a_trace_scaled_to_a_context_with_text(run: Run):
     with scripted(answer) as server:
         ran = run(
-            "bench", "serving", "--url", server.url, "--trace", trace_file(), "--arrivals", "burst", "--context", 50,
-            "--prompt-file", prompt_file("abcdefgh" * 10, "ijkl" * 10), "--concurrency", 1, "--chat", "--json", "figures.json",
-        )  # fmt: skip
+            "bench",
+            "serving",
+            "--url",
+            server.url,
+            "--trace",
+            trace_file(),
+            "--arrivals",
+            "burst",
+            "--context",
+            50,
+            "--prompt-file",
+            prompt_file("abcdefgh" * 10, "ijkl" * 10),
+            "--concurrency",
+            1,
+            "--chat",
+            "--json",
+            "figures.json",
+        )
     assert ran.status == 0, ran.err
     figures = json.loads(Path("figures.json").read_text())
     assert (figures["length_scale"], figures["characters_per_token_source"]) == (0.5, "measured")
@@ -99,8 +153,22 @@ def test_a_trace_scaled_to_a_context_with_text(run: Run):
 
 def test_characters_may_be_given(run: Run):
     with scripted(answer) as server:
-        ran = run("bench", "serving", "--url", server.url, "--trace", trace_file(), "--arrivals", "burst",
-                  "--characters-per-token", 2, "--max-new-tokens", 5, "--json", "-")  # fmt: skip
+        ran = run(
+            "bench",
+            "serving",
+            "--url",
+            server.url,
+            "--trace",
+            trace_file(),
+            "--arrivals",
+            "burst",
+            "--characters-per-token",
+            2,
+            "--max-new-tokens",
+            5,
+            "--json",
+            "-",
+        )
     assert ran.json["characters_per_token_source"] == "given"
     assert sorted((len(body["prompt"]), body["max_tokens"]) for _, body in server.bodies) == [
         (8, 1),
@@ -123,10 +191,32 @@ def test_the_prompts_of_a_file(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
     with scripted(answer) as server:
         ran = run(
-            "bench", "serving", "--url", f"{server.url}/v1/", "--prompt-file", prompt_file("one", "two", "three"),
-            "--requests", 4, "--warmup", 1, "--rate", 500, "--max-new-tokens", 6, "--temperature", 0.5, "--seed", 9,
-            "--no-continuous-usage", "--model", "mine", "--json", "-", "--html", "page.html",
-        )  # fmt: skip
+            "bench",
+            "serving",
+            "--url",
+            f"{server.url}/v1/",
+            "--prompt-file",
+            prompt_file("one", "two", "three"),
+            "--requests",
+            4,
+            "--warmup",
+            1,
+            "--rate",
+            500,
+            "--max-new-tokens",
+            6,
+            "--temperature",
+            0.5,
+            "--seed",
+            9,
+            "--no-continuous-usage",
+            "--model",
+            "mine",
+            "--json",
+            "-",
+            "--html",
+            "page.html",
+        )
     assert ran.status == 0, ran.err
     assert [body["prompt"] for _, body in server.bodies[:1]] == ["one"], "what warms up is first"
     assert sorted(body["prompt"] for _, body in server.bodies[1:]) == ["one", "three", "two", "two"]
@@ -154,8 +244,20 @@ def test_by_itself_it_sends_the_code_that_is_packaged(run: Run):
 
 def test_some_requests_fail(run: Run):
     with scripted(lambda body, number: BUSY if body["prompt"] == "two" else answer(body, number)) as server:
-        ran = run("bench", "serving", "--url", server.url, "--prompt-file", prompt_file("one", "two", "three"),
-                  "--max-new-tokens", 3, "--json", "-", "--html", "page.html")  # fmt: skip
+        ran = run(
+            "bench",
+            "serving",
+            "--url",
+            server.url,
+            "--prompt-file",
+            prompt_file("one", "two", "three"),
+            "--max-new-tokens",
+            3,
+            "--json",
+            "-",
+            "--html",
+            "page.html",
+        )
     assert ran.status == 0
     assert (ran.json["completed"], ran.json["failed"], ran.json["rejected"]) == (2, 1, 1)
     assert ran.json["failures"] == [{"kind": "http_503", "requests": 1, "first_message": "full (Retry-After: 2)"}]
@@ -165,8 +267,22 @@ def test_some_requests_fail(run: Run):
 
 def test_all_requests_fail(run: Run):
     with scripted(lambda body, number: BUSY) as server:
-        ran = run("bench", "serving", "--url", server.url, "--prompt-file", prompt_file("one", "two"), "--warmup", 1,
-                  "--goodput", "ttft:1", "--json", "figures.json", "--html", "page.html")  # fmt: skip
+        ran = run(
+            "bench",
+            "serving",
+            "--url",
+            server.url,
+            "--prompt-file",
+            prompt_file("one", "two"),
+            "--warmup",
+            1,
+            "--goodput",
+            "ttft:1",
+            "--json",
+            "figures.json",
+            "--html",
+            "page.html",
+        )
     assert ran.status == 1
     figures = json.loads(Path("figures.json").read_text())
     assert (figures["completed"], figures["rejected"], figures["warmup_failed"]) == (0, 1, 1)

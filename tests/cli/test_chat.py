@@ -152,7 +152,8 @@ def test_a_terminal_shows_which_tokens_were_drafted_and_what_was_chosen(
 
 def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Engine], None]) -> None:
     """After the first tokens of the first request, one round each, the engine waits for what `meanwhile` waits for."""
-    submit, held = Engine.submit, []
+    submit = Engine.submit
+    held = []
 
     def submitted(self: Engine, ask: GenerateRequest, listener: Listener) -> RequestHandle:
         def hear(update: RequestOutput) -> None:
@@ -190,7 +191,8 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came(talk: Callable[..., Ran], an
 
 def test_a_conversation_that_no_longer_fits_says_so_and_loses_nothing(talk: Callable[..., Ran], answer: Answer):
     """What does not fit is left out, and what came before it is still there, until the user has the oldest turns dropped."""
-    long, more = " ".join(["t5"] * 96), "t1 " * 30
+    long = " ".join(["t5"] * 96)
+    more = "t1 " * 30
     ran = talk(long, more, "t7", more, "/drop", "/drop", "/drop", "t7", "/reset", "t9")
     first = answer(long)
     second = answer(f"{long}{first}\n\nt7")
@@ -234,7 +236,8 @@ def test_what_the_command_line_leaves_out_is_the_models(tmp_path: Path):
 def test_an_answer_that_fails_leaves_its_turn_out(
     talk: Callable[..., Ran], answer: Answer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    rounds, calls = ModelRunner.rounds, []
+    rounds = ModelRunner.rounds
+    calls = []
 
     def failing(self: ModelRunner, *arguments: Any) -> Any:
         calls.append(arguments)

@@ -11,9 +11,18 @@ from tilewright.compiled import compare
 GNN = ["train", "gnn", "--epochs", 3]
 GRAPH = ["bench", "graph", "--data", "uniform:30:4", "--features", 8, "--repetitions", 1, "--experiment", "gcn"]
 COMPILING = [
-    "generate x", "doctor", "bench graph", "bench linear", "bench round", "bench speculative", "train lm text --out out",
-    "train drafter text --target demo --out out", "train gnn", "train demo --gsm8k text", "train evaluate --gsm8k text",
-]  # fmt: skip
+    "generate x",
+    "doctor",
+    "bench graph",
+    "bench linear",
+    "bench round",
+    "bench speculative",
+    "train lm text --out out",
+    "train drafter text --target demo --out out",
+    "train gnn",
+    "train demo --gsm8k text",
+    "train evaluate --gsm8k text",
+]
 
 
 def test_training_loads_what_an_earlier_run_compiled_and_ends_the_same(run: Run, kept: Path):

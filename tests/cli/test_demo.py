@@ -59,7 +59,7 @@ def test_the_line_of_sources_tells_drafters_apart():
     both = Choice("ngram+dflash2", 8)
     choices = [both, both, Choice("ngram", 16), PLAIN]
     answer = Result("", list(range(9)), [3, 2, 3, 1], "length", 5, [7, 7, 15, 0], [2, 1, 9, 0], choices=choices)
-    answer = replace(answer, looked_up=[False, True, False, False])
+    answer = replace(answer, from_ngrams=[False, True, False, False])
     said = demo.sources_line(answer, None)
     assert said == "auto's 9 tokens: 4 drafted by n-grams, 2 drafted by DFlash 2, 3 by the target"
 

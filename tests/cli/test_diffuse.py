@@ -122,7 +122,8 @@ def test_masks_give_way_on_a_terminal(run: Run, folder: Path, model: DiffusionMo
 def test_frames_come_at_a_rate(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A step that takes next to nothing: the first frame shows one, the next as many as a dispatch takes."""
     on_a_terminal(monkeypatch)
-    steps, advance = [], DiffusionSession.advance
+    steps = []
+    advance = DiffusionSession.advance
 
     def noted(self: DiffusionSession, most: int = 64) -> list[StepReport]:
         steps.append(most)
@@ -195,7 +196,8 @@ def test_a_replay_shows_every_step(run: Run, folder: Path, tmp_path: Path):
 
 
 def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    advance, done = DiffusionSession.advance, []
+    advance = DiffusionSession.advance
+    done = []
 
     def interrupted(self: DiffusionSession, steps: int = 64) -> list[StepReport]:
         if done:

@@ -169,7 +169,8 @@ def test_a_chat_goes_through_the_models_template(run: Run, folders: tuple[Path, 
     template.write_text("{% for m in messages %}t1 {{ m.content }}{% endfor %}{% if add_generation_prompt %} t3{% endif %}")
     try:
         asked = ["generate", "t2", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-"]
-        chat, plain = run(*asked, "--chat"), run(*asked)
+        chat = run(*asked, "--chat")
+        plain = run(*asked)
     finally:
         template.unlink()
     assert chat.json["tokens"] == [expected["t1 t2 t3"][0]]
@@ -239,7 +240,8 @@ def check_chosen(ran: Ran, figures: dict[str, Any], drafters: set[str], most: in
 
 
 def test_rounds_are_chosen_unless_a_block_size_is_given(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
-    prompts, compared = list(expected), ["--compare", "--repetitions", 1, "--verbose", "--json", "-"]
+    prompts = list(expected)
+    compared = ["--compare", "--repetitions", 1, "--verbose", "--json", "-"]
     for asked in ([], ["--block-size", "auto"]):
         ran = run("generate", *prompts, *pair, *NEW, *asked, *compared)
         assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
@@ -326,7 +328,8 @@ def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, fixed:
     options = [*fixed, *NEW, "--temperature", 1, "--json", "-"]
     drawn = run("generate", "t1", "t1", *options, "--compare", "--repetitions", 1)
     assert drawn.json["identical"] is True, "both ways draw with the same seeds"
-    seeds, tokens = drawn.json["seed"], drawn.json["tokens"]
+    seeds = drawn.json["seed"]
+    tokens = drawn.json["tokens"]
     assert seeds[0] != seeds[1]
     assert tokens[0] != tokens[1]
     assert all(f"(length, seed {seed})" in drawn.err for seed in seeds)
@@ -338,17 +341,31 @@ def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, fixed:
 
 def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monkeypatch: pytest.MonkeyPatch):
     asked = tw.Sampling(
-        7, 0.6, 0.9, 5, seed=3, stop=("x",), ignore_eos=True, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.4,
-        frequency_penalty=-0.3, logit_bias=((4, -2.5), (7, 100.0)), min_tokens=2, stop_token_ids=(9, 8), include_stop=True,
+        7,
+        0.6,
+        0.9,
+        5,
+        seed=3,
+        stop=("x",),
+        ignore_eos=True,
+        min_p=0.05,
+        repetition_penalty=1.2,
+        presence_penalty=0.4,
+        frequency_penalty=-0.3,
+        logit_bias=((4, -2.5), (7, 100.0)),
+        min_tokens=2,
+        stop_token_ids=(9, 8),
+        include_stop=True,
         skip_special_tokens=False,
-    )  # fmt: skip
+    )
     assert not [name for name, value in vars(asked).items() if value == getattr(tw.Sampling(), name)]
     written = {"stop": "x", "logit_bias": "4=-2.5,7=100", "stop_token_ids": "9,8"}
     options: list[Any] = ["--no-skip-special-tokens"]
     for name, value in vars(asked).items():
         if value is not False:
             options += [f"--{name.replace('_', '-')}", *([] if value is True else [written.get(name, value)])]
-    seen, start = [], LanguageModel.start
+    seen = []
+    start = LanguageModel.start
 
     def watched(self: LanguageModel, prompts: Any, sampling: Any = None, speculative: bool | None = None) -> Stream:
         seen.append(sampling)
@@ -397,7 +414,8 @@ def test_a_replay_shows_every_prompt(run: Run, folders: tuple[Path, Path], expec
 
 def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the given number of dispatches on, all further ones meet Ctrl-C."""
-    advance, done = Stream.advance, []
+    advance = Stream.advance
+    done = []
 
     def interrupted(self: Stream, steps: int = 64) -> list[Piece]:
         if len(done) == calls:

@@ -71,15 +71,14 @@ def test_what_ends_with_status_1(run: Run, files: tuple[Path, Path]):
 
 @pytest.mark.usefixtures("compiled")
 def test_another_interpreter(run: Run, files: tuple[Path, Path], tmp_path: Path):
-    other, mine = tmp_path / "python", tmp_path / "mine.json"
+    other = tmp_path / "python"
+    mine = tmp_path / "mine.json"
     other.write_text(OTHER.format(python=sys.executable, saved=str(files[1])))
     other.chmod(0o700)
     ran = run(*COMMAND, *OPTIONS, "--other", other, "--save", mine)
     assert ran.status == 0, ran.err
     assert "1 synchronous -> 1 asynchronous" in ran.out
-    assert json.loads(mine.read_text()) == json.loads(files[0].read_text()) | {
-        "jax_version": inspect_diff.jax.__version__
-    }  # fmt: skip
+    assert json.loads(mine.read_text()) == json.loads(files[0].read_text()) | {"jax_version": inspect_diff.jax.__version__}
     failed = run(*COMMAND, *OPTIONS, "--layers", 3, "--other", other)
     assert (failed.status, "no such libtpu" in failed.err) == (2, True)
 
@@ -97,9 +96,12 @@ def test_what_it_refuses(run: Run, files: tuple[Path, Path], tmp_path: Path):
     whole = json.loads(files[0].read_text())
     (program,) = whole["programs"]
     for name, programs in (
-        ("number", 3), ("nameless", [program | {"name": 1}]), ("sizes", [program | {"memory": {}}]),
-        ("text", [program | {"hlo": None}]), ("cost", [program | {"cost": 0}]),
-    ):  # fmt: skip
+        ("number", 3),
+        ("nameless", [program | {"name": 1}]),
+        ("sizes", [program | {"memory": {}}]),
+        ("text", [program | {"hlo": None}]),
+        ("cost", [program | {"cost": 0}]),
+    ):
         (tmp_path / f"{name}.json").write_text(json.dumps(whole | {"programs": programs}))
     (tmp_path / "folder").mkdir()
     for words, told in (

@@ -14,8 +14,11 @@ def test_who_makes_masks_and_why(run: Run, tmp_path: Path):
     assert (said["model"], said["tokens"]) == ("demo", 4096)
     rows = {row["name"]: row for row in said["grammars"]}
     assert {name: row["masks"] for name, row in rows.items()} == {
-        str(color): "device", str(day): "host", "[ab]{2}": "device", r"\w": "host",
-    }  # fmt: skip
+        str(color): "device",
+        str(day): "host",
+        "[ab]{2}": "device",
+        r"\w": "host",
+    }
     assert (rows[str(day)]["why"], rows[str(day)]["states"]) == ("the keys 'format'", None)
     assert rows["[ab]{2}"]["brackets"] is None
     assert rows["[ab]{2}"]["states"] == 3

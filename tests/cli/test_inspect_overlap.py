@@ -17,9 +17,16 @@ from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.perfmodel.timeline import simulate
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+}
 COMMAND = ("inspect", "overlap")
 COMPILED = overlap.compiled
 PLACES = tuple(ring_of([(x, y) for x in range(4) for y in range(2)]))
@@ -36,8 +43,10 @@ def model(tmp_path: Path) -> Path:
 
 def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: int) -> overlap.OverlapRun:
     """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
-    chip, schedule = CHIPS["v5e"], read_name(name)[0]
-    sent, nodes = ScheduledTransfer("all-reduce", phase.batch * 1_000_000), []
+    chip = CHIPS["v5e"]
+    schedule = read_name(name)[0]
+    sent = ScheduledTransfer("all-reduce", phase.batch * 1_000_000)
+    nodes = []
     for layer in range(layers):
         if name != overlap.BOUND:
             role = "sync" if schedule == "sync" else "start"
@@ -69,7 +78,8 @@ def test_orders(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch):
     ran = run(*words, "--order", "own,compiler,program_order")
     assert [one["schedule"] for one in ran.json["data"]] == ["ring", "ring@compiler"]
     assert ran.err.count("program_order left out: it comes with JAX 0.12") == 1
-    alone, unknown = run(*words, "--order", "program_order"), run(*words, "--order", "none")
+    alone = run(*words, "--order", "program_order")
+    unknown = run(*words, "--order", "none")
     assert (alone.status, "left out" in alone.err) == (2, True)
     assert (unknown.status, "expected order of own, compiler, program_order, found none" in unknown.err) == (2, True)
 
@@ -84,8 +94,11 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     written = json.loads(files["json"].read_text())
     assert (written["measured"], written["hop_us"], written["dtype"]) == (False, FABRIC.hop_us, "bfloat16")
     assert [(one["schedule"], one["phase"], one["batch_rows"]) for one in written["data"]] == [
-        ("sync", "decode", 8), ("ring", "decode", 8), ("sync", "prefill", 64), ("ring", "prefill", 64)
-    ]  # fmt: skip
+        ("sync", "decode", 8),
+        ("ring", "decode", 8),
+        ("sync", "prefill", 64),
+        ("ring", "prefill", 64),
+    ]
     # 8 MB all round a ring of eight take 140 us, of which a layer of 100 us hides its own share: the rest waits.
     sync, ring = written["data"][:2]
     assert sync["communication_ms"] == pytest.approx(0.14)

@@ -21,9 +21,16 @@ from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.perfmodel.timeline import simulate
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+}
 COMMAND = ("inspect", "training")
 SMALL = {"--mesh": "fsdp=4,tp=2", "--batch-size": 8, "--length": 64, "--chip": "v5e:4x2"}
 
@@ -45,8 +52,10 @@ def model(tmp_path: Path) -> Path:
 def made(case: training.TrainingCase, name: str, plan: FullyShardedPlan) -> training.TrainingProgram:
     """A program whose halves take a tenth of a millisecond each. Weights are gathered a layer before their turn, beside its
     products or, where nothing is threaded, before them; gradients are scattered with nothing beside them."""
-    chip, nodes = CHIPS["v5e"], []
-    gathered, scattered = ScheduledTransfer("all-gather", 500_000), ScheduledTransfer("reduce-scatter", 4_000_000)
+    chip = CHIPS["v5e"]
+    nodes = []
+    gathered = ScheduledTransfer("all-gather", 500_000)
+    scattered = ScheduledTransfer("reduce-scatter", 4_000_000)
 
     def half(scope: str, beside: str | None) -> None:
         threaded = plan.threaded and name != training.ANNOTATED
@@ -96,7 +105,8 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     assert (written["measured"], written["mesh"]) == (False, "fsdp=4,tp=2")
     by = {one["program"]: one for one in written["data"]}
     assert list(by) == ["prefetch 1, delay 1", "prefetch 2, delay 1", "no tokens", "no tokens or rings", "auto-sharded (GSPMD)"]
-    ours, plain = by["prefetch 1, delay 1"], by["no tokens or rings"]
+    ours = by["prefetch 1, delay 1"]
+    plain = by["no tokens or rings"]
     assert (ours["plan"]["weights"], ours["plan"]["gradients"]) == ("whole", "ring")
     # Two products of 0.1 ms in each pass; a layer's gradient, which nothing hides, and, where not threaded, the gathers.
     assert ours["layers_compiled"] == 6
@@ -112,8 +122,12 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     assert ours["model_peak_bytes"] == ours["peak_bytes"] == 2**30
     beside = {each["name"]: each for each in ours["transfers_of_layer"]}
     assert set(beside) == {
-        "gather_2_attention", "gather_2_mlp", "gather_2_mlp_again", "gather_2_attention_again", "scatter_2_mlp"
-    }  # fmt: skip
+        "gather_2_attention",
+        "gather_2_mlp",
+        "gather_2_mlp_again",
+        "gather_2_attention_again",
+        "scatter_2_mlp",
+    }
     assert beside["gather_2_mlp"]["beside_ms"] == {"forward 1 mlp": pytest.approx(beside["gather_2_mlp"]["alone_ms"])}
     assert beside["gather_2_mlp"]["begin_ms"] == pytest.approx(-0.1)  # a layer before its turn, which attention begins
     assert beside["scatter_2_mlp"]["exposed_ms"] == pytest.approx(beside["scatter_2_mlp"]["alone_ms"])

@@ -11,9 +11,16 @@ import pytest
 from cli.conftest import Run
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 512,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.fixture
@@ -116,7 +123,8 @@ def test_shifts_are_in_layers_in_every_command(run: Run, command: tuple[str, str
 
 
 def test_simulate_writes_figures_a_page_and_a_trace(run: Run, model: Path, tmp_path: Path):
-    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    page = tmp_path / "page.html"
+    trace = tmp_path / "trace.json"
     options = ["--model-config", model, "--cores", 4, "--input", 64, "--html", page, "--trace", trace, "--json", "-"]
     ran = run("neuron", "simulate", "decode", *options)
     assert ran.status == 0, ran.err
@@ -157,7 +165,8 @@ def test_other_programs(run: Run, model: Path, kind: str):
 
 
 def test_scheduled_hlo(run: Run, tmp_path: Path):
-    hlo, array = tmp_path / "program.hlo", "f32[1000000]{0}"
+    hlo = tmp_path / "program.hlo"
+    array = "f32[1000000]{0}"
     pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
     hlo.write_text(
         "HloModule m, is_scheduled=true\n\n"

@@ -30,7 +30,8 @@ from tilewright.compiled.ledger import Ledger, ProgramRecord
 
 def test_the_target_of_a_link_is_written(tmp_path: Path):
     (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "figures.json", tmp_path / "link.json"
+    target = tmp_path / "there" / "figures.json"
+    link = tmp_path / "link.json"
     target.write_text("before")
     link.symlink_to(target)
     write_text(link, "after")
@@ -39,7 +40,8 @@ def test_the_target_of_a_link_is_written(tmp_path: Path):
 
 
 def test_a_pipe_is_written_as_it_is(tmp_path: Path):
-    pipe, read = tmp_path / "pipe", list[str]()
+    pipe = tmp_path / "pipe"
+    read = list[str]()
     os.mkfifo(pipe)
     check_output_file("--json", str(pipe))
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
@@ -101,7 +103,8 @@ def test_without_a_terminal_long_work_tells_of_itself_now_and_then(monkeypatch: 
         (False, False, ""),
         (True, False, ""),
     ):
-        written, now = StringIO(), 0.0
+        written = StringIO()
+        now = 0.0
         console = Console(file=written, force_terminal=terminal)
         with progress(console, 8, "first", shown) as step:
             for name in ("second", "second", "[third]", "[third]", "[third]", "[third]"):

@@ -130,7 +130,8 @@ def test_a_folder_is_served_under_its_name(tmp_path: Path):
 
 
 def test_requests_draw_as_the_models_folder_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    models, console = ModelOptions(model=str(tmp_path)), Console(stderr=True)
+    models = ModelOptions(model=str(tmp_path))
+    console = Console(stderr=True)
     assert HttpOptions().sampling(models, console) == SamplingDefaults()
     said = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 2048, "eos_token_id": [1, 2]}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
@@ -173,7 +174,8 @@ def test_the_page_opens_once_the_server_is_ready(
     engine = Engine.__new__(Engine)  # of which only the context is said
     engine.context = 128
     api = object.__new__(Api)
-    api.engine, api.options = engine, HttpOptions().server_options("org/model", None)
+    api.engine = engine
+    api.options = HttpOptions().server_options("org/model", None)
     for open_page in (False, True):
         ready_line(api, ModelOptions("org/model", drafter="ngram"), "http://127.0.0.1:1", open_page)()
     assert opened == (["http://127.0.0.1:1"] if display else [])
@@ -331,7 +333,8 @@ def test_a_template_that_does_not_compile_has_chats_refused(tmp_path: Path, capl
     """Of the model's own the server says so and answers completions; one that was named ends the command."""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     (tmp_path / "named.jinja").write_text("{{ messages[0].content }}")
-    models, console = ServedModelOptions(model=str(tmp_path)), Console(quiet=True)
+    models = ServedModelOptions(model=str(tmp_path))
+    console = Console(quiet=True)
     template = template_of(models, TemplateOptions(), console)
     assert template is not None
     with pytest.raises(ValueError, match="does not compile"):

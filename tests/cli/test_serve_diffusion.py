@@ -37,15 +37,25 @@ SHARED = {"queue_requests": 5, "queue_tokens": 99, "guard": "warn"}
 
 
 def test_without_options_everything_is_the_engines_own():
-    found, own = DenoisingOptions().engine_options(None, {}, 4096), DiffusionEngineOptions()
+    found = DenoisingOptions().engine_options(None, {}, 4096)
+    own = DiffusionEngineOptions()
     assert (found.defaults, found.modes, found.table) == (DENOISING, MODES, own.shapes(4096))
 
 
 def test_options_become_the_engines():
     options = DenoisingOptions(
-        mode="sparse", modes=("dense", "sparse"), threshold=0.9, tau=0.95, suffix_window=32, remasking="entropy",
-        new_tokens=16, block_length=8, positions=(64, 128), responses=(32,), blocks=(8, 16),
-    )  # fmt: skip
+        mode="sparse",
+        modes=("dense", "sparse"),
+        threshold=0.9,
+        tau=0.95,
+        suffix_window=32,
+        remasking="entropy",
+        new_tokens=16,
+        block_length=8,
+        positions=(64, 128),
+        responses=(32,),
+        blocks=(8, 16),
+    )
     found = options.engine_options(3, SHARED, 4096)
     wanted = Denoising(16, None, 8, "entropy", threshold=0.9, mode="sparse", saliency=Saliency(0.95), suffix_window=32)
     assert (found.defaults, found.modes) == (wanted, ("dense", "sparse"))
@@ -77,11 +87,47 @@ def caught(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dic
 
 def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
     found = caught(
-        run, monkeypatch, folder, "--modes", "dense", "sparse", "--mode", "sparse", "--threshold", 0.9, "--tau", 0.95,
-        "--suffix-window", 24, "--remasking", "entropy", "--new-tokens", 16, "--block-length", 8, "--positions", 64, 128,
-        "--responses", 32, "--blocks", 8, 16, "--slots", 3, "--guard", "warn", "--queue-requests", 7, "--dtype", "bfloat16",
-        "--tensor-parallel", 2, "--schedule", "ring",
-    )  # fmt: skip
+        run,
+        monkeypatch,
+        folder,
+        "--modes",
+        "dense",
+        "sparse",
+        "--mode",
+        "sparse",
+        "--threshold",
+        0.9,
+        "--tau",
+        0.95,
+        "--suffix-window",
+        24,
+        "--remasking",
+        "entropy",
+        "--new-tokens",
+        16,
+        "--block-length",
+        8,
+        "--positions",
+        64,
+        128,
+        "--responses",
+        32,
+        "--blocks",
+        8,
+        16,
+        "--slots",
+        3,
+        "--guard",
+        "warn",
+        "--queue-requests",
+        7,
+        "--dtype",
+        "bfloat16",
+        "--tensor-parallel",
+        2,
+        "--schedule",
+        "ring",
+    )
     assert found["denoising"] == DenoisingOptions(
         "sparse", ("dense", "sparse"), 0.9, 0.95, 24, "entropy", 16, 8, (64, 128), (32,), (8, 16)
     )
@@ -135,12 +181,20 @@ def test_what_a_diffusion_model_cannot_take_is_said_before_its_weights_are_read(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--mode", "sparse"], ["--modes", "dense", "dual"], ["--threshold", "0.9"], ["--tau", "0.9"],
-        ["--suffix-window", "8"], ["--remasking", "random"],
-        ["--new-tokens", "64"], ["--block-length", "8"], ["--positions", "64"], ["--responses", "32"], ["--blocks", "8"],
+        ["--mode", "sparse"],
+        ["--modes", "dense", "dual"],
+        ["--threshold", "0.9"],
+        ["--tau", "0.9"],
+        ["--suffix-window", "8"],
+        ["--remasking", "random"],
+        ["--new-tokens", "64"],
+        ["--block-length", "8"],
+        ["--positions", "64"],
+        ["--responses", "32"],
+        ["--blocks", "8"],
     ],
     ids=lambda given: given[0],
-)  # fmt: skip
+)
 def test_a_model_that_decodes_token_by_token_takes_none_of_these(run: Run, folders: tuple[Path, Path], arguments: list[str]):
     ran = run("serve", folders[0], "--port", 0, *arguments)
     assert (ran.status, ran.out) == (2, "")

@@ -21,7 +21,8 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """200 requests, most of them short; the command runs in the folder."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(5)
-    prompts, outputs = 4 + rng.geometric(0.03, 200), rng.integers(0, 20, 200)
+    prompts = 4 + rng.geometric(0.03, 200)
+    outputs = rng.integers(0, 20, 200)
     lines = [f"2023-11-16,{p},{o}" for p, o in zip(prompts, outputs, strict=True)]
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(lines) + "\n")
     return "trace.csv"
@@ -40,9 +41,21 @@ def check_cells(ran_out: str, name: str, figures: dict[str, Any]) -> None:
 
 def test_table_json_and_file(run: Run, trace: str):
     ran = run(
-        "shapes", "suggest", "--trace", trace, *SMALL, "--compile-seconds", 30, "--batches", 1, 4,
-        "--json", "figures.json", "--out", "shapes.json",
-    )  # fmt: skip
+        "shapes",
+        "suggest",
+        "--trace",
+        trace,
+        *SMALL,
+        "--compile-seconds",
+        30,
+        "--batches",
+        1,
+        4,
+        "--json",
+        "figures.json",
+        "--out",
+        "shapes.json",
+    )
     assert ran.status == 0, ran.err
     figures = json.loads(Path("figures.json").read_text())
     for name in ("chunks", "capacities"):

@@ -18,14 +18,38 @@ from tilewright.train.data import read_documents, train_tokenizer
 from tilewright.train.demo_text import Dependency, is_held_out
 
 SIZES = [
-    "--vocab-size", 270, "--hidden-size", 32, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--head-dim", 16,
-    "--intermediate-size", 48, "--context", 96,
-]  # fmt: skip
+    "--vocab-size",
+    270,
+    "--hidden-size",
+    32,
+    "--layers",
+    1,
+    "--heads",
+    2,
+    "--kv-heads",
+    1,
+    "--head-dim",
+    16,
+    "--intermediate-size",
+    48,
+    "--context",
+    96,
+]
 LOOP = ["--batch-size", 2, "--sequence-length", 24, "--held-out", 0.3, "--evaluate-every", 4, "--save-every", 2]
 FIELDS = {
-    "steps", "loss_nats_per_token", "held_out_loss_nats_per_token", "tokens_per_s", "seconds", "curve", "training_tokens",
-    "compilations", "programs_loaded", "compile_seconds", "chip", "out",
-}  # fmt: skip
+    "steps",
+    "loss_nats_per_token",
+    "held_out_loss_nats_per_token",
+    "tokens_per_s",
+    "seconds",
+    "curve",
+    "training_tokens",
+    "compilations",
+    "programs_loaded",
+    "compile_seconds",
+    "chip",
+    "out",
+}
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +232,8 @@ def test_a_drafter_is_trained_for_a_target_and_drafts(
 
 
 def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text: Path, target: Path, tmp_path: Path):
-    first, wider = tmp_path / "first", tmp_path / "wider"
+    first = tmp_path / "first"
+    wider = tmp_path / "wider"
     command = ["train", "drafter", text, "--target", target, "--regenerated", 0, "--layers", 1, "--anchors", 4, *LOOP]
     assert run(*command, "--out", first, "--block-size", 4, "--steps", 3).status == 0
     fields = json.loads((first / "config.json").read_text())

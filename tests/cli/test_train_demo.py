@@ -19,9 +19,21 @@ from tilewright.train.records import Records
 
 CARD = PACKAGED[train_demo.SMOLLM2] / "MODEL_CARD.md"
 SMALL = {
-    "kind": "dflash2", "layers": 1, "block-size": 4, "taps": (0, 1), "selector-rank": 6, "selector-top-k": 5, "conv-group": 8,
-    "anchors": 4, "batch-size": 4, "sequence-length": 16, "held-out": 0.3, "schedule": "wsd", "dtype": "bfloat16", "steps": 9,
-}  # fmt: skip
+    "kind": "dflash2",
+    "layers": 1,
+    "block-size": 4,
+    "taps": (0, 1),
+    "selector-rank": 6,
+    "selector-top-k": 5,
+    "conv-group": 8,
+    "anchors": 4,
+    "batch-size": 4,
+    "sequence-length": 16,
+    "held-out": 0.3,
+    "schedule": "wsd",
+    "dtype": "bfloat16",
+    "steps": 9,
+}
 
 
 @pytest.fixture
@@ -64,7 +76,8 @@ def test_the_model_card_has_the_recipe():
 def test_the_recipe_makes_a_drafter_of_the_packaged_sizes():
     words = ["RECORDS", "--out", "DIR", *train_demo.command_line(train_demo.RECIPE)]
     _, taken, _ = App(default_command=drafter).parse_args(words, exit_on_error=False)
-    sizes, kinds = taken.arguments["sizes"], taken.arguments["of_kinds"]
+    sizes = taken.arguments["sizes"]
+    kinds = taken.arguments["of_kinds"]
     config = json.loads((PACKAGED[train_demo.SMOLLM2] / "config.json").read_text(encoding="utf-8"))
     own = config["dflash_config"]
     assert PACKAGED_DRAFTERS[taken.arguments["target"]] == {taken.arguments["kind"]: train_demo.SMOLLM2}
@@ -77,7 +90,8 @@ def test_the_recipe_makes_a_drafter_of_the_packaged_sizes():
 def test_it_is_train_drafter_in_two_parts(run: Run, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An interrupted run goes on; `train drafter` knows the finished ones for its own, and writes the same."""
     out = tmp_path / "out"
-    first, said = out / "training" / "first", ["--drafter-steps", 4, "--batch-size", 2, "--save-every", 2]
+    first = out / "training" / "first"
+    said = ["--drafter-steps", 4, "--batch-size", 2, "--save-every", 2]
     command = ["train", "demo", train_demo.SMOLLM2, "--records", records, "--out", out, *said]
     with monkeypatch.context() as patched:
         interrupt_at(3, patched)
@@ -94,7 +108,8 @@ def test_it_is_train_drafter_in_two_parts(run: Run, records: Path, tmp_path: Pat
     assert max(map(len, ran.err.splitlines()[-2:])) < 80
     assert len(mine) == 2, "of blocks of 3"
     assert fields["block_size"] == SMALL["block-size"], "as wide as the first part's"
-    all_of_them, again = Records.load(records), np.sort(np.random.default_rng(0).permutation(16)[:6])
+    all_of_them = Records.load(records)
+    again = np.sort(np.random.default_rng(0).permutation(16)[:6])
     for folder, taken in ((first, np.arange(16)), (out, np.concatenate([np.arange(16, 24), again]))):
         read = Records.load(folder / "training" / "smollm2-records.npz.xz")
         assert read.fingerprint == all_of_them.take(taken).fingerprint

@@ -25,7 +25,8 @@ def text(tmp_path: Path) -> Path:
 
 def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Path, Path]):
     """Also on the backbone of a DFlash drafter."""
-    target, out = folders[0], text / "drafter"
+    target = folders[0]
+    out = text / "drafter"
     command = ["train", "drafter", text, "--target", target, *LOOP]
     ran = run(*command, *SIZES, "--out", out, "--steps", 2, "--json", "-")
     assert ran.status == 0, ran.err
@@ -37,7 +38,8 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     assert lm.generate("t1 t2", tw.Sampling(12, temperature=1.0, seed=0))[0].tokens == alone.tokens
     shown = run("generate", "t1 t2", "--model", target, "--drafter", out, "--max-new-tokens", 4)
     assert shown.status == 0, shown.err
-    first, second = text / "first", text / "second"
+    first = text / "first"
+    second = text / "second"
     assert run(*command, "--block-size", 4, "--layers", 1, "--out", first, "--steps", 1).status == 0
     ran = run(*command, *SIZES, "--out", second, "--steps", 1, "--learning-rate", 1e-6, "--start", first)
     assert ran.status == 0, ran.err
@@ -51,7 +53,8 @@ def test_a_drafter_is_trained_on_a_file_of_records_with_kept_taps(run: Run, text
     """A second run finds the target's states where the first one left them."""
     rng = np.random.default_rng(0)
     made = [(rng.integers(1, 30, 4).tolist(), rng.integers(1, 30, 8 + n % 3).tolist()) for n in range(20)]
-    data, kept = text / "some.npz.xz", text / "taps"
+    data = text / "some.npz.xz"
+    kept = text / "taps"
     Records.of(made).save(data)
     command = ["train", "drafter", data, "--target", folders[0], *LOOP, *SIZES, "--steps", 2, "--keep-taps", kept]
     runs = []

@@ -16,9 +16,21 @@ from tilewright.train.data import MASK, Document
 from tilewright.train.loop import TrainingRun
 
 SIZES = [
-    "--vocab-size", 290, "--hidden-size", 32, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--intermediate-size", 48,
-    "--context", 256,
-]  # fmt: skip
+    "--vocab-size",
+    290,
+    "--hidden-size",
+    32,
+    "--layers",
+    1,
+    "--heads",
+    2,
+    "--kv-heads",
+    1,
+    "--intermediate-size",
+    48,
+    "--context",
+    256,
+]
 LOOP = ["--batch-size", 2, "--sequence-length", 240, "--evaluate-every", 2, "--save-every", 1]
 
 
@@ -33,7 +45,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    out, advance = tmp_path / "out", TrainingRun.advance
+    out = tmp_path / "out"
+    advance = TrainingRun.advance
     command = [
         "train",
         "diffusion",

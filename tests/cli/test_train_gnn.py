@@ -21,8 +21,14 @@ def test_it_runs_with_nothing_at_hand(run: Run):
     figures = ran.json
     assert figures["data"] == "karate"
     assert figures["config"] == {
-        "model_type": "gcn", "features": 34, "classes": 2, "hidden": 16, "layers": 2, "dropout": 0.5, "readout": "mean",
-    }  # fmt: skip
+        "model_type": "gcn",
+        "features": 34,
+        "classes": 2,
+        "hidden": 16,
+        "layers": 2,
+        "dropout": 0.5,
+        "readout": "mean",
+    }
     last = figures["accuracy"]["after the last epoch"]
     assert last["val"] is None
     assert last["test"]["mean"] == pytest.approx(np.mean(last["test"]["runs"]))
@@ -34,7 +40,8 @@ def test_it_runs_with_nothing_at_hand(run: Run):
 
 def test_several_devices_train_as_one_does(run: Run):
     command = ["train", "gnn", "--epochs", 8, "--dropout", 0, "--json", "-"]
-    one, several = run(*command), run(*command, "--devices", 3)
+    one = run(*command)
+    several = run(*command, "--devices", 3)
     assert several.status == 0, several.err
     figures = [ran.json["accuracy"]["after the last epoch"] for ran in (one, several)]
     for part in ("train", "test"):
@@ -105,11 +112,28 @@ def test_features_with_signs_are_left_as_they_are(run: Run, tmp_path: Path):
 
 
 def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
-    ring, star = "4 0\n0 2 1 3\n0 2 0 2\n0 2 1 3\n0 2 0 2\n", "4 1\n0 3 1 2 3\n0 1 0\n0 1 0\n0 1 0\n"
+    ring = "4 0\n0 2 1 3\n0 2 0 2\n0 2 1 3\n0 2 0 2\n"
+    star = "4 1\n0 3 1 2 3\n0 1 0\n0 1 0\n0 1 0\n"
     (tmp_path / "shapes").mkdir()
     (tmp_path / "shapes" / "shapes.txt").write_text("20\n" + 10 * (ring + star))
-    ran = run("train", "gnn", "--data", tmp_path / "shapes", "--model", "gin", "--hidden", 4, "--layers", 1, "--epochs", 2,
-              "--fold", 3, "--json", "-")  # fmt: skip
+    ran = run(
+        "train",
+        "gnn",
+        "--data",
+        tmp_path / "shapes",
+        "--model",
+        "gin",
+        "--hidden",
+        4,
+        "--layers",
+        1,
+        "--epochs",
+        2,
+        "--fold",
+        3,
+        "--json",
+        "-",
+    )
     assert ran.status == 0, ran.err
     assert len(ran.json["accuracy"]["after the last epoch"]["test"]["runs"]) == 1
     assert any(name.startswith("at the best epoch of all folds (") for name in ran.json["accuracy"])

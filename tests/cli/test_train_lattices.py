@@ -34,7 +34,8 @@ def text(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Path, Path], kind: str):
     """Also on from where another one ended, and with a draft vocabulary."""
-    target, out = folders[0], text / "drafter"
+    target = folders[0]
+    out = text / "drafter"
     command = ["train", "drafter", text, "--target", target, *LOOP, *SIZES[kind], *MORE[kind]]
     ran = run(*command, "--out", out, "--steps", 2, "--draft-vocab", 12, "--json", "-")
     assert ran.status == 0, ran.err
@@ -63,7 +64,8 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
 def test_a_dflash_drafter_as_backbone(run: Run, text: Path, folders: tuple[Path, Path], kind: str):
     """Of LiLiCorr, which has its slots; not of DSpark, whose slots draft other positions."""
     command = ["train", "drafter", text, "--target", folders[0], *LOOP, "--learning-rate", 1e-6, "--steps", 1]
-    first, second = text / "first", text / "second"
+    first = text / "first"
+    second = text / "second"
     ran = run(*command, "--block-size", 5, "--layers", 1, "--out", first)
     assert ran.status == 0, ran.err
     ran = run(*command, *SIZES[kind], "--out", second, "--start", first)

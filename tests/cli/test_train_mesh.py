@@ -34,10 +34,39 @@ from train.support import TARGET, silent
 GOLDEN = Path(__file__).parents[1] / "golden" / "decoders"
 
 OPTIONS = [
-    "--vocab-size", 264, "--hidden-size", 32, "--layers", 2, "--heads", 2, "--kv-heads", 1, "--head-dim", 8,
-    "--intermediate-size", 32, "--context", 32, "--sequence-length", 16, "--batch-size", 8, "--held-out", 0.3,
-    "--evaluate-every", 3, "--save-every", 1, "--steps", 3, "--matmul-dtype", "float32", "--learning-rate", 0.01,
-]  # fmt: skip
+    "--vocab-size",
+    264,
+    "--hidden-size",
+    32,
+    "--layers",
+    2,
+    "--heads",
+    2,
+    "--kv-heads",
+    1,
+    "--head-dim",
+    8,
+    "--intermediate-size",
+    32,
+    "--context",
+    32,
+    "--sequence-length",
+    16,
+    "--batch-size",
+    8,
+    "--held-out",
+    0.3,
+    "--evaluate-every",
+    3,
+    "--save-every",
+    1,
+    "--steps",
+    3,
+    "--matmul-dtype",
+    "float32",
+    "--learning-rate",
+    0.01,
+]
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +146,8 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
     """
     copytree(GOLDEN / name, tmp_path / "start")
     train_tokenizer([Document("one two")], 258).save(str(tmp_path / "start" / "tokenizer.json"))
-    over, options = (
-        MeshOptions(mesh=axes, remat=False),
-        TextOptions(steps=1, batch_size=8, sequence_length=8, learning_rate=1e-12),
-    )
+    over = MeshOptions(mesh=axes, remat=False)
+    options = TextOptions(steps=1, batch_size=8, sequence_length=8, learning_rate=1e-12)
     begin: Any = Beginning.choose(str(tmp_path / "start"), None, ModelSizes(), over, silent())
     setup: Any = over.setup(begin.config, options)
     assert jax.tree.map(lambda leaf: leaf.sharding, begin.params) == setup.shardings
@@ -132,7 +159,8 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
     found, params = load_decoder(tmp_path / "out", jnp.float32)
     assert found == config
     with np.load(GOLDEN / name / "outputs.npz") as outputs:
-        tokens, wanted = jnp.asarray(outputs["tokens"]), outputs["logits"]
+        tokens = jnp.asarray(outputs["tokens"])
+        wanted = outputs["logits"]
     logits = jax.jit(lambda p: decoder.logits(config, PLAIN, p, decoder.forward_full(config, PLAIN, p, tokens).hidden))(params)
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
 

@@ -42,7 +42,8 @@ def test_openai_completes_streams_and_has_log_probabilities(server: Real):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     body: dict[str, Any] = {"model": NAME, "prompt": TEXT, "max_tokens": NEW, "temperature": 0}
     whole = client.completions.create(**body, logprobs=2)
-    text, logprobs = whole.choices[0].text, whole.choices[0].logprobs
+    text = whole.choices[0].text
+    logprobs = whole.choices[0].logprobs
     assert text.startswith(" three, four")
     assert whole.usage is not None
     assert whole.usage.completion_tokens == NEW

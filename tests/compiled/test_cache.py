@@ -48,7 +48,8 @@ def test_what_was_compiled_is_loaded(tmp_path: Path):
     folder = cache.enable(tmp_path / "new")
     assert folder is not None
     assert folder.parent == tmp_path / "new" / "xla"
-    first, second = compile_once(), compile_once()
+    first = compile_once()
+    second = compile_once()
     assert [(ledger.compilations, ledger.loaded) for ledger in (first, second)] == [(1, 0), (1, 1)]
     assert [path.name.split("-")[0] for path in folder.iterdir()] == ["jit_kept_on_disk"]
     assert [each.stat().st_mode & 0o777 for each in (tmp_path / "new", folder.parent, folder)] == [0o700] * 3

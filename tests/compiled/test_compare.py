@@ -15,7 +15,9 @@ from tilewright.compiled import compare as compare_module
 from tilewright.compiled.compare import compare_all, differences, steps
 from tilewright.metrics.metric import significant
 
-NODES, SLOTS, FEATURES = 64, 6, 32
+NODES = 64
+SLOTS = 6
+FEATURES = 32
 MESSAGES = NODES * SLOTS * FEATURES * 4
 SHAPES = (
     jax.ShapeDtypeStruct((NODES, FEATURES), jnp.float32),

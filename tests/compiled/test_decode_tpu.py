@@ -13,7 +13,8 @@ from tilewright.models.published_configs import model_config
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED_AXES
 
-LAYERS, POSITIONS = 3, 1024
+LAYERS = 3
+POSITIONS = 1024
 MOVES = ("copy", "transpose", "fusion")
 """Operations of which one with a whole cache for its result has copied it; what appends writes some entries in place."""
 
@@ -36,8 +37,10 @@ def copied(hlo: str, cache_bytes: int) -> list[str]:
 def test_a_step_copies_no_cache(chip: str, batch: int):
     """With one key/value head to a chip, with two, and with all of them."""
     config = model_config("llama3-8b")
-    setup, phase = OverlapSetup(chip, "llama3-8b", config, LAYERS), Phase("decode", batch, POSITIONS)
-    config, ops = replace(config, num_layers=LAYERS), operations("tpu", kernels=setup.kernels)
+    setup = OverlapSetup(chip, "llama3-8b", config, LAYERS)
+    phase = Phase("decode", batch, POSITIONS)
+    config = replace(config, num_layers=LAYERS)
+    ops = operations("tpu", kernels=setup.kernels)
     function, arguments = program(config, setup.mesh, ops, phase, TensorParallel(GROUPED_AXES))
     made = compile_for(chip, function, *arguments, donate=1)
     cache_bytes = 2 * batch * config.num_kv_heads // setup.devices * POSITIONS * config.head_dim

@@ -52,7 +52,8 @@ def test_array_types(text: str, expected: list[ArrayType]):
 def test_padding_is_less_than_a_tile_in_each_tiled_dim(dims: list[int], tile: tuple[int, int]):
     order = ",".join(str(dim) for dim in reversed(range(len(dims))))
     (array,) = read_arrays(f"f32[{','.join(map(str, dims))}]{{{order}:T({tile[0]},{tile[1]})}}")
-    rows, columns = array.bytes // 4 // prod(dims[:-2]) // tile[1] // -(-dims[-1] // tile[1]), -(-dims[-1] // tile[1]) * tile[1]
+    rows = array.bytes // 4 // prod(dims[:-2]) // tile[1] // -(-dims[-1] // tile[1])
+    columns = -(-dims[-1] // tile[1]) * tile[1]
     assert array.bytes == 4 * prod(dims[:-2]) * rows * columns
     assert rows % tile[0] == 0
     assert 0 <= rows - dims[-2] < tile[0]

@@ -52,7 +52,8 @@ def names(ledger: Ledger) -> list[str]:
 
 
 def test_each_shape_is_one_program_with_its_name():
-    f, g = fresh("f"), fresh("g")
+    f = fresh("f")
+    g = fresh("g")
     with Ledger() as ledger:
         f(row(3))
         f(row(4))
@@ -103,7 +104,8 @@ def test_nothing_is_recorded_outside():
 
 def test_ledgers_nest_and_overlap():
     f = fresh("f")
-    first, second = Ledger(), Ledger()
+    first = Ledger()
+    second = Ledger()
     with Ledger() as outer:
         first.__enter__()
         f(row(3))
@@ -180,7 +182,8 @@ def test_a_program_from_the_disk_cache_counts_and_says_so():
 
 
 def test_guard_fails_and_names_the_programs():
-    f, g = fresh("decode_round"), fresh("prefill")
+    f = fresh("decode_round")
+    g = fresh("prefill")
     message = r"2 program\(s\) compiled during serving.*jit\(decode_round\).*jit\(prefill\)"
     with pytest.raises(CompileError, match=message), no_compile_guard("fail", "serving"):
         f(row(3))
@@ -261,7 +264,8 @@ def causes(name: str, *calls: tuple[np.ndarray | Array, dict[str, np.ndarray]]) 
 
 
 def test_the_cause_is_the_argument_that_differs():
-    two, four = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32)
+    two = np.ones((2, 3), np.float32)
+    four = np.ones((4, 3), np.float32)
     assert causes("cause", (two, params()), (four, params()), (four, params(outer=7))) == [
         "the first program of this name",
         "tokens is float32[4,3], was float32[2,3]",

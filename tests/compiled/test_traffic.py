@@ -19,7 +19,8 @@ from tilewright.compiled.hlo import ArrayType
 from tilewright.compiled.traffic import Traffic, memory_traffic
 
 TEXTS = Path(__file__).parent / "hlo"
-MIB, SCALAR = 2**20, 512
+MIB = 2**20
+SCALAR = 512
 
 
 def tpu(name: str) -> Traffic:
@@ -146,7 +147,8 @@ def body(*lines: str) -> str:
 
 
 def test_asynchronous_slices_and_wrapped_operations_count_once():
-    whole, part = "f32[1024,128]{1,0:T(8,128)}", "f32[256,128]{1,0:T(8,128)S(1)}"
+    whole = "f32[1024,128]{1,0:T(8,128)}"
+    part = "f32[256,128]{1,0:T(8,128)S(1)}"
     wrapped = f"""%wrapped (p: f32[1024,128]) -> f32[256,128] {{
   %p = {whole} parameter(0)
   ROOT %slice.1 = {part} slice(%p), slice={{[0:256], [0:128]}}
@@ -191,7 +193,8 @@ ENTRY %main (x: bf16[1024,128], i: s32[]) -> f32[256,128] {{
 """
         )
 
-    half, whole = 2 * 256 * 128 * 2, 1024 * 128 * 2
+    half = 2 * 256 * 128 * 2
+    whole = 1024 * 128 * 2
     assert fused("f32[256,128]{1,0} add(%first, %second)").read == half + 4
     assert fused("f32[1024,128]{1,0} concatenate(%wide, %first, %second), dimensions={0}").read == whole + 4
 
@@ -223,7 +226,9 @@ def stored_neighbours(x: Array, table: Array) -> Array:
 
 
 def test_whether_an_array_of_a_shape_is_stored():
-    nodes, degree, features = 101, 7, 67
+    nodes = 101
+    degree = 7
+    features = 67
     shapes = shaped(nodes, features), shaped(nodes, degree, dtype=jnp.int32)
     assert here(stored_neighbours, *shapes)[0].contains_shape((nodes, degree, features))
     summed, _ = here(lambda x, y: jnp.sum(x[:, None, :] * y[None, :, None]), shaped(nodes, features), shaped(degree))

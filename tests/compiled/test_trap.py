@@ -87,7 +87,8 @@ def test_what_was_refused_compiles_later_and_is_told_from_what_ran():
 
 
 def test_donated_arrays_live_on():
-    f, x = jax.jit(lambda x: x + 1, donate_argnums=0), jax.device_put(row(3))
+    f = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jax.device_put(row(3))
     with CompileTrap("fail"), pytest.raises(CompileError):
         f(x)
     assert not x.is_deleted()
@@ -149,7 +150,9 @@ def test_a_program_that_is_on_disk_is_trapped_too():
 
 def test_opened_in_one_thread_and_trapped_in_others():
     """Some ask for what is ready while others ask for what is not, some of them for the same."""
-    ready, others, shared = fresh("ready"), [fresh(f"other_{n}") for n in range(4)], fresh("shared")
+    ready = fresh("ready")
+    others = [fresh(f"other_{n}") for n in range(4)]
+    shared = fresh("shared")
     ready(row(3))
     stop = threading.Event()
 
@@ -205,7 +208,9 @@ def test_off_only_counts():
 def test_several_at_once():
     """The strictest decides, and every ledger hears of it."""
     f = fresh("f")
-    counting, warning, failing = CompileTrap("off"), CompileTrap("warn", "w"), CompileTrap("fail", "x")
+    counting = CompileTrap("off")
+    warning = CompileTrap("warn", "w")
+    failing = CompileTrap("fail", "x")
     with Ledger() as ledger, counting, warning:
         with pytest.raises(CompileError, match="during x,"), failing:
             f(row(3))
@@ -218,7 +223,8 @@ def test_several_at_once():
 
 
 def test_opened_again_it_goes_on():
-    f, trap = fresh("f"), CompileTrap("off")
+    f = fresh("f")
+    trap = CompileTrap("off")
     for length in (3, 4):
         with trap:
             f(row(length))

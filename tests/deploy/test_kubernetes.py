@@ -13,7 +13,8 @@ from tilewright.cli.processes import COORDINATOR, INDEX, PROCESSES
 from tilewright.server.middleware import OPEN_PATHS
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
-ONE_HOST, SLICE = "one-host.yaml", "tpu-slice.yaml"
+ONE_HOST = "one-host.yaml"
+SLICE = "tpu-slice.yaml"
 
 
 def objects(name: str) -> dict[str, Any]:
@@ -74,8 +75,10 @@ def test_probes_need_no_key_and_come_to_the_port(name: str):
     assert str(ports["http"]) == options(container)["port"]
     probes = {kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")}
     assert {kind: probe["path"] for kind, probe in probes.items()} == {
-        "startup": "/health", "liveness": "/health", "readiness": "/ready",
-    }  # fmt: skip
+        "startup": "/health",
+        "liveness": "/health",
+        "readiness": "/ready",
+    }
     assert all(probe["path"] in OPEN_PATHS and probe["port"] == "http" for probe in probes.values())
     service = objects(name)["Service"]["spec"]
     assert service["ports"][0]["targetPort"] == "http"
@@ -89,7 +92,8 @@ def test_what_selects_pods_finds_them():
     assert found["Service"]["spec"]["selector"] == labels
     found = objects(SLICE)
     template = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
-    leader, worker = template["leaderTemplate"], template["workerTemplate"]
+    leader = template["leaderTemplate"]
+    worker = template["workerTemplate"]
     assert found["Service"]["spec"]["selector"] == leader["metadata"]["labels"]
     assert "metadata" not in worker, "requests come to the first pod alone"
 

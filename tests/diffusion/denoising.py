@@ -30,10 +30,16 @@ ENDS = (12, 17, 22, 27, 30, 36)
 OPTIONS = DiffusionEngineOptions(table=TABLE)
 
 WAYS: tuple[dict[str, Any], ...] = (
-    {}, {"threshold": 0.3}, {"threshold": 0.15, "temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9},
-    {"remasking": "random"}, {"remasking": "origin"}, {"remasking": "maskgit_plus", "threshold": 0.2},
-    {"remasking": "topk_margin", "temperature": 0.5}, {"remasking": "entropy"},
-)  # fmt: skip
+    {},
+    {"threshold": 0.3},
+    {"threshold": 0.15, "temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"remasking": "random"},
+    {"remasking": "origin"},
+    {"remasking": "maskgit_plus", "threshold": 0.2},
+    {"remasking": "topk_margin", "temperature": 0.5},
+    {"remasking": "entropy"},
+)
 
 
 def model_of(family: str, kernels: Any = "auto", table: DiffusionTable = BY_ITSELF) -> DiffusionModel:
@@ -45,10 +51,12 @@ def model_of(family: str, kernels: Any = "auto", table: DiffusionTable = BY_ITSE
 
 def requests(seed: int, count: int, modes: Sequence[Mode] = MODES) -> list[DenoisingRequest]:
     """Of all modes, ways, lengths and numbers of steps, each with its seed; some go on past the end of the sequence."""
-    rng, asks = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    asks = []
     for n, prompt in enumerate(prompts(seed, [int(n) for n in rng.integers(1, 17, count)], vocab=MASK)):
         way = WAYS[n % len(WAYS)]
-        block, blocks = (int(rng.choice([2, 4, 8])), int(rng.integers(1, 3)))
+        block = int(rng.choice([2, 4, 8]))
+        blocks = int(rng.integers(1, 3))
         if "threshold" not in way and rng.integers(2):
             way = {"steps": blocks * int(rng.integers(1, block + 1)), **way}
         if rng.integers(3) == 0:

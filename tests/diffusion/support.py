@@ -23,7 +23,8 @@ from tilewright.diffusion.programs import DiffusionTable
 from tilewright.kernels import native
 
 VOCAB = 40
-MARGIN, COSINE_MARGIN = 1e-4, 2e-5
+MARGIN = 1e-4
+COSINE_MARGIN = 2e-5
 """By how much choices must stand apart to be decided in float32, and cosines from their threshold, which take fewer sums."""
 MODELS: dict[str, Model] = {
     "llada": random_model(5, "llada", VOCAB, hidden=64, layers=2),
@@ -32,9 +33,7 @@ MODELS: dict[str, Model] = {
 }
 EOS = {"llada": 12, "dream": 30, "tiny": 12}
 TABLE = DiffusionTable(batches=(8,), positions=(32,), responses=(16,), blocks=(16,), buckets=(12,))
-PLAIN = Saliency(
-    tau=0.99, full_steps=2, every=3, first_layer=False, keep_changed=False, keep_prompt=False, boundary=False
-)  # fmt: skip
+PLAIN = Saliency(tau=0.99, full_steps=2, every=3, first_layer=False, keep_changed=False, keep_prompt=False, boundary=False)
 """As published."""
 REPAIRED = Saliency(tau=0.9, full_steps=2, every=3, first_layer=False)
 EXACT = Saliency(tau=ALWAYS, full_steps=1, every=1, first_layer=True)
@@ -113,9 +112,13 @@ def randomness(seed: int, positions: int = 40) -> tuple[np.ndarray, np.ndarray]:
 def wanted(family: str, prompt: Sequence[int], asked: Denoising) -> Generation:
     noise, uniform = randomness(asked.seed or 0, max(40, len(prompt) + asked.new_tokens))
     return generate(
-        MODELS[family], prompt, request_of(asked, family), mode_of(asked),
-        lambda step, position, _: noise[step, position], lambda step, position: float(uniform[step, position]),
-    )  # fmt: skip
+        MODELS[family],
+        prompt,
+        request_of(asked, family),
+        mode_of(asked),
+        lambda step, position, _: noise[step, position],
+        lambda step, position: float(uniform[step, position]),
+    )
 
 
 def nucleus_margin(step: Step, request: Request) -> float:
@@ -151,8 +154,10 @@ class Compared:
 
 def compare(session: DiffusionSession, row: int, family: str) -> Compared:
     """Checks a row against the reference, up to the first step in which rounding might decide."""
-    prompt, asked = session.prompts[row], session.requests[row]
-    want, request = wanted(family, prompt, asked), request_of(asked, family)
+    prompt = session.prompts[row]
+    asked = session.requests[row]
+    want = wanted(family, prompt, asked)
+    request = request_of(asked, family)
     sure = [decided(step, asked, request) for step in want.steps]
     until = sure.index(False) if False in sure else len(sure)
     reports = [report for report in session.reports if report.committed[row] >= 0]

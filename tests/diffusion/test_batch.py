@@ -96,7 +96,8 @@ def test_a_row_does_not_depend_on_the_shapes_of_its_program(changes: dict[str, A
 
 def test_generate_goes_through_as_many_batches_as_it_takes(model: DiffusionModel, whole: DiffusionSession):
     """Eight rows, and three more."""
-    prompts, requests = [*whole.prompts, *whole.prompts[-3:]], [*whole.requests, *whole.requests[-3:]]
+    prompts = [*whole.prompts, *whole.prompts[-3:]]
+    requests = [*whole.requests, *whole.requests[-3:]]
     results = whole.results()
     assert model.table.batches == (len(results),)
     assert model.generate(prompts, requests) == [*results, *results[-3:]]

@@ -17,7 +17,9 @@ from reference.diffusion_numpy import Choice, Request
 from tilewright.diffusion.commit import Choices, choose, commits
 from tilewright.diffusion.options import BY_CHANCE, REMASKING, Denoising, row_options
 
-VOCAB, BLOCK, LONGEST = 40, 6, 8
+VOCAB = 40
+BLOCK = 6
+LONGEST = 8
 seeds = st.integers(0, 2**31 - 1)
 RULES = pytest.mark.parametrize("rule", REMASKING)
 run_choose = jax.jit(choose, static_argnums=4)
@@ -52,10 +54,13 @@ def test_choices_are_those_of_the_reference(rule: Any, seed: int):
     for (row, at), position in np.ndenumerate(positions):
         noise, uniform = randomness(requests[row].seed or 0)
         want = diffusion_numpy.choose(
-            logits[row, at].astype(np.float64), request_of(requests[row], "llada"), int(steps[row]), int(position),
+            logits[row, at].astype(np.float64),
+            request_of(requests[row], "llada"),
+            int(steps[row]),
+            int(position),
             lambda step, place, _, noise=noise: noise[step, place],
             lambda step, place, uniform=uniform: float(uniform[step, place]),
-        )  # fmt: skip
+        )
         if want.gap > 1e-4:
             assert int(found.token[row, at]) == want.token
             np.testing.assert_allclose(found.probability[row, at], want.probability, atol=2e-6)
@@ -81,7 +86,9 @@ def test_a_position_is_drawn_anew_in_each_step_and_alike_in_every_batch():
         found = run_choose(jnp.zeros((2, BLOCK, VOCAB)), options, positions, jnp.asarray(steps, jnp.int32), MASK)
         return np.asarray(found.token), np.asarray(found.score)
 
-    first, turned, later = drawn(requests, [3, 3]), drawn(requests[::-1], [3, 3]), drawn(requests, [3, 4])
+    first = drawn(requests, [3, 3])
+    turned = drawn(requests[::-1], [3, 3])
+    later = drawn(requests, [3, 4])
     for one, other, third in zip(first, turned, later, strict=True):
         np.testing.assert_array_equal(one, other[::-1])
         np.testing.assert_array_equal(one[0], third[0])
@@ -111,11 +118,15 @@ SCORES = st.sampled_from([0.1, 0.25, 0.5, 0.5, 0.75, 0.9])
 def test_commits_are_those_of_the_reference(rule: Any, drawn: list[tuple[float, float, bool]], step: int, threshold: bool):
     """Beside a row of another rule; candidates are some of the block's positions."""
     fields: dict[str, Any] = {"threshold": 0.5} if threshold and rule not in BY_CHANCE else {"steps": 6}
-    one, other = asked(rule, **fields), asked("low_confidence", steps=12)
+    one = asked(rule, **fields)
+    other = asked("low_confidence", steps=12)
     score, probability, candidate = (np.asarray(each) for each in zip(*drawn, strict=True))
-    choices = Choices(*(jnp.asarray(np.stack([x, x]), dtype) for x, dtype in (
-        (np.zeros(BLOCK), jnp.int32), (probability, jnp.float32), (score, jnp.float32)
-    )))  # fmt: skip
+    choices = Choices(
+        *(
+            jnp.asarray(np.stack([x, x]), dtype)
+            for x, dtype in ((np.zeros(BLOCK), jnp.int32), (probability, jnp.float32), (score, jnp.float32))
+        )
+    )
     found = run_commits(choices, jnp.asarray(np.stack([candidate] * 2)), row_options([one, other], LONGEST), jnp.full(2, step))
     for row, request in enumerate((one, other)):
         assert np.flatnonzero(np.asarray(found)[row]).tolist() == committed(score, probability, candidate, request, step)

@@ -60,8 +60,11 @@ def test_the_tokens_and_steps_are_those_of_the_model_alone(
 
     Where few rows run, or short ones, they are taken out of the pool and put back.
     """
-    asks, cancelled = requests(0, 54), [7, 20, 31]
-    want, ran, get = expected(model, asks), set(), engine.programs.get
+    asks = requests(0, 54)
+    cancelled = [7, 20, 31]
+    want = expected(model, asks)
+    ran = set()
+    get = engine.programs.get
 
     def noted(key: DiffusionKey) -> Any:
         ran.add((key.shape.batch, key.shape.positions))
@@ -72,7 +75,8 @@ def test_the_tokens_and_steps_are_those_of_the_model_alone(
     heard, handles = drive(engine, asks[:45], rng, cancelled)
     for each in asks[45:]:
         (one,), (handle,) = drive(engine, [each], rng)
-        heard, handles = [*heard, one], [*handles, handle]
+        heard = [*heard, one]
+        handles = [*handles, handle]
     check_empty(engine)
     assert ran == {(shape.batch, shape.positions) for shape in engine.programs.sizes}
     for n, (each, handle) in enumerate(zip(heard, handles, strict=True)):
@@ -105,7 +109,8 @@ def test_every_step_is_counted(model: DiffusionModel, engine: DiffusionEngine, r
 
 def test_one_thread_of_its_own_serves_them_too(model: DiffusionModel, warm: DiffusionEngine):
     """With as many steps to a dispatch as the clock allows."""
-    engine, asks = DiffusionEngine(model, warm.options), requests(2, 12)
+    engine = DiffusionEngine(model, warm.options)
+    asks = requests(2, 12)
     engine.programs.compiled = warm.programs.compiled
     engine.clear()
     want = expected(model, asks)
@@ -142,7 +147,8 @@ def test_four_devices_give_what_one_does(rng: np.random.Generator, schedule: str
     """Rows of a divided pool are taken out and put back on each device."""
     modes: tuple[Mode, ...] = ("prefix", "sparse")
     own = replace(BY_ITSELF, buckets=())
-    one, four = build("tiny", "xla", own), build("tiny", "xla", own, mesh=make_mesh({"tp": 4}), schedule=schedule)
+    one = build("tiny", "xla", own)
+    four = build("tiny", "xla", own, mesh=make_mesh({"tp": 4}), schedule=schedule)
     asks = requests(4, 12, modes)
     want = expected(one, asks)
     table = replace(TABLE, batches=(1, 2), buckets=())

@@ -114,8 +114,10 @@ def test_an_end_of_sequence_token_ends_a_row_unless_it_is_to_be_ignored(made: tu
     """Of the same requests, each with and without; what ends one does not end the others."""
     model, family = made
     ways: list[dict[str, Any]] = [
-        {"mode": "dense"}, {"mode": "sparse", "saliency": REPAIRED}, {"mode": "prefix", "threshold": 0.2}
-    ]  # fmt: skip
+        {"mode": "dense"},
+        {"mode": "sparse", "saliency": REPAIRED},
+        {"mode": "prefix", "threshold": 0.2},
+    ]
     drawn = {"temperature": 1.5, "seed": ENDING[family]}
     requests = [asking(**way, **drawn, ignore_eos=ignore) for way in ways for ignore in (False, True)]
     session = together(model, [PROMPT] * 6, requests)
@@ -145,9 +147,12 @@ def test_guidance_in_every_mode_equals_the_reference(family: Any, kernels: str):
     """Rows of a batch are guided by different amounts, one of them not at all."""
     model = build(family, kernels, replace(TABLE, batches=(6,)))
     ways: list[dict[str, Any]] = [
-        {"mode": "dense", "guidance": 1.5}, {"mode": "prefix", "guidance": 0.5}, {"mode": "dual", "guidance": 3.0},
-        {"mode": "sparse", "saliency": REPAIRED, "guidance": 1.0}, {"mode": "sparse", "saliency": REPAIRED},
-    ]  # fmt: skip
+        {"mode": "dense", "guidance": 1.5},
+        {"mode": "prefix", "guidance": 0.5},
+        {"mode": "dual", "guidance": 3.0},
+        {"mode": "sparse", "saliency": REPAIRED, "guidance": 1.0},
+        {"mode": "sparse", "saliency": REPAIRED},
+    ]
     for rule in ({}, {"threshold": 0.3, "temperature": 0.7}):
         requests = [asking(**way, **rule) for way in ways]
         session = together(model, prompts_for(requests), requests)

@@ -74,7 +74,8 @@ def test_several_devices_give_what_one_does(family: str, way: str, schedule: str
     same(alone(family, way), session)
     if way == "dense":
         return
-    layer, heads = session.state.caches[0], 4 if family == "llada" else 2
+    layer = session.state.caches[0]
+    heads = 4 if family == "llada" else 2
     assert layer.k.sharding.shard_shape(layer.k.shape)[2] == max(1, heads // devices), "each device holds its own heads' keys"
     assert layer.context.sharding.shard_shape(layer.context.shape)[2] == layer.context.shape[2] // devices
 

@@ -149,10 +149,17 @@ def test_requests_as_rows():
     assert [MODES[n] for n in rows.mode] == ["sparse", "dual"]
     assert [REMASKING[n] for n in rows.rule] == ["entropy", "low_confidence"]
     for name, values in {
-        "block": [4, 5], "tau": [0.5, np.float32(0.99)], "full_steps": [2, 4], "every": [3, 4], "first_layer": [False, True],
-        "keep_changed": [False, True], "keep_prompt": [False, True], "boundary": [False, True], "guidance": [0, 1.5],
+        "block": [4, 5],
+        "tau": [0.5, np.float32(0.99)],
+        "full_steps": [2, 4],
+        "every": [3, 4],
+        "first_layer": [False, True],
+        "keep_changed": [False, True],
+        "keep_prompt": [False, True],
+        "boundary": [False, True],
+        "guidance": [0, 1.5],
         "ignore_eos": [False, True],
-    }.items():  # fmt: skip
+    }.items():
         assert getattr(rows, name).tolist() == values, name
     assert rows.sampling.temperature.tolist() == [0, 0.5]
     assert rows.sampling.top_p.tolist() == [1, 0.75]
@@ -204,18 +211,36 @@ SHAPED = DiffusionTable((1, 4), (16, 64, 96), (6, 40), (4, 8, 48), ())
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 4, 5, 8, 10]), st.sampled_from(MODES),
-            st.sampled_from([0.0, 1.0]), st.sampled_from([None, 2]),
+            st.integers(1, 60),
+            st.integers(1, 4),
+            st.sampled_from([1, 4, 5, 8, 10]),
+            st.sampled_from(MODES),
+            st.sampled_from([0.0, 1.0]),
+            st.sampled_from([None, 2]),
         ),
-        min_size=1, max_size=4,
+        min_size=1,
+        max_size=4,
     ),
-    st.integers(20, 90), st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.integers(20, 90),
+    st.booleans(),
+    st.booleans(),
+)
 def test_what_a_table_declares_is_all_that_its_requests_need(drawn: list[Any], context: int, guided: bool, windows: bool):
-    rows = [(length, Denoising(blocks * block, None, block, mode=mode, guidance=guidance if guided else 0.0,
-                               suffix_window=window if windows else None))
-            for length, blocks, block, mode, guidance, window in drawn
-            if blocks * block <= 40 and length + blocks * block <= context]  # fmt: skip
+    rows = [
+        (
+            length,
+            Denoising(
+                blocks * block,
+                None,
+                block,
+                mode=mode,
+                guidance=guidance if guided else 0.0,
+                suffix_window=window if windows else None,
+            ),
+        )
+        for length, blocks, block, mode, guidance, window in drawn
+        if blocks * block <= 40 and length + blocks * block <= context
+    ]
     if not rows:
         return
     modes = sorted({asked.mode for _, asked in rows})

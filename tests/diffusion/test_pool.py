@@ -18,7 +18,8 @@ from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-SLOTS, POSITIONS = 5, 8
+SLOTS = 5
+POSITIONS = 8
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +56,15 @@ def rows_of(pool: Pool, slots: list[int], begin: int = 0, end: int | None = None
 
 
 @given(
-    order=st.permutations(range(SLOTS)), rows=st.sampled_from([1, 3]), positions=st.sampled_from([3, POSITIONS]),
+    order=st.permutations(range(SLOTS)),
+    rows=st.sampled_from([1, 3]),
+    positions=st.sampled_from([3, POSITIONS]),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_rows_go_out_and_come_back_to_their_slots(order: list[int], rows: int, positions: int, seed: int):
-    pool, own, others = pool_of(seed, SLOTS, POSITIONS), order[:rows], order[rows:]
+    pool = pool_of(seed, SLOTS, POSITIONS)
+    own = order[:rows]
+    others = order[rows:]
     slots = jnp.asarray(own, jnp.int32)
     out = take(pool, slots, positions)
     check_equal(out, rows_of(pool, own, end=positions))
@@ -77,7 +82,8 @@ def test_rows_go_out_and_come_back_to_their_slots(order: list[int], rows: int, p
 def test_whatever_is_asked_together_has_a_program_that_is_ready(model: DiffusionModel, modes: tuple[str, ...], context: int):
     table = DiffusionTable(batches=(1, 2, 4), positions=(20, 32, 64), responses=(4, 12, 19), blocks=(2, 8), buckets=())
     programs = PoolPrograms(model, table, modes, min(context, 64))
-    ready, rng = {key.shape for key in programs.every if key.name == "turn"}, np.random.default_rng(0)
+    ready = {key.shape for key in programs.every if key.name == "turn"}
+    rng = np.random.default_rng(0)
     sizes = [size for size in (2, 4, 6, 8, 12, 16, 18) if size < context]
     for _ in range(300):
         asked = [Denoising(int(rng.choice(sizes)), block_length=2) for _ in range(rng.integers(1, 5))]
@@ -92,8 +98,10 @@ def test_what_modes_need_is_what_programs_hold(model: DiffusionModel):
     found = {modes: PoolPrograms(model, TABLE, modes, 32) for modes in (("dense",), ("dense", "sparse"), MODES)}
     whole = [programs.whole for programs in found.values()]
     assert [(shape.dense, shape.narrow, shape.guided) for shape in whole] == [
-        (True, False, False), (False, False, False), (False, True, False)
-    ]  # fmt: skip
+        (True, False, False),
+        (False, False, False),
+        (False, True, False),
+    ]
     caches = [len(programs.allocate(programs.whole)) for programs in found.values()]
     assert caches == [0, 1, 1]
 

@@ -39,9 +39,13 @@ def model() -> DiffusionModel:
 def mixed(mode: Any, count: int = len(ASKED)) -> list[Denoising]:
     """Lengths, rules and thresholds are data."""
     ways: list[dict[str, Any]] = [
-        {}, {"new_tokens": 16, "threshold": 0.5}, {"steps": 6, "temperature": 0.8}, {"new_tokens": 5, "block_length": 5},
-        {"remasking": "random"}, {"saliency": REPAIRED},
-    ]  # fmt: skip
+        {},
+        {"new_tokens": 16, "threshold": 0.5},
+        {"steps": 6, "temperature": 0.8},
+        {"new_tokens": 5, "block_length": 5},
+        {"remasking": "random"},
+        {"saliency": REPAIRED},
+    ]
     return [asking(mode=mode, **ways[n % len(ways)]) for n in range(count)]
 
 
@@ -83,7 +87,8 @@ class Counted:
     """Stands in for a compiled program, or for NumPy where it reads arrays of the device."""
 
     def __init__(self, real: Any, calls: list[str]):
-        self.real, self.calls = real, calls
+        self.real = real
+        self.calls = calls
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls.append("dispatch")

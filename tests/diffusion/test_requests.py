@@ -88,7 +88,8 @@ def test_blocks_are_handed_out_as_they_finish(model: DiffusionModel, engine: Dif
 
 
 def test_a_dispatch_of_many_steps_hands_out_many_blocks_at_once(model: DiffusionModel, engine: DiffusionEngine, steps: Steps):
-    asked, steps.count = ask(PROMPT), 8
+    asked = ask(PROMPT)
+    steps.count = 8
     (want,) = expected(model, [asked])
     engine.open()
     heard = served(engine, asked)
@@ -125,7 +126,8 @@ def test_a_stop_string_ends_a_response_inside_a_block(model: DiffusionModel, eng
 
 def test_what_draws_without_a_seed_gets_one(model: DiffusionModel, engine: DiffusionEngine):
     engine.open()
-    heard, asked = Heard(), ask(PROMPT, temperature=1.0, seed=None)
+    heard = Heard()
+    asked = ask(PROMPT, temperature=1.0, seed=None)
     handle = engine.submit(asked, heard)
     run(engine)
     assert handle.result is not None
@@ -140,7 +142,8 @@ def test_what_draws_without_a_seed_gets_one(model: DiffusionModel, engine: Diffu
 @pytest.mark.parametrize("after", range(4))
 def test_the_slot_of_a_request_that_was_given_up_serves_the_next(model: DiffusionModel, engine: DiffusionEngine, after: int):
     """Dispatches that were sent before are still to be read."""
-    first, others = ask(PROMPT, new_tokens=16, mode="dual"), requests(5, 3)
+    first = ask(PROMPT, new_tokens=16, mode="dual")
+    others = requests(5, 3)
     want = expected(model, others)
     engine.open()
     heard = Heard()
@@ -149,7 +152,8 @@ def test_the_slot_of_a_request_that_was_given_up_serves_the_next(model: Diffusio
         engine.step()
     assert bool(after) == (engine.scheduler.slots[0] is not None)
     engine.cancel(handle)
-    told, handles = [Heard() for _ in others], []
+    told = [Heard() for _ in others]
+    handles = []
     for asked, each in zip(others, told, strict=True):
         handles.append(engine.submit(asked, each))
     engine.step()
@@ -176,7 +180,8 @@ def test_what_waits_is_given_up_too(engine: DiffusionEngine):
 
 def test_queue_slots_and_cancellation_are_the_scheduler_s(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch):
     """Each slot is one page of the whole context; what runs is found there alone, and leaves there alone."""
-    calls, scheduler = list[tuple[str, int]](), engine.scheduler
+    calls = list[tuple[str, int]]()
+    scheduler = engine.scheduler
     assert isinstance(scheduler, Scheduler)
     assert (scheduler.pages.count, scheduler.pages.page_size) == (len(scheduler.slots), engine.context)
     for name in ("wait", "drop", "leave", "remove"):
@@ -301,7 +306,8 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(
     model: DiffusionModel, engine: DiffusionEngine, flaky: Flaky, steps: Steps
 ):
     """What was handed out before is not told again."""
-    asks, steps.count = [ask([n, 2, 5], mode="sparse", seed=n, temperature=1.0) for n in range(1, 6)], 3
+    asks = [ask([n, 2, 5], mode="sparse", seed=n, temperature=1.0) for n in range(1, 6)]
+    steps.count = 3
     want = expected(model, asks)
     flaky.failing = {4}
     engine.open()
@@ -338,7 +344,8 @@ def test_a_response_that_ends_sooner_when_it_is_computed_anew_is_an_error(
 
         return run
 
-    steps.count, flaky.failing = 3, {4}
+    steps.count = 3
+    flaky.failing = {4}
     monkeypatch.setattr(engine.programs, "get", ending)
     engine.open()
     heard = Heard()
@@ -358,7 +365,8 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     others = expected(model, [ask([n, 2, 5], seed=n, **asked) for n in (1, 3)])
     bad = next(n for n in range(6, 30) if not any(n in one.tokens for one in others))
     asks = [ask([n, 2, 5], seed=n, **asked) for n in (1, bad, 3)]
-    want, params = expected(model, asks), engine.programs.params
+    want = expected(model, asks)
+    params = engine.programs.params
     broken = replace(params, embed=params.embed.at[bad].set(jnp.nan))
     monkeypatch.setattr(engine.programs, "params", broken)
     engine.open()
@@ -386,7 +394,8 @@ def test_those_aboard_of_a_second_failure_are_given_up_and_the_engine_goes_on(
     model: DiffusionModel, engine: DiffusionEngine, flaky: Flaky
 ):
     asks = [ask([n, 2, 5]) for n in range(1, 5)]
-    want, flaky.failing = expected(model, asks), {2, 3}
+    want = expected(model, asks)
+    flaky.failing = {2, 3}
     engine.open()
     heard = [Heard() for _ in asks]
     for asked, each in zip(asks, heard, strict=True):
@@ -425,7 +434,8 @@ def test_a_failing_listener_or_text_ends_its_own_request_alone(
         raise RuntimeError("no more")
 
     (want,) = expected(model, [ask(PROMPT)])
-    good, bad = Heard(), Heard()
+    good = Heard()
+    bad = Heard()
     engine.open()
     engine.submit(ask([1, 2]), fails)
     engine.submit(ask([3, 4]), bad)

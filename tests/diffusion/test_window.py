@@ -48,7 +48,8 @@ def watched(how: Denoiser, params: Any, state: DiffusionState) -> tuple[Diffusio
 
 def follow(model: DiffusionModel, requests: list[Denoising], **changes: Any) -> Iterator[tuple[np.ndarray, Seen]]:
     """The tokens before each step, and the step."""
-    programs, prompts = model.programs, PROMPTS[: len(requests)]
+    programs = model.programs
+    prompts = PROMPTS[: len(requests)]
     shape = replace(model.table.shape(len(prompts), [len(prompt) for prompt in prompts], requests), narrow=True)
     how = replace(programs.denoiser(shape), **changes)
     state = programs.state(shape, prompts, requests, programs.allocate(replace(shape, dense=how.dense)))
@@ -61,18 +62,21 @@ def follow(model: DiffusionModel, requests: list[Denoising], **changes: Any) -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_layer_finds_the_positions_that_the_reference_finds(backend: tuple[str, str]):
     """Exactly those, before and after its attention; with cosines and logits to within rounding."""
-    family, model = backend[0], build(*backend, SIZED)
+    family = backend[0]
+    model = build(*backend, SIZED)
     ways = [PLAIN, REPAIRED, Saliency(0.95, 1, 4, first_layer=True), Saliency(0.97, 1, 2, False, keep_changed=False)]
     requests = [asking(mode="sparse", saliency=how, steps=steps) for how, steps in zip(ways, (12, 12, 6, 12), strict=True)]
     wants = [wanted(family, prompt, each) for prompt, each in zip(PROMPTS, requests, strict=True)]
-    open_rows, compared = set(range(4)), 0
+    open_rows = set(range(4))
+    compared = 0
     for number, (_, seen) in enumerate(follow(model, requests)):
         for row in sorted(open_rows):
             asked = requests[row]
             if number >= len(wants[row].steps) or not decided(wants[row].steps[number], asked, request_of(asked, family)):
                 open_rows.discard(row)
                 continue
-            step, length = wants[row].steps[number], len(PROMPTS[row]) + asked.new_tokens
+            step = wants[row].steps[number]
+            length = len(PROMPTS[row]) + asked.new_tokens
             np.testing.assert_allclose(seen.logits[row][seen.masked[row]], step.logits, atol=2e-4, err_msg=f"{row}, {number}")
             for n, layer in enumerate(step.layers):
                 assert np.flatnonzero(seen.trace.incoming[n, row]).tolist() == layer.incoming.tolist()

@@ -49,8 +49,10 @@ from transformers import (
 )
 
 FOLDER = Path(__file__).parent / "decoders"
-ROWS, LENGTH = 2, 40
-PROMPTS, NEW = (5, 23), 64
+ROWS = 2
+LENGTH = 40
+PROMPTS = (5, 23)
+NEW = 64
 """Lengths of the prompts, each a row's first tokens, and how many tokens follow them."""
 SIZES: dict[str, Any] = {"vocab_size": 96, "max_position_embeddings": 256}
 

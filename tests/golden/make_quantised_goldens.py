@@ -22,7 +22,8 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parent / "quantised"
-OUTPUTS, INPUTS = 32, 128
+OUTPUTS = 32
+INPUTS = 128
 
 
 def module(path: str) -> Any:
@@ -45,7 +46,8 @@ def four_bits(w: torch.Tensor, size: int, symmetric: bool) -> tuple[torch.Tensor
     parts = w.reshape(len(w), -1, size)
     if symmetric:
         return (parts.abs().amax(-1) / 7.5).half().float(), torch.full(parts.shape[:2], 8.0)
-    least, most = parts.amin(-1).clamp(max=-1e-3), parts.amax(-1).clamp(min=1e-3)
+    least = parts.amin(-1).clamp(max=-1e-3)
+    most = parts.amax(-1).clamp(min=1e-3)
     scales = ((most - least) / 15).half().float()
     return scales, (-least / scales).round().clamp(1, 15)
 
@@ -84,7 +86,8 @@ def awq(path: str, name: str, size: int) -> None:
 def compressed(name: str, kind: str, stored_scale: torch.dtype = torch.float32, **weights: Any) -> None:
     """The packing and the reading of compressed-tensors."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    args, w = scheme.weights, torch.randn(OUTPUTS, INPUTS)
+    args = scheme.weights
+    w = torch.randn(OUTPUTS, INPUTS)
     strategy = str(args.strategy)
     if strategy == "tensor":
         parts = w.reshape(1, 1, -1)
@@ -97,7 +100,8 @@ def compressed(name: str, kind: str, stored_scale: torch.dtype = torch.float32, 
         parts = w.reshape(OUTPUTS, -1, args.group_size)
     scales, zeros = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
     if strategy == "tensor":
-        scales, zeros = scales.reshape(1), zeros.reshape(1)
+        scales = scales.reshape(1)
+        zeros = zeros.reshape(1)
     state = {"weight": w, "weight_scale": scales.to(stored_scale), "weight_zero_point": zeros}
     compressor = BaseCompressor.get_value_from_registry(kind)
     stored = compressor.compress(state, scheme)
@@ -125,8 +129,18 @@ def main() -> None:
     compressed("float-channel", "float-quantized", torch.bfloat16, **floats, strategy="channel")
     compressed("float-block", "float-quantized", **floats, strategy="block", block_structure=[16, 64])
     compressed("int-channel", "int-quantized", torch.float16, num_bits=8, type="int", symmetric=True, strategy="channel")
-    compressed("mxfp4", "mxfp4-pack-quantized", torch.float32, num_bits=4, type="float", symmetric=True, strategy="group",
-               group_size=32, scale_dtype="torch.uint8", zp_dtype="torch.uint8")  # fmt: skip
+    compressed(
+        "mxfp4",
+        "mxfp4-pack-quantized",
+        torch.float32,
+        num_bits=4,
+        type="float",
+        symmetric=True,
+        strategy="group",
+        group_size=32,
+        scale_dtype="torch.uint8",
+        zp_dtype="torch.uint8",
+    )
 
 
 if __name__ == "__main__":

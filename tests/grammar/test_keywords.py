@@ -31,7 +31,8 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return taken and matcher.is_accepting()
 
 
-STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+STRING = {"type": "string"}
+INTEGER = {"type": "integer"}
 
 
 @pytest.mark.parametrize(
@@ -60,12 +61,14 @@ STRING, INTEGER = {"type": "string"}, {"type": "integer"}
         ({"type": "integer", "format": "int64", "minimum": 0.0}, {"type": "integer", "minimum": 0}),
         ({"type": "string", "minLength": 1.0}, {"type": "string", "minLength": 1}),
         ({"type": "integer", "exclusiveMinimum": True, "minimum": 5, "exclusiveMaximum": False}, {"exclusiveMinimum": 5}),
-        ({"oneOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]},
-         {"anyOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]}),
+        (
+            {"oneOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]},
+            {"anyOf": [{"type": "string", "enum": ["all"]}, {"type": "string", "pattern": "^[1-9][0-9]*$"}]},
+        ),
         ({"oneOf": [STRING, INTEGER, {"type": "null"}]}, {"anyOf": [STRING, INTEGER, {"type": "null"}]}),
         ({"properties": {"uniqueItems": STRING, "not": {"not": {}}}}, {"properties": {"uniqueItems": STRING, "not": False}}),
     ],
-)  # fmt: skip
+)
 def test_what_changes_nothing_is_left_out(more: dict[str, Any], left: dict[str, Any]):
     assert plain(more) == ({"type": more["type"]} if "type" in more and "type" not in left else {}) | left
     assert plain({"anyOf": [{"items": more}]}) == {"anyOf": [{"items": plain(more)}]}
@@ -93,15 +96,24 @@ def test_what_changes_something_is_refused_by_name(schema: dict[str, Any], key: 
 
 
 NAMES = {
-    "listed": ({"propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": INTEGER, "required": ["a"]},
-               ['{"a": 1}', '{"a": 1, "b": 2}'], ["{}", '{"c": 1}', '{"a": "x"}']),
-    "referred": ({"$defs": {"E": {"enum": ["x"], "title": "E", "type": "string"}}, "propertyNames": {"$ref": "#/$defs/E"}},
-                 ['{"x": [1]}', "{}"], ['{"y": 1}']),
-    "pattern": ({"propertyNames": {"pattern": "^a+$"}, "additionalProperties": INTEGER},
-                ['{"aa": 1}'], ['{"b": 1}', '{"a": ""}']),
+    "listed": (
+        {"propertyNames": {"type": "string", "enum": ["a", "b"]}, "additionalProperties": INTEGER, "required": ["a"]},
+        ['{"a": 1}', '{"a": 1, "b": 2}'],
+        ["{}", '{"c": 1}', '{"a": "x"}'],
+    ),
+    "referred": (
+        {"$defs": {"E": {"enum": ["x"], "title": "E", "type": "string"}}, "propertyNames": {"$ref": "#/$defs/E"}},
+        ['{"x": [1]}', "{}"],
+        ['{"y": 1}'],
+    ),
+    "pattern": (
+        {"propertyNames": {"pattern": "^a+$"}, "additionalProperties": INTEGER},
+        ['{"aa": 1}'],
+        ['{"b": 1}', '{"a": ""}'],
+    ),
     "lengths": ({"propertyNames": {"minLength": 1, "maxLength": 2}}, ['{"ab": null, "é": 1}'], ['{"": 1}', '{"abc": 1}']),
     "outside": ({"propertyNames": {"const": "a"}, "properties": {"b": STRING, "a": STRING}}, ['{"a": "x"}'], ['{"b": "x"}']),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,9 +164,11 @@ def test_bounds_of_any_size_hold(number: int):
     whole = {str(int(value) + more) for value in [*exact.values(), Decimal(5)] for more in (-1, 0, 1)} - {"-0"}
     texts = whole | {f"{each}{fraction}" for each in whole for fraction in (".0", ".124", ".125", ".07", ".0701")} - {"-0.0"}
     holds = {
-        "minimum": lambda value, bound: value >= bound, "exclusiveMinimum": lambda value, bound: value > bound,
-        "maximum": lambda value, bound: value <= bound, "exclusiveMaximum": lambda value, bound: value < bound,
-    }  # fmt: skip
+        "minimum": lambda value, bound: value >= bound,
+        "exclusiveMinimum": lambda value, bound: value > bound,
+        "maximum": lambda value, bound: value <= bound,
+        "exclusiveMaximum": lambda value, bound: value < bound,
+    }
     for text in sorted(texts):
         right = all(holds[key](Decimal(text), exact[key]) for key in keys) and ("." not in text or schema["type"] == "number")
         assert accepts(Grammar.json_schema(schema), text) == right, text
@@ -172,9 +186,14 @@ def test_wide_numbers_stand_anywhere():
         "$defs": {"T": {"type": "object", "properties": {"t": STRING}}},
     }
     right = [
-        '{"kind": "a", "id": -9223372036854775808}', '{"kind": "a", "id": 5, "more": {"a": [1, null]}}', '{"kind": "b"}',
-        '{"kind": "b", "tags": [{"t": "u"}, {}], "z": 1.5}', "9223372036854775808", '"x"', "[1, 9223372036854775807]",
-    ]  # fmt: skip
+        '{"kind": "a", "id": -9223372036854775808}',
+        '{"kind": "a", "id": 5, "more": {"a": [1, null]}}',
+        '{"kind": "b"}',
+        '{"kind": "b", "tags": [{"t": "u"}, {}], "z": 1.5}',
+        "9223372036854775808",
+        '"x"',
+        "[1, 9223372036854775807]",
+    ]
     wrong = ['{"kind": "a"}', '{"kind": "a", "id": 9223372036854775808}', "9223372036854775807", "[]", '{"kind": "c"}', '"y"']
     for grammar, before, behind in (
         (Grammar.json_schema(schema), "", ""),
@@ -190,12 +209,17 @@ def test_wide_numbers_stand_anywhere():
         ({"type": "integer", "minimum": 10**500}, "a bound that is no integer, or too long"),
         ({"type": "integer", "multipleOf": 2**60}, "the keys 'multipleOf'"),
         ({"type": "object", "properties": {"a": {"const": 2**60}, "next": {"$ref": "#"}}}, "a reference to another place"),
-        ({"$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}, "a": {"const": 2**60}}, "type": "object"}},
-          "$ref": "#/$defs/N"}, "schemas within themselves"),
+        (
+            {
+                "$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}, "a": {"const": 2**60}}, "type": "object"}},
+                "$ref": "#/$defs/N",
+            },
+            "schemas within themselves",
+        ),
         ({"oneOf": [{"const": 2**60}, INTEGER]}, "the keys 'oneOf'"),
         ({"type": "object", "properties": {"a": {"const": 2**60}}, "required": [[]]}, "values of other types"),
     ],
-)  # fmt: skip
+)
 def test_wide_numbers_that_cannot_be_kept_say_why(schema: dict[str, Any], why: str):
     assert why in refusal(schema)
     assert "numbers beyond 9007199254740992" in refusal(schema)

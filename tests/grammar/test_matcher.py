@@ -17,7 +17,8 @@ from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.constraints import ALL, ConstraintState, words
 
-VOCAB, EOS = 4096, (0,)
+VOCAB = 4096
+EOS = (0,)
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
@@ -58,9 +59,11 @@ def drawn(state: ConstraintState, rng: np.random.Generator, most: int = 400) -> 
 
 
 def test_masks_behind_drafts_are_those_of_the_tokens_taken_in(tokenizer: Tokenizer, compiler: Compiler):
-    constraint, text = compiler.compile(Grammar.json_schema(PERSON)), '{"name": "Bob", "age": 12}'
+    constraint = compiler.compile(Grammar.json_schema(PERSON))
+    text = '{"name": "Bob", "age": 12}'
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
-    state, one_by_one = constraint.begin(), constraint.begin()
+    state = constraint.begin()
+    one_by_one = constraint.begin()
     masks, kept = allowed(state, [*tokens, *EOS])
     assert kept == len(tokens), "the end is drawn, not drafted"
     for place, token in enumerate(tokens):
@@ -97,12 +100,13 @@ SCHEMAS = (
     {"$defs": {"tree": TREE}, "$ref": "#/$defs/tree"},
     {"oneOf": [{"type": "integer", "minimum": 10}, {"type": "string", "maxLength": 3}]},
     {"type": "string", "format": "date"},
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
 def test_whatever_is_drawn_follows_its_schema(tokenizer: Tokenizer, compiler: Compiler, number: int):
-    constraint, ended = compiler.compile(Grammar.json_schema(SCHEMAS[number])), 0
+    constraint = compiler.compile(Grammar.json_schema(SCHEMAS[number]))
+    ended = 0
     for seed in range(8):
         tokens = drawn(constraint.begin(), np.random.default_rng(seed))
         if tokens is not None:
@@ -202,7 +206,9 @@ def test_a_grammar_that_takes_too_long_is_ended(compiler: Compiler):
 
 def test_what_is_refused_is_not_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch):
     """By the matcher, or beyond its seconds of a processor; what took too long by the clock may do better another time."""
-    bad, tried, real = Grammar.regex("(never"), list[Grammar](), compiler.trial.refusal
+    bad = Grammar.regex("(never")
+    tried = list[Grammar]()
+    real = compiler.trial.refusal
 
     def refusal(grammar: Grammar, seconds: float) -> Refusal:
         tried.append(grammar)

@@ -48,7 +48,8 @@ def test_texts_are_those_of_python(expression: str, texts: list[str]):
 @given(EXPRESSIONS)
 def test_every_state_reaches_the_end(expression: str):
     found = automaton(expression)
-    live, before = found.accepts.copy(), None
+    live = found.accepts.copy()
+    before = None
     while before is None or live.sum() > before:
         before = live.sum()
         live |= np.any((found.after >= 0) & live[found.after], axis=1)
@@ -62,10 +63,11 @@ def test_bytes_of_ranges(one: int, other: int, points: list[int]):
     for point in {low, high, *points} - {*range(0xD800, 0xE000)}:
         encoded = chr(point).encode()
         holding = [
-            each for each in products
+            each
+            for each in products
             if len(each) == len(encoded)
             and all(first <= byte <= last for (first, last), byte in zip(each, encoded, strict=True))
-        ]  # fmt: skip
+        ]
         assert len(holding) == (low <= point <= high)
 
 
@@ -78,11 +80,34 @@ def test_ranges():
 @pytest.mark.parametrize(
     "expression",
     [
-        "^a", "a$", "(?i)a", "(?=a)", r"\b", r"\w", r"\pL", r"(a)\1", "a**", "a*?", "a{2", "a{x}", "a{3,2}", "[", "(a", "a)",
+        "^a",
+        "a$",
+        "(?i)a",
+        "(?=a)",
+        r"\b",
+        r"\w",
+        r"\pL",
+        r"(a)\1",
+        "a**",
+        "a*?",
+        "a{2",
+        "a{x}",
+        "a{3,2}",
+        "[",
+        "(a",
+        "a)",
         "a\\",
-        "[a&&b]", "[[:alpha:]]", "[z-a]", r"[\d-z]", r"\<", r"[^\x00-\xff\u0100]", "*a", "(" * 100 + ")" * 100, "a{99999}",
+        "[a&&b]",
+        "[[:alpha:]]",
+        "[z-a]",
+        r"[\d-z]",
+        r"\<",
+        r"[^\x00-\xff\u0100]",
+        "*a",
+        "(" * 100 + ")" * 100,
+        "a{99999}",
     ],
-)  # fmt: skip
+)
 def test_what_is_outside_is_refused(expression: str):
     with pytest.raises(NotRegular):
         parsed(expression)
@@ -100,9 +125,12 @@ def test_time_is_bounded():
 
 
 PERSON = {
-    "title": "Person", "type": "object", "required": ["name"], "additionalProperties": False,
+    "title": "Person",
+    "type": "object",
+    "required": ["name"],
+    "additionalProperties": False,
     "properties": {"name": {"type": "string", "maxLength": 3}, "age": {"type": ["integer", "null"]}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +189,8 @@ def test_no_two_states_of_an_automaton_are_alike(expression: str):
     apart = found.accepts[:, None] != found.accepts[None]
     apart = np.pad(apart, (0, 1), constant_values=True)  # and from the state behind bytes that may not come
     apart[-1, -1] = False
-    after, before = np.unique(np.pad(found.after, ((0, 1), (0, 0)), constant_values=-1), axis=1), None
+    after = np.unique(np.pad(found.after, ((0, 1), (0, 0)), constant_values=-1), axis=1)
+    before = None
     while before is None or apart.sum() > before:
         before = apart.sum()
         for piece in after.T:

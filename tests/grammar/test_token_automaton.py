@@ -23,7 +23,8 @@ from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.automata import ALL, BEYOND, words
 from tilewright.runtime.constraints import Constraint, ConstraintState
 
-VOCAB, EOS = 4096, (0,)
+VOCAB = 4096
+EOS = (0,)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,11 @@ def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24, liked
     Returns:
         how many were forced.
     """
-    state, forced = constraint.begin(), 0
+    state = constraint.begin()
+    forced = 0
     for _ in range(most):
-        mask, told = of_matcher(state), state.forced()
+        mask = of_matcher(state)
+        told = state.forced()
         if state.automaton is not None:
             np.testing.assert_array_equal(of_automaton(state), mask)
             says = state.automaton.automaton.forced[state.automaton.state]
@@ -84,11 +87,15 @@ REGEXES = st.tuples(
 )
 VALUES = st.sampled_from(
     [
-        {"type": "string", "maxLength": 3}, {"enum": ["red", 3, None, "ä"]}, {"type": "boolean"}, {"type": "number"},
-        {"type": "integer", "minimum": -2, "maximum": 40}, {"type": "string", "pattern": "^[A-Z][a-z]{1,3}$"},
+        {"type": "string", "maxLength": 3},
+        {"enum": ["red", 3, None, "ä"]},
+        {"type": "boolean"},
+        {"type": "number"},
+        {"type": "integer", "minimum": -2, "maximum": 40},
+        {"type": "string", "pattern": "^[A-Z][a-z]{1,3}$"},
         {"type": "string"},
     ]
-)  # fmt: skip
+)
 
 
 def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -130,8 +137,10 @@ def test_masks_are_those_of_the_matcher_on_every_way(
 
 
 TREE = {
-    "type": "object", "properties": {"n": {"type": "null"}, "of": {"type": "array", "items": {"$ref": "#"}}}, "required": ["n"],
-}  # fmt: skip
+    "type": "object",
+    "properties": {"n": {"type": "null"}, "of": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["n"],
+}
 OPEN = {
     "json_object": {"type": "object"},
     "others": {"type": "object", "properties": {"a": {"type": "integer"}, "ab": {"type": "array"}}, "required": ["ab"]},
@@ -159,7 +168,9 @@ def test_a_text_leaves_its_automaton_where_that_ends_and_comes_back(
     within = {"json_object": '"]\\"}\\\\"', "tree": '{"n": null}', "open tree": '{"n": null, "}": "["}'}[name]
     deep = '{"n": null, "of": [' * levels + within + "]}" * levels
     found = compiler.compile(Grammar.json_schema(OPEN[name]))
-    state, plain, left = found.begin(), Matcher(found.matcher, found.eos).begin(), list[bool]()
+    state = found.begin()
+    plain = Matcher(found.matcher, found.eos).begin()
+    left = list[bool]()
     for token in tokenizer.encode(deep, add_special_tokens=False).ids:
         if state.automaton is not None:
             np.testing.assert_array_equal(of_automaton(state), of_matcher(plain))
@@ -175,7 +186,8 @@ def test_a_text_leaves_its_automaton_where_that_ends_and_comes_back(
 
 @pytest.mark.parametrize(("name", "least"), [("json_object", 3), ("tree", 9)])
 def test_an_automaton_goes_as_deep_as_there_is_room_for(name: str, least: int):
-    text, deadline = json.dumps(OPEN[name]), Deadline(20.0)
+    text = json.dumps(OPEN[name])
+    deadline = Deadline(20.0)
     found, brackets = deepest_automaton("json_schema", text, 700, deadline)
     assert len(found.after) <= 700
     assert brackets is not None
@@ -262,10 +274,12 @@ def bytes_of(compiler: Compiler) -> list[bytes]:
 
 
 def test_automata_of_strangers_come_from_the_process_that_tries_their_grammars(tokenizer: Tokenizer):
-    trusting, careful = Compiler(tokenizer, VOCAB, EOS), Compiler(tokenizer, VOCAB, EOS)
+    trusting = Compiler(tokenizer, VOCAB, EOS)
+    careful = Compiler(tokenizer, VOCAB, EOS)
     try:
         grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3})
-        here, there = trusting.compile(grammar).made, careful.compile(grammar, seconds=30.0).made
+        here = trusting.compile(grammar).made
+        there = careful.compile(grammar, seconds=30.0).made
         assert here is not None
         assert there is not None
         for part, (_, names) in PARTS.items():
@@ -278,7 +292,8 @@ def test_automata_of_strangers_come_from_the_process_that_tries_their_grammars(t
         careful.trial.close()
 
 
-MARK, WORD_TOKEN = 7, 300
+MARK = 7
+WORD_TOKEN = 300
 """Of a model whose thoughts end with some token."""
 
 
@@ -289,7 +304,8 @@ def thoughtful(compiler: Compiler) -> tuple[Matcher, AfterThought]:
 
 def test_a_grammar_begins_behind_a_thought(compiler: Compiler):
     matcher, rule = thoughtful(compiler)
-    state, plain = rule.begin(), matcher.begin()
+    state = rule.begin()
+    plain = matcher.begin()
     free = np.full(words(VOCAB), ALL, np.uint32)
     free[0] &= ~np.uint32(1 << EOS[0])
     for _ in range(2):
@@ -313,7 +329,8 @@ def test_a_grammar_begins_inside_a_block(compiler: Compiler, tokenizer: Tokenize
     answer = tokenizer.encode('"red"', add_special_tokens=False).ids
     drafts = [WORD_TOKEN, MARK, *answer, *EOS]
     masks, own = (np.zeros((size, words(VOCAB)), np.uint32) for size in (len(drafts) + 1, len(answer) + 2))
-    state, plain = rule.begin(), matcher.begin()
+    state = rule.begin()
+    plain = matcher.begin()
     kept = plain.fill([*answer, *EOS], own)
     assert kept == len(answer)
     assert state.fill(drafts, masks) == 2 + kept

@@ -22,7 +22,9 @@ LAYOUTS = ["padded", "bucketed", "csr"]
 TABLES = [("padded", "given"), ("padded", "rcm"), ("bucketed", "given"), ("bucketed", "rcm"), ("csr", "given"), ("csr", "rcm")]
 SOME_TABLES = [("padded", "given"), ("bucketed", "given"), ("bucketed", "rcm"), ("csr", "given")]
 REDUCTIONS = ["sum", "mean", "max", "min"]
-NODES, EDGES, WIDTH = 11, 40, 3
+NODES = 11
+EDGES = 40
+WIDTH = 3
 
 
 def dense(ids: np.ndarray, weights: np.ndarray, nodes: int, sources: int) -> np.ndarray:
@@ -112,7 +114,8 @@ def test_normalisations(layout: str, weighted: bool):
 
 def test_two_self_loops_are_the_last_of_them():
     """The results are those of PyG 2.8.1's `GCNConv`, which stand here. A weight that does not count has no gradient."""
-    ids, weights = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 1]]), np.array([2, 5, 1, 3, 4], np.float32)
+    ids = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 1]])
+    weights = np.array([2, 5, 1, 3, 4], np.float32)
     x = np.array([[1], [10], [100]], np.float32)
     table = NeighborTable.from_edges(ids, 3, layout="csr", capacity=6)
     run = jax.jit(partial(aggregate, normalisation="symmetric"))
@@ -127,7 +130,8 @@ def test_two_self_loops_are_the_last_of_them():
 
 def test_negative_degrees():
     """They are an error that names the node; in a compiled program its rows are NaN, as in PyG. A degree of 0 gives 0."""
-    ids, x = np.array([[0, 1, 2], [1, 2, 2]]), np.ones((3, 1), np.float32)
+    ids = np.array([[0, 1, 2], [1, 2, 2]])
+    x = np.ones((3, 1), np.float32)
     weights = np.array([1, -3, 1], np.float32)
     table = NeighborTable.from_edges(ids, 3, layout="csr")
     with pytest.raises(ValueError, match="at least 0 for the symmetric normalisation, found -2 at node 2"):

@@ -21,7 +21,8 @@ from tilewright.kernels import select
 from tilewright.models import gnn
 
 TABLES = [("padded", "given"), ("bucketed", "given"), ("bucketed", "rcm"), ("csr", "given"), ("csr", "rcm")]
-NODES, EDGES = 9, 35
+NODES = 9
+EDGES = 35
 
 
 def expected(
@@ -30,7 +31,8 @@ def expected(
     """The result and the weights of the edges, node by node in float64."""
     scores = (source[ids[0]] + target[ids[1]]).astype(np.float64)
     scores = np.where(scores > 0, scores, slope * scores)
-    weights, out = np.zeros_like(scores), np.zeros((target.shape[0], *x.shape[1:]))
+    weights = np.zeros_like(scores)
+    out = np.zeros((target.shape[0], *x.shape[1:]))
     for node in np.unique(ids[1]):
         here = np.flatnonzero(ids[1] == node)
         powers = np.exp(scores[here] - scores[here].max(0))
@@ -72,9 +74,11 @@ def test_gradients_by_differences(layout: str, order: str):
 @pytest.mark.parametrize(("layout", "order"), TABLES)
 def test_dropout_takes_weights_after_the_softmax(layout: str, order: str):
     """Each edge's weight in each head by itself, the same in every layout for the same key; against JAX's own gradients."""
-    ids, key = random_edges(5, NODES, EDGES), jax.random.key(3)
+    ids = random_edges(5, NODES, EDGES)
+    key = jax.random.key(3)
     kept = gnn.dropout(jnp.ones((EDGES, 2)), 0.4, key)
-    given, due = drawn(2, 2), drawn(8, 2)[0]
+    given = drawn(2, 2)
+    due = drawn(8, 2)[0]
 
     def plainly(x: Any, source: Any, target: Any) -> Any:
         powers = jnp.exp(jax.nn.leaky_relu(source[ids[0]] + target[ids[1]], 0.2))
@@ -164,10 +168,12 @@ def test_segment_softmax(layout: str, order: str):
 @pytest.mark.parametrize("layout", ["padded", "bucketed", "csr", "sampled"])
 def test_the_slope_at_zero_is_the_negative_one(layout: str):
     """As in PyTorch; without dropout and with it, where other programs run."""
-    x, zeros = jnp.asarray([[[1.0]], [[3.0]]]), jnp.zeros((2, 1))
+    x = jnp.asarray([[[1.0]], [[3.0]]])
+    zeros = jnp.zeros((2, 1))
     table: Any = NeighborTable.from_edges([[0, 1], [0, 0]], 2, layout="csr" if layout == "sampled" else layout)
     if layout == "sampled":
-        table, x = SampledLayer(jnp.array([2]), jnp.zeros(3, jnp.int32), 2), jnp.asarray([[[0.0]], [[1.0]], [[3.0]]])
+        table = SampledLayer(jnp.array([2]), jnp.zeros(3, jnp.int32), 2)
+        x = jnp.asarray([[[0.0]], [[1.0]], [[3.0]]])
         zeros = jnp.zeros((3, 1))
 
     def total(source: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -186,7 +192,8 @@ def results_with_room(layout: str, capacity: int | None, nodes: int) -> tuple[An
     """Gradients by weights and scores of edges, results, and gradients by values of nodes."""
     ids = random_edges(4, NODES, EDGES) if nodes else np.zeros((2, 0), int)
     table = NeighborTable.from_edges(ids, nodes, layout=layout, limit=4, capacity=capacity)
-    count, rng = table.num_edges, np.random.default_rng(0)
+    count = table.num_edges
+    rng = np.random.default_rng(0)
     scores, due = (rng.normal(size=(ROOM, 2)).astype(np.float32)[:count] for _ in range(2))
 
     def weigh(weights: Any, scores: Any, x: Any, source: Any, target: Any) -> tuple[jax.Array, Any]:
@@ -204,7 +211,8 @@ def results_with_room(layout: str, capacity: int | None, nodes: int) -> tuple[An
 def test_room_for_more_edges(layout: str, nodes: int):
     """Results and gradients are those without room; what no edge is gets zeros."""
     edges = EDGES if nodes else 0
-    exact, roomy = results_with_room("csr", None, nodes), results_with_room(layout, ROOM, nodes)
+    exact = results_with_room("csr", None, nodes)
+    roomy = results_with_room(layout, ROOM, nodes)
     for n, (wanted, found) in enumerate(zip(exact, roomy, strict=True)):
         np.testing.assert_allclose(found[:edges] if n < 3 else found, wanted, atol=1e-5)
         assert n >= 3 or not np.any(found[edges:])
@@ -230,7 +238,8 @@ def test_bad_input():
 def test_integers_are_refused():
     """Weights and gradients would be cut to whole numbers. The tests' type checker keeps them out otherwise."""
     table = table_of(random_edges(9, NODES, EDGES), "bucketed")
-    given, softmax = [jnp.asarray(each) for each in drawn(7, 2)], inspect.unwrap(segment_softmax)
+    given = [jnp.asarray(each) for each in drawn(7, 2)]
+    softmax = inspect.unwrap(segment_softmax)
     for n, message in enumerate(["features in float32 or bfloat16", "floating-point scores", "floating-point scores"]):
         whole = [each.astype(jnp.int32) if place == n else each for place, each in enumerate(given)]
         with pytest.raises(ValueError, match=f"expected {message}, found int32"):

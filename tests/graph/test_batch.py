@@ -47,7 +47,8 @@ def test_graphs_of_a_batch_are_reduced_as_if_alone(layout: str):
     @jax.jit
     def reduced(batch: GraphBatch) -> tuple[jax.Array, ...]:
         x = of_padding(batch, batch.features(features))
-        table, pool = batch.table(capacity, layout), batch.pool(capacity, layout)
+        table = batch.table(capacity, layout)
+        pool = batch.pool(capacity, layout)
         back = jax.grad(lambda x: (jnp.where(batch.rows[:, None], table.aggregate(x), 0) ** 2).sum())(x)
         readout = jax.grad(lambda x: (pool.aggregate(x) ** 2).sum())(x)
         normal = table.aggregate(x, normalisation="symmetric")

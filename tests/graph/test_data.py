@@ -23,10 +23,14 @@ from tilewright.graph.data import (
 
 ARRAYS: dict[str, Any] = {
     "edge_index": np.array([[0, 1, 2, 3], [1, 0, 3, 2]]),
-    "x_indptr": np.array([0, 2, 2, 3, 4]), "x_indices": np.array([0, 2, 1, 2]),
-    "x_data": np.array([1.0, 3.0, 2.0, 5.0]), "x_shape": np.array([4, 3]),
-    "y": np.array([0, 1, -1, 1]), "train": np.array([0, 1]), "test": np.array([3]),
-}  # fmt: skip
+    "x_indptr": np.array([0, 2, 2, 3, 4]),
+    "x_indices": np.array([0, 2, 1, 2]),
+    "x_data": np.array([1.0, 3.0, 2.0, 5.0]),
+    "x_shape": np.array([4, 3]),
+    "y": np.array([0, 1, -1, 1]),
+    "train": np.array([0, 1]),
+    "test": np.array([3]),
+}
 NO_CSR = dict.fromkeys(["x_data", "x_indptr", "x_indices", "x_shape"])
 DENSE = np.array([[1, 0, 3], [0, 0, 0], [0, 2, 0], [0, 0, 5]], np.float32)
 

@@ -22,7 +22,8 @@ from tilewright.parallel.mesh import make_mesh
 from tilewright.train.gnn import descend_rows
 
 MESH = make_mesh({"nodes": 3})
-FEATURES, CLASSES = 5, 3
+FEATURES = 5
+CLASSES = 3
 CONFIGS = {
     "gcn": gnn.GCNConfig(FEATURES, CLASSES, hidden=6, dropout=0),
     "sage": gnn.GraphSAGEConfig(FEATURES, CLASSES, hidden=6, dropout=0),
@@ -57,9 +58,13 @@ def table_of(exchange: str, layout: str, edges: Any = None, **how: Any) -> Parti
 
 
 HOWS: list[dict[str, Any]] = [
-    {"reduce": "sum"}, {"reduce": "mean"}, {"reduce": "max"}, {"reduce": "min"},
-    {"normalisation": "row"}, {"normalisation": "symmetric"},
-]  # fmt: skip
+    {"reduce": "sum"},
+    {"reduce": "mean"},
+    {"reduce": "max"},
+    {"reduce": "min"},
+    {"normalisation": "row"},
+    {"normalisation": "symmetric"},
+]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,9 @@ HOWS: list[dict[str, Any]] = [
 )
 def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str], weighted: bool):
     hows = HOWS if form[1] == "csr" else HOWS[::2]  # programs of buckets take a while to compile
-    edges, x, due = graph(), features(), features(37, FEATURES, len(hows))[::-1]
+    edges = graph()
+    x = features()
+    due = features(37, FEATURES, len(hows))[::-1]
     x[::3] = np.round(x[::3])  # ties
     weights = np.random.default_rng(2).choice([0.5, 1, 2], edges.shape[1]) if weighted else None
     single = NeighborTable.from_edges(edges, 37, weights, layout="csr")
@@ -87,9 +94,12 @@ def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str],
 
 @pytest.mark.parametrize("form", FORMS[:3])
 def test_attention_and_its_gradients_are_those_of_one_device(form: tuple[str, str]):
-    x, due = features(37, 2, 3), features(37, 2, 3)[::-1]
-    source, target = features(37, 2) * 5 - 60, features(37, 2)[::-1]
-    single, several = NeighborTable.from_edges(graph(), 37, layout="csr"), table_of(*form)
+    x = features(37, 2, 3)
+    due = features(37, 2, 3)[::-1]
+    source = features(37, 2) * 5 - 60
+    target = features(37, 2)[::-1]
+    single = NeighborTable.from_edges(graph(), 37, layout="csr")
+    several = table_of(*form)
 
     def results(table: Any, due: Array, *given: Array) -> Any:
         def weigh(*given: Array) -> tuple[Array, Array]:
@@ -106,7 +116,8 @@ def test_attention_and_its_gradients_are_those_of_one_device(form: tuple[str, st
 @pytest.mark.parametrize("form", [("ring", "csr"), ("all_gather", "bucketed")])
 def test_dropped_attention_weights(form: tuple[str, str]):
     """With equal scores a node's result counts its neighbours that stayed; the gradient drops the same ones."""
-    several, due = table_of(*form), jnp.asarray(features(37, 2, 3))
+    several = table_of(*form)
+    due = jnp.asarray(features(37, 2, 3))
     zeros = several.permute(np.zeros((37, 2), np.float32))
 
     @jax.jit
@@ -131,7 +142,8 @@ def test_dropped_attention_weights(form: tuple[str, str]):
 
 @pytest.mark.parametrize(("family", "exchange"), [*((each, "ring") for each in CONFIGS), ("gat", "all_gather")])
 def test_a_training_step_is_that_of_one_device(family: str, exchange: str):
-    config, x = CONFIGS[family], features()
+    config = CONFIGS[family]
+    x = features()
     labels = np.random.default_rng(3).integers(CLASSES, size=37)
     counts = np.arange(37) % 3 != 0
     loops = family == "gat"
@@ -158,7 +170,8 @@ def test_a_training_step_is_that_of_one_device(family: str, exchange: str):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_one_call_runs_a_model(family: str):
-    config, x = CONFIGS[family], features()
+    config = CONFIGS[family]
+    x = features()
     params, state = gnn.init(config, jax.random.key(0))
     several = table_of("ring", "csr", mesh=make_mesh({"nodes": 2}), order="rcm", self_loops=family == "gat")
     single = NeighborTable.from_edges(graph(), 37, layout="csr", self_loops=family == "gat")
@@ -199,7 +212,8 @@ def test_padding_leaves_no_trace():
 
 
 def test_bfloat16_stays_within_its_precision():
-    table, x = table_of("ring", "csr"), features()
+    table = table_of("ring", "csr")
+    x = features()
     single = aggregate(NeighborTable.from_edges(graph(), 37), x, "mean")
     found = table.unpermute(table.aggregate(table.permute(x.astype(jnp.bfloat16)), reduce="mean"))
     assert found.dtype == jnp.bfloat16
@@ -252,7 +266,8 @@ def test_wrong_options_are_refused(how: dict[str, Any], message: str):
 
 
 def test_a_block_is_usable_within_a_shard_map_of_ones_own():
-    table, x = table_of("ring", "csr"), features()
+    table = table_of("ring", "csr")
+    x = features()
 
     def inside(shards: Shard, x: Array) -> Array:
         scale = jax.lax.pmax(jnp.abs(x).max(), "nodes")

@@ -15,7 +15,8 @@ from tilewright.compiled.hlo import read_module
 from tilewright.graph.partition import PartitionedTable
 from tilewright.parallel.mesh import make_mesh
 
-CHIP, FEATURES = "v5e:2x4", 128
+CHIP = "v5e:2x4"
+FEATURES = 128
 pytestmark = pytest.mark.tpu
 
 
@@ -24,7 +25,8 @@ def absent_table() -> tuple[PartitionedTable, jax.ShapeDtypeStruct]:
     edges = np.random.default_rng(0).integers(512, size=(2, 1024))
     table = PartitionedTable.build(edges, make_mesh({"nodes": 8}), 512, layout="bucketed")
     mesh = make_mesh({"nodes": None}, tpu_topology(CHIP).devices)
-    blocks, everywhere = NamedSharding(mesh, table.spec), NamedSharding(mesh, PartitionSpec())
+    blocks = NamedSharding(mesh, table.spec)
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def shaped(array: Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

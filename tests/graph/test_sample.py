@@ -65,7 +65,9 @@ def test_samples_are_a_function_of_their_seed_and_have_one_shape():
     def leaves(roots: Any, seed: Any) -> list[np.ndarray]:
         return [np.asarray(leaf) for leaf in jax.tree.leaves(sampler.sample(np.asarray(roots, np.int64), seed))]
 
-    first, again, other = leaves([0, 33], (1, 2)), leaves([0, 33], (1, 2)), leaves([0, 33], (1, 3))
+    first = leaves([0, 33], (1, 2))
+    again = leaves([0, 33], (1, 2))
+    other = leaves([0, 33], (1, 3))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
     for more in (leaves([], 0), leaves([1, 2, 3, 4, 5, 6], 9)):

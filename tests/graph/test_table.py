@@ -86,9 +86,11 @@ def test_stable_order(seed: int, bound: int):
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20), st.sampled_from([2, 8, 64]))
 def test_keys_say_how_often_a_row_is_split(degrees: list[int], limit: int):
     for degree, key in zip(degrees, build.bucket_keys(np.array(degrees), limit), strict=True):
-        stage, rest = 0, degree
+        stage = 0
+        rest = degree
         while rest > limit:
-            stage, rest = stage + 1, -(-rest // limit)
+            stage = stage + 1
+            rest = -(-rest // limit)
         assert key == stage * 64 + max(0, rest - 1).bit_length()
 
 
@@ -193,7 +195,8 @@ def directed(nodes: list[Any], edges: list[tuple[Any, Any, dict[str, float]]], i
 
 def test_what_a_table_is_built_from():
     """The same directed graph from everything that can hold one: 0 → 1 with weight 2, 2 → 1 with weight 0.5."""
-    ids, weights = np.array([[0, 2], [1, 1]]), np.array([2, 0.5], np.float32)
+    ids = np.array([[0, 2], [1, 1]])
+    weights = np.array([2, 0.5], np.float32)
     matrix = scipy.sparse.coo_array((weights, (ids[0], ids[1])), shape=(4, 4)).tocsr()
     nodes = ["a", "b", "c", "d"]
     graphs = [
@@ -214,7 +217,8 @@ def test_what_a_table_is_built_from():
 
 def test_self_loops_are_there_once():
     """As PyG 2.8.1's `add_remaining_self_loops` gives them, whose result stands here: of two the last."""
-    ids, weights = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 1]]), [2, 5, 1, 3, 4]
+    ids = np.array([[0, 0, 1, 0, 2], [0, 0, 0, 1, 1]])
+    weights = [2, 5, 1, 3, 4]
     looped = with_self_loops(from_edge_index(ids, 3, weights=weights))
     np.testing.assert_array_equal(looped.edge_index, [[1, 0, 2, 0, 1, 2], [0, 1, 1, 0, 1, 2]])
     np.testing.assert_array_equal(looped.weights, [1, 3, 4, 5, 1, 1])

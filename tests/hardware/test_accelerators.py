@@ -88,11 +88,19 @@ def test_unknown_names_are_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("TPU v5 lite", "TPU v5e"), ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e"), ("TPU v4", "TPU v4"),
-        ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("cpu", None), ("CPU", None), ("NVIDIA GeForce RTX 4090", None), ("TPU v3", None),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+        ("TPU v4", "TPU v4"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("cpu", None),
+        ("CPU", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("TPU v3", None),
     ],
-)  # fmt: skip
+)
 def test_a_device_is_known_by_its_kind(kind: str, name: str | None):
     found = accelerator_of_device(kind)
     assert (None if found is None else found.name) == name

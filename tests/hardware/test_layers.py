@@ -43,7 +43,8 @@ def test_a_product_takes_the_longer_of_operations_and_bytes():
 
 
 def test_without_anything_beside_them_collectives_are_exposed():
-    of, rows = costs("v5e", (4, 2)), 4096
+    of = costs("v5e", (4, 2))
+    rows = 4096
     sent = 2 * 7 / 8 * rows * 4096 * 2 / 2 / 50e9 + 8e-6  # half of it either way, eight hops of a microsecond
     assert ESTIMATES["sync"](of, rows, llama(8)).exposed_s == pytest.approx(2 * sent)
     assert of.hop_s(rows, llama(8)) == pytest.approx(rows / 8 * 4096 * 2 / 50e9 + 1e-6)
@@ -52,13 +53,15 @@ def test_without_anything_beside_them_collectives_are_exposed():
 @given(st.sampled_from(sorted(CHIPS)), st.sampled_from([(2, 1), (2, 2), (4, 2), (4, 4)]), st.integers(1, 64))
 def test_estimates_are_sound(chip: str, sizes: tuple[int, int], rows: int):
     """No schedule computes less than its operations take, and what is chosen promises to be faster than sums."""
-    of, rows = costs(chip, (*sizes, 1)[: CHIPS[chip].ici_axes]), 32 * rows
+    of = costs(chip, (*sizes, 1)[: CHIPS[chip].ici_axes])
+    rows = 32 * rows
     layer = llama(of.devices)
     least = sum(2.0 * rows * p.inputs * p.columns for half in layer.halves for p in half) / 1e12 / CHIPS[chip].bf16_tflop_per_s
     found = choose(of, rows, layer, micro_batches=True)
     assert set(found.estimates) == set(ESTIMATES)
     assert all(each.compute_s >= least and each.exposed_s >= 0 for each in found.estimates.values())
-    best, plain = found.estimates[found.name], found.estimates["sync"]
+    best = found.estimates[found.name]
+    plain = found.estimates["sync"]
     assert found.name == "sync" or best.total_s < (1 - LEAST_GAIN) * plain.total_s
     assert f"{found.name} for {rows:,} rows on {of.devices} {chip}" in found.why
 

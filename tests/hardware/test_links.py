@@ -20,7 +20,8 @@ from tilewright.hardware.links import (
 )
 from tilewright.hardware.tpu import CHIPS
 
-V5E, V5P = CHIPS["v5e"], CHIPS["v5p"]
+V5E = CHIPS["v5e"]
+V5P = CHIPS["v5p"]
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
@@ -46,7 +47,8 @@ def test_a_path_is_a_shortest_one_of_links(sizes: tuple[int, ...], wrap: bool, d
 
 @given(SIZES)
 def test_a_ring_visits_each_chip_once_and_its_neighbours_are_neighbours(sizes: tuple[int, ...]):
-    ring, torus = ring_of(chips(sizes)), Torus(sizes, (False,) * len(sizes))
+    ring = ring_of(chips(sizes))
+    torus = Torus(sizes, (False,) * len(sizes))
     assert sorted(ring) == chips(sizes)
     if len(ring) % 2 == 0 and sum(size > 1 for size in sizes) > 1:
         assert all(apart(torus, ring[at - 1], chip) == 1 for at, chip in enumerate(ring))
@@ -94,7 +96,8 @@ def test_the_share_of_an_all_to_all_is_that_of_all_its_pairs(size: int, directio
 
 
 def test_the_times_of_a_ring_of_eight():
-    rate, whole = 50e9, 64e6
+    rate = 50e9
+    whole = 64e6
     assert ring_seconds(V5E, "all-gather", whole, (8,), 1) == pytest.approx(whole * 7 / 8 / rate + 7e-6)
     assert ring_seconds(V5E, "reduce-scatter", whole, (8,), 2) == pytest.approx(whole * 7 / 16 / rate + 4e-6)
     assert ring_seconds(V5E, "all-reduce", whole, (8,), 2) == pytest.approx(whole * 7 / 8 / rate + 8e-6)
@@ -109,7 +112,8 @@ def test_the_times_of_a_ring_of_eight():
 @pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize("directions", [1, 2])
 def test_the_links_of_a_torus_take_the_time_of_its_rings(kind: str, directions: int):
-    whole, devices = 1e9, (*range(16),)
+    whole = 1e9
+    devices = (*range(16),)
     ring = Fabric(V5E, torus_of(V5E, (16, 1)), tuple(chips((16, 1))))
     assert ring.collective(kind, [devices], whole, directions).seconds == pytest.approx(
         ring_seconds(V5E, kind, whole, (16,), directions)

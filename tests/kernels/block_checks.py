@@ -56,8 +56,10 @@ def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
     those of 16-bit inputs one more, which makes them float32.
     """
     inputs = x.shape[1]  # of which the last block may have less than 32
-    a, b = rounded(x, w.kind), blocks.dequantise(w)[:inputs].astype(np.float64)
-    found, parts = w.weight_minima(), w.weight_scales().shape[1] // w.count
+    a = rounded(x, w.kind)
+    b = blocks.dequantise(w)[:inputs].astype(np.float64)
+    found = w.weight_minima()
+    parts = w.weight_scales().shape[1] // w.count
     minima = 0.0 if found is None else np.abs(found.astype(np.float64)).T.repeat(BLOCK, axis=0)[:inputs]
     size = np.abs(a) @ (np.abs(b) + 2 * minima)  # an integer times its scale is within |b| and the minimum
     return a @ b, 2.0**-24 * ((1 + parts) * w.count + 5) * size
@@ -66,11 +68,13 @@ def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
 def check_outlier(rows: int) -> None:
     """Products with other inputs stay accurate beside one input a hundred times as large."""
     rng = np.random.default_rng(rows)
-    x, w = normal(rng, rows, 576), normal(rng, 576, 40)
+    x = normal(rng, rows, 576)
+    w = normal(rng, 576, 40)
     x[:, 7] *= 100 / np.abs(x[:, 7])
     found = cpu.pack(w, "q8_0")
     held = np.asarray(cpu.unpack(found), np.float64)
-    found, wanted = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), found), np.float64), x.astype(np.float64) @ held
+    found = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), found), np.float64)
+    wanted = x.astype(np.float64) @ held
     others = np.delete(x, 7, axis=1).astype(np.float64) @ np.delete(held, 7, axis=0)
     assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(others)
 
@@ -78,7 +82,8 @@ def check_outlier(rows: int) -> None:
 def check_product(seed: int, rows: int, shape: tuple[int, int], kind: BlockFormat) -> None:
     """Products of the quantised numbers; `shape` blocks and outputs."""
     rng = np.random.default_rng(seed)
-    w, x = drawn(rng, *shape, kind), normal(rng, rows, shape[0] * BLOCK)
+    w = drawn(rng, *shape, kind)
+    x = normal(rng, rows, shape[0] * BLOCK)
     expected, bound = bounded(x, w)
     excess = np.abs(np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w)), np.float64) - expected) - bound
     assert (excess <= 1e-37).all(), f"{excess.max()} beyond the bound"
@@ -89,7 +94,8 @@ def check_rows(kind: BlockFormat, dtype: Any) -> None:
     rng = np.random.default_rng(1)
     first, second = (drawn(rng, 3, 77, kind) for _ in range(2))
     x = normal(rng, ROWS, 3 * BLOCK).astype(dtype)  # in NumPy, whose slices are no programs
-    plain, gated = cpu.pack(first), cpu.pack_gated(first, second)
+    plain = cpu.pack(first)
+    gated = cpu.pack_gated(first, second)
 
     @jax.jit
     def run(parts: list[jax.Array], plain: cpu.PackedMatrix, gated: cpu.PackedMatrix) -> list[tuple[jax.Array, ...]]:
@@ -104,7 +110,8 @@ def check_rows(kind: BlockFormat, dtype: Any) -> None:
 def check_largest(kind: BlockFormat) -> None:
     """The largest outputs and their places are those of all outputs, bit for bit."""
     rng = np.random.default_rng(2)
-    w, x = cpu.pack(drawn(rng, 2, 300, kind)), jnp.asarray(normal(rng, 9, 2 * BLOCK))
+    w = cpu.pack(drawn(rng, 2, 300, kind))
+    x = jnp.asarray(normal(rng, 9, 2 * BLOCK))
 
     @jax.jit
     def run(x: jax.Array, w: cpu.PackedMatrix) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:

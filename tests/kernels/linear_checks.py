@@ -64,20 +64,23 @@ def product(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> tuple[np.ndarray,
     if kind == "q8_0":
         return block_checks.bounded(x, blocks.quantise(w, kind))
     a, b = operands(x, w, kind)
-    expected, size = a @ b, x.shape[1] * (np.abs(a) @ np.abs(b))
+    expected = a @ b
+    size = x.shape[1] * (np.abs(a) @ np.abs(b))
     exact = 2.0**-52 * size  # not quite: float64 has an error too, where the sum is zero for instance
     return expected, exact + (1 + 2 / x.shape[1]) * UNIT["float32"] * size
 
 
 def format_error(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> np.ndarray:
     """A bound on how far the product of the operands that the format holds is from the product of the operands."""
-    a, b = np.abs(x.astype(np.float64)), np.abs(w.astype(np.float64))
+    a = np.abs(x.astype(np.float64))
+    b = np.abs(w.astype(np.float64))
     if kind == "float32":
         return np.zeros((len(x), w.shape[1]))
     if kind == "bfloat16":
         return (2 * UNIT[kind] + UNIT[kind] ** 2) * (a @ b)
     # Half a step of each block; scales of weights have half precision, which is coarser than that for the smallest.
-    da, db = largest_of_blocks(a) / 254, largest_of_blocks(b.T).T / 254 * (1 + 2.0**-10) + 127 * 2.0**-25
+    da = largest_of_blocks(a) / 254
+    db = largest_of_blocks(b.T).T / 254 * (1 + 2.0**-10) + 127 * 2.0**-25
     return 1.0001 * (a @ db + da @ b + da @ db)
 
 
@@ -88,7 +91,8 @@ def within(actual: Any, expected: np.ndarray, bound: np.ndarray) -> None:
 
 def check_product(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) -> None:
     rng = np.random.default_rng(seed)
-    x, w = normal(rng, rows, sizes[0]), normal(rng, *sizes)
+    x = normal(rng, rows, sizes[0])
+    w = normal(rng, *sizes)
     actual = jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(jnp.asarray(w), kind))
     expected, bound = product(x, w, kind)
     within(actual, expected, bound)
@@ -97,7 +101,9 @@ def check_product(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format
 
 def check_gated(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) -> None:
     rng = np.random.default_rng(seed)
-    x, gate, up = normal(rng, rows, sizes[0]), normal(rng, *sizes), normal(rng, *sizes)
+    x = normal(rng, rows, sizes[0])
+    gate = normal(rng, *sizes)
+    up = normal(rng, *sizes)
     actual = jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack_gated(jnp.asarray(gate), jnp.asarray(up), kind))
     (g, g_bound), (u, u_bound) = product(x, gate, kind), product(x, up, kind)
     silu = g / (1 + np.exp(-g))
@@ -109,11 +115,13 @@ def check_gated(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) 
 def check_largest(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format, case: str) -> None:
     """The largest outputs and their indices are those of what `linear` writes, bit for bit; of equal ones the first first."""
     rng = np.random.default_rng(seed)
-    x, w = normal(rng, rows, sizes[0]), normal(rng, *sizes)
+    x = normal(rng, rows, sizes[0])
+    w = normal(rng, *sizes)
     if case == "ties":
         w = w[:, rng.integers(0, min(3, sizes[1]), sizes[1])]
     if case == "negative":  # what pads the last panel would come to zero, as may weights that 8 bits cannot hold
-        x, w = np.abs(x), -np.abs(w) - np.float32(0.01)
+        x = np.abs(x)
+        w = -np.abs(w) - np.float32(0.01)
     if case == "zeros":
         x[::2] = 0
     packed = cpu.pack(jnp.asarray(w), kind)
@@ -136,10 +144,8 @@ def check_rows(seed: int, sizes: tuple[int, int], kind: cpu.Format) -> np.ndarra
     """A row gets the same bits, and the same index, whatever the number of rows and wherever it stands; returns them all."""
     rng = np.random.default_rng(seed)
     x = normal(rng, max(COUNTS), sizes[0])
-    w, gated = (
-        cpu.pack(jnp.asarray(normal(rng, *sizes)), kind),
-        cpu.pack_gated(jnp.asarray(normal(rng, *sizes)), jnp.asarray(normal(rng, *sizes)), kind),
-    )
+    w = cpu.pack(jnp.asarray(normal(rng, *sizes)), kind)
+    gated = cpu.pack_gated(jnp.asarray(normal(rng, *sizes)), jnp.asarray(normal(rng, *sizes)), kind)
 
     @jax.jit  # the parts come as arguments: to compile seventy slices would take a hundred times as long
     def run(
@@ -163,7 +169,8 @@ def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.F
     x, norm = (jnp.asarray(normal(rng, *shape), dtype) for shape in ((rows, sizes[0]), (sizes[0],)))
     matrices = [jnp.asarray(normal(rng, sizes[0], outputs)) for outputs in (sizes[1], 16, 20)]
     add = jnp.asarray(normal(rng, rows, sum(m.shape[1] for m in matrices)), dtype)
-    parts, whole = [cpu.pack(m, kind) for m in matrices], cpu.pack_joined(matrices, kind)
+    parts = [cpu.pack(m, kind) for m in matrices]
+    whole = cpu.pack_joined(matrices, kind)
     gated = cpu.pack_gated(matrices[0], matrices[0] / 2, kind)
 
     @jax.jit
@@ -201,7 +208,8 @@ def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.F
 def check_matmul(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) -> None:
     """Bit for bit the packed product (of few inputs: many are added up in stretches), however the operands lie."""
     rng = np.random.default_rng(seed)
-    a, b = normal(rng, rows, sizes[0]), normal(rng, *sizes)
+    a = normal(rng, rows, sizes[0])
+    b = normal(rng, *sizes)
     expected, bound = product(a, b, kind)
     multiply = partial(cpu.matmul, bfloat16=kind == "bfloat16")
 
@@ -244,7 +252,9 @@ class Appended:
     capacity: int = 60
 
     def draw(self, seed: int) -> dict[str, Any]:
-        rng, b, d = np.random.default_rng(seed), len(self.counts), self.head_dim
+        rng = np.random.default_rng(seed)
+        b = len(self.counts)
+        d = self.head_dim
 
         def draw(*shape: int) -> jax.Array:
             return jnp.asarray(normal(rng, *shape), self.dtype)
@@ -272,7 +282,8 @@ def plain_append(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     q, k = (rotate_halves(x, case["cos"], case["sin"]) for x in (q, k))
     caches = [np.array(case[name].astype(jnp.float32)) for name in ("k_cache", "v_cache")]
     for row in range(b):
-        first, count = int(case["start"][row]), int(case["count"][row])
+        first = int(case["start"][row])
+        count = int(case["count"][row])
         for cache, new in zip(caches, (k, v), strict=True):
             cache[row, :, first : first + count] = np.asarray(new[row, :count].astype(jnp.float32)).transpose(1, 0, 2)
     lengths = case["start"][:, None] + 1 + jnp.arange(t)[None]

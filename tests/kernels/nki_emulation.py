@@ -25,7 +25,8 @@ import numpy as np
 
 PARTITIONS = 128
 PARTITION_BYTES = 192 * 1024
-SBUF, HBM = "sbuf", "shared_hbm"
+SBUF = "sbuf"
+HBM = "shared_hbm"
 DTYPES: dict[str, Any] = {
     "float32": np.float32,
     "bfloat16": ml_dtypes.bfloat16,
@@ -59,7 +60,10 @@ class Tensor:
     """A view of memory: `view` is what instructions see, `flat` the whole of the memory."""
 
     def __init__(self, flat: np.ndarray, view: np.ndarray, buffer: str, indices: np.ndarray | None = None):
-        self.flat, self.array, self.buffer, self.indices = flat, view, buffer, indices
+        self.flat = flat
+        self.array = view
+        self.buffer = buffer
+        self.indices = indices
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,7 +87,8 @@ class Tensor:
         self, pattern: list[list[int]], offset: int = 0, vector_offset: "Tensor | None" = None, indirect_dim: int = 0
     ) -> "Tensor":
         """Elements at `offset + sum(step * i)` of the memory; with indices, one of these takes the place of the first i."""
-        shape, size = tuple(count for _, count in pattern), self.array.itemsize
+        shape = tuple(count for _, count in pattern)
+        size = self.array.itemsize
         if vector_offset is None:
             last = offset + sum(step * (count - 1) for step, count in pattern)
             demand(0 <= offset <= last < self.flat.size, f"pattern {pattern} at {offset} leaves {self.flat.size} elements")
@@ -175,7 +180,8 @@ class Instructions:
 
 def runs(array: np.ndarray) -> int:
     """Contiguous runs of a view's memory, in SBUF and in HBM alike, where no run spans what two partitions hold."""
-    length, dim = array.itemsize, array.ndim - 1
+    length = array.itemsize
+    dim = array.ndim - 1
     while dim > 0 and (array.strides[dim] == length or array.shape[dim] == 1):
         length *= array.shape[dim]
         dim -= 1
@@ -186,7 +192,8 @@ def run(module: Any, kernel: Callable, *operands: Any) -> tuple[np.ndarray, Coun
     """Runs a kernel of a module whose `nl` and `nisa` this file stands in for; arrays go in as tensors in HBM."""
     counts = Counts()
     before = module.nl, module.nisa
-    module.nl, module.nisa = Language(counts), Instructions(counts)
+    module.nl = Language(counts)
+    module.nisa = Instructions(counts)
     try:
         placed = [Tensor(each.reshape(-1), each, HBM) if isinstance(each, np.ndarray) else each for each in operands]
         return kernel(*placed).array, counts

@@ -54,7 +54,8 @@ def spare(pages: Any, table: np.ndarray) -> np.ndarray:
 def same_bits(pool: KeyValuePages, table: np.ndarray, caches: tuple[Any, Any]) -> None:
     """Whether pages hold what caches hold, and nothing was written to those of no row."""
     for pages, cache in zip(pool, caches, strict=True):
-        wide, held = np.asarray(cache.astype(jnp.float32)), together(pages, table)
+        wide = np.asarray(cache.astype(jnp.float32))
+        held = together(pages, table)
         mapped = np.repeat(table >= 0, pages.shape[2], axis=1)[:, None, :, None]
         np.testing.assert_array_equal(held[np.broadcast_to(mapped, held.shape)], wide[np.broadcast_to(mapped, wide.shape)])
         assert np.isnan(spare(pages, table)).all()
@@ -62,7 +63,9 @@ def same_bits(pool: KeyValuePages, table: np.ndarray, caches: tuple[Any, Any]) -
 
 def check_appended(case: dict[str, Any], entries: int, seed: int = 0) -> None:
     """A case of `append_attend` over pages, none of which is there without need, gives the bits that it gives over caches."""
-    heads, kv_heads, head_dim = 6, 2, case["cos"].shape[2] * 2
+    heads = 6
+    kv_heads = 2
+    head_dim = case["cos"].shape[2] * 2
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-5}
     want, *caches = jax.jit(partial(attention.append_attend, **sizes))(**case)
     needed = np.where(np.asarray(case["count"]) > 0, np.asarray(case["start"] + case["count"]), 0)
@@ -80,7 +83,9 @@ def check_attention(dtype: Any, entries: int, extras: int, seed: int = 0) -> Non
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    q, k, v = draw(3, 5, 6, 48), draw(3, 2, 3 * entries, 48), draw(3, 2, 3 * entries, 48)
+    q = draw(3, 5, 6, 48)
+    k = draw(3, 2, 3 * entries, 48)
+    v = draw(3, 2, 3 * entries, 48)
     lengths = rng.integers(0, 3 * entries + 1, (3, 5)).astype(np.int32)
     lengths[1] = 0
     extra = (draw(3, 2, extras, 48), draw(3, 2, extras, 48)) if extras else None

@@ -12,7 +12,10 @@ from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages, Norm, Quantised
 from tilewright.kernels.paged import cpu, xla
 
-HEADS, KV_HEADS, EPS, SPARE = 6, 2, 1e-5, 3
+HEADS = 6
+KV_HEADS = 2
+EPS = 1e-5
+SPARE = 3
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 Run = Callable[[dict[str, Any], KeyValuePages, Any], tuple[Any, KeyValuePages]]
@@ -41,7 +44,8 @@ def projected(case: dict[str, Any]) -> tuple[tuple[Any, ...], Heads]:
 
 def drawn_pool(case: dict[str, Any], entries: int, seed: int) -> tuple[KeyValuePages, np.ndarray]:
     """Pages of which each row has those that it needs, in no order, with something in them; the scales of others are NaN."""
-    rng, d = np.random.default_rng(seed), case["cos"].shape[2] * 2
+    rng = np.random.default_rng(seed)
+    d = case["cos"].shape[2] * 2
     needed = np.where(np.asarray(case["count"]) > 0, np.asarray(case["start"] + case["count"]), 0)
     width = -(-case["k_cache"].shape[2] // entries)
     order = rng.permutation(len(needed) * width + SPARE)
@@ -76,14 +80,16 @@ def check(run: Run, case: dict[str, Any], entries: int, seed: int) -> tuple[Any,
     pool, table = drawn_pool(case, entries, seed)
     out, after = run(case, pool, table)
     q, *new = (np.asarray(x.astype(jnp.float32), np.float64) for x in heads_xla.heads(*projected(case)))
-    unit, d = UNIT[case["qkv"].dtype.name], case["cos"].shape[2] * 2
+    unit = UNIT[case["qkv"].dtype.name]
+    d = case["cos"].shape[2] * 2
     start, count = (np.asarray(case[name]) for name in ("start", "count"))
     held = [in_rows(part, table) for part in after]
     for before, kept, vectors in zip(pool, held, new, strict=True):
         want = in_rows(before, table)
         for row, (first, counted) in enumerate(zip(start, count, strict=True)):
             written = slice(first, first + counted) if counted else slice(0)
-            own, found = vectors[row, :, :counted], kept[row, :, written]
+            own = vectors[row, :, :counted]
+            found = kept[row, :, written]
             largest = np.max(np.abs(own), axis=-1, keepdims=True)
             # Half a step, as far as the vector is known: norm and rotation round, too.
             assert (np.abs(found - own) <= largest / 254 + 12 * unit * (1 + largest)).all()

@@ -43,14 +43,16 @@ def test_only_the_counted_entries_are_written(append: Any, data: st.DataObject):
     ("start", "count", "said"), [(0, 4, "a count is out of range: 4"), (6, 3, "3 entries from 6 on do not fit")]
 )
 def test_entries_that_do_not_fit_are_refused(start: int, count: int, said: str):
-    cache, new = jnp.zeros((1, 1, 8, 2)), jnp.ones((1, 1, 3, 2))
+    cache = jnp.zeros((1, 1, 8, 2))
+    new = jnp.ones((1, 1, 3, 2))
     with pytest.raises(Exception, match=said):
         jax.block_until_ready(append_cpu.append(cache, new, jnp.asarray([start]), jnp.asarray([count])))
 
 
 @needs_native
 def test_a_loop_writes_a_cache_where_it_is():
-    cache, new = jnp.zeros((1, 2, 512, 64), jnp.bfloat16), jnp.ones((1, 2, 4, 64), jnp.bfloat16)
+    cache = jnp.zeros((1, 2, 512, 64), jnp.bfloat16)
+    new = jnp.ones((1, 2, 4, 64), jnp.bfloat16)
 
     def filled(cache: jax.Array, new: jax.Array) -> jax.Array:
         one = jnp.ones(1, jnp.int32)
@@ -67,7 +69,8 @@ def test_a_loop_writes_a_cache_where_it_is():
 @given(st.integers(0, 2**31 - 1), st.sampled_from([1, 40]), st.sampled_from([1, 67]), DTYPES)
 def test_rows_of_a_table(gather: Any, seed: int, rows: int, size: int, dtype: Any):
     rng = np.random.default_rng(seed)
-    table, index = jnp.asarray(rng.integers(-100, 100, (rows, size)), dtype), rng.integers(0, rows, (2, 3))
+    table = jnp.asarray(rng.integers(-100, 100, (rows, size)), dtype)
+    index = rng.integers(0, rows, (2, 3))
     found = jax.jit(gather)(table, index)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, np.asarray(table)[index])
@@ -75,5 +78,6 @@ def test_rows_of_a_table(gather: Any, seed: int, rows: int, size: int, dtype: An
 
 @needs_native
 def test_places_outside_a_table_are_taken_as_xla_takes_them():
-    table, index = jnp.arange(12.0).reshape(4, 3), jnp.asarray([4, 1000])
+    table = jnp.arange(12.0).reshape(4, 3)
+    index = jnp.asarray([4, 1000])
     np.testing.assert_array_equal(gather_cpu.gather_rows(table, index), gather_xla.gather_rows(table, index))

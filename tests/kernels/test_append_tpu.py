@@ -55,7 +55,8 @@ def test_only_the_counted_entries_are_written(part_rows: int, data: st.DataObjec
 
 
 def test_a_row_that_writes_nothing_may_begin_anywhere():
-    before, new = jnp.ones((2, 1, 32, 128)), jnp.full((2, 1, 3, 128), 2.0)
+    before = jnp.ones((2, 1, 32, 128))
+    new = jnp.full((2, 1, 3, 128), 2.0)
     (found,) = interpreted(1)([before], [new], jnp.asarray([1000, 30]), jnp.asarray([0, 2]))
     expected = np.ones((2, 1, 32, 128), np.float32)
     expected[1, :, 30:] = 2

@@ -54,7 +54,8 @@ def attention_cases(draw: st.DrawFn):
     b, t, s, half = draw(st.sampled_from([(1, 1, 9, 4), (3, 4, 6, 2)]))
     rng = np.random.default_rng(draw(seeds))
     q = normal(rng, b, t, heads * group, 2 * half) * 3
-    k, v = normal(rng, b, heads, s, 2 * half), normal(rng, b, heads, s, 2 * half)
+    k = normal(rng, b, heads, s, 2 * half)
+    v = normal(rng, b, heads, s, 2 * half)
     mask = rng.random((draw(st.sampled_from([1, b])), t, s)) < draw(st.sampled_from([0.15, 0.6, 1.0]))
     return q, k, v, mask
 
@@ -121,7 +122,8 @@ def test_group_rows_puts_a_group_beside_its_key_head():
 def prefix_case(rng: np.random.Generator, b: int, t: int, heads: int, group: int, s: int, extras: int, d: int):
     """Queries, a cache, lengths that include 0 and the whole cache, and own keys."""
     q = normal(rng, b, t, heads * group, d)
-    k, v = normal(rng, b, heads, s, d), normal(rng, b, heads, s, d)
+    k = normal(rng, b, heads, s, d)
+    v = normal(rng, b, heads, s, d)
     lengths = rng.integers(0, s + 1, (b, t)).astype(np.int32)
     lengths[-1, -1] = 0
     lengths[0, 0] = s
@@ -132,7 +134,8 @@ def prefix_case(rng: np.random.Generator, b: int, t: int, heads: int, group: int
 def prefix_expected(q, k, v, lengths, extra) -> np.ndarray:
     extras = 0 if extra is None else extra[0].shape[2]
     if extra is not None:
-        k, v = np.concatenate([k, extra[0]], axis=2), np.concatenate([v, extra[1]], axis=2)
+        k = np.concatenate([k, extra[0]], axis=2)
+        v = np.concatenate([v, extra[1]], axis=2)
     at = np.arange(k.shape[2])
     mask = (at < lengths[..., None]) | (at >= k.shape[2] - extras)
     return attention_float64(q, k, v, mask)
@@ -184,7 +187,8 @@ def test_stale_entries_beyond_the_lengths_have_no_influence():
     lengths = np.minimum(lengths, 21)
     run = jax.jit(cpu.prefix_attention)
     clean = run(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths))
-    k[:, :, 21:], v[:, :, 21:] = 1e6, -1e6
+    k[:, :, 21:] = 1e6
+    v[:, :, 21:] = -1e6
     np.testing.assert_array_equal(clean, run(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths)))
 
 

@@ -60,7 +60,8 @@ def test_integers_side_by_side_are_found_again(seed: int, bits: int):
     assert found.shape == (3, 4 * bits)
     np.testing.assert_array_equal(blocks.units_of(found, bits), units)
     for i in range(32 if bits < 8 else 0):
-        low, at = found[:, i % 16] >> (4 if i >= 16 else 0) & 15, (bits - 4) * (i // 4)
+        low = found[:, i % 16] >> (4 if i >= 16 else 0) & 15
+        at = (bits - 4) * (i // 4)
         above = found[:, 16 + at // 8 * 4 + i % 4] >> at % 8 & ((1 << (bits - 4)) - 1) if bits > 4 else 0
         np.testing.assert_array_equal(low | above << 4, units[:, i])
 
@@ -96,7 +97,8 @@ def test_products_are_near_those_of_inputs_that_are_not_rounded(kind: BlockForma
     w = read_blocks(gguf.quants.quantize(normal(rng, 200, 576), Kind[kind.upper()]), kind.upper())
     assert w is not None
     x = normal(rng, 16, 576)
-    found, wanted = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w))), x @ blocks.dequantise(w)
+    found = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w)))
+    wanted = x @ blocks.dequantise(w)
     assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
 
 
@@ -124,8 +126,10 @@ def test_the_largest_outputs_are_those_of_all_outputs(kind: BlockFormat):
 def test_outputs_are_the_same_permuted_joined_and_gated(kind: BlockFormat):
     """Outputs in another order come in that order, and of matrices side by side those of each."""
     rng = np.random.default_rng(2)
-    first, second = drawn(rng, 4, 48, kind), drawn(rng, 4, 50, kind)
-    x, order = jnp.asarray(normal(rng, 5, 4 * BLOCK)), rng.permutation(48)
+    first = drawn(rng, 4, 48, kind)
+    second = drawn(rng, 4, 50, kind)
+    x = jnp.asarray(normal(rng, 5, 4 * BLOCK))
+    order = rng.permutation(48)
     each = [np.asarray(cpu.linear(x, cpu.pack(w))) for w in (first, second)]
     turned = np.asarray(cpu.linear(x, cpu.pack(some(first, order))))
     np.testing.assert_array_equal(turned, each[0][:, order])
@@ -134,7 +138,8 @@ def test_outputs_are_the_same_permuted_joined_and_gated(kind: BlockFormat):
     np.testing.assert_array_equal(cpu.linear(x, joined), np.concatenate(each, axis=1))
     np.testing.assert_array_equal(cpu.linear(x, joined, parts=(1, 2)), each[1])
     one = some(second, np.arange(48))
-    gate, up = each[0].astype(np.float64), np.asarray(cpu.linear(x, cpu.pack(one)), np.float64)
+    gate = each[0].astype(np.float64)
+    up = np.asarray(cpu.linear(x, cpu.pack(one)), np.float64)
     with np.errstate(over="ignore"):
         wanted = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(cpu.linear(x, cpu.pack_gated(first, one)), wanted, rtol=1e-5, atol=1e-20)
@@ -156,8 +161,10 @@ def test_matrices_of_one_product_are_brought_to_one_format_exactly(kind: BlockFo
 @needs_native
 def test_matrices_of_formats_that_have_none_in_common_are_products_of_their_own():
     rng = np.random.default_rng(4)
-    first, second = drawn(rng, 8, 48, "q4_k"), drawn(rng, 8, 48, "q6_k")
-    x, ops = jnp.asarray(normal(rng, 5, 8 * BLOCK)), select.operations("cpu", "int4")
+    first = drawn(rng, 8, 48, "q4_k")
+    second = drawn(rng, 8, 48, "q6_k")
+    x = jnp.asarray(normal(rng, 5, 8 * BLOCK))
+    ops = select.operations("cpu", "int4")
     each = [np.asarray(cpu.linear(x, cpu.pack(w))) for w in (first, second, first)]
     joined = ops.prepare_joined(Joined((first, second, first)), "w")
     for of in ({}, {"first": 1}, {"first": 1, "last": 2}):
@@ -165,7 +172,8 @@ def test_matrices_of_formats_that_have_none_in_common_are_products_of_their_own(
         wanted = each[of.get("first", 0) : of.get("last")]
         np.testing.assert_array_equal(found.array, np.concatenate(wanted, axis=1))
         assert found.parts == tuple(y.shape[1] for y in wanted)
-    gate, up = each[0].astype(np.float64), each[1].astype(np.float64)
+    gate = each[0].astype(np.float64)
+    up = each[1].astype(np.float64)
     with np.errstate(over="ignore"):
         wanted = gate / (1 + np.exp(-gate)) * up
     found = ops.gated_linear(x, ops.prepare_joined(Joined((first, second), gated=True), "w"))
@@ -198,7 +206,8 @@ def test_blocks_of_one_number_are_exact(value: float):
 def test_few_bits_do_not_hide_an_input_that_is_no_number(kind: BlockFormat):
     """A block's scale carries it to every output of that row, and to no other row."""
     x = np.ones((3, 40), np.float32)
-    x[1, 7], x[2, 3] = np.nan, np.inf
+    x[1, 7] = np.nan
+    x[2, 3] = np.inf
     actual = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(jnp.ones((40, 20)), kind)))
     assert np.isfinite(actual[0]).all()
     assert not np.isfinite(actual[1:]).any()
@@ -219,9 +228,14 @@ def test_what_blocks_cannot_hold_is_refused_by_name():
 def test_operations_hold_layers_in_blocks_and_the_head_in_8_bits(weights: Weights, kind: BlockFormat):
     ops = select.operations("cpu", weights)
     w = jnp.asarray(normal(np.random.default_rng(4), 64, 32))
-    bytes_of = {name: packed.panels.shape[2] for name, packed in {
-        "matrix": ops.prepare_matrix(w, "w"), "head": ops.prepare_matrix(w, "w", head=True),
-        "joined": ops.prepare_joined(Joined((w, w)), "w"), "gated": ops.prepare_joined(Joined((w, w), gated=True), "w"),
-    }.items()}  # fmt: skip
+    bytes_of = {
+        name: packed.panels.shape[2]
+        for name, packed in {
+            "matrix": ops.prepare_matrix(w, "w"),
+            "head": ops.prepare_matrix(w, "w", head=True),
+            "joined": ops.prepare_joined(Joined((w, w)), "w"),
+            "gated": ops.prepare_joined(Joined((w, w), gated=True), "w"),
+        }.items()
+    }
     four, eight = (blocks.FORMS[kind].group_bytes for kind in (kind, "q8_0"))
     assert bytes_of == {"matrix": four, "head": eight, "joined": four, "gated": four}

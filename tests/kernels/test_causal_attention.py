@@ -51,7 +51,10 @@ def numpy_attention(case: Case, *operands: Any) -> np.ndarray:
     def turned(x: np.ndarray, norm: np.ndarray | None, row: int, at: int) -> np.ndarray:
         if norm is not None:
             x = norm * x / np.sqrt(np.mean(x**2) + EPS)
-        first, second, c, s = x[: d // 2], x[d // 2 :], cos[row, at], sin[row, at]
+        first = x[: d // 2]
+        second = x[d // 2 :]
+        c = cos[row, at]
+        s = sin[row, at]
         return np.concatenate([first * c - second * s, second * c + first * s])
 
     out = np.zeros((b, t, n, d))
@@ -73,7 +76,8 @@ def test_the_reference_against_numpy(case: Case):
 
 def value_and_gradient(function: Any, case: Case, operands: tuple[Any, ...], due: Any) -> tuple[Any, list[Any]]:
     """The result, and what is due to projection and norms."""
-    given_to, angles = tuple(x for x in operands[:3] if x is not None), operands[3:]
+    given_to = tuple(x for x in operands[:3] if x is not None)
+    angles = operands[3:]
 
     @jax.jit
     def run(due: Any, *given_to: Any) -> Any:

@@ -24,7 +24,9 @@ BUNDLES = pytest.mark.parametrize(
         pytest.param(lambda: select.operations("cpu", kernels="xla"), id="xla"),
     ],
 )
-ROWS, HIDDEN, DIM = 40, 48, 16
+ROWS = 40
+HIDDEN = 48
+DIM = 16
 PARTS = (4 * DIM, 2 * DIM, 2 * DIM)
 
 
@@ -52,13 +54,15 @@ def test_the_rows_that_count_have_the_bits_that_all_would_give(
 @needs_native
 @pytest.mark.parametrize("count", [0, -3])
 def test_no_row_may_count(count: int):
-    x, w = jnp.ones((5, 33)), cpu.pack(jnp.ones((33, 50)))
+    x = jnp.ones((5, 33))
+    w = cpu.pack(jnp.ones((33, 50)))
     assert jax.jit(cpu.linear)(x, w, count=jnp.int32(count)).shape == (5, 50)
 
 
 @needs_native
 def test_one_count_at_most():
-    x, w = jnp.ones((5, 33)), cpu.pack(jnp.ones((33, 50)))
+    x = jnp.ones((5, 33))
+    w = cpu.pack(jnp.ones((33, 50)))
     none = [jnp.zeros(0), jnp.zeros(0)]
     call = jax.ffi.ffi_call("tilewright_linear", jax.ShapeDtypeStruct((5, 50), jnp.float32))
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="expected one number of rows"):
@@ -131,7 +135,8 @@ def test_counted_keys_and_values_are_those_of_all(make: Any, biased: bool):
 @BUNDLES
 def test_biases_are_added_to_their_own_matrices(make: Any):
     ops = make()
-    with_bias, without = drawn(ops, jnp.float32, True), drawn(ops, jnp.float32, True) | {"bias": None}
+    with_bias = drawn(ops, jnp.float32, True)
+    without = drawn(ops, jnp.float32, True) | {"bias": None}
 
     def products(case: dict[str, Any], **which: Any) -> np.ndarray:
         projection = ops.project(case["x"], case["joined"], bias=case["bias"], **which)

@@ -19,7 +19,8 @@ needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.ke
 
 def drawn(seed: int, rows: tuple[int, ...], inputs: int, vocab: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(seed)
-    x, head = rng.standard_normal((*rows, inputs)), rng.standard_normal((inputs, vocab))
+    x = rng.standard_normal((*rows, inputs))
+    head = rng.standard_normal((inputs, vocab))
     weights = rng.uniform(size=rows) * (rng.uniform(size=rows) < 0.7)
     return (
         jnp.asarray(x, jnp.float32),
@@ -42,9 +43,12 @@ def test_the_reference_against_numpy(cap: float | None):
 @pytest.mark.parametrize("products", ["float32", pytest.param("bfloat16", marks=[needs_native, pytest.mark.slow])])
 @settings(max_examples=30)  # each compiles three programs
 @given(
-    seed=st.integers(0, 2**31 - 1), rows=st.sampled_from([(1,), (2, 9), (31,)]), block=st.integers(1, 40), tied=st.booleans(),
+    seed=st.integers(0, 2**31 - 1),
+    rows=st.sampled_from([(1,), (2, 9), (31,)]),
+    block=st.integers(1, 40),
+    tied=st.booleans(),
     cap=st.sampled_from([None, 1.5]),
-)  # fmt: skip
+)
 def test_blocks_give_value_and_gradient_of_the_whole(
     products: str, seed: int, rows: tuple[int, ...], block: int, tied: bool, cap: float | None
 ):

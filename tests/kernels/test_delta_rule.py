@@ -30,11 +30,13 @@ def drawn(seed: int, rows: int, length: int, k: int = 2, r: int = 2, d: int = 8,
 
 def in_numpy(q: Any, k: Any, v: Any, decay: Any, beta: Any, state: Any) -> tuple[np.ndarray, np.ndarray]:
     """Head by head and position by position: the state times `decay * (1 - beta k k^T)`, plus `beta k v^T`."""
-    out, state = np.zeros(v.shape), state.copy()
+    out = np.zeros(v.shape)
+    state = state.copy()
     for row, head, group in np.ndindex(*decay.shape[:1], *decay.shape[2:]):
         held = state[row, head, group]
         for at in range(decay.shape[1]):
-            key, share = k[row, at, head], beta[row, at, head, group]
+            key = k[row, at, head]
+            share = beta[row, at, head, group]
             forget = np.exp(decay[row, at, head, group]) * (np.eye(len(key)) - share * np.outer(key, key))
             held = forget @ held + share * np.outer(key, v[row, at, head, group])
             out[row, at, head, group] = held.T @ q[row, at, head]
@@ -57,7 +59,8 @@ def test_equals_numpy(form: str, length: int):
 @pytest.mark.parametrize("form", [reference.delta_rule, partial(xla.in_chunks, chunk=4)], ids=["reference", "chunks"])
 def test_gradient_is_that_of_numpy(form: Any):
     """Along directions of all operands, over several chunks of which the last is not full: against central differences."""
-    operands, rng = drawn(3, 1, 11, d=4, e=3), np.random.default_rng(0)
+    operands = drawn(3, 1, 11, d=4, e=3)
+    rng = np.random.default_rng(0)
     due = [rng.standard_normal(x.shape) for x in (operands[2], operands[5])]
 
     def total(found: tuple[Any, Any]) -> Any:
@@ -82,9 +85,11 @@ PADDED = [jax.jit(form) for form in (reference.delta_rule, partial(xla.in_chunks
 def test_a_text_in_pieces_is_the_text(seed: int, pieces: list[int]):
     """In every form, each piece filled up with positions that change nothing."""
     operands = drawn(seed, 2, sum(pieces), k=1)
-    want, ends = in_numpy(*operands), np.cumsum(pieces)
+    want = in_numpy(*operands)
+    ends = np.cumsum(pieces)
     for form in PADDED:
-        state, outs = operands[-1], []
+        state = operands[-1]
+        outs = []
         for begin, end in pairwise([0, *ends]):
             left = PIECE - end + begin
             piece = [np.pad(x[:, begin:end], [(0, 0), (0, left), *[(0, 0)] * (x.ndim - 2)]) for x in operands[:-1]]

@@ -69,7 +69,9 @@ def expected(x: np.ndarray, lists: list[np.ndarray], weights: list[np.ndarray] |
 
 def draw(seed: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
     """Features, sources, degrees (some 0, one the largest) and weights."""
-    rng, rows, slots = np.random.default_rng(seed), sizes.rows, sizes.slots
+    rng = np.random.default_rng(seed)
+    rows = sizes.rows
+    slots = sizes.slots
     degrees = rng.integers(0, slots + 1, rows).astype(np.int32)
     degrees[rng.integers(rows)] = slots
     shape = {0: None, -1: (rows, slots)}.get(sizes.heads, (rows, slots, sizes.heads))
@@ -111,7 +113,8 @@ def test_lists(run, sizes: Sizes, seed: int):
     spare = sources.size - degrees.sum()
     flat = jnp.asarray(np.concatenate([*lists, np.zeros(spare, np.int32)]))
     offsets = jnp.asarray(np.concatenate([[0], np.cumsum(degrees)]), jnp.int32)
-    scales, flat_weights = None, None
+    scales = None
+    flat_weights = None
     if weights is not None:
         scales = short(weights, degrees)
         flat_weights = jnp.asarray(np.concatenate([*scales, np.ones((spare, *weights.shape[2:]), np.float32)]))

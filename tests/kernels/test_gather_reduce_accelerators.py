@@ -19,7 +19,8 @@ from tilewright.kernels.scatter_add import nki as scatter_nki
 from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import reference as scatter_reference
 
-f32, bf16 = jnp.float32, jnp.bfloat16
+f32 = jnp.float32
+bf16 = jnp.bfloat16
 
 SIZES = [
     (5, 3, 100, f32, False, "sum"),
@@ -245,8 +246,10 @@ def test_trainium_takes_sums_and_needs_its_compiler():
 
 
 def test_what_the_emulation_refuses():
-    nl, nisa = nki_emulation.Language(nki_emulation.Counts()), nki_emulation.Instructions(nki_emulation.Counts())
-    tile, sums = nl.ndarray((4, 3, 5), "float32"), nl.ndarray((4, 5), "float32")
+    nl = nki_emulation.Language(nki_emulation.Counts())
+    nisa = nki_emulation.Instructions(nki_emulation.Counts())
+    tile = nl.ndarray((4, 3, 5), "float32")
+    sums = nl.ndarray((4, 5), "float32")
     assert np.isnan(tile.array).all()
     with pytest.raises(nki_emulation.NkiError, match="not the last"):
         nisa.tensor_reduce(dst=sums, op=nl.add, data=tile, axis=(1,))
@@ -254,7 +257,8 @@ def test_what_the_emulation_refuses():
         nl.ndarray((129, 1), "float32")
     with pytest.raises(nki_emulation.NkiError, match="bytes of a partition"):
         nl.ndarray((1, 2**16), "float32")
-    indices, table = nl.ndarray((4, 1), "uint32"), nl.ndarray((9, 5), "float32", nl.shared_hbm)
+    indices = nl.ndarray((4, 1), "uint32")
+    table = nl.ndarray((9, 5), "float32", nl.shared_hbm)
     nisa.memset(dst=indices, value=9)
     with pytest.raises(nki_emulation.NkiError, match="index 9 of 9 rows"):
         table.ap(pattern=[[5, 4], [1, 5]], vector_offset=indices)

@@ -101,7 +101,8 @@ def softmax_sum(given: Sequence[np.ndarray], g: Graph) -> tuple[np.ndarray, ...]
     heads = source.shape[1]
     score = target[rows] + source[sources]
     score = np.where(score > 0, score, SLOPE * score)
-    most, total = np.full(target.shape, -np.inf), np.zeros(target.shape)
+    most = np.full(target.shape, -np.inf)
+    total = np.zeros(target.shape)
     np.maximum.at(most, rows, score)
     most[np.diff(g[0]) == 0] = 0
     share = np.exp(score - most[rows])
@@ -155,13 +156,15 @@ def everything(
 def check(seed: int, g: Graph, nodes: int, shape: tuple[int, int], dtype: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Every operation; returns the results without weights, and all."""
     (heads, features), rows = shape, len(g[0]) - 1
-    x, dy = normal(seed, nodes, heads * features, dtype=dtype), normal(seed + 1, rows, heads * features, dtype=dtype)
+    x = normal(seed, nodes, heads * features, dtype=dtype)
+    dy = normal(seed + 1, rows, heads * features, dtype=dtype)
     source, target, weights = (normal(seed + 2 + i, size, heads) for i, size in enumerate((nodes, rows, len(g[1]))))
     gathered, dots, attended, grads = everything(x, dy, source, target, weights, g, *transpose(g, nodes))
     for i, got in enumerate(gathered):
         check_gather(got, x, g, (None, weights[:, 0], weights)[i % 3], REDUCES[i // 3])
     check_dot(np.asarray(dots), dy, x, g)
-    given, unit = (wide(x), wide(source), wide(target)), (30 + int(np.diff(g[0]).max())) * UNIT["float32"] + UNIT[dtype]
+    given = (wide(x), wide(source), wide(target))
+    unit = (30 + int(np.diff(g[0]).max())) * UNIT["float32"] + UNIT[dtype]
     for got, want in zip(attended, softmax_sum(given, g), strict=True):
         np.testing.assert_allclose(wide(got), want, rtol=unit, atol=8 * unit)
     assert [grad.dtype for grad in grads] == [x.dtype, jnp.float32, jnp.float32]
@@ -184,7 +187,8 @@ def test_any_graph_and_width(seed: int, rows: int, nodes: int, shape: tuple[int,
 
 @NEED
 def test_the_reference_means_the_same():
-    g, x = graph(1, 12, 9), normal(0, 9, 24)
+    g = graph(1, 12, 9)
+    x = normal(0, 9, 24)
     for weights in (None, normal(1, len(g[1])), normal(2, len(g[1]), 3)):
         for reduce in REDUCES:
             # Sources beyond the last offset are for the kernel to skip.
@@ -198,7 +202,8 @@ def test_the_reference_means_the_same():
 @pytest.mark.parametrize("shape", [(1, 3), (1, 20), (4, 3), (2, 24)])
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_nothing_leaks_from_what_is_not_a_neighbour(shape: tuple[int, int], reduce: reference.Reduce):
-    offsets, sources = np.array([0, 2, 2, 3], np.int32), np.array([1, 3, 3, 0], np.int32)
+    offsets = np.array([0, 2, 2, 3], np.int32)
+    sources = np.array([1, 3, 3, 0], np.int32)
     x = normal(0, 5, shape[0] * shape[1]).at[jnp.array([0, 2, 4])].set(jnp.nan)
     weights = normal(1, 4, shape[0]).at[3].set(jnp.nan)
     assert np.isfinite(gather(x, offsets, sources, weights, reduce=reduce)).all()
@@ -221,7 +226,8 @@ def test_a_neighbours_nan_stays_in_its_own_feature(dtype: str, reduce: reference
 @NEED
 def test_infinite_features_are_extremes():
     x = jnp.array([[-jnp.inf, jnp.inf], [-jnp.inf, 1.0]], jnp.float32)
-    offsets, sources = np.array([0, 2, 2], np.int32), np.array([0, 1], np.int32)
+    offsets = np.array([0, 2, 2], np.int32)
+    sources = np.array([0, 1], np.int32)
     np.testing.assert_array_equal(gather(x, offsets, sources, reduce="max"), [[-np.inf, np.inf], [0, 0]])
     np.testing.assert_array_equal(gather(x, offsets, sources, reduce="min"), [[-np.inf, 1], [0, 0]])
 
@@ -229,7 +235,8 @@ def test_infinite_features_are_extremes():
 @NEED
 @pytest.mark.parametrize(("rows", "nodes", "features"), [(0, 3, 4), (3, 0, 4), (3, 3, 0), (5, 2, 7)])
 def test_no_edges_give_zeros(rows: int, nodes: int, features: int):
-    offsets, sources = np.zeros(rows + 1, np.int32), np.zeros(0, np.int32)
+    offsets = np.zeros(rows + 1, np.int32)
+    sources = np.zeros(0, np.int32)
     x = normal(0, nodes, features)
     for reduce in REDUCES:
         for weights in (None, jnp.zeros(0), jnp.zeros((0, 1))):
@@ -238,7 +245,8 @@ def test_no_edges_give_zeros(rows: int, nodes: int, features: int):
                 np.testing.assert_array_equal(found, np.zeros((rows, features)))
     score = jnp.ones((nodes, 1))
     results = attend(x, score, jnp.ones((rows, 1)), offsets, sources, 0.2)
-    transposed, forward = (np.zeros(nodes + 1, np.int32), sources), (offsets, sources)
+    transposed = (np.zeros(nodes + 1, np.int32), sources)
+    forward = (offsets, sources)
     grads = attend_grad(jnp.ones((rows, features)), *results, x, score, jnp.ones((rows, 1)), transposed, forward, 0.2)
     for got, size in zip((*results, *grads), (rows, rows, rows, nodes, nodes, rows), strict=True):
         assert got.shape[0] == size
@@ -259,7 +267,9 @@ BAD = [
 @pytest.mark.parametrize(("offsets", "sources", "message"), BAD)
 def test_what_does_not_fit_is_named(offsets: list[int], sources: list[int], message: str):
     g = np.array(offsets, np.int32), np.array(sources, np.int32)
-    x, score, target = normal(0, 4, 8), jnp.zeros((4, 2)), jnp.zeros((2, 2))
+    x = normal(0, 4, 8)
+    score = jnp.zeros((4, 2))
+    target = jnp.zeros((2, 2))
     for run in (
         lambda: gather(x, *g),
         lambda: edge_dot(x[:2], x, *g, 2),
@@ -279,7 +289,8 @@ def test_sources_that_belong_to_no_row_are_not_read():
 def main(isa: str) -> None:
     found = native.kernels()
     assert found.isa == isa, found
-    exact, every = hashlib.sha256(), hashlib.sha256()
+    exact = hashlib.sha256()
+    every = hashlib.sha256()
     # A hub with more edges than one thread takes alone; the other shapes are small.
     shared = graph(0, 3000, 500, hub=9000)
     cases = [(graph(0, 30, 20), 20, shape) for shape in SHAPES[1::2]] + [(shared, 500, (2, 24)), (shared, 500, (1, 50))]

@@ -24,13 +24,16 @@ BUNDLES = pytest.mark.parametrize(
         pytest.param(lambda: select.operations("cpu", kernels="xla"), id="xla"),
     ],
 )
-GROUPS, INPUTS, OUTPUTS = 5, 33, 20
+GROUPS = 5
+INPUTS = 33
+OUTPUTS = 20
 
 
 @st.composite
 def group_sizes(draw: st.DrawFn) -> list[int]:
     """Sizes of groups of at most `ROWS` rows in all; some have none."""
-    left, sizes = ROWS, []
+    left = ROWS
+    sizes = []
     for _ in range(GROUPS):
         sizes.append(draw(st.integers(0, left)))
         left -= sizes[-1]
@@ -46,7 +49,9 @@ def drawn(seed: int, *shape: int) -> np.ndarray:
 @given(st.integers(0, 2**31 - 1), group_sizes())
 def test_each_row_meets_the_matrix_of_its_group(make: Any, seed: int, sizes: list[int]):
     ops: Operations = make()
-    x, gate, up = drawn(seed, ROWS, INPUTS), drawn(seed + 1, GROUPS, INPUTS, OUTPUTS), drawn(seed + 2, GROUPS, INPUTS, OUTPUTS)
+    x = drawn(seed, ROWS, INPUTS)
+    gate = drawn(seed + 1, GROUPS, INPUTS, OUTPUTS)
+    up = drawn(seed + 2, GROUPS, INPUTS, OUTPUTS)
     joined = ops.prepare_groups(Joined((jnp.asarray(gate), jnp.asarray(up)), gated=True), GROUPS, "w")
 
     @jax.jit
@@ -74,7 +79,8 @@ def test_groups_have_the_bits_of_products_alone(kind: linear.Format, seed: int, 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_many_rows_of_one_group(kind: linear.Format):
     """More than pass a panel at once."""
-    x, w = jnp.asarray(drawn(0, 600, INPUTS)), drawn(1, 2, INPUTS, OUTPUTS)
+    x = jnp.asarray(drawn(0, 600, INPUTS))
+    w = drawn(1, 2, INPUTS, OUTPUTS)
 
     @jax.jit
     def run(x: jax.Array, groups: cpu.PackedMatrices, alone: linear.PackedMatrix) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +104,8 @@ def test_blocks_keep_their_bits():
     """A file's blocks of all groups, one group's outputs behind another's."""
     w = drawn(4, 3, 64, OUTPUTS)
     made = [blocks.quantise(one, "q4_1") for one in w]
-    kept, anew = cpu.pack([blocks.side_by_side(made)], 3), cpu.pack([w], 3, "q4_1")
+    kept = cpu.pack([blocks.side_by_side(made)], 3)
+    anew = cpu.pack([w], 3, "q4_1")
     np.testing.assert_array_equal(kept.matrix.panels, anew.matrix.panels)
 
 

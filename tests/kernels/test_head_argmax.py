@@ -55,7 +55,8 @@ def test_first_of_the_largest(run, seed: int, sizes: tuple[int, int, int, bool, 
     """Small integers: every sum is exact, and many are equal."""
     rows, hidden, vocab, transposed, dtype = sizes
     rng = np.random.default_rng(seed)
-    x, head = rng.integers(-1, 2, (rows, hidden)), rng.integers(-1, 2, (hidden, vocab))
+    x = rng.integers(-1, 2, (rows, hidden))
+    head = rng.integers(-1, 2, (hidden, vocab))
     given = jnp.asarray(head.T if transposed else head, dtype)
     index, value = run(jnp.asarray(x, dtype), given, transposed)
     assert (index.dtype, value.dtype) == (jnp.int32, jnp.float32)
@@ -74,7 +75,8 @@ def bits(may: np.ndarray) -> jax.Array:
 @pytest.mark.parametrize("vocab", [1, 32, 75])
 def test_masks_are_bits_by_token(vocab: int):
     rng = np.random.default_rng(vocab)
-    may, logits = rng.random((2, 3, vocab)) < 0.5, rng.normal(size=(2, 3, vocab)).astype(np.float32)
+    may = rng.random((2, 3, vocab)) < 0.5
+    logits = rng.normal(size=(2, 3, vocab)).astype(np.float32)
     np.testing.assert_array_equal(xla.allowed(jnp.asarray(logits), bits(may)), np.where(may, logits, -np.inf))
 
 
@@ -84,7 +86,8 @@ def test_first_of_the_largest_that_masks_allow(run, seed: int, sizes: tuple[int,
     """Of few tokens and of many; the first row may take none, and takes the first one at minus infinity."""
     rows, hidden, vocab, transposed, dtype = sizes
     rng = np.random.default_rng(seed)
-    x, head = rng.integers(-1, 2, (rows, hidden)), rng.integers(-1, 2, (hidden, vocab))
+    x = rng.integers(-1, 2, (rows, hidden))
+    head = rng.integers(-1, 2, (hidden, vocab))
     may = rng.random((rows, vocab)) < share
     may[0] = False
     logits = np.where(may, x.astype(np.float64) @ head.astype(np.float64), -np.inf)
@@ -133,7 +136,8 @@ def test_a_tile_is_whole_lanes_and_what_fits_is_bounded(hidden: int, itemsize: i
     assert columns % pallas_tpu.LANES == 0
     assert columns == pallas_tpu.LANES or columns * hidden * itemsize <= pallas_tpu.TILE_BYTES
     dtype = {2: jnp.bfloat16, 4: jnp.float32}[itemsize]
-    x, head = jax.ShapeDtypeStruct((rows, hidden), dtype), jax.ShapeDtypeStruct((hidden, 1000), dtype)
+    x = jax.ShapeDtypeStruct((rows, hidden), dtype)
+    head = jax.ShapeDtypeStruct((hidden, 1000), dtype)
     held = 2 * (columns + rows) * hidden * itemsize + rows * columns * 4
     assert held <= pallas_tpu.VMEM_BYTES or pallas_tpu.refuses(x, head)
 
@@ -152,7 +156,8 @@ def test_what_fits():
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_tied_head_is_read_as_it_lies(transposed: bool):
-    x, head = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[0.0, 3.0, 0.0], [0.0, 0.0, 1.6]])
+    x = jnp.asarray([[1.0, 2.0]])
+    head = jnp.asarray([[0.0, 3.0, 0.0], [0.0, 0.0, 1.6]])
     index, value = select.PLAIN.head_argmax(x, Transposed(head.T) if transposed else head)
     assert (int(index[0]), float(value[0])) == (2, pytest.approx(3.2))
 

@@ -57,7 +57,8 @@ def test_the_largest_in_order(run, seed: int, sizes: tuple[int, int, int, int, b
     """Small integers: every sum is exact, and many are equal."""
     rows, hidden, vocab, k, transposed, dtype = sizes
     rng = np.random.default_rng(seed)
-    x, head = rng.integers(-1, 2, (rows, hidden)), rng.integers(-1, 2, (hidden, vocab))
+    x = rng.integers(-1, 2, (rows, hidden))
+    head = rng.integers(-1, 2, (hidden, vocab))
     given = jnp.asarray(head.T if transposed else head, dtype)
     index, value = run(jnp.asarray(x, dtype), given, k, transposed)
     assert (index.dtype, value.dtype) == (jnp.int32, jnp.float32)
@@ -70,7 +71,8 @@ def test_the_largest_in_order(run, seed: int, sizes: tuple[int, int, int, int, b
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
 def test_every_place_can_win(run):
     """The largest logits at the borders of lanes, chunks, tiles and halves; all of one lane; and some that are equal."""
-    vocab, lane = 4500, 128
+    vocab = 4500
+    lane = 128
     rows = [[4499, 4096, 4095, 2049], [0, 1, 127, 128], [2048, 2047, 129, 5], [lane * n + 7 for n in (20, 3, 31, 1)]]
     head = np.zeros((5, vocab), np.float32)
     for row, places in enumerate(rows):
@@ -122,7 +124,8 @@ def test_more_than_there_are_is_refused(k: int):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_tied_head_is_read_as_it_lies(transposed: bool):
-    x, head = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[0.0, 3.0, 0.0], [0.0, 0.0, 1.6]])
+    x = jnp.asarray([[1.0, 2.0]])
+    head = jnp.asarray([[0.0, 3.0, 0.0], [0.0, 0.0, 1.6]])
     index, value = select.PLAIN.head_top_k(x, Transposed(head.T) if transposed else head, 2)
     assert (index.tolist(), value.tolist()) == ([[2, 1]], [[pytest.approx(3.2), 3.0]])
 

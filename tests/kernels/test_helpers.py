@@ -16,7 +16,8 @@ def test_each_piece_runs_once_whoever_calls(options: list[str], tmp_path: Path):
     compiler = build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    empty, output = tmp_path / "empty.cc", tmp_path / "helpers"
+    empty = tmp_path / "empty.cc"
+    output = tmp_path / "helpers"
     empty.write_text("int main() { return 0; }\n")
     command = [*shlex.split(compiler), "-std=c++17", "-pthread", *options]
     probe = subprocess.run([*command, empty, "-o", output], capture_output=True, text=True, check=False)

@@ -34,7 +34,8 @@ def environment(isa: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def every_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with libraries for all instruction sets, as an installation has; first use compiles this machine's best alone."""
-    compiler, folder = build.find_compiler(), tmp_path_factory.mktemp("every")
+    compiler = build.find_compiler()
+    folder = tmp_path_factory.mktemp("every")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     build.build_all(Path(jax.ffi.include_dir()), compiler, folder)

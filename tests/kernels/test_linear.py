@@ -42,7 +42,8 @@ def rounding(d_in: int, unit: float) -> float:
 @given(seeds, st.sampled_from([1, 4, 16, 23]), SIZES)
 def test_linear_float32(run, seed: int, rows: int, sizes: tuple[int, int]):
     rng = np.random.default_rng(seed)
-    x, w = normal(rng, rows, sizes[0]), normal(rng, *sizes)
+    x = normal(rng, rows, sizes[0])
+    w = normal(rng, *sizes)
     expected = x.astype(np.float64) @ w.astype(np.float64)
     actual = np.asarray(run(jnp.asarray(x), jnp.asarray(w)))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(sizes[0], 2**-22))
@@ -53,7 +54,8 @@ def test_linear_float32(run, seed: int, rows: int, sizes: tuple[int, int]):
 def test_linear_bfloat16(run, seed: int, rows: int, sizes: tuple[int, int]):
     """Inputs are bfloat16 numbers, so that only sums and the result's own rounding differ."""
     rng = np.random.default_rng(seed)
-    x, w = jnp.asarray(normal(rng, rows, sizes[0]), jnp.bfloat16), jnp.asarray(normal(rng, *sizes), jnp.bfloat16)
+    x = jnp.asarray(normal(rng, rows, sizes[0]), jnp.bfloat16)
+    w = jnp.asarray(normal(rng, *sizes), jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     actual = run(x, w)
     assert actual.dtype == jnp.bfloat16
@@ -117,7 +119,8 @@ def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(kind: cpu.Format, 
 def test_blocks_of_many_rows_give_the_bits_of_few(kind: cpu.Format, dtype: Any):
     """Thousands of rows run in blocks, in float32 by tiles of their own; seven rows do not. What is added comes along."""
     rng = np.random.default_rng(0)
-    count, few = 1540, 7
+    count = 1540
+    few = 7
     x, add = (jnp.asarray(normal(rng, count, width), dtype) for width in (40, 100))
     weights = [cpu.pack(jnp.asarray(normal(rng, 40, 100)), kind)]
     weights.append(cpu.pack_gated(jnp.asarray(normal(rng, 40, 100)), jnp.asarray(normal(rng, 40, 100)), kind))
@@ -224,12 +227,10 @@ def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
     precision: cpu.TrainingPrecision, seed: int, rows: tuple[int, ...], sizes: tuple[int, int], tied: bool, added: bool
 ):
     rng = np.random.default_rng(seed)
-    x, w, dy, add = (
-        normal(rng, *rows, sizes[0]),
-        normal(rng, *sizes),
-        normal(rng, *rows, sizes[1]),
-        normal(rng, *rows, sizes[1]),
-    )
+    x = normal(rng, *rows, sizes[0])
+    w = normal(rng, *sizes)
+    dy = normal(rng, *rows, sizes[1])
+    add = normal(rng, *rows, sizes[1])
 
     @jax.jit
     def run(x: jax.Array, w: jax.Array, dy: jax.Array, add: jax.Array) -> Any:
@@ -241,10 +242,13 @@ def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
 
     y, dx, dw, dadd = run(x, w, dy, add)
     assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, w.shape)
-    flat_x, flat_dy, flat_add = x.reshape(-1, sizes[0]), dy.reshape(-1, sizes[1]), add.reshape(-1, sizes[1])
+    flat_x = x.reshape(-1, sizes[0])
+    flat_dy = dy.reshape(-1, sizes[1])
+    flat_add = add.reshape(-1, sizes[1])
     expected, bound = linear_checks.product(flat_x, w, KINDS[precision.bfloat16])
     if added:
-        expected, bound = expected + flat_add, bound + 2.0**-22 * (np.abs(expected) + np.abs(flat_add))
+        bound += 2.0**-22 * (np.abs(expected) + np.abs(flat_add))
+        expected += flat_add
     linear_checks.within(y.reshape(flat_dy.shape), expected, bound)
     linear_checks.within(dx.reshape(flat_x.shape), *linear_checks.product(flat_dy, w.T, KINDS[precision.bfloat16]))
     linear_checks.within(dw, *linear_checks.product(flat_x.T, flat_dy, KINDS[precision.bfloat16]))
@@ -275,7 +279,10 @@ def test_a_trained_gate_has_the_gradient_of_the_plain_one(
     precision: cpu.TrainingPrecision, seed: int, rows: int, sizes: tuple[int, int]
 ):
     rng = np.random.default_rng(seed)
-    x, gate, up, dy = normal(rng, rows, sizes[0]), normal(rng, *sizes), normal(rng, *sizes), normal(rng, rows, sizes[1])
+    x = normal(rng, rows, sizes[0])
+    gate = normal(rng, *sizes)
+    up = normal(rng, *sizes)
+    dy = normal(rng, rows, sizes[1])
     w = np.concatenate([gate, up], axis=1) / sizes[0] ** 0.5
 
     @jax.jit
@@ -302,14 +309,16 @@ def test_gates_far_from_zero_saturate():
 
 def test_float32_products_ask_for_full_precision():
     """TPU and GPU would round the inputs otherwise; bfloat16 leaves the choice to the chip."""
-    x, bf16 = jnp.ones((2, 4)), jnp.ones((2, 4), jnp.bfloat16)
+    x = jnp.ones((2, 4))
+    bf16 = jnp.ones((2, 4), jnp.bfloat16)
     assert "HIGHEST" in str(jax.make_jaxpr(xla.linear)(x, x.T))
     assert "HIGHEST" not in str(jax.make_jaxpr(xla.linear)(bf16, bf16.T))
 
 
 @needs_native
 def test_the_bundle_decides_which_kernel_is_in_the_program():
-    x, w = jnp.ones((2, 32)), jnp.ones((32, 16))
+    x = jnp.ones((2, 32))
+    w = jnp.ones((32, 16))
     for ops, runs in ((select.operations("cpu"), True), (select.operations("cpu", kernels="xla"), False)):
         program = jax.jit(ops.linear).lower(x, ops.prepare_matrix(w, "w")).as_text()
         assert ("tilewright_linear" in program) is runs

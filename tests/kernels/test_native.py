@@ -63,7 +63,8 @@ def test_a_library_is_built_once(tmp_path: Path, compiler: str):
 def test_first_use_compiles_for_the_instruction_set_that_runs_here(bare: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
     """And another one is compiled once it is asked for; the libraries of each are kept."""
     monkeypatch.setattr(native, "find_compiler", lambda: compiler)
-    calls, found = bare.parent / "calls", {}
+    calls = bare.parent / "calls"
+    found = {}
     for isa in ("plain", "avx2", "plain"):
         monkeypatch.setattr(native, "isa_of", lambda library, isa=isa: isa)
         paths = native.libraries()
@@ -231,7 +232,8 @@ def own_cache(tmp_path: Path) -> Path:
     isa = native.kernels().isa
     if isa is None:
         pytest.skip("there are no CPU kernels here")
-    folder, used = tmp_path / "own", native.libraries()
+    folder = tmp_path / "own"
+    used = native.libraries()
     folder.mkdir()
     names = native.library_names(isa) | {build.ISA: build.library_name(build.ISA, INCLUDE)}
     for operation, name in names.items():

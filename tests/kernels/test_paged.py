@@ -39,7 +39,8 @@ def paired(pool: KeyValuePages) -> pallas_tpu.PairedPages:
     """The pool in the layout of the TPU's kernel."""
     pages, heads, entries, d = pool.k.shape
     empty = pallas_tpu.empty(pages, heads, entries, d, pool.k.dtype)
-    start, count = jnp.zeros(pages, jnp.int32), jnp.full(pages, entries, jnp.int32)
+    start = jnp.zeros(pages, jnp.int32)
+    count = jnp.full(pages, entries, jnp.int32)
     return pallas_tpu.append(empty, jnp.arange(pages)[:, None], *pool, start, count)
 
 
@@ -93,7 +94,9 @@ def test_without_a_page_nothing_is_written(append: Any):
     new = jnp.ones((3, 1, 20, 2))
     after = jax.jit(append)(pool, table, new, new, np.asarray([10, 4, 20], np.int32), np.asarray([20, 20, 20], np.int32))
     want = np.zeros((4, 16), np.float32)
-    want[2, 10:], want[3, :8], want[1, 4:] = 1, 1, 1
+    want[2, 10:] = 1
+    want[3, :8] = 1
+    want[1, 4:] = 1
     for pages in after:
         np.testing.assert_array_equal(pages, np.broadcast_to(want[:, None, :, None], pages.shape))
 
@@ -140,7 +143,8 @@ def test_blocks_behind_the_longest_row_are_not_read(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(module, "in_rows", seen)
     pool = KeyValuePages(*(jnp.ones((4, 1, 64, 128)) for _ in range(2)))
-    table, lengths = np.full((2, 512), UNMAPPED, np.int32), np.asarray([[longest], [0]], np.int32)
+    table = np.full((2, 512), UNMAPPED, np.int32)
+    lengths = np.asarray([[longest], [0]], np.int32)
     table[0, : -(-longest // 64)] = 2
     with jax.disable_jit():
         attend(jnp.ones((2, 1, 2, 128)), pool, jnp.asarray(table), jnp.asarray(lengths))
@@ -158,7 +162,8 @@ def test_the_program_has_room_for_a_block_and_not_for_the_whole_table():
         pool = jax.eval_shape(lambda: xla.empty(9, 2, 64, 64, jnp.float32))
         return jax.jit(xla.prefix_attention).lower(q, pool, table, lengths).compile()
 
-    short, long = compiled(16), compiled(512)
+    short = compiled(16)
+    long = compiled(512)
     assert "[3,2,32768,64]" not in (long.as_text() or "")
     assert long.memory_analysis().temp_size_in_bytes < 1.1 * short.memory_analysis().temp_size_in_bytes
 
@@ -239,8 +244,11 @@ def test_what_cannot_be_appended_is_refused(change: dict[str, Any], complaint: s
 @needs_native
 def test_what_cannot_be_seen_or_written_is_refused():
     pool = KeyValuePages(*(jnp.zeros((4, 1, 16, 16)) for _ in range(2)))
-    table, q, new = np.asarray([[2, UNMAPPED]], np.int32), jnp.ones((1, 1, 1, 16)), jnp.ones((1, 1, 4, 16))
-    attend, append = jax.jit(cpu.prefix_attention), jax.jit(cpu.append)
+    table = np.asarray([[2, UNMAPPED]], np.int32)
+    q = jnp.ones((1, 1, 1, 16))
+    new = jnp.ones((1, 1, 4, 16))
+    attend = jax.jit(cpu.prefix_attention)
+    append = jax.jit(cpu.append)
     for length, complaint in ((17, "row 0 has no page for its entry 16"), (33, "a length is out of range: 33")):
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=complaint):
             jax.block_until_ready(attend(q, pool, table, np.asarray([[length]], np.int32)))
@@ -275,7 +283,8 @@ def test_queries_reach_the_ragged_kernel_as_it_takes_them(
     rng, (n, k, d) = np.random.default_rng(0), heads
     q = jnp.asarray(rng.standard_normal((3, 4, n, d)), jnp.bfloat16)
     caches = [jnp.asarray(rng.standard_normal((3, k, 64, d)), jnp.bfloat16) for _ in range(2)]
-    count, start = np.asarray(counts, np.int32), np.asarray([60, 31, 0], np.int32)
+    count = np.asarray(counts, np.int32)
+    start = np.asarray([60, 31, 0], np.int32)
     # The pages of no row hold NaN: with a count of 0 the kernel reads one of the pool's, for a result that is not used.
     pool, table = cut(0, (caches[0], caches[1]), 16, np.where(count > 0, start + count, 0))
     found = pallas_tpu.causal_attention(q, paired(pool), jnp.asarray(table), jnp.asarray(start), jnp.asarray(count), rule)
@@ -311,13 +320,15 @@ def test_on_a_tpu_the_ragged_kernel_reads_the_pool_where_it_is(chip: str, heads:
 
     The heads of a Qwen3, of SmolLM2-135M and of Llama-3.2-1B.
     """
-    shaped, whole = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    shaped = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    whole = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     n, k, d = heads
     pool = jax.eval_shape(lambda: TPU.pages(300, k, 64, d, jnp.bfloat16))
     # The kernel asks for the kind of device when it is compiled, and here that is a CPU.
     device = AbstractDevice(tpu_topology(chip).devices[0].device_kind, 1, "tpu")
     for t in (1, 16):
-        queries, rows = shaped((4, t, n, d)), (whole((4, 9)), whole((4,)), whole((4,)))
+        queries = shaped((4, t, n, d))
+        rows = (whole((4, 9)), whole((4,)), whole((4,)))
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             compiled = compile_for(chip, pallas_tpu.causal_attention, queries, pool, *rows)
         assert any("ragged_paged_attention" in name for name in compiled.without_cycles)

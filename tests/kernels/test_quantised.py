@@ -36,7 +36,8 @@ def test_a_number_is_at_most_half_a_step_off(seed: int, size: float, dtype: Any)
     """Of a vector whose largest number may lie far from the others; the largest itself is kept."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((5, 3, 32)) * size * 10.0 ** rng.uniform(-3, 3, (5, 3, 1)), dtype)
-    held, exact = quantise(x), np.asarray(x.astype(jnp.float32), np.float64)
+    held = quantise(x)
+    exact = np.asarray(x.astype(jnp.float32), np.float64)
     assert (held.values.dtype, held.scale.dtype, held.scale.shape) == (jnp.int8, jnp.float32, (5, 3))
     largest = np.max(np.abs(exact), axis=-1, keepdims=True)
     np.testing.assert_allclose(np.asarray(held.scale, np.float64)[..., None], largest / 127, rtol=2**-22)
@@ -79,7 +80,9 @@ def test_both_write_the_same(seed: int):
 def test_what_8_bits_cost_an_output(seed: int):
     """A score is off by at most e = |q| |k|max / 254 / sqrt(D), summed over the query's numbers; so weights by e^(2e)."""
     rng = np.random.default_rng(seed)
-    q, k, v = rng.standard_normal(64), rng.standard_normal((40, 64)), rng.standard_normal((40, 64))
+    q = rng.standard_normal(64)
+    k = rng.standard_normal((40, 64))
+    v = rng.standard_normal((40, 64))
     keys, values = (np.asarray(dequantise(quantise(jnp.asarray(x)), jnp.float32), np.float64) for x in (k, v))
     e = np.abs(q).sum() * np.abs(k).max() / 254 / math.sqrt(64)
     bound = np.expm1(2 * e) * np.abs(v).max() + np.abs(v).max() / 254
@@ -88,12 +91,14 @@ def test_what_8_bits_cost_an_output(seed: int):
 
 def test_xla_gives_a_row_the_same_bits_beside_longer_ones():
     """Over tables of several blocks."""
-    rng, table = np.random.default_rng(0), jnp.asarray(np.random.default_rng(1).permutation(40)[:40].reshape(2, 20), jnp.int32)
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(np.random.default_rng(1).permutation(40)[:40].reshape(2, 20), jnp.int32)
 
     def held() -> Quantised:
         return quantise(jnp.asarray(rng.standard_normal((40, 2, 64, 32)), jnp.float32))
 
-    pool, q = KeyValuePages(held(), held()), jnp.asarray(rng.standard_normal((2, 3, 4, 32)), jnp.float32)
+    pool = KeyValuePages(held(), held())
+    q = jnp.asarray(rng.standard_normal((2, 3, 4, 32)), jnp.float32)
     attend = jax.jit(xla.prefix_attention)
     lengths = [np.asarray([[90, 91, 92], [other] * 3], np.int32) for other in (1, 600, 1280)]
     found = [np.asarray(attend(q, pool, table, each))[0] for each in lengths]
@@ -145,12 +150,15 @@ def test_xlas_way_is_lowered_for_gpus(case: linear_checks.Appended):
 @pytest.mark.tpu
 def test_a_tpu_copies_8_bits_out_of_the_pool():
     """A block of 512 entries at a time, converted there: nothing of the pool's size is in bfloat16 or float32."""
-    pages, heads, size = 256, 8, 128
+    pages = 256
+    heads = 8
+    size = 128
     shapes = ((2, 1, 32, size), jnp.bfloat16), ((2, 64), jnp.int32), ((2, 1), jnp.int32)
     q, table, lengths = (jax.ShapeDtypeStruct(*each) for each in shapes)
     pool = jax.eval_shape(lambda: xla.empty(pages, heads, 64, size, jnp.int8))
     compiled = compile_for("v5e:1x1", xla.prefix_attention, q, pool, table, lengths)
-    whole, block = f"[{pages},{heads},64,{size}]", f"[2,8,{heads},64,{size}]"
+    whole = f"[{pages},{heads},64,{size}]"
+    block = f"[2,8,{heads},64,{size}]"
     assert f"s8{whole}" in compiled.hlo
     assert [line for line in compiled.hlo.splitlines() if f"= s8{block}" in line and " gather(" in line]
     assert not [kind for kind in ("bf16", "f32") if f"{kind}{whole}" in compiled.hlo]

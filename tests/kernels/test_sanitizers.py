@@ -24,7 +24,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("sanitized")
-    empty, output = folder / "empty.cc", folder / "sanitize"
+    empty = folder / "empty.cc"
+    output = folder / "sanitize"
     empty.write_text("int main() { return 0; }\n")
     command = [*shlex.split(compiler), *SANITIZERS]
     probe = subprocess.run([*command, empty, "-o", output], capture_output=True, text=True, check=False)

@@ -20,7 +20,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "tpu xla": xla.tpu_product,
     "pallas": partial(pallas_tpu.product, interpret=True),
 }
-INPUTS, OUTPUTS = 320, 136
+INPUTS = 320
+OUTPUTS = 136
 
 
 def drawn(*shape: int, seed: int = 0) -> np.ndarray:
@@ -60,7 +61,8 @@ def exact(w: ScaledMatrix) -> np.ndarray:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_product_is_that_of_the_weights(implementation: str, form: str, rows: int):
-    w, x = few_bits(form, drawn(INPUTS, OUTPUTS)), jnp.asarray(drawn(rows, INPUTS, seed=1))
+    w = few_bits(form, drawn(INPUTS, OUTPUTS))
+    x = jnp.asarray(drawn(rows, INPUTS, seed=1))
     if implementation == "pallas" and pallas_tpu.refuses(x, w):
         assert (form in ("int8", "fp8") and not w.in_blocks) or len(w) % len(w.scales) == 0
     want = np.asarray(x, np.float64) @ exact(w)
@@ -72,7 +74,8 @@ def test_a_product_is_that_of_the_weights(implementation: str, form: str, rows: 
 
 
 def test_inputs_of_several_tiles_add_up():
-    w, x = few_bits("int4", drawn(4096, 130)), jnp.asarray(drawn(3, 4096, seed=1))
+    w = few_bits("int4", drawn(4096, 130))
+    x = jnp.asarray(drawn(3, 4096, seed=1))
     assert pallas_tpu.tile_inputs(4096, 128) == 2048
     want = np.asarray(x, np.float64) @ exact(w)
     np.testing.assert_allclose(pallas_tpu.product(x, w, interpret=True), want, rtol=0, atol=2e-3)
@@ -81,18 +84,24 @@ def test_inputs_of_several_tiles_add_up():
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_z"])
 def test_a_files_blocks_keep_their_weights(kind: BlockFormat):
     """Of every format: the matrix, and a part of it, are bit by bit what `blocks.dequantise` makes of them."""
-    form, rng = FORMS[kind], np.random.default_rng(3)
-    count, outputs = 16, 24
+    form = FORMS[kind]
+    rng = np.random.default_rng(3)
+    count = 16
+    outputs = 24
     sizes = {"scales": form.scales, "minima": form.minima, "steps": form.steps, "lows": form.lows}
     dtypes = {"scales": np.float16, "minima": np.float16, "steps": np.int8, "lows": np.int8}
-    arrays = {name: rng.integers(1, 9, (outputs, count // form.group * each)).astype(dtypes[name])
-              for name, each in sizes.items() if each}  # fmt: skip
+    arrays = {
+        name: rng.integers(1, 9, (outputs, count // form.group * each)).astype(dtypes[name])
+        for name, each in sizes.items()
+        if each
+    }
     units = rng.integers(0, 1 << form.bits, (outputs, count, BLOCK)).astype(np.uint8)
     held = blocks.QuantisedMatrix(kind, blocks.joined_bits(units, form.bits), **arrays)
     made = scaled.prepared(held, "int4", "w")
     assert made.values.dtype == {True: jnp.int4, False: jnp.uint4}[form.offset > 0] if form.bits == 4 else jnp.int8
     np.testing.assert_array_equal(made.dequantised(jnp.float32), blocks.dequantise(held))
-    inputs, some = slice(8 * BLOCK, 16 * BLOCK), slice(3, 11)
+    inputs = slice(8 * BLOCK, 16 * BLOCK)
+    some = slice(3, 11)
     part = held.part((inputs, some))
     assert part is not None
     np.testing.assert_array_equal(blocks.dequantise(part), blocks.dequantise(held)[inputs, some])
@@ -105,7 +114,8 @@ def test_a_files_blocks_keep_their_weights(kind: BlockFormat):
 def test_blocks_are_as_wide_as_scales_allow():
     """Groups of 128 come in blocks of 32; a scale for each output, in one block of them all."""
     units = np.random.default_rng(0).integers(0, 16, (8, 16, BLOCK)).astype(np.uint8)
-    integers, groups = blocks.joined_bits(units, 4), np.random.default_rng(1).integers(1, 99, (8, 4)).astype(np.float16)
+    integers = blocks.joined_bits(units, 4)
+    groups = np.random.default_rng(1).integers(1, 99, (8, 4)).astype(np.float16)
     spread = scaled.of_blocks(blocks.QuantisedMatrix("q4_0", integers, np.repeat(groups, 4, axis=1)))
     assert spread.scales.shape == (4, 8)
     assert not scaled.of_blocks(blocks.QuantisedMatrix("q4_0", integers, np.repeat(groups[:, :1], 16, axis=1))).in_blocks
@@ -121,7 +131,8 @@ def test_scales_are_exact_in_either_precision(numbers: list[float], dtype: Any):
 @pytest.mark.parametrize("weights, error", [("int8", 0.02), ("fp8", 0.25), ("int4", 0.4)])
 def test_a_bundles_weights(weights: Any, error: float):
     """Heads and embeddings have 8 bits, and are read quantised; a tied one is one table."""
-    ops, w = operations("gpu", weights), drawn(64, 96)
+    ops = operations("gpu", weights)
+    w = drawn(64, 96)
     for spec in (ops.prepare_matrix(jnp.asarray(w), "w"), *ops.prepare_joined(Joined((jnp.asarray(w),)), "w").parts):
         assert isinstance(spec, ScaledMatrix)
         assert float(jnp.max(jnp.abs(ops.restore(spec) - w))) < error

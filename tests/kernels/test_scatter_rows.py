@@ -40,7 +40,8 @@ def test_rows_go_to_their_places_and_those_that_have_none_nowhere(
 @SCATTERS
 @pytest.mark.parametrize("far", [-1, -(2**31), 5, 2**31 - 1])
 def test_an_index_outside_is_no_place_however_far(scatter: Any, far: int):
-    table, new = jnp.arange(10.0).reshape(5, 2), -jnp.ones((2, 2))
+    table = jnp.arange(10.0).reshape(5, 2)
+    new = -jnp.ones((2, 2))
     found = jax.jit(scatter)(table, jnp.asarray([far, 3]), new)
     np.testing.assert_array_equal(found, np.array(table.at[3].set(-1)))
 
@@ -61,7 +62,8 @@ def test_rows_become_the_tables_type(scatter: Any):
 
 @SCATTERS
 def test_a_table_that_is_read_afterwards_keeps_its_rows(scatter: Any):
-    table, new = jnp.arange(6.0).reshape(3, 2), jnp.full((1, 2), -1.0)
+    table = jnp.arange(6.0).reshape(3, 2)
+    new = jnp.full((1, 2), -1.0)
 
     @jax.jit
     def both(table: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +77,9 @@ def test_a_table_that_is_read_afterwards_keeps_its_rows(scatter: Any):
 
 @SCATTERS
 def test_a_table_of_more_dims_is_one_of_rows(scatter: Any):
-    table, index, new = jnp.arange(48.0).reshape(2, 3, 4, 2), jnp.asarray([5, -1, 0, 6]), -jnp.ones((4, 8))
+    table = jnp.arange(48.0).reshape(2, 3, 4, 2)
+    index = jnp.asarray([5, -1, 0, 6])
+    new = -jnp.ones((4, 8))
     found = jax.jit(scatter)(table, index, new)
     np.testing.assert_array_equal(found, jax.jit(scatter)(table.reshape(6, 8), index, new).reshape(table.shape))
 
@@ -85,7 +89,8 @@ def test_a_table_of_more_dims_is_one_of_rows(scatter: Any):
 @pytest.mark.parametrize("shape", [(512, 64), (2, 256, 4, 16)])
 def test_a_loop_writes_a_donated_table_where_it_is(dtype: Any, shape: tuple[int, ...]):
     """No instruction copies it, and the buffer stays what it was."""
-    table, rows = jnp.zeros(shape, dtype), jnp.ones((4, 64), dtype)
+    table = jnp.zeros(shape, dtype)
+    rows = jnp.ones((4, 64), dtype)
 
     def filled(table: jax.Array, rows: jax.Array) -> jax.Array:
         index = jnp.arange(4, dtype=jnp.int32)
@@ -120,7 +125,8 @@ def test_what_does_not_fit_is_refused(table: tuple[int, ...], index: tuple[int, 
 def test_a_swap_gives_what_stood_there(swap: Any, seed: int, dtype: Any):
     rng = np.random.default_rng(seed)
     index = rng.permutation(np.arange(-3, 10))[:6].astype(np.int32)
-    table, new = jnp.asarray(rng.integers(-100, 100, (2, 4, 3)), dtype), jnp.asarray(rng.integers(-100, 100, (6, 3)), dtype)
+    table = jnp.asarray(rng.integers(-100, 100, (2, 4, 3)), dtype)
+    new = jnp.asarray(rng.integers(-100, 100, (6, 3)), dtype)
     after, old = jax.jit(swap)(table, index, new)
     np.testing.assert_array_equal(after, jax.jit(xla.scatter_rows)(table, index, new))
     flat = np.asarray(table).reshape(8, 3)

@@ -88,7 +88,9 @@ def test_every_rule_by_every_implementation(name: str, rule: str, extras: int, m
     if name.startswith("paged"):
         monkeypatch.setattr(paged_xla, "BLOCK_ENTRIES", 32)
     rng = np.random.default_rng(0)
-    q, k, v = normal(rng, 2, 3, 6, 8) * 2, normal(rng, 2, 2, 64, 8), normal(rng, 2, 2, 64, 8)
+    q = normal(rng, 2, 3, 6, 8) * 2
+    k = normal(rng, 2, 2, 64, 8)
+    v = normal(rng, 2, 2, 64, 8)
     extra = (normal(rng, 2, 2, extras, 8), normal(rng, 2, 2, extras, 8)) if extras else None
     lengths = np.asarray([[0, 1, 9], [40, 41, 64]], np.int32)
     given = [jnp.asarray(x) for x in (q, k, v, lengths)]
@@ -116,11 +118,14 @@ def projection_of(ops: Operations, rng: np.random.Generator, dtype: Any, d: int)
 )
 def test_appending_and_attending_by_the_chosen_operations(rotated: int, rule: str, dtype: str):
     """Over pages and over a cache in one block, with a part of each head rotated: as the plain operations do it."""
-    ops, rng, d = operations(), np.random.default_rng(1), 16
+    ops = operations()
+    rng = np.random.default_rng(1)
+    d = 16
     projection, plain = projection_of(ops, rng, dtype, d)
     angles = jnp.asarray(rng.uniform(0, 6, (2, 5, rotated // 2)), jnp.float32)
     spec = Heads(d, None, None, (jnp.cos(angles), jnp.sin(angles)), RULES[rule])
-    start, count = jnp.asarray([0, 37]), jnp.asarray([5, 4])
+    start = jnp.asarray([0, 37])
+    count = jnp.asarray([5, 4])
     k, v = (jnp.asarray(rng.standard_normal((2, 2, 64, d)), dtype) for _ in range(2))
     want, *_ = PLAIN.append_attend(plain, spec, k, v, start, count)
     out, *_ = ops.append_attend(projection, spec, k, v, start, count)
@@ -137,7 +142,8 @@ def test_appending_and_attending_by_the_chosen_operations(rotated: int, rule: st
 @pytest.mark.parametrize("rotated", [0, 12, 16])
 def test_a_rotation_by_products_is_a_rotation(rotated: int):
     rng = np.random.default_rng(2)
-    x, angles = jnp.asarray(normal(rng, 2, 3, 16 * 4)), jnp.asarray(rng.uniform(0, 6, (2, 3, rotated // 2)), jnp.float32)
+    x = jnp.asarray(normal(rng, 2, 3, 16 * 4))
+    angles = jnp.asarray(rng.uniform(0, 6, (2, 3, rotated // 2)), jnp.float32)
     spec = Heads(16, None, None, (jnp.cos(angles), jnp.sin(angles)))
     want, _, _ = heads((x,), spec)
     found, _, _ = heads((x,), spec, rotate_by_product)
@@ -148,9 +154,12 @@ def test_a_rotation_by_products_is_a_rotation(rotated: int):
 @pytest.mark.parametrize(("rule", "rotated"), [("plain", 12), ("window", 0)])
 def test_training_takes_every_rule_and_its_gradient(rule: str, rotated: int):
     """By the operations for training, on whatever they run."""
-    ops, rng, d = training_operations("float32"), np.random.default_rng(3), 16
+    ops = training_operations("float32")
+    rng = np.random.default_rng(3)
+    d = 16
     matrices = tuple(jnp.asarray(rng.standard_normal((24, n * d)) * 0.2, jnp.float32) for n in (6, 2, 2))
-    x, due = jnp.asarray(normal(rng, 2, 9, 24)), jnp.asarray(normal(rng, 2, 9, 6 * d))
+    x = jnp.asarray(normal(rng, 2, 9, 24))
+    due = jnp.asarray(normal(rng, 2, 9, 6 * d))
     angles = jnp.asarray(rng.uniform(0, 6, (2, 9, rotated // 2)), jnp.float32)
     spec = Heads(d, None, None, (jnp.cos(angles), jnp.sin(angles)), RULES[rule])
 

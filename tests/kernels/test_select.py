@@ -80,9 +80,13 @@ def test_a_tpus_pages_are_laid_out_for_what_is_said_to_run(dtype: Any):
 @needs_native
 @pytest.mark.parametrize("head_dim", [12, 48])
 def test_the_cpu_kernels_run_where_it_is_said(head_dim: int):
-    ops, said = select.operations(), choices(head_dim, jnp.float32)
-    q, cache = jnp.zeros((1, 1, 2, head_dim)), jnp.zeros((1, 1, 32, head_dim))
-    pool, table, lengths = KeyValuePages(cache, cache), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
+    ops = select.operations()
+    said = choices(head_dim, jnp.float32)
+    q = jnp.zeros((1, 1, 2, head_dim))
+    cache = jnp.zeros((1, 1, 32, head_dim))
+    pool = KeyValuePages(cache, cache)
+    table = jnp.zeros((1, 1), jnp.int32)
+    lengths = jnp.ones((1, 1), jnp.int32)
     for name, run, operands in (
         ("attention", ops.prefix_attention, (q, cache, cache, lengths)),
         ("paged attention", ops.paged_attention, (q, pool, table, lengths)),

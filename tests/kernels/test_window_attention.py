@@ -52,11 +52,16 @@ def test_window_attention(run: Any, dtype: Any, seed: int, sizes: Sizes):
     seeds,
     st.builds(
         Sizes,
-        rows=st.integers(1, 3), window=st.integers(1, 60), positions=st.integers(1, 90), heads=st.integers(1, 3),
-        group=st.integers(1, 3), d=st.sampled_from([16, 48, 128]), changes=st.integers(1, 2),
+        rows=st.integers(1, 3),
+        window=st.integers(1, 60),
+        positions=st.integers(1, 90),
+        heads=st.integers(1, 3),
+        group=st.integers(1, 3),
+        d=st.sampled_from([16, 48, 128]),
+        changes=st.integers(1, 2),
     ),
     st.sampled_from([jnp.float32, jnp.bfloat16]),
-)  # fmt: skip
+)
 def test_the_cpu_kernel_takes_sizes_of_every_kind(seed: int, sizes: Sizes, dtype: Any):
     check(on_cpu, sizes.draw(seed, dtype))
 
@@ -116,7 +121,8 @@ def test_statistics_give_the_cosine_of_contexts(run: Any):
     case = STATED.draw(6) | {"lengths": jnp.asarray([0, 40])}
     case["before"] = case["before"].at[0, :3].set(0)
     turned = np.asarray(cosine(run(**case)[1]))
-    old, new = wide(case["before"]), expected(case)[0]
+    old = wide(case["before"])
+    new = expected(case)[0]
     norms = np.linalg.norm(old, axis=-1) * np.linalg.norm(new, axis=-1)
     want = np.divide((old * new).sum(-1), norms, out=np.zeros_like(norms), where=norms > 0)
     np.testing.assert_allclose(turned, want, atol=1e-5)

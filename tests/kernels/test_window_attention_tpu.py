@@ -29,8 +29,10 @@ def case_of(seed: int, sizes: tuple[int, ...], dtype: Any = jnp.float32) -> tupl
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape)
 
-    changes, kinds = normal(b, c, s, heads, 128) * (rng.random((b, c, s, 1, 1)) < 0.1), rng.integers(-2, c, (b, w))
-    changes[:, :, :128], kinds[:, :128] = 0, np.maximum(kinds[:, :128], 0)
+    changes = normal(b, c, s, heads, 128) * (rng.random((b, c, s, 1, 1)) < 0.1)
+    kinds = rng.integers(-2, c, (b, w))
+    changes[:, :, :128] = 0
+    kinds[:, :128] = np.maximum(kinds[:, :128], 0)
     floats = [normal(b, w, n, 128), normal(b, s, heads, 128), normal(b, s, heads, 128), changes]
     lengths = rng.integers(s // 2, s + 1, b)
     ints = [jnp.asarray(x, jnp.int32) for x in (lengths, kinds)]

@@ -28,18 +28,26 @@ class Sizes:
     def draw(self, seed: int, dtype: Any = jnp.float32) -> Operands:
         """Lengths from 0 to all positions, all kinds, and changes of about half of the positions."""
         rng = np.random.default_rng(seed)
-        b, w, s, k, d = self.rows, self.window, self.positions, self.heads, self.d
+        b = self.rows
+        w = self.window
+        s = self.positions
+        k = self.heads
+        d = self.d
 
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
         changes = normal(b, self.changes, s, k, d) * (rng.random((b, self.changes, s, 1, 1)) < 0.5)
         lengths = rng.integers(0, s + 1, b)
-        lengths[0], lengths[-1] = rng.choice([0, 1, s]), s
+        lengths[0] = rng.choice([0, 1, s])
+        lengths[-1] = s
         drawn = {
-            "q": normal(b, w, k * self.group, d) * 2, "k": normal(b, s, k, d), "v": normal(b, s, k, d), "changes": changes,
+            "q": normal(b, w, k * self.group, d) * 2,
+            "k": normal(b, s, k, d),
+            "v": normal(b, s, k, d),
+            "changes": changes,
             "before": normal(b, w, k * self.group * d),
-        }  # fmt: skip
+        }
         kinds = rng.integers(IDLE, CARRIED + self.changes, (b, w))
         return {name: jnp.asarray(x, dtype) for name, x in drawn.items()} | {
             "lengths": jnp.asarray(lengths, jnp.int32),
@@ -57,11 +65,14 @@ def wide(x: Any) -> np.ndarray:
 def expected(case: Operands) -> tuple[np.ndarray, np.ndarray]:
     """Contexts and statistics."""
     q, k, v, changes, before = (wide(case[name]) for name in ("q", "k", "v", "changes", "before"))
-    lengths, kinds = np.asarray(case["lengths"]), np.asarray(case["kinds"])
+    lengths = np.asarray(case["lengths"])
+    kinds = np.asarray(case["kinds"])
     (b, w, n, d), group = q.shape, q.shape[2] // k.shape[2]
     after = before.reshape(b, w, n, d).copy()
     for row, at, head in np.ndindex(b, w, n):
-        kind, seen, key_head = kinds[row, at], lengths[row], head // group
+        kind = kinds[row, at]
+        seen = lengths[row]
+        key_head = head // group
         if kind == IDLE or (seen == 0 and kind != EXACT):
             continue
         powers = np.exp(k[row, :seen, key_head] @ q[row, at, head] / math.sqrt(d))

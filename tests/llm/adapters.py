@@ -17,7 +17,8 @@ ENGINE = EngineOptions(ShapeTable(batches=(1,), capacities=(64,), chunks=(32,)),
 
 
 def tensors_of(name: str) -> dict[str, Any]:
-    config, rng = CONFIGS[name], np.random.default_rng(sorted(CONFIGS).index(name))
+    config = CONFIGS[name]
+    rng = np.random.default_rng(sorted(CONFIGS).index(name))
     return random_adapter(rng, PAIR.target_tensors, config["target_modules"], config["r"])
 
 

@@ -55,7 +55,8 @@ def state_of(stream: Stream) -> tuple[DecodeState, list[int]]:
 
 def plain_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
     """A step of plain decoding, whatever becomes of the package's own functions meanwhile."""
-    verified, none = verify(target, models.target, state, known_token(state), ()), jnp.zeros_like(state.known)
+    verified = verify(target, models.target, state, known_token(state), ())
+    none = jnp.zeros_like(state.known)
     state, committed = commit(target, verified.state, verified.tokens, none)
     return state, StepInfo(verified.tokens, committed, none, none, verified.logprobs)
 
@@ -99,5 +100,6 @@ def check_same_as_autoregressive(
 def result(*added: int, drafts: int = 3, tokens: list[int] | None = None, **known: list[int]) -> Result:
     """A result whose rounds added so many tokens each, and accepted one fewer unless `accepted` says more."""
     tokens = list(range(sum(added))) if tokens is None else tokens
-    drafted, accepted = known.get("drafted", [drafts] * len(added)), known.get("accepted", [n - 1 for n in added])
+    drafted = known.get("drafted", [drafts] * len(added))
+    accepted = known.get("accepted", [n - 1 for n in added])
     return Result("", tokens, list(added), "length", 1, drafted, accepted)

@@ -83,8 +83,10 @@ def test_one_prompt_at_a_time(lm: LanguageModel):
     assert used == {Shape(1, 64), Shape(1, 128)}
     assert ledger.compilations <= declared(lm, *used)
     assert Counter(program.name for program in ledger.programs) == {
-        "jit(allocate)": 2, "jit(prefill_chunk)": 4, "jit(run_rounds)": 2
-    }  # fmt: skip
+        "jit(allocate)": 2,
+        "jit(prefill_chunk)": 4,
+        "jit(run_rounds)": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -125,8 +127,10 @@ def test_a_warm_table_compiles_no_more(tmp_path: Path):
         lm.warm(console=console)
     assert ledger.compilations == declared(lm, Shape(1, 64), Shape(3, 64))
     assert Counter(program.name for program in ledger.programs) == {
-        "jit(allocate)": 2, "jit(prefill_chunk)": 5, "jit(run_rounds)": 2
-    }  # fmt: skip
+        "jit(allocate)": 2,
+        "jit(prefill_chunk)": 5,
+        "jit(run_rounds)": 2,
+    }
     assert isinstance(console.file, io.StringIO)
     assert "compiling" in console.file.getvalue()
     with no_compile_guard("fail", "calls after the warming"):
@@ -151,7 +155,8 @@ def test_warming_compiles_programs_for_grammars_where_it_is_told_to(
 
 
 def test_threads_never_compile_a_program_twice(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
-    made, compiled = [], jax.jit(lambda: 0).lower().compile()
+    made = []
+    compiled = jax.jit(lambda: 0).lower().compile()
 
     def slowly(self: Programs, key: ProgramKey) -> Any:
         made.append(key)

@@ -39,7 +39,8 @@ def asked(demo: LanguageModel) -> list[list[int]]:
 @pytest.mark.parametrize(("batch", "every"), [(1, 10), *(pytest.param(batch, 1, marks=pytest.mark.slow) for batch in (1, 8))])
 def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int, every: int):
     """Every so many of the prompts."""
-    sampling, some = Sampling(max_new_tokens=NEW), asked[::every]
+    sampling = Sampling(max_new_tokens=NEW)
+    some = asked[::every]
     want = tokens_of(demo, some, sampling, speculative=False, batch=batch)
     lengths = check_same_as_autoregressive(demo, some, sampling, batch, want)
     assert demo.drafter is not None

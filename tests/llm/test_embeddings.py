@@ -59,7 +59,8 @@ def test_embeddings_beside_generation(lm: LanguageModel) -> None:
     engine = lm.engine(ENGINE)
     engine.warm()
     engine.open()
-    heard, cached = [], []
+    heard = []
+    cached = []
     asked: list[Pooling | None] = ["last", None, "last", "mean"]
     for turn in (asked[:2], asked[2:]):
         own = [Heard() for _ in turn]

@@ -18,15 +18,20 @@ from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import DecodeState, Models, Target, known_token
 from tilewright.speculation.drafters.dflash import DFlash
 
-NEW, BLOCK = 32, 16
+NEW = 32
+BLOCK = 16
 TABLE = ShapeTable(batches=(1, 8), capacities=(128,), chunks=(16, 64))
 ASKED = prompts(0, [*range(1, 61), *range(2, 42)])
 """100 prompts."""
 KNOWN = (8, 30, 70)
 SOME = sorted({*KNOWN, *range(2, 10), *range(20, 28), 59})
 SIZES: dict[str, Any] = {
-    "block_size": BLOCK, "target_layers": 2, "drafter_layers": 1, "taps": [0, 1], "drafter_intermediate_size": 1024
-}  # fmt: skip
+    "block_size": BLOCK,
+    "target_layers": 2,
+    "drafter_layers": 1,
+    "taps": [0, 1],
+    "drafter_intermediate_size": 1024,
+}
 GREEDY = Sampling(max_new_tokens=NEW)
 REQUESTS = [
     Sampling(NEW, temperature=1.0, top_p=0.9, seed=3),
@@ -106,7 +111,8 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: dict[int, list[int
 
     (The target has no EOS token, so that the flag is free to tell the two apart.)
     """
-    texts, ends = np.zeros((len(alone), 128), np.int32), np.zeros(len(alone), np.int32)
+    texts = np.zeros((len(alone), 128), np.int32)
+    ends = np.zeros(len(alone), np.int32)
     for row, (n, tokens) in enumerate(alone.items()):
         ends[row] = len(ASKED[n]) + NEW
         texts[row, : ends[row]] = ASKED[n] + tokens
@@ -148,7 +154,8 @@ def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: dict[int,
 
 @pytest.mark.slow
 def test_without_the_packages_own_kernels(tmp_path: Path, alone: dict[int, list[int]]):
-    lm, some = build(tmp_path, random_pair(0, **SIZES), table=TABLE, kernels="xla"), {n: alone[n] for n in range(2, 10)}
+    lm = build(tmp_path, random_pair(0, **SIZES), table=TABLE, kernels="xla")
+    some = {n: alone[n] for n in range(2, 10)}
     assert tokens_of(lm, [ASKED[n] for n in some], GREEDY, speculative=False) == list(some.values())
     check(lm, some, 8)
 

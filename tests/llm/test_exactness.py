@@ -48,7 +48,8 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
 )
 def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels, weights: Weights, count: int):
     """So many prompts, greedy and sampled by turns in the same batches."""
-    asked, each = SMALL_ASKED[-count:], SMALL_REQUESTS[:count]
+    asked = SMALL_ASKED[-count:]
+    each = SMALL_REQUESTS[:count]
     folder, dflash = as_folders(tmp_path, SMALL)
     _, dflash2 = as_folders(tmp_path / "2", as_dflash2(SMALL, top_k=16))
     eagle3 = as_folder(tmp_path / "eagle3", *random_eagle3(0, SMALL.target_config, taps=[0, 1], draft_vocab_size=20))
@@ -83,7 +84,8 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
     assert not lm.drafter.masked
     rng = np.random.default_rng(0)
     for group in (slice(0, 8), slice(8, 16)):
-        asked, each = SMALL_ASKED[20:][group], SMALL_REQUESTS[group]
+        asked = SMALL_ASKED[20:][group]
+        each = SMALL_REQUESTS[group]
         session = lm.start(asked, each)
         while not session.finished:
             session.advance(int(rng.integers(1, 4)), lm.drafter.choices[rng.integers(len(lm.drafter.choices))])
@@ -92,7 +94,8 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
 
 def test_where_two_texts_part_and_the_margin_there(tmp_path: Path):
     lm = load(as_folders(tmp_path, SMALL)[0], table=SMALL_TABLE)
-    prompt, text = [3, 1, 4], [1, 5, 9, 2, 6]
+    prompt = [3, 1, 4]
+    text = [1, 5, 9, 2, 6]
     logits = np.sort(Target(SMALL.target_config, SMALL.target_tensors).run([*prompt, *text])[0], axis=1)
     for at in range(5):
         found = difference(lm, prompt, text, [*text[:at], 30, 30])

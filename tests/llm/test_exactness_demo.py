@@ -23,7 +23,8 @@ def test_the_demo_pair_by_xla(count: int):
     target = load("demo", dtype="bfloat16", kernels="xla", table=DEMO_TABLE)
     lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [target.encode(json.loads(line)["prompt"]) for line in lines]
-    asked, each = [texts[n % len(texts)][: 1 + n] for n in range(100)][:: 100 // count][:count], DEMO_REQUESTS[:count]
+    asked = [texts[n % len(texts)][: 1 + n] for n in range(100)][:: 100 // count][:count]
+    each = DEMO_REQUESTS[:count]
     assert len({len(prompt) for prompt in asked}) == count
     wide = target.with_drafter(*target.load_drafter(None, DrafterOptions(block_size=16)))
     want, _ = tokens_of(wide, asked, each)

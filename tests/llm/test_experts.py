@@ -83,7 +83,8 @@ def test_so_it_does_in_other_formats(name: str, dtype: Any, weights: Any, tokeni
     if not operations().prepares or name == "gpt-oss":
         pytest.skip("needs the CPU kernels in attention, too")
     lm = loaded(tmp_path, tokenizer, name, "ngram", dtype=dtype, weights=weights)
-    asked, sampling = prompts(1, (3, 17, 5, 9), vocab=96), Sampling(24, ignore_eos=True)
+    asked = prompts(1, (3, 17, 5, 9), vocab=96)
+    sampling = Sampling(24, ignore_eos=True)
     check_same_as_autoregressive(lm, asked, sampling, 4, tokens_of(lm, asked, sampling, speculative=False, batch=1))
 
 
@@ -103,8 +104,13 @@ def test_the_bytes_of_a_step_grow_with_its_rows(tokenizer: Path, tmp_path: Path)
 
 
 OVER = [
-    (8, "auto", None), (8, "xla", None), (4, "xla", "sequence"), (4, "auto", "ring"), (4, "xla", "domino"), (8, "xla", "exact"),
-]  # fmt: skip
+    (8, "auto", None),
+    (8, "xla", None),
+    (4, "xla", "sequence"),
+    (4, "auto", "ring"),
+    (4, "xla", "domino"),
+    (8, "xla", "exact"),
+]
 """Devices, kernels and schedules."""
 
 
@@ -112,21 +118,35 @@ OVER = [
     ("devices", "kernels", "schedule"), [(2, "auto", "auto"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OVER)]
 )
 def test_experts_over_several_devices(
-    devices: int, kernels: Any, schedule: str | None, tokenizer: Path, tmp_path: Path  # noqa: F811
-):  # fmt: skip
+    devices: int,
+    kernels: Any,
+    schedule: str | None,
+    tokenizer: Path,  # noqa: F811
+    tmp_path: Path,
+):
     """Each has some of the experts, and the tokens are those of one, with drafts and without."""
     mixture = Mixture(16, 3, 32)
     config = DecoderConfig(
-        family="qwen3_moe", vocab_size=96, hidden_size=64, intermediate_size=64, num_layers=3, num_heads=8, num_kv_heads=2,
-        head_dim=16, mixture=mixture, dense_layers=(1,), max_position_embeddings=256,
-    )  # fmt: skip
+        family="qwen3_moe",
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=16,
+        mixture=mixture,
+        dense_layers=(1,),
+        max_position_embeddings=256,
+    )
     specs = declare(config)
     large = jax.tree.map(lambda spec: replace(spec, scale=0.2), specs)
     save_params(tmp_path, config_to_hf(config), specs, initialise(large, jax.random.key(0)), "float32")
     copyfile(tokenizer, tmp_path / "tokenizer.json")
     table = ShapeTable(batches=(4,), capacities=(64,), chunks=(16,))
     settings: dict[str, Any] = {"table": table, "block_size": 4, "kernels": kernels}
-    asked, sampling = prompts(3, (5, 20, 9, 2), vocab=96), Sampling(16, ignore_eos=True)
+    asked = prompts(3, (5, 20, 9, 2), vocab=96)
+    sampling = Sampling(16, ignore_eos=True)
     want = tokens_of(load(tmp_path, "ngram", **settings), asked, sampling, speculative=False, batch=4)
     lm = load(tmp_path, "ngram", mesh=make_mesh({"tp": devices}), schedule=schedule, **settings)
     held = lm.model.models.target.layers[0].down

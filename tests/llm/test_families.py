@@ -44,9 +44,12 @@ def copied(folder: Path, name: str, tokenizer: Path) -> Path:
 def random_drafter(folder: Path, target: DecoderConfig) -> Path:
     """A DFlash drafter for a target, with the target's rotation."""
     config = dflash.DFlashConfig(
-        **{**target.sizes(), "num_layers": 1}, block_size=4, mask_token_id=3, target_layer_ids=(0, target.num_layers - 1),
+        **{**target.sizes(), "num_layers": 1},
+        block_size=4,
+        mask_token_id=3,
+        target_layer_ids=(0, target.num_layers - 1),
         num_target_layers=target.num_layers,
-    )  # fmt: skip
+    )
     specs = dflash.declare(config)
     save_params(folder, dflash.config_to_hf(config), specs, initialise(specs, jax.random.key(0)), jnp.float32)
     return folder
@@ -79,5 +82,6 @@ def test_8_bit_weights_of_a_family_with_biases(tokenizer: Path, tmp_path: Path):
     if not operations().prepares:
         pytest.skip("no CPU kernels here")
     lm = load(copied(tmp_path / "target", "qwen2-untied", tokenizer), "ngram", table=TABLE, weights="int8", block_size=4)
-    asked, sampling = golden_tokens("qwen2-untied")[0], Sampling(12, ignore_eos=True)
+    asked = golden_tokens("qwen2-untied")[0]
+    sampling = Sampling(12, ignore_eos=True)
     check_same_as_autoregressive(lm, asked, sampling, 2, tokens_of(lm, asked, sampling, False, 2))

@@ -79,8 +79,11 @@ def test_requests_come_and_go_and_the_newest_gives_way(hybrid: LanguageModel):
 
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_rollback_that_is_forgotten_is_seen(
-    forgotten: bool, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
-):  # fmt: skip
+    forgotten: bool,
+    tokenizer: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     """A drafter of random weights, all of whose drafts are refused; with the rollback, tokens are those of transformers."""
     settle = DeltaState.settle
 
@@ -108,7 +111,9 @@ def test_a_round_passes_the_target_once(hybrid: LanguageModel, monkeypatch: pyte
 
     monkeypatch.setattr(decoder, "forward", counted)
     programs = hybrid.engine(EngineOptions(page_size=16, table=TABLE, slots=2)).programs
-    target, models, layout = programs.target, programs.models, programs.layout
+    target = programs.target
+    models = programs.models
+    layout = programs.layout
     drafter = replace(hybrid.drafter, block_size=4)  # type: ignore[type-var]
 
     def state() -> Any:
@@ -128,9 +133,12 @@ def test_a_round_passes_the_target_once(hybrid: LanguageModel, monkeypatch: pyte
 def random_eagle3(folder: Path, target: decoder.DecoderConfig) -> Path:
     """An EAGLE-3 drafter of random weights that proposes every token."""
     config = eagle3.Eagle3Config(
-        **{**target.sizes(), "num_layers": 1, "partial_rotary_factor": 1.0}, draft_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size, target_layer_ids=(0, 1, target.num_layers - 1), block_size=4,
-    )  # fmt: skip
+        **{**target.sizes(), "num_layers": 1, "partial_rotary_factor": 1.0},
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        target_layer_ids=(0, 1, target.num_layers - 1),
+        block_size=4,
+    )
     params = initialise(eagle3.declare(config), jax.random.key(1))
     eagle3.save(folder, config, replace(params, target_ids=jnp.arange(target.vocab_size)), jnp.float32)
     return folder
@@ -148,8 +156,13 @@ PAGES = {1: 16, 8: 40}
 
 @pytest.mark.parametrize("name, kernels, drafter, rows", list(cases([], NAMES, ("auto", "xla"), DRAFTERS, PAGES)))
 def test_every_drafter_in_batches_with_and_without_room(
-    name: str, kernels: Kernels, drafter: str, rows: int, tokenizer: Path, tmp_path: Path  # noqa: F811
-):  # fmt: skip
+    name: str,
+    kernels: Kernels,
+    drafter: str,
+    rows: int,
+    tokenizer: Path,  # noqa: F811
+    tmp_path: Path,
+):
     folder = copied(tmp_path / "target", name, tokenizer)
     sources = DRAFTERS[drafter](tmp_path / "drafter", decoder_config(folder))
     lm = load(folder, sources, table=replace(TABLE, batches=(rows,)), kernels=kernels, block_size=None)
@@ -164,10 +177,21 @@ def wide(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
     """A random checkpoint with heads, experts and a shared expert for 8 devices."""
     folder = tmp_path_factory.mktemp("wide")
     config = decoder.DecoderConfig(
-        family="qwen3_next", vocab_size=96, hidden_size=64, intermediate_size=64, num_layers=3, num_heads=8, num_kv_heads=2,
-        head_dim=16, partial_rotary_factor=0.25, max_position_embeddings=256, delta=DeltaSizes(8, 16, 8, 12, 4),
-        delta_layers=(0, 1), mixture=Mixture(16, 3, 32, shared=24), dense_layers=(1,),
-    )  # fmt: skip
+        family="qwen3_next",
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=16,
+        partial_rotary_factor=0.25,
+        max_position_embeddings=256,
+        delta=DeltaSizes(8, 16, 8, 12, 4),
+        delta_layers=(0, 1),
+        mixture=Mixture(16, 3, 32, shared=24),
+        dense_layers=(1,),
+    )
     specs = decoder.declare(config)
     large = jax.tree.map(lambda spec: replace(spec, scale=max(spec.scale, 0.2)), specs)
     save_params(folder, decoder.config_to_hf(config), specs, initialise(large, jax.random.key(0)), "float32")
@@ -186,8 +210,10 @@ def test_several_devices_decode_what_one_does(devices: int, schedule: str, kerne
     """Each has some of the heads, their states and their convolutions; with drafts and behind a snapshot, too."""
     one = load(wide, "ngram", table=TABLE, block_size=4, kernels=kernels)
     several = load(wide, "ngram", table=TABLE, block_size=4, kernels=kernels, mesh=over(devices), schedule=schedule)
-    requests, rng = alike_requests(3, new=16), np.random.default_rng(0)
-    want, engine = expected(one, requests), engine_of(several)
+    requests = alike_requests(3, new=16)
+    rng = np.random.default_rng(0)
+    want = expected(one, requests)
+    engine = engine_of(several)
     assert [drive(engine, [request], rng)[0][0].tokens for request in requests] == want
     assert engine.stats().prefix_hits == 96
     assert [told.tokens for told in drive(engine, requests, rng)[0]] == want
@@ -216,7 +242,9 @@ def test_what_is_not_divided_is_refused(devices: int, schedule: str | None, said
         placement_over(decoder_config(GOLDENS / "qwen3-next"), over(devices), schedule)
 
 
-ALIKE, RESTS, LATER = 97, (43, 43, 2, 3), 100
+ALIKE = 97
+RESTS = (43, 43, 2, 3)
+LATER = 100
 """Tokens of prompts that begin alike, up to where they part; those behind, and of answers. States fade within a few tokens."""
 
 
@@ -229,8 +257,10 @@ def alike_requests(count: int, new: int = LATER) -> list[GenerateRequest]:
 
 def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: LanguageModel):
     """One after the other, then together with too few pages: tokens are those of plain decoding from an empty state."""
-    engine, requests = engine_of(hybrid, pages=22, state_snapshots=2), alike_requests(4)
-    want, rng = expected(hybrid, requests), np.random.default_rng(0)
+    engine = engine_of(hybrid, pages=22, state_snapshots=2)
+    requests = alike_requests(4)
+    want = expected(hybrid, requests)
+    rng = np.random.default_rng(0)
     found = []
     for request, tokens in zip([*requests, requests[0]], [*want, want[0]], strict=True):
         (heard,), (handle,) = drive(engine, [request], rng)
@@ -254,7 +284,8 @@ def test_a_stale_snapshot_is_seen(hybrid: LanguageModel, monkeypatch: pytest.Mon
         return restored(caches, own, jnp.where(rows < 0, rows, rows - 1))
 
     monkeypatch.setattr(programs_module, "restored", restored_of_another)
-    engine, requests = engine_of(hybrid), alike_requests(3)
+    engine = engine_of(hybrid)
+    requests = alike_requests(3)
     heard = [drive(engine, [request], np.random.default_rng(0))[0][0].tokens for request in requests]
     assert engine.stats().prefix_hits == 96
     assert [told == want for told, want in zip(heard, expected(hybrid, requests), strict=True)] == [True, True, False]

@@ -23,8 +23,11 @@ from tilewright.runtime.shapes import ShapeTable
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 BLOCK_FORMATS: dict[Kind, BlockFormat] = {
-    Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1", Kind.Q5_0: "q5_0", Kind.Q8_0: "q8_0",
-}  # fmt: skip
+    Kind.Q4_0: "q4_0",
+    Kind.Q4_1: "q4_1",
+    Kind.Q5_0: "q5_0",
+    Kind.Q8_0: "q8_0",
+}
 KINDS = list(BLOCK_FORMATS)
 NEW = 16
 

@@ -18,7 +18,9 @@ from tilewright.runtime.sampling import Sampling
 
 pytestmark = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 
-NEW, WINDOW, ROWS = 24, 64, 16
+NEW = 24
+WINDOW = 64
+ROWS = 16
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,8 @@ def test_distance_from_float32(demo: dict[str, LanguageModel], asked: list[str],
     """`benchmarks/int8_quality.py` finds 0.0006 nats on 9,000 tokens of such text; twice that is allowed here."""
     exact = load("demo", dtype="float32")
     tokens = jnp.asarray([exact.encode(text)[:WINDOW] for text in asked], jnp.int32)
-    want, found = log_probabilities(exact, tokens), log_probabilities(demo[dtype], tokens)
+    want = log_probabilities(exact, tokens)
+    found = log_probabilities(demo[dtype], tokens)
     kl = float(jnp.mean(jnp.sum(jnp.exp(want) * (want - found), axis=-1)))
     assert 0 < kl < 0.0012
 

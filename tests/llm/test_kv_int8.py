@@ -61,7 +61,8 @@ def test_a_prompt_in_pieces_is_the_prompt_in_one(tmp_path: Path, dtype: str):
     found = []
     for chunk in (16, 32):
         lm = small(tmp_path / str(chunk), chunk, dtype=dtype)
-        stream, held = lm.start(ASKED, Sampling(NEW), speculative=False), []
+        stream = lm.start(ASKED, Sampling(NEW), speculative=False)
+        held = []
         while not stream.finished:
             stream.advance(4)
             state, rows = state_of(stream) if not stream.finished else (None, [])

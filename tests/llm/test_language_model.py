@@ -130,7 +130,8 @@ def test_each_prompt_may_have_its_own_sampling(lm: LanguageModel):
 
 
 def test_requests_without_a_seed_draw_noise_of_their_own(lm: LanguageModel):
-    asked, free = [[3, 1, 4]] * 11, Sampling(12, temperature=1.0)
+    asked = [[3, 1, 4]] * 11
+    free = Sampling(12, temperature=1.0)
     drawn = lm.generate(asked, free)
     seeds = [result.seed for result in drawn]
     assert len(set(seeds)) == 11

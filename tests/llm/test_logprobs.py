@@ -33,7 +33,9 @@ from tilewright.runtime.state import Reports, StepInfo
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.drafters.ngram import NGram
 
-NEW, VOCAB, ROWS = 20, 40, 8
+NEW = 20
+VOCAB = 40
+ROWS = 8
 ASKED = prompts(0, [1, 7, 12, 5, 3, 9, 2])
 """Seven rows: one of the eight is padding."""
 REQUESTS = [
@@ -57,7 +59,8 @@ def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
 
 def check_logprobs(found: Logprobs, logits: NDArray[Any], tokens: NDArray[Any], atol: float) -> None:
     """Of positions `[n]`. The order of ids is held where log-probabilities are further apart than `atol`."""
-    want, count = log_softmax(logits), np.arange(len(tokens))[:, None]
+    want = log_softmax(logits)
+    count = np.arange(len(tokens))[:, None]
     np.testing.assert_allclose(found.chosen, want[count[:, 0], tokens], atol=atol, rtol=1e-6)
     order = np.argsort(-want, axis=-1, kind="stable")[:, : found.ids.shape[-1]]
     np.testing.assert_allclose(found.logprobs, want[count, order], atol=atol, rtol=1e-6)
@@ -76,7 +79,8 @@ def test_scores_of_positions_that_ask(seed: int, vocab: int, coarse: bool, askin
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 4, (2, 3, vocab)).astype(np.float32)
     logits = np.round(logits) if coarse else logits
-    tokens, which = rng.integers(0, vocab, (2, 3)).astype(np.int32), np.asarray(asking).reshape(2, 3)
+    tokens = rng.integers(0, vocab, (2, 3)).astype(np.int32)
+    which = np.asarray(asking).reshape(2, 3)
     found = jax.tree.map(np.asarray, jax.jit(logprobs_of)(logits, tokens, which))
     assert found.ids.shape[-1] == min(vocab, MOST_ALTERNATIVES)
     assert all(not part[~which].any() for part in found)
@@ -89,14 +93,17 @@ def test_scores_of_positions_that_ask(seed: int, vocab: int, coarse: bool, askin
 @pytest.mark.parametrize("looking_up", [False, True])
 def test_reports_come_to_the_host_as_they_were(wanted: bool, looking_up: bool):
     """Log-probabilities only where somebody asks for them; of two steps of which one ran, that one."""
-    rng, shape, k = np.random.default_rng(0), (2, 3, 5), 20
+    rng = np.random.default_rng(0)
+    shape = (2, 3, 5)
+    k = 20
     committed, drafted, accepted = (rng.integers(1, 9, shape[:2]).astype(np.int32) for _ in range(3))
-    tokens, ids = rng.integers(0, 99, shape).astype(np.int32), rng.integers(0, 99, (*shape, k)).astype(np.int32)
+    tokens = rng.integers(0, 99, shape).astype(np.int32)
+    ids = rng.integers(0, 99, (*shape, k)).astype(np.int32)
     chosen, logprobs = (rng.normal(size=size).astype(np.float32) for size in (shape, (*shape, k)))
-    looked_up = rng.integers(0, 2, shape[:2]) > 0 if looking_up else None
-    info = StepInfo(tokens, committed, drafted, accepted, Logprobs(chosen, ids, logprobs) if wanted else None, looked_up)
+    from_ngrams = rng.integers(0, 2, shape[:2]) > 0 if looking_up else None
+    info = StepInfo(tokens, committed, drafted, accepted, Logprobs(chosen, ids, logprobs) if wanted else None, from_ngrams)
     packed = np.array(jax.vmap(lambda info: info.packed())(jax.tree.map(jnp.asarray, info)))
-    info = info._replace(looked_up=np.zeros(shape[:2], bool) if looked_up is None else looked_up)
+    info = info._replace(from_ngrams=np.zeros(shape[:2], bool) if from_ngrams is None else from_ngrams)
     reports = Reports(packed, Logprobs(chosen, ids, logprobs))
     jax.tree.map(np.testing.assert_array_equal, StepInfo.unpacked(reports, wanted), info)
     packed[1] = 0
@@ -158,10 +165,13 @@ def compare(got: Logprobs, want: Logprobs, exact: bool) -> None:
 
 EVERY = list(
     cases(
-        [("float32", "auto", 5)], ("float32", "bfloat16"), ("auto", "xla"), (2, 5, 16),
+        [("float32", "auto", 5)],
+        ("float32", "bfloat16"),
+        ("auto", "xla"),
+        (2, 5, 16),
         fits=lambda dtype, kernels, width: (dtype, kernels) != ("bfloat16", "xla"),
     )
-)  # fmt: skip
+)
 """Numbers, kernels and widths. XLA's products of bfloat16 depend on the number of rows."""
 
 
@@ -207,7 +217,8 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
     """Texts that were decoded score as they did then; chunk by chunk, of different lengths, one of them without asking."""
     folder, drafter = as_folders(tmp_path, pair)
     lm = load(folder, drafter, block_size=4, dtype=dtype, kernels=kernels, table=TABLE)
-    told, chunk = decode(lm), 8
+    told = decode(lm)
+    chunk = 8
     texts = [[*prompt, *row.tokens] for prompt, row in zip(ASKED, told, strict=True)] + [[5]]
     asking = np.arange(ROWS) != 2
     programs = lm.programs_for(lm.drafter, Shape(ROWS, 64))
@@ -215,8 +226,10 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
     rows = [RowRequest(np.resize(text, 64).astype(np.int32), len(text) - 1, 64, Sampling(1), 1, False) for text in texts]
     empty = empty_state(programs.layout, *programs.get(ProgramKey("allocate"))())
     empty = rows_of(empty, jnp.arange(ROWS), jnp.arange(programs.layout.pages, dtype=jnp.int32).reshape(1, ROWS, -1))
-    state, models = replace(empty, **request_rows(rows, ())), lm.model.models
-    both, parts = [state, state], []
+    state = replace(empty, **request_rows(rows, ()))
+    models = lm.model.models
+    both = [state, state]
+    parts = []
     run = jax.jit(partial(prefill, lm.model.target, lm.drafter, chunk))
     for start in range(0, max(lengths) - 1, chunk):
         count = np.clip(lengths - 1 - start, 0, chunk).astype(np.int32)
@@ -245,7 +258,8 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
 @pytest.mark.parametrize("rows", [1, ROWS])
 def test_prompts_that_ask_for_no_log_probabilities_cost_no_logits(tmp_path: Path, pair: Pair, rows: int, kernels: Kernels):
     """XLA takes the logits of a single row out of a loop, and computes them were it to have no turn."""
-    lm, chunk = build(tmp_path, pair, table=TABLE, kernels=kernels), TABLE.chunks[0]
+    lm = build(tmp_path, pair, table=TABLE, kernels=kernels)
+    chunk = TABLE.chunks[0]
     hlo = lm.programs_for(None, Shape(ROWS, 64)).get(ProgramKey("prefill", rows, chunk=chunk, sampling="logprobs")).as_text()
     assert hlo is not None
     (entry,) = re.findall(r"^ENTRY .*?^\}", hlo, re.DOTALL | re.MULTILINE)

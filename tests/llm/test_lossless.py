@@ -154,11 +154,14 @@ def emitted(lm: LanguageModel, vocab: int, batches: int) -> tuple[dict[str, NDAr
     The prompt is prefilled once; every batch goes on from there with seeds of its own.
     """
     counts = {kind: np.zeros(vocab ** LENGTHS[vocab], np.int64) for kind in KINDS}
-    kinds, committed = [*list(SAMPLED) * EACH, *GREEDY], set()
+    kinds = [*list(SAMPLED) * EACH, *GREEDY]
+    committed = set()
     requests = [replace(KINDS[kind], max_new_tokens=LENGTHS[vocab]) for kind in kinds]
-    stream, length = lm.start([PROMPT] * len(kinds), requests), LENGTHS[vocab]
+    stream = lm.start([PROMPT] * len(kinds), requests)
+    length = LENGTHS[vocab]
     stream.prefill()
-    runner, scheduler = stream.engine.runner, stream.engine.scheduler
+    runner = stream.engine.runner
+    scheduler = stream.engine.scheduler
     running, _ = scheduler.make_room(scheduler.running, length, stream.engine.programs.width(None))
     first = jax.tree.map(np.array, runner.state)
     digits = vocab ** np.arange(length)[::-1]
@@ -195,7 +198,8 @@ def test_emits_the_targets_warped_distribution(models: dict[int, LanguageModel],
 
 def greedy_text(request: Sampling, prompt: list[int], vocab: int) -> list[int]:
     """The most likely tokens, one run of the target for each."""
-    pair, text = pair_of(vocab), []
+    pair = pair_of(vocab)
+    text = []
     penalties = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
     for _ in range(request.max_new_tokens):
         logits = Target(pair.target_config, pair.target_tensors).run([*prompt, *text])[0][-1]
@@ -231,7 +235,8 @@ Rule = Callable[..., Any]
 def second_chance(config: Any, params: Any, state: DecodeState, block: Array, *rest: Any) -> Verified:
     """A draft that was rejected is not taken out of what is drawn instead."""
     other = replace(state, sampling=replace(state.sampling, key=state.sampling.key + jnp.uint32(2**31)))
-    first, second = verify(config, params, state, block, *rest), verify(config, params, other, block, *rest)
+    first = verify(config, params, state, block, *rest)
+    second = verify(config, params, other, block, *rest)
     drafts = jnp.concatenate([block[:, 1:], jnp.full_like(block[:, :1], -1)], axis=1)
     return first._replace(tokens=jnp.where(first.tokens == drafts, first.tokens, second.tokens))
 

@@ -31,7 +31,8 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
 
-NEW, EOS = 16, 21
+NEW = 16
+EOS = 21
 ASKED = prompts(0, [9, 3, 14])
 ASKED[1] = [5, 6, 7, 5, 6, 7, 5, 6]
 SAMPLING = {
@@ -76,7 +77,8 @@ def over(devices: int, schedule: str | None = None) -> dict[str, Any]:
 
 def told(lm: LanguageModel, sampling: str, rows: int) -> list[tuple[list[int], str | None, list[int]]]:
     """Tokens, why they end, and how many each round committed, with every compile before."""
-    asked, each = ASKED[:rows], SAMPLING[sampling][:rows]
+    asked = ASKED[:rows]
+    each = SAMPLING[sampling][:rows]
     lm.warm()
     with no_compile_guard("fail"):
         return [(one.tokens, one.finish_reason, one.acceptance_lengths) for one in lm.generate(asked, each)]

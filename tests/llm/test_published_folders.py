@@ -27,8 +27,12 @@ TABLE = ShapeTable(batches=(4,), capacities=(64,), chunks=(16,))
 PROMPTS = ["he he he he", "abcabcabc", "x", "hello hello"]
 GREEDY = Sampling(12)
 IN_BLOCKS: dict[str, BlockFormat] = {
-    "gptq": "q4_z", "awq": "q4_z", "packed": "q4_0", "int8": "q8_0", "mxfp4": "q5_0",
-}  # fmt: skip
+    "gptq": "q4_z",
+    "awq": "q4_z",
+    "packed": "q4_0",
+    "int8": "q8_0",
+    "mxfp4": "q5_0",
+}
 """The blocks in which the CPU kernels read a method's weights as they are; they read FP8 in none."""
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 

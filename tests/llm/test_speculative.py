@@ -102,7 +102,8 @@ def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: i
     want = [speculative_greedy(target, drafter, prompt, NEW, block_size, window) for prompt in asked]
     session = lm.start(asked, Sampling(max_new_tokens=NEW))
     session.prefill()
-    observe, number = observer(lm), 0
+    observe = observer(lm)
+    number = 0
     while not session.finished:
         state, numbers = state_of(session)
         at = {number: place for place, number in enumerate(numbers)}
@@ -208,11 +209,13 @@ def test_rounds_with_a_draft_vocabulary_equal_the_reference(tmp_path: Path, kind
     made = {"dflash2": as_dflash2, "dspark": as_dspark, "lilicorr": as_lilicorr}[kind](random_pair(3, **SMALL))
     pair = with_draft_vocab(made, range(1, 40, 3), [codebooks[kind]] if kind in codebooks else [])
     target, drafter = BUILD[pair.drafter_config["architectures"][0]](pair)
-    lm, want = build(tmp_path, pair, block_size=6), [speculative_greedy(target, drafter, asked, NEW, 6) for asked in ASKED]
+    lm = build(tmp_path, pair, block_size=6)
+    want = [speculative_greedy(target, drafter, asked, NEW, 6) for asked in ASKED]
     session = lm.start(ASKED, Sampling(NEW))
     session.prefill()
     assert lm.drafter is not None
-    propose, number = jax.jit(partial(lm.drafter.turn(None).propose, lm.model.target)), 0
+    propose = jax.jit(partial(lm.drafter.turn(None).propose, lm.model.target))
+    number = 0
     while not session.finished:
         state, rows = state_of(session)
         blocks = np.asarray(propose(lm.model.models, state).block).tolist()

@@ -123,7 +123,8 @@ def test_stop_strings(lm: LanguageModel, want: list[Generation], drafted: bool):
 
 def test_the_earliest_of_several_stops_counts(lm: LanguageModel, want: list[Generation]):
     text = words(want[0].output)
-    early, late = text[10:14], text[50:60]
+    early = text[10:14]
+    late = text[50:60]
     result = lm.generate([ASKED[0]] * 3, Sampling(NEW, stop=(late, early)))[0]
     assert result.text == text[: text.find(early)]
 
@@ -183,7 +184,8 @@ def test_end_of_sequence(pair: Pair, want: list[Generation], tmp_path: Path, dra
 def test_results_taken_early(lm: LanguageModel, want: list[Generation]):
     session = lm.start(ASKED, Sampling(NEW))
     assert [(r.tokens, r.text, r.finish_reason) for r in session.results()] == [([], "", "interrupted")] * 3
-    early, pieces = [], []
+    early = []
+    pieces = []
     while not session.finished:
         pieces += session.advance(1)
         early.append(session.results())
@@ -284,7 +286,8 @@ def test_rows_that_run_are_not_touched_by_an_admission(lm: LanguageModel):
     running = [running for running in engine.scheduler.running if running.sequence.processor.finish_reason is None]
 
     def held() -> list[np.ndarray]:
-        state, slots = engine.runner.state, [running.slot for running in running]
+        state = engine.runner.state
+        slots = [running.slot for running in running]
         pages = [page for running in running for page in running.pages]
         parts = jax.tree.leaves(state, is_leaf=is_paged)
         rows = [np.asarray(part)[slots] for part in parts if not is_paged(part)]
@@ -315,7 +318,8 @@ def test_the_single_step_gives_what_the_loop_gives(
 
 def test_the_single_step_has_no_loop_that_depends_on_data(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """Loops of a fixed number of turns are `scan` in a trace."""
-    programs, counted = lm.start(ASKED, Sampling(NEW)).engine.programs, {}
+    programs = lm.start(ASKED, Sampling(NEW)).engine.programs
+    counted = {}
     state = jax.eval_shape(lambda: programs.empty_state(*programs.get(ProgramKey("allocate"))()))
     for loops, masked in product((True, False), repeat=2):
         monkeypatch.setattr(programs, "target", replace(lm.model.target, loops=loops))

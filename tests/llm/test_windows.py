@@ -21,7 +21,8 @@ from tilewright.runtime.shapes import ShapeTable
 PAGE = 16
 CONTEXT = 256
 TABLE = ShapeTable(batches=(1, 2), capacities=(CONTEXT,), chunks=(16,), widths=(4,))
-NEW, LONG = 64, 200
+NEW = 64
+LONG = 200
 WINDOW = 9
 
 
@@ -49,7 +50,8 @@ def test_pages_before_the_window_are_given_up(mistral: LanguageModel):
     engine, (requests, want) = engine_of(mistral, slots=1), asks("mistral-window")
     request = GenerateRequest(requests[1].prompt, Sampling(LONG, ignore_eos=True))
     told: list[RequestOutput] = []
-    held, whole = [0], [0]
+    held = [0]
+    whole = [0]
     engine.submit(request, told.append)
     while engine.step():
         for running in engine.scheduler.running:

@@ -10,7 +10,8 @@ from rich.table import Table
 from tilewright.metrics.metric import Metric
 from tilewright.metrics.tables import FigureTable, csv_text, grouped, print_table
 
-RATE, SHARE = Metric("rate", head="tokens/s", short="tok/s", digits=3), Metric("share", head="share", form=".0%")
+RATE = Metric("rate", head="tokens/s", short="tok/s", digits=3)
+SHARE = Metric("share", head="share", form=".0%")
 ROWS = [
     {"data": "a <set>", "name": "plain", "rate": 100.0, "share": None},
     {"data": "a <set>", "name": "[x]", "rate": 250.5, "share": 0.5},
@@ -28,17 +29,30 @@ def lines_of(table: FigureTable) -> list[str]:
 def test_the_terminal_has_a_line_for_each_row_below_its_group():
     lines = [line.split() for line in lines_of(TABLE) if line.strip(" ─")]
     assert lines == [
-        ["Speed"], ["way", "tok/s", "share"], ["a", "<set>"], ["plain", "100", "–"], ["[x]", "250", "50%"], ["b"],
-        ["plain", "500", "3/4"], ["a", "caption"],
-    ]  # fmt: skip
+        ["Speed"],
+        ["way", "tok/s", "share"],
+        ["a", "<set>"],
+        ["plain", "100", "–"],
+        ["[x]", "250", "50%"],
+        ["b"],
+        ["plain", "500", "3/4"],
+        ["a", "caption"],
+    ]
 
 
 def test_words_stand_on_the_left_and_an_empty_line_where_a_field_changes():
-    data, way = Metric("data", head="data", words=True), Metric("name", head="way", words=True)
+    data = Metric("data", head="data", words=True)
+    way = Metric("name", head="way", words=True)
     table = FigureTable("Speed", "", {"": ROWS}, (data, way, SHARE), apart="data", unknown="none")
     assert [line.strip(" ─") for line in lines_of(table)][2:] == [
-        "data     way    share", "", "a <set>  plain   none", "a <set>  [x]      50%", "", "b        plain    3/4", "",
-    ]  # fmt: skip
+        "data     way    share",
+        "",
+        "a <set>  plain   none",
+        "a <set>  [x]      50%",
+        "",
+        "b        plain    3/4",
+        "",
+    ]
     assert list(grouped(ROWS, lambda row: row["name"][:1])) == ["p", "["]
 
 

@@ -15,8 +15,10 @@ class CountedPart:
     """What `get_slice` gives: shape and dtype for nothing, entries at their price."""
 
     def __init__(self, name: str, part: Any):
-        self.name, self.part = name, part
-        self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
+        self.name = name
+        self.part = part
+        self.get_shape = part.get_shape
+        self.get_dtype = part.get_dtype
 
     def __getitem__(self, index: Any) -> np.ndarray:
         value = self.part[index]

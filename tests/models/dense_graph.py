@@ -64,7 +64,8 @@ class DenseNeighbours:
 def numpy_scores(family: str, params: Any, matrix: np.ndarray, x: np.ndarray, statistics: Any = (), pool: Any = None) -> Any:
     """The scores of a model that does not train, from the papers' equations, in float64."""
     params, statistics = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params, statistics))
-    h, last = np.asarray(x, np.float64), len(params.layers) - 1
+    h = np.asarray(x, np.float64)
+    last = len(params.layers) - 1
     if family == "gin":
         return gin_scores(params, matrix, h, statistics, pool)
     for n, layer in enumerate(params.layers):

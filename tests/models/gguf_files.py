@@ -14,23 +14,43 @@ from tilewright.models.layers import LinearScaling, LongRopeScaling, YarnScaling
 from tilewright.models.registry import FAMILIES
 
 NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": "ffn_gate_inp", "mlp.experts.*.gate_proj": "ffn_gate_exps", "mlp.experts.*.up_proj": "ffn_up_exps",
-    "mlp.experts.*.down_proj": "ffn_down_exps", "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.*.w1": "ffn_gate_exps", "block_sparse_moe.experts.*.w3": "ffn_up_exps",
-    "block_sparse_moe.experts.*.w2": "ffn_down_exps", "mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks",
-    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-}  # fmt: skip
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.*.gate_proj": "ffn_gate_exps",
+    "mlp.experts.*.up_proj": "ffn_up_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.*.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.*.w2": "ffn_down_exps",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 
 
 GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
-}  # fmt: skip
+}
 """Of layers whose halves are normed behind, too."""
 
 
@@ -48,7 +68,8 @@ def file_name(name: str, family: Family) -> str:
 
 def with_stacked_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors, those of all experts in one whose name has a `*` for an expert's number."""
-    found, experts = dict[str, np.ndarray](), dict[str, dict[int, np.ndarray]]()
+    found = dict[str, np.ndarray]()
+    experts = dict[str, dict[int, np.ndarray]]()
     for name, value in tensors.items():
         if match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
             experts.setdefault(f"{match[1]}*{match[3]}", {})[int(match[2])] = value
@@ -85,21 +106,30 @@ def with_gates_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
             continue
         end = "_bias" if suffix == "bias" else ""
         if stem == "gate_proj":
-            stem, both = "gate_up_proj", (value, tensors[name.replace("gate_proj", "up_proj")])
+            stem = "gate_up_proj"
+            both = (value, tensors[name.replace("gate_proj", "up_proj")])
             value = np.stack(both, axis=2).reshape(len(value), -1, *value.shape[2:])
         found[f"{layer}.experts.{stem}{end}"] = np.ascontiguousarray(value if end else value.swapaxes(1, 2))
     return found
 
 
 NAMES |= {
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}  # fmt: skip
+}
 DELTA_NAMES = {
-    "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight", "in_proj_a.weight": "ssm_alpha.weight",
-    "in_proj_b.weight": "ssm_beta.weight", "in_proj_ba.weight": "ssm_ba.weight", "conv1d.weight": "ssm_conv1d.weight",
-    "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight",
-}  # fmt: skip
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
 
 
 def delta_parts(part: str, config: DecoderConfig) -> list[tuple[str, np.ndarray | None]]:
@@ -109,7 +139,10 @@ def delta_parts(part: str, config: DecoderConfig) -> list[tuple[str, np.ndarray 
     """
     sizes = config.delta
     assert sizes is not None
-    keys, group, key_dim, value_dim = sizes.key_heads, sizes.group, sizes.key_dim, sizes.value_dim
+    keys = sizes.key_heads
+    group = sizes.group
+    key_dim = sizes.key_dim
+    value_dim = sizes.value_dim
     if part == "in_proj_qkvz.weight":
         whole = np.arange(keys * 2 * (key_dim + group * value_dim)).reshape(keys, -1)
         q, k, v, z = np.split(whole, [key_dim, 2 * key_dim, 2 * key_dim + group * value_dim], axis=1)
@@ -127,7 +160,8 @@ def write_delta(
 ) -> np.ndarray:
     """Writes one of linear attention's tensors, and gives what can be read of it, in Hugging Face's order."""
     layer, _, part = name.partition(".linear_attn.")
-    found, by_columns = np.empty_like(value), part == "out_proj.weight"
+    found = np.empty_like(value)
+    by_columns = part == "out_proj.weight"
     for own, order in delta_parts(part, config):
         order = np.arange(value.shape[by_columns]) if order is None else order
         stored = value[:, order] if by_columns else value[order]
@@ -184,7 +218,8 @@ def write_gguf(
     Returns:
         the tensors as they are after quantisation, by Hugging Face's names.
     """
-    family, hf = FAMILIES[config.family], config_to_hf(config)
+    family = FAMILIES[config.family]
+    hf = config_to_hf(config)
     arch = str(family.gguf)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(hf["num_hidden_layers"])
@@ -228,7 +263,8 @@ def write_gguf(
     elif config.rope_scaling is not None:
         plain = np.asarray([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
         writer.add_tensor("rope_freqs.weight", (plain / np.asarray(config.rope_frequencies)).astype(np.float32))
-    kept, turned = {}, arch == "gpt-oss"
+    kept = {}
+    turned = arch == "gpt-oss"
     for name, value in (with_gates_apart(tensors) if turned else with_stacked_experts(tensors)).items():
         rows = np.asarray(value, np.float32)
         if ".linear_attn." in name:

@@ -82,7 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        hub, path = self.server_hub, unquote(urlsplit(self.path).path)
+        hub = self.server_hub
+        path = unquote(urlsplit(self.path).path)
         hub.requests.append(f"{self.command} {path}")
         if hub.status is not None:
             self._fail(hub.status, "")
@@ -133,7 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(found["path"], data, commit)
 
     def _send_file(self, name: str, data: bytes, commit: str) -> None:
-        start, wanted = 0, self.headers.get("Range")
+        start = 0
+        wanted = self.headers.get("Range")
         if wanted is not None:
             self.server_hub.ranges.append(wanted)
             start = int(wanted.removeprefix("bytes=").rstrip("-"))

@@ -103,10 +103,12 @@ METHODS: dict[str, Method] = {
 def quantise_folder(folder: Path, name: str) -> dict[str, np.ndarray]:
     """Puts the layers' matrices of a folder into a method's tensors. Returns the model as it is then, by its plain names."""
     config = json.loads((folder / "config.json").read_text())
-    method, rng = METHODS[name], np.random.default_rng(0)
+    method = METHODS[name]
+    rng = np.random.default_rng(0)
     layout = quantised_layout(method.config)
     assert layout is not None
-    stored, after = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    stored = dict[str, np.ndarray]()
+    after = dict[str, np.ndarray]()
     for key, w in load_file(folder / "model.safetensors").items():
         if ".layers." not in key or w.ndim != 2:
             stored[key] = after[key] = w

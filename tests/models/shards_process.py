@@ -18,7 +18,8 @@ from tilewright.models.params import abstract, initialise
 from tilewright.parallel.mesh import initialise_processes, make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, TENSOR_PARALLEL, shardings
 
-index, folder = int(sys.argv[2]), Path(sys.argv[3])
+index = int(sys.argv[2])
+folder = Path(sys.argv[3])
 initialise_processes(sys.argv[1], 2, index, timeout=60)
 
 config = DecoderConfig(

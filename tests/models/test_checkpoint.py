@@ -97,7 +97,8 @@ def test_dtype_is_the_one_asked_for(tmp_path: Path, stored: str, wanted: str):
 
 def shard(folder: Path) -> None:
     """Splits `model.safetensors` into two files and an index."""
-    tensors, weight_map = tensors_of(folder), {}
+    tensors = tensors_of(folder)
+    weight_map = {}
     (folder / "model.safetensors").unlink()
     for n in (1, 2):
         name = f"model-{n:05}-of-00002.safetensors"
@@ -282,8 +283,10 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path, layers: str, h
     stored = load_file(tmp_path / "text" / "model.safetensors")
     renamed = {name.replace("model.", layers, 1).replace("lm_head.", head): value for name, value in stored.items()}
     (tmp_path / "both").mkdir()
-    save_file({**renamed, "vision_tower.w": np.ones(3, np.float32), "model.projector.w": np.ones(3, np.float32)},
-              tmp_path / "both" / "model.safetensors")  # fmt: skip
+    save_file(
+        {**renamed, "vision_tower.w": np.ones(3, np.float32), "model.projector.w": np.ones(3, np.float32)},
+        tmp_path / "both" / "model.safetensors",
+    )
     config = {"model_type": "llava", "text_config": config_to_hf(LLAMA), "vision_config": {}}
     (tmp_path / "both" / "config.json").write_text(json.dumps(config))
     (got_config, got), (want_config, want) = (load_decoder(tmp_path / name, jnp.float32) for name in ("both", "text"))
@@ -296,7 +299,8 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path, layers: str, h
 def test_a_model_saved_without_its_head(tmp_path: Path, tied: bool, prefix: str, caplog: pytest.LogCaptureFixture):
     """As models of embeddings are: no `model.` before the names, and no head even where the configuration promises one."""
     base = replace(LLAMA, tie_word_embeddings=tied)
-    params, stored = make(tmp_path, base), tensors_of(tmp_path)
+    params = make(tmp_path, base)
+    stored = tensors_of(tmp_path)
     bare = {prefix + name.removeprefix("model."): value for name, value in stored.items() if name != "lm_head.weight"}
     if prefix:
         fields = {"model_type": "llava", "text_config": config_to_hf(base)}

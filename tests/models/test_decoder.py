@@ -23,10 +23,28 @@ from tilewright.models.stored import read_headers, stacked
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 NAMES = [
-    "gemma2-tied", "gemma3-tied", "gpt-oss", "llama-scaled", "llama-untied", "mistral-linear", "mistral-window",
-    "mixtral-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-moe-sparse", "qwen3-next", "qwen3-next-moe",
-    "qwen3-tied", "qwen3-untied", "qwen3-window", "qwen3-yarn", "qwen3.5-moe", "qwen3.5-tied", "smollm3-tied",
-]  # fmt: skip
+    "gemma2-tied",
+    "gemma3-tied",
+    "gpt-oss",
+    "llama-scaled",
+    "llama-untied",
+    "mistral-linear",
+    "mistral-window",
+    "mixtral-untied",
+    "phi3-partial",
+    "qwen2-untied",
+    "qwen3-moe",
+    "qwen3-moe-sparse",
+    "qwen3-next",
+    "qwen3-next-moe",
+    "qwen3-tied",
+    "qwen3-untied",
+    "qwen3-window",
+    "qwen3-yarn",
+    "qwen3.5-moe",
+    "qwen3.5-tied",
+    "smollm3-tied",
+]
 TOLERANCE = 1e-4
 
 SMALL = DecoderConfig(
@@ -49,7 +67,9 @@ class Golden:
         self.folder = GOLDENS / name
         self.config, self.params = load_decoder(self.folder, jnp.float32)
         with np.load(self.folder / "outputs.npz") as outputs:
-            self.tokens, self.hidden, self.logits = jnp.asarray(outputs["tokens"]), outputs["hidden"], outputs["logits"]
+            self.tokens = jnp.asarray(outputs["tokens"])
+            self.hidden = outputs["hidden"]
+            self.logits = outputs["logits"]
 
     def stored(self) -> dict[str, np.ndarray]:
         return {name: value for file in self.folder.glob("*.safetensors") for name, value in load_file(file).items()}
@@ -168,7 +188,8 @@ def test_a_head_of_bfloat16_is_not_rounded_to_it():
 @pytest.mark.parametrize(("schedule", "times"), [(SINGLE_DEVICE, 2), (TRACED_ONCE, 1)])
 def test_each_layer_attends_in_order_with_rotated_keys(schedule: Schedule, times: int):
     """Layers that are alike may be traced once."""
-    tokens, positions = jnp.arange(6).reshape(2, 3), jnp.broadcast_to(jnp.arange(3), (2, 3))
+    tokens = jnp.arange(6).reshape(2, 3)
+    positions = jnp.broadcast_to(jnp.arange(3), (2, 3))
     traced = []
 
     def attend(ops: Any, projection: Any, heads: Any, seen: Any, kept: Array) -> tuple[Array, Any]:
@@ -196,7 +217,8 @@ def test_something_kept_for_each_layer():
 
 def test_declaration_is_the_checkpoint(golden: Golden):
     """Names and shapes are exactly those that transformers stores, and `count` counts them."""
-    specs, stored = declare(golden.config), golden.stored()
+    specs = declare(golden.config)
+    stored = golden.stored()
     headers = stacked(read_headers(golden.folder.glob("*.safetensors")))
     assert {spec.name: spec.stored_shape for spec in spec_leaves(specs)} == {each.name: each.shape for each in headers}
     assert count(specs) == sum(value.size for value in stored.values())
@@ -275,7 +297,8 @@ def test_biases_follow_their_matrices(ops: Operations, first: int):
 
 def test_abstract_has_the_shapes_of_initialise():
     specs = declare(SMALL)
-    shapes, params = abstract(specs, jnp.bfloat16), drawn(SMALL, jnp.bfloat16)
+    shapes = abstract(specs, jnp.bfloat16)
+    params = drawn(SMALL, jnp.bfloat16)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
     assert count(specs) == sum(x.size for x in jax.tree.leaves(params))
@@ -285,7 +308,9 @@ def test_initialise():
     """Norms are ones, matrices are truncated normals of their declared scale, no two alike, and a key decides them."""
     specs = declare(DecoderConfig(**{**vars(SMALL), "hidden_size": 64, "intermediate_size": 128}))
     draw = jax.jit(lambda key: initialise(specs, key))
-    params, again, other = draw(jax.random.key(3)), draw(jax.random.key(3)), draw(jax.random.key(4))
+    params = draw(jax.random.key(3))
+    again = draw(jax.random.key(3))
+    other = draw(jax.random.key(4))
     for spec, x, y in zip(spec_leaves(specs), jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(x, y)
         if spec.name.endswith("norm.weight"):

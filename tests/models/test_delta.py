@@ -15,7 +15,8 @@ from tilewright.models.delta import DeltaInputs, DeltaSizes, DeltaState, DeltaWe
 from tilewright.models.params import initialise
 
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key_dim=16, value_dim=8, taps=4)
-ROWS, BLOCK = 3, 5
+ROWS = 3
+BLOCK = 5
 
 
 class Seen(NamedTuple):
@@ -29,7 +30,8 @@ def weights(dtype: Any = jnp.float32) -> DeltaWeights:
 
 
 def inputs(seed: int, length: int, dtype: Any = jnp.float32) -> DeltaInputs:
-    rng, widths = np.random.default_rng(seed), (SIZES.channels, SIZES.values, SIZES.value_heads, SIZES.value_heads)
+    rng = np.random.default_rng(seed)
+    widths = (SIZES.channels, SIZES.values, SIZES.value_heads, SIZES.value_heads)
     return DeltaInputs(*(jnp.asarray(rng.standard_normal((ROWS, length, width)), dtype) for width in widths))
 
 
@@ -56,11 +58,14 @@ def begun(dtype: Any = jnp.float32) -> tuple[DeltaState, Any]:
 @given(st.lists(st.integers(0, BLOCK), min_size=ROWS, max_size=ROWS))
 def test_a_block_leaves_what_its_accepted_positions_would_have_left(dtype: Any, accepted: list[int]):
     kept, start = begun(dtype)
-    new, count = inputs(2, BLOCK, dtype), jnp.asarray(accepted, jnp.int32)
+    new = inputs(2, BLOCK, dtype)
+    count = jnp.asarray(accepted, jnp.int32)
     out, open_ended = passed(kept, new, start, jnp.full_like(start, BLOCK), True)
     for held, before in zip((open_ended.state, open_ended.before), (kept.state, kept.before), strict=True):
         np.testing.assert_array_equal(held, before)
-    after, one_by_one, outs = settled(open_ended, count), kept, []
+    after = settled(open_ended, count)
+    one_by_one = kept
+    outs = []
     for n in range(BLOCK):
         alone, one_by_one = passed(one_by_one, at(new, n, n + 1), start + n, (n < count).astype(jnp.int32), True)
         outs.append(alone)
@@ -71,7 +76,9 @@ def test_a_block_leaves_what_its_accepted_positions_would_have_left(dtype: Any, 
 
 def test_a_text_in_pieces_is_the_text():
     """Those of prefill, in chunks: up to the last bits."""
-    new, start, kept = inputs(3, 11), jnp.zeros(ROWS, jnp.int32), DeltaState.empty(SIZES, ROWS, jnp.float32)
+    new = inputs(3, 11)
+    start = jnp.zeros(ROWS, jnp.int32)
+    kept = DeltaState.empty(SIZES, ROWS, jnp.float32)
     want, whole = passed(kept, new, start, jnp.full_like(start, 11), False)
     outs = []
     for begin, end in ((0, 4), (4, 5), (5, 11)):
@@ -84,7 +91,8 @@ def test_a_text_in_pieces_is_the_text():
 def test_a_row_at_position_0_begins_anew_and_a_row_of_no_positions_stays():
     """Whatever a slot held before; not even what is not a number stays."""
     old = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), begun()[0])
-    new, zeros = inputs(4, 3), jnp.zeros(ROWS, jnp.int32)
+    new = inputs(4, 3)
+    zeros = jnp.zeros(ROWS, jnp.int32)
     count = jnp.asarray([3, 0, 2], jnp.int32)
     out, after = passed(old, new, zeros, count, False)
     want, fresh = passed(DeltaState.empty(SIZES, ROWS, jnp.float32), new, zeros, count, False)

@@ -42,17 +42,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[DFlash2Config, DFla
 # Configuration and checkpoint
 
 MUSE = {
-    "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": False, "hidden_size": 6656,
-    "intermediate_size": 19968, "vocab_size": 202048, "num_hidden_layers": 5, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "num_target_layers": 52, "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 5e5}, "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048,
-    "use_sliding_window": True, "attention_bias": False, "tie_word_embeddings": False,
+    "architectures": ["DFlash2DraftModel"],
+    "model_type": "qwen3",
+    "is_causal": False,
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "vocab_size": 202048,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_target_layers": 52,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 5e5},
+    "layer_types": ["sliding_attention"] * 5,
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
     "dflash_config": {
-        "block_size": 16, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
-        "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "output_multiplier": 0.19611613513818404,
+        "block_size": 16,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "mask_token_id": 201818,
+        "target_layer_ids": [1, 13, 25, 37, 49],
+        "output_multiplier": 0.19611613513818404,
         "final_logit_softcapping": 20.0,
     },
-}  # fmt: skip
+}
 """The published configuration for Muse-Glimmer-30B."""
 
 
@@ -123,7 +142,7 @@ def test_what_may_be_absent():
         ({"sliding_window": 15}, {}, "sliding_window must be at least the block's 16, found 15"),
         ({"architectures": ["DFlashDraftModel"]}, {}, "architectures=.'DFlashDraftModel'. is not supported"),
     ],
-)  # fmt: skip
+)
 def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], inside: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         dflash2.config_from_hf(MUSE | change | {"dflash_config": MUSE["dflash_config"] | inside})
@@ -149,7 +168,8 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
     """And how the sizes do not fit the target."""
     _, folder = as_folders(tmp_path, PAIR)
     tensors = load_file(folder / "model.safetensors")
-    gone, wide = "layers.0.mlp_conv.base_kernel", "layers.1.attention_conv.base_kernel"
+    gone = "layers.0.mlp_conv.base_kernel"
+    wide = "layers.1.attention_conv.base_kernel"
     del tensors[gone]
     tensors[wide] = np.zeros((2, 3, 32), np.float32)
     tensors["candidate_selector.extra"] = np.zeros(3, np.float32)
@@ -181,7 +201,9 @@ def test_the_convolution_by_hand():
     config = dflash2.config_from_hf(PAIR.drafter_config)
     config = replace(config, hidden_size=4, conv_group_size=2, conv_kernel_size=2)
     base = np.zeros((2, 2, 4), np.float32)
-    base[BEFORE, 0], base[BEFORE, 1], base[AFTER, 1] = 1, [10, 20, 30, 40], 1
+    base[BEFORE, 0] = 1
+    base[BEFORE, 1] = [10, 20, 30, 40]
+    base[AFTER, 1] = 1
     dynamic = np.zeros((1, 3, 2, 2, 2), np.float32)
     dynamic[0, 1, BEFORE, 1] = [1, 2]  # slot 1 takes more of slot 0, each group of two channels its own
     y = jnp.asarray(np.arange(12, dtype=np.float32).reshape(1, 3, 4))
@@ -231,7 +253,8 @@ def test_scores_and_walk_equal_the_reference(tmp_path: Path, fields: dict[str, A
 
     scores, walked = run(*(jnp.asarray(x) for x in (hidden, known, candidates, unary)))
     for row in range(5):
-        own, before = drafter.logits(hidden[row].astype(np.float64)), int(known[row])
+        own = drafter.logits(hidden[row].astype(np.float64))
+        before = int(known[row])
         for slot in range(3):
             tokens, want = drafter.choices(hidden[row, slot].astype(np.float64), own[slot], before)
             assert tokens == candidates[row, slot].tolist()
@@ -255,7 +278,8 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...
     pair = as_dflash2(PLAIN_PAIR, top_k=3, **FIELDS)
     config, params = loaded(tmp_path_factory.mktemp("walks"), pair)
     _, drafter = build2(pair)
-    hidden, known = np.random.default_rng(1).normal(size=(3, 32)), 6
+    hidden = np.random.default_rng(1).normal(size=(3, 32))
+    known = 6
     exact = drafter.walk_distribution(hidden, known, TEMPERATURE)
     logits = drafter.target.head(hidden)
     candidates = np.argsort(-logits, axis=-1, kind="stable")[None, :, :3]

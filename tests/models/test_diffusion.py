@@ -22,26 +22,72 @@ TOLERANCE = 1e-4
 LENGTHS = (13, 9)
 
 LLADA_8B: dict[str, Any] = {
-    "activation_type": "silu", "alibi": False, "alibi_bias_max": 8.0, "architectures": ["LLaDAModelLM"],
-    "attention_dropout": 0.0, "attention_layer_norm": False, "attention_layer_norm_with_affine": True,
-    "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig"}, "bias_for_layer_norm": False, "block_group_size": 1,
-    "block_type": "llama", "d_model": 4096, "embedding_dropout": 0.0, "embedding_size": 126464, "eos_token_id": 126081,
-    "flash_attention": False, "include_bias": False, "include_qkv_bias": False, "input_emb_norm": False,
-    "layer_norm_type": "rms", "layer_norm_with_affine": True, "mask_token_id": 126336, "max_sequence_length": 4096,
-    "mlp_hidden_size": 12288, "mlp_ratio": 4, "model_type": "llada", "multi_query_attention": None, "n_heads": 32,
-    "n_kv_heads": 32, "n_layers": 32, "pad_token_id": 126081, "precision": "amp_bf16", "rms_norm_eps": 1e-05, "rope": True,
-    "rope_full_precision": True, "rope_theta": 500000.0, "scale_logits": False, "vocab_size": 126464, "weight_tying": False,
-}  # fmt: skip
+    "activation_type": "silu",
+    "alibi": False,
+    "alibi_bias_max": 8.0,
+    "architectures": ["LLaDAModelLM"],
+    "attention_dropout": 0.0,
+    "attention_layer_norm": False,
+    "attention_layer_norm_with_affine": True,
+    "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig"},
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 4096,
+    "embedding_dropout": 0.0,
+    "embedding_size": 126464,
+    "eos_token_id": 126081,
+    "flash_attention": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "mask_token_id": 126336,
+    "max_sequence_length": 4096,
+    "mlp_hidden_size": 12288,
+    "mlp_ratio": 4,
+    "model_type": "llada",
+    "multi_query_attention": None,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "n_layers": 32,
+    "pad_token_id": 126081,
+    "precision": "amp_bf16",
+    "rms_norm_eps": 1e-05,
+    "rope": True,
+    "rope_full_precision": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "vocab_size": 126464,
+    "weight_tying": False,
+}
 """LLaDA-8B-Instruct as published."""
 
 DREAM_7B: dict[str, Any] = {
-    "architectures": ["DreamModel"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
-    "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944, "mask_token_id": 151666,
-    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "Dream", "num_attention_heads": 28,
-    "num_hidden_layers": 28, "num_key_value_heads": 4, "pad_token_id": 151643, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+    "architectures": ["DreamModel"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "mask_token_id": 151666,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "Dream",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "pad_token_id": 151643,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
     "vocab_size": 152064,
-}  # fmt: skip
+}
 """Dream-v0-Instruct-7B as published."""
 
 SIZES = (60, 32, 48, 3, 4, 2, 8)
@@ -104,7 +150,8 @@ def own_logits(config: DiffusionConfig, params: Any, ops: Any = PLAIN, change: i
 def test_logits_equal_numpy(stored: Path):
     """Each row against its sequence alone; Dream's moved to the positions that they predict."""
     config, params = load_diffusion(stored, jnp.float32)
-    fields, tensors = config_to_hf(config), load_file(stored / "model.safetensors")
+    fields = config_to_hf(config)
+    tensors = load_file(stored / "model.safetensors")
     found, (tokens, _) = own_logits(config, params), rows(config)
     for row, length in enumerate(LENGTHS):
         ids = tokens[row, :length].tolist()
@@ -116,7 +163,8 @@ def test_logits_equal_numpy(stored: Path):
 def test_padding_is_never_seen(name: str):
     config = CONFIGS[name]
     params = drawn(config)
-    before, after = own_logits(config, params), own_logits(config, params, change=7)
+    before = own_logits(config, params)
+    after = own_logits(config, params, change=7)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_array_equal(before[row, :length], after[row, :length])
         assert np.isfinite(after).all()
@@ -159,9 +207,19 @@ def test_a_token_sees_those_behind_it():
 
 def test_published_llada():
     expected = decoder_config(
-        "llama", 126464, 4096, 12288, 32, 32, 32, 128,
-        rms_norm_eps=1e-5, rope_theta=5e5, max_position_embeddings=4096, eos_token_ids=(126081,),
-    )  # fmt: skip
+        "llama",
+        126464,
+        4096,
+        12288,
+        32,
+        32,
+        32,
+        128,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        max_position_embeddings=4096,
+        eos_token_ids=(126081,),
+    )
     config = config_from_hf(LLADA_8B)
     assert config == DiffusionConfig(
         family="llada", decoder=expected, mask_token_id=126336, pad_token_id=126081, eot_token_id=126348
@@ -177,9 +235,19 @@ def test_published_llada():
 
 def test_published_dream():
     expected = decoder_config(
-        "qwen2", 152064, 3584, 18944, 28, 28, 4, 128,
-        rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=131072, eos_token_ids=(151643,),
-    )  # fmt: skip
+        "qwen2",
+        152064,
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        max_position_embeddings=131072,
+        eos_token_ids=(151643,),
+    )
     config = config_from_hf(DREAM_7B)
     assert config == DiffusionConfig(
         family="dream", decoder=expected, mask_token_id=151666, pad_token_id=151643, eot_token_id=151645

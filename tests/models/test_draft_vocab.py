@@ -11,9 +11,18 @@ from tilewright.models.dflash import DFlashConfig
 from tilewright.models.draft_vocab import draft_ids, maps_from_target_ids, target_ids_from_maps
 
 SIZES = {
-    "vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2,
-    "head_dim": 8, "block_size": 4, "mask_token_id": 23, "target_layer_ids": (0,), "num_target_layers": 2,
-}  # fmt: skip
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "block_size": 4,
+    "mask_token_id": 23,
+    "target_layer_ids": (0,),
+    "num_target_layers": 2,
+}
 
 
 @given(st.sets(st.integers(0, 23), min_size=1))
@@ -30,9 +39,9 @@ def test_a_configuration_says_how_many_tokens_can_be_proposed(kind: object):
     config = DFlashConfig(**SIZES, draft_vocab_size=10)
     model: object = dflash
     if kind is dflash2:
-        model, config = (
-            dflash2,
-            dflash2.DFlash2Config(**vars(config), conv_kernel_size=2, conv_group_size=16, selector_rank=4, selector_top_k=3),
+        model = dflash2
+        config = dflash2.DFlash2Config(
+            **vars(config), conv_kernel_size=2, conv_group_size=16, selector_rank=4, selector_top_k=3
         )
         shapes = dflash2.declare(config).selector
         assert (shapes.predecessor.shape, shapes.successor.shape) == ((24, 4), (10, 4))

@@ -34,14 +34,34 @@ def loaded(folder: Path, pair: Pair = PAIR) -> tuple[DSparkConfig, DSparkParams]
 
 
 PUBLISHED = {
-    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 2560,
-    "intermediate_size": 9728, "vocab_size": 151936, "num_hidden_layers": 5, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "num_target_layers": 36, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
-    "rope_scaling": None, "layer_types": ["full_attention"] * 5, "sliding_window": None, "use_sliding_window": False,
-    "attention_bias": False, "tie_word_embeddings": False, "block_size": 7, "mask_token_id": 151669,
-    "target_layer_ids": [1, 9, 17, 25, 33], "num_anchors": 512, "enable_confidence_head": True,
-    "confidence_head_with_markov": True, "markov_rank": 256, "markov_head_type": "vanilla",
-}  # fmt: skip
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "layer_types": ["full_attention"] * 5,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "block_size": 7,
+    "mask_token_id": 151669,
+    "target_layer_ids": [1, 9, 17, 25, 33],
+    "num_anchors": 512,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+}
 """The fields that the published code writes for Qwen3-4B."""
 
 
@@ -139,7 +159,8 @@ def block(pair: Pair, folder: Path, seed: int = 1) -> tuple[Any, np.ndarray, np.
     """The reference, hidden states of a block, and the package's scores and candidates of it."""
     config, params = loaded(folder, pair)
     _, drafter = build_dspark(pair)
-    hidden, known = np.random.default_rng(seed).normal(size=(3, 32)), 6
+    hidden = np.random.default_rng(seed).normal(size=(3, 32))
+    known = 6
     logits = drafter.target.head(hidden)
     candidates = np.argsort(-logits, axis=-1, kind="stable")[:, : config.candidate_top_k]
     unary = np.take_along_axis(logits, candidates, axis=-1)

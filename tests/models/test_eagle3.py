@@ -58,16 +58,27 @@ def causal(projection: Any, heads: Any) -> Array:
 
 
 def draft(
-    config: Eagle3Config, ops: Operations, params: Eagle3Params, table: Array, tokens: Array, features: Array, known: Array,
+    config: Eagle3Config,
+    ops: Operations,
+    params: Eagle3Params,
+    table: Array,
+    tokens: Array,
+    features: Array,
+    known: Array,
     steps: int,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:
     """Chains of every row from its own known token: proposals `[B, steps]`, logits, outputs; by keys kept from before."""
-    rows, length = jnp.arange(len(tokens)), tokens.shape[1]
+    rows = jnp.arange(len(tokens))
+    length = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length - 1), (len(tokens), length - 1))
     cache = eagle3.keys(config, ops, params, features[:, :-1], table[tokens[:, 1:]], positions)
-    h, token, at = features[rows, known - 1][:, None], tokens[rows, known][:, None], known[:, None] - 1
+    h = features[rows, known - 1][:, None]
+    token = tokens[rows, known][:, None]
+    at = known[:, None] - 1
     own: list[tuple[Array, Array]] = []
-    proposed, logits, outputs = [], [], []
+    proposed = []
+    logits = []
+    outputs = []
     for _ in range(steps):
 
         def attend(projection: Any, heads: Any) -> Array:
@@ -78,7 +89,8 @@ def draft(
 
         h = eagle3.step(config, ops, params, h, table[token], at, attend)
         scores = eagle3.draft_logits(config, ops, params, h)[:, 0]
-        token, at = eagle3.choose(config, ops, params, h), at + 1
+        token = eagle3.choose(config, ops, params, h)
+        at = at + 1
         proposed.append(token[:, 0])
         logits.append(scores)
         outputs.append(h[:, 0])
@@ -91,7 +103,8 @@ compiled_draft = jax.jit(draft, static_argnums=(0, 1, 7))
 def drafted(
     config: Eagle3Config, params: Eagle3Params, chain: Chain, known: list[int], steps: int, ops: Operations = PLAIN
 ) -> tuple[Any, Any, Any]:
-    table, features = jnp.asarray(table_of(chain)), jnp.asarray(features_of(chain), jnp.float32)
+    table = jnp.asarray(table_of(chain))
+    features = jnp.asarray(features_of(chain), jnp.float32)
     return compiled_draft(config, ops, params, table, jnp.asarray(TOKENS), features, jnp.asarray(known), steps)
 
 
@@ -103,7 +116,9 @@ def expected(chain: Chain, known: list[int], steps: int) -> list[Draft]:
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_chains_equal_the_reference(tmp_path: Path, name: str):
     """Rows of different lengths; every step after the first reads what the drafter itself made."""
-    chain, known, steps = reference(**VARIANTS[name]), [8, 3], 4
+    chain = reference(**VARIANTS[name])
+    known = [8, 3]
+    steps = 4
     config, params = loaded(tmp_path, chain)
     proposed, logits, outputs = drafted(config, params, chain, known, steps)
     for row, want in enumerate(expected(chain, known, steps)):
@@ -134,8 +149,10 @@ def test_features_equal_the_reference(tmp_path: Path, name: str):
 def test_a_step_over_a_sequence_equals_the_reference_and_leaves_the_keys(tmp_path: Path):
     chain = reference()
     config, params = loaded(tmp_path, chain)
-    features, tokens = features_of(chain)[:, :-1], TOKENS[:, 1:]
-    embeds, positions = jnp.asarray(table_of(chain)[tokens]), jnp.broadcast_to(jnp.arange(8), (2, 8))
+    features = features_of(chain)[:, :-1]
+    tokens = TOKENS[:, 1:]
+    embeds = jnp.asarray(table_of(chain)[tokens])
+    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
 
     def run(params: Eagle3Params) -> tuple[Array, list[Array]]:
         left = []
@@ -178,7 +195,8 @@ def test_rope_scaling_is_read_and_bites(tmp_path: Path):
 
 def test_every_array_matters(tmp_path: Path):
     config, params = loaded(tmp_path, reference(hidden_size=24))
-    ids, taps = jnp.asarray(TOKENS), [jnp.cos(jnp.arange(2 * 9 * 32.0) * n).reshape(2, 9, 32) for n in range(1, 4)]
+    ids = jnp.asarray(TOKENS)
+    taps = [jnp.cos(jnp.arange(2 * 9 * 32.0) * n).reshape(2, 9, 32) for n in range(1, 4)]
 
     def loss(params: Eagle3Params) -> Array:
         h = eagle3.fuse(config, PLAIN, params, taps)
@@ -193,7 +211,8 @@ def test_every_array_matters(tmp_path: Path):
 def test_bfloat16_keeps_logits_in_float32(tmp_path: Path):
     chain = reference()
     config, params = loaded(tmp_path, chain, jnp.bfloat16)
-    features, tokens = features_of(chain)[0, :8], TOKENS[0, 1:]
+    features = features_of(chain)[0, :8]
+    tokens = TOKENS[0, 1:]
     h, embeds = (jnp.asarray(x, jnp.bfloat16)[None] for x in (features, table_of(chain)[tokens]))
     out = eagle3.step(config, PLAIN, params, h, embeds, jnp.arange(8)[None], causal)
     logits = eagle3.draft_logits(config, PLAIN, params, out)
@@ -207,7 +226,8 @@ def test_bfloat16_keeps_logits_in_float32(tmp_path: Path):
 def test_packed_chains_equal_plain_ones(tmp_path: Path):
     chain = reference()
     config, params = loaded(tmp_path, chain)
-    ops, drafter = operations(), Eagle3(config, config.block_size)
+    ops = operations()
+    drafter = Eagle3(config, config.block_size)
     assert ops.name.startswith("cpu")
     plain = drafted(config, params, chain, [8, 3], 3)
     packed = drafted(config, ops.prepare(drafter.declared, params), chain, [8, 3], 3, ops)
@@ -315,14 +335,33 @@ def test_what_is_not_supported_is_named(change: dict[str, Any], problem: str):
 def test_fields_of_published_configurations_are_read():
     """As training tools write them: unused fields, no taps, or the taps with flags that say what is always done."""
     fields = {
-        "architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "llama",
-        "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
         "draft_vocab_size": 32000,
-    }  # fmt: skip
+    }
     config = eagle3.config_from_hf(fields, 36)
     assert config.target_layer_ids == (1, 17, 32), "after these, so the inputs of layers 2, 18 and 33"
     assert (config.rope_theta, config.head_dim, config.block_size, config.target_hidden_size) == (1e6, 128, 8, 4096)

@@ -29,7 +29,10 @@ from tilewright.models.params import initialise
 from tilewright.models.registry import FAMILIES
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
-EXPERTS, HIDDEN, SIZE, ROWS = 7, 64, 32, 12
+EXPERTS = 7
+HIDDEN = 64
+SIZE = 32
+ROWS = 12
 
 
 def mixture_mlp(ops: Operations, router: Any, gate_up: Any, down: Any, h: jax.Array, count: Any = None) -> jax.Array:
@@ -75,7 +78,8 @@ def test_rows_in_the_order_of_their_experts(data: st.DataObject):
     of = st.lists(st.integers(0, EXPERTS - 1), min_size=chosen, max_size=chosen, unique=True)
     experts = np.asarray(data.draw(st.lists(of, min_size=ROWS, max_size=ROWS)), np.int32)
     held = data.draw(st.integers(1, EXPERTS))
-    first, count = data.draw(st.integers(0, EXPERTS - held)), data.draw(st.integers(0, ROWS))
+    first = data.draw(st.integers(0, EXPERTS - held))
+    count = data.draw(st.integers(0, ROWS))
     run = jax.jit(grouped, static_argnums=1)
     groups = run(experts, held, first, count)
     here = (experts >= first) & (experts < first + held) & (np.arange(ROWS) < count)[:, None]
@@ -114,9 +118,16 @@ CASES: dict[str, Mixture] = {
 
 def small(family: str) -> DecoderConfig:
     return DecoderConfig(
-        family=family, vocab_size=32, hidden_size=HIDDEN, intermediate_size=SIZE, num_layers=1, num_heads=2, num_kv_heads=1,
-        head_dim=16, mixture=CASES[family],
-    )  # fmt: skip
+        family=family,
+        vocab_size=32,
+        hidden_size=HIDDEN,
+        intermediate_size=SIZE,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        mixture=CASES[family],
+    )
 
 
 def drawn(family: str, dtype: Any = jnp.float32) -> tuple[Any, Any]:
@@ -152,11 +163,14 @@ def test_a_layer_against_numpy(family: str):
         for expert, share in zip(chosen, shares, strict=True):
             if mixture.clamped is None:
                 gate, up = (x[row] @ w[expert] for w in wide.gate_up.parts)
-                inner, bias = gate / (1 + np.exp(-gate)) * up, 0.0
+                inner = gate / (1 + np.exp(-gate)) * up
+                bias = 0.0
             else:
                 both = x[row] @ wide.gate_up[expert] + wide.router.expert_bias[0][expert]
-                gate, up = np.minimum(both[::2], 1.0), np.clip(both[1::2], -1.0, 1.0)
-                inner, bias = gate / (1 + np.exp(-1.702 * gate)) * (up + 1), wide.router.expert_bias[1][expert]
+                gate = np.minimum(both[::2], 1.0)
+                up = np.clip(both[1::2], -1.0, 1.0)
+                inner = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+                bias = wide.router.expert_bias[1][expert]
             want[row] += share * (inner @ wide.down[expert] + bias)
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-4)
 
@@ -218,7 +232,8 @@ def test_a_missing_expert_is_named(tmp_path: Path):
 
 def test_mxfp4_as_gpt_oss_is_published(tmp_path: Path):
     """Bytes of two weights, and shared scales, transposed; kept as they are where the weights are asked for in 4 bits."""
-    tensors, rng = saved(tmp_path, "gpt_oss"), np.random.default_rng(0)
+    tensors = saved(tmp_path, "gpt_oss")
+    rng = np.random.default_rng(0)
     want = {}
     for name in ("gate_up_proj", "down_proj"):
         whole = f"model.layers.0.mlp.experts.{name}"

@@ -30,9 +30,17 @@ from tilewright.models.params import initialise
 from tilewright.models.tokenizer import encode, load_tokenizer
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_ids": (257, 258),
-}  # fmt: skip
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_ids": (257, 258),
+}
 TURNED = int(0.75 * SIZES["head_dim"]) // 2
 HYBRID: dict[str, Any] = {
     **SIZES,
@@ -63,22 +71,40 @@ CONFIGS = {
         family="qwen3", rope_scaling=YarnScaling(4.0, 64, YarnScaling.default_attention_factor(4.0)), **SIZES
     ),
     "gemma2": DecoderConfig(
-        family="gemma2", rope_theta=1e4, sliding_window=32, sliding_layers=(0,), attention_scale=16**-0.5, score_softcap=40.0,
-        logit_softcap=20.0, embedding_scale=8.0, tie_word_embeddings=True, **SIZES
+        family="gemma2",
+        rope_theta=1e4,
+        sliding_window=32,
+        sliding_layers=(0,),
+        attention_scale=16**-0.5,
+        score_softcap=40.0,
+        logit_softcap=20.0,
+        embedding_scale=8.0,
+        tie_word_embeddings=True,
+        **SIZES,
     ),
     "gemma3": DecoderConfig(
-        family="gemma3_text", rope_theta=1e6, rope_scaling=LinearScaling(8.0), sliding_window=32,
-        sliding_layers=(0, 1, 2, 3, 4, 6), local_rope_theta=1e4, attention_scale=16**-0.5, embedding_scale=8.0,
-        tie_word_embeddings=True, **{**SIZES, "num_layers": 7}
+        family="gemma3_text",
+        rope_theta=1e6,
+        rope_scaling=LinearScaling(8.0),
+        sliding_window=32,
+        sliding_layers=(0, 1, 2, 3, 4, 6),
+        local_rope_theta=1e4,
+        attention_scale=16**-0.5,
+        embedding_scale=8.0,
+        tie_word_embeddings=True,
+        **{**SIZES, "num_layers": 7},
     ),
     "qwen3_next": DecoderConfig(family="qwen3_next", mixture=Mixture(4, 2, 32, shared=64), **HYBRID),
     "qwen3_5": DecoderConfig(family="qwen3_5_text", **HYBRID),
     "qwen3_5_moe": DecoderConfig(family="qwen3_5_moe_text", mixture=Mixture(4, 2, 32, shared=32), **HYBRID),
     "longrope": DecoderConfig(
-        family="phi3", rope_theta=1e4, partial_rotary_factor=0.75,
-        rope_scaling=LongRopeScaling((1.0,) * TURNED, tuple(1 + n / 4 for n in range(TURNED)), 64, 1.25, long=True), **SIZES
+        family="phi3",
+        rope_theta=1e4,
+        partial_rotary_factor=0.75,
+        rope_scaling=LongRopeScaling((1.0,) * TURNED, tuple(1 + n / 4 for n in range(TURNED)), 64, 1.25, long=True),
+        **SIZES,
     ),
-}  # fmt: skip
+}
 KINDS = [Kind.F32, Kind.F16, Kind.Q4_1, Kind.Q8_0]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -92,13 +118,21 @@ def vocabulary() -> list[str]:
 def metadata() -> dict[str, Any]:
     tokens = vocabulary()
     types = [1] * len(tokens)
-    types[257:260], types[260] = [3, 3, 3], 4
+    types[257:260] = [3, 3, 3]
+    types[260] = 4
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": ["h e"], "tokenizer.ggml.eos_token_id": 257,
-        "tokenizer.ggml.bos_token_id": 259, "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": TEMPLATE,
-        "general.sampling.temp": 0.5, "general.sampling.top_k": 20,
-    }  # fmt: skip
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.eos_token_id": 257,
+        "tokenizer.ggml.bos_token_id": 259,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 20,
+    }
 
 
 def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Path, Path]:
@@ -176,7 +210,8 @@ BY_THREES = ["don", "'t", " ", "123", "45", "!\n", "/\n", "xY"]
     ],
 )
 def test_text_is_cut_by_the_pattern_that_the_file_names(tmp_path: Path, pre: str, pieces: list[str]):
-    text, tokenizer = "".join(pieces), load_tokenizer(head(tmp_path, metadata() | {"tokenizer.ggml.pre": pre}))
+    text = "".join(pieces)
+    tokenizer = load_tokenizer(head(tmp_path, metadata() | {"tokenizer.ggml.pre": pre}))
     assert tokenizer.pre_tokenizer is not None
     assert [text[first:end] for _, (first, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
 
@@ -233,10 +268,7 @@ def test_ends_of_an_answer_are_told_by_their_text(tmp_path: Path, texts: list[st
     assert [tokens[number] for number in found] == ends
 
 
-QUANTISED = [
-    kind for kind in Kind
-    if kind.name.startswith(("Q", "IQ", "TQ", "MXFP4")) and kind in gguf.quants._type_traits
-]  # fmt: skip
+QUANTISED = [kind for kind in Kind if kind.name.startswith(("Q", "IQ", "TQ", "MXFP4")) and kind in gguf.quants._type_traits]
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
@@ -251,7 +283,8 @@ def test_parts_of_every_quantised_type_are_parts_of_the_whole(tmp_path: Path, ki
     writer.write_tensors_to_file()
     writer.close()
     tensor = read_head(tmp_path / "m.gguf")[1]["x"]
-    part, whole = GGUFSlice(tensor, None), gguf.quants.dequantize(raw, kind)
+    part = GGUFSlice(tensor, None)
+    whole = gguf.quants.dequantize(raw, kind)
     assert part.get_shape() == [6, columns]
     np.testing.assert_array_equal(part[2:5, 3:40], whole[2:5, 3:40])
     turned = GGUFSlice(tensor, np.arange(6)[::-1])
@@ -271,7 +304,8 @@ def head(tmp_path: Path, fields: dict[str, Any], arch: str = "llama") -> Path:
 
 def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
     file, _ = make(tmp_path, CONFIGS["qwen3"], Kind.Q8_0)
-    whole, cut = file.read_bytes(), tmp_path / "cut.gguf"
+    whole = file.read_bytes()
+    cut = tmp_path / "cut.gguf"
     for length in (0, 3, 10, 60, 2000, 9000, len(whole) // 2, len(whole) - 40):
         cut.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"cut\.gguf is (not a GGUF file|damaged or cut off|cut off)") as said:
@@ -457,14 +491,26 @@ def test_the_rotation_is_scaled_as_in_llama_cpp(tmp_path: Path, fields: dict[str
 
 
 PIECES = [
-    "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab", "<|end|>",
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    "▁",
+    "a",
+    "b",
+    "▁a",
+    "ab",
+    "▁ab",
+    "<|end|>",
     "<|endoftext|>",
-]  # fmt: skip
+]
 SENTENCE_PIECE: dict[str, Any] = {
-    "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": PIECES, "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": PIECES,
+    "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 6, 4, 3],
     "tokenizer.ggml.scores": [0.0, 0.0, 0.0, *[0.0] * 256, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, 0.0, 0.0],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("arch", "behind"), [("llama", ["▁", "▁ab"]), ("phi3", ["▁ab"])])

@@ -11,17 +11,29 @@ from gguf import GGMLQuantizationType as Kind
 from tilewright.models.gguf_head import read_head
 
 VALUES: dict[str, tuple[str, Any]] = {
-    "a.u8": ("uint8", 200), "a.i8": ("int8", -3), "a.u16": ("uint16", 60000), "a.i16": ("int16", -300),
-    "a.u32": ("uint32", 2**31), "a.i32": ("int32", -5), "a.u64": ("uint64", 2**40), "a.i64": ("int64", -(2**40)),
-    "a.f32": ("float32", 0.5), "a.f64": ("float64", 0.1), "a.yes": ("bool", True), "a.text": ("string", "grüße"),
-    "a.words": ("array", ["a", "", "ü"]), "a.numbers": ("array", [1, -2, 3]), "a.floats": ("array", [0.5, -1.5]),
+    "a.u8": ("uint8", 200),
+    "a.i8": ("int8", -3),
+    "a.u16": ("uint16", 60000),
+    "a.i16": ("int16", -300),
+    "a.u32": ("uint32", 2**31),
+    "a.i32": ("int32", -5),
+    "a.u64": ("uint64", 2**40),
+    "a.i64": ("int64", -(2**40)),
+    "a.f32": ("float32", 0.5),
+    "a.f64": ("float64", 0.1),
+    "a.yes": ("bool", True),
+    "a.text": ("string", "grüße"),
+    "a.words": ("array", ["a", "", "ü"]),
+    "a.numbers": ("array", [1, -2, 3]),
+    "a.floats": ("array", [0.5, -1.5]),
     "a.flags": ("array", [True, False]),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path, rng = tmp_path / "head.gguf", np.random.default_rng(0)
+    path = tmp_path / "head.gguf"
+    rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     for name, (kind, value) in VALUES.items():
         getattr(writer, f"add_{kind}")(name, value)

@@ -22,7 +22,9 @@ from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, BatchNorm, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig, RunningStatistics
 from tilewright.models.gnn_checkpoint import load_gnn, save_gnn
 
-NODES, FEATURES, CLASSES = 9, 5, 3
+NODES = 9
+FEATURES = 5
+CLASSES = 3
 
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -61,16 +63,24 @@ def features(rows: int = NODES, seed: int = 2) -> jax.Array:
 
 
 MODELS = [
-    ("gcn", {}), ("gcn", {"layers": 3}), ("gcn", {"hidden": 8}), ("sage", {}), ("sage", {"layers": 1}), ("sage", {"hidden": 9}),
-    ("gat", {"heads": 2}), ("gat", {"heads": 3, "output_heads": 2, "layers": 3}), ("gin", {"layers": 2}),
+    ("gcn", {}),
+    ("gcn", {"layers": 3}),
+    ("gcn", {"hidden": 8}),
+    ("sage", {}),
+    ("sage", {"layers": 1}),
+    ("sage", {"hidden": 9}),
+    ("gat", {"heads": 2}),
+    ("gat", {"heads": 3, "output_heads": 2, "layers": 3}),
+    ("gin", {"layers": 2}),
     ("gin", {"layers": 1, "learn_epsilon": True, "hidden": 7}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "sizes"), MODELS)
 def test_scores_are_those_of_the_papers_equations(family: str, sizes: dict[str, Any]):
     config, params, state = make(family, **sizes)
-    edges, x = edges_for(family), features()
+    edges = edges_for(family)
+    x = features()
     dense = DenseNeighbours.of(edges, NODES)
     wanted = numpy_scores(family, params, np.asarray(dense.matrix), np.asarray(x), state)
     found, after = run(config, params, dense, x, state)
@@ -81,8 +91,10 @@ def test_scores_are_those_of_the_papers_equations(family: str, sizes: dict[str, 
 @pytest.mark.parametrize(("family", "layout"), [("gcn", "bucketed"), ("sage", "csr"), ("gat", "padded"), ("gin", "csr")])
 def test_scores_and_gradients_are_the_same_on_a_table(family: str, layout: Any):
     config, params, state = make(family, layers=2)
-    edges, x = edges_for(family), features()
-    dense, table = DenseNeighbours.of(edges, NODES), NeighborTable.from_edges(edges, NODES, layout=layout)
+    edges = edges_for(family)
+    x = features()
+    dense = DenseNeighbours.of(edges, NODES)
+    table = NeighborTable.from_edges(edges, NODES, layout=layout)
 
     @partial(jax.jit, static_argnums=3)
     def scores_and_gradients(params: Any, x: jax.Array, graph: Any, table: bool) -> Any:
@@ -92,7 +104,8 @@ def test_scores_and_gradients_are_the_same_on_a_table(family: str, layout: Any):
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
 
-    found, wanted = scores_and_gradients(params, x, table, True), scores_and_gradients(params, x, dense, False)
+    found = scores_and_gradients(params, x, table, True)
+    wanted = scores_and_gradients(params, x, dense, False)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
 
@@ -100,8 +113,10 @@ def test_scores_and_gradients_are_the_same_on_a_table(family: str, layout: Any):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_are_scored_by_their_readout(family: str):
     config, params, state = make(family, layers=2)
-    edges, x = edges_for(family), features()
-    dense, members = DenseNeighbours.of(edges, NODES), np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 1, 1, 1, 1, 1]])
+    edges = edges_for(family)
+    x = features()
+    dense = DenseNeighbours.of(edges, NODES)
+    members = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 1, 1, 1, 1, 1]])
     pool = DenseNeighbours.of(members, 3, NODES)  # the third graph has no node
     wanted = numpy_scores(family, params, np.asarray(dense.matrix), np.asarray(x), state, np.asarray(pool.matrix, np.float64))
     found, _ = run(config, params, dense, x, state, pool=pool)
@@ -111,7 +126,8 @@ def test_graphs_are_scored_by_their_readout(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_is_random_only_in_training_and_a_function_of_its_key(family: str):
     config, params, state = make(family, dropout=0.5)
-    graph, x = DenseNeighbours.of(edges_for(family), NODES), features()
+    graph = DenseNeighbours.of(edges_for(family), NODES)
+    x = features()
 
     def scores(train: bool, key: int | None) -> np.ndarray:
         made = None if key is None else jax.random.key(key)
@@ -125,7 +141,8 @@ def test_dropout_is_random_only_in_training_and_a_function_of_its_key(family: st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prepared_parameters_score_the_same(family: str):
     config, params, state = make(family)
-    table, x = NeighborTable.from_edges(edges_for(family), NODES, layout="padded"), jnp.asarray(features())
+    table = NeighborTable.from_edges(edges_for(family), NODES, layout="padded")
+    x = jnp.asarray(features())
     ops = select.operations()
     ready = ops.prepare(gnn.declare(config), params)
 
@@ -140,7 +157,8 @@ def test_prepared_parameters_score_the_same(family: str):
 
 def test_gat_drops_attention_weights_in_training_each_layer_its_own(monkeypatch: pytest.MonkeyPatch):
     config, params, _ = make("gat", dropout=0.5)
-    graph, given = DenseNeighbours.of(edges_for("gat"), NODES), []
+    graph = DenseNeighbours.of(edges_for("gat"), NODES)
+    given = []
     attend = DenseNeighbours.attend
     monkeypatch.setattr(DenseNeighbours, "attend", lambda *args: given.append(args[5:]) or attend(*args))
     for train in (True, False):
@@ -160,7 +178,8 @@ def test_dropout_keeps_the_mean():
 
 def test_batch_norm_sees_no_padding():
     rng = np.random.default_rng(0)
-    x, rows = rng.normal(2, 3, (12, 4)).astype(np.float32), np.arange(12) < 7
+    x = rng.normal(2, 3, (12, 4)).astype(np.float32)
+    rows = np.arange(12) < 7
     x[7:] = np.nan
     norm = BatchNorm(jnp.full(4, 1.5), jnp.full(4, 0.5))
     running = RunningStatistics(jnp.full(4, 1.0), jnp.full(4, 2.0))
@@ -177,8 +196,10 @@ def test_batch_norm_sees_no_padding():
 
 def test_gin_training_is_the_same_with_padding_behind():
     config, params, state = make("gin", layers=2)
-    edges, x = random_edges(), features()
-    small, large = DenseNeighbours.of(edges, NODES), DenseNeighbours.of(edges, NODES + 5)
+    edges = random_edges()
+    x = features()
+    small = DenseNeighbours.of(edges, NODES)
+    large = DenseNeighbours.of(edges, NODES + 5)
     wanted, after = run(config, params, small, x, state, train=True)
     padded = jnp.concatenate([x, 100 * jnp.ones((5, FEATURES))])
     rows = jnp.arange(NODES + 5) < NODES
@@ -240,7 +261,8 @@ def test_sizes_that_make_no_sense(make_config: Any, problem: str):
 
 def test_what_does_not_fit_is_refused():
     config, params, state = make("gin", layers=2)
-    graph, x = DenseNeighbours.of(random_edges(), NODES), features()
+    graph = DenseNeighbours.of(random_edges(), NODES)
+    x = features()
     with pytest.raises(ValueError, match="expected 5 features, found 4"):
         gnn.apply(config, params, graph, x[:, :4], state)
     with pytest.raises(ValueError, match="layer 0: the neighbours are those of 9 rows, found 8 rows"):

@@ -17,7 +17,8 @@ from tilewright.diffusion import model as diffusion_model
 from tilewright.llm import language_model
 from tilewright.models.hub import resolve
 
-OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
+OLD = "0" * 39 + "1"
+NEW = "0" * 39 + "2"
 WEIGHTS = bytes(range(256)) * 1000
 FILES = {
     "config.json": b'{"model_type": "qwen3"}',
@@ -30,9 +31,12 @@ FILES = {
     "model.safetensors.index.json": b'{"weight_map": {}}',
 }
 REST = {
-    "README.md": b"a card", "pytorch_model.bin": b"pickled", "original/model.safetensors": b"a second copy",
-    "consolidated.safetensors": b"a third", "consolidated-00001-of-00002.safetensors": b"a fourth",
-}  # fmt: skip
+    "README.md": b"a card",
+    "pytorch_model.bin": b"pickled",
+    "original/model.safetensors": b"a second copy",
+    "consolidated.safetensors": b"a third",
+    "consolidated-00001-of-00002.safetensors": b"a fourth",
+}
 
 
 @pytest.fixture

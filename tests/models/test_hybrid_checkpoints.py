@@ -43,19 +43,32 @@ QWEN35_4B: dict[str, Any] = {
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {
-            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 1e7,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7,
             "rope_type": "default",
         },
         "vocab_size": 248320,
     },
     "vision_config": {"depth": 24, "hidden_size": 1024, "model_type": "qwen3_5"},
-}  # fmt: skip
+}
 """The form of the published configurations."""
 NEXT: dict[str, Any] = {
-    "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
-    "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 262144, "rope_theta": 1e7,
-    "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
-}  # fmt: skip
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 262144,
+    "rope_theta": 1e7,
+    "linear_num_value_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+}
 
 
 def test_published_qwen35():
@@ -97,7 +110,8 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], said: str):
 def test_a_published_checkpoint_of_experts(tmp_path: Path):
     """It gives what the same tensors give by the names of the text half alone."""
     folder = GOLDENS / "qwen3.5-moe"
-    stored, fields = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
     whole: dict[str, np.ndarray] = {
         "mtp.fc.weight": np.ones(3, np.float32),
         "model.visual.patch_embed.weight": np.ones(2, np.float32),

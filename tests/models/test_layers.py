@@ -35,7 +35,8 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 )
 def test_rms_norm(seed: int, rows: int, size: int, eps: float, magnitude: float):
     rng = np.random.default_rng(seed)
-    x, weight = normal(rng, rows, size) * np.float32(magnitude), normal(rng, size)
+    x = normal(rng, rows, size) * np.float32(magnitude)
+    weight = normal(rng, size)
     wide = x.astype(np.float64)
     expected = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + eps) * weight
     np.testing.assert_allclose(PLAIN.rms_norm(jnp.asarray(x), jnp.asarray(weight), eps), expected, rtol=1e-5, atol=1e-7)
@@ -115,14 +116,16 @@ def test_rotate(seed: int, sizes: tuple[int, int, int], half: int, first: int):
 def test_rotation_by_a_product_is_the_same(dtype: jnp.dtype):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 16), dtype)
     rope = layers.rope_tables(jnp.arange(6).reshape(2, 3), layers.rope_frequencies(16, 1e4, None))
-    by_product, halves = rotate_by_product(x, *rope), rotate_halves(x, *rope)
+    by_product = rotate_by_product(x, *rope)
+    halves = rotate_halves(x, *rope)
     assert by_product.dtype == halves.dtype == dtype
     np.testing.assert_allclose(np.float32(by_product), np.float32(halves), atol=1e-6 if dtype == jnp.float32 else 2**-7)
 
 
 def test_rotate_makes_scores_depend_on_distance_alone():
     rng = np.random.default_rng(0)
-    q, k = jnp.asarray(normal(rng, 1, 1, 1, 32)), jnp.asarray(normal(rng, 1, 1, 1, 32))
+    q = jnp.asarray(normal(rng, 1, 1, 1, 32))
+    k = jnp.asarray(normal(rng, 1, 1, 1, 32))
     frequencies = layers.rope_frequencies(32, 1e4, LLAMA31)
 
     def score(at: int, to: int) -> float:
@@ -134,19 +137,30 @@ def test_rotate_makes_scores_depend_on_distance_alone():
 
 
 PHI4_MINI: dict[str, Any] = {
-    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 200064, "hidden_size": 3072,
-    "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8,
-    "partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
-    "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1 + n / 2 for n in range(48)]},
-}  # fmt: skip
+}
 """The form of the published configuration."""
 
 
 def longrope(fields: dict[str, Any], length: int) -> tuple[np.ndarray, float]:
     """Inverse frequencies for texts of a length, and the attention factor, as transformers has them
     (`_compute_longrope_parameters`)."""
-    scaling, original = fields["rope_scaling"], fields["original_max_position_embeddings"]
+    scaling = fields["rope_scaling"]
+    original = fields["original_max_position_embeddings"]
     dim = int(fields["hidden_size"] // fields["num_attention_heads"] * fields["partial_rotary_factor"])
     factors = np.asarray(scaling["long_factor" if length > original else "short_factor"])
     factor = fields["max_position_embeddings"] / original

@@ -34,16 +34,35 @@ def loaded(folder: Path, pair: Pair = PAIR) -> tuple[LiLiCorrConfig, LiLiCorrPar
 
 
 PUBLISHED = {
-    "architectures": ["LiLiCorrDraftModel"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-    "vocab_size": 151936, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "num_target_layers": 36, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "layer_types": ["full_attention"] * 5,
-    "attention_bias": False, "block_size": 16,
+    "architectures": ["LiLiCorrDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "layer_types": ["full_attention"] * 5,
+    "attention_bias": False,
+    "block_size": 16,
     "dflash_config": {
-        "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "projector_type": "lilicorr",
-        "lilicorr_candidate_topk": 8, "lilicorr_hidden_size": 1024, "lilicorr_factor_dim": 1024, "lilicorr_num_layers": 2,
-        "lilicorr_num_heads": 8, "lilicorr_mlp_ratio": 2.0, "lilicorr_logit_scale": 8.0, "lilicorr_vector_eps": 1e-4,
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "projector_type": "lilicorr",
+        "lilicorr_candidate_topk": 8,
+        "lilicorr_hidden_size": 1024,
+        "lilicorr_factor_dim": 1024,
+        "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 8,
+        "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_logit_scale": 8.0,
+        "lilicorr_vector_eps": 1e-4,
     },
-}  # fmt: skip
+}
 """The sizes of the published recipe for Qwen3-8B."""
 
 
@@ -60,13 +79,23 @@ def test_a_published_configuration():
     assert all(name.startswith("lilicorr.") for name in shapes.keys() - backbone)
     assert len(own) == 46
     wanted = {
-        "token_proj.weight": [1024, 4096], "context_proj.bias": [1024], "feature_mlp.0.weight": [5],
-        "feature_mlp.1.weight": [1024, 5], "slot_embedding": [1, 1, 15, 1, 1024], "rank_embedding": [1, 1, 1, 8, 1024],
-        "relative_slot_bias": [8, 31], "same_slot_bias": [8], "layers.1.attn.in_proj_weight": [3072, 1024],
-        "layers.1.attn.in_proj_bias": [3072], "layers.1.attn.out_proj.weight": [1024, 1024],
-        "layers.0.mlp.0.weight": [2048, 1024], "layers.0.mlp.2.weight": [1024, 2048], "factor_input_proj.weight": [1024, 3072],
-        "anchor_out_head.weight": [1024, 1024], "output_norm.weight": [1024],
-    }  # fmt: skip
+        "token_proj.weight": [1024, 4096],
+        "context_proj.bias": [1024],
+        "feature_mlp.0.weight": [5],
+        "feature_mlp.1.weight": [1024, 5],
+        "slot_embedding": [1, 1, 15, 1, 1024],
+        "rank_embedding": [1, 1, 1, 8, 1024],
+        "relative_slot_bias": [8, 31],
+        "same_slot_bias": [8],
+        "layers.1.attn.in_proj_weight": [3072, 1024],
+        "layers.1.attn.in_proj_bias": [3072],
+        "layers.1.attn.out_proj.weight": [1024, 1024],
+        "layers.0.mlp.0.weight": [2048, 1024],
+        "layers.0.mlp.2.weight": [1024, 2048],
+        "factor_input_proj.weight": [1024, 3072],
+        "anchor_out_head.weight": [1024, 1024],
+        "output_norm.weight": [1024],
+    }
     assert wanted.items() <= own.items()
 
 
@@ -129,7 +158,8 @@ def scored(
     config, params = loaded(folder, pair)
     target, drafter = build_lilicorr(pair)
     rng = np.random.default_rng(1)
-    hidden, feature = rng.normal(size=(2, slots, 32)), rng.normal(size=(2, 32))
+    hidden = rng.normal(size=(2, slots, 32))
+    feature = rng.normal(size=(2, 32))
     logits = target.head(hidden)
     candidates = np.argsort(-logits, axis=-1, kind="stable")[..., : config.candidate_top_k]
     log_probs = np.take_along_axis(logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)), candidates, axis=-1)
@@ -166,7 +196,8 @@ def test_features_by_hand():
 
 def test_the_bias_of_the_attention_by_hand():
     config = lilicorr.config_from_hf(PAIR.drafter_config)
-    table, same = jnp.arange(21.0).reshape(3, 7), jnp.asarray([100.0, 200.0, 300.0])
+    table = jnp.arange(21.0).reshape(3, 7)
+    same = jnp.asarray([100.0, 200.0, 300.0])
     lattice = initialise(lilicorr.declare(config), jax.random.key(0)).lattice
     bias = lilicorr.attention_bias(config, replace(lattice, slot_bias=table, same_slot_bias=same), 2)
     assert bias.shape == (3, 8, 8)

@@ -18,13 +18,26 @@ from tilewright.models.lora import Adapter, Adapters, LowRankPair, adapted_opera
 from tilewright.models.lora_files import read_adapter, read_adapters
 from tilewright.models.params import matrix
 
-ROWS, INPUTS, OUTPUTS = 4, 32, 48
+ROWS = 4
+INPUTS = 32
+OUTPUTS = 48
 UP = "base_model.model.model.layers.0.mlp.up_proj"
 CONFIG: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "vocab_size": 40,
-    "max_position_embeddings": 64, "attention_bias": False, "num_hidden_layers": 1, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "attention_bias": False,
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": True,
+}
 
 
 def pair(rng: np.random.Generator, rank: int, outputs: int = OUTPUTS) -> LowRankPair:
@@ -47,7 +60,8 @@ def test_products_of_adapted_matrices(kernels: Any, weights: Any) -> None:
     adapters = Adapters(some)
     w = [jnp.asarray(rng.normal(size=(INPUTS, OUTPUTS)), jnp.float32) for _ in specs]
     x = jnp.asarray(rng.normal(size=(ROWS, 2, INPUTS)), jnp.float32)
-    norm, add = Norm(jnp.asarray(rng.uniform(0.5, 1.5, INPUTS), jnp.float32), 1e-6), jnp.ones((ROWS, 2, OUTPUTS))
+    norm = Norm(jnp.asarray(rng.uniform(0.5, 1.5, INPUTS), jnp.float32), 1e-6)
+    add = jnp.ones((ROWS, 2, OUTPUTS))
     own = own_columns(jnp.asarray(adapters.columns), jnp.arange(ROWS, dtype=jnp.int32))
     adapted = adapted_operations(ops, own)
 
@@ -108,9 +122,11 @@ def test_numbers_and_ranks_of_adapters() -> None:
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_published_adapter_is_read(tmp_path: Path, rslora: bool) -> None:
     """What is read, added to a weight, is that weight merged by PEFT's formula."""
-    rng, name = np.random.default_rng(1), "model.layers.0.mlp.up_proj.weight"
+    rng = np.random.default_rng(1)
+    name = "model.layers.0.mlp.up_proj.weight"
     model = {name: rng.normal(size=(48, 32)).astype(np.float32)}
-    config, tensors = config_of(["up_proj"], 4, 24, use_rslora=rslora), random_adapter(rng, model, ["up_proj"], 4)
+    config = config_of(["up_proj"], 4, 24, use_rslora=rslora)
+    tensors = random_adapter(rng, model, ["up_proj"], 4)
     adapter = read_adapter("mine", write_adapter(tmp_path, config, tensors))
     a, b = adapter.pairs["model.layers.0.mlp.up_proj"]
     np.testing.assert_allclose(model[name] + b @ a, merged(model, config, tensors)[name], rtol=1e-5, atol=1e-5)
@@ -140,11 +156,21 @@ def test_joined_tensors_of_a_checkpoint_are_divided() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "use_dora": True, "modules_to_save": ["lm_head"], "bias": "lora_only", "lora_bias": True, "fan_in_fan_out": True,
-    "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}, "trainable_token_indices": [3],
-    "target_parameters": ["mlp.experts.gate_up_proj"], "layer_replication": [[0, 2]], "init_lora_weights": "pissa_niter_4",
-    "peft_type": "IA3", "r": 0, "lora_alpha": None,
-}  # fmt: skip
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "bias": "lora_only",
+    "lora_bias": True,
+    "fan_in_fan_out": True,
+    "rank_pattern": {"q_proj": 8},
+    "alpha_pattern": {"q_proj": 8},
+    "trainable_token_indices": [3],
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "layer_replication": [[0, 2]],
+    "init_lora_weights": "pissa_niter_4",
+    "peft_type": "IA3",
+    "r": 0,
+    "lora_alpha": None,
+}
 
 
 @pytest.mark.parametrize("field", REFUSED)
@@ -192,7 +218,8 @@ def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
 def test_an_adapter_of_another_model_is_refused() -> None:
     specs = declare(config_from_hf(CONFIG))
     params = replace(specs, layers=(Layer(None, None, None, None, None, None, None, None),))
-    rng, ops = np.random.default_rng(0), operations(kernels="xla")
+    rng = np.random.default_rng(0)
+    ops = operations(kernels="xla")
     for module, said in (("model.layers.7.mlp.up_proj", "found model.layers.7.mlp.up_proj"), ("lm_head", "found lm_head")):
         with pytest.raises(ValueError, match=said):
             Adapters((Adapter("a", 2, {module: pair(rng, 2)}),)).applied(ops, specs, params, jnp.float32)

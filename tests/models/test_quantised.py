@@ -32,9 +32,15 @@ from tilewright.models.stored import SafetensorsFile, gathered, in_order, read_h
 GOLDENS = Path(__file__).parent.parent / "golden" / "quantised"
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.safetensors"))
 KEPT = {
-    "gptq-symmetric": "q4_0", "gptq-zeros": "q4_z", "awq": "q4_z", "pack-group": "q4_0", "pack-zeros": "q4_z",
-    "pack-channel": "q4_0", "int-channel": "q8_0", "mxfp4": "q5_0",
-}  # fmt: skip
+    "gptq-symmetric": "q4_0",
+    "gptq-zeros": "q4_z",
+    "awq": "q4_z",
+    "pack-group": "q4_0",
+    "pack-zeros": "q4_z",
+    "pack-channel": "q4_0",
+    "int-channel": "q8_0",
+    "mxfp4": "q5_0",
+}
 """The format of blocks that holds a golden's numbers; of the others none does."""
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 
@@ -51,7 +57,8 @@ def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_other_libraries_stored_is_what_they_read(name: str):
     config, tensors = golden(name)
-    wanted, layout = tensors.pop("wanted"), quantised_layout(config)
+    wanted = tensors.pop("wanted")
+    layout = quantised_layout(config)
     assert layout is not None
     read = layout.read(tensors)
     np.testing.assert_array_equal(read.weights(), wanted)
@@ -64,7 +71,8 @@ def test_what_other_libraries_stored_is_what_they_read(name: str):
 def test_zero_points_of_both_formats_of_gptq():
     """The first one stores a zero point less one, eight of them in one word, from which a borrow may go on."""
     config, tensors = golden("gptq-zeros")
-    first, second = quantised_layout(config), quantised_layout({**config, "checkpoint_format": "gptq_v2"})
+    first = quantised_layout(config)
+    second = quantised_layout({**config, "checkpoint_format": "gptq_v2"})
     assert first is not None
     assert second is not None
     later = {**tensors, "qzeros": (tensors["qzeros"].view(np.uint32) + np.uint32(0x11111111)).view(np.int32)}
@@ -91,12 +99,15 @@ def test_floats_of_8_bits_in_blocks(seed: int, block: tuple[int, int]):
 def test_mxfp4_is_what_its_specification_says(seed: int):
     """gpt-oss's tensors: sign, exponent with a bias of 1, one bit of fraction, subnormal at exponent 0; in float64."""
     rng = np.random.default_rng(seed)
-    pairs, scales = rng.integers(0, 256, (2, 5, 3, 16), np.uint8), rng.integers(0, 255, (2, 5, 3), np.uint8)
+    pairs = rng.integers(0, 256, (2, 5, 3, 16), np.uint8)
+    scales = rng.integers(0, 255, (2, 5, 3), np.uint8)
     found = read_mxfp4(pairs, scales)
     assert (found.shape, found.dtype) == ((2, 5, 96), np.float32)
     floats = np.empty((2, 5, 3, 32), np.uint8)
-    floats[..., 0::2], floats[..., 1::2] = pairs & 15, pairs >> 4
-    exponent, fraction = (floats >> 1 & 3).astype(np.float64), (floats & 1).astype(np.float64)
+    floats[..., 0::2] = pairs & 15
+    floats[..., 1::2] = pairs >> 4
+    exponent = (floats >> 1 & 3).astype(np.float64)
+    fraction = (floats & 1).astype(np.float64)
     size = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2.0 ** (exponent - 1))
     wanted = np.where(floats & 8, -size, size) * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
     with np.errstate(over="ignore", under="ignore"):
@@ -145,7 +156,8 @@ def test_bits_are_kept_where_outputs_stand_in_another_order(tmp_path: Path):
     """Channels of linear attention: all queries before all keys and values in the file, a head's after another's in memory."""
     sizes = DeltaSizes(8, 8, 16, 16, 4)
     config = DecoderConfig(family="qwen3_5_text", delta=sizes, delta_layers=(0,), partial_rotary_factor=0.5, **SIZES)
-    folder, other = tmp_path / "quantised", tmp_path / "plain"
+    folder = tmp_path / "quantised"
+    other = tmp_path / "plain"
     for one in (folder, other):
         save_params(one, config_to_hf(config), declare(config), initialise(declare(config), jax.random.key(0)), "float32")
     after = quantise_folder(folder, "awq")
@@ -171,7 +183,8 @@ def test_bits_of_linear_attention_are_kept_in_another_order(tmp_path: Path, fami
 
 
 def test_floats_of_8_bits_in_another_order():
-    rng, order = np.random.default_rng(0), np.asarray([3, 0, 2])
+    rng = np.random.default_rng(0)
+    order = np.asarray([3, 0, 2])
     values = rng.standard_normal((4, 8)).astype(ml_dtypes.float8_e4m3fn)
     whole = Scaled(values, rng.random((2, 2)).astype(np.float32), (2, 4))
     kept = whole.fp8()
@@ -188,7 +201,8 @@ def test_a_checkpoint_is_the_model_of_its_dequantised_weights(tmp_path: Path, na
     save_file(quantise_folder(folder, name), other / "model.safetensors", {"format": "pt"})
     (_, found), (_, wanted) = (load_decoder(one, jnp.float32) for one in (folder, other))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    bits, weights = (8 if "8" in name else 4), "fp8" if "fp8" in name else "int4"
+    bits = 8 if "8" in name else 4
+    weights = "fp8" if "fp8" in name else "int4"
     assert f"{bits}-bit checkpoint, running in float32; add --weights {weights} to keep its bits (matrices: " in caplog.text
 
 
@@ -197,7 +211,8 @@ def test_biases_of_zeros_are_passed_over_and_others_are_not(tmp_path: Path):
     _, folder = make(tmp_path, CONFIGS["llama"], Kind.F32)
     quantise_folder(folder, "awq")
     _, wanted = load_decoder(folder, jnp.float32)
-    shard, name = folder / "model-00001-of-00002.safetensors", "model.layers.0.self_attn.q_proj.bias"
+    shard = folder / "model-00001-of-00002.safetensors"
+    name = "model.layers.0.self_attn.q_proj.bias"
     tensors = load_file(shard)
     save_file({**tensors, name: np.zeros(7, np.float16)}, shard)
     _, found = load_decoder(folder, jnp.float32)
@@ -220,12 +235,21 @@ def test_autogptqs_file_says_what_config_json_does_not(tmp_path: Path):
 def test_a_layer_that_lacks_tensors_or_has_others_is_named(tmp_path: Path):
     layout = quantised_layout({"quant_method": "awq", "bits": 4, "group_size": 32})
     assert layout is not None
-    words, scales = np.zeros((32, 2), np.int32), np.zeros((1, 16), np.float16)
+    words = np.zeros((32, 2), np.int32)
+    scales = np.zeros((1, 16), np.float16)
     save_file(
-        {"a.qweight": words, "a.qzeros": words[:1], "b.qweight": words, "b.qzeros": words, "b.scales": scales,
-         "c.qweight": words.astype(np.float32), "c.qzeros": words, "c.scales": scales},
+        {
+            "a.qweight": words,
+            "a.qzeros": words[:1],
+            "b.qweight": words,
+            "b.qzeros": words,
+            "b.scales": scales,
+            "c.qweight": words.astype(np.float32),
+            "c.qzeros": words,
+            "c.scales": scales,
+        },
         tmp_path / "model.safetensors",
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match="tensors that are not as AWQ has them") as refused:
         gathered(read_headers([tmp_path / "model.safetensors"]), layout)
     for said in ("a: it lacks scales", "b: qzeros (expected [1, 2], found [32, 2])", "c: qweight (expected I32, found F32)"):

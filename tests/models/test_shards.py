@@ -85,15 +85,18 @@ def test_shared_key_value_heads_are_read_once_and_no_device_holds_others(
     loaded = load_decoder(folder, jnp.float32, shard=lambda _: on)[1]
     assert_equal(loaded, params, on)
     held = min(devices, CONFIG.num_kv_heads)
-    name, size = "model.layers.0.self_attn.k_proj.weight", 4 * CONFIG.hidden_size * CONFIG.num_kv_heads * CONFIG.head_dim
+    name = "model.layers.0.self_attn.k_proj.weight"
+    size = 4 * CONFIG.hidden_size * CONFIG.num_kv_heads * CONFIG.head_dim
     assert [part for part in READ if part[0] == name] == [(name, size // held)] * held
     for n, shard in enumerate(loaded.layers[0].qkv.parts[1].addressable_shards):
-        head, width = n * held // devices, CONFIG.num_kv_heads // held * CONFIG.head_dim
+        head = n * held // devices
+        width = CONFIG.num_kv_heads // held * CONFIG.head_dim
         np.testing.assert_array_equal(shard.data, params.layers[0].qkv.parts[1][:, head * width : (head + 1) * width])
 
 
 def test_saved_from_shards_and_loaded_under_another_mesh(folder: Path, params: DecoderParams, tmp_path: Path):
-    on, other = placed({"fsdp": 4, "tp": 2}), placed({"fsdp": 1, "tp": 4})
+    on = placed({"fsdp": 4, "tp": 2})
+    other = placed({"fsdp": 1, "tp": 4})
     loaded = load_decoder(folder, jnp.float32, shard=lambda _: on)[1]
     save_params(tmp_path, config_to_hf(CONFIG), SPECS, loaded, jnp.float32)
     for name in ("model.safetensors", "config.json"):
@@ -109,7 +112,8 @@ def test_shards_are_drawn_as_the_whole_would_be(params: DecoderParams):
 def test_no_device_draws_a_whole_array():
     """Of the embedding a device of the compiled program holds its share and nothing larger, in any shape."""
     on = placed({"fsdp": 4, "tp": 2})
-    shard, size = on.embed.shard_shape(SPECS.embed.shape), int(np.prod(SPECS.embed.shape))
+    shard = on.embed.shard_shape(SPECS.embed.shape)
+    size = int(np.prod(SPECS.embed.shape))
 
     def largest(on: object) -> int:
         drawn = jax.jit(lambda key: initialise(SPECS.embed, key, shardings=on)).lower(jax.random.key(0)).compile()
@@ -134,7 +138,8 @@ def test_a_loaded_replica_is_a_copy(folder: Path):
     """What was read once lies on several devices; giving all of it away writes into none of the others."""
     on = placed({"fsdp": 1, "tp": 8})
     loaded = load_decoder(folder, jnp.float32, shard=lambda _: on)[1]
-    first, last = loaded.norm.addressable_shards[0].data, loaded.norm.addressable_shards[-1].data
+    first = loaded.norm.addressable_shards[0].data
+    last = loaded.norm.addressable_shards[-1].data
     before = np.array(last)
     jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(first))
     np.testing.assert_array_equal(last, before)

@@ -40,7 +40,8 @@ class Sharded(SingleDevice):
     def run(
         self, stack: Stack, x: Array, rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        ops, after = stack.ops, []
+        ops = stack.ops
+        after = []
         for whole in stack.layers:
             shards = [shard_of(whole, n) for n in range(SHARDS)]
             outs = [stack.attend(ops, shard, stack.project(ops, shard, x), rows, None)[0] for shard in shards]
@@ -95,7 +96,8 @@ def results(schedule: Any) -> tuple[Array, Array, Array]:
 
 def test_partial_sums_of_shards_add_up_to_the_whole():
     """A half that returned the stream with its sum would count the stream once for each shard."""
-    whole, sharded = results(SINGLE_DEVICE), results(Sharded())
+    whole = results(SINGLE_DEVICE)
+    sharded = results(Sharded())
     for one, other in zip(whole[:2], sharded[:2], strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
     np.testing.assert_array_equal(whole[2], sharded[2])
@@ -104,7 +106,8 @@ def test_partial_sums_of_shards_add_up_to_the_whole():
 
 
 def test_a_schedule_can_take_over_the_products():
-    whole, tiled = results(SINGLE_DEVICE), results(Tiled())
+    whole = results(SINGLE_DEVICE)
+    tiled = results(Tiled())
     np.testing.assert_allclose(whole[0], tiled[0], atol=2e-5)
     assert (np.asarray(whole[0]) != np.asarray(tiled[0])).any(), "another order of the sums"
 

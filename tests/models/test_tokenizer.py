@@ -48,7 +48,8 @@ def word_tokenizer(model: Any, decoder: Any) -> Tokenizer:
 MARKED = ["▁one", "▁", "two", "▁▁", "é", "\N{REPLACEMENT CHARACTER}", "!"]
 PIECES = ["one", "##two", "##.", ",", "n't", "'", "do", "\N{REPLACEMENT CHARACTER}", "[UNK]"]
 ENDED = ["one</w>", "t", "wo</w>", "</w>", "\N{REPLACEMENT CHARACTER}"]
-BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer(decoders.Strip(" ", 1, 0))
+BYTES = byte_tokenizer()
+FALLBACK = fallback_tokenizer(decoders.Strip(" ", 1, 0))
 KINDS = {
     "byte-level": BYTES,
     "llama-2": FALLBACK,
@@ -164,7 +165,8 @@ def prefixed_tokenizer(kind: str) -> Tokenizer:
         "x",
         *(f"<0x{byte:02X}>" for byte in range(256)),
     ]
-    vocab, merges = {word: n for n, word in enumerate(dict.fromkeys([*words, *"ThecapsriP"]))}, [("▁", "▁")]
+    vocab = {word: n for n, word in enumerate(dict.fromkeys([*words, *"ThecapsriP"]))}
+    merges = [("▁", "▁")]
     for word in words[4:8]:
         for end in range(2, len(word) + 1):
             vocab.setdefault(word[:end], len(vocab))
@@ -222,11 +224,13 @@ def test_bytes_beside_one_another_wait_for_what_follows():
 @pytest.mark.parametrize("kind", ["byte-level", "llama-2"])
 @pytest.mark.parametrize("endless", ["words", "invalid", "special"])
 def test_a_token_costs_the_same_after_thousands(kind: str, endless: str, monkeypatch: pytest.MonkeyPatch):
-    tokenizer, decoded = KINDS[kind], []
+    tokenizer = KINDS[kind]
+    decoded = []
     token = {"words": 256 + 2 if kind == "llama-2" else 65, "invalid": 0xBD, "special": tokenizer.token_to_id("<|end|>")}[
         endless
     ]
-    ids, decode = [token] * 3000, StreamDecoder._decode
+    ids = [token] * 3000
+    decode = StreamDecoder._decode
     monkeypatch.setattr(StreamDecoder, "_decode", lambda self, ids, *skip: decoded.append(len(ids)) or decode(self, ids, *skip))
     assert "".join(pieces(StreamDecoder(tokenizer), ids, 1)) == tokenizer.decode(ids)
     assert sum(decoded) < 200 * len(ids)
@@ -296,7 +300,8 @@ def test_a_tokenizer_is_built_from_the_files_of_dream(tmp_path: Path, qwen2: Tok
         assert built.encode(text).ids == qwen2.encode(text).ids
         assert built.decode(built.encode(text).ids) == unicodedata.normalize("NFC", text)
     parts = "one<|mask|><think>two<|endoftext|>"
-    one, two = qwen2.encode("one").ids, qwen2.encode("two").ids
+    one = qwen2.encode("one").ids
+    two = qwen2.encode("two").ids
     assert built.encode(parts).ids == [*one, 303, 304, *two, 300]
     assert built.decode(built.encode(parts).ids) == "one<think>two"
     assert built.decode(built.encode(parts).ids, skip_special_tokens=False) == parts

@@ -92,10 +92,13 @@ def test_files_that_are_damaged(tmp_path: Path):
         with pytest.raises(ValueError, match=f"{name}.pt is not a readable file of torch.save"):
             load_tensors(tmp_path / f"{name}.pt")
     for number, (change, message) in enumerate(
-        [({"0": b"short"}, "not a readable"), ({"0": None}, "not a readable"),
-         ({"byteorder": b"big"}, "highest byte comes first"),
-         ({"compress": zipfile.ZIP_DEFLATED}, "numbers that are compressed")]
-    ):  # fmt: skip
+        [
+            ({"0": b"short"}, "not a readable"),
+            ({"0": None}, "not a readable"),
+            ({"byteorder": b"big"}, "highest byte comes first"),
+            ({"compress": zipfile.ZIP_DEFLATED}, "numbers that are compressed"),
+        ]
+    ):
         with pytest.raises(ValueError, match=message):
             load_tensors(rewritten(tmp_path / f"{number}.pt", **change))
 

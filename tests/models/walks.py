@@ -13,7 +13,9 @@ from tilewright.runtime.noise import gumbel
 from tilewright.runtime.sampling import Sampling, row_sampling
 
 Draw = Callable[..., jax.Array]
-TEMPERATURE, ROWS, BATCHES = 1.3, 64, 60
+TEMPERATURE = 1.3
+ROWS = 64
+BATCHES = 60
 
 
 def one_noise(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:

@@ -50,10 +50,19 @@ parser.add_argument("--json", type=Path)
 ARGS = parser.parse_args()
 MIXTURE = Mixture(ARGS.experts, 8, 768)
 CONFIG = DecoderConfig(
-    family="qwen3_moe", vocab_size=32768, hidden_size=2048, intermediate_size=6144, num_layers=ARGS.layers, num_heads=32,
-    num_kv_heads=4, head_dim=128, mixture=MIXTURE, tie_word_embeddings=True,
-)  # fmt: skip
-CONTEXT, CAPACITY = 64, 128
+    family="qwen3_moe",
+    vocab_size=32768,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=ARGS.layers,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    mixture=MIXTURE,
+    tie_word_embeddings=True,
+)
+CONTEXT = 64
+CAPACITY = 128
 REST_S = 0.3
 """how long torch's threads are left to themselves after a step: they spin on for a while, on cores that are timed next."""
 Step = Callable[[], float]
@@ -121,10 +130,16 @@ def our_step(ops: Operations, models: Models, tokens: np.ndarray) -> Step:
 def their_model() -> Any:
     """A model of the same shape in transformers, with random weights."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**{
-        **decoder.config_to_hf(CONFIG), "model_type": "qwen3_moe", "dtype": "bfloat16", "eos_token_id": None,
-        "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    })  # fmt: skip
+    config = transformers.AutoConfig.for_model(
+        **{
+            **decoder.config_to_hf(CONFIG),
+            "model_type": "qwen3_moe",
+            "dtype": "bfloat16",
+            "eos_token_id": None,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        }
+    )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
@@ -162,17 +177,27 @@ def compare(rows: int, sides: dict[str, tuple[Operations, Models]], model: Any, 
     best = min(theirs, key=lambda name: statistics.median(taken[name]))
     records = []
     for name, (ops, models) in sides.items():
-        read, whole = experts_read(ops, models, tokens), CONFIG.num_layers * MIXTURE.experts
+        read = experts_read(ops, models, tokens)
+        whole = CONFIG.num_layers * MIXTURE.experts
         of_experts = held_bytes([(layer.gate_up, layer.down) for layer in models.target.layers])
         nbytes = step_bytes(models.target, 0) + of_experts * read / whole
         ratios = [step / (nbytes / 1e9 / rate) for step, rate in zip(taken[name], taken["memory"], strict=True)]
-        records.append({
-            "weights": name, "rows": rows, "experts": read, "gb": nbytes / 1e9,
-            "expected_gb": step_bytes(models.target, rows) / 1e9, "ms": 1e3 * statistics.median(taken[name]),
-            "gb_per_s": statistics.median(taken["memory"]), "of_its_bytes": statistics.median(ratios),
-            "of_its_bytes_range": [min(ratios), max(ratios)], "transformers": best,
-            "transformers_ms": 1e3 * statistics.median(taken[best]), "speed_ratio": quotients(taken[best], taken[name]).median,
-        })  # fmt: skip
+        records.append(
+            {
+                "weights": name,
+                "rows": rows,
+                "experts": read,
+                "gb": nbytes / 1e9,
+                "expected_gb": step_bytes(models.target, rows) / 1e9,
+                "ms": 1e3 * statistics.median(taken[name]),
+                "gb_per_s": statistics.median(taken["memory"]),
+                "of_its_bytes": statistics.median(ratios),
+                "of_its_bytes_range": [min(ratios), max(ratios)],
+                "transformers": best,
+                "transformers_ms": 1e3 * statistics.median(taken[best]),
+                "speed_ratio": quotients(taken[best], taken[name]).median,
+            }
+        )
     return records
 
 

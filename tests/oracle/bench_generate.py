@@ -34,11 +34,20 @@ MODULES = ("calendar", "configparser", "csv", "fractions", "heapq", "queue", "st
 # huggingface.co/Qwen/Qwen3-0.6B, config.json
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
-        "family": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28,
-        "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "tie_word_embeddings": True, "max_position_embeddings": 40960,
+        "family": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_layers": 28,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
     }
-}  # fmt: skip
+}
 
 
 class Call(NamedTuple):
@@ -158,10 +167,12 @@ def transformers_sides(folder: Path, dtype: str, new_tokens: int, threads: Seque
 
     def generate(threads: int, prompts: list[list[int]]) -> Call:
         torch.set_num_threads(threads)
-        tokens, clock = torch.tensor(prompts), Clock()
+        tokens = torch.tensor(prompts)
+        clock = Clock()
         out = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), streamer=clock)
         # The first token is the prefill's: each of the others took a step.
-        steps, seconds = len(clock.times) - 2, clock.times[-1] - clock.times[1]
+        steps = len(clock.times) - 2
+        seconds = clock.times[-1] - clock.times[1]
         return Call(out[:, tokens.shape[1] :].tolist(), len(prompts) * steps / seconds)
 
     return {f"transformers_threads_{n}": partial(generate, n) for n in threads}

@@ -33,7 +33,9 @@ from tilewright.models import gnn
 
 GRAPHS = ("uniform:10000:16", "uniform:10000:64", "rmat:100000:1000000")
 AGREES = 1e-3
-PAUSE_S, WARM_S, TIMED_S = 0.05, 0.05, 0.1
+PAUSE_S = 0.05
+WARM_S = 0.05
+TIMED_S = 0.1
 
 Way = Callable[[], Any]
 SeveralWords = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())]
@@ -49,7 +51,8 @@ def torch_csr(graph: BenchGraph) -> tuple[Any, Any, Any]:
 
 def aggregations(graph: BenchGraph, x: np.ndarray) -> dict[str, Way]:
     """Ways to take the mean over the neighbours of each node."""
-    features, given = torch.from_numpy(x), jnp.asarray(x)
+    features = torch.from_numpy(x)
+    given = jnp.asarray(x)
     edges = torch.from_numpy(graph.edge_index.astype(np.int64))
     offsets, sources, matrix = torch_csr(graph)
     degrees = torch.from_numpy(graph.degrees.astype(np.float32)).clamp(min=1)[:, None]
@@ -86,8 +89,10 @@ def networks(graph: BenchGraph, x: np.ndarray) -> dict[str, Way]:
     for conv, layer in zip(convs, params.layers, strict=True):
         values = {"lin_l.weight": layer.neighbour.weight.T, "lin_l.bias": layer.neighbour.bias, "lin_r.weight": layer.root.T}
         conv.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in values.items()})
-    features, given = torch.from_numpy(x), jnp.asarray(x)
-    edges, matrix = torch.from_numpy(graph.edge_index.astype(np.int64)), torch_csr(graph)[2]
+    features = torch.from_numpy(x)
+    given = jnp.asarray(x)
+    edges = torch.from_numpy(graph.edge_index.astype(np.int64))
+    matrix = torch_csr(graph)[2]
 
     def run(adjacency: Any) -> Any:
         return convs[1](torch.relu(convs[0](features, adjacency)), adjacency)
@@ -155,7 +160,8 @@ def main(*, data: SeveralWords = GRAPHS, features: int = 128, repetitions: int =
     console = human_console(json_file)
     torch.set_num_threads(cores())
     rng = np.random.default_rng(0)
-    aggregated, models = [], []
+    aggregated = []
+    models = []
     with torch.inference_mode():
         for name in track(data, "graphs", console=console, disable=not console.is_terminal):
             graph = read_graph(name)

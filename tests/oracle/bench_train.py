@@ -26,7 +26,8 @@ from bench_generate import machine, pin
 Step = Callable[[], float]
 """Takes one training step; its loss."""
 
-RATE, DECAY = 6e-4, 0.01
+RATE = 6e-4
+DECAY = 0.01
 
 
 def arguments() -> argparse.Namespace:
@@ -52,12 +53,25 @@ def batches(args: argparse.Namespace) -> list[np.ndarray]:
 def config_of(args: argparse.Namespace) -> Any:
     from tilewright.models.decoder import config_from_hf
 
-    return config_from_hf({
-        "model_type": "qwen3", "vocab_size": args.vocab, "hidden_size": args.hidden, "intermediate_size": args.intermediate,
-        "num_hidden_layers": args.layers, "num_attention_heads": args.heads, "num_key_value_heads": args.kv_heads,
-        "head_dim": args.head_dim, "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "tie_word_embeddings": True, "max_position_embeddings": args.length, "eos_token_id": 0,
-    })  # fmt: skip
+    return config_from_hf(
+        {
+            "model_type": "qwen3",
+            "vocab_size": args.vocab,
+            "hidden_size": args.hidden,
+            "intermediate_size": args.intermediate,
+            "num_hidden_layers": args.layers,
+            "num_attention_heads": args.heads,
+            "num_key_value_heads": args.kv_heads,
+            "head_dim": args.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": args.length,
+            "eos_token_id": 0,
+        }
+    )
 
 
 def own_side(args: argparse.Namespace, matmul_dtype: str, params: Any) -> Step:
@@ -72,11 +86,15 @@ def own_side(args: argparse.Namespace, matmul_dtype: str, params: Any) -> Step:
 
     options = TextOptions(steps=1000, batch_size=args.batch, sequence_length=args.length, learning_rate=RATE, warmup=0.0)
     ops = select.PLAIN if matmul_dtype == "xla" else select.training_operations(matmul_dtype)
-    config, optimizer = config_of(args), make_optimizer(options, hidden_matrices)
+    config = config_of(args)
+    optimizer = make_optimizer(options, hidden_matrices)
     step = gradient_step(lambda params, _, batch, key: next_token_loss(config, ops, params, *batch), optimizer)
     params = jax.tree.map(jnp.copy, params)
-    state, feed, key = [params, optimizer.init(params)], batches(args), jax.random.key(0)
-    in_loss, taken = jnp.ones((args.batch, args.length + 1), bool), 0
+    state = [params, optimizer.init(params)]
+    feed = batches(args)
+    key = jax.random.key(0)
+    in_loss = jnp.ones((args.batch, args.length + 1), bool)
+    taken = 0
 
     def run() -> float:
         nonlocal taken
@@ -105,7 +123,8 @@ def torch_side(args: argparse.Namespace, dtype: str, threads: int, folder: Path,
 
     if compiled:
         loss_of = torch.compile(loss_of)
-    feed, taken = [torch.from_numpy(tokens.astype(np.int64)) for tokens in batches(args)], 0
+    feed = [torch.from_numpy(tokens.astype(np.int64)) for tokens in batches(args)]
+    taken = 0
 
     def run() -> float:
         nonlocal taken

@@ -30,10 +30,17 @@ def test_logits(kv_heads: int, tmp_path: Path):
     print(f"ORACLE_SEED={SEED}")
     generator = torch.Generator().manual_seed(SEED)
     sizes = transformers.Qwen2Config(
-        vocab_size=128, hidden_size=48, intermediate_size=72, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=kv_heads, max_position_embeddings=512, tie_word_embeddings=False, attn_implementation="eager",
+        vocab_size=128,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        attn_implementation="eager",
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
+    )
     model = transformers.Qwen2ForCausalLM(sizes).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -43,7 +50,8 @@ def test_logits(kv_heads: int, tmp_path: Path):
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": "Dream", "mask_token_id": 127}))
 
-    tokens, valid = np.random.default_rng(SEED).integers(0, 128, (2, max(LENGTHS))), np.asarray(LENGTHS)
+    tokens = np.random.default_rng(SEED).integers(0, 128, (2, max(LENGTHS)))
+    valid = np.asarray(LENGTHS)
     seen = np.arange(max(LENGTHS)) < valid[:, None]
     mask = torch.from_numpy(np.where(seen, 0.0, -1e30).astype(np.float32))[:, None, None].expand(-1, 1, max(LENGTHS), -1)
     with torch.no_grad():

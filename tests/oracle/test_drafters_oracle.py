@@ -25,9 +25,13 @@ cache_utils = pytest.importorskip("transformers.cache_utils")
 
 SEED = int(os.environ.get("ORACLE_SEED", secrets.randbelow(2**31)))
 SIZES: dict[str, Any] = {
-    "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "rms_norm_eps": 1e-5,
-}  # fmt: skip
+}
 DRAFTER = {**SIZES, "num_hidden_layers": 3, "block_size": 5, "mask_token_id": 29, "target_layer_ids": [0, 2, 3]}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 TARGET = {**SIZES, "model_type": "qwen3", "vocab_size": 30, "num_hidden_layers": 5, "max_position_embeddings": 64}
@@ -56,9 +60,11 @@ def test_a_block_equals_transformers(tmp_path: Path, window: int, context: int):
     cache.set_previous_accepted_tokens(context)
     with torch.no_grad():
         want = model(
-            noise_embeds=torch.tensor(block), context_hidden_states=torch.tensor(taps), position_ids=torch.tensor(positions),
+            noise_embeds=torch.tensor(block),
+            context_hidden_states=torch.tensor(taps),
+            position_ids=torch.tensor(positions),
             cache=cache,
-        ).last_hidden_state.numpy()  # fmt: skip
+        ).last_hidden_state.numpy()
     config, params = load_dflash(tmp_path, read_config(tmp_path), decoder.config_from_hf(TARGET), "float32", None)
     assert config.windows == (window + 1, None, window + 1)
 
@@ -67,7 +73,8 @@ def test_a_block_equals_transformers(tmp_path: Path, window: int, context: int):
         features = dflash.context_features(config, PLAIN, params, jnp.split(taps, 3, axis=-1))
         pairs = dflash.context_kv(config, PLAIN, params, features, jnp.asarray(positions[:, :context], jnp.int32))
         caches = tuple(Sliding(k, v, window or 99) for (k, v), window in zip(pairs, config.windows, strict=True))
-        at, known = jnp.asarray(positions[:, context:], jnp.int32), jnp.full(2, context, jnp.int32)
+        at = jnp.asarray(positions[:, context:], jnp.int32)
+        known = jnp.full(2, context, jnp.int32)
         return dflash.run_block(config, PLAIN, params, block, at, caches, dflash.attend_context, known)
 
     np.testing.assert_allclose(run(jnp.asarray(taps), jnp.asarray(block)), want, rtol=1e-4, atol=1e-4)

@@ -94,7 +94,8 @@ def logits_at(lm: LanguageModel) -> Callable[[list[int], list[int]], np.ndarray]
         return decoder.logits(lm.target, lm.ops, params, hidden[:, positions])[0]
 
     def found(tokens: list[int], positions: list[int]) -> np.ndarray:
-        ids, at = jnp.asarray([tokens], jnp.int32), jnp.asarray(positions, jnp.int32)
+        ids = jnp.asarray([tokens], jnp.int32)
+        at = jnp.asarray(positions, jnp.int32)
         return np.asarray(logits(lm.model.models.target, ids, at))
 
     return found
@@ -118,7 +119,8 @@ def test_logits_equal_transformers_beyond_the_windows(
     tokens = encode(lm.tokenizer, (ROOT / "LICENSE").read_text(encoding="utf-8"))[:POSITIONS]
     assert len(tokens) == POSITIONS
     positions = [*range(COMPARED), *range(POSITIONS - COMPARED, POSITIONS)]
-    expected, found = reference_logits(reference[1], tokens, positions), logits_at(tokens, positions)
+    expected = reference_logits(reference[1], tokens, positions)
+    found = logits_at(tokens, positions)
     assert np.abs(found - expected).max() <= TOLERANCE
     ordered = np.partition(expected, -2, axis=-1)
     clear = ordered[:, -1] - ordered[:, -2] > MARGIN
@@ -143,7 +145,10 @@ def test_log_probabilities_agree_with_llama_cpp(lm: LanguageModel, logits_at: Ca
     """llama.cpp multiplies the file's 4- to 8-bit matrices by rounded activations, so the tolerance is wider."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install --no-deps xllamacpp")
     options = xllamacpp.CommonParams()
-    options.model.path, options.n_ctx, options.n_parallel, options.warmup = str(FILE), 256, 1, False
+    options.model.path = str(FILE)
+    options.n_ctx = 256
+    options.n_parallel = 1
+    options.warmup = False
     server = xllamacpp.Server(options)
     # transformers takes this character for a space, llama.cpp does not: its vocabulary spells two spaces as such.
     answer = server.handle_completions({"prompt": SPACE_MARKS, "n_predict": 1})

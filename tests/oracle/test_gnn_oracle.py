@@ -26,7 +26,10 @@ from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv  # noqa: E402
 from torch_geometric.utils import scatter, softmax  # noqa: E402
 
 SEED = int(os.environ.get("ORACLE_SEED", secrets.randbelow(2**31)))
-NODES, EDGES, FEATURES, CLASSES = 60, 400, 12, 5
+NODES = 60
+EDGES = 400
+FEATURES = 12
+CLASSES = 5
 TOLERANCE = 2e-5
 LAYOUTS = ("padded", "bucketed", "csr")
 
@@ -59,7 +62,9 @@ class Torch(torch.nn.Module):
         self.convs = torch.nn.ModuleList()
         self.norms = torch.nn.ModuleList()
         for n, layer in enumerate(params.layers):
-            d_in, d_out, last = widths[n], widths[n + 1], n == config.layers - 1
+            d_in = widths[n]
+            d_out = widths[n + 1]
+            last = n == config.layers - 1
             match config:
                 case gnn.GCNConfig():
                     conv = GCNConv(d_in, d_out)
@@ -72,19 +77,28 @@ class Torch(torch.nn.Module):
                     heads = config.output_heads if last else config.heads
                     conv = GATConv(d_in * (config.heads if n else 1), d_out, heads, not last, config.negative_slope)
                     values = {
-                        "lin.weight": layer.weight.T, "att_src": layer.source, "att_dst": layer.target, "bias": layer.bias,
-                    }  # fmt: skip
+                        "lin.weight": layer.weight.T,
+                        "att_src": layer.source,
+                        "att_dst": layer.target,
+                        "bias": layer.bias,
+                    }
                 case gnn.GINConfig():
                     hidden = config.hidden
                     mlp = torch.nn.Sequential(
-                        torch.nn.Linear(d_in, hidden), torch.nn.BatchNorm1d(hidden), torch.nn.ReLU(),
+                        torch.nn.Linear(d_in, hidden),
+                        torch.nn.BatchNorm1d(hidden),
+                        torch.nn.ReLU(),
                         torch.nn.Linear(hidden, hidden),
-                    )  # fmt: skip
+                    )
                     conv = GINConv(mlp)
                     values = {
-                        "nn.0.weight": layer.first.weight.T, "nn.0.bias": layer.first.bias, "nn.1.weight": layer.inner.scale,
-                        "nn.1.bias": layer.inner.shift, "nn.3.weight": layer.second.weight.T, "nn.3.bias": layer.second.bias,
-                    }  # fmt: skip
+                        "nn.0.weight": layer.first.weight.T,
+                        "nn.0.bias": layer.first.bias,
+                        "nn.1.weight": layer.inner.scale,
+                        "nn.1.bias": layer.inner.shift,
+                        "nn.3.weight": layer.second.weight.T,
+                        "nn.3.bias": layer.second.bias,
+                    }
                     norm = torch.nn.BatchNorm1d(hidden)
                     self.norms.append(set_values(norm, {"weight": layer.outer.scale, "bias": layer.outer.shift}))
             self.convs.append(set_values(conv, values))
@@ -146,7 +160,8 @@ def test_scores_and_gradients_are_those_of_pyg(family: str, layout: str, rng: np
         return (scores * pull).sum(), scores
 
     (_, scores), (by_params, by_x) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, jnp.asarray(x))
-    module, given = Torch(config, params, state).train(family == "gin"), to_torch(x)
+    module = Torch(config, params, state).train(family == "gin")
+    given = to_torch(x)
     expected = module(given, torch.from_numpy(edges))
     (expected * torch.from_numpy(pull)).sum().backward()
     np.testing.assert_allclose(scores, expected.detach(), atol=TOLERANCE, rtol=TOLERANCE)
@@ -176,9 +191,11 @@ def test_weighted_gcn_is_that_of_pyg(layout: str, rng: np.random.Generator):
     """The last weight of several self-loops counts. PyG gives the others its gradient, too, though they change nothing."""
     edges = random_graph(rng)
     x = rng.standard_normal((NODES, FEATURES)).astype(np.float32)
-    weights, pull = rng.uniform(0, 2, EDGES).astype(np.float32), rng.standard_normal(x.shape).astype(np.float32)
+    weights = rng.uniform(0, 2, EDGES).astype(np.float32)
+    pull = rng.standard_normal(x.shape).astype(np.float32)
     table = NeighborTable.from_edges(edges, NODES, layout=layout)
-    conv, given = GCNConv(FEATURES, FEATURES, bias=False), to_torch(weights)
+    conv = GCNConv(FEATURES, FEATURES, bias=False)
+    given = to_torch(weights)
     set_values(conv, {"lin.weight": np.eye(FEATURES, dtype=np.float32)})
     expected = conv(torch.from_numpy(x), torch.from_numpy(edges), given)
     (expected * torch.from_numpy(pull)).sum().backward()

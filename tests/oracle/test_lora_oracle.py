@@ -24,9 +24,17 @@ peft = pytest.importorskip("peft")
 
 SEED = int(os.environ.get("ORACLE_SEED", secrets.randbelow(2**31)))
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"target_modules": ALL, "r": 4, "lora_alpha": 8}),

@@ -31,7 +31,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 NAME = "smollm2-135m"
-NEW, END = 32, 2
+NEW = 32
+END = 2
 TOLERANCE = 1e-3
 """Of a logit in float32: sums of 30 layers, in another order. The logits themselves reach 40."""
 MARGIN = 2 * TOLERANCE
@@ -119,10 +120,9 @@ def their_logits(theirs: tuple[Any, Any], prompts: list[list[int]], answers: lis
 
 
 @pytest.mark.parametrize("number", range(len(QUESTIONS)))
-def test_a_conversation_has_their_text_and_tokens(
-    file: Path, theirs: tuple[Any, Any], prompts: list[list[int]], number: int
-):  # fmt: skip
-    template, tokenizer = ChatTemplate.load(file), theirs[0]
+def test_a_conversation_has_their_text_and_tokens(file: Path, theirs: tuple[Any, Any], prompts: list[list[int]], number: int):
+    template = ChatTemplate.load(file)
+    tokenizer = theirs[0]
     assert template is not None
     question = QUESTIONS[number]
     text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)

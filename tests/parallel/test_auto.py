@@ -34,10 +34,12 @@ def logits(schedule: Schedule, params: Any, tokens: Any) -> Any:
 
 def over_four(schedule: Schedule, rows: int) -> tuple[Any, set[str]]:
     """The logits of so many rows of eight positions, and the kinds of collectives that gave them."""
-    mesh, whole = make_mesh({"tp": 4}), PartitionSpec()
+    mesh = make_mesh({"tp": 4})
+    whole = PartitionSpec()
     params = jax.jit(partial(initialise, decoder.declare(CONFIG)))(jax.random.key(0))
     params = jax.device_put(params, shardings(decoder.declare(CONFIG), mesh, TENSOR_PARALLEL))
-    specs, tokens = jax.tree.map(lambda x: x.sharding.spec, params), jnp.arange(rows * 8).reshape(rows, 8) % 64
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    tokens = jnp.arange(rows * 8).reshape(rows, 8) % 64
     run = jax.jit(
         jax.shard_map(partial(logits, schedule), mesh=mesh, in_specs=(specs, whole), out_specs=whole, check_vma=False)
     )
@@ -58,7 +60,8 @@ def over_four(schedule: Schedule, rows: int) -> tuple[Any, set[str]]:
 )
 def test_what_is_chosen_runs(wanted: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch):
     """The embedding's sum is always plain."""
-    auto, asked = Auto("tp", SLOW, FABRIC), []
+    auto = Auto("tp", SLOW, FABRIC)
+    asked = []
 
     def choice(self: Auto, rows: int, micro_batches: bool) -> Any:
         asked.append((rows, micro_batches))

@@ -21,7 +21,8 @@ from tilewright.parallel import rings
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import Route
 
-ROWS, COLUMNS = PartitionSpec("tp"), PartitionSpec(None, "tp")
+ROWS = PartitionSpec("tp")
+COLUMNS = PartitionSpec(None, "tp")
 ROUTES = [Route(bidirectional, looped) for bidirectional in (True, False) for looped in (False, True)]
 SIZES = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
 
@@ -102,11 +103,9 @@ def test_collectives_equal_those_of_jax(devices: int, route: Route):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("made", PRODUCTS.values(), ids=PRODUCTS)
 def test_products_and_gradients_are_those_of_whole_matrices(made: Callable[..., Any], route: Route, devices: int):
-    x, w, due = (
-        numbers(2 * devices, 5 * devices),
-        numbers(5 * devices, 3 * devices, seed=1),
-        numbers(2 * devices, 3 * devices, seed=2),
-    )
+    x = numbers(2 * devices, 5 * devices)
+    w = numbers(5 * devices, 3 * devices, seed=1)
+    due = numbers(2 * devices, 3 * devices, seed=2)
 
     @jax.jit
     def both(x: Array, w: Array, due: Array) -> Any:
@@ -121,7 +120,8 @@ def test_products_and_gradients_are_those_of_whole_matrices(made: Callable[..., 
 
 @pytest.mark.parametrize("axis", ["fsdp", "tp"])
 def test_a_ring_goes_along_one_axis_of_several(axis: str):
-    other, x = {"fsdp": "tp", "tp": "fsdp"}[axis], numbers(6, 2, 6)
+    other = {"fsdp": "tp", "tp": "fsdp"}[axis]
+    x = numbers(6, 2, 6)
     mesh = make_mesh({"fsdp": 2, "tp": 3})
     inside = partial(rings.all_gather, axis=axis)
     spec = PartitionSpec(None, None, other)
@@ -143,7 +143,8 @@ def test_any_shapes_and_chunks(
     devices: int, per_chunk: int, chunks: int, inner: int, outer: int, bidirectional: bool, looped: bool
 ):
     route = Route(bidirectional, looped, per_chunk)
-    x, w = numbers(per_chunk * chunks * devices, inner * devices), numbers(inner * devices, outer * devices, seed=1)
+    x = numbers(per_chunk * chunks * devices, inner * devices)
+    w = numbers(inner * devices, outer * devices, seed=1)
     for made in PRODUCTS.values():
         close(made(devices, route)(x, w), x @ w, x.shape[1])
 
@@ -152,7 +153,8 @@ def test_any_shapes_and_chunks(
 @pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("made", PRODUCTS.values(), ids=PRODUCTS)
 def test_a_hop_is_a_transfer_and_nothing_else_is_exchanged(made: Callable[..., Any], chunk: int | None, devices: int):
-    x, w = numbers(2 * devices, devices), numbers(devices, devices)
+    x = numbers(2 * devices, devices)
+    w = numbers(devices, devices)
     hops = (devices - 1) * (1 if chunk is None else 2)
     for bidirectional in (True, False):
         program = made(devices, Route(bidirectional, chunk=chunk))
@@ -163,14 +165,16 @@ def test_a_hop_is_a_transfer_and_nothing_else_is_exchanged(made: Callable[..., A
 
 
 def test_the_weights_of_gathered_rows_have_their_gradient_in_one_product():
-    x, w = numbers(8, 8), numbers(8, 8)
+    x = numbers(8, 8)
+    w = numbers(8, 8)
     program = gathered_product(4, Route())
     gradient = jax.jit(lambda x, w, due: jax.vjp(program, x, w)[1](due))
     assert gradient.lower(x, w, x).as_text().count("stablehlo.dot_general") == 4 + 1  # by x for each hop, and by w
 
 
 def test_a_loop_has_as_many_transfers_whatever_the_number_of_devices():
-    x, w = numbers(8, 8), numbers(8, 8)
+    x = numbers(8, 8)
+    w = numbers(8, 8)
     for made in PRODUCTS.values():
         assert permutes(made(8, Route(False, looped=True)), x, w) == 2
         assert permutes(made(8, Route(True, looped=True)), x, w) == 5  # four of two ways, and the odd one
@@ -179,7 +183,8 @@ def test_a_loop_has_as_many_transfers_whatever_the_number_of_devices():
 
 def test_any_product_can_stand_in_for_the_plain_one():
     """Several matrices at once, and 8-bit weights where the CPU kernels run: each row gets the bits that it gets alone."""
-    x, parts = numbers(8, 64), tuple(numbers(64, size, seed=size) for size in (16, 8))
+    x = numbers(8, 64)
+    parts = tuple(numbers(64, size, seed=size) for size in (16, 8))
     bundles = [PLAIN] if operations().name == "xla" else [PLAIN, operations(weights="int8")]
     for ops in bundles:
         joined = ops.prepare_joined(Joined(tuple(map(jnp.asarray, parts))), "parts")
@@ -190,7 +195,8 @@ def test_any_product_can_stand_in_for_the_plain_one():
 
 
 def test_wider_products_are_rounded_as_they_travel():
-    x, w = jnp.asarray(numbers(8, 64), jnp.bfloat16), jnp.asarray(numbers(64, 8, seed=1), jnp.bfloat16)
+    x = jnp.asarray(numbers(8, 64), jnp.bfloat16)
+    w = jnp.asarray(numbers(64, 8, seed=1), jnp.bfloat16)
     wide = partial(jnp.matmul, preferred_element_type=jnp.float32)
     program = scattered_product(4, Route(), product=wide, dtype=jnp.bfloat16)
     assert program(x, w).dtype == jnp.bfloat16

@@ -17,11 +17,15 @@ from tilewright.compiled.hlo import HloOp, Module, read_module
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import all_gather_matmul, matmul_reduce_scatter
 
-CHIP, DEVICES = "v5e:4x2", 8
-ROWS, HIDDEN, INNER = 4 * 1024, 4096, 14336
+CHIP = "v5e:4x2"
+DEVICES = 8
+ROWS = 4 * 1024
+HIDDEN = 4096
+INNER = 14336
 pytestmark = pytest.mark.tpu
 
-BY_ROWS, BY_COLUMNS = PartitionSpec("tp"), PartitionSpec(None, "tp")
+BY_ROWS = PartitionSpec("tp")
+BY_COLUMNS = PartitionSpec(None, "tp")
 
 
 def gathered(x: Array, w: Array) -> Any:
@@ -92,6 +96,7 @@ def test_tiles_cost_little_more_than_one_product():
     def whole(x: Array, w: Array) -> Array:
         return jax.lax.all_gather(x, "tp", tiled=True) @ w
 
-    ring, plain = compiled(*CASES["all-gather"]), compiled(whole, *CASES["all-gather"][1:])
+    ring = compiled(*CASES["all-gather"])
+    plain = compiled(whole, *CASES["all-gather"][1:])
     assert plain.cycles > 0
     assert ring.cycles < 1.05 * plain.cycles

@@ -19,7 +19,8 @@ class Recorded(jax.stages.Lowered):
     """Keeps the options that it is compiled with."""
 
     def __init__(self, refuses: str = ""):
-        self.refuses, self.options = refuses, "never compiled"
+        self.refuses = refuses
+        self.options = "never compiled"
 
     def compile(self, compiler_options: Any = None, **_: Any) -> Any:
         if self.refuses:

@@ -23,8 +23,11 @@ from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
 
-CHIP, DEVICES = "v5e:4x2", 8
-LAYERS, BATCH, LENGTH = 2, 4, 512
+CHIP = "v5e:4x2"
+DEVICES = 8
+LAYERS = 2
+BATCH = 4
+LENGTH = 512
 CONFIG = decoder_config("llama", 1024, 2048, 4096, LAYERS, 16, 8, 128)
 pytestmark = pytest.mark.tpu
 

@@ -41,21 +41,26 @@ def drawn(family: str) -> DecoderParams:
 
 def answers(family: str, schedule: Schedule, params: DecoderParams, tokens: Array) -> Any:
     """Logits of a whole sequence, and of prefill and a step over caches; and the most likely tokens."""
-    config, rows = CONFIGS[family], len(tokens)
+    config = CONFIGS[family]
+    rows = len(tokens)
     ran = decoder.forward_full(config, PLAIN, params, tokens, (), schedule)
     found = [decoder.logits(config, PLAIN, params, ran.hidden, schedule)]
     heads = params.layers[0].qkv.parts[1].shape[1] // config.head_dim
-    kept, start = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32), jnp.arange(rows, dtype=jnp.int32)
+    kept = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32)
+    start = jnp.arange(rows, dtype=jnp.int32)
     for part in (tokens, tokens[:, :1]):
-        span, places = Span(start, jnp.full(rows, part.shape[1], jnp.int32)), start[:, None] + jnp.arange(part.shape[1])
+        span = Span(start, jnp.full(rows, part.shape[1], jnp.int32))
+        places = start[:, None] + jnp.arange(part.shape[1])
         ran = decoder.forward(config, PLAIN, params, part, places, cached_attend, span, kept, schedule=schedule)
-        kept, start = ran.kept, start + part.shape[1]
+        kept = ran.kept
+        start = start + part.shape[1]
         found.append(decoder.logits(config, PLAIN, params, ran.hidden, schedule))
     return found, decoder.most_likely(config, PLAIN, params, ran.hidden, schedule)
 
 
 def over(family: str, schedule: Schedule, devices: int, batch: int = 3) -> Any:
-    config, tokens = CONFIGS[family], jnp.arange(batch * 7).reshape(batch, 7) * 11 % 256
+    config = CONFIGS[family]
+    tokens = jnp.arange(batch * 7).reshape(batch, 7) * 11 % 256
     mesh = grouped_mesh(make_mesh({"tp": devices}), "tp", heads=config.num_heads, kv_heads=config.num_kv_heads)
     params = jax.device_put(drawn(family), shardings(decoder.declare(config), mesh, GROUPED))
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
@@ -98,7 +103,8 @@ def hybrid_over(devices: int, batch: int) -> Any:
 @pytest.mark.parametrize(("devices", "batch"), [(4, 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (2, 8))])
 def test_linear_attention_and_a_shared_expert_have_the_same_bits(devices: int, batch: int):
     """Of prefill, of a block of which two positions stay, and of a step behind these: logits and states."""
-    alone, plain = hybrid_over(1, batch), round_alone("qwen3_next", batch)
+    alone = hybrid_over(1, batch)
+    plain = round_alone("qwen3_next", batch)
     assert differing(hybrid_over(devices, batch), alone) == 0
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
@@ -111,7 +117,8 @@ def test_a_sum_as_a_tree_sends_what_a_ring_does(devices: int):
     """Numbers whose sum depends on the order; pieces that need padding."""
     drawn = np.random.default_rng(0).normal(size=(devices, 3, 7)) * 10.0 ** np.arange(devices)[:, None, None]
     x = drawn.astype(np.float32)
-    mesh, spec = make_mesh({"tp": devices}), PartitionSpec("tp")
+    mesh = make_mesh({"tp": devices})
+    spec = PartitionSpec("tp")
     run = jax.shard_map(lambda x: tree_sum(x, "tp"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     program: Any = jax.jit(run).lower(x).compile()
     wanted = x

@@ -38,10 +38,19 @@ from tilewright.runtime.placement import exchange_of
 CONFIGS = {
     "qwen3_moe": decoder_config("qwen3_moe", 64, 32, 48, 2, 8, 2, 8, mixture=Mixture(16, 3, 24)),
     "gpt_oss": decoder_config(
-        "gpt_oss", 64, 32, 24, 2, 8, 2, 8, mixture=Mixture(16, 3, 24, clamped=ClampedGate(1.702, 7.0)),
-        sliding_window=4, sliding_layers=(0,),
+        "gpt_oss",
+        64,
+        32,
+        24,
+        2,
+        8,
+        2,
+        8,
+        mixture=Mixture(16, 3, 24, clamped=ClampedGate(1.702, 7.0)),
+        sliding_window=4,
+        sliding_layers=(0,),
     ),
-}  # fmt: skip
+}
 SCHEDULES: dict[str, Schedule] = {
     "sync": TensorParallel(GROUPED_AXES),
     "sequence": Sequence(GROUPED_AXES),
@@ -111,7 +120,8 @@ SLOW = [
 def test_every_schedule_gives_what_one_device_does(family: str, schedule: str, devices: int):
     """Logits and a stream between layers."""
     run, params = divided(family, SCHEDULES[schedule], devices)
-    found, wanted = jax.jit(run)(params, tokens(4, 8)), alone(family)[0]
+    found = jax.jit(run)(params, tokens(4, 8))
+    wanted = alone(family)[0]
     close(found, wanted, CONFIGS[family])
     assert float(jnp.std(wanted[1][0])) > 0.01
 
@@ -126,7 +136,8 @@ def test_gradients_are_those_of_one_device(family: str, schedule: str, devices: 
 
 @pytest.mark.parametrize(("family", "devices"), [pytest.param("qwen3_moe", 2, marks=pytest.mark.slow), ("gpt_oss", 8)])
 def test_exact_has_the_same_bits_on_any_number_of_devices(family: str, devices: int):
-    config, batch = CONFIGS[family], tokens(3, 7)
+    config = CONFIGS[family]
+    batch = tokens(3, 7)
     single = jax.jit(partial(loss, config, PLAIN, Exact()))(drawn(family), batch)
     run, params = divided(family, SCHEDULES["exact"], devices)
     for one, other in zip(jax.tree.leaves(jax.jit(run)(params, batch)[1]), jax.tree.leaves(single[1]), strict=True):
@@ -134,14 +145,16 @@ def test_exact_has_the_same_bits_on_any_number_of_devices(family: str, devices: 
     close(single, jax.jit(partial(loss, config, PLAIN, SINGLE_DEVICE))(drawn(family), batch), config)
 
 
-DEVICES, ROWS = 4, 6
+DEVICES = 4
+ROWS = 6
 
 
 @cache
 def exchanged(capacity: int | None) -> Any:
     """A layer's experts for rows `[devices * M, H]` that lie over devices; exchanged, or where they are on one device."""
     config = CONFIGS["qwen3_moe"]
-    layer, mlp = drawn("qwen3_moe").layers[0], partial(decoder.mlp, config)
+    layer = drawn("qwen3_moe").layers[0]
+    mlp = partial(decoder.mlp, config)
     if capacity is None:
         return jax.jit(lambda x: mlp(PLAIN, layer, x[None])[0])
     mesh = mesh_of(config, DEVICES)
@@ -217,7 +230,8 @@ def test_shares_and_capacities(experts: int, chosen: int, devices: int):
 
 def test_rows_are_gathered_where_that_is_cheaper():
     """Over few devices a row goes to most of them; over many, to few. The estimate says both, and a schedule takes it."""
-    few, many = expert_exchange(costs(4, 2), 4096, 2048, 128, 8), expert_exchange(costs(8, 8), 65536, 2048, 128, 8)
+    few = expert_exchange(costs(4, 2), 4096, 2048, 128, 8)
+    many = expert_exchange(costs(8, 8), 65536, 2048, 128, 8)
     assert few.capacity is None
     assert few.seconds["gather"] < few.seconds["all-to-all"]
     assert many.capacity is not None

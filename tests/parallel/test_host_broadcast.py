@@ -64,7 +64,8 @@ def test_all_receive_what_was_sent_in_order_and_little_is_kept(messages: list[by
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_broadcast, "PIECE", 16)
         patch.setattr(host_broadcast, "WINDOW", 4)
-        store, received = Store(), list[list[bytes]]()
+        store = Store()
+        received = list[list[bytes]]()
 
         def follow(own: HostBroadcast) -> None:
             received.append([own.receive() for _ in messages])
@@ -91,7 +92,8 @@ def test_one_that_does_not_follow_is_told_of(monkeypatch: pytest.MonkeyPatch):
 
 def test_others_wait_as_long_as_nothing_is_said_and_no_longer_than_the_first_is_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_broadcast, "WAIT_MS", 5)
-    store, found = Store(), list[object]()
+    store = Store()
+    found = list[object]()
 
     def follow(own: HostBroadcast) -> None:
         found.append(own.receive())

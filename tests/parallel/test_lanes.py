@@ -32,7 +32,9 @@ def test_collectives_in_a_queue_give_what_they_give_alone(devices: int, bidirect
     x = numbers(devices * devices, 4)
 
     def inside(own: Array) -> Array:
-        lanes, came, sums = Lanes("ring", bidirectional), {0: own[:1]}, []
+        lanes = Lanes("ring", bidirectional)
+        came = {0: own[:1]}
+        sums = []
         place = jax.lax.axis_index("ring")
 
         def part(at: int, *came: Array) -> Array:
@@ -45,7 +47,8 @@ def test_collectives_in_a_queue_give_what_they_give_alone(devices: int, bidirect
         return jnp.concatenate([*(came[at] for at in range(devices)), *sums])
 
     found = over(devices, inside, x).reshape(devices, devices + 1, 4)
-    first, parts = x.reshape(devices, devices, 4)[:, 0], x.reshape(devices, devices, 4)
+    first = x.reshape(devices, devices, 4)[:, 0]
+    parts = x.reshape(devices, devices, 4)
     for device in range(devices):
         np.testing.assert_array_equal(found[device, :devices], np.roll(first, -device, 0))
         np.testing.assert_array_equal(found[device, devices], parts[:, device].sum(0))
@@ -192,7 +195,8 @@ def test_what_was_computed_comes_before_the_next_arrival():
     held: dict[int, Array] = {}
 
     def inside(own: Array) -> Array:
-        lanes, came = Lanes("ring", True), {0: own}
+        lanes = Lanes("ring", True)
+        came = {0: own}
         gather(lanes, came, due=0)
         before = held[0] = own + 1
         lanes.loose.append((held, 0))

@@ -40,7 +40,8 @@ def drawn() -> Any:
 def answers(ops: Operations, schedule: Schedule, params: Any) -> Any:
     """Of prefill: logits, the most likely tokens, and the hidden states."""
     heads = CONFIG.num_kv_heads if isinstance(schedule, type(SINGLE_DEVICE)) else params.layers[0].qkv.parts[1] // 16
-    kept, span = allocate(2, 4, heads, 16, 16, jnp.float32), Span(jnp.zeros(4, jnp.int32), jnp.full(4, 6, jnp.int32))
+    kept = allocate(2, 4, heads, 16, 16, jnp.float32)
+    span = Span(jnp.zeros(4, jnp.int32), jnp.full(4, 6, jnp.int32))
     places = jnp.broadcast_to(jnp.arange(6), (4, 6))
     ran = decoder.forward(CONFIG, ops, params, TOKENS, places, cached_attend, span, kept, schedule=schedule)
     logits = decoder.logits(CONFIG, ops, params, ran.hidden, schedule)
@@ -53,7 +54,8 @@ def over(weights: Weights, schedule: Schedule, devices: int) -> tuple[Any, Any]:
     ops = on_each_device(operations(weights=weights), mesh)
     params = decoder.prepare(CONFIG, ops, jax.device_put(drawn(), shardings(SPECS, mesh, GROUPED)))
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
-    inside, whole = partial(answers, ops, schedule), PartitionSpec()
+    inside = partial(answers, ops, schedule)
+    whole = PartitionSpec()
     run = jax.shard_map(inside, mesh=mesh, in_specs=(specs,), out_specs=whole, check_vma=False)
     return jax.jit(run)(params), params
 

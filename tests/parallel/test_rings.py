@@ -48,13 +48,16 @@ def gathered_product(x: Array, w: Array) -> Array:
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("inside", [partial(product, None), gathered_product])
 def test_every_shard_visits_every_device(devices: int, inside: Callable[..., Array]):
-    x, w = numbers(2 * devices, 3), numbers(2 * devices, 2 * devices, seed=1)
+    x = numbers(2 * devices, 3)
+    w = numbers(2 * devices, 2 * devices, seed=1)
     np.testing.assert_allclose(on_devices(devices, inside)(x, w), w @ x, atol=1e-5)
 
 
 @pytest.mark.parametrize("inside", [partial(product, None), gathered_product])
 def test_the_gradient_travels_back(inside: Callable[..., Array]):
-    x, w, due = numbers(8, 3), numbers(8, 8, seed=1), numbers(8, 3, seed=2)
+    x = numbers(8, 3)
+    w = numbers(8, 8, seed=1)
+    due = numbers(8, 3, seed=2)
     by_x, by_w = jax.grad(lambda x, w: jnp.sum(on_devices(4, inside)(x, w) * due), (0, 1))(x, w)
     np.testing.assert_allclose(by_x, w.T @ due, atol=1e-5)
     np.testing.assert_allclose(by_w, due @ x.T, atol=1e-5)
@@ -62,7 +65,8 @@ def test_the_gradient_travels_back(inside: Callable[..., Array]):
 
 @pytest.mark.parametrize("hops", [[0], [1, 3], [0, 2, 3]])
 def test_hops_without_a_visit_are_skipped(hops: list[int]):
-    x, w = numbers(4, 3), numbers(4, 4, seed=1)
+    x = numbers(4, 3)
+    w = numbers(4, 4, seed=1)
     kept = np.array([[(j - i) % 4 in hops for j in range(4)] for i in range(4)])
     found = on_devices(4, partial(product, hops))(x, w)
     np.testing.assert_allclose(found, np.where(kept, w, 0) @ x, atol=1e-5)
@@ -92,7 +96,8 @@ def gathered_transposed(x: Array, w: Array) -> tuple[Array, Array]:
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("inside", [partial(transposed_product, None), gathered_transposed])
 def test_what_is_given_comes_home(devices: int, inside: Callable[..., Any]):
-    x, w = numbers(2 * devices, 3), numbers(2 * devices, 2 * devices, seed=1)
+    x = numbers(2 * devices, 3)
+    w = numbers(2 * devices, 2 * devices, seed=1)
     total, given = on_devices(devices, inside)(x, w)
     np.testing.assert_allclose(total, w @ x, atol=1e-5)
     np.testing.assert_allclose(given[:, 0], w.sum(0), atol=1e-5)
@@ -100,7 +105,8 @@ def test_what_is_given_comes_home(devices: int, inside: Callable[..., Any]):
 
 @pytest.mark.parametrize("hops", [[0], [1, 3], [2]])
 def test_what_is_given_at_some_hops_comes_home(hops: list[int]):
-    x, w = numbers(4, 3), numbers(4, 4, seed=1)
+    x = numbers(4, 3)
+    w = numbers(4, 4, seed=1)
     kept = np.array([[(j - i) % 4 in hops for j in range(4)] for i in range(4)])
     total, given = on_devices(4, partial(transposed_product, hops))(x, w)
     np.testing.assert_allclose(total, np.where(kept, w, 0) @ x, atol=1e-5)

@@ -43,7 +43,8 @@ def test_forward_and_gradient_equal_those_of_a_single_device(params: DecoderPara
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 3]), (ran.hidden, ran.taps)
 
     run = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True), static_argnums=0)
-    want, found = run(SINGLE_DEVICE, params), run(MicroBatches(count), params)
+    want = run(SINGLE_DEVICE, params)
+    found = run(MicroBatches(count), params)
     for one, other in zip(jax.tree.leaves(want), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1.0, float(jnp.max(jnp.abs(one)))))
     assert all(float(jnp.max(jnp.abs(leaf))) > 1e-4 for leaf in jax.tree.leaves(want[1]))
@@ -54,7 +55,8 @@ def test_caches_are_divided_and_put_back(params: DecoderParams, bundle: str):
     """Rows at different places; the tokens that they decode next, and all that the caches hold."""
     ops = BUNDLES[bundle]()
     prepared = decoder.prepare(CONFIG, ops, params)
-    start, count = jnp.array([0, 3, 5, 9], jnp.int32), jnp.array([6, 2, 0, 4], jnp.int32)
+    start = jnp.array([0, 3, 5, 9], jnp.int32)
+    count = jnp.array([6, 2, 0, 4], jnp.int32)
     rng = np.random.default_rng(0)
     empty = allocate(CONFIG.num_layers, 4, CONFIG.num_kv_heads, 16, CONFIG.head_dim, jnp.float32)
     caches = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), empty)
@@ -66,7 +68,8 @@ def test_caches_are_divided_and_put_back(params: DecoderParams, bundle: str):
         ran = decoder.forward(CONFIG, ops, params, TOKENS, positions, cached_attend, span, caches, schedule=schedule)
         return ran.hidden, decoder.most_likely(CONFIG, ops, params, ran.hidden, schedule), ran.kept
 
-    want, found = run(SINGLE_DEVICE, prepared, caches), run(MicroBatches(), prepared, caches)
+    want = run(SINGLE_DEVICE, prepared, caches)
+    found = run(MicroBatches(), prepared, caches)
     inside = np.arange(6) < np.asarray(count)[:, None]
     np.testing.assert_allclose(np.asarray(want[0])[inside], np.asarray(found[0])[inside], atol=2e-5)
     np.testing.assert_array_equal(np.asarray(want[1])[inside], np.asarray(found[1])[inside])
@@ -90,7 +93,8 @@ HEADS = {"a head of its own": False, "the embedding": True}
 def test_shards_of_every_layer_give_what_one_device_does(tied: bool):
     """Over two devices: the stream, taps, logits, and the best tokens with their values, of which some are equal."""
     config = decoder_config("qwen3", 50, 32, 48, 3, 4, 2, 16, tie_word_embeddings=tied)
-    specs, mesh = decoder.declare(config), make_mesh({"tp": 2})
+    specs = decoder.declare(config)
+    mesh = make_mesh({"tp": 2})
     params = jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, jax.jit(partial(initialise, specs))(jax.random.key(0)))
     placed = jax.device_put(params, shardings(specs, mesh, TENSOR_PARALLEL))
 
@@ -106,7 +110,8 @@ def test_shards_of_every_layer_give_what_one_device_does(tied: bool):
     parts = jax.tree.map(lambda x: x.sharding.spec, placed)
     whole = PartitionSpec()
     divided = jax.shard_map(partial(run, TensorParallel()), mesh=mesh, in_specs=(parts,), out_specs=whole, check_vma=False)
-    want, found = jax.jit(partial(run, SINGLE_DEVICE))(params), jax.jit(divided)(placed)
+    want = jax.jit(partial(run, SINGLE_DEVICE))(params)
+    found = jax.jit(divided)(placed)
     assert found[2].shape == (*TOKENS.shape, 50)
     for one, other in zip(jax.tree.leaves(want), jax.tree.leaves(found), strict=True):
         if one.dtype == jnp.int32:

@@ -55,7 +55,8 @@ def specs_by_name(model: str, axes: dict[str, int | None], rules: Rules) -> dict
 def test_tensor_parallel_rules():
     """Heads, MLP and vocabulary are divided as in Megatron-LM: each matrix once, each pair of matrices along the same dim."""
     found = specs_by_name("decoder", {"tp": 2}, TENSOR_PARALLEL)
-    columns, rows = PartitionSpec(None, "tp"), PartitionSpec("tp")
+    columns = PartitionSpec(None, "tp")
+    rows = PartitionSpec("tp")
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "lm_head"):
         assert found[name] == columns, name
     for name in ("self_attn.o_proj", "mlp.down_proj", "model.embed_tokens"):

@@ -39,14 +39,38 @@ CONFIGS = {
 }
 OTHERS = {
     "gemma2": decoder_config(
-        "gemma2", 64, 32, 48, 2, 16, 2, 8, tie_word_embeddings=True, sliding_window=5, sliding_layers=(0,),
-        attention_scale=0.3, score_softcap=5.0, logit_softcap=9.0, embedding_scale=3.0,
+        "gemma2",
+        64,
+        32,
+        48,
+        2,
+        16,
+        2,
+        8,
+        tie_word_embeddings=True,
+        sliding_window=5,
+        sliding_layers=(0,),
+        attention_scale=0.3,
+        score_softcap=5.0,
+        logit_softcap=9.0,
+        embedding_scale=3.0,
     ),
     "qwen3_next": decoder_config(
-        "qwen3_next", 64, 64, 48, 2, 16, 2, 8, partial_rotary_factor=0.5, delta=DeltaSizes(8, 16, 4, 6, 4), delta_layers=(0,),
-        mixture=Mixture(8, 2, 16, shared=16), dense_layers=(1,),
+        "qwen3_next",
+        64,
+        64,
+        48,
+        2,
+        16,
+        2,
+        8,
+        partial_rotary_factor=0.5,
+        delta=DeltaSizes(8, 16, 4, 6, 4),
+        delta_layers=(0,),
+        mixture=Mixture(8, 2, 16, shared=16),
+        dense_layers=(1,),
     ),
-}  # fmt: skip
+}
 """Families whose halves begin with more than one operation, are normed behind their sums, or keep states."""
 SCHEDULES = {
     "sync": TensorParallel(GROUPED_AXES),
@@ -144,13 +168,15 @@ def over_caches(config: DecoderConfig, schedule: Schedule, params: DecoderParams
     rows = len(batch)
     start = jnp.arange(rows, dtype=jnp.int32) % 3
     heads = params.layers[0].qkv.parts[1].shape[1] // config.head_dim
-    kept, found = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32), []
+    kept = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32)
+    found = []
     for n in range(1 + steps):
         count = min(batch.shape[1], 5)
         span = Span(start, jnp.full(rows, count, jnp.int32))
         places = start[:, None] + jnp.arange(batch.shape[1])
         ran = decoder.forward(config, PLAIN, params, batch, places, cached_attend, span, kept, schedule=schedule)
-        kept, start = ran.kept, start + count
+        kept = ran.kept
+        start = start + count
         found.append(decoder.logits(config, PLAIN, params, ran.hidden, schedule))
         batch = batch[:, :1] + n
     return found, kept
@@ -170,7 +196,8 @@ QUICK_CACHED = [("llama", "domino", 4, 1), ("llama", "ring", 8, 1), ("qwen3", "d
 )
 def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: int, batch: int):
     """Rows at their own places; each device's caches hold the heads that its queries read, and nothing else."""
-    config, how = CONFIGS[family], SCHEDULES[schedule]
+    config = CONFIGS[family]
+    how = SCHEDULES[schedule]
     count = how.count or 2 if isinstance(how, Domino) else 1
     mesh, params = placed(family, devices)
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
@@ -184,7 +211,8 @@ def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: i
         out_specs=(WHOLE, heads),
         check_vma=False,
     )
-    found, wanted = jax.jit(run)(params, tokens(batch, 8)), cached_alone(family, batch)
+    found = jax.jit(run)(params, tokens(batch, 8))
+    wanted = cached_alone(family, batch)
     close(found[0], wanted[0][: 1 + steps], config)
     if steps:
         close(found[1], wanted[1], config)
@@ -196,7 +224,9 @@ def through_a_round(
     config: DecoderConfig, schedule: Schedule, step: bool, params: DecoderParams, batch: Array, ops: Operations = PLAIN
 ) -> Any:
     """Logits of a prefill, of a block of which two positions stay, and of a step behind these; what layers keep."""
-    rows, start, found = len(batch), jnp.zeros(len(batch), jnp.int32), []
+    rows = len(batch)
+    start = jnp.zeros(len(batch), jnp.int32)
+    found = []
 
     def empty(layer: decoder.Layer) -> Any:
         if layer.kind.delta is not None:
@@ -207,7 +237,8 @@ def through_a_round(
     kept = tuple(map(empty, params.layers))
     for length, count, stay, open_ended in ((8, 6, 6, False), (4, 4, 2, True), (1, 1, 1, False))[: 3 if step else 2]:
         span = Span(start, jnp.full(rows, count, jnp.int32), open_ended)
-        places, now = start[:, None] + jnp.arange(length), (batch[:, :length] + len(found)) % config.vocab_size
+        places = start[:, None] + jnp.arange(length)
+        now = (batch[:, :length] + len(found)) % config.vocab_size
         ran = decoder.forward(config, ops, params, now, places, cached_attend, span, kept, schedule=schedule)
         stays = jnp.full(rows, stay)
         kept = tuple(each.settle(ops, stays) if isinstance(each, DeltaState) else each for each in ran.kept)
@@ -229,8 +260,11 @@ def round_over(
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
     run = jax.shard_map(
         partial(through_a_round, config_of(family), schedule, step, ops=own_experts(ops)),
-        mesh=mesh, in_specs=(specs, WHOLE), out_specs=(WHOLE, PartitionSpec(None, GROUPED_AXES)), check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(specs, WHOLE),
+        out_specs=(WHOLE, PartitionSpec(None, GROUPED_AXES)),
+        check_vma=False,
+    )
     return jax.jit(run)(params, tokens(batch, 8))
 
 
@@ -249,7 +283,8 @@ SLOW_ROUNDS = [
 )
 def test_a_prefill_a_round_and_a_step_of_other_families(family: str, schedule: str, devices: int, batch: int):
     """Micro-batches are rows of two, and positions of one, whose second half sees the first one's states."""
-    config, how = config_of(family), {**SCHEDULES, **MORE_SCHEDULES}[schedule]
+    config = config_of(family)
+    how = {**SCHEDULES, **MORE_SCHEDULES}[schedule]
     step = batch > 1 or schedule != "domino"  # a single position cannot be divided
     (logits, states), (wanted, wanted_states) = round_over(family, how, devices, batch, step), round_alone(family, batch)
     close(logits, wanted[: len(logits)], config)
@@ -295,7 +330,9 @@ def test_what_is_exchanged_is_what_the_schedule_says():
         names = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
         return Counter(op.opcode.removesuffix("-start") for op in ops if op.opcode.removesuffix("-start") in names)
 
-    layers, hops, axis = CONFIGS["llama"].num_layers, 3, GROUPED_AXES
+    layers = CONFIGS["llama"].num_layers
+    hops = 3
+    axis = GROUPED_AXES
     assert exchanged(TensorParallel(axis)) == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     # The stream after the last layer and after the tapped one, and the logits.
     assert exchanged(Sequence(axis)) == {"all-reduce": 1, "all-gather": 2 * layers + 3, "reduce-scatter": 2 * layers}

@@ -61,7 +61,8 @@ def sequence(names: Sequence[str], thread: Callable[..., Any] = tokens.thread) -
     """A program that runs collectives, each on an argument of its own."""
 
     def inside(*xs: Array) -> list[Array]:
-        token, results = tokens.new_token(), []
+        token = tokens.new_token()
+        results = []
         for n, (name, x) in enumerate(zip(names, xs, strict=True)):
             result, token = thread(token, COLLECTIVES[name], x, kind=f"{name}_{n}", stream=n % 2)
             results.append(jnp.sin(result))
@@ -102,7 +103,8 @@ OTHERWISE = ("ring", "exchange", "permute", "scatter", "gather", "sum")
 
 
 def test_collectives_run_in_the_threaded_order_and_the_gradients_in_reverse():
-    xs, expected = numbers(len(OTHERWISE)), labels(OTHERWISE)
+    xs = numbers(len(OTHERWISE))
+    expected = labels(OTHERWISE)
     assert order(compiled(sequence(OTHERWISE), *xs)) == expected
     # The last one runs forwards and then backwards.
     assert order(compiled(gradient(sequence(OTHERWISE), len(OTHERWISE)), *xs)) == expected + expected[-2::-1]
@@ -185,7 +187,8 @@ def looped(thread: Callable[..., Any], checkpoint: Callable[..., Any] | None = N
     return over_mesh(inside)
 
 
-FORWARD, BACKWARD = ["gather", "sum", "permute"], ["permute", "sum", "gather"]
+FORWARD = ["gather", "sum", "permute"]
+BACKWARD = ["permute", "sum", "gather"]
 LAYERS = jnp.linspace(-1, 1, 3 * 2 * 8).reshape(3, 2, 8), jnp.ones((4, 8))
 
 
@@ -199,7 +202,8 @@ def test_layers_keep_their_order_also_those_that_run_again(checkpoint: Any, agai
     Unrolled, nothing lies between the last layer's two passes, and the compiler takes the second's weights from the first. The
     bits are those of `jax.checkpoint`: JAX 0.12 fuses what runs again otherwise than what is kept.
     """
-    ours, plain = looped(tokens.thread, checkpoint, scan), looped(untied, checkpoint and jax.checkpoint, scan)
+    ours = looped(tokens.thread, checkpoint, scan)
+    plain = looped(untied, checkpoint and jax.checkpoint, scan)
     repeats = 1 if scan else 3
     assert order(compiled(ours, *LAYERS)) == FORWARD * repeats
     same_bits(jax.jit(gradient(ours, 2))(*LAYERS), jax.jit(gradient(plain, 2))(*LAYERS))

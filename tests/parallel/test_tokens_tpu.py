@@ -26,9 +26,14 @@ from tilewright.perfmodel.schedule import COPY, read_schedule
 
 pytestmark = pytest.mark.tpu
 
-WHOLE, ROWS = PartitionSpec(), PartitionSpec("fsdp")
-HIDDEN, INNER, LAYERS, TOKENS = 2048, 8192, 4, 2048
-UP, DOWN = PartitionSpec("fsdp", "tp"), PartitionSpec(("tp", "fsdp"))
+WHOLE = PartitionSpec()
+ROWS = PartitionSpec("fsdp")
+HIDDEN = 2048
+INNER = 8192
+LAYERS = 4
+TOKENS = 2048
+UP = PartitionSpec("fsdp", "tp")
+DOWN = PartitionSpec(("tp", "fsdp"))
 
 
 class UnderWay(NamedTuple):
@@ -80,9 +85,11 @@ def independent(chip: str, threaded: bool) -> Compiled:
     """Collectives, each on an argument of its own, and a product of each."""
 
     def inside(*xs: Array) -> list[Array]:
-        token, results = tokens.new_token(), []
+        token = tokens.new_token()
+        results = []
         for name, x in zip(NAMES, xs, strict=True):
-            collective, stream = COLLECTIVES[name.split("_")[0]], int(not name.startswith("activations"))
+            collective = COLLECTIVES[name.split("_")[0]]
+            stream = int(not name.startswith("activations"))
             result, token = (tokens.thread if threaded else untied)(token, collective, x, kind=name, stream=stream)
             results.append(result @ result.T)
         return results
@@ -107,7 +114,8 @@ def test_without_a_token_the_compiler_chooses_another_order(chip: str):
 @pytest.mark.parametrize("chip", ["v5e:4x2", "v6e:4x2"])
 def test_a_token_leaves_nothing_to_run(chip: str):
     """As many products and collectives, as many cycles to a thousandth, and no array more in memory."""
-    ours, plain = independent(chip, threaded=True), independent(chip, threaded=False)
+    ours = independent(chip, threaded=True)
+    plain = independent(chip, threaded=False)
     assert not re.search(r" opt-barrier\(", ours.hlo)
     assert abs(ours.cycles - plain.cycles) < plain.cycles / 1000
     assert ours.temp_bytes <= plain.temp_bytes
@@ -125,11 +133,13 @@ def prefetching(threaded: bool) -> Compiled:
         return tokens.done(x, token) if threaded else (x, token)
 
     def inside(x: Array, layers: list[list[Array]]) -> Array:
-        token, held = tokens.new_token(), {}
+        token = tokens.new_token()
+        held = {}
 
         def fetch(n: int, half: int, token: Array) -> Array:
             if n < LAYERS:
-                kind, collective = f"weights_{n}_{half}", COLLECTIVES["weights"]
+                kind = f"weights_{n}_{half}"
+                collective = COLLECTIVES["weights"]
                 held[n, half], token = thread(token, collective, layers[n][half], kind=kind, stream=1)
             return token
 
@@ -171,7 +181,8 @@ GATHERS: dict[str, Callable[[Array], Array]] = {
     "whole": lambda x: jax.lax.all_gather(x, "fsdp", tiled=True),
     "ring": lambda x: rings.all_gather(x, "fsdp"),
 }
-FORWARD, BACKWARD = ["weights", "activations", "more"], ["more", "activations", "weights"]
+FORWARD = ["weights", "activations", "more"]
+BACKWARD = ["more", "activations", "weights"]
 DEPTH = 3
 
 
@@ -192,7 +203,8 @@ def looped(chip: str, gather: str, threaded: bool, remat: bool) -> Compiled:
         return (y.astype(jnp.float32) ** 2).sum()
 
     stacked = PartitionSpec(None, "fsdp")
-    shapes, specs = ([(DEPTH, 1024, 1024)] * 2, (4096, 1024)), ([stacked] * 2, ROWS)
+    shapes = ([(DEPTH, 1024, 1024)] * 2, (4096, 1024))
+    specs = ([stacked] * 2, ROWS)
     return compiled(chip, jax.grad(loss), shapes, specs, specs[0])
 
 
@@ -203,9 +215,14 @@ def passes(remat: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("chip", "remat", "gather"),
-    [("v5e:4x2", False, "whole"), ("v5e:4x2", True, "whole"), ("v5e:4x2", True, "ring"), ("v6e:4x2", True, "whole"),
-     ("v6e:4x2", False, "ring")],
-)  # fmt: skip
+    [
+        ("v5e:4x2", False, "whole"),
+        ("v5e:4x2", True, "whole"),
+        ("v5e:4x2", True, "ring"),
+        ("v6e:4x2", True, "whole"),
+        ("v6e:4x2", False, "ring"),
+    ],
+)
 def test_gradients_of_loops_follow_the_thread_backwards(chip: str, remat: bool, gather: str):
     """Whole gathers and rings of permutes, and layers that run again."""
     found = schedule(looped(chip, gather, True, remat))

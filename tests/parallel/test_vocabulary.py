@@ -9,7 +9,9 @@ from jax.sharding import PartitionSpec
 from tilewright.parallel import vocabulary
 from tilewright.parallel.mesh import make_mesh
 
-ROWS, HIDDEN, VOCABULARY = 10, 16, 24
+ROWS = 10
+HIDDEN = 16
+VOCABULARY = 24
 
 
 def reference(x: np.ndarray, head: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
@@ -27,8 +29,10 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(devices: int, rows:
     """Also where blocks of rows do not divide them."""
     monkeypatch.setattr(vocabulary, "BLOCK_BYTES", rows * 4 * VOCABULARY // devices)
     rng = np.random.default_rng(devices)
-    x, head = rng.normal(size=(ROWS, HIDDEN)).astype(np.float32), 3 * rng.normal(size=(HIDDEN, VOCABULARY)).astype(np.float32)
-    labels, weights = rng.integers(0, VOCABULARY, ROWS).astype(np.int32), rng.random(ROWS).astype(np.float32)
+    x = rng.normal(size=(ROWS, HIDDEN)).astype(np.float32)
+    head = 3 * rng.normal(size=(HIDDEN, VOCABULARY)).astype(np.float32)
+    labels = rng.integers(0, VOCABULARY, ROWS).astype(np.int32)
+    weights = rng.random(ROWS).astype(np.float32)
 
     def inside(x, head, labels, weights):
         def loss(x, head):
@@ -37,11 +41,15 @@ def test_loss_and_gradient_are_those_of_the_whole_vocabulary(devices: int, rows:
         value, (x_due, head_due) = jax.value_and_grad(loss, (0, 1))(x, head)
         return jax.lax.psum((value, loss(x, head), x_due), "tp"), head_due
 
-    whole, columns = PartitionSpec(), PartitionSpec(None, "tp")
+    whole = PartitionSpec()
+    columns = PartitionSpec(None, "tp")
     run = jax.shard_map(
-        inside, mesh=make_mesh({"tp": devices}), in_specs=(whole, columns, whole, whole), out_specs=(whole, columns),
+        inside,
+        mesh=make_mesh({"tp": devices}),
+        in_specs=(whole, columns, whole, whole),
+        out_specs=(whole, columns),
         check_vma=False,
-    )  # fmt: skip
+    )
     (value, again, x_due), head_due = jax.jit(run)(*map(jnp.asarray, (x, head, labels, weights)))
     loss, x_wanted, head_wanted = reference(x, head, labels, weights)
     np.testing.assert_allclose([value, again], loss, rtol=1e-5)

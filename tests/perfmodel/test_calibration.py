@@ -64,7 +64,8 @@ def test_constants_are_found_again():
 
 def test_ranges_hold_the_true_constants_and_widen_with_noise():
     """Two standard errors hold it 19 times in 20; with noise of 2 % they are narrower than with one of 10 %."""
-    within, widths = [], {}
+    within = []
+    widths = {}
     for noise in (0.02, 0.1):
         fits = [calibrate_tpu(drawn(noise, seed), V5E) for seed in range(5)]
         within += [one.constants[name].low < TRUE[name] < one.constants[name].high for one in fits for name in TRUE]
@@ -157,14 +158,23 @@ def nccom(ranks: int = 2) -> str:
 
 def micro_record(**changes: object) -> dict[str, object]:
     record = {
-        "collective": "all-reduce", "program": "beside", "size_bytes": 65536, "collectives": 1, "collective_us": 20.0,
-        "product_us": 100.0, "product_flops": 1e9, "product_bytes": 1e6, "memory_us": 5.0, "memory_bytes": 2e5,
-    }  # fmt: skip
+        "collective": "all-reduce",
+        "program": "beside",
+        "size_bytes": 65536,
+        "collectives": 1,
+        "collective_us": 20.0,
+        "product_us": 100.0,
+        "product_flops": 1e9,
+        "product_bytes": 1e6,
+        "memory_us": 5.0,
+        "memory_bytes": 2e5,
+    }
     return {**record, **changes}
 
 
 def test_files_of_both_testers_are_read(tmp_path: Path):
-    table, figures = tmp_path / "nccom.txt", tmp_path / "micro.json"
+    table = tmp_path / "nccom.txt"
+    figures = tmp_path / "micro.json"
     table.write_text(nccom())
     assert read_measurements(table).measurements == PUBLISHED.measurements
     records = [

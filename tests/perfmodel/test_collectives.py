@@ -33,7 +33,8 @@ def test_a_ring_s_all_gather_takes_its_steps_of_latency_and_chunk(ranks: int):
     chip = instance.chip
     ring = replace(instance, sizes=(ranks,), chip=replace(chip, cores=1, cc_cores=1, hbm_gb_per_s=1e4))
     machine = machine_of(ring, tp=ranks)
-    alpha, beta = 1e-6 * machine.settings.hop_us, 1e9 * chip.link_gb_per_s
+    alpha = 1e-6 * machine.settings.hop_us
+    beta = 1e9 * chip.link_gb_per_s
     expected = (ranks - 1) * (alpha + MB / beta)
     assert alone_s(machine, Collective("all-gather", ranks * MB, algorithm="ring")) == pytest.approx(expected, rel=0.01)
 
@@ -108,7 +109,8 @@ def test_one_rank_stands_for_all(algorithm: str):
 
 def test_two_streams_take_no_less_than_each_alone_and_no_more_than_one_after_another():
     machine = inferentia(24, streams=2)
-    one, two = Collective("all-gather", 24 * MB), Collective("all-gather", 24 * MB, stream=1)
+    one = Collective("all-gather", 24 * MB)
+    two = Collective("all-gather", 24 * MB, stream=1)
     program = NeuronProgram("two", (QueuedOp("a", "cc", collective=one), QueuedOp("b", "cc", collective=two)))
     both = simulate(program, machine).total_s
     alone = [alone_s(machine, each) for each in (one, two)]

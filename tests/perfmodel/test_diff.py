@@ -30,8 +30,10 @@ WRAPPED = f"""%wrapped (p: f32[4]) -> f32[4] {{
 """
 OFFLOADED = made(
     f'  %s = (({ARRAY}), {ARRAY}, u32[]) async-start(%x0), async_execution_thread="sparsecore", calls=%wrapped, {AT_SUM}',
-    compute("c", "x1"), done("d", "s", "async-done"), before=WRAPPED,
-)  # fmt: skip
+    compute("c", "x1"),
+    done("d", "s", "async-done"),
+    before=WRAPPED,
+)
 
 
 def test_each_figure_of_a_program_is_declared():
@@ -67,7 +69,8 @@ def test_a_sum_that_went_to_a_sparse_core():
 
 def test_a_gather_that_went_to_a_sparse_core():
     """As libtpu 0.0.50.1 spells it on v6e, the operands with the update; the core waits for its end, and no copy is counted."""
-    gather, place = Site("call", "jit(f)/take"), 'metadata={op_name="jit(f)/take"}'
+    gather = Site("call", "jit(f)/take")
+    place = 'metadata={op_name="jit(f)/take"}'
     begun = f'  %s = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%inner, {place}'
     updated = f"  %u = (({ARRAY}), {ARRAY}) call-update(%s, %x0)"
     offloaded = made(begun, updated, compute("c", "x1"), done("d", "u", "call-done"))

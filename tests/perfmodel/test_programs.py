@@ -50,7 +50,8 @@ def test_a_share_pads_what_does_not_divide():
 
 def test_a_tied_model_has_one_matrix_for_embedding_and_head():
     """Qwen3 4B's 4.02e9 parameters, and what a training step keeps of them."""
-    qwen, step = MODELS["qwen3-4b"], TrainingStep(positions=512)
+    qwen = MODELS["qwen3-4b"]
+    step = TrainingStep(positions=512)
     assert Share(qwen, 1).model_bytes / 2 == pytest.approx(4.02e9, rel=1e-3)
     tied, untied = (
         training_program(replace(SMALL, tie_word_embeddings=tied), trainium(), step).resident_bytes for tied in (True, False)
@@ -74,7 +75,8 @@ def test_layers_that_are_not_modelled_are_refused(model: str, found: str):
 
 @pytest.mark.parametrize("cores", [2, 8])
 def test_a_decoding_step_reads_each_weight_once_and_domino_twice_where_sbuf_is_small(cores: int):
-    machine, work = inferentia(cores), Work("decode", 4, 256)
+    machine = inferentia(cores)
+    work = Work("decode", 4, 256)
     share = Share(LLAMA_8B, cores)
     weights = 2 * share.layer_bytes + share.head().bytes + 2 * share.cache_bytes(4, 256)
     found = {name: inference_program(LLAMA_8B, machine, work, name, layers=2) for name in SCHEDULES}
@@ -89,7 +91,9 @@ def test_a_decoding_step_reads_each_weight_once_and_domino_twice_where_sbuf_is_s
 @pytest.mark.parametrize("positions", [1024, 1023])
 def test_domino_computes_a_prompt_s_scores_once_and_loads_the_keys_of_the_first_half(positions: int):
     """One row: the second micro-batch's queries see all positions up to their own."""
-    machine, work, share = inferentia(8), Work("prefill", 1, positions), Share(LLAMA_8B, 8)
+    machine = inferentia(8)
+    work = Work("prefill", 1, positions)
+    share = Share(LLAMA_8B, 8)
     sync, domino = (inference_program(LLAMA_8B, machine, work, name, layers=1) for name in ("sync", "domino"))
     rel = 1e-9 if positions % 2 == 0 else 0.01  # odd halves do not fill whole tiles
     for name in ("scores", "values", "softmax"):
@@ -161,7 +165,8 @@ def test_a_dflash_round_takes_longer_than_a_step_and_far_less_than_one_for_each_
 
 
 def test_a_sparse_step_takes_less_than_a_dense_one_but_not_in_proportion():
-    model, machine = Sizes(num_layers=4), inferentia(8)
+    model = Sizes(num_layers=4)
+    machine = inferentia(8)
     times = {share: simulate(diffusion_program(model, machine, 2, 512, share), machine).total_s for share in (0.25, 1.0)}
     assert 0.25 * times[1.0] < times[0.25] < 0.7 * times[1.0]
     with pytest.raises(ValueError, match="salient share above 0 and at most 1, found 0"):
@@ -185,7 +190,8 @@ def graph() -> ScheduleGraph:
 
 
 def test_scheduled_hlo_keeps_its_order_and_its_windows():
-    machine, chip = inferentia(4), CHIPS["v5e"]
+    machine = inferentia(4)
+    chip = CHIPS["v5e"]
     program = hlo_program(graph(), chip, machine)
     result = simulate(program, machine)
     spans = {program.ops[span.op].name: span for span in result.spans}

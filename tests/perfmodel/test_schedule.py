@@ -23,7 +23,8 @@ ELEMENTS = 12_500_000
 BYTES = 4 * ELEMENTS
 ARRAY = f"f32[{ELEMENTS}]{{0}}"
 MEMORY_MS = 1e3 * BYTES / (1e9 * V5E.hbm_gb_per_s)
-AHEAD, BACK = "{{0,1},{1,2},{2,3},{3,0}}", "{{1,0},{2,1},{3,2},{0,3}}"
+AHEAD = "{{0,1},{1,2},{2,3},{3,0}}"
+BACK = "{{1,0},{2,1},{3,2},{0,3}}"
 GROUPS = "replica_groups={{0,1,2,3}}"
 
 
@@ -317,9 +318,12 @@ def test_a_kernels_cycles_are_the_roofline_of_what_it_declares():
 
 def test_what_depends_on_a_layers_inputs_belongs_to_it():
     lines = (
-        compute("a", "x0"), permute("s", "a"), compute("b", "x1", 0.25), done("d", "s"),
-        f"  %e = {ARRAY} fusion(%d, %b), kind=kLoop, calls=%inner, backend_config={{\"estimated_cycles\":\"{CYCLES}\"}}",
-    )  # fmt: skip
+        compute("a", "x0"),
+        permute("s", "a"),
+        compute("b", "x1", 0.25),
+        done("d", "s"),
+        f'  %e = {ARRAY} fusion(%d, %b), kind=kLoop, calls=%inner, backend_config={{"estimated_cycles":"{CYCLES}"}}',
+    )
     timeline = laid_out(program(*lines))
     sums = timeline.sums()
     assert timeline.layers == (0, 1)
@@ -333,7 +337,8 @@ def test_the_graph_and_the_trace_are_plain_data():
     timeline = laid_out(program(permute("s", "x0"), compute("c", "x1"), done("d", "s"), joined("c", "d")))
     record = timeline.graph.record()
     assert [node["engine"] for node in record["nodes"]] == ["core", "core", "ici", "core", "core"]
-    start, ends = record["nodes"][2], record["nodes"][4]
+    start = record["nodes"][2]
+    ends = record["nodes"][4]
     assert start["transfer"]["pairs"] == ((0, 1), (1, 2), (2, 3), (3, 0))
     assert (ends["start"], ends["needs"]) == (2, (2,))
     events = [event for event in trace([("p", timeline)])["traceEvents"] if event["ph"] == "X"]
@@ -411,9 +416,11 @@ def test_hidden_and_exposed_are_the_whole(steps: list[tuple[str, float]]):
     timeline = simulate(drawn(steps), SQUARE)
     whole = timeline.whole()
     spans = sorted((span.begin_s, span.end_s) for span in timeline.transfers)
-    under_way, until = 0.0, 0.0
+    under_way = 0.0
+    until = 0.0
     for begin, end in spans:
-        under_way, until = under_way + max(0.0, end - max(begin, until)), max(until, end)
+        under_way = under_way + max(0.0, end - max(begin, until))
+        until = max(until, end)
     waited = sum(span.seconds for span in timeline.core if span.track == "exposed")
     assert whole.communication_s == pytest.approx(under_way)
     assert whole.exposed_s == pytest.approx(waited)

@@ -15,7 +15,9 @@ from tilewright.hardware.tpu import chip_of
 from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.timeline import Timeline, simulate
 
-ROWS, HIDDEN, DEVICES = 1024, 2048, 8
+ROWS = 1024
+HIDDEN = 2048
+DEVICES = 8
 pytestmark = pytest.mark.tpu
 
 

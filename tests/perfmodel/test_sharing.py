@@ -16,7 +16,8 @@ KINDS = (Flows, Packets)
 def ends(kind: type, transfers: list[tuple[float, DmaTransfer]], limits: Limits) -> list[float]:
     """When transfers end that begin at given times."""
     env = simpy.Environment()
-    network, found = kind(env, limits), [0.0] * len(transfers)
+    network = kind(env, limits)
+    found = [0.0] * len(transfers)
 
     def run(at: int, begin: float, transfer: DmaTransfer):
         yield env.timeout(begin)
@@ -38,7 +39,8 @@ def moved_when_first_ends(kind: type, first: DmaTransfer, second: DmaTransfer, s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_saturated_rings_share_an_engine_by_their_packets(kind: type):
-    large, small = DmaTransfer(64 * 2**20, 0, 0, 65536, 1), DmaTransfer(64 * 2**20, 0, 1, 4096, 1)
+    large = DmaTransfer(64 * 2**20, 0, 0, 65536, 1)
+    small = DmaTransfer(64 * 2**20, 0, 1, 4096, 1)
     assert moved_when_first_ends(kind, large, small) == pytest.approx(0.94, abs=0.005)
     assert moved_when_first_ends(kind, large, small) == pytest.approx(16 / 17, abs=1e-3)
     even = DmaTransfer(2**20, 0, 0, 4096, 1), DmaTransfer(2**20, 0, 1, 4096, 1)
@@ -47,7 +49,8 @@ def test_saturated_rings_share_an_engine_by_their_packets(kind: type):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_strict_priority_starves_the_class_behind(kind: type):
-    first, second = DmaTransfer(2**20, 0, 0, 4096, 1, 0), DmaTransfer(2**20, 0, 1, 65536, 1, 1)
+    first = DmaTransfer(2**20, 0, 0, 4096, 1, 0)
+    second = DmaTransfer(2**20, 0, 1, 65536, 1, 1)
     limits = Limits(RATE, 1, strict_priority=True)
     begun = ends(kind, [(0, first), (0, second)], limits)
     assert begun == pytest.approx([2**20 / RATE, 2**21 / RATE])
@@ -80,7 +83,8 @@ def test_flows_end_within_a_few_packets_of_where_packets_do(drawn: list, engines
             for at, (begin, size, packet, on_link) in enumerate(drawn)
         ]
 
-    flows, packets = ends(Flows, made(), limits), ends(Packets, made(), limits)
+    flows = ends(Flows, made(), limits)
+    packets = ends(Packets, made(), limits)
     turn = sum(packet for *_, packet, _ in drawn) / RATE
     through = engines * sum(packet for *_, packet, on_link in drawn if on_link) / link
     for ours, exact in zip(flows, packets, strict=True):

@@ -97,8 +97,13 @@ def test_infinite_bandwidth_leaves_compute_and_no_compute_leaves_communication()
     work = QueuedOp("work", "tensor", cycles=2.8e6), QueuedOp("more", "tensor", (0, 2), cycles=2.8e6)
     sent = QueuedOp("sent", "cc", (0,), collective=Collective("all-gather", 8e6))
     program = NeuronProgram("chain", (work[0], work[1], sent))
-    free = simulate(NeuronProgram("chain", (work[0], QueuedOp("sent", "cc", (0,), collective=sent.collective), QueuedOp(
-        "more", "tensor", (1,), cycles=2.8e6))), without_limits(MACHINE))  # fmt: skip
+    free = simulate(
+        NeuronProgram(
+            "chain",
+            (work[0], QueuedOp("sent", "cc", (0,), collective=sent.collective), QueuedOp("more", "tensor", (1,), cycles=2.8e6)),
+        ),
+        without_limits(MACHINE),
+    )
     assert free.total_s == pytest.approx(2e-3)
     assert simulate(program, without_limits(MACHINE)).total_s == pytest.approx(2e-3)
     only = simulate(NeuronProgram("sent", (QueuedOp("sent", "cc", collective=sent.collective),)), MACHINE)
@@ -115,7 +120,8 @@ def test_packets_and_flows_give_a_small_layer_the_same_time():
 
 
 def test_a_cold_tensor_engine_is_slow_for_its_first_microseconds():
-    machine, hz = trainium(), trainium().engine_hz("tensor")
+    machine = trainium()
+    hz = trainium().engine_hz("tensor")
     once = NeuronProgram("once", (QueuedOp("a", "tensor", cycles=10e-6 * hz),))
     assert simulate(once, machine).total_s == pytest.approx(11.5e-6)  # 3 us at half the clock do 1.5 us of it
     # It stays warm over a short gap, and is cold again after a long one.

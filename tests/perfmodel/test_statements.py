@@ -29,7 +29,8 @@ WIDTHS = (2, 4, 8, 16, 24)
 @cache
 def inference(phase: Phase, schedule: str, cores: int, streams: int = 1, algorithm: Algorithm = "auto") -> ProgramEstimate:
     """Llama 3 8B, four rows of 1,024 tokens, 512 out."""
-    machine, work = inferentia(cores, streams=streams), replace(WORK[phase], algorithm=algorithm)
+    machine = inferentia(cores, streams=streams)
+    work = replace(WORK[phase], algorithm=algorithm)
     return estimate(32, (1, 2), lambda layers: inference_program(LLAMA_8B, machine, work, schedule, layers), machine)
 
 
@@ -106,7 +107,8 @@ def test_prefill_gains_of_domino_grow_with_width_as_long_as_rings_do_not_close()
 
 
 def test_hoisting_all_weight_gathers_delays_tensor_parallel_sums_and_threading_repairs_it():
-    compiler, threaded = (4096, 1, "default", False, 0, 0), (4096, 1, "default", True, 1, 1)
+    compiler = (4096, 1, "default", False, 0, 0)
+    threaded = (4096, 1, "default", True, 1, 1)
     assert layer_delay_ms(*compiler) > 5
     assert layer_delay_ms(*threaded) < 1
     assert layer_ms(*threaded) < 0.9 * layer_ms(*compiler)
@@ -150,12 +152,14 @@ def test_gathering_ahead_costs_memory():
 
 @pytest.mark.parametrize(("threaded", "prefetch_distance", "scatter_delay"), [(True, 1, 1), (True, 2, 3), (False, 0, 0)])
 def test_few_layers_tell_what_all_of_a_training_step_takes(threaded: bool, prefetch_distance: int, scatter_delay: int):
-    machine, model = trainium(), replace(LLAMA_8B, num_layers=10)
+    machine = trainium()
+    model = replace(LLAMA_8B, num_layers=10)
 
     def build(layers: int) -> NeuronProgram:
         return training_program(model, machine, TrainingStep(1, 1024, threaded, prefetch_distance, scatter_delay, layers))
 
-    whole, few = simulate(build(10), machine), estimate(10, FEW_LAYERS, build, machine)
+    whole = simulate(build(10), machine)
+    few = estimate(10, FEW_LAYERS, build, machine)
     assert few.total_s == pytest.approx(whole.total_s, rel=0.01)
     assert few.memory_bytes == pytest.approx(whole.memory_bytes, rel=0.01)
 
@@ -169,7 +173,8 @@ def test_few_layers_tell_what_all_of_a_training_step_takes(threaded: bool, prefe
     ],
 )
 def test_few_layers_tell_what_all_of_them_take(schedule: str, phase: Phase):
-    machine, work = inferentia(24), Work(phase, 4, 1024)
+    machine = inferentia(24)
+    work = Work(phase, 4, 1024)
     whole = simulate(inference_program(LLAMA_8B, machine, work, schedule), machine)
     few = estimate(32, (1, 3), lambda layers: inference_program(LLAMA_8B, machine, work, schedule, layers), machine)
     assert few.total_s == pytest.approx(whole.total_s, rel=0.01)

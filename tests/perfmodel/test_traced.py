@@ -169,7 +169,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path):
 
 def predicted_events(timeline: Timeline, hlo: str) -> list[Event]:
     """What a TPU's trace would have if the prediction came true."""
-    nodes, found = timeline.graph.nodes, []
+    nodes = timeline.graph.nodes
+    found = []
     for span in timeline.core:
         ends = (number for number, node in enumerate(nodes) if node.start == span.node and span.track != "compute")
         name = nodes[next(ends, span.node)].name
@@ -183,7 +184,8 @@ def test_what_the_compiler_writes_is_found_again(number: int, tmp_path: Path):
     path = sorted(tpu_programs.KEPT.glob("*.xz"), key=lambda path: path.stat().st_size)[number]
     hlo = tpu_programs.read("v5e:4x4", path).hlo
     timeline = simulate(read_schedule(hlo, V5E), slice_fabric("v5e:4x4"))
-    module, events = module_name(hlo), predicted_events(timeline, hlo)
+    module = module_name(hlo)
+    events = predicted_events(timeline, hlo)
     run = (f"{module}(1)", 0, 1e6 * timeline.whole().total_s)
     trace = write_trace(tmp_path, plane("/device:TPU:0", {"XLA Modules": [run], "XLA Ops": events}))
     found = compare(timeline, hlo, program_in(read_trace(trace), module))
@@ -207,7 +209,8 @@ def test_own_times_cover_a_line_once(spans: list[tuple[int, int]]):
 
 def test_a_program_that_runs_here(tmp_path: Path):
     """A ring over two devices of this machine, as JAX's profiler sees it; its collectives are among the operations."""
-    spec, mesh = PartitionSpec("blocks"), make_mesh({"blocks": 2})
+    spec = PartitionSpec("blocks")
+    mesh = make_mesh({"blocks": 2})
 
     def ring_sum(x: jax.Array) -> jax.Array:
         return rings.ring(lambda hop, visiting, total: total + (hop + 1) * visiting @ visiting, x, jnp.zeros_like(x), "blocks")
@@ -220,7 +223,8 @@ def test_a_program_that_runs_here(tmp_path: Path):
     with jax.profiler.trace(tmp_path, profiler_options=options):
         for _ in range(3):
             jax.block_until_ready(compiled(x))
-    hlo, fabric = str(compiled.as_text()), slice_fabric("v5e:2x1")
+    hlo = str(compiled.as_text())
+    fabric = slice_fabric("v5e:2x1")
     found = compare(simulate(read_schedule(hlo, V5E), fabric), hlo, program_in(read_trace(tmp_path), module_name(hlo)))
     assert (found.program.device_kind, found.program.devices, len(found.program.runs)) == ("CPU", 2, 6)
     assert found.matched_share == 1

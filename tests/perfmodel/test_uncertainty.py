@@ -12,7 +12,8 @@ from tilewright.hardware.ranged import Ranged, ranged
 from tilewright.hardware.tpu import CHIPS
 from tilewright.perfmodel.uncertainty import MODEL_ERROR, Basis, latin_hypercube, rank_correlation, swept
 
-RATE, DELAY = Ranged(10.0, 5.0, 20.0), Ranged(1.0, 4.0)
+RATE = Ranged(10.0, 5.0, 20.0)
+DELAY = Ranged(1.0, 4.0)
 
 
 def two_ways(changes: Mapping[str, float]) -> dict[str, float]:

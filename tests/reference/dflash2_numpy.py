@@ -38,7 +38,9 @@ class Walker(Drafter):
     first_slot = 1
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors, target: Target):
-        self.config, self.tensors, self.target = config, tensors, target
+        self.config = config
+        self.tensors = tensors
+        self.target = target
         self.layers = [Layer(config, tensors, f"layers.{i}") for i in range(config["num_hidden_layers"])]
         self.taps = list(self.field("target_layer_ids"))
         self.mask = self.field("mask_token_id")
@@ -88,7 +90,9 @@ class Walker(Drafter):
     ) -> tuple[list[int], Array]:
         """The greedy walk. The logits are those of the head, before scale and cap, as the engine's head gives them."""
         hidden = self.block_hidden(tokens[start], features, start, window, block_size)
-        choose, before, walked = self.chooser(hidden, features, start), tokens[start], []
+        choose = self.chooser(hidden, features, start)
+        before = tokens[start]
+        walked = []
         for slot in range(len(hidden)):
             choices, scores = choose(slot, before)
             before = choices[int(np.argmax(scores))]
@@ -99,7 +103,8 @@ class Walker(Drafter):
         self, hidden: Array, known: int, temperature: float, features: Array | None = None, start: int = 0
     ) -> dict[tuple[int, ...], float]:
         """The probability of every sampled walk over the slots of `hidden` `[n, H]`."""
-        choose, walks = self.chooser(hidden, np.zeros((0, 0)) if features is None else features, start), {(): 1.0}
+        choose = self.chooser(hidden, np.zeros((0, 0)) if features is None else features, start)
+        walks = {(): 1.0}
         for slot in range(len(hidden)):
             longer: dict[tuple[int, ...], float] = {}
             for walk, p in walks.items():
@@ -141,7 +146,8 @@ class Drafter2(Walker):
 
     def hidden(self, known: int, features: Array, start: int, window: int | None, block_size: int) -> Array:
         first = 0 if window is None else max(0, start - window)
-        context, before = features[first:start], range(first, start)
+        context = features[first:start]
+        before = range(first, start)
         block = range(start, start + block_size)
         x = self.target.embed([known] + [self.mask] * (block_size - 1)) * self.field("input_embedding_scale", 1.0)
         for n, layer in enumerate(self.layers):
@@ -200,7 +206,8 @@ def block_losses(drafter: Drafter2, hidden: Array, tokens: Sequence[int], counte
         hidden: normalised, of the slots after the known one.
         counted: whether each slot but the known one is in the loss.
     """
-    logits, sums = drafter.logits(hidden), np.zeros(3)
+    logits = drafter.logits(hidden)
+    sums = np.zeros(3)
     for slot, (token, counts) in enumerate(zip(tokens[1:], counted, strict=True)):
         if not counts:
             continue
@@ -234,8 +241,11 @@ def as_dflash2(
         strength: of what convolutions and selector add.
         fields: more of `dflash_config`.
     """
-    rng, config = np.random.default_rng(seed), pair.drafter_config
-    layers, h, v = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    rng = np.random.default_rng(seed)
+    config = pair.drafter_config
+    layers = config["num_hidden_layers"]
+    h = config["hidden_size"]
+    v = config["vocab_size"]
     own = {"conv_kernel_size": kernel, "conv_group_size": group, "selector_rank": rank, "selector_top_k": top_k}
     tensors = dict(pair.drafter_tensors)
     for n in range(layers):
@@ -265,7 +275,8 @@ def with_draft_vocab(pair: Pair, ids: Sequence[int], codebooks: Sequence[str] = 
     Args:
         codebooks: tensors of which it keeps the rows of these tokens.
     """
-    config, count = dict(pair.drafter_config), len(ids)
+    config = dict(pair.drafter_config)
+    count = len(ids)
     if "dflash_config" in config:
         config["dflash_config"] = config["dflash_config"] | {"draft_vocab_size": count}
     else:

@@ -34,14 +34,17 @@ def rotate(x: Array, positions: Sequence[int], theta: float) -> Array:
     half = x.shape[-1] // 2
     frequencies = theta ** (-np.arange(half) / half)
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
-    cos, sin = np.cos(angles)[:, None, :], np.sin(angles)[:, None, :]
-    first, second = x[..., :half], x[..., half:]
+    cos = np.cos(angles)[:, None, :]
+    sin = np.sin(angles)[:, None, :]
+    first = x[..., :half]
+    second = x[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def attention(q: Array, k: Array, v: Array, visible: NDArray[np.bool_]) -> Array:
     """Attends `q` `[n, N, D]` to `k`, `v` `[m, K, D]` where `visible` `[n, m]`; gives `[n, N * D]`."""
-    heads, group = [], q.shape[1] // k.shape[1]
+    heads = []
+    group = q.shape[1] // k.shape[1]
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // group].T / np.sqrt(q.shape[2])
         scores = np.where(visible, scores, -np.inf)
@@ -65,7 +68,8 @@ class Layer:
         return rms_norm(x, self.weight(name), self.config["rms_norm_eps"])
 
     def heads(self, h: Array, name: str) -> Array:
-        size, flat = self.config["head_dim"], h @ self.weight(f"self_attn.{name}").T
+        size = self.config["head_dim"]
+        flat = h @ self.weight(f"self_attn.{name}").T
         return flat.reshape(len(h), flat.shape[1] // size, size)
 
     def queries(self, h: Array, positions: Sequence[int]) -> Array:
@@ -95,7 +99,8 @@ class Target:
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors):
         """`config` has the fields of a `config.json`, `tensors` the names and shapes of a checkpoint."""
-        self.config, self.tensors = config, tensors
+        self.config = config
+        self.tensors = tensors
         self.layers = [Layer(config, tensors, f"model.layers.{i}") for i in range(config["num_hidden_layers"])]
 
     def embed(self, tokens: Sequence[int]) -> Array:
@@ -110,7 +115,8 @@ class Target:
         """Logits `[n, V]`, and the residual stream after each layer (before the final norm), each `[n, H]`."""
         positions = range(len(tokens))
         causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
-        x, after = self.embed(tokens), []
+        x = self.embed(tokens)
+        after = []
         for layer in self.layers:
             h = layer.norm(x, "input_layernorm")
             x = x + layer.output(attention(layer.queries(h, positions), layer.keys(h, positions), layer.values(h), causal))
@@ -136,7 +142,9 @@ class Drafter:
         for name in later:
             if config.get(name, inner.get(name)) is not None:
                 raise ValueError(f"expected a drafter without {name}, got {config.get(name, inner.get(name))!r}")
-        self.config, self.tensors, self.target = config, tensors, target
+        self.config = config
+        self.tensors = tensors
+        self.target = target
         self.layers = [Layer(config, tensors, f"layers.{i}") for i in range(config["num_hidden_layers"])]
         self.taps: list[int] = list(inner["target_layer_ids"])
         self.mask: int = inner["mask_token_id"]
@@ -152,7 +160,8 @@ class Drafter:
         the last layer passes through the target's final norm (`hidden_states[-1]` of transformers), as the published PyTorch
         code has it; a field of ours asks for the stream before it, which the published MLX code reads.
         """
-        rows, last = np.asarray(list(positions), int), len(hidden_after_layer) - 1
+        rows = np.asarray(list(positions), int)
+        last = len(hidden_after_layer) - 1
         inner: Mapping[str, Any] = self.config.get("dflash_config", self.config)
         before = inner.get("last_tap_before_norm", False)
         tapped = [hidden_after_layer[i][rows] for i in self.taps]
@@ -165,7 +174,8 @@ class Drafter:
         if len(features) < start:
             raise ValueError(f"expected features of the {start} positions before the block, got {len(features)}")
         first = 0 if window is None else max(0, start - window)
-        context, before = features[first:start], range(first, start)
+        context = features[first:start]
+        before = range(first, start)
         block = range(start, start + block_size)
         all_visible = np.ones((block_size, len(context) + block_size), bool)
         x = self.target.embed([known] + [self.mask] * (block_size - 1))
@@ -260,7 +270,9 @@ def speculative_greedy(
     loop differs only there: it lets the target choose one token before its first round.
     """
     size = block_size or drafter.block_size
-    tokens, output, rounds = list(prompt), [], []
+    tokens = list(prompt)
+    output = []
+    rounds = []
     while len(output) < max_new_tokens and not (output and output[-1] in eos):
         start = len(tokens) - 1
         _, hidden = target.run(tokens)
@@ -281,7 +293,8 @@ def speculative_greedy(
 
 def autoregressive_greedy(target: Target, prompt: Sequence[int], max_new_tokens: int, eos: Collection[int] = ()) -> list[int]:
     """The generated tokens, one run of the target for each."""
-    tokens, output = list(prompt), []
+    tokens = list(prompt)
+    output = []
     while len(output) < max_new_tokens and not (output and output[-1] in eos):
         token = int(target.run(tokens)[0][-1].argmax())
         tokens.append(token)
@@ -314,8 +327,11 @@ def random_norm(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
 
 def random_layer(rng: np.random.Generator, config: Mapping[str, Any], prefix: str) -> dict[str, NDArray[np.float32]]:
     """Queries and keys are large, so that attention is far from uniform and mistakes in it show."""
-    h, i, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    h = config["hidden_size"]
+    i = config["intermediate_size"]
+    d = config["head_dim"]
+    query = config["num_attention_heads"] * d
+    key = config["num_key_value_heads"] * d
     tensors = {
         "input_layernorm": random_norm(rng, h),
         "self_attn.q_proj": random_matrix(rng, query, h),
@@ -354,11 +370,20 @@ def random_pair(
     """A small pair with random weights. Its drafts are guesses: with a vocabulary of 40 nearly all are rejected."""
     rng = np.random.default_rng(seed)
     common = {
-        "model_type": "qwen3", "hidden_act": "silu", "hidden_size": hidden_size, "intermediate_size": intermediate_size,
-        "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim, "rms_norm_eps": 1e-6,
-        "rope_theta": rope_theta, "rope_scaling": None, "max_position_embeddings": max_position_embeddings,
-        "attention_bias": False, "vocab_size": vocab_size,
-    }  # fmt: skip
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": max_position_embeddings,
+        "attention_bias": False,
+        "vocab_size": vocab_size,
+    }
     target_config = common | {
         "architectures": ["Qwen3ForCausalLM"],
         "num_hidden_layers": target_layers,
@@ -426,10 +451,12 @@ def oracle_like_pair(
     without = pair.drafter_tensors | {name: np.zeros_like(pair.drafter_tensors[name])}
     target = Target(pair.target_config, pair.target_tensors)
     drafter = Drafter(pair.drafter_config, without, target)
-    size, rng = drafter.block_size, np.random.default_rng(seed)
+    size = drafter.block_size
+    rng = np.random.default_rng(seed)
     directions = target.head(np.diag(drafter.weight("norm"))).T
     directions /= np.sqrt(np.mean(directions**2, axis=1, keepdims=True))
-    inputs, wanted = [], []
+    inputs = []
+    wanted = []
     for prompt in prompts:
         tokens = [*prompt, *autoregressive_greedy(target, prompt, length + size)]
         features = drafter.context_features(target.run(tokens)[1], range(len(tokens)))
@@ -439,7 +466,8 @@ def oracle_like_pair(
                 x = drafter.hidden(tokens[start], features, start, window, size - 1 + first_slot)[first_slot:]
                 inputs.append(drafter.layers[-1].mlp_inner(x))
                 wanted.append(4 * directions[tokens[start + 1 : start + size]] - x)
-    a, b = np.concatenate(inputs), np.concatenate(wanted)
+    a = np.concatenate(inputs)
+    b = np.concatenate(wanted)
     fitted = np.linalg.solve(a.T @ a + ridge * np.eye(a.shape[1]), a.T @ b).T
     return Pair(pair.target_config, pair.target_tensors, pair.drafter_config, without | {name: fitted.astype(np.float32)})
 

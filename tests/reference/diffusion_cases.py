@@ -12,7 +12,8 @@ from reference.diffusion_numpy import Dense, Generation, Mode, Request, SparseMo
 
 MASK = 39
 PROMPT = [3, 17, 8, 25, 11]
-LLADA, DREAM = random_model(5, "llada"), random_model(6, "dream")
+LLADA = random_model(5, "llada")
+DREAM = random_model(6, "dream")
 MODELS = pytest.mark.parametrize("model", [LLADA, DREAM], ids=["llada", "dream"])
 EXACT = SparseMode(tau=2, num_full_steps=1, every=1, first_layer_full=True)
 

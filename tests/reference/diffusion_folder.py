@@ -9,7 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from reference.diffusion_model_numpy import Model, checkpoint, random_model
 
-VOCAB, MASK, EOS = 40, 39, 38
+VOCAB = 40
+MASK = 39
+EOS = 38
 
 
 def write_model(folder: Path, model: Model, mask: int, eos: int, **fields: Any) -> Path:

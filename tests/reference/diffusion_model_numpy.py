@@ -26,8 +26,10 @@ def rotate(x: Array, positions: Rows, theta: float) -> Array:
     """RoPE by half rotation: component i of `x` `[r, heads, D]` turns together with component i + D/2."""
     half = x.shape[-1] // 2
     angles = positions[:, None, None] * theta ** (-np.arange(half) / half)
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
+    first = x[..., :half]
+    second = x[..., half:]
+    cos = np.cos(angles)
+    sin = np.sin(angles)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
@@ -104,9 +106,15 @@ class Model:
 
 
 def random_model(
-    seed: int, family: Literal["llada", "dream"], vocab: int = 40, hidden: int = 32, layers: int = 3, heads: int = 4,
-    kv_heads: int | None = None, inner: int = 48,
-) -> Model:  # fmt: skip
+    seed: int,
+    family: Literal["llada", "dream"],
+    vocab: int = 40,
+    hidden: int = 32,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    inner: int = 48,
+) -> Model:
     """Float32 numbers held in float64; Dream has biases and, unless told, half as many key/value heads.
 
     Large enough that attention is far from uniform, so that mistakes in it show.
@@ -114,7 +122,8 @@ def random_model(
     rng = np.random.default_rng(seed)
     kv_heads = kv_heads or (heads if family == "llada" else heads // 2)
     head_size = hidden // heads
-    query, key = hidden, kv_heads * head_size
+    query = hidden
+    key = kv_heads * head_size
 
     def single(x: NDArray[np.floating]) -> Array:
         return x.astype(np.float32).astype(np.float64)
@@ -130,12 +139,23 @@ def random_model(
 
     stack = [
         Layer(
-            norm(), matrix(query, hidden, 1.5), matrix(key, hidden, 1.5), matrix(key, hidden),
-            bias(query), bias(key), bias(key), matrix(hidden, query, 1.5),
-            norm(), matrix(inner, hidden, 1.5), matrix(inner, hidden), matrix(hidden, inner, 1.5),
-        ) for _ in range(layers)
-    ]  # fmt: skip
-    embed, head = single(rng.normal(size=(vocab, hidden))), matrix(vocab, hidden, 2.0)
+            norm(),
+            matrix(query, hidden, 1.5),
+            matrix(key, hidden, 1.5),
+            matrix(key, hidden),
+            bias(query),
+            bias(key),
+            bias(key),
+            matrix(hidden, query, 1.5),
+            norm(),
+            matrix(inner, hidden, 1.5),
+            matrix(inner, hidden),
+            matrix(hidden, inner, 1.5),
+        )
+        for _ in range(layers)
+    ]
+    embed = single(rng.normal(size=(vocab, hidden)))
+    head = matrix(vocab, hidden, 2.0)
     theta, eps = (500000.0, 1e-5) if family == "llada" else (1000000.0, 1e-6)
     return Model(family, embed, stack, norm(), head, head_size, theta, eps)
 
@@ -155,7 +175,8 @@ class Caches:
 def dense(model: Model, tokens: Sequence[int] | Rows, length: int | None = None) -> tuple[Array, list[Caches]]:
     """Logits `[n, V]`, not shifted, and what each layer computed. All rows see the first `length` positions; None: all."""
     rows = np.arange(len(tokens))
-    x, caches = model.embed[list(tokens)], []
+    x = model.embed[list(tokens)]
+    caches = []
     for layer in model.layers:
         k, v = model.keys_values(layer, x, rows)
         c = attend(model.queries(layer, x, rows), k[:length], v[:length])
@@ -189,18 +210,36 @@ def checkpoint(model: Model, mask: int, eos: int) -> tuple[dict[str, Any], dict[
     common |= {"eos_token_id": eos, "pad_token_id": eos}
     if model.family == "llada":
         config = common | {
-            "model_type": "llada", "architectures": ["LLaDAModelLM"], "d_model": hidden, "n_layers": len(model.layers),
-            "n_heads": heads, "n_kv_heads": kv_heads, "mlp_hidden_size": len(model.layers[0].gate), "embedding_size": vocab,
-            "max_sequence_length": 4096, "weight_tying": False, "include_bias": False, "include_qkv_bias": False,
-            "activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms", "rope": True,
-        }  # fmt: skip
+            "model_type": "llada",
+            "architectures": ["LLaDAModelLM"],
+            "d_model": hidden,
+            "n_layers": len(model.layers),
+            "n_heads": heads,
+            "n_kv_heads": kv_heads,
+            "mlp_hidden_size": len(model.layers[0].gate),
+            "embedding_size": vocab,
+            "max_sequence_length": 4096,
+            "weight_tying": False,
+            "include_bias": False,
+            "include_qkv_bias": False,
+            "activation_type": "silu",
+            "block_type": "llama",
+            "layer_norm_type": "rms",
+            "rope": True,
+        }
     else:
         config = common | {
-            "model_type": "Dream", "architectures": ["DreamModel"], "hidden_size": hidden,
+            "model_type": "Dream",
+            "architectures": ["DreamModel"],
+            "hidden_size": hidden,
             "num_hidden_layers": len(model.layers),
-            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": len(model.layers[0].gate),
-            "max_position_embeddings": 4096, "tie_word_embeddings": False, "hidden_act": "silu",
-        }  # fmt: skip
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": len(model.layers[0].gate),
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+        }
     embed, norm, head, blocks = OUTER[model.family]
     tensors = {f"{embed}.weight": model.embed, f"{norm}.weight": model.norm, f"{head}.weight": model.head}
     for i, layer in enumerate(model.layers):
@@ -226,9 +265,15 @@ def read_model(config: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -
     count, heads = (config.get(name) or config[other] for name, other in COUNTS)
     layers = [layer(n) for n in range(count)]
     return Model(
-        family, w[f"{embed}.weight"], layers, w[f"{norm}.weight"], w.get(f"{head}.weight", w[f"{embed}.weight"]),
-        len(layers[0].q) // heads, config["rope_theta"], config["rms_norm_eps"],
-    )  # fmt: skip
+        family,
+        w[f"{embed}.weight"],
+        layers,
+        w[f"{norm}.weight"],
+        w.get(f"{head}.weight", w[f"{embed}.weight"]),
+        len(layers[0].q) // heads,
+        config["rope_theta"],
+        config["rms_norm_eps"],
+    )
 
 
 def predictions(model: Model, tokens: Sequence[int] | Rows) -> Array:

@@ -138,7 +138,8 @@ class Cached:
     """One stream of Fast-dLLM."""
 
     def __init__(self, model: Model, mode: CachedMode):
-        self.model, self.mode = model, mode
+        self.model = model
+        self.mode = mode
         self.caches: list[Caches] = []
 
     def forward(self, tokens: Sequence[int], call: Call) -> Pass:
@@ -186,7 +187,8 @@ class Sparse:
     """One stream of DyLLM; `caches` are in place after the first forward, which is full."""
 
     def __init__(self, model: Model, mode: SparseMode, prompt_length: int):
-        self.model, self.mode = model, mode
+        self.model = model
+        self.mode = mode
         self.window = max(prompt_length - model.shift * mode.shift_boundary, 0)
         self.caches: list[Caches] = []
 
@@ -197,7 +199,8 @@ class Sparse:
             return Pass(kind, 0, logits)
         rows = np.arange(self.window if kind == "response" else 0, len(tokens))
         salient = rows if self.mode.first_layer_full else call.changed
-        x, layers = self.model.embed[np.asarray(tokens)[rows]], []
+        x = self.model.embed[np.asarray(tokens)[rows]]
+        layers = []
         for layer, cache in zip(self.model.layers, self.caches, strict=True):
             x, trace = self.layer(layer, cache, x, rows, salient, call.changed)
             layers.append(trace)
@@ -208,7 +211,8 @@ class Sparse:
         self, layer: Layer, cache: Caches, x: Array, rows: Rows, incoming: Rows, changed: Rows
     ) -> tuple[Array, LayerTrace]:
         """One layer of a sparse step: the residual stream `[r, H]` after it; the caches advance."""
-        first, before = rows[0], cache.v.copy()
+        first = rows[0]
+        before = cache.v.copy()
         q = self.model.queries(layer, x, rows)
         cache.k[incoming], cache.v[incoming] = self.model.keys_values(layer, x[incoming - first], incoming)
         context = cache.c[rows] + attend(q, cache.k, cache.v - before)
@@ -317,7 +321,8 @@ def choose(logits: Array, request: Request, step: int, position: int, noise: Noi
     warped = nucleus(logits / (request.temperature or 1.0), request.top_p)
     noisy = warped + (noise(step, position, len(logits)) if request.temperature > 0 and noise else 0)
     p = softmax(logits if request.remasking in LLADA_RULES else warped)
-    token, best = int(np.argmax(noisy)), np.sort(p)[::-1]
+    token = int(np.argmax(noisy))
+    best = np.sort(p)[::-1]
     score = float(p[token])
     if request.remasking in ("random", "origin") and uniform:
         score = uniform(step, position)
@@ -401,9 +406,13 @@ def ending(tokens: Sequence[int], prompt_length: int, request: Request) -> int |
 
 
 def candidate_logits(
-    streams: Sequence[Dense | Cached | Sparse], tokens: Sequence[int], prompt_length: int, candidates: Rows, request: Request,
+    streams: Sequence[Dense | Cached | Sparse],
+    tokens: Sequence[int],
+    prompt_length: int,
+    candidates: Rows,
+    request: Request,
     call: Call,
-) -> tuple[Pass, Array]:  # fmt: skip
+) -> tuple[Pass, Array]:
     """The forward of the stream that sees the prompt, and the candidates' logits `[c, V]`, shifted and guided."""
     hidden = [request.mask] * prompt_length + list(tokens[prompt_length:])
     passes = [stream.forward(seen, call) for stream, seen in zip(streams, (tokens, hidden), strict=False)]
@@ -417,9 +426,13 @@ def candidate_logits(
 
 
 def generate(
-    model: Model, prompt: Sequence[int], request: Request, mode: Mode = Dense, noise: Noise | None = None,
+    model: Model,
+    prompt: Sequence[int],
+    request: Request,
+    mode: Mode = Dense,
+    noise: Noise | None = None,
     uniform: Uniform | None = None,
-) -> Generation:  # fmt: skip
+) -> Generation:
     """Denoises `prompt` and `gen_length` masks after it; `mode` is `Dense`, a `CachedMode` or a `SparseMode`.
 
     Raises:
@@ -429,9 +442,11 @@ def generate(
         raise ValueError("expected a prompt without the mask token")
     if (request.temperature > 0 and noise is None) or (request.remasking in ("random", "origin") and uniform is None):
         raise ValueError("expected noise for a temperature, and uniform numbers for random and origin")
-    tokens, steps = [*prompt, *[request.mask] * request.gen_length], []
+    tokens = [*prompt, *[request.mask] * request.gen_length]
+    steps = []
     streams = [mode(model, len(prompt)) for _ in range(2 if request.cfg_scale else 1)]
-    changed, end = np.array([], np.int64), None
+    changed = np.array([], np.int64)
+    end = None
     for block in range(request.gen_length // request.block_length):
         start = len(prompt) + block * request.block_length
         for block_step in range(request.block_steps):

@@ -61,7 +61,8 @@ def block_losses(
         said: the target's logits at every slot's position, `[n, V]`.
         counted: whether each slot is in the loss.
     """
-    logits, sums = drafter.target.head(hidden), np.zeros(3)
+    logits = drafter.target.head(hidden)
+    sums = np.zeros(3)
     for slot, counts in enumerate(counted):
         if counts:
             p = softmax(logits[slot] + drafter.serial(tokens[slot]))
@@ -79,20 +80,25 @@ def as_dspark(
         plain_names: the serial head's tensors are stored without `.weight`.
         fields: more of its configuration.
     """
-    rng, config = np.random.default_rng(seed), dict(pair.drafter_config)
+    rng = np.random.default_rng(seed)
+    config = dict(pair.drafter_config)
     inner = config.pop("dflash_config")
     tensors = dict(pair.drafter_tensors)
     for name, gain in (("markov_w1", 1.0), ("markov_w2", strength)):
         stored = f"markov_head.{name}{'' if plain_names else '.weight'}"
         tensors[stored] = (gain * rng.normal(size=(config["vocab_size"], rank))).astype(np.float32)
-    made = config | inner | {
-        "architectures": ["Qwen3DSparkModel"],
-        "block_size": config["block_size"] - 1,
-        "markov_rank": rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
-        "candidate_top_k": top_k,
-    }  # fmt: skip
+    made = (
+        config
+        | inner
+        | {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": config["block_size"] - 1,
+            "markov_rank": rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "candidate_top_k": top_k,
+        }
+    )
     return replace(pair, drafter_config=made | fields, drafter_tensors=tensors)
 
 

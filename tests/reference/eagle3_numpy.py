@@ -42,7 +42,9 @@ class Chain:
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors, target: Target):
         """`tensors` are named without a `model.` prefix; where they hold no embedding, the target's is read."""
-        self.config, self.tensors, self.target = config, tensors, target
+        self.config = config
+        self.tensors = tensors
+        self.target = target
         self.taps: list[int] = list(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
         self.map = [draft + int(shift) for draft, shift in enumerate(tensors["d2t"])]
 
@@ -65,7 +67,8 @@ class Chain:
         x = np.concatenate(
             [self.norm(self.embed(tokens), "midlayer.input_layernorm"), self.norm(h, "midlayer.hidden_norm")], axis=1
         )
-        size, theta = self.config["head_dim"], self.config["rope_theta"]
+        size = self.config["head_dim"]
+        theta = self.config["rope_theta"]
         q, k, v = ((x @ self.weight(f"midlayer.self_attn.{name}_proj").T).reshape(len(h), -1, size) for name in "qkv")
         causal = np.tril(np.ones((len(h), len(h)), bool))
         seen = attention(rotate(q, positions, theta), rotate(k, positions, theta), v, causal)
@@ -92,7 +95,10 @@ class Chain:
         known = len(tokens) - 1
         if known < 1 or len(features) < known:
             raise ValueError(f"expected features of at least one and all {known} earlier positions, got {len(features)}")
-        h, beside, proposed, logits = features[:known], list(tokens[1:]), [], []
+        h = features[:known]
+        beside = list(tokens[1:])
+        proposed = []
+        logits = []
         for step in range(steps):
             output = self.layer(h, beside)[-1:]
             logits.append(self.logits(output)[0])
@@ -121,17 +127,32 @@ def random_eagle3(
     A `hidden_size` of its own brings an embedding of its own.
     """
     rng = np.random.default_rng(seed)
-    wide, vocab = target["hidden_size"], target["vocab_size"]
+    wide = target["hidden_size"]
+    vocab = target["vocab_size"]
     h = hidden_size or wide
-    query, key = num_heads * head_dim, num_kv_heads * head_dim
+    query = num_heads * head_dim
+    key = num_kv_heads * head_dim
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu", "hidden_size": h,
-        "target_hidden_size": wide, "intermediate_size": intermediate_size, "num_hidden_layers": 1,
-        "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim, "rms_norm_eps": 1e-6,
-        "rope_theta": rope_theta, "rope_scaling": None, "attention_bias": False, "tie_word_embeddings": False,
-        "vocab_size": vocab, "draft_vocab_size": draft_vocab_size, "norm_before_residual": norm_before_residual,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": h,
+        "target_hidden_size": wide,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab_size,
+        "norm_before_residual": norm_before_residual,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True},
-    }  # fmt: skip
+    }
     ids = np.sort(rng.permutation(vocab)[:draft_vocab_size])
     tensors: dict[str, NDArray[Any]] = {
         "fc": random_matrix(rng, h, wide * len(taps)),

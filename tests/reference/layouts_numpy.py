@@ -48,7 +48,8 @@ class Shared(Target):
 
     def __init__(self, target: Target, rules: Rules, tensors: Tensors):
         super().__init__(target.config, target.tensors)
-        self.own, self.rules = tensors, rules
+        self.own = tensors
+        self.rules = rules
 
     def embed(self, tokens: Sequence[int]) -> Array:
         table = self.own.get("embed_tokens.weight")
@@ -74,10 +75,14 @@ class Varied(Walker):
     rules: Rules
 
     def __init__(self, rules: Rules, config: Mapping[str, Any], tensors: Tensors, target: Target):
-        self.rules, self.config, self.tensors = rules, config, tensors
+        self.rules = rules
+        self.config = config
+        self.tensors = tensors
         self.target = Shared(target, rules, tensors)
         self.layers = [Layer(config, tensors, f"layers.{n}") for n in range(len(rules.windows))]
-        self.taps, self.mask, self.first_slot = list(rules.taps), rules.mask, rules.first_slot
+        self.taps = list(rules.taps)
+        self.mask = rules.mask
+        self.first_slot = rules.first_slot
         self.block_size = rules.block + 1 - rules.first_slot
         self.top_k = self.candidate_count()
         shifts = tensors.get("d2t", np.zeros(target.config["vocab_size"], np.int64))
@@ -100,14 +105,17 @@ class Varied(Walker):
         return np.concatenate([rotate(x[..., :turned], positions, self.config["rope_theta"]), x[..., turned:]], axis=-1)
 
     def seen(self, n: int, before: Sequence[int], block: Sequence[int]) -> NDArray[np.bool_]:
-        query, key = np.asarray(block)[:, None], np.asarray([*before, *block])[None]
+        query = np.asarray(block)[:, None]
+        key = np.asarray([*before, *block])[None]
         window = self.rules.windows[n]
         near = np.ones((len(block), key.shape[1]), bool) if window is None else np.abs(query - key) < window
         return near & (key <= query) if self.rules.causal[n] else near
 
     def attended(self, n: int, q: Array, k: Array, v: Array, seen: NDArray[np.bool_]) -> Array:
         """Attention whose softmax a head's sink, if there is one, takes part in."""
-        sinks, outs, group = self.tensors.get(f"layers.{n}.self_attn.attention_sink_bias"), [], q.shape[1] // k.shape[1]
+        sinks = self.tensors.get(f"layers.{n}.self_attn.attention_sink_bias")
+        outs = []
+        group = q.shape[1] // k.shape[1]
         for head in range(q.shape[1]):
             scores = np.where(seen, q[:, head] @ k[:, head // group].T / np.sqrt(q.shape[2]), -np.inf)
             weights = np.exp(scores)
@@ -124,7 +132,9 @@ class Varied(Walker):
 
     def hidden(self, known: int, features: Array, start: int, window: int | None, block_size: int) -> Array:
         first = 0 if window is None else max(0, start - window)
-        context, before, block = features[first:start], range(first, start), range(start, start + block_size)
+        context = features[first:start]
+        before = range(first, start)
+        block = range(start, start + block_size)
         x = self.target.embed([known] + [self.mask] * (block_size - 1))
         for n, layer in enumerate(self.layers):
             kernels, h = self.mixed(f"layers.{n}.attention_conv", layer.norm(x, "input_layernorm"))
@@ -147,7 +157,8 @@ class Varied(Walker):
 class Varied2(Varied, Drafter2):
     """A DFlash 2 drafter by its rules."""
 
-    hidden, draft = Varied.hidden, Walker.draft
+    hidden = Varied.hidden
+    draft = Walker.draft
 
     def candidate_count(self) -> int:
         return self.config["selector_top_k"]
@@ -163,7 +174,8 @@ class Varied2(Varied, Drafter2):
 class VariedDSpark(Varied, DSpark):
     """A DSpark drafter by its rules."""
 
-    hidden, draft = Varied.hidden, Walker.draft
+    hidden = Varied.hidden
+    draft = Walker.draft
 
     def candidate_count(self) -> int:
         return self.config.get("candidate_top_k", 16)
@@ -176,8 +188,10 @@ def with_own(pair: Pair, *names: str, seed: int = 7, ids: Sequence[int] | None =
         names: `embedding`, `head`, `mask`, `sinks`.
         ids: the tokens that it can propose, rising; None for all.
     """
-    rng, config = np.random.default_rng(seed), pair.drafter_config
-    h, v = config["hidden_size"], config["vocab_size"]
+    rng = np.random.default_rng(seed)
+    config = pair.drafter_config
+    h = config["hidden_size"]
+    v = config["vocab_size"]
     made: dict[str, NDArray[Any]] = {}
     if "embedding" in names:
         made["embed_tokens.weight"] = random_matrix(rng, v, h, 3.0)
@@ -211,12 +225,19 @@ def as_speculators(
         sizes |= {"layer_types": list(layer_types), "sliding_window": window, "use_sliding_window": True}
     names = {"dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel", "dspark": "DSparkSpeculator"}
     made = {
-        "architectures": [names[kind]], "speculators_model_type": kind, "speculators_version": "0.9.0", "dtype": "float32",
+        "architectures": [names[kind]],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "dtype": "float32",
         "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "somewhere", "architectures": []}},
-        "transformer_layer_config": sizes, "block_size": config["block_size"], "mask_token_id": inner["mask_token_id"],
-        "draft_vocab_size": config["vocab_size"], "target_hidden_size": None, "sliding_window_non_causal": kind == "dflash2",
+        "transformer_layer_config": sizes,
+        "block_size": config["block_size"],
+        "mask_token_id": inner["mask_token_id"],
+        "draft_vocab_size": config["vocab_size"],
+        "target_hidden_size": None,
+        "sliding_window_non_causal": kind == "dflash2",
         "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
-    }  # fmt: skip
+    }
     return replace(pair, drafter_config=made | fields)
 
 
@@ -224,12 +245,19 @@ def as_muse(pair: Pair, window: int) -> Pair:
     """The pair's drafter in the layout of Muse Glimmer's assistant, whose windows show one position more."""
     config = {name: pair.drafter_config[name] for name in SIZES if name not in ("vocab_size", "attention_bias")}
     inner = pair.drafter_config["dflash_config"]
-    made = config | inner | {
-        "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant",
-        "block_size": pair.drafter_config["block_size"], "sliding_window": window, "attention_dropout": 0,
-        "layer_types": ["sliding_attention"] * config["num_hidden_layers"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.pop("rope_theta")},
-    }  # fmt: skip
+    made = (
+        config
+        | inner
+        | {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": "muse_glimmer_assistant",
+            "block_size": pair.drafter_config["block_size"],
+            "sliding_window": window,
+            "attention_dropout": 0,
+            "layer_types": ["sliding_attention"] * config["num_hidden_layers"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.pop("rope_theta")},
+        }
+    )
     made.pop("rope_theta", None)
     renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     return replace(

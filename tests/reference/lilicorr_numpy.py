@@ -65,12 +65,15 @@ class LiLiCorr(Drafter2):
         return x + self.tensor("lilicorr.slot_embedding")[0, 0, slot, 0] + self.tensor("lilicorr.rank_embedding")[0, 0, 0, rank]
 
     def layer(self, n: int, x: Array, slots: Sequence[int]) -> Array:
-        heads, name = self.field("lilicorr_num_heads"), f"layers.{n}"
+        heads = self.field("lilicorr_num_heads")
+        name = f"layers.{n}"
         weight, bias = (self.tensor(f"lilicorr.{name}.attn.in_proj_{part}") for part in ("weight", "bias"))
         flat = self.rms(f"{name}.attn_norm", x) @ weight.T + bias
         q, k, v = (part.reshape(len(x), heads, -1) for part in np.split(flat, 3, axis=1))
-        table, same = self.tensor("lilicorr.relative_slot_bias"), self.tensor("lilicorr.same_slot_bias")
-        middle, out = self.field("block_size") - 1, np.zeros(q.shape)
+        table = self.tensor("lilicorr.relative_slot_bias")
+        same = self.tensor("lilicorr.same_slot_bias")
+        middle = self.field("block_size") - 1
+        out = np.zeros(q.shape)
         for head in range(heads):
             for here, own in enumerate(slots):
                 scores = k[:, head] @ q[here, head] / math.sqrt(q.shape[2])
@@ -86,7 +89,10 @@ class LiLiCorr(Drafter2):
 
     def scores(self, hidden: Array, logits: Array, anchor: Array | None) -> Scores:
         """Of a block, from its slots' hidden states, the head's logits, and the anchor's feature if there is one."""
-        count, top_k, nodes, slots = len(hidden), self.top_k, [], []
+        count = len(hidden)
+        top_k = self.top_k
+        nodes = []
+        slots = []
         for slot in range(count):
             tokens = self.candidates(logits[slot])
             log_probs = logits[slot][tokens] - np.log(np.exp(logits[slot][self.ids]).sum())
@@ -100,14 +106,14 @@ class LiLiCorr(Drafter2):
         state = self.rms("anchor_norm", np.zeros(width) if anchor is None else self.dense("context_proj", anchor))
         combined = [silu(self.dense("factor_input_proj", np.concatenate([node, state, node * state]))) for node in x]
         out, into = ([self.unit(name, node) for node in combined] for name in ("out_head", "in_head"))
-        begin, scale = self.unit("anchor_out_head", state), self.field("lilicorr_logit_scale")
+        begin = self.unit("anchor_out_head", state)
+        scale = self.field("lilicorr_logit_scale")
         first = scale * np.array([begin @ into[place] for place in range(top_k)])
         later = [
-            scale * np.array([
-                [out[slot * top_k + i] @ into[(slot + 1) * top_k + j] for j in range(top_k)] for i in range(top_k)
-            ])
+            scale
+            * np.array([[out[slot * top_k + i] @ into[(slot + 1) * top_k + j] for j in range(top_k)] for i in range(top_k)])
             for slot in range(count - 1)
-        ]  # fmt: skip
+        ]
         return Scores(first, later)
 
     def chooser(self, hidden: Array, features: Array, start: int) -> Choose:
@@ -140,9 +146,14 @@ class Losses:
 
 
 def block_losses(
-    drafter: LiLiCorr, hidden: Array, said: Array, anchor: Array | None, tokens: Sequence[int], counted: Sequence[bool],
+    drafter: LiLiCorr,
+    hidden: Array,
+    said: Array,
+    anchor: Array | None,
+    tokens: Sequence[int],
+    counted: Sequence[bool],
     gamma: float,
-) -> Losses:  # fmt: skip
+) -> Losses:
     """The losses of a block whose slots, the known one included, should hold `tokens`.
 
     Args:
@@ -151,8 +162,10 @@ def block_losses(
         counted: whether each of them is in the loss.
     """
     logits = drafter.target.head(hidden)
-    scores, sums = drafter.scores(hidden, logits, anchor), np.zeros(5)
-    alive, place = True, 0
+    scores = drafter.scores(hidden, logits, anchor)
+    sums = np.zeros(5)
+    alive = True
+    place = 0
     for slot, (token, counts) in enumerate(zip(tokens[1:], counted, strict=True)):
         weight = math.exp(-slot / gamma) if counts else 0.0
         candidates = drafter.candidates(logits[slot])
@@ -168,9 +181,18 @@ def block_losses(
 
 
 def as_lilicorr(
-    pair: Pair, seed: int = 0, *, top_k: int = 4, size: int = 12, layers: int = 2, heads: int = 3, vector_size: int = 10,
-    mlp_ratio: float = 1.5, conv: bool = False, **fields: Any,
-) -> Pair:  # fmt: skip
+    pair: Pair,
+    seed: int = 0,
+    *,
+    top_k: int = 4,
+    size: int = 12,
+    layers: int = 2,
+    heads: int = 3,
+    vector_size: int = 10,
+    mlp_ratio: float = 1.5,
+    conv: bool = False,
+    **fields: Any,
+) -> Pair:
     """The pair with a LiLiCorr drafter around the same backbone, all of its lattice random.
 
     Args:
@@ -178,22 +200,33 @@ def as_lilicorr(
         fields: more of `dflash_config`.
     """
     if conv:
-        second, pair = as_dflash2(pair, strength=0.2), replace(pair, drafter_tensors=dict(pair.drafter_tensors))
+        second = as_dflash2(pair, strength=0.2)
+        pair = replace(pair, drafter_tensors=dict(pair.drafter_tensors))
         pair.drafter_tensors.update({name: x for name, x in second.drafter_tensors.items() if "_conv." in name})
         fields |= {name: second.drafter_config["dflash_config"][name] for name in ("conv_kernel_size", "conv_group_size")}
-    rng, config = np.random.default_rng(seed), pair.drafter_config
-    wide, block, inside = config["hidden_size"], config["block_size"], int(size * mlp_ratio)
+    rng = np.random.default_rng(seed)
+    config = pair.drafter_config
+    wide = config["hidden_size"]
+    block = config["block_size"]
+    inside = int(size * mlp_ratio)
     shapes = {
-        "pass_hidden_proj": (size, wide), "context_proj": (size, wide), "factor_input_proj": (size, 3 * size),
-        "feature_mlp.1": (size, 5), "feature_mlp.3": (size, size), "out_head": (vector_size, size),
-        "in_head": (vector_size, size), "anchor_out_head": (vector_size, size),
-    }  # fmt: skip
+        "pass_hidden_proj": (size, wide),
+        "context_proj": (size, wide),
+        "factor_input_proj": (size, 3 * size),
+        "feature_mlp.1": (size, 5),
+        "feature_mlp.3": (size, size),
+        "out_head": (vector_size, size),
+        "in_head": (vector_size, size),
+        "anchor_out_head": (vector_size, size),
+    }
     if size != wide:
         shapes["token_proj"] = (size, wide)
     for n in range(layers):
         shapes |= {
-            f"layers.{n}.attn.out_proj": (size, size), f"layers.{n}.mlp.0": (inside, size), f"layers.{n}.mlp.2": (size, inside),
-        }  # fmt: skip
+            f"layers.{n}.attn.out_proj": (size, size),
+            f"layers.{n}.mlp.0": (inside, size),
+            f"layers.{n}.mlp.2": (size, inside),
+        }
     made = {f"{name}.weight": random_matrix(rng, *shape) for name, shape in shapes.items()}
     vectors = {f"{name}.bias": shape[0] for name, shape in shapes.items()} | {"feature_mlp.0.bias": 5}
     for n in range(layers):
@@ -203,14 +236,23 @@ def as_lilicorr(
     norms = ["output_norm", "anchor_norm", *(f"layers.{n}.{part}_norm" for n in range(layers) for part in ("attn", "mlp"))]
     made |= {f"{name}.weight": random_norm(rng, size) for name in norms} | {"feature_mlp.0.weight": random_norm(rng, 5)}
     whole = {
-        "slot_embedding": (1, 1, block - 1, 1, size), "rank_embedding": (1, 1, 1, top_k, size),
-        "relative_slot_bias": (heads, 2 * block - 1), "same_slot_bias": (heads,),
-    }  # fmt: skip
+        "slot_embedding": (1, 1, block - 1, 1, size),
+        "rank_embedding": (1, 1, 1, top_k, size),
+        "relative_slot_bias": (heads, 2 * block - 1),
+        "same_slot_bias": (heads,),
+    }
     made |= {name: rng.normal(size=shape).astype(np.float32) for name, shape in whole.items()}
     own = {
-        "candidate_topk": top_k, "hidden_size": size, "num_layers": layers, "num_heads": heads, "mlp_ratio": mlp_ratio,
-        "factor_dim": vector_size, "vector_eps": 1e-4, "logit_scale": 8.0, "enabled": True,
-    }  # fmt: skip
+        "candidate_topk": top_k,
+        "hidden_size": size,
+        "num_layers": layers,
+        "num_heads": heads,
+        "mlp_ratio": mlp_ratio,
+        "factor_dim": vector_size,
+        "vector_eps": 1e-4,
+        "logit_scale": 8.0,
+        "enabled": True,
+    }
     inner = config["dflash_config"] | {f"lilicorr_{name}": value for name, value in own.items()} | fields
     return replace(
         pair,

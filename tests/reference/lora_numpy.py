@@ -27,7 +27,8 @@ def random_adapter(
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in targets:
             outputs, inputs = weight.shape
-            a, b = rng.normal(size=(rank, inputs)), rng.normal(size=(outputs, rank)) / (rank * inputs) ** 0.5
+            a = rng.normal(size=(rank, inputs))
+            b = rng.normal(size=(outputs, rank)) / (rank * inputs) ** 0.5
             made[f"{PREFIX}{module}.lora_A.weight"] = a.astype(np.float32)
             made[f"{PREFIX}{module}.lora_B.weight"] = b.astype(np.float32)
     return made
@@ -36,10 +37,23 @@ def random_adapter(
 def config_of(targets: Sequence[str], rank: int, alpha: float, **more: Any) -> dict[str, Any]:
     """An `adapter_config.json` with the fields that PEFT writes."""
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.05, "bias": "none",
-        "target_modules": list(targets), "modules_to_save": None, "use_rslora": False, "use_dora": False, "rank_pattern": {},
-        "alpha_pattern": {}, "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True, **more,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.05,
+        "bias": "none",
+        "target_modules": list(targets),
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        **more,
+    }
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:

@@ -36,7 +36,9 @@ from reference.sampling_numpy import chi_square_excess, warped
 
 def test_rotation_and_attention_are_those_of_the_other_reference():
     rng = np.random.default_rng(0)
-    q, k, v = rng.normal(size=(5, 4, 8)), rng.normal(size=(7, 2, 8)), rng.normal(size=(7, 2, 8))
+    q = rng.normal(size=(5, 4, 8))
+    k = rng.normal(size=(7, 2, 8))
+    v = rng.normal(size=(7, 2, 8))
     np.testing.assert_allclose(rotate(q, np.arange(3, 8), 1e4), dflash_numpy.rotate(q, range(3, 8), 1e4), rtol=1e-12)
     np.testing.assert_allclose(attend(q, k, v), dflash_numpy.attention(q, k, v, np.ones((5, 7), bool)), rtol=1e-12)
 
@@ -44,7 +46,8 @@ def test_rotation_and_attention_are_those_of_the_other_reference():
 def test_a_single_position_by_hand():
     """With one key attention gives its value, whatever the queries; what is left is short enough to write out."""
     model = one_layer(DREAM)
-    layer, x = model.layers[0], model.embed[4]
+    layer = model.layers[0]
+    x = model.embed[4]
 
     def norm(x: Any, weight: Any) -> Any:
         return x / np.sqrt(np.mean(x * x) + 1e-6) * weight
@@ -60,7 +63,9 @@ def test_a_single_position_by_hand():
 @MODELS
 def test_attention_goes_both_ways_over_the_length(model: Model):
     tokens = [*PROMPT, 1, 2]
-    short, padded, whole = dense(model, PROMPT)[0], dense(model, tokens, 5)[0], dense(model, tokens)[0]
+    short = dense(model, PROMPT)[0]
+    padded = dense(model, tokens, 5)[0]
+    whole = dense(model, tokens)[0]
     np.testing.assert_allclose(padded[:5], short, atol=1e-12)
     assert np.abs(whole[0] - short[0]).max() > 1e-3
 
@@ -109,7 +114,8 @@ def test_draws_follow_the_warped_distribution(remasking: str):
 
 
 def test_scores_by_hand():
-    logits, p = np.log([0.5, 0.3, 0.2, 1e-9]), np.array([0.5, 0.3, 0.2])
+    logits = np.log([0.5, 0.3, 0.2, 1e-9])
+    p = np.array([0.5, 0.3, 0.2])
     scores = {
         name: choose(logits, request(mask=3, remasking=name), 0, 0, None, lambda *_: 0.25).score
         for name in LLADA_RULES + DREAM_RULES
@@ -121,7 +127,9 @@ def test_scores_by_hand():
 
 @given(st.integers(1, 40), st.integers(1, 50), st.sampled_from(["even", "timesteps"]))
 def test_quotas_sum_to_the_block(block: int, steps: int, quota: Any):
-    asked, left, counts = request(gen_length=block, block_length=block, steps=steps, quota=quota), block, []
+    asked = request(gen_length=block, block_length=block, steps=steps, quota=quota)
+    left = block
+    counts = []
     for step in range(steps):
         counts.append(asked.count(step, left))
         left -= counts[-1]
@@ -133,7 +141,8 @@ def test_quotas_sum_to_the_block(block: int, steps: int, quota: Any):
 
 def test_the_timesteps_quota_by_hand():
     """The schedule is linear down to eps, so of 8 masks in 4 steps the shares are near 1/4, 1/3, 1/2; eps rounds them down."""
-    asked, left = request(gen_length=8, block_length=8, steps=4, quota="timesteps"), 8
+    asked = request(gen_length=8, block_length=8, steps=4, quota="timesteps")
+    left = 8
     assert asked.share(0) == pytest.approx(0.999 / 4)
     assert [left := left - asked.count(step, left) for step in range(4)] == [7, 5, 3, 0]
 
@@ -174,9 +183,11 @@ def test_missing_randomness_and_masked_prompts_are_refused():
 
 def llada_loop(model: Model, asked: Request, steps: int) -> list[int]:
     """LLaDA's loop over whole arrays: confidences of -inf, and a sort of all positions."""
-    noise, draws = seeded_noise(1), seeded_uniform(2)
+    noise = seeded_noise(1)
+    draws = seeded_uniform(2)
     x = np.array(PROMPT + [MASK] * asked.gen_length)
-    per_block, step = steps * asked.block_length // asked.gen_length, 0
+    per_block = steps * asked.block_length // asked.gen_length
+    step = 0
     for end in range(len(PROMPT) + asked.block_length, len(x) + 1, asked.block_length):
         quota = [len(part) for part in np.array_split(np.arange(asked.block_length), per_block)]
         for count in quota:
@@ -209,7 +220,9 @@ def test_llada_is_its_loop(remasking: str, temperature: float, cfg_scale: float,
 
 def dream_loop(model: Model, asked: Request) -> list[int]:
     """Dream's loop, one block, without temperature: shifted logits of the whole sequence, one quota after another."""
-    x, times, draws = np.array(PROMPT + [MASK] * asked.gen_length), np.linspace(1, 1e-3, asked.steps + 1), seeded_uniform(2)
+    x = np.array(PROMPT + [MASK] * asked.gen_length)
+    times = np.linspace(1, 1e-3, asked.steps + 1)
+    draws = seeded_uniform(2)
     for step, (t, s) in enumerate(pairwise(times)):
         if not len(masked := np.flatnonzero(x == MASK)):
             break
@@ -275,7 +288,8 @@ def test_an_end_needs_all_before_it():
 
 def replayed(free: Generation, eos: int) -> tuple[int, list[int], list[int]]:
     """How many steps, which tokens and which output are left of a generation without EOS, if `eos` now is one."""
-    tokens, prompt = [*PROMPT, *[MASK] * (len(free.tokens) - len(PROMPT))], len(PROMPT)
+    tokens = [*PROMPT, *[MASK] * (len(free.tokens) - len(PROMPT))]
+    prompt = len(PROMPT)
     for count, step in enumerate(free.steps, 1):
         for position in step.committed:
             tokens[position] = free.tokens[position]

@@ -32,7 +32,9 @@ def uniform_attention(model: Model) -> Model:
 
 def walk(model: Model, mode: SparseMode, steps: int, gen_length: int = 12) -> tuple[Sparse, list[int]]:
     """Runs `steps` steps that each commit one token of a script, front to back; the commit of the last one is not run."""
-    stream, tokens, changed = Sparse(model, mode, len(PROMPT)), [*PROMPT, *[MASK] * gen_length], np.array([], np.int64)
+    stream = Sparse(model, mode, len(PROMPT))
+    tokens = [*PROMPT, *[MASK] * gen_length]
+    changed = np.array([], np.int64)
     for step in range(steps):
         if step:
             changed = np.array([len(PROMPT) + step - 1])
@@ -63,7 +65,8 @@ def test_all_salient_from_a_full_first_layer_is_dense(model: Model, changes: dic
 @given(st.data())
 def test_all_salient_is_dense_at_any_size(data: st.DataObject):
     family: Any = data.draw(st.sampled_from(["llada", "dream"]))
-    heads, layers = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 2)])), data.draw(st.integers(1, 3))
+    heads = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 2)]))
+    layers = data.draw(st.integers(1, 3))
     model = random_model(data.draw(st.integers(0, 9)), family, 12, 16, layers, *heads, 8)
     length, blocks, steps = (data.draw(st.integers(1, 4)) for _ in range(3))
     asked = Request(11, length * blocks, length, steps * blocks, data.draw(st.sampled_from(LLADA_RULES + DREAM_RULES)))
@@ -105,7 +108,8 @@ def test_above_1_everything_is_salient_whatever_rounding_says(model: Model):
 @pytest.mark.parametrize("keep_updated", [False, True])
 def test_salient_rows_pass_from_layer_to_layer(model: Model, keep_updated: bool):
     mode = SparseMode(0.6, num_full_steps=2, keep_updated=keep_updated)
-    got, dropped = run(model, request(), mode), 0
+    got = run(model, request(), mode)
+    dropped = 0
     for before, step in zip(got.steps[1:], got.steps[2:], strict=False):
         first = 0 if step.kind == "whole" else len(PROMPT)
         np.testing.assert_array_equal(step.layers[0].incoming, before.committed)
@@ -125,13 +129,15 @@ def snapshot(caches: Sequence[Caches]) -> list[Caches]:
 @MODELS
 def test_a_step_touches_only_its_rows(model: Model):
     stream, tokens = walk(model, SparseMode(0.97, num_full_steps=2, whole_until=2), 5)
-    before, changed = snapshot(stream.caches), np.array([len(PROMPT) + 4])
+    before = snapshot(stream.caches)
+    changed = np.array([len(PROMPT) + 4])
     tokens[changed[0]] = 30
     done = stream.forward(tokens, Call(5, 5, len(PROMPT), len(tokens), changed))
     assert (done.kind, done.first) == ("response", len(PROMPT))
     everything = np.arange(len(tokens))
     for old, new, trace in zip(before, stream.caches, done.layers, strict=True):
-        others, rest = np.setdiff1d(everything, trace.incoming), np.setdiff1d(everything, trace.salient)
+        others = np.setdiff1d(everything, trace.incoming)
+        rest = np.setdiff1d(everything, trace.salient)
         np.testing.assert_array_equal(new.k[others], old.k[others])
         np.testing.assert_array_equal(new.v[others], old.v[others])
         np.testing.assert_array_equal(new.f[rest], old.f[rest])
@@ -146,12 +152,15 @@ def test_a_step_touches_only_its_rows(model: Model):
 def test_layer_0_by_hand():
     """Layer 0 reads embeddings, so that all of its update can be written with weights of attention over all keys."""
     stream, tokens = walk(LLADA, SparseMode(0.97, num_full_steps=2), 2)
-    old, changed = snapshot(stream.caches)[0], np.array([len(PROMPT) + 1])
+    old = snapshot(stream.caches)[0]
+    changed = np.array([len(PROMPT) + 1])
     tokens[changed[0]] = 30
     stream.forward(tokens, Call(2, 2, len(PROMPT), len(tokens), changed))
-    fresh, got = dense(LLADA, tokens)[1][0], stream.caches[0]
+    fresh = dense(LLADA, tokens)[1][0]
+    got = stream.caches[0]
     np.testing.assert_allclose(got.k[changed], fresh.k[changed], rtol=1e-12)
-    layer, rows = LLADA.layers[0], np.arange(len(tokens))
+    layer = LLADA.layers[0]
+    rows = np.arange(len(tokens))
     q = LLADA.queries(layer, LLADA.embed[tokens], rows)
     for row in rows:
         for head in range(4):
@@ -182,7 +191,8 @@ def test_under_uniform_attention_no_update_is_lost(model: Model, tau: float, kee
         means = [np.repeat(cache.v.mean(0), group, axis=0).reshape(1, -1) for cache in stream.caches]
         return max(float(np.abs(cache.c[rows] - mean).max()) for cache, mean in zip(stream.caches, means, strict=True))
 
-    prompt, response = slice(None, len(PROMPT)), slice(len(PROMPT), None)
+    prompt = slice(None, len(PROMPT))
+    response = slice(len(PROMPT), None)
     assert [mode.kind(step) for step in (2, 3, 6, 7)] == ["response", "whole", "response", "whole"]
     for steps in (3, 4, 7, 8, 11, 12):
         assert missing(steps, response) < 1e-12
@@ -219,14 +229,16 @@ def test_the_lost_update_is_what_attention_gives_it(model: Model, shift_boundary
 @pytest.mark.parametrize("mode", [SparseMode(2, 1, 5, 0, True), CachedMode("prefix"), CachedMode("dual")])
 def test_one_layer_in_a_window_is_dense_but_for_the_boundary(model: Model, mode: Any):
     """Keys and values of one layer depend on nothing but tokens, so no cache is stale."""
-    model, asked = one_layer(model), request(block_length=12)
+    model = one_layer(model)
+    asked = request(block_length=12)
     want = run(model, asked)
     assert_same(run(model, asked, replace(mode, shift_boundary=True)), want)
     without = run(model, asked, replace(mode, shift_boundary=False))
     if model.family == "llada":
         assert_same(without, want)
         return
-    step, dense_step = without.steps[1], want.steps[1]
+    step = without.steps[1]
+    dense_step = want.steps[1]
     assert step.candidates[0] == len(PROMPT)  # the first position of the window is still masked
     np.testing.assert_allclose(step.logits[1:], dense_step.logits[1:], atol=1e-9)
     tokens = [*PROMPT, *[MASK] * 12]
@@ -251,15 +263,19 @@ def test_position_0_keeps_its_own_logits():
 @MODELS
 @pytest.mark.parametrize("kind", ["prefix", "dual"])
 def test_later_steps_see_kept_keys_outside_their_rows(model: Model, kind: Any):
-    start, end, tokens = 9, 13, [*PROMPT, 1, 2, 3, 4, *[MASK] * 8]
+    start = 9
+    end = 13
+    tokens = [*PROMPT, 1, 2, 3, 4, *[MASK] * 8]
     stream = CachedMode(kind)(model, len(PROMPT))
     stream.forward(tokens, Call(4, 0, start, end, np.array([8])))
     kept = snapshot(stream.caches)
     tokens[10] = 12
     got = stream.forward(tokens, Call(5, 1, start, end, np.array([10])))
-    first, last = start - model.shift, end if kind == "dual" else len(tokens)
+    first = start - model.shift
+    last = end if kind == "dual" else len(tokens)
     assert (got.kind, got.first, len(got.logits)) == (kind, first, last - first)
-    x, rows = model.embed[tokens[first:last]], np.arange(first, last)
+    x = model.embed[tokens[first:last]]
+    rows = np.arange(first, last)
     for layer, cache in zip(model.layers, kept, strict=True):
         fresh = model.keys_values(layer, x, rows)
         k, v = (np.concatenate([a[:first], b, a[last:]]) for a, b in zip((cache.k, cache.v), fresh, strict=True))
@@ -277,7 +293,8 @@ def test_later_steps_see_kept_keys_outside_their_rows(model: Model, kind: Any):
 @pytest.mark.parametrize("changes", [{}, {"steps": 6, "temperature": 0.8}, {"threshold": 0.4}, {"remasking": "entropy"}])
 def test_caches_commit_from_the_first_step_of_each_block(model: Model, kind: Any, changes: dict[str, Any]):
     asked = request(**changes)
-    got, want = run(model, asked, CachedMode(kind)), run(model, asked)
+    got = run(model, asked, CachedMode(kind))
+    want = run(model, asked)
     assert MASK not in got.tokens
     assert all(step.kind == ("full" if step.block_step == 0 else kind) for step in got.steps)
     assert all(len(step.committed) for step in got.steps if "remasking" not in changes)

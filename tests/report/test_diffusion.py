@@ -19,14 +19,34 @@ from tilewright.report.unmasking import MASK, figures_line, frame
 
 def row(name: str, mode: str = "dense", **more: Any) -> dict[str, Any]:
     fields = {
-        "name": name, "mode": mode, "threshold": None, "tau": None, "correct": 3, "accuracy": 0.75, "responses": 4,
-        "token_agreement": None if name == "dense" else 0.875, "argmax_agreement": None, "argmax_agreement_by_step": [],
-        "logit_kl_nats": None, "logit_kl_nats_by_step": [], "salient_share": 1.0, "salient_share_by_step": [1.0, 1.0],
-        "salient_share_by_layer": [1.0, 1.0], "tokens_per_forward": 1.0, "tokens_per_forward_by_step": [1.0, 1.0],
-        "tokens_per_s": 1234.5, "seconds_per_step": 0.0123, "step_speedup": 1.0, "speedup": 1.0, "compilations": 2,
-        "compile_seconds": 3.25, "compilations_while_timed": 0, "host_synchronisations_per_step": 1 / 64,
-        "peak_bytes": 20_100_000, "spans": {"whole": 768},
-    }  # fmt: skip
+        "name": name,
+        "mode": mode,
+        "threshold": None,
+        "tau": None,
+        "correct": 3,
+        "accuracy": 0.75,
+        "responses": 4,
+        "token_agreement": None if name == "dense" else 0.875,
+        "argmax_agreement": None,
+        "argmax_agreement_by_step": [],
+        "logit_kl_nats": None,
+        "logit_kl_nats_by_step": [],
+        "salient_share": 1.0,
+        "salient_share_by_step": [1.0, 1.0],
+        "salient_share_by_layer": [1.0, 1.0],
+        "tokens_per_forward": 1.0,
+        "tokens_per_forward_by_step": [1.0, 1.0],
+        "tokens_per_s": 1234.5,
+        "seconds_per_step": 0.0123,
+        "step_speedup": 1.0,
+        "speedup": 1.0,
+        "compilations": 2,
+        "compile_seconds": 3.25,
+        "compilations_while_timed": 0,
+        "host_synchronisations_per_step": 1 / 64,
+        "peak_bytes": 20_100_000,
+        "spans": {"whole": 768},
+    }
     return {**fields, **more}
 
 

@@ -16,21 +16,39 @@ from tilewright.report.tables import page_table
 
 def record(experiment: str, name: str, place: str = "a machine", ms: float | None = 2.0, **more: Any) -> dict[str, Any]:
     fields = {
-        "experiment": experiment, "name": name, "place": place, "measured": ms is not None, "median_ms": ms,
-        "speedup": None if ms is None else 10 / ms, "share_of_bandwidth": None if ms is None else 0.25,
-        "largest_difference": None if ms is None else 1e-6, "estimated_cycles": 41_000 if ms is None else None,
-        "without_estimate": 3, "memory_cycles": 1500 if ms is None else None, "read_bytes": 3_000_000,
-        "written_bytes": 1_000_000, "round_trips": 2, "round_trip_bytes": 500_000, "peak_bytes": 7_000_000, "compile_s": 0.5,
-        "loaded": False, "tpu_dma_descriptors": None, "nki_dma_descriptors": None,
-    }  # fmt: skip
+        "experiment": experiment,
+        "name": name,
+        "place": place,
+        "measured": ms is not None,
+        "median_ms": ms,
+        "speedup": None if ms is None else 10 / ms,
+        "share_of_bandwidth": None if ms is None else 0.25,
+        "largest_difference": None if ms is None else 1e-6,
+        "estimated_cycles": 41_000 if ms is None else None,
+        "without_estimate": 3,
+        "memory_cycles": 1500 if ms is None else None,
+        "read_bytes": 3_000_000,
+        "written_bytes": 1_000_000,
+        "round_trips": 2,
+        "round_trip_bytes": 500_000,
+        "peak_bytes": 7_000_000,
+        "compile_s": 0.5,
+        "loaded": False,
+        "tpu_dma_descriptors": None,
+        "nki_dma_descriptors": None,
+    }
     sizes = {f"{kind}_{way}_bytes": None for kind in ("tpu", "nki") for way in ("read", "written")}
     return {**fields, **sizes, **more}
 
 
 COUNTED: dict[str, Any] = {
-    "tpu_dma_descriptors": 68_126, "tpu_read_bytes": 35_400_000, "tpu_written_bytes": 1_050_000,
-    "nki_dma_descriptors": 93_705, "nki_read_bytes": 40_000_000, "nki_written_bytes": 1_060_000,
-}  # fmt: skip
+    "tpu_dma_descriptors": 68_126,
+    "tpu_read_bytes": 35_400_000,
+    "tpu_written_bytes": 1_050_000,
+    "nki_dma_descriptors": 93_705,
+    "nki_read_bytes": 40_000_000,
+    "nki_written_bytes": 1_060_000,
+}
 
 
 def sample() -> Report:

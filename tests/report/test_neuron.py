@@ -8,19 +8,32 @@ from tilewright.report.neuron import alike_layers, by_cores, engines_chart, infe
 
 LANES = [("tensor", [(0.0, 1.0, "compute"), (3.0, 4.0, "compute")]), ("cc0", [(1.0, 3.0, "tp"), (2.0, 3.5, "fsdp")])]
 RECORD = {
-    "program": "<a step>", "total_ms": 4.0, "compute_ms": 2.0, "loading_ms": 0.5, "exposed_ms": 1.0, "waiting_ms": 0.5,
-    "busy_ms": {"tensor": 2.0, "cc0": 2.5}, "idle_ms": {"tensor": 2.0, "cc0": 1.5}, "exposed_layers_ms": {"0": 1.0},
-    "dma_gb": {"compute": 1.0, "tp": 3.0}, "dma_share": {"compute": 0.25, "tp": 0.75}, "limit": "cc0", "memory_gib": 1.5,
+    "program": "<a step>",
+    "total_ms": 4.0,
+    "compute_ms": 2.0,
+    "loading_ms": 0.5,
+    "exposed_ms": 1.0,
+    "waiting_ms": 0.5,
+    "busy_ms": {"tensor": 2.0, "cc0": 2.5},
+    "idle_ms": {"tensor": 2.0, "cc0": 1.5},
+    "exposed_layers_ms": {"0": 1.0},
+    "dma_gb": {"compute": 1.0, "tp": 3.0},
+    "dma_share": {"compute": 0.25, "tp": 0.75},
+    "limit": "cc0",
+    "memory_gib": 1.5,
     "notes": ["what was assumed"],
-}  # fmt: skip
+}
 
 
 def test_spans_are_as_long_as_their_times():
     html = engines_chart("engines", LANES, 4.0).html()
     found = re.findall(r'<rect class="s(\d)" x="([\d.]+)" y="0" width="([\d.]+)"', html)
     assert [(int(colour), float(x), float(width)) for colour, x, width in found] == [
-        (1, 0, 250), (1, 750, 250), (3, 250, 500), (4, 500, 375)
-    ]  # fmt: skip
+        (1, 0, 250),
+        (1, 750, 250),
+        (3, 250, 500),
+        (4, 500, 375),
+    ]
     # Time in which both are under way counts once.
     assert re.findall(r"<td>([\d.]+)</td>", html) == ["2.000", "2.500"]
 

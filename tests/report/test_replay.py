@@ -173,6 +173,7 @@ def test_both_ways_are_needed(emptied: str):
 
 def test_only_the_last_round_may_be_cut_short():
     first, second = sample().passages
-    cut, whole = first.rounds[2], first.rounds[1]
+    cut = first.rounds[2]
+    whole = first.rounds[1]
     with pytest.raises(ValueError, match=r"round 1: expected 3 accepted tokens and one from the target, found 2"):
         replace(sample(), passages=[replace(first, rounds=[cut, whole]), second])

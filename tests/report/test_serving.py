@@ -14,24 +14,47 @@ from tilewright.report.serving import ServingReport, distributions, latency_tabl
 from tilewright.report.tables import page_table
 
 FACTS: dict[str, Any] = {
-    "model": "a <model>", "url": "http://x/v1", "trace": None, "prompt_file": None, "records": None, "rate_per_s": None,
-    "arrivals": "burst", "concurrency": 2, "warmup": 0, "context": None, "length_scale": None,
-    "characters_per_token": None, "characters_per_token_source": None,
-}  # fmt: skip
+    "model": "a <model>",
+    "url": "http://x/v1",
+    "trace": None,
+    "prompt_file": None,
+    "records": None,
+    "rate_per_s": None,
+    "arrivals": "burst",
+    "concurrency": 2,
+    "warmup": 0,
+    "context": None,
+    "length_scale": None,
+    "characters_per_token": None,
+    "characters_per_token_source": None,
+}
 NAMES = ("ttft", "tpot", "itl", "token_itl", "e2e", "held", "slip")
 
 
 def figures(**changes: Any) -> dict[str, Any]:
     """Those of three requests, one of which failed."""
     made: dict[str, Any] = {
-        "requests": 3, "completed": 2, "failed": 1, "rejected": 1, "duration_s": 2.5, "requests_per_s": 0.8,
+        "requests": 3,
+        "completed": 2,
+        "failed": 1,
+        "rejected": 1,
+        "duration_s": 2.5,
+        "requests_per_s": 0.8,
         "failures": [{"kind": "http_503", "requests": 1, "first_message": "</script> full (Retry-After: 2)"}],
-        "goodput": {"ttft": 200.0}, "goodput_requests_per_s": 0.4, "requests_within_goodput": 1, "prompt_tokens": 20,
+        "goodput": {"ttft": 200.0},
+        "goodput_requests_per_s": 0.4,
+        "requests_within_goodput": 1,
+        "prompt_tokens": 20,
         "cached_prompt_tokens": 0,
-        "output_tokens": 1234, "output_tokens_counted_by": "usage", "output_tokens_per_s": 493.6, "total_tokens_per_s": 501.6,
-        "tokens_per_chunk": 2.0, "peak_concurrency": 2, "warmup_failed": 0,
+        "output_tokens": 1234,
+        "output_tokens_counted_by": "usage",
+        "output_tokens_per_s": 493.6,
+        "total_tokens_per_s": 501.6,
+        "tokens_per_chunk": 2.0,
+        "peak_concurrency": 2,
+        "warmup_failed": 0,
         "speculative_decoding": {"mean_acceptance_length": 3.25, "draft_acceptance_rate": 0.321, "num_spec_steps": 1500},
-    }  # fmt: skip
+    }
     for n, name in enumerate(NAMES):
         made |= {f"{name}_{column}_ms": 1.234 * 10**n for column in ("mean", "p50", "p99.9")}
     return {**made, **changes}
@@ -39,9 +62,20 @@ def figures(**changes: Any) -> dict[str, Any]:
 
 def request(number: int, **changes: Any) -> dict[str, Any]:
     made = {
-        "number": number, "due_s": 0.5, "held_s": 0.1, "sent_s": 0.75, "first_s": 1.0, "end_s": 2.5, "prompt_tokens": 10,
-        "output_tokens": 600, "chunks": 300, "tpot_ms": 2.5, "finish_reason": "length", "failure": None, "message": None,
-    }  # fmt: skip
+        "number": number,
+        "due_s": 0.5,
+        "held_s": 0.1,
+        "sent_s": 0.75,
+        "first_s": 1.0,
+        "end_s": 2.5,
+        "prompt_tokens": 10,
+        "output_tokens": 600,
+        "chunks": 300,
+        "tpot_ms": 2.5,
+        "finish_reason": "length",
+        "failure": None,
+        "message": None,
+    }
     return {**made, **changes}
 
 
@@ -79,9 +113,21 @@ def test_the_data_comes_out_as_it_went_in(tmp_path: Path):
 def test_what_is_shown_without_scripts(tmp_path: Path):
     text = written(tmp_path, report()).text
     for shown in (
-        "Serving <it>", "2 of 3", "TTFT, p50 1.23 ms", "TPOT, p50 12.3 ms", "493.6 tokens/s", "0.40 requests/s", "τ 3.25",
-        "http 503", "</script> full (Retry-After: 2)", "One. Two.", "a <model>", "p99.9", "first token (TTFT)", "held by",
-    ):  # fmt: skip
+        "Serving <it>",
+        "2 of 3",
+        "TTFT, p50 1.23 ms",
+        "TPOT, p50 12.3 ms",
+        "493.6 tokens/s",
+        "0.40 requests/s",
+        "τ 3.25",
+        "http 503",
+        "</script> full (Retry-After: 2)",
+        "One. Two.",
+        "a <model>",
+        "p99.9",
+        "first token (TTFT)",
+        "held by",
+    ):
         assert shown in text, shown
 
 

@@ -20,20 +20,42 @@ from tilewright.report.page import Cell, HtmlTable, Report, Section, write_secti
 from tilewright.report.speculative import benchmark_tables, shown_positions, write_benchmark
 
 PLAIN: dict[str, Any] = {
-    "dataset": "gsm8k", "drafter": "none", "tokens_per_s": 1234.56, "speedup": 1.0, "tokens_per_round": 1.0,
-    "round_cost_steps": 1.0, "batch_size": 1, "responses": 2, "distinct_4gram_ratio": 0.87, "first_differences": None,
-    "cost_per_million_tokens": None, "tau_by_position": [],
-    "draft_ms": None, "verify_ms": None, "other_ms": None, "round_ms": None, "speculative_decoding": None, "chosen": None,
-    "acceptance_by_position": [], "categories": [],
-}  # fmt: skip
+    "dataset": "gsm8k",
+    "drafter": "none",
+    "tokens_per_s": 1234.56,
+    "speedup": 1.0,
+    "tokens_per_round": 1.0,
+    "round_cost_steps": 1.0,
+    "batch_size": 1,
+    "responses": 2,
+    "distinct_4gram_ratio": 0.87,
+    "first_differences": None,
+    "cost_per_million_tokens": None,
+    "tau_by_position": [],
+    "draft_ms": None,
+    "verify_ms": None,
+    "other_ms": None,
+    "round_ms": None,
+    "speculative_decoding": None,
+    "chosen": None,
+    "acceptance_by_position": [],
+    "categories": [],
+}
 DRAFTED: dict[str, Any] = PLAIN | {
-    "drafter": "a [long] name of 24 chars", "tokens_per_s": 3086.4, "speedup": 2.5, "tokens_per_round": 4.126,
-    "round_cost_steps": 1.65, "first_differences": [None, 4], "draft_ms": 1.0, "verify_ms": 20.126,
-    "other_ms": -0.01, "round_ms": 21.116,
+    "drafter": "a [long] name of 24 chars",
+    "tokens_per_s": 3086.4,
+    "speedup": 2.5,
+    "tokens_per_round": 4.126,
+    "round_cost_steps": 1.65,
+    "first_differences": [None, 4],
+    "draft_ms": 1.0,
+    "verify_ms": 20.126,
+    "other_ms": -0.01,
+    "round_ms": 21.116,
     "speculative_decoding": {"num_spec_steps": 7},
     "acceptance_by_position": [{"position": n, "rate": 1 / n} for n in range(1, 16)],
     "categories": [{"category": c, "tokens_per_round": tau, "responses": 4} for c, tau in (("[odd]", 3.0), ("", 5.0))],
-}  # fmt: skip
+}
 IDLE: dict[str, Any] = DRAFTED | {"drafter": "ngram", "speculative_decoding": {"num_spec_steps": 0}, "round_ms": None}
 
 
@@ -153,10 +175,20 @@ def test_the_page_is_one_file_with_all_its_data(tmp_path: Path):
 def test_everything_is_on_the_page(tmp_path: Path):
     page = written(tmp_path, sample())
     for text in (
-        "Speed & τ", "The demo pair.", "2 prompts were skipped.", "gsm8k, ngram", "gsm8k: τ by category", "2.50", "a chip",
-        "--data 'a & b'", "Acceptance by position", "τ along the text", "Where a round's time goes",
-        "ngram, slot in the block 2: 50.0 %", "gsm8k · a [long] name of 24 chars",
-    ):  # fmt: skip
+        "Speed & τ",
+        "The demo pair.",
+        "2 prompts were skipped.",
+        "gsm8k, ngram",
+        "gsm8k: τ by category",
+        "2.50",
+        "a chip",
+        "--data 'a & b'",
+        "Acceptance by position",
+        "τ along the text",
+        "Where a round's time goes",
+        "ngram, slot in the block 2: 50.0 %",
+        "gsm8k · a [long] name of 24 chars",
+    ):
         assert text in page.text, text
     assert len(page.named("h1")) == 1
     assert len(page.named("h2")) == 5

@@ -81,7 +81,7 @@ CHOSEN: dict[str, Any] = {
         {"drafter": "ngram", "block_size": 8, "rounds": 4, "share_of_rounds": 0.04, "tokens_per_round": 4.0},
     ],
     "costs": [{"rounds": [{"drafter": "dflash", "block_size": 4, "round_cost_steps": 1.64}]}],
-}  # fmt: skip
+}
 
 
 def test_what_was_chosen_is_a_line():
@@ -94,7 +94,8 @@ def test_what_was_chosen_is_a_line():
 
 
 def test_drafted_text_is_told_apart_and_printed_as_it_is():
-    drafted, own = terminal.piece_text("[bold] :warning:", True), terminal.piece_text("x", False)
+    drafted = terminal.piece_text("[bold] :warning:", True)
+    own = terminal.piece_text("x", False)
     assert drafted.style != own.style
     console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(drafted, end="")
@@ -110,7 +111,7 @@ def test_legend_names_all_sources_in_their_colours():
         return {legend.plain[span.start : span.end]: span.style for span in legend.spans}
 
     assert styles(terminal.legend()) == {"accepted draft tokens": terminal.DRAFTED}
-    both = {"accepted drafts of n-grams": terminal.LOOKED_UP, "of dflash2": terminal.DRAFTED}
+    both = {"accepted drafts of n-grams": terminal.FROM_NGRAMS, "of dflash2": terminal.DRAFTED}
     assert styles(terminal.legend("dflash2")) == both
     assert terminal.legend("dflash2").plain.endswith(", the target's own tokens")
 
@@ -120,10 +121,12 @@ def test_legend_names_all_sources_in_their_colours():
     [
         ({}, []),
         ({"speedup_range": (1.2, 2.6)}, ["its runs scatter, from 1.20x to 2.60x"]),
-        ({"speedup": 4.06, "tokens_per_round": 2.21, "round_cost_steps": 0.54, "speedup_range": (4.0, 4.1)},
-         ["4.06x is more than τ 2.21 and rounds of 1.00 steps allow, 2.21x"]),
+        (
+            {"speedup": 4.06, "tokens_per_round": 2.21, "round_cost_steps": 0.54, "speedup_range": (4.0, 4.1)},
+            ["4.06x is more than τ 2.21 and rounds of 1.00 steps allow, 2.21x"],
+        ),
         ({"speedup": 4.0, "speedup_range": (3.9, 4.1)}, ["4.00x is more than τ 4.13 and rounds of 1.65 steps allow, 2.50x"]),
     ],
-)  # fmt: skip
+)
 def test_a_speedup_that_cannot_be_is_doubted(changed: dict[str, Any], said: list[str]):
     assert terminal.doubts({**FIGURES, **changed}) == said

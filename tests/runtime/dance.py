@@ -8,7 +8,8 @@ from jaxtyping import UInt32
 from tilewright.runtime.automata import BEYOND, Automaton, AutomatonState, words
 from tilewright.runtime.constraints import ConstraintError
 
-VOCAB, EOS = 40, (39,)
+VOCAB = 40
+EOS = (39,)
 
 
 class Dance:
@@ -21,10 +22,18 @@ class Dance:
     """
 
     def __init__(
-        self, reach: int = 12, least: int = 6, breaks: int | None = None, seen: tuple[int, ...] = (),
+        self,
+        reach: int = 12,
+        least: int = 6,
+        breaks: int | None = None,
+        seen: tuple[int, ...] = (),
         known: Automaton | None = None,
-    ):  # fmt: skip
-        self.reach, self.least, self.breaks, self.seen, self.known = reach, least, breaks, seen, known
+    ):
+        self.reach = reach
+        self.least = least
+        self.breaks = breaks
+        self.seen = seen
+        self.known = known
 
     def begin(self) -> "Dance":
         return Dance(self.reach, self.least, self.breaks, known=self.known)
@@ -80,7 +89,8 @@ def with_automaton(least: int, leaving: Sequence[int] = ()) -> Dance:
     assert least % 5 == 0, "what is forced is so by the count in circles of five"
     seen = [(0,) * (count - 1) + (last,) * (count > 0) for count in range(least + 5) for last in range(VOCAB)]
     states = [Dance(least=least, seen=each) for each in seen]
-    after, bits = np.full((len(states), VOCAB), -1, np.int32), np.zeros((len(states), 32 * words(VOCAB)), bool)
+    after = np.full((len(states), VOCAB), -1, np.int32)
+    bits = np.zeros((len(states), 32 * words(VOCAB)), bool)
     forced = np.full(len(states), -1, np.int32)
     for n, state in enumerate(states):
         may = state.next()

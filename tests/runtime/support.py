@@ -54,9 +54,14 @@ class Heard:
 def samplings(rng: np.random.Generator, count: int, longest: int) -> list[Sampling]:
     """Greedy, drawn, filtered and penalised requests of mixed lengths, each drawn one with its seed."""
     kinds: tuple[dict[str, Any], ...] = (
-        {}, {}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5},
-        {"repetition_penalty": 1.2}, {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-    )  # fmt: skip
+        {},
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 5},
+        {"repetition_penalty": 1.2},
+        {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    )
     drawn = [kinds[rng.integers(len(kinds))] for _ in range(count)]
     return [
         Sampling(int(rng.integers(1, longest)), seed=int(rng.integers(2**32)), ignore_eos=bool(rng.integers(2)), **kind)
@@ -82,7 +87,8 @@ def paced_by(engine: Service, rng: np.random.Generator) -> Iterator[Callable[[],
     An engine takes as many as its seconds allow: pages would do on one machine, and requests give way on another.
     """
     pace = pace_of(engine)
-    own, pace.dispatch_s = (pace.dispatch_s, pace.longest), math.inf
+    own = (pace.dispatch_s, pace.longest)
+    pace.dispatch_s = math.inf
 
     def step() -> bool:
         pace.longest = int(rng.choice([1, 2, 4, 8]))
@@ -119,7 +125,9 @@ def drive(
 
 def sent_and_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an engine does from now on: the names of the programs that it sends, and the types of what it reads."""
-    run, read, events = engine.runner.run, engine.read, list[str]()
+    run = engine.runner.run
+    read = engine.read
+    events = list[str]()
 
     def running(key: ProgramKey, *inputs: Any) -> Any:
         events.append(key.name)

@@ -87,7 +87,8 @@ def test_chunks_are_counted_as_they_are_planned(tokens: np.ndarray, data: st.Dat
     overhead = data.draw(st.integers(0, 30))
     table = ShapeTable((1,), (chunks[-1],), chunks)
     plans = [[chunk for _, chunk in table.prefill_plan(n)] for n in tokens.tolist()]
-    computed, runs = sum(map(sum, plans)), sum(map(len, plans))
+    computed = sum(map(sum, plans))
+    runs = sum(map(len, plans))
     expected = Buckets(chunks, int(tokens.sum()), computed, runs, computed + overhead * runs)
     assert chunk_choice(chunks, tokens, overhead) == expected
     assert 0 <= expected.padding_share < 1

@@ -20,7 +20,8 @@ from tilewright.runtime.automaton_table import (
     places,
 )
 
-VOCAB, EOS = 40, 39
+VOCAB = 40
+EOS = 39
 
 
 def random_automaton(seed: int, states: int = 6) -> Automaton:
@@ -28,7 +29,8 @@ def random_automaton(seed: int, states: int = 6) -> Automaton:
     leads nowhere."""
     rng = np.random.default_rng(seed)
     after = rng.integers(BEYOND, states, (states, VOCAB)).astype(np.int32)
-    after[:, 0], after[:, EOS] = 0, -1
+    after[:, 0] = 0
+    after[:, EOS] = -1
     forced = np.where(rng.random(states) < 0.3, 0, -1).astype(np.int32)
     bits = np.zeros((states, 32 * words(VOCAB)), bool)
     bits[:, :VOCAB] = after != -1
@@ -55,18 +57,21 @@ def tables() -> AutomatonTables:
 
 @given(st.integers(0, 2**32 - 1))
 def test_blocks_follow_their_automata(seed: int):
-    rng, held = np.random.default_rng(seed), tables()
+    rng = np.random.default_rng(seed)
+    held = tables()
     rows = [random_automaton(seed % 7), None, random_automaton(seed % 5 + 10), random_automaton(seed % 7)]
     table, place = held.placed(rows)
     state = np.asarray([0 if each is None else rng.integers(6) for each in rows], np.int32)
     drafts = rng.integers(0, VOCAB, (4, 5)).astype(np.int32)
     counts = rng.integers(0, 6, 4).astype(np.int32)
     found, masks = followed(table, place, state, drafts, counts)
-    tokens, committed = np.zeros((4, 6), np.int32), np.zeros(4, np.int32)
+    tokens = np.zeros((4, 6), np.int32)
+    committed = np.zeros(4, np.int32)
     want = np.asarray(state)
     for row, each in enumerate(rows):
         own = each or anything(VOCAB)
-        at, kept = int(state[row]), 0
+        at = int(state[row])
+        kept = 0
         for slot in range(6):
             assert masks[row, slot].tolist() == own.masks[own.mask_of[at]].tolist()
             forced = int(own.forced[at])
@@ -76,7 +81,8 @@ def test_blocks_follow_their_automata(seed: int):
             if own.after[at, own.classes[token]] < 0:
                 break
             assert found.drafts[row, slot] == token
-            at, kept = int(own.after[at, own.classes[token]]), kept + 1
+            at = int(own.after[at, own.classes[token]])
+            kept = kept + 1
         assert found.counts[row] == kept
         # A round accepts some of them, and draws a token that may come behind them.
         accepted = int(rng.integers(kept + 1))
@@ -99,7 +105,8 @@ def test_a_token_that_ends_a_row_leaves_its_state():
 
 
 def test_places_go_to_those_that_were_used_last():
-    held, automata = tables(), [random_automaton(seed) for seed in range(6)]
+    held = tables()
+    automata = [random_automaton(seed) for seed in range(6)]
     assert places(4) == 4
     assert places(100) == MOST_PLACES
     first, place = held.placed([automata[0], None, automata[1], automata[0]])
@@ -139,6 +146,7 @@ def test_automata_have_limits():
         (MOST_MASKS + 1, 1, 1, f"found 1, {MOST_MASKS + 1} and 1"),
         (1, 1024, 257, f"found 1024, 1 and {1024 * 257}"),
     ):
-        each, after = np.zeros(states, np.int32), np.zeros((states, classes), np.int32)
+        each = np.zeros(states, np.int32)
+        after = np.zeros((states, classes), np.int32)
         with pytest.raises(ValueError, match=message):
             Automaton(np.full((masks, 2), ALL), each, np.zeros(VOCAB, np.int32), after, each)

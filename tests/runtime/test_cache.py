@@ -14,7 +14,10 @@ from tilewright.kernels.select import PLAIN
 from tilewright.parallel.rows import rows_of, with_rows
 from tilewright.runtime import cache
 
-ROWS, HEADS, SIZE, DEPTH = 2, 2, 5, 3
+ROWS = 2
+HEADS = 2
+SIZE = 5
+DEPTH = 3
 """Two rows, and five entries in every write."""
 
 LAYOUTS: dict[str, Callable[..., Any]] = {"contiguous": cache.Contiguous, "ring": cache.Ring}
@@ -31,10 +34,12 @@ def entries(step: int, start: np.ndarray) -> np.ndarray:
 def replay(layout: str, slots: int, moves: list[tuple[int, int]]) -> tuple[Any, np.ndarray, list[dict[int, np.ndarray]]]:
     """Offers five entries at a time, of which the first few (none to five) count. Returns cache, lengths and the model."""
     empty = jnp.zeros((ROWS, HEADS, slots, DEPTH))
-    held, model = LAYOUTS[layout](empty, empty), [{} for _ in range(ROWS)]
+    held = LAYOUTS[layout](empty, empty)
+    model = [{} for _ in range(ROWS)]
     known = np.zeros(ROWS, np.int32)
     for step, counted in enumerate(moves, 1):
-        new, count = entries(step, known), np.asarray(counted, np.int32)
+        new = entries(step, known)
+        count = np.asarray(counted, np.int32)
         held = append(held, new, -new, known, count)
         for row in range(ROWS):
             model[row] |= {int(p): new[row, :, p - known[row]] for p in range(known[row], known[row] + count[row])}

@@ -23,7 +23,9 @@ from tilewright.runtime.runner import SentRounds
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
-BLOCK, CAPACITY, PAGE = 4, 96, 16
+BLOCK = 4
+CAPACITY = 96
+PAGE = 16
 TABLE = ShapeTable(batches=(4,), capacities=(CAPACITY,), chunks=(16,), widths=(2,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK, eos_token_id=EOS[0])
 
@@ -32,7 +34,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 def plain(lm: LanguageModel, ask: GenerateRequest) -> list[int]:
     """The tokens of a request, by passes over the whole text and masks in NumPy."""
-    dance, generated = Dance() if ask.constraint is None else ask.constraint.begin(), list[int]()
+    dance = Dance() if ask.constraint is None else ask.constraint.begin()
+    generated = list[int]()
     assert isinstance(dance, Dance)
     while len(generated) < ask.sampling.max_new_tokens:
         logits = next_logits(lm, [*ask.prompt, *generated])
@@ -133,7 +136,8 @@ def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
     engine: Engine, known: list[Dance], leaving: list[Dance], wanted: list[list[int]], source: str
 ):
     """In any company, with pages for a few only, so that some are computed anew. No program compiles."""
-    plainly, automata = {"host": range(16), "both": (2, 10)}.get(source, ()), leaving if source == "left" else known
+    plainly = {"host": range(16), "both": (2, 10)}.get(source, ())
+    automata = leaving if source == "left" else known
     asks = requests(0, 16, lambda n: n % 2 == 0, lambda n: Dance(least=20) if n in plainly else automata[n // 2 % 2])
     engine.open()
     heard, handles = drive(engine, asks, np.random.default_rng(1))
@@ -179,7 +183,9 @@ def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
 ):
     """What a dispatch that fails leaves is neither lost nor taken in twice."""
     asks = [GenerateRequest([1, 2, 3], Sampling(n, 1.0, seed=n), constraint=Dance(least=40)) for n in (24, 30)]
-    run, rounds, waiting = engine.runner.run, list[str](), list[int]()
+    run = engine.runner.run
+    rounds = list[str]()
+    waiting = list[int]()
 
     def running(key: ProgramKey, *inputs: Any) -> Any:
         rounds.append(key.name)
@@ -213,7 +219,8 @@ def test_rows_that_leave_their_automaton_go_on_under_masks_of_the_host(lm: Langu
     engine.chooser = fixed_rounds(engine.runner, math.inf)
     ask = GenerateRequest([1, 2, 3], Sampling(40, 1.0, seed=5), constraint=Dance(least=20))
     want = plain(lm, ask)
-    rule, leaves = with_automaton(20, leaving=want[7:8]), want.index(want[7]) + 1
+    rule = with_automaton(20, leaving=want[7:8])
+    leaves = want.index(want[7]) + 1
     sizes = (leaves, leaves + 1, leaves + 20)
     asks = [replace(ask, sampling=Sampling(size, 1.0, seed=5), constraint=rule) for size in sizes]
     engine.open()
@@ -239,7 +246,8 @@ def test_stop_strings_do_not_cut_an_answer_under_masks(lm: LanguageModel, engine
 def test_a_constraint_that_cannot_go_on_ends_its_request_alone(lm: LanguageModel, engine: Engine):
     (ask,) = requests(2, 1, lambda n: False)
     (want,) = expected(lm, [ask])
-    bad, good = Heard(), Heard()
+    bad = Heard()
+    good = Heard()
     engine.open()
     engine.submit(GenerateRequest([1, 2, 3], Sampling(30), constraint=Dance(breaks=4)), bad)
     engine.submit(ask, good)
@@ -252,16 +260,19 @@ def test_a_constraint_that_cannot_go_on_ends_its_request_alone(lm: LanguageModel
 
 @pytest.mark.parametrize("source", ["host", "device"])
 def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, engine: Engine, known: list[Dance], source: str):
-    heard, prompt = Heard(), [1, 2, 3]
+    heard = Heard()
+    prompt = [1, 2, 3]
     engine.open()
     constraint = known[0] if source == "device" else Dance()
     engine.submit(GenerateRequest(prompt, Sampling(8), logprobs=20, constraint=constraint), heard)
     while engine.step():
         pass
     engine.stop()
-    dance, before = constraint.begin(), list(prompt)
+    dance = constraint.begin()
+    before = list(prompt)
     for token in (token for update in heard.updates for token in update.tokens):
-        logits, may = next_logits(lm, before).astype(np.float64), dance.next()
+        logits = next_logits(lm, before).astype(np.float64)
+        may = dance.next()
         want = logits - np.log(np.sum(np.exp(logits[may])))
         assert token.logprobs is not None
         np.testing.assert_allclose(token.logprobs.logprob, want[token.token], atol=2e-5)
@@ -274,7 +285,8 @@ def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, en
 def test_rounds_under_masks_are_one_program_for_each_number_of_rows(lm: LanguageModel):
     """Whoever makes the masks."""
     programs = lm.engine(EngineOptions(constraints=True, context=CAPACITY)).programs
-    without, keys = list(programs.declared()), list(programs.declared(constraints=True))
+    without = list(programs.declared())
+    keys = list(programs.declared(constraints=True))
     assert not any(key.masked for key in without)
     assert [key.rows for key in keys if key not in without] == list(programs.table.batches)
 

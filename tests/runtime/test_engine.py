@@ -31,7 +31,10 @@ from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.team import Team
 
-VOCAB, BLOCK, CAPACITY, PAGE = 24, 4, 96, 16
+VOCAB = 24
+BLOCK = 4
+CAPACITY = 96
+PAGE = 16
 TABLE = ShapeTable(batches=(1, 4), capacities=(CAPACITY,), chunks=(16,), widths=(2,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK)
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
@@ -181,7 +184,9 @@ def test_a_long_prompt_goes_piece_by_piece(
 ):
     """Each step sends one piece and waits for the one before; others come between, and the rest of it may be given up."""
     events = sent_and_read(engine, monkeypatch)
-    short, heard, other = GenerateRequest([1, 2], Sampling(4, ignore_eos=True)), Heard(), Heard()
+    short = GenerateRequest([1, 2], Sampling(4, ignore_eos=True))
+    heard = Heard()
+    other = Heard()
     (want,) = expected(lm, [short])
     engine.open()
     handle = engine.submit(GenerateRequest([3] * 90, Sampling(4), pooling=pooling), heard)
@@ -233,7 +238,8 @@ def test_what_is_refused(engine: Engine):
 
 
 def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., Engine]):
-    engine, few = engines(queue_requests=3, queue_tokens=40), Sampling(4)
+    engine = engines(queue_requests=3, queue_tokens=40)
+    few = Sampling(4)
     engine.open()
     heard = [Heard() for _ in range(3)]
     engine.submit(GenerateRequest([1] * 30, few), heard[0])
@@ -267,7 +273,8 @@ def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, eng
     def fails(update: object) -> None:
         raise RuntimeError("no more")
 
-    ask, good = GenerateRequest([1, 2], Sampling(20, ignore_eos=True)), Heard()
+    ask = GenerateRequest([1, 2], Sampling(20, ignore_eos=True))
+    good = Heard()
     (want,) = expected(lm, [ask])
     engine.open()
     engine.submit(GenerateRequest([3, 4], Sampling(40, ignore_eos=True)), fails)
@@ -280,7 +287,9 @@ def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, eng
 
 
 def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    ask, good, bad = GenerateRequest([1, 2], Sampling(20, ignore_eos=True)), Heard(), Heard()
+    ask = GenerateRequest([1, 2], Sampling(20, ignore_eos=True))
+    good = Heard()
+    bad = Heard()
     (want,) = expected(lm, [ask])
     engine.open()
     engine.submit(GenerateRequest([3, 4], Sampling(40, ignore_eos=True)), bad)
@@ -303,7 +312,9 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
 ):
     """Its first page holds what is not a number. The other request is computed anew, over pages that are clean."""
     engine = engines(guard="off")  # what writes the page is compiled
-    ask, real, broken = GenerateRequest([1, 2], Sampling(20, ignore_eos=True)), engine.runner.rounds, list[RequestHandle]()
+    ask = GenerateRequest([1, 2], Sampling(20, ignore_eos=True))
+    real = engine.runner.rounds
+    broken = list[RequestHandle]()
     (want,) = expected(lm, [ask])
 
     def rounds(batch: Sequence[RunningSequence], *given: Any) -> Any:
@@ -317,7 +328,8 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     monkeypatch.setattr(engine.runner, "rounds", rounds)
     engine.open()
     for number in range(2):
-        good, bad = Heard(), Heard()
+        good = Heard()
+        bad = Heard()
         broken.append(engine.submit(GenerateRequest([3] * 20, Sampling(40, ignore_eos=True)), bad))
         engine.submit(ask, good)
         while engine.step():
@@ -332,7 +344,8 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, e
     """Once; those aboard of a second failure are given up, and the engine goes on."""
     asks = requests(6, 5)
     want = expected(lm, asks)
-    real, calls = engine.runner.rounds, []
+    real = engine.runner.rounds
+    calls = []
 
     def flaky(*given: object) -> object:
         calls.append(1)
@@ -346,7 +359,8 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, e
     heard, _ = drive(engine, asks, np.random.default_rng(0))
     assert [each.tokens for each in heard] == want
     check_empty(engine)
-    failing, first = {len(calls) + 1, len(calls) + 2}, Heard()
+    failing = {len(calls) + 1, len(calls) + 2}
+    first = Heard()
     engine.submit(asks[0], first)
     while engine.step():
         pass
@@ -358,7 +372,8 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, e
 
 def test_it_steps_on_a_thread_and_ends_what_it_has(lm: LanguageModel, engine: Engine):
     asks = requests(7, 8)
-    want, heard = expected(lm, asks), [Heard() for _ in asks]
+    want = expected(lm, asks)
+    heard = [Heard() for _ in asks]
     engine.start()
     for ask, each in zip(asks, heard, strict=True):
         engine.submit(ask, each)
@@ -398,7 +413,8 @@ def ended(results: Iterable[Result]) -> list[Any]:
 
 def test_changed_logits_and_ends_are_those_of_plain_decoding(lm: LanguageModel, engine: Engine):
     """Biases, tokens that end a request, and tokens that may not end it yet: whatever is drafted, in any company."""
-    rng, asked = np.random.default_rng(3), prompts(3, [int(n) for n in range(5, 45)], vocab=VOCAB)
+    rng = np.random.default_rng(3)
+    asked = prompts(3, [int(n) for n in range(5, 45)], vocab=VOCAB)
     # n-grams find what repeats
     asked = [tokens + tokens[: len(tokens) // 2] if n % 2 else tokens for n, tokens in enumerate(asked)][:32]
     samplings = [Sampling(32, seed=n, **CHANGES[n % len(CHANGES)]) for n in range(len(asked))]
@@ -413,7 +429,8 @@ def test_changed_logits_and_ends_are_those_of_plain_decoding(lm: LanguageModel, 
     for ask, handle, result in zip(asks, handles, plain, strict=True):
         assert handle.result is not None
         assert (handle.result.finish_reason, handle.result.stop_reason) == (result.finish_reason, result.stop_reason)
-        least, stops = ask.sampling.min_tokens, {*ask.sampling.stop_token_ids, *lm.target.eos_token_ids}
+        least = ask.sampling.min_tokens
+        stops = {*ask.sampling.stop_token_ids, *lm.target.eos_token_ids}
         assert not stops & set(result.tokens[:least])
         assert not set(ask.sampling.stop_token_ids) & set(result.tokens[:-1])
     assert {result.finish_reason for result in plain} == {"stop", "length"}
@@ -494,6 +511,8 @@ def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, eng
 
 def observed_logits(lm: LanguageModel, text: list[int]) -> Any:
     """The target's logits `[T, V]` at each position of a text, in one pass without a cache."""
-    params, config, ops = lm.model.models.target, lm.target, lm.ops
+    params = lm.model.models.target
+    config = lm.target
+    ops = lm.ops
     ran = decoder.forward_full(config, ops, params, jnp.asarray([[*text, *[0] * (CAPACITY - len(text))]]))
     return decoder.logits(config, ops, params, ran.hidden)[0, : len(text)]

@@ -29,7 +29,8 @@ def group(folder: Path, limit: str, used: int, files: int, names: tuple[str, str
     (folder / "memory.stat").write_text(f"anon 1\n{names[2]}inactive_file {files}\n{names[2]}active_file 0\n")
 
 
-SECOND, FIRST = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+SECOND = ("memory.max", "memory.current", "")
+FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def test_without_limits_it_is_what_the_kernel_calls_available(tmp_path: Path):

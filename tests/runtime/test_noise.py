@@ -26,7 +26,8 @@ def test_the_hash_gives_the_published_answers():
 @given(SEEDS, st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3), st.sampled_from([1, 5, 64]))
 def test_the_numbers_are_those_of_the_bits_of_jax(seed: int, positions: list[int], vocab: int):
     row = jnp.asarray([[0, seed], [0, seed ^ 1]], jnp.uint32)
-    places, tokens = jnp.asarray([positions, positions[::-1]], jnp.int32), jnp.arange(vocab)
+    places = jnp.asarray([positions, positions[::-1]], jnp.int32)
+    tokens = jnp.arange(vocab)
     found = np.asarray(gumbel(row, places, tokens[None, None]))
     for r in range(2):
         for t in range(len(positions)):
@@ -77,7 +78,8 @@ def test_a_tail_of_unlikely_tokens_is_drawn_as_often_as_it_is_likely():
     # All rows warp the same logits in the same way, which takes `sample` most of its time: one row's will do.
     warped = jax.jit(warp_logits)(logits, row_sampling([Sampling(temperature=1.0, seed=0)], [1]))
     draw_warped = jax.jit(lambda warped, rows, at: argmax(warped + noise(rows, at, warped.shape[-1])))
-    drawn, at = 0, jnp.full((50, 1), 5)
+    drawn = 0
+    at = jnp.full((50, 1), 5)
     for n, group in enumerate(chosen.reshape(-1, 50)):
         rows = row_sampling([Sampling(temperature=1.0, seed=int(seed)) for seed in group], [1] * len(group))
         found = np.asarray(draw_warped(warped, rows, at))
@@ -91,15 +93,20 @@ def test_a_tail_of_unlikely_tokens_is_drawn_as_often_as_it_is_likely():
 @pytest.mark.parametrize("apart", [0.3, 1.0, 2.0])
 def test_draws_with_the_same_noise_agree_as_the_bound_says(apart: float):
     """More often than (1 - d) / (1 + d), and far more often than independent ones; with other noise they don't."""
-    rng, many, vocab = np.random.default_rng(0), 20_000, 16
+    rng = np.random.default_rng(0)
+    many = 20_000
+    vocab = 16
     p = rng.normal(0, 1.5, vocab)
     q = p + rng.normal(0, apart, vocab)
     keys = jnp.stack([jnp.zeros(many, jnp.uint32), jnp.arange(many, dtype=jnp.uint32)], axis=1)
-    tokens, at = jnp.arange(vocab)[None, None], jnp.full((many, 1), 9, jnp.int32)
-    same, other = np.asarray(gumbel(keys, at, tokens)), np.asarray(gumbel(keys, at + 1, tokens))
+    tokens = jnp.arange(vocab)[None, None]
+    at = jnp.full((many, 1), 9, jnp.int32)
+    same = np.asarray(gumbel(keys, at, tokens))
+    other = np.asarray(gumbel(keys, at + 1, tokens))
     drawn, drafted, apart_drafted = ((logits + noise).argmax(-1) for logits, noise in ((p, same), (q, same), (q, other)))
     p, q = (np.exp(each) / np.exp(each).sum() for each in (p, q))
-    distance, error = np.abs(p - q).sum() / 2, 3 * 0.5 / np.sqrt(many)
+    distance = np.abs(p - q).sum() / 2
+    error = 3 * 0.5 / np.sqrt(many)
     assert np.mean(drawn == drafted) > (1 - distance) / (1 + distance) - error
     assert np.mean(drawn == apart_drafted) == pytest.approx(p @ q, abs=error)
     assert np.mean(drawn == drafted) > np.mean(drawn == apart_drafted) + 0.2

@@ -34,7 +34,8 @@ def test_rows_of_pages_take_turns_on_one_pool():
     """Two groups of rows, each taken out of what the one before put back, write what all rows at once write."""
     (held,) = in_pages(1, 4, 2, 32, 3, jnp.float32)
     new = jnp.asarray(np.random.default_rng(0).normal(size=(4, 2, 5, 3)), jnp.float32)
-    start, count = jnp.array([0, 12, 3, 27], jnp.int32), jnp.array([5, 5, 0, 5], jnp.int32)
+    start = jnp.array([0, 12, 3, 27], jnp.int32)
+    count = jnp.array([5, 5, 0, 5], jnp.int32)
 
     @partial(jax.jit, donate_argnums=0)
     def turns(held: Any, new: Any, start: Any, count: Any) -> Any:

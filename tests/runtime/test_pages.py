@@ -33,7 +33,9 @@ def test_keys_tell_pages_by_all_that_came_before_and_the_token_behind():
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=60))
 def test_the_accounts_hold_whatever_happens(steps: list[tuple[int, int]]):
     """Rows take, find, keep and release; a kept page is found until it is given away, and never while somebody writes it."""
-    pages, rows, content = Pages(8, SIZE), [], {}
+    pages = Pages(8, SIZE)
+    rows = []
+    content = {}
     texts = [[n // 2, *range(10 * n, 10 * n + 23)] for n in range(6)]
     for what, n in steps:
         keys = list(page_keys(texts[n], SIZE))
@@ -69,7 +71,8 @@ def test_the_accounts_hold_whatever_happens(steps: list[tuple[int, int]]):
 
 def test_what_was_kept_the_longest_ago_goes_first():
     pages = Pages(3, SIZE)
-    a, b = pages.take(1), pages.take(1)
+    a = pages.take(1)
+    b = pages.take(1)
     assert a is not None
     assert b is not None
     pages.publish(a[0], b"a")

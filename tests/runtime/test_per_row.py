@@ -15,7 +15,9 @@ from tilewright.runtime import per_row
 from tilewright.runtime.per_row import TRIES, PenaltyHistory, filters, for_each, penalises, sample_each
 from tilewright.runtime.sampling import Sampling, noise, penalise, row_sampling, sample, temper
 
-ROWS, VOCAB, LENGTH = 4, 40, 24
+ROWS = 4
+VOCAB = 40
+LENGTH = 24
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8},
@@ -41,7 +43,8 @@ def together(most: int) -> Any:
     return sample_together
 
 
-each_jitted, TOGETHER = jax.jit(sample_each), {most: together(most) for most in (2, 3, ROWS)}
+each_jitted = jax.jit(sample_each)
+TOGETHER = {most: together(most) for most in (2, 3, ROWS)}
 
 
 @jax.jit
@@ -74,7 +77,9 @@ def agreeing(
     requests: list[Sampling], logits: Any, history: PenaltyHistory, positions: Any, lengths: Any, seed: int
 ) -> PenaltyHistory:
     """The same texts with blocks of which a row's own tokens accept a random part."""
-    rng, block, rows = np.random.default_rng(seed), history.block.copy(), row_sampling(requests, lengths)
+    rng = np.random.default_rng(seed)
+    block = history.block.copy()
+    rows = row_sampling(requests, lengths)
     slots = block.shape[1]
     for _ in range(3):  # a penalty changes what follows
         block[:, 1:] = np.asarray(alike(logits, rows, history._replace(block=block), positions))[:, :-1]
@@ -91,9 +96,13 @@ def meant(request: Sampling, tokens: NDArray[np.int32], block: NDArray[np.int32]
 
 
 def check_each(
-    requests: list[Sampling], logits: Any, history: PenaltyHistory, positions: Any, asking: NDArray[np.bool_],
+    requests: list[Sampling],
+    logits: Any,
+    history: PenaltyHistory,
+    positions: Any,
+    asking: NDArray[np.bool_],
     jitted: Any = each_jitted,
-) -> None:  # fmt: skip
+) -> None:
     lengths = np.maximum(history.known - 5, 1)
     history = agreeing(requests, logits, history, positions, lengths, int(history.known[0]))
     got = np.asarray(jitted(logits, row_sampling(requests, lengths), history, positions, asking))
@@ -142,10 +151,12 @@ def test_a_draw_that_the_filters_left_none_of_the_best_tokens(tries: int, monkey
     """A flat distribution, of which top-p keeps little: beyond some tries all is filtered, for the rows that need it."""
     monkeypatch.setattr(per_row, "TRIES", tries)
     requests = [Sampling(temperature=30.0, top_p=0.03, top_k=k, seed=seed) for k in (0, 35) for seed in range(20)]
-    rows, positions = row_sampling(requests, [1] * 40), jnp.full((40, 1), 3, jnp.int32)
+    rows = row_sampling(requests, [1] * 40)
+    positions = jnp.full((40, 1), 3, jnp.int32)
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (40, 1, VOCAB)), jnp.float32)
     wanted = sample(logits, rows, positions)
-    tempered, random = temper(logits, rows), noise(rows, positions, VOCAB)
+    tempered = temper(logits, rows)
+    random = noise(rows, positions, VOCAB)
     np.testing.assert_array_equal(jax.jit(per_row.draw_kept)(tempered, tempered + random, rows), wanted)
     best = np.argsort(-np.asarray(tempered + random)[:, 0], axis=-1)
     needed = np.argmax(best == np.asarray(wanted), axis=-1) + 1
@@ -194,7 +205,8 @@ def test_a_turn_for_each_row_that_is_named_and_for_no_other(which: list[bool]):
 @pytest.mark.parametrize(("slots", "loops"), [(1, 1), (2, 1)])
 def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots: int, loops: int, rows: int):
     """XLA computes before a loop what does not depend on its counter, were the loop to have no turn."""
-    requests, whole = [Sampling(**kind) for kind in KINDS[:rows]], problem(0, slots, rounded=False)
+    requests = [Sampling(**kind) for kind in KINDS[:rows]]
+    whole = problem(0, slots, rounded=False)
     logits, history, positions = jax.tree.map(lambda x: x[:rows], whole)
     asked = row_sampling(requests, history.known), history, positions, np.ones(rows, bool)
     hlo = jax.jit(sample_each).lower(logits, *asked).compile().as_text()

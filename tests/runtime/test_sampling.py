@@ -192,11 +192,13 @@ def test_biases_and_ends_that_may_not_come(
 ):
     """Slot by slot of a block that reaches beyond `min_tokens`; a token may be biased and end the row too."""
     rng = np.random.default_rng(seed)
-    tokens, block = rng.integers(0, 7, (3, 16)).astype(np.int32), rng.integers(0, 7, (3, 4)).astype(np.int32)
+    tokens = rng.integers(0, 7, (3, 16)).astype(np.int32)
+    block = rng.integers(0, 7, (3, 4)).astype(np.int32)
     logits = rng.normal(size=(3, 4, 7)).astype(np.float32)
     known = np.asarray([prompt + generated - 1 for prompt, generated in lengths], np.int32)
     asked = Sampling(logit_bias=tuple(biases.items()), min_tokens=least, stop_token_ids=tuple(stops))
-    requests, eos = [asked, Sampling(stop_token_ids=tuple(stops)), replace(asked, repetition_penalty=1.5)], [2]
+    requests = [asked, Sampling(stop_token_ids=tuple(stops)), replace(asked, repetition_penalty=1.5)]
+    eos = [2]
     got = jitted_penalise(logits, row_sampling(requests, [n for n, _ in lengths], eos=eos), tokens, known, block)
     np.testing.assert_array_equal(got[1], logits[1])
     for row, repetition in ((0, 1.0), (2, 1.5)):
@@ -254,7 +256,8 @@ def test_penalties_equal_counting(
 ):
     """Three rows of different prompts and texts, few tokens so that many repeat; behind the known token the buffer is stale."""
     rng = np.random.default_rng(seed)
-    tokens, block = rng.integers(0, 5, (3, 16)).astype(np.int32), rng.integers(0, 5, (3, 4)).astype(np.int32)
+    tokens = rng.integers(0, 5, (3, 16)).astype(np.int32)
+    block = rng.integers(0, 5, (3, 4)).astype(np.int32)
     logits = rng.normal(size=(3, 4, 7)).astype(np.float32)
     known = np.asarray([prompt + generated - 1 for prompt, generated in lengths], np.int32)
     block[:, 0] = tokens[np.arange(3), known]

@@ -23,7 +23,9 @@ from tilewright.runtime.scheduler import Chunk, RunningSequence, Scheduler, Toke
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.snapshots import Snapshots
 
-PAGE, CONTEXT, WIDTH = 4, 48, 4
+PAGE = 4
+CONTEXT = 48
+WIDTH = 4
 TABLE = ShapeTable(batches=(1, 2, 3), capacities=(CONTEXT,), chunks=(8, 16))
 
 
@@ -49,9 +51,12 @@ def sequence(number: int, prompt: list[int], new: int) -> TokenSequence:
 
 
 def make(
-    pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = (), window: int | None = None,
+    pages: int,
+    prefix_cache: bool = True,
+    tapping: tuple[str, ...] = (),
+    window: int | None = None,
     snapshots: int | None = None,
-) -> Scheduler:  # fmt: skip
+) -> Scheduler:
     """With a group of layers that see a window, if one is given, of as few pages as a request by itself needs.
 
     Args:
@@ -73,7 +78,8 @@ class Simulation:
     """
 
     def __init__(self, scheduler: Scheduler, rng: np.random.Generator):
-        self.scheduler, self.rng = scheduler, rng
+        self.scheduler = scheduler
+        self.rng = rng
         self.flight: list[tuple[list[RunningSequence], int]] = []
         self.done: list[int] = []
         self.written: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -168,7 +174,8 @@ class Simulation:
 
     def check_window(self, running: RunningSequence, at: int) -> None:
         """What a query at a position sees through windows is what this text would compute."""
-        tokens, computed = tuple(running.sequence.tokens), running.known if running.prefilled else running.filled
+        tokens = tuple(running.sequence.tokens)
+        computed = running.known if running.prefilled else running.filled
         for n, group in enumerate(self.scheduler.groups[1:], 1):
             assert group.window is not None
             for position in range(max(0, at - group.window + 1), min(at, computed)):
@@ -187,9 +194,14 @@ class Simulation:
     snapshots=st.sampled_from([None, 0, 1, 4]),
 )
 def test_everybody_is_served(
-    seed: int, sizes: list[tuple[int, int]], pages: int, prefix_cache: bool, tapping: tuple[str, ...], window: int | None,
+    seed: int,
+    sizes: list[tuple[int, int]],
+    pages: int,
+    prefix_cache: bool,
+    tapping: tuple[str, ...],
+    window: int | None,
     snapshots: int | None,
-):  # fmt: skip
+):
     simulate(make(pages, prefix_cache, tapping, window, snapshots), np.random.default_rng(seed), sizes)
 
 
@@ -264,7 +276,8 @@ def test_a_mistake_in_groups_or_snapshots_is_seen(mutant: str | None, monkeypatc
 
 def test_a_prompt_stops_where_it_parts_from_another_and_at_its_last_page():
     scheduler = make(40, snapshots=2)
-    alike, found = [1] * 12, []
+    alike = [1] * 12
+    found = []
     for number, rest in enumerate((2, 3, 4)):
         scheduler.wait(sequence(number, [*alike, *[rest] * 12], 4))
         (running,) = scheduler.admit()
@@ -362,7 +375,8 @@ class Hashed:
     """Stands before the hash function, and counts the tokens that go through it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.tokens, self.real = 0, pages_module.hashlib.blake2b
+        self.tokens = 0
+        self.real = pages_module.hashlib.blake2b
         monkeypatch.setattr(pages_module.hashlib, "blake2b", self)
 
     def __call__(self, data: bytes, digest_size: int) -> object:

@@ -21,7 +21,9 @@ class Watched(threading.Condition):
 
     def __init__(self, then: Callable[[], None], release: int):
         super().__init__()
-        self.then, self.left, self.thread = then, release, threading.get_ident()
+        self.then = then
+        self.left = release
+        self.thread = threading.get_ident()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -49,7 +51,8 @@ def steps(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("release", range(1, 5))
 def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: int):
-    engine, heard = FakeEngine(), Heard()
+    engine = FakeEngine()
+    heard = Heard()
     engine.open()
     engine.submit(GenerateRequest([1, 2], Sampling(4)), Heard())
 
@@ -64,7 +67,8 @@ def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: in
 
 @pytest.mark.parametrize("release", range(1, 5))
 def test_a_request_that_was_asked_before_may_be_given_up_at_any_time(release: int):
-    engine, heard = FakeEngine(), Heard()
+    engine = FakeEngine()
+    heard = Heard()
     engine.open()
     handle = engine.submit(LONG, heard)
     engine.wake = Watched(lambda: elsewhere(lambda: engine.cancel(handle)), release)
@@ -74,7 +78,9 @@ def test_a_request_that_was_asked_before_may_be_given_up_at_any_time(release: in
 
 def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyPatch):
     """Also while a step moves it from one list to another, which others may look at meanwhile."""
-    engine, heard, seen = FakeEngine(), Heard(), list[bool]()
+    engine = FakeEngine()
+    heard = Heard()
+    seen = list[bool]()
     real = engine.scheduler
 
     def watched(name: str) -> Callable[..., Any]:
@@ -104,11 +110,13 @@ def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyP
 
 def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
     """Whoever looks while a request goes from what was asked into the queue finds it in exactly one of them."""
-    engine, found = FakeEngine(), list[tuple[int, int]]()
+    engine = FakeEngine()
+    found = list[tuple[int, int]]()
     engine.open()
     for _ in range(3):
         engine.submit(LONG, Heard())
-    wait, looks = engine.scheduler.wait, list[threading.Thread]()
+    wait = engine.scheduler.wait
+    looks = list[threading.Thread]()
 
     def look() -> None:
         stats = engine.stats()
@@ -132,7 +140,8 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
     ("error", "end"), [(NotFinite("the logits of another request"), "length"), (RuntimeError("the device is gone"), "error")]
 )
 def test_failures_that_another_request_caused_are_not_counted(monkeypatch: pytest.MonkeyPatch, error: Exception, end: str):
-    engine, heard = FakeEngine(), Heard()
+    engine = FakeEngine()
+    heard = Heard()
     monkeypatch.setattr(engine, "clear", lambda: None)
     engine.open()
     engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
@@ -157,7 +166,10 @@ def test_an_engine_that_was_stopped_does_not_begin():
 @pytest.mark.parametrize("again", range(10))
 def test_stopping_and_starting_at_once_leaves_nobody_waiting(again: int):
     """Whichever comes first: no request is taken that no thread runs."""
-    engine, heard, refused, together = FakeEngine(), Heard(), list[Stopped](), threading.Barrier(2)
+    engine = FakeEngine()
+    heard = Heard()
+    refused = list[Stopped]()
+    together = threading.Barrier(2)
 
     def begin() -> None:
         together.wait()
@@ -178,7 +190,9 @@ def test_stopping_and_starting_at_once_leaves_nobody_waiting(again: int):
 
 def test_a_request_given_up_while_the_thread_sleeps_is_ended_at_once(monkeypatch: pytest.MonkeyPatch):
     """The thread that steps is woken, and does not sleep through what came just before it lay down."""
-    engine, heard, slept = FakeEngine(), Heard(), threading.Event()
+    engine = FakeEngine()
+    heard = Heard()
+    slept = threading.Event()
     monkeypatch.setattr("tilewright.runtime.service.IDLE_S", 3600.0)
     ended = threading.Event()
     real = engine.step

@@ -36,11 +36,15 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 
 @given(
-    longest=st.integers(2, 5000), capacity=st.integers(1, 80), pages=st.integers(1, 200), page_size=st.sampled_from([16, 64]),
+    longest=st.integers(2, 5000),
+    capacity=st.integers(1, 80),
+    pages=st.integers(1, 200),
+    page_size=st.sampled_from([16, 64]),
     widest=st.integers(1, 16),
-)  # fmt: skip
+)
 def test_whatever_the_context_allows_has_its_pages(longest: int, capacity: int, pages: int, page_size: int, widest: int):
-    slot, held = capacity * page_size, pages * page_size
+    slot = capacity * page_size
+    held = pages * page_size
     try:
         context = served_context(longest, slot, held, widest)
     except ValueError:

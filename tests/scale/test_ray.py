@@ -32,14 +32,20 @@ from tilewright.runtime.shapes import ShapeTable
 pytest.importorskip("ray")
 
 ROOT = Path(__file__).parents[2]
-REQUESTS, CLIENTS, LONG = 200, 8, 1500
+REQUESTS = 200
+CLIENTS = 8
+LONG = 1500
 TABLE = ShapeTable(batches=(1, 4), capacities=(2048,), chunks=(64,), widths=())
-READY_S, ANSWER_S, TRIES = 600.0, 120.0, 60
+READY_S = 600.0
+ANSWER_S = 120.0
+TRIES = 60
 
 PATIENT = {
-    "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",
+    "JAX_PLATFORMS": "cpu",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
     **dict.fromkeys(("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S"), "120"),
-}  # fmt: skip
+}
 """Ray gives a proxy 5 s to begin, and kills it then."""
 
 pytestmark = pytest.mark.slow
@@ -135,7 +141,8 @@ def opened(url: str, asked: dict[str, Any]) -> Any:
 
 def ask(url: str, number: int) -> Outcome:
     """Asks until an answer has begun."""
-    outcome, asked = Outcome(), body(number)
+    outcome = Outcome()
+    asked = body(number)
     while not outcome.answers and not outcome.cut:
         assert outcome.retried < TRIES
         try:
@@ -180,8 +187,10 @@ def test_one_of_two_replicas_is_killed(tmp_path: Path):
 def test_a_replica_is_taken_away_under_load(tmp_path: Path):
     """Eight clients make it two replicas, and one client alone makes it one again: whatever is asked meanwhile is answered."""
     scaling = "--replicas 1 --max-replicas 2 --target-requests 2 --upscale-delay 1 --downscale-delay 1"
-    outcomes, numbers = list[Outcome](), itertools.cycle(range(0, REQUESTS, 2))
-    few, enough = threading.Event(), threading.Event()
+    outcomes = list[Outcome]()
+    numbers = itertools.cycle(range(0, REQUESTS, 2))
+    few = threading.Event()
+    enough = threading.Event()
 
     def ask_on(url: str, ends: threading.Event) -> None:
         while not ends.is_set():
@@ -220,7 +229,8 @@ def test_streams_come_to_their_end_at_sigterm(tmp_path: Path):
 
 def kill_one(url: str) -> None:
     """Asks for 200 answers, and kills a replica after a quarter of them."""
-    first, done = replicas(), threading.Semaphore(0)
+    first = replicas()
+    done = threading.Semaphore(0)
 
     def counted(number: int) -> Outcome:
         found = ask(url, number)

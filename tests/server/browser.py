@@ -15,9 +15,16 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 SECONDS = 60
 """How long anything may take."""
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
-    "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+)
 START = """
 import fcntl, os, sys
 ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
@@ -47,7 +54,8 @@ class Browser:
         self.process = subprocess.Popen(start, pass_fds=(commands, answers), stderr=subprocess.DEVNULL)
         os.close(commands)
         os.close(answers)
-        self.rest, self.number = b"", 0
+        self.rest = b""
+        self.number = 0
         self.told: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class Real:
 def on_a_port(engine: Service, most: int = MOST_CONNECTIONS, **options: Any) -> Iterator[Real]:
     """Serves an engine that is ready, in a thread."""
     api = Api(engine, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
-    http, listening = HttpServer(make_app(api), most, api.options.tls), listen("127.0.0.1", 0)
+    http = HttpServer(make_app(api), most, api.options.tls)
+    listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve([listening])), daemon=True)
     thread.start()
     yield Real(url_of(listening, api.options.tls is not None), engine, api, http)

@@ -34,7 +34,10 @@ from tilewright.runtime.state import Target
 from tilewright.speculation.drafters.ngram import NGram
 
 FOLDER = PACKAGED["demo"]
-SLOTS, PAGE, CHUNK, DIMENSIONS = 8, 64, 256, 8
+SLOTS = 8
+PAGE = 64
+CHUNK = 256
+DIMENSIONS = 8
 
 
 @cache
@@ -50,7 +53,9 @@ class WidthsAlone(Programs):
     """What the engine asks of its programs before it runs one."""
 
     def __init__(self, block: int):
-        self.target, self.drafter, self.block = model_without_weights().target, None, block
+        self.target = model_without_weights().target
+        self.drafter = None
+        self.block = block
 
     def width(self, choice: Choice | None, masked: bool = False) -> int:
         return self.block
@@ -82,14 +87,21 @@ class FakeEngine(Engine):
         step_age_s: float = 0.0,
     ):
         Service.__init__(self, EngineOptions(queue_requests=room, guard="off"))
-        self.per_update, self.pause_s, self.context, self.ends, self.step_age_s = per_update, pause_s, context, ends, step_age_s
-        self.model, self.programs = model_without_weights(), WidthsAlone(per_update)
+        self.per_update = per_update
+        self.pause_s = pause_s
+        self.context = context
+        self.ends = ends
+        self.step_age_s = step_age_s
+        self.model = model_without_weights()
+        self.programs = WidthsAlone(per_update)
         capacity = -(-context // CHUNK) * CHUNK
         self.pages = Pages(SLOTS * capacity // PAGE, PAGE)
         self.scheduler = Scheduler(ShapeTable(batches=(SLOTS,), capacities=(capacity,)), self.pages, capacity, False)
-        self.chooser, self.runner = FixedRounds(1.0, 64), ModelRunner(self.programs)
+        self.chooser = FixedRounds(1.0, 64)
+        self.runner = ModelRunner(self.programs)
         self.counted = EngineStats(programs=5, warm_seconds=1.5, accepted_at=[0, 0, 0])
-        self.go, self.taken = threading.Event(), list[GenerateRequest]()
+        self.go = threading.Event()
+        self.taken = list[GenerateRequest]()
         self.go.set()
 
     @property
@@ -162,7 +174,9 @@ class FakeEngine(Engine):
 
     def said(self, sequence: TokenSequence) -> RequestOutput:
         """The next tokens of a sequence."""
-        processor, ask, told = sequence.processor, sequence.handle.request, self.of_prompt(sequence)
+        processor = sequence.processor
+        ask = sequence.handle.request
+        told = self.of_prompt(sequence)
         assert isinstance(ask, GenerateRequest)
         at = len(processor.tokens) % len(ask.prompt)
         coming = list(islice([*ask.prompt[at:], *list(ask.prompt) * self.per_update], self.per_update))

@@ -19,7 +19,8 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def with_adapters(*names: str) -> FakeEngine:
-    engine, made = FakeEngine(), object.__new__(Model)
+    engine = FakeEngine()
+    made = object.__new__(Model)
     vars(made).update({**vars(model_without_weights()), "adapters": names})
     engine.model = made
     return engine

@@ -18,8 +18,10 @@ from tilewright.server.protocol import ChatBody
 from tilewright.server.tools import tool_use
 
 HELLO: Any = [{"role": "user", "content": "hello there"}]
-THINKS = ChatTemplate.compiled("{{ enable_thinking }} {{ reasoning_effort }}|{% for m in messages %}{{ m.reasoning_content }}"
-                               "{{ m.content }}{% endfor %}", "a test's")  # fmt: skip
+THINKS = ChatTemplate.compiled(
+    "{{ enable_thinking }} {{ reasoning_effort }}|{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}",
+    "a test's",
+)
 READ: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -87,9 +89,12 @@ def test_thoughts_of_earlier_messages_are_shown(client: Client):
     app = client(engine, template=THINKS)
     answered = {"role": "assistant", "content": "b"}
     more = {
-        "reasoning_details": [{"type": "reasoning.text", "text": "why"}], "cache_control": {"type": "ephemeral"},
-        "thinking_blocks": [], "provider_specific_fields": {"refusal": None}, "extra_content": {},
-    }  # fmt: skip
+        "reasoning_details": [{"type": "reasoning.text", "text": "why"}],
+        "cache_control": {"type": "ephemeral"},
+        "thinking_blocks": [],
+        "provider_specific_fields": {"refusal": None},
+        "extra_content": {},
+    }
     for fields, shown in (
         ({"reasoning": "why "}, "why b"),
         ({"reasoning": "why ", "reasoning_content": "so "}, "so b"),
@@ -144,7 +149,8 @@ def test_an_agent_of_anthropics_api_takes_three_turns(client: Client):
         ],
         [{"role": "assistant", "content": "3"}, {"role": "user", "content": "thanks"}],
     ]
-    engine, said = FakeEngine(context=300), list[Any]()
+    engine = FakeEngine(context=300)
+    said = list[Any]()
     app = client(engine, template=CALLING)
     for turn in turns:
         said += turn
@@ -195,9 +201,14 @@ def test_an_answer_is_calls_or_has_its_form():
     assert asked.param == "response_format.json_schema.schema"
     call = '<tool_call>\n{"name": "read", "arguments": {"filePath": "a"}}\n</tool_call>'
     for text, right in (
-        ('{"city": "Oslo"}', True), (call, True), (f"{call}\n{call}", True), ('{"city": "Bonn"}', False), ("Hello", False),
-        (f'{call}\n{{"city": "Oslo"}}', False), ('{"city": "Oslo"}\n{"city": "Oslo"}', False),
-    ):  # fmt: skip
+        ('{"city": "Oslo"}', True),
+        (call, True),
+        (f"{call}\n{call}", True),
+        ('{"city": "Bonn"}', False),
+        ("Hello", False),
+        (f'{call}\n{{"city": "Oslo"}}', False),
+        ('{"city": "Oslo"}\n{"city": "Oslo"}', False),
+    ):
         matcher, why = compiled(llguidance.LLTokenizer("byte"), asked.grammar.kind, asked.grammar.text)
         assert not why
         taken = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())

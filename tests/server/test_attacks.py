@@ -87,9 +87,12 @@ def test_more_idle_connections_than_descriptors_stop_nobody(tmp_path: Path):
     log = tmp_path / "log"
     with log.open("w") as stderr, ExitStack() as idle:
         server = subprocess.Popen(
-            [sys.executable, "-c", LIMITED + SERVER], stdout=subprocess.PIPE, stderr=stderr, text=True,
+            [sys.executable, "-c", LIMITED + SERVER],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
             env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
+        )
         try:
             assert server.stdout is not None
             url = server.stdout.readline().strip()
@@ -136,7 +139,8 @@ def test_where_all_are_being_answered_probes_get_through_and_others_are_told_to_
 
 
 def test_an_accept_that_fails_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    loops, tries = BaseSelectorEventLoop, []
+    loops = BaseSelectorEventLoop
+    tries = []
     accept = loops.sock_accept
 
     async def failing(self: Any, listening: socket.socket) -> Any:
@@ -390,7 +394,9 @@ def test_who_ends_its_side_and_then_goes_ends_its_request(stream: bool):
 
 def test_others_run_while_a_long_text_is_tokenised():
     """A tokenizer that kept the interpreter's lock would stop them all."""
-    text, ticks, done = "def f(x):\n    return x + 1  # hello\n" * 8_000, 0, threading.Event()
+    text = "def f(x):\n    return x + 1  # hello\n" * 8_000
+    ticks = 0
+    done = threading.Event()
     thread = threading.Thread(target=lambda: (tokenizer.encode(model_without_weights().tokenizer, text), done.set()))
     thread.start()
     while not done.wait(0.001):
@@ -401,7 +407,8 @@ def test_others_run_while_a_long_text_is_tokenised():
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 def test_long_texts_to_tokenise_keep_no_completion_waiting(path: str, monkeypatch: pytest.MonkeyPatch):
-    tokenising, go = threading.Event(), threading.Event()
+    tokenising = threading.Event()
+    go = threading.Event()
 
     def slowly(self: Any) -> bytes:
         tokenising.set()
@@ -428,7 +435,8 @@ def test_long_texts_to_tokenise_keep_no_completion_waiting(path: str, monkeypatc
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_prompt_that_can_never_fit_is_a_400_and_not_tokenised(chat: bool, monkeypatch: pytest.MonkeyPatch):
-    engine, lengths = FakeEngine(context=256), []
+    engine = FakeEngine(context=256)
+    lengths = []
     engine.options = replace(engine.options, queue_tokens=1000)
     encode = parse.encode
 

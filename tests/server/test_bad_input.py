@@ -18,9 +18,11 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 def refused(client: TestClient, route: str, body: Any, status: int = 400) -> dict[str, Any]:
-    answer = client.post(route, json=body) if not isinstance(body, bytes) else client.post(
-        route, content=body, headers={"content-type": "application/json"}
-    )  # fmt: skip
+    answer = (
+        client.post(route, json=body)
+        if not isinstance(body, bytes)
+        else client.post(route, content=body, headers={"content-type": "application/json"})
+    )
     assert answer.status_code == status, answer.text
     (error,) = answer.json().values()
     assert sorted(error) == ["code", "message", "param", "type"]
@@ -143,17 +145,48 @@ def test_a_bad_field_of_chats_is_named(shared: TestClient, fields: dict[str, Any
 
 
 IGNORED: dict[str, Any] = {
-    "user": "me", "metadata": {"a": 1}, "request_id": "r", "session_id": "s", "spaces_between_special_tokens": False,
-    "length_penalty": 2.0, "early_stopping": True, "stream_interval": 4, "truncation_side": "left",
+    "user": "me",
+    "metadata": {"a": 1},
+    "request_id": "r",
+    "session_id": "s",
+    "spaces_between_special_tokens": False,
+    "length_penalty": 2.0,
+    "early_stopping": True,
+    "stream_interval": 4,
+    "truncation_side": "left",
     "mm_processor_kwargs": {"a": 1},
-    "cache_prompt": True, "id_slot": 3, "n_keep": 5, "mirostat_tau": 5, "mirostat_eta": 0.1, "dry_base": 1.75,
-    "dry_allowed_length": 2, "dry_penalty_last_n": -1, "dry_sequence_breakers": ["x"], "dynatemp_exponent": 1,
+    "cache_prompt": True,
+    "id_slot": 3,
+    "n_keep": 5,
+    "mirostat_tau": 5,
+    "mirostat_eta": 0.1,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["x"],
+    "dynatemp_exponent": 1,
     "xtc_threshold": 0.1,
-    "repeat_last_n": 64, "repeat_penalty": 1.0, "mirostat": 0, "dry_multiplier": 0, "xtc_probability": 0.0, "dynatemp_range": 0,
-    "typical_p": 1, "top_n_sigma": -1, "min_keep": 0, "n_probs": 0, "grammar": "", "samplers": [], "timings_per_token": False,
-    "priority": 0, "bad_words": [], "use_beam_search": False, "include_reasoning": True, "return_tokens_as_token_ids": False,
-    "kv_transfer_params": None, "stream_options": {"include_usage": True},
-}  # fmt: skip
+    "repeat_last_n": 64,
+    "repeat_penalty": 1.0,
+    "mirostat": 0,
+    "dry_multiplier": 0,
+    "xtc_probability": 0.0,
+    "dynatemp_range": 0,
+    "typical_p": 1,
+    "top_n_sigma": -1,
+    "min_keep": 0,
+    "n_probs": 0,
+    "grammar": "",
+    "samplers": [],
+    "timings_per_token": False,
+    "priority": 0,
+    "bad_words": [],
+    "use_beam_search": False,
+    "include_reasoning": True,
+    "return_tokens_as_token_ids": False,
+    "kv_transfer_params": None,
+    "stream_options": {"include_usage": True},
+}
 """Fields of other servers, with values that change nothing here."""
 
 

@@ -89,7 +89,8 @@ def http(real: Real) -> Iterator[httpx2.Client]:
 
 @pytest.mark.parametrize("number", range(len(SAMPLINGS)))
 def test_what_is_served_is_what_the_model_gives_alone(client: openai.OpenAI, alone: Alone, number: int):
-    sampling, wanted = SAMPLINGS[number], alone[0][number]
+    sampling = SAMPLINGS[number]
+    wanted = alone[0][number]
     asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
     asked |= {"top_p": sampling.top_p, "stop": list(sampling.stop)}
     found = client.completions.create(model="demo", prompt=PROMPT, **asked)
@@ -105,14 +106,20 @@ def test_what_is_served_is_what_the_model_gives_alone(client: openai.OpenAI, alo
 def test_biases_and_ends_are_served_as_plain_decoding_gives_them(client: openai.OpenAI, changed: list[Changed], number: int):
     """Under speculation: a token that is biased away, tokens that may not end it yet, and then do."""
     asked, wanted = changed[number]
-    bias, stops = dict(asked.logit_bias), [*asked.stop_token_ids]
+    bias = dict(asked.logit_bias)
+    stops = [*asked.stop_token_ids]
     assert not bias.keys() & set(wanted.tokens)
     assert not {*stops} & {*wanted.tokens[: asked.min_tokens]}
     body = {"min_tokens": asked.min_tokens, "stop_token_ids": stops, "include_stop_str_in_output": True}
     found = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=asked.max_new_tokens, temperature=asked.temperature, seed=asked.seed,
-        logit_bias={str(token): int(each) for token, each in bias.items()}, extra_body=body | {"return_token_ids": True},
-    )  # fmt: skip
+        model="demo",
+        prompt=PROMPT,
+        max_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        seed=asked.seed,
+        logit_bias={str(token): int(each) for token, each in bias.items()},
+        extra_body=body | {"return_token_ids": True},
+    )
     (choice,) = found.choices
     assert choice.model_extra is not None
     assert (choice.text, choice.model_extra["token_ids"]) == (wanted.text, wanted.tokens)
@@ -158,10 +165,11 @@ def test_logprobs_of_a_prompt_are_those_of_generating_it(client: openai.OpenAI):
     assert given.logprobs is not None
     prompt = client.completions.create(
         model="demo", prompt=PROMPT + given.text, max_tokens=1, temperature=0, logprobs=3, echo=True
-    ).choices[0]  # fmt: skip
+    ).choices[0]
     assert prompt.logprobs is not None
     assert prompt.text.startswith(PROMPT + given.text)
-    old, new = given.logprobs.token_logprobs or [], prompt.logprobs.token_logprobs or []
+    old = given.logprobs.token_logprobs or []
+    new = prompt.logprobs.token_logprobs or []
     assert new[0] is None
     assert old == pytest.approx(new[-21:-1], abs=2e-4)
     again = client.completions.create(model="demo", prompt=PROMPT + given.text, max_tokens=0, logprobs=3, echo=True).choices[0]
@@ -186,9 +194,14 @@ def test_a_second_asking_finds_the_prompt_in_the_cache(client: openai.OpenAI):
 
 def test_chats_stream(client: openai.OpenAI):
     stream = client.chat.completions.create(
-        model="demo", messages=[{"role": "user", "content": "def main():"}], max_tokens=12, temperature=0, stream=True,
-        logprobs=True, top_logprobs=2,
-    )  # fmt: skip
+        model="demo",
+        messages=[{"role": "user", "content": "def main():"}],
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        logprobs=True,
+        top_logprobs=2,
+    )
     parts = list(stream)
     assert parts[0].choices[0].delta.role == "assistant"
     assert parts[-1].choices[0].finish_reason == "length"

@@ -25,7 +25,8 @@ CHATML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}BEGIN{% endif %}"""
 TOOLS = "{%- if tools %}<|im_start|>system\nFORM{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
-JSON_FORM, XML_FORM = '<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>', "<tool_call><function=NAME>"
+JSON_FORM = '<tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_call>'
+XML_FORM = "<tool_call><function=NAME>"
 JSON_CALL = "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
 XML_CALL = """<tool_call>
 <function={{ call.function.name }}>
@@ -90,7 +91,8 @@ TEMPLATES = {
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}""",
 }
 ASK = [{"role": "user", "content": "What is the weather?"}]
-OPEN, CLOSED = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+OPEN = "<|im_start|>assistant\n<think>\n"
+CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PLAIN = "<|im_start|>assistant\n"
 ENDS: dict[str, tuple[str, ...]] = {
     "qwen3": (PLAIN, PLAIN, CLOSED),
@@ -106,9 +108,17 @@ ENDS: dict[str, tuple[str, ...]] = {
 }
 """What a prompt ends with: by default, with `enable_thinking` true and false."""
 FORMS: dict[str, CallForm | None] = {
-    "qwen3": HERMES, "qwen3-instruct": HERMES, "qwen3.5": XML, "smollm3": HERMES, "llama3": LLAMA3, "gemma2": HERMES,
-    "gemma3": HERMES, "mistral": None, "phi4": HERMES, "gpt_oss": None,
-}  # fmt: skip
+    "qwen3": HERMES,
+    "qwen3-instruct": HERMES,
+    "qwen3.5": XML,
+    "smollm3": HERMES,
+    "llama3": LLAMA3,
+    "gemma2": HERMES,
+    "gemma3": HERMES,
+    "mistral": None,
+    "phi4": HERMES,
+    "gpt_oss": None,
+}
 """The form of calls; None where it is not known here."""
 
 

@@ -130,7 +130,9 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(client: Client):
 
 def test_a_burst_is_turned_away_before_it_is_tokenised(client: Client, monkeypatch: pytest.MonkeyPatch):
     """Those that are being tokenised count, though the engine does not know of them yet."""
-    engine, tokenised, go = FakeEngine(room=3), [], threading.Event()
+    engine = FakeEngine(room=3)
+    tokenised = []
+    go = threading.Event()
     real = engine.model.encode
 
     def slowly(prompt: object) -> list[int]:
@@ -163,8 +165,10 @@ def test_a_burst_is_turned_away_before_it_is_tokenised(client: Client, monkeypat
 def test_a_prompts_tokens_are_looked_at_once(
     client: Client, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, object], prompts: int
 ):
-    engine, looks = FakeEngine(), list[object]()
-    app, real = client(engine), engine.model.encode
+    engine = FakeEngine()
+    looks = list[object]()
+    app = client(engine)
+    real = engine.model.encode
 
     def counted(prompt: Any) -> list[int]:
         looks.append(prompt)
@@ -236,8 +240,11 @@ def test_an_error_of_the_servers_own_is_logged_and_not_told(
     answer = app.post("/v1/completions", json=ASK)
     assert answer.status_code == 500
     assert answer.json()["error"] == {
-        "message": "the server failed on this request", "type": "server_error", "param": None, "code": "internal_error",
-    }  # fmt: skip
+        "message": "the server failed on this request",
+        "type": "server_error",
+        "param": None,
+        "code": "internal_error",
+    }
     request_id = answer.headers["x-request-id"]
     assert f"request {request_id} failed" in caplog.text
     assert "a secret of the server" in caplog.text
@@ -271,7 +278,8 @@ def test_health_is_bad_when_the_engine_is_stuck(client: Client):
 def test_health_is_bad_when_the_engine_has_ended_by_itself(client: Client):
     engine = FakeEngine()
     app = client(engine)
-    engine.ready, engine.ending = False, True
+    engine.ready = False
+    engine.ending = True
     answer = app.get("/health")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stuck")
     assert "has ended" in answer.json()["error"]["message"]

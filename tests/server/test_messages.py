@@ -46,7 +46,8 @@ def put_together(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
             assert each["index"] == len(content)
             content.append(dict(each["content_block"]) | {"json": ""})
         elif each["type"] == "content_block_delta":
-            delta, block = each["delta"], content[each["index"]]
+            delta = each["delta"]
+            block = content[each["index"]]
             block["json" if delta["type"] == "input_json_delta" else "text"] += delta.get("text", delta.get("partial_json"))
     for block in content:
         pieces = block.pop("json")
@@ -171,12 +172,14 @@ def test_an_error_in_a_stream_is_an_event(client: Client):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]", "invalid_value"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
-            "messages[0]", "invalid_value",
+            "messages[0]",
+            "invalid_value",
         ),
         ({"thinking": {"type": "sometimes"}}, "thinking.type", "invalid_value"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "context_management.edits", "unsupported_parameter",
+            "context_management.edits",
+            "unsupported_parameter",
         ),
         ({"tool_choice": {"type": "tool"}}, "tool_choice", "invalid_value"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "invalid_value"),
@@ -185,14 +188,15 @@ def test_an_error_in_a_stream_is_an_event(client: Client):
         ({"output_config": {"effort": "huge"}}, "output_config.effort", "invalid_value"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            "output_config.format", "unsupported_parameter",
+            "output_config.format",
+            "unsupported_parameter",
         ),
         ({"stop_sequences": [""]}, "stop_sequences[0]", "invalid_value"),
         ({"messages": [{"role": "user", "content": "a b c " * 2048}]}, "messages", "context_length_exceeded"),
         ({"container": "x"}, "container", "unsupported_parameter"),
         ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_field_is_named(shared: TestClient, fields: dict[str, Any], param: str, code: str):
     answer = shared.post(ROUTE, json={"messages": HELLO, "max_tokens": 4, **fields})
     assert answer.status_code == 400, answer.text

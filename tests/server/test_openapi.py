@@ -98,11 +98,18 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
     schemas = described(denoising).raw_schema["components"]["schemas"]
     plain = description.raw_schema["components"]["schemas"]
     for route in ("Completion", "Chat"):
-        own, others = schemas[f"Denoising{route}Body"], plain[f"{route}Body"]
+        own = schemas[f"Denoising{route}Body"]
+        others = plain[f"{route}Body"]
         assert own["additionalProperties"] is False
         assert set(own["properties"]) - set(others["properties"]) == {
-            "steps", "block_length", "threshold", "suffix_window", "mode", "remasking", "tau"
-        }  # fmt: skip
+            "steps",
+            "block_length",
+            "threshold",
+            "suffix_window",
+            "mode",
+            "remasking",
+            "tau",
+        }
         assert own["properties"]["mode"]["anyOf"][0]["enum"] == ["dense", "prefix", "dual", "sparse"]
         assert own["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
         assert own["properties"]["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 0}
@@ -112,12 +119,17 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
 
 def check_all(description: Any, label: str, mode: GenerationMode, examples: int) -> list[int]:
     """Calls one operation with that many examples; every answer must be as described. Returns the statuses."""
-    operation, statuses = operations(description)[label], []
+    operation = operations(description)[label]
+    statuses = []
 
     @settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )  # fmt: skip
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def called(case: Any) -> None:
         response = case.call_and_validate()

@@ -125,8 +125,11 @@ def test_a_conversation_and_its_settings(page: Page, script: Script):
         {"role": "user", "content": "  Go on"},
     ]
     assert {name: body[name] for name in ("temperature", "top_p", "max_tokens", "seed")} == {
-        "temperature": 0.7, "top_p": 0.9, "max_tokens": 12, "seed": "x"
-    }  # fmt: skip
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "max_tokens": 12,
+        "seed": "x",
+    }
     page.click("#fresh")
     assert page.texts("#log > *") == page.texts("#blank")
     say(page, "Anew")
@@ -245,7 +248,8 @@ def test_an_answer_that_fills_the_context_offers_the_same(page: Page, script: Sc
 
 
 def test_a_message_that_never_fits_drops_nothing(page: Page, script: Script):
-    script.answers, script.counts = [stream(HELLO), overflows, overflows], [3000]
+    script.answers = [stream(HELLO), overflows, overflows]
+    script.counts = [3000]
     say(page, "one")
     say(page, "long")
     page.click(".wrong button:last-of-type")
@@ -478,7 +482,8 @@ def test_the_policy_stops_what_is_not_the_pages_own(chromium: Browser, address: 
 
 
 def test_a_key_is_asked_for_and_sent(chromium: Browser, script: Script, address: str):
-    script.key, script.answers = "secret", [stream(HELLO)]
+    script.key = "secret"
+    script.answers = [stream(HELLO)]
     tab = chromium.page()
     tab.open(address)
     tab.wait("!document.querySelector('#settings').hidden")

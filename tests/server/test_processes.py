@@ -21,7 +21,8 @@ compared: Any = importlib.import_module("serve_processes")
 PAIR = random_pair(
     3, target_layers=2, drafter_layers=1, taps=(0, 1), block_size=4, max_position_embeddings=128, tie_word_embeddings=True
 )
-REQUESTS, VOCAB = 24, 40
+REQUESTS = 24
+VOCAB = 40
 
 
 @pytest.fixture(scope="module")

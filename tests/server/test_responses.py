@@ -186,7 +186,8 @@ def test_calls_go_back_as_they_came(client: Client, name: str, arguments: str, s
     said = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}'
     said += "" if arguments.endswith("cut") else "}\n</tool_call>"
     length = len(engine.model.tokenizer.encode(said).ids)
-    asked, tools = {"role": "user", "content": said}, [{"type": "function", "function": {"name": "add"}}]
+    asked = {"role": "user", "content": said}
+    tools = [{"type": "function", "function": {"name": "add"}}]
     answer = served.post("/v1/chat/completions", json={"messages": [asked], "tools": tools, "max_tokens": length}).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) == (name, arguments)

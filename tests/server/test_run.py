@@ -34,7 +34,8 @@ class Startled(FakeEngine):
 
 
 def test_a_server_told_to_stop_as_its_engine_begins_ends_in_peace(monkeypatch: pytest.MonkeyPatch):
-    engine, said = Startled(), list[str]()
+    engine = Startled()
+    said = list[str]()
     api = Api(engine, ServerOptions("demo", tw.__version__))
     monkeypatch.setattr(engine, "warm", lambda console: None)
     monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done
@@ -52,7 +53,8 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
 ):
     """By the thread of grammars; what goes wrong there is no harm to the server, and in its log unless requests are told."""
     caplog.set_level(logging.DEBUG, "tilewright.server")
-    engine, told = FakeEngine(), list[object]()
+    engine = FakeEngine()
+    told = list[object]()
 
     class Failing(Constrain):
         def __init__(self) -> None:
@@ -76,7 +78,10 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
 
 
 def test_a_new_grammar_delays_nobody_whose_grammar_is_kept():
-    engine, compiling, go_on, threads = FakeEngine(), threading.Event(), threading.Event(), list[str]()
+    engine = FakeEngine()
+    compiling = threading.Event()
+    go_on = threading.Event()
+    threads = list[str]()
 
     class Kept(Constrain):
         def __init__(self) -> None:
@@ -145,7 +150,10 @@ def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: py
     engine = FakeEngine()
     engine.open()
     api = Api(engine, ServerOptions("demo", tw.__version__))
-    submitting, gone, handles, real = threading.Event(), threading.Event(), list[RequestHandle](), engine.submit
+    submitting = threading.Event()
+    gone = threading.Event()
+    handles = list[RequestHandle]()
+    real = engine.submit
 
     def submit(*given: Any, **named: Any) -> RequestHandle:
         handles.append(real(*given, **named))

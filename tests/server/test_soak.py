@@ -19,7 +19,8 @@ soak: Any = importlib.import_module("soak")
 soak_load: Any = importlib.import_module("soak_load")
 rules: Any = importlib.import_module("soak_verdict")
 
-Sample, Bounds = rules.Sample, rules.Bounds
+Sample = rules.Sample
+Bounds = rules.Bounds
 LENGTH_S = 600.0
 TIMES = [2.0 * n for n in range(300)]
 FEW = st.lists(st.tuples(st.floats(0, LENGTH_S), st.floats(-1e6, 1e6)), max_size=40)
@@ -91,20 +92,29 @@ def test_a_traceback_in_standard_error_is_seen():
 
 
 METRICS = {
-    "vllm:num_requests_running": 0.0, "vllm:num_requests_waiting": 0.0, "vllm:kv_cache_usage_perc": 0.0,
-    "tilewright_waiting_tokens": 0.0, 'tilewright_xla_compilations_total{phase="serving"}': 0.0,
-    'vllm:request_success_total{finished_reason="stop"}': 7.0, 'vllm:request_success_total{finished_reason="length"}': 5.0,
-    'vllm:request_success_total{finished_reason="error"}': 0.0, 'vllm:request_success_total{finished_reason="abort"}': 3.0,
-    "vllm:num_preemptions_total": 1.0, "vllm:prefix_cache_hits_total": 16.0, "vllm:spec_decode_num_accepted_tokens_total": 9.0,
-}  # fmt: skip
+    "vllm:num_requests_running": 0.0,
+    "vllm:num_requests_waiting": 0.0,
+    "vllm:kv_cache_usage_perc": 0.0,
+    "tilewright_waiting_tokens": 0.0,
+    'tilewright_xla_compilations_total{phase="serving"}': 0.0,
+    'vllm:request_success_total{finished_reason="stop"}': 7.0,
+    'vllm:request_success_total{finished_reason="length"}': 5.0,
+    'vllm:request_success_total{finished_reason="error"}': 0.0,
+    'vllm:request_success_total{finished_reason="abort"}': 3.0,
+    "vllm:num_preemptions_total": 1.0,
+    "vllm:prefix_cache_hits_total": 16.0,
+    "vllm:spec_decode_num_accepted_tokens_total": 9.0,
+}
 
 
 def judged(metrics: dict[str, float], change: Callable[[Any, Any], None] = lambda load, samples: None) -> set[str]:
     """The rules that a run breaks which is right but for these metrics, or this change."""
     load = soak_load.Load(Address(False, "127.0.0.1", 1, ""), soak_load.Limits("demo", 512, 32, 1000), 0)
     load.counts.update({"turned away": 1, "refused": 1})
-    load.finished, load.abandoned = 10, 4
-    load.ttft, load.tpot = [(t, 0.1) for t in TIMES], [(t, 0.01) for t in TIMES]
+    load.finished = 10
+    load.abandoned = 4
+    load.ttft = [(t, 0.1) for t in TIMES]
+    load.tpot = [(t, 0.01) for t in TIMES]
     samples = soak.Samples([(t, 1000.0, 900.0, 20, 12, 0.01, 0.001, 1, 0, 0.5, 1.0) for t in TIMES], METRICS | metrics)
     change(load, samples)
     return broken(soak.verdict(load, samples, LENGTH_S, 0, "", Bounds()))
@@ -137,7 +147,8 @@ def test_a_server_that_has_gone_breaks_all_rules_about_what_it_says():
 
 def test_what_clients_and_samples_found_breaks_its_rule():
     def wrong(load: Any, samples: Any) -> None:
-        load.wrong, samples.unhealthy = 1, 1
+        load.wrong = 1
+        samples.unhealthy = 1
         samples.rows[7] = (*samples.rows[7][:5], 9.0, *samples.rows[7][6:])
 
     assert judged({}, wrong) == {"answers that are not as they must be", "health checks that failed", "oldest step"}
@@ -173,7 +184,8 @@ def answer(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_answer_is_seen(changes: dict[str, Any], problem: str | None):
-    wanted, found = soak_load.Wanted(soak_load.COMPLETIONS, BODY, (PROMPT,)), soak_load.Answer()
+    wanted = soak_load.Wanted(soak_load.COMPLETIONS, BODY, (PROMPT,))
+    found = soak_load.Answer()
     found.take(answer(**changes))
     if problem is None:
         soak_load.check_answer(wanted, found)

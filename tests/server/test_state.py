@@ -22,7 +22,8 @@ def test_the_one_model_is_listed(client: Client):
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/v1/models"])
 def test_head_says_what_get_would(client: Client, path: str):
     app = client()
-    head, get = app.head(path), app.get(path)
+    head = app.head(path)
+    get = app.get(path)
     assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"])
 
 
@@ -31,7 +32,8 @@ def test_the_version_is_told(client: Client):
 
 
 def test_texts_become_tokens_and_back(client: Client):
-    app, lm = client(), model_without_weights()
+    app = client()
+    lm = model_without_weights()
     for text in ("def f(x):\n", "€<|endoftext|>", ""):
         found = app.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
         assert found["tokens"] == lm.tokenizer.encode(text).ids
@@ -69,7 +71,8 @@ def test_metrics_have_vllms_names_and_our_own(client: Client):
     engine = FakeEngine()
     engine.counted.widths = {"ngram, 4": 3, "plain": 2}
     engine.counted.accepted_at = [5, 2]
-    engine.counted.row_rounds, engine.counted.padding_rows = 6, 2
+    engine.counted.row_rounds = 6
+    engine.counted.padding_rows = 2
     engine.pages.take(64)
     app = client(engine)
     app.post("/v1/completions", json={"prompt": "a b c", "max_tokens": 7, "stop": "none"})

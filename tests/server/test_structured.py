@@ -147,7 +147,8 @@ def test_stops_do_not_cut_an_answer_that_follows_a_grammar(client: openai.OpenAI
 
 def answered(real: Real, ask: GenerateRequest) -> tuple[list[int], set[str]]:
     """The tokens of a request, and where its masks came from."""
-    ended, tokens = threading.Event(), list[int]()
+    ended = threading.Event()
+    tokens = list[int]()
 
     def listen(update: RequestOutput) -> None:
         tokens.extend(token.token for token in update.tokens)
@@ -162,8 +163,10 @@ def answered(real: Real, ask: GenerateRequest) -> tuple[list[int], set[str]]:
 @pytest.mark.parametrize("number", range(len(GRAMMARS)))
 def test_masks_of_the_device_give_the_answers_of_the_hosts(lm: LanguageModel, real: Real, number: int):
     """Behind thoughts, too, which end in the middle of blocks."""
-    found, prompt = lm.constrain(GRAMMARS[number]), lm.encode(PROMPT)
-    host, mark = Matcher(found.matcher, found.eos), lm.encode("\n")[0]
+    found = lm.constrain(GRAMMARS[number])
+    prompt = lm.encode(PROMPT)
+    host = Matcher(found.matcher, found.eos)
+    mark = lm.encode("\n")[0]
     for temperature, one, other, bias in (
         (0.0, found, host, ()),
         (1.0, found, host, ()),
@@ -182,7 +185,8 @@ def test_masks_of_the_device_give_the_answers_of_the_hosts(lm: LanguageModel, re
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_that_leave_their_automaton_go_on_under_masks_of_the_host(lm: LanguageModel, real: Real, temperature: float):
-    found, prompt = lm.constrain(NESTED), lm.encode(PROMPT)
+    found = lm.constrain(NESTED)
+    prompt = lm.encode(PROMPT)
     sampling = Sampling(40, temperature, seed=1, logit_bias=((lm.encode("[")[0], 50.0),))
     asks = [GenerateRequest(prompt, sampling, constraint=each) for each in (found, Matcher(found.matcher, found.eos))]
     assert answered(real, asks[0]) == (answered(real, asks[1])[0], {"device", "host"})
@@ -200,13 +204,15 @@ PAIR = record({"of": {"anyOf": [{"$ref": "#/$defs/pair"}, {"type": "null"}]}})
 def test_answers_come_back_into_their_automaton(lm: LanguageModel, real: Real, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(token_automaton, "OPEN_CLASSES", token_automaton.MOST_ENTRIES)  # no bracket more than there must be
     schema = {"type": "array", "items": {"$ref": "#/$defs/pair"}, "minItems": 3, "maxItems": 3, "$defs": {"pair": PAIR}}
-    found, prompt = lm.constrain(Grammar.json_schema(schema)), lm.encode(PROMPT)
+    found = lm.constrain(Grammar.json_schema(schema))
+    prompt = lm.encode(PROMPT)
     for seed in (1, 3):
         sampling = Sampling(40, 1.0, seed=seed)
         asks = [GenerateRequest(prompt, sampling, constraint=each) for each in (found, Matcher(found.matcher, found.eos))]
         tokens, masks = answered(real, asks[0])
         assert (tokens, masks) == (answered(real, asks[1])[0], {"device", "host"})
-        state, inside = found.begin(), list[bool]()
+        state = found.begin()
+        inside = list[bool]()
         for token in tokens:
             state.advance([token])
             inside.append(state.automaton is not None)
@@ -222,10 +228,15 @@ def a_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
         return {"type": "array", "items": item, "maxItems": 2} if rng.random() < 0.5 else {"anyOf": [item, {"type": "null"}]}
     low = int(rng.integers(-9, 9))
     kinds: list[dict[str, Any]] = [
-        {"type": "string", "maxLength": 6}, {"type": "integer", "minimum": low, "maximum": low + 20}, {"type": "boolean"},
-        {"enum": ["a", 1, None]}, {"const": {"a": [1]}}, {"type": "string", "pattern": "^[A-Z][a-z]{1,4}$"},
-        {"type": "number", "minimum": 0, "maximum": 5, "multipleOf": 0.5}, {"type": "string", "format": "date"},
-    ]  # fmt: skip
+        {"type": "string", "maxLength": 6},
+        {"type": "integer", "minimum": low, "maximum": low + 20},
+        {"type": "boolean"},
+        {"enum": ["a", 1, None]},
+        {"const": {"a": [1]}},
+        {"type": "string", "pattern": "^[A-Z][a-z]{1,4}$"},
+        {"type": "number", "minimum": 0, "maximum": 5, "multipleOf": 0.5},
+        {"type": "string", "format": "date"},
+    ]
     return kinds[int(rng.integers(len(kinds)))]
 
 
@@ -252,13 +263,18 @@ def test_answers_follow_random_schemas(lm: LanguageModel, client: openai.OpenAI,
         schema, kind = one_of_many(n)
         try:
             answer: Any = client.chat.completions.create(
-                model="demo", messages=HELLO, max_tokens=200, temperature=float(n % 2), seed=n,
+                model="demo",
+                messages=HELLO,
+                max_tokens=200,
+                temperature=float(n % 2),
+                seed=n,
                 response_format=schema_format(schema),
-            )  # fmt: skip
+            )
         except openai.BadRequestError:
             assert kind == "no", schema
             return "refused"
-        choice, known = answer.choices[0], lm.constrain(Grammar.json_schema(schema)).automaton is not None
+        choice = answer.choices[0]
+        known = lm.constrain(Grammar.json_schema(schema)).automaton is not None
         where = "in the device's loop" if known else "under the host's masks"
         if choice.finish_reason == "length":
             assert kind == "tree", (schema, choice.message.content)
@@ -411,7 +427,9 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
         assert call.type == "function"
         assert call.function.name in names
         jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
-        name, arguments, ends = "", "", []
+        name = ""
+        arguments = ""
+        ends = []
         # Where a call is forced, a form of texts changes nothing.
         for chunk in client.chat.completions.create(**asked, stream=True, response_format={"type": "json_object"}):
             for part in chunk.choices[0].delta.tool_calls or ():
@@ -439,9 +457,14 @@ def test_a_hundred_forced_calls_are_valid(client: openai.OpenAI):
         ]
         named: Any = {"type": "function", "function": {"name": "find"}}
         answer: Any = client.chat.completions.create(
-            model="demo", messages=HELLO, tools=tools, tool_choice=named if n % 2 else "required",
-            temperature=1.0, seed=n, parallel_tool_calls=False,
-        )  # fmt: skip
+            model="demo",
+            messages=HELLO,
+            tools=tools,
+            tool_choice=named if n % 2 else "required",
+            temperature=1.0,
+            seed=n,
+            parallel_tool_calls=False,
+        )
         assert answer.choices[0].finish_reason == "tool_calls"
         (call,) = answer.choices[0].message.tool_calls
         assert call.function.name == "find" or n % 2 == 0
@@ -469,17 +492,22 @@ def test_the_other_apis_have_the_same_grammars(real: Real, client: openai.OpenAI
     assert call is not None
     assert call.type == "function"
     asked: dict[str, Any] = {
-        "messages": HELLO, "max_tokens": 200, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, **sampling,
+        "messages": HELLO,
+        "max_tokens": 200,
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        **sampling,
         "tools": [
             {"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
             for each in (tool["function"] for tool in TOOLS)
         ],
-    }  # fmt: skip
+    }
     answer = httpx2.post(f"{real.url}/v1/messages", json=asked, timeout=60).json()
     (block,) = answer["content"]
     assert (block["name"], block["input"], answer["stop_reason"]) == (
-        call.function.name, json.loads(call.function.arguments), "tool_use",
-    )  # fmt: skip
+        call.function.name,
+        json.loads(call.function.arguments),
+        "tool_use",
+    )
 
 
 def test_the_clients_own_helper_reads_calls(client: openai.OpenAI):

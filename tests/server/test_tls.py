@@ -31,7 +31,8 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
+    cert = folder / "cert.pem"
+    key = folder / "key.pem"
     named = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     command = ["openssl", "req", "-x509", *kind, *named, "-keyout", str(key), "-out", str(cert)]
@@ -67,7 +68,8 @@ def test_openais_client_comes_over_tls(real: Real, made: Made) -> None:
 
 
 def test_who_does_not_speak_tls_is_let_go_and_keeps_nobody_waiting(real: Real, made: Made) -> None:
-    host, port = "127.0.0.1", int(real.url.rpartition(":")[2])
+    host = "127.0.0.1"
+    port = int(real.url.rpartition(":")[2])
     with socket.create_connection((host, port)), socket.create_connection((host, port), timeout=10) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
         assert status(real.url, trusting(made)) == 200  # beside one that says nothing

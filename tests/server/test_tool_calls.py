@@ -44,13 +44,15 @@ TOOLS = [tool("f", **SCHEMA), tool("g", type="object", properties={}, additional
 
 def read(text: str, cuts: list[int], form: CallForm = HERMES, several: bool = True) -> list[tuple[str, str]]:
     """The parts of a text that comes in pieces, those of one kind put together."""
-    parser, found = CallParser(ToolUse(TOOLS, "auto", several, form)), list[tuple[str, str]]()
+    parser = CallParser(ToolUse(TOOLS, "auto", several, form))
+    found = list[tuple[str, str]]()
     ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
     parts: list[Part] = []
     for begin, end in zip([0, *ends], ends, strict=False):
         parts += parser.push(text[begin:end])
     for part in [*parts, *parser.push("", last=True)]:
-        kind, own = type(part).__name__, part[0]
+        kind = type(part).__name__
+        own = part[0]
         if isinstance(part, Content | Arguments) and found and found[-1][0] == kind:
             found[-1] = kind, found[-1][1] + own
         else:
@@ -62,7 +64,11 @@ TEXTS = {
     "hello world ": [("Content", "hello world ")],
     CALL: [("Called", "f"), ("Arguments", ARGUMENTS)],
     f"Let me see.\n\n{CALL}\n{CALL} ": [
-        ("Content", "Let me see."), ("Called", "f"), ("Arguments", ARGUMENTS), ("Called", "f"), ("Arguments", ARGUMENTS),
+        ("Content", "Let me see."),
+        ("Called", "f"),
+        ("Arguments", ARGUMENTS),
+        ("Called", "f"),
+        ("Arguments", ARGUMENTS),
     ],
     '<tool_call>{"arguments": {"a":1}, "name": "f"}</tool_call>': [("Called", "f"), ("Arguments", '{"a": 1}')],
     '<tool_call>{"name": "f", "arguments": {"a": "cut': [("Called", "f"), ("Arguments", '{"a": "cut')],
@@ -81,12 +87,13 @@ TEXTS = {
     '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': [("Called", "f"), ("Arguments", '{"a": 1}')],
     '<tool_call>{"name": "f", "a": 1}</tool_call>': [("Content", '<tool_call>{"name": "f", "a": 1}</tool_call>')],
     '<tool_call>{"arguments": {"a": "\\ud83d"}, "name": "f"}</tool_call>': [
-        ("Called", "f"), ("Arguments", '{"a": "\\ud83d"}'),
+        ("Called", "f"),
+        ("Arguments", '{"a": "\\ud83d"}'),
     ],
     '<tool_call>{"arguments": {"a": 1}, "name": "\\ud83d"}</tool_call>': [
         ("Content", '<tool_call>{"arguments": {"a": 1}, "name": "\\ud83d"}</tool_call>'),
     ],
-}  # fmt: skip
+}
 OF_LLAMA = {
     LLAMA: [("Called", "f"), ("Arguments", '{"a": 1}')],
     f" <|python_tag|>{LLAMA} more": [("Called", "f"), ("Arguments", '{"a": 1}')],
@@ -113,7 +120,10 @@ OF_XML = {
     "hello <world ": [("Content", "hello <world ")],
     xml("g"): [("Called", "g"), ("Arguments", "{}")],
     f"Let me see.\n\n{xml('f', text='a')}\n{xml('g')}\n": [
-        ("Content", "Let me see."), *arguments(text="a"), ("Called", "g"), ("Arguments", "{}"),
+        ("Content", "Let me see."),
+        *arguments(text="a"),
+        ("Called", "g"),
+        ("Arguments", "{}"),
     ],
     xml("f", text=ODD, count="3"): arguments(text=ODD, count=3),
     xml("f", text="", count="None", flag="True", list=" [1, 2]"): arguments(text="", count=None, flag=True, list=[1, 2]),
@@ -125,7 +135,7 @@ OF_XML = {
     "<tool_call>\n<function=f><parameter=count>\n12": [("Called", "f"), ("Arguments", '{"count": ')],
     "<tool_call>\n<function=f": [("Content", "<tool_call>\n<function=f")],
     f"<tool_call>no {xml('g')}": [("Content", "<tool_call>no"), ("Called", "g"), ("Arguments", "{}")],
-}  # fmt: skip
+}
 FORMS = {"hermes": (HERMES, TEXTS), "llama3": (LLAMA3, OF_LLAMA), "xml": (XML, OF_XML)}
 
 
@@ -236,7 +246,8 @@ def test_forms_are_known_by_templates():
 
 
 def test_which_tools_may_be_called():
-    tools, plain = [tool("f"), tool("g")], template("{{ messages[0].content }}")
+    tools = [tool("f"), tool("g")]
+    plain = template("{{ messages[0].content }}")
     assert tool_use(tools, "none", None, plain) is None
     assert tool_use(None, "auto", None, plain) is None
     use = tool_use(tools, None, None, plain)

@@ -19,7 +19,8 @@ from tilewright.server.tracing import Tracer
 pytest.importorskip("opentelemetry.sdk", reason="needs the otel extra")
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
 
 
 @pytest.fixture
@@ -49,11 +50,16 @@ def test_a_span_says_what_a_request_was(traced: TestClient, spans: Any) -> None:
     for seed, span in enumerate(sorted(found, key=lambda span: span.attributes["gen_ai.request.seed"]), 3):
         usage = answer.json()["usage"]
         wanted = {
-            "gen_ai.operation.name": "text_completion", "gen_ai.request.model": "demo", "gen_ai.request.max_tokens": 5,
-            "gen_ai.request.temperature": 0.5, "gen_ai.request.seed": seed, "gen_ai.usage.output_tokens": 5,
-            "gen_ai.usage.input_tokens": usage["prompt_tokens"], "gen_ai.response.finish_reasons": ("length",),
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.model": "demo",
+            "gen_ai.request.max_tokens": 5,
+            "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.seed": seed,
+            "gen_ai.usage.output_tokens": 5,
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.response.finish_reasons": ("length",),
             "gen_ai.request.id": answer.headers["x-request-id"],
-        }  # fmt: skip
+        }
         assert wanted.items() <= dict(span.attributes).items()
         assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, PARENT)
         assert before - 10**8 <= span.start_time <= span.end_time <= time.time_ns() + 10**8
@@ -117,7 +123,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 def test_a_collector_gets_spans_over_otlp(
     client: Client, collector: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "none")

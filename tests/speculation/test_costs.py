@@ -37,7 +37,8 @@ from tilewright.speculation.team import Team
 
 TABLE = ShapeTable(batches=(1, 4), capacities=(64, 128), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
-NARROW, WIDE = Choice("ngram+dflash", 2), Choice("ngram+dflash", 4)
+NARROW = Choice("ngram+dflash", 2)
+WIDE = Choice("ngram+dflash", 4)
 ABOUT = {"target": "a", "shape": {"batch": 1}}
 KEPT = RoundCosts(1e-4, {PLAIN: Cost(1e-3), WIDE: Cost(2e-3), Choice("ngram", 4): Cost(2e-3, 1.1e-3)})
 
@@ -88,7 +89,8 @@ def test_every_choice_is_measured(lm: LanguageModel):
 @pytest.mark.parametrize("pages", [1, 3, 5])
 def test_rows_share_pages_where_there_are_fewer(lm: LanguageModel, pages: int):
     programs = copy(lm.programs_for(lm.drafter, Shape(4, 64)))
-    programs.layout, programs.compiled = replace(programs.layout, pages=pages), {}
+    programs.layout = replace(programs.layout, pages=pages)
+    programs.compiled = {}
     timer = RoundTimer(ModelRunner(programs, "greedy"), 4)
     assert timer.start[0] + 2 * team_of(lm).block_size <= timer.table.shape[-1] * programs.layout.page_size
     used = timer.table[:, :, : -(-(timer.start[0] + team_of(lm).block_size) // programs.layout.page_size)]
@@ -190,8 +192,11 @@ def test_what_a_dispatch_takes_is_told_by_empty_ones(lm: LanguageModel):
     costs = measure(Scripted(runner_of(lm, 1, 64), 1), [PLAIN, NARROW, WIDE, mostly])
     assert costs.dispatch == 2.5e-3
     assert {choice: cost.drafting for choice, cost in costs.rounds.items()} == {
-        PLAIN: pytest.approx(3.0), NARROW: pytest.approx(4.0), WIDE: pytest.approx(4.0), mostly: pytest.approx(3.0),
-    }  # fmt: skip
+        PLAIN: pytest.approx(3.0),
+        NARROW: pytest.approx(4.0),
+        WIDE: pytest.approx(4.0),
+        mostly: pytest.approx(3.0),
+    }
     assert Run(10e-3, 5).beyond(2.5e-3).seconds == pytest.approx(7.5e-3)
     assert Run(10e-3, 5).beyond(9.9e-3).seconds == pytest.approx(2e-3)
 
@@ -301,7 +306,8 @@ def test_a_file_that_does_not_fit_is_told_of_once(
     lm: LanguageModel, files: CostFiles, said: list[str], measured: list[list[Choice]]
 ):
     programs = lm.start(prompts(0, [3], 16), Sampling(8)).engine.programs
-    paces, about = Pacing(team_of(lm), "auto", files), configuration(programs, team_of(lm), 1, False, "auto")
+    paces = Pacing(team_of(lm), "auto", files)
+    about = configuration(programs, team_of(lm), 1, False, "auto")
     files.folder.mkdir(mode=0o700)
     files.path(about).write_text("{")
     for _ in range(2):
@@ -350,7 +356,8 @@ def test_a_call_begins_with_a_drafter_whose_acceptance_was_measured_too(lm: Lang
 
 
 def test_the_configuration_names_what_costs_depend_on(lm: LanguageModel):
-    team, programs = team_of(lm), lm.programs_for(lm.drafter, Shape(1, 64))
+    team = team_of(lm)
+    programs = lm.programs_for(lm.drafter, Shape(1, 64))
     about = configuration(programs, team, 1, False, "auto")
     assert json.loads(json.dumps(about)) == about
     assert "0x" not in json.dumps(about), "no address of a function"

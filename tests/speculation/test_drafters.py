@@ -37,8 +37,10 @@ from tilewright.speculation.drafters.load import DrafterOptions, load_dflash
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.team import Team
 
-NEW, BLOCK = 24, 4
-VOCAB, DRAFT_VOCAB = 16, 12
+NEW = 24
+BLOCK = 4
+VOCAB = 16
+DRAFT_VOCAB = 12
 TABLE = ShapeTable(batches=(1, 8), capacities=(64,), chunks=(8,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=1, drafter_layers=1, taps=[0], block_size=BLOCK)
 """With so few tokens even random drafts are accepted now and then."""
@@ -52,9 +54,15 @@ PENALISED = Sampling(
     NEW, temperature=1.0, top_p=0.9, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1, seed=6
 )
 REQUESTS = [
-    Sampling(NEW, temperature=1.0, seed=1), GREEDY, Sampling(NEW, temperature=0.7, top_p=0.8, seed=2), PENALISED,
-    replace(PENALISED, temperature=0.0), GREEDY, Sampling(NEW - 5, temperature=1.5, top_k=6, seed=3), PENALISED,
-]  # fmt: skip
+    Sampling(NEW, temperature=1.0, seed=1),
+    GREEDY,
+    Sampling(NEW, temperature=0.7, top_p=0.8, seed=2),
+    PENALISED,
+    replace(PENALISED, temperature=0.0),
+    GREEDY,
+    Sampling(NEW - 5, temperature=1.5, top_k=6, seed=3),
+    PENALISED,
+]
 KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "dflash": ("dflash", {"block_size": BLOCK}),
     "dflash, window": ("dflash", {"block_size": BLOCK, "draft_window": 3}),
@@ -215,7 +223,9 @@ def skilled_chain(asked: Sequence[list[int]], steps: int) -> Chain:
     """A random drafter whose head was fitted, by ridge regression, to the target's own texts after `asked`."""
     target = Target(DEEP.target_config, DEEP.target_tensors)
     config, tensors = random_eagle3(0, DEEP.target_config, taps=[0, 2], draft_vocab_size=DRAFT_VOCAB)
-    chain, outputs, wanted = Chain(config, tensors, target), [], []
+    chain = Chain(config, tensors, target)
+    outputs = []
+    wanted = []
     for prompt in asked:
         text = [*prompt, *autoregressive_greedy(target, prompt, NEW + steps)]
         features = chain.fuse(target.run(text)[1])
@@ -224,14 +234,16 @@ def skilled_chain(asked: Sequence[list[int]], steps: int) -> Chain:
             drafted = chain.draft(text[: known + 1], features, steps, forced=right)
             outputs += [x for x, token in zip(drafted.outputs, right, strict=True) if token in chain.map]
             wanted += [chain.map.index(token) for token in right if token in chain.map]
-    a, b = chain.norm(np.stack(outputs), "norm"), np.eye(DRAFT_VOCAB)[wanted]
+    a = chain.norm(np.stack(outputs), "norm")
+    b = np.eye(DRAFT_VOCAB)[wanted]
     head = np.linalg.solve(a.T @ a + 0.1 * np.eye(a.shape[1]), a.T @ b).T
     return Chain(config, {**tensors, "lm_head.weight": head.astype(np.float32)}, target)
 
 
 def reference_drafts(chain: Chain, text: list[int], window: int | None, steps: int) -> list[int]:
     """What the reference drafts after `text`. As only distances count, a window is a text that begins later."""
-    features, known = chain.fuse(chain.target.run(text)[1]), len(text) - 1
+    features = chain.fuse(chain.target.run(text)[1])
+    known = len(text) - 1
     first = 0 if window is None else max(0, known - window)
     draft = chain.draft(text[first:], features[first:known], steps)
     best = np.sort(draft.logits, axis=1)
@@ -242,16 +254,19 @@ def reference_drafts(chain: Chain, text: list[int], window: int | None, steps: i
 def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], window: int | None) -> list[int]:
     """Holds every round of every row against the reference. Returns how many drafts each accepted."""
     assert lm.drafter is not None
-    drafter, seen = lm.drafter.turn(None), []
+    drafter = lm.drafter.turn(None)
+    seen = []
     propose = jax.jit(partial(drafter.propose, lm.model.target))
-    session, texts = lm.start(asked, GREEDY), [list(prompt) for prompt in asked]
+    session = lm.start(asked, GREEDY)
+    texts = [list(prompt) for prompt in asked]
     session.prefill()
     while not session.finished:
         state, numbers = state_of(session)
         proposal = propose(lm.model.models, state)
         pieces = session.advance(1)
         for number, block, count in zip(numbers, *(np.asarray(x).tolist() for x in proposal[:2]), strict=True):
-            row, text = session.rows[number], texts[number]
+            row = session.rows[number]
+            text = texts[number]
             drafts = block[1:]
             assert block[0] == text[-1]
             assert count == len(drafts) == drafter.block_size - 1
@@ -291,7 +306,8 @@ def test_eagle3_rounds_equal_the_reference(tmp_path: Path, window: int | None):
 
 def test_refining_reads_the_drafts_in_place_of_the_masks(folders: dict[str | None, Any]):
     lm = load(folders["target"], folders["dflash"], block_size=BLOCK, table=TABLE)
-    session, drafter = lm.start(ASKED[5:6], GREEDY), lm.drafter
+    session = lm.start(ASKED[5:6], GREEDY)
+    drafter = lm.drafter
     session.prefill()
     assert isinstance(drafter, DFlash)
 
@@ -312,7 +328,8 @@ def test_refining_reads_the_drafts_in_place_of_the_masks(folders: dict[str | Non
 def test_the_scale_of_the_blocks_embeddings(folders: dict[str | None, Any]):
     inner = PAIR.drafter_config["dflash_config"] | {"input_embedding_scale": 2.0}
     scaled = dflash.config_from_hf(PAIR.drafter_config | {"dflash_config": inner})
-    fields, target = read_config(folders["dflash"]), decoder.config_from_hf(PAIR.target_config)
+    fields = read_config(folders["dflash"])
+    target = decoder.config_from_hf(PAIR.target_config)
     config, params = load_dflash(folders["dflash"], fields, target, "float32", None)
     assert scaled == replace(config, input_embedding_scale=2.0) == dflash.config_from_hf(dflash.config_to_hf(scaled))
     embedded = np.random.default_rng(0).normal(size=(2, 3, config.hidden_size)).astype(np.float32)
@@ -321,7 +338,8 @@ def test_the_scale_of_the_blocks_embeddings(folders: dict[str | None, Any]):
     @partial(jax.jit, static_argnums=0)
     def run(config: dflash.DFlashConfig, x: jax.Array) -> jax.Array:
         pairs = dflash.context_kv(config, PLAIN, params, jnp.asarray(embedded), jnp.asarray(positions - 3))
-        context, seen = tuple(Ring(*pair) for pair in pairs), jnp.array([3, 3])
+        context = tuple(Ring(*pair) for pair in pairs)
+        seen = jnp.array([3, 3])
         return dflash.run_block(config, PLAIN, params, x, jnp.asarray(positions), context, dflash.attend_context, seen)
 
     np.testing.assert_allclose(run(scaled, embedded), run(config, 2 * embedded), rtol=1e-5)

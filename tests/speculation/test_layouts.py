@@ -31,12 +31,15 @@ from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.eagle3 import Eagle3
 from tilewright.speculation.drafters.load import DrafterOptions, block_kind, load_dflash, load_drafter
 
-VOCAB, BLOCK, LAYERS = 24, 5, 2
+VOCAB = 24
+BLOCK = 5
+LAYERS = 2
 PAIR = random_pair(3, vocab_size=VOCAB, target_layers=6, drafter_layers=LAYERS, taps=(1, 3, 4), block_size=BLOCK)
 IDS = (0, 2, 3, 7, 9, 11, 12, 15, 19, 22)
 KNOWN = (11, 2, 6)
 """Positions of the known tokens of three rows: behind a window's end, and before it."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 TARGET = decoder.config_from_hf(PAIR.target_config)
 PLAIN_RULES = Rules((1, 3, 4), BLOCK, VOCAB - 1, (None,) * LAYERS, (False,) * LAYERS)
 
@@ -137,8 +140,12 @@ VARIANTS: dict[str, Variant] = {
     ),
     "MiMo": Variant(
         changed(
-            MIMO, {"use_swa": True, "swa_window_size": 6, "attention_value_scale": 0.6, "attention_sink_bias": True},
-            without=("layer_types",), partial_rotary_factor=0.5, sliding_window=1000, v_head_dim=16,
+            MIMO,
+            {"use_swa": True, "swa_window_size": 6, "attention_value_scale": 0.6, "attention_sink_bias": True},
+            without=("layer_types",),
+            partial_rotary_factor=0.5,
+            sliding_window=1000,
+            v_head_dim=16,
         ),
         replace(PLAIN_RULES, windows=(6, 6), rotated=8, value_scale=0.6),
     ),
@@ -158,24 +165,34 @@ VARIANTS: dict[str, Variant] = {
     "Muse Glimmer": Variant(as_muse(PAIR, 6), replace(PLAIN_RULES, windows=(7, 7)), changed(PAIR)),
     "dflash2, causal windows": Variant(
         windowed(PAIR2, [SLIDING, FULL], 6, is_causal=None),
-        replace(PLAIN_RULES, windows=(6, None), causal=(True, False)), selector_2(PAIR2), Varied2,
+        replace(PLAIN_RULES, windows=(6, None), causal=(True, False)),
+        selector_2(PAIR2),
+        Varied2,
     ),
     "speculators, dflash2": Variant(
-        as_speculators(PAIR2, "dflash2", [SLIDING] * 2, 6, **SIZES_2), replace(PLAIN_RULES, windows=(6, 6)), selector_2(PAIR2),
+        as_speculators(PAIR2, "dflash2", [SLIDING] * 2, 6, **SIZES_2),
+        replace(PLAIN_RULES, windows=(6, 6)),
+        selector_2(PAIR2),
         Varied2,
     ),
     "speculators, dspark": Variant(
         as_speculators(DSPARK, "dspark", block_size=BLOCK - 1, markov_rank=6, markov_head_type="vanilla", candidate_top_k=5),
-        replace(PLAIN_RULES, block=BLOCK - 1, first_slot=0), DSPARK, VariedDSpark,
+        replace(PLAIN_RULES, block=BLOCK - 1, first_slot=0),
+        DSPARK,
+        VariedDSpark,
     ),
     "dspark, anchor is a bonus": Variant(
         changed(
             windowed(with_own(DSPARK, "sinks"), [SLIDING] * 2, 6),
-            block_size=BLOCK, dspark_bonus_anchor=True, dflash_config={"causal": True, "attention_sink_bias": True},
+            block_size=BLOCK,
+            dspark_bonus_anchor=True,
+            dflash_config={"causal": True, "attention_sink_bias": True},
         ),
-        replace(PLAIN_RULES, windows=(6, 6), causal=(True, True)), None, VariedDSpark,
+        replace(PLAIN_RULES, windows=(6, 6), causal=(True, True)),
+        None,
+        VariedDSpark,
     ),
-}  # fmt: skip
+}
 
 
 def drafts(folder: Path, variant: Variant, known: Sequence[int], text: np.ndarray) -> tuple[list[list[int]], DFlash]:
@@ -187,7 +204,8 @@ def drafts(folder: Path, variant: Variant, known: Sequence[int], text: np.ndarra
     if hasattr(drafter, "walk"):
         drafter = replace(drafter, walk="greedy")  # type: ignore[call-arg]
     params = drafter.with_head(params, lambda ids: target_params.head[:, ids])
-    layout, target = Layout.full(len(known), 16), Running(config)
+    layout = Layout.full(len(known), 16)
+    target = Running(config)
     cache = rows_of(
         drafter.allocate(layout, target, jnp.float32), jnp.arange(len(known)), jnp.arange(len(known))[None, :, None]
     )
@@ -235,8 +253,10 @@ SMALL = random_pair(6, vocab_size=16, target_layers=3, drafter_layers=2, taps=(0
 EVERYTHING = changed(
     with_own(SMALL, "embedding", "head", "mask", "sinks", ids=(0, 1, 2, 4, 5, 7, 8, 11, 13, 14)),
     {"use_swa": True, "swa_window_size": 5, "attention_value_scale": 0.6, "attention_sink_bias": True, "draft_vocab_size": 10},
-    without=("layer_types",), partial_rotary_factor=0.5, sample_from_anchor=True,
-)  # fmt: skip
+    without=("layer_types",),
+    partial_rotary_factor=0.5,
+    sample_from_anchor=True,
+)
 ENGINES: dict[str, Pair] = {
     "everything at once": EVERYTHING,
     "causal": windowed(SMALL, [SLIDING, FULL], 5, is_causal=True),
@@ -359,10 +379,12 @@ def test_everything_that_does_not_fit_is_listed_at_once(tmp_path: Path):
     with pytest.raises(ValueError, match="is_neox_style=False is not supported") as caught:
         load_dflash(folder, read_config(folder), replace(TARGET, vocab_size=40), "float32", None)
     for named in (
-        "dflash_config has unknown fields: selector", "vocab_size is 24 but the target's is 40",
-        "hidden_size is 48 but the target's is 32", "target_layer_ids [9] lie outside the target's 6 layers",
+        "dflash_config has unknown fields: selector",
+        "vocab_size is 24 but the target's is 40",
+        "hidden_size is 48 but the target's is 32",
+        "target_layer_ids [9] lie outside the target's 6 layers",
         "mask_token_id 99 lies outside",
-    ):  # fmt: skip
+    ):
         assert named in str(caught.value)
     with pytest.raises(ValueError, match="hidden_size is 48 but the target's is 32") as caught:
         load_dflash(folder, changed(PAIR, hidden_size=48).drafter_config, TARGET, "float32", None)
@@ -437,10 +459,15 @@ def test_speculators_eagle3(tmp_path: Path, family: str):
     inner = ("architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "norm_before_residual")
     fields = {name: value for name, value in config.items() if name not in inner} | {"model_type": family}
     made = {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 12,
-        "norm_before_residual": True, "norm_before_fc": False, "eagle_aux_hidden_state_layer_ids": [1, 3],
-        "speculators_config": {"algorithm": "eagle3"}, "transformer_layer_config": fields,
-    }  # fmt: skip
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 12,
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        "eagle_aux_hidden_state_layer_ids": [1, 3],
+        "speculators_config": {"algorithm": "eagle3"},
+        "transformer_layer_config": fields,
+    }
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     if family == "qwen3":
         named |= {f"layers.0.self_attn.{name}_norm.weight": np.full(16, 1.5, np.float32) for name in "qk"}

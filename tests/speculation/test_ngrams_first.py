@@ -26,12 +26,15 @@ from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
 
-NEW, VOCAB, BLOCK = 24, 16, 4
+NEW = 24
+VOCAB = 16
+BLOCK = 4
 TABLE = ShapeTable(batches=(1, 4), capacities=(64,), chunks=(8,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK)
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
 GREEDY = Sampling(NEW)
-REPEATED, NEW_TEXT = [1, 2, 3, 9, 1, 2], [4, 5, 6, 7, 8]
+REPEATED = [1, 2, 3, 9, 1, 2]
+NEW_TEXT = [4, 5, 6, 7, 8]
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -76,10 +79,10 @@ def proposed(drafter: Any, target: Target, models: Models, state: DecodeState) -
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=4, max_size=4))
 def test_each_row_has_the_drafts_of_one_of_them(joined: tuple[LanguageModel, Any, Any], asked: list[list[int]]):
     ngram, other, first = proposals(joined[0], asked)
-    assert first.looked_up is not None
+    assert first.from_ngrams is not None
     for row in range(len(asked)):
         wanted = ngram if ngram.drafts[row] else other
-        assert first.looked_up[row] == (ngram.drafts[row] > 0)
+        assert first.from_ngrams[row] == (ngram.drafts[row] > 0)
         assert first.drafts[row] == wanted.drafts[row]
         np.testing.assert_array_equal(first.block[row], wanted.block[row])
 
@@ -87,14 +90,15 @@ def test_each_row_has_the_drafts_of_one_of_them(joined: tuple[LanguageModel, Any
 def test_both_kinds_of_rows_in_one_round(joined: tuple[LanguageModel, Any, Any]):
     """Else the property above would say little."""
     (*_, first) = proposals(joined[0], [REPEATED, NEW_TEXT])
-    assert first.looked_up is not None
-    assert first.looked_up.tolist() == [True, False]
+    assert first.from_ngrams is not None
+    assert first.from_ngrams.tolist() == [True, False]
     assert first.block[0].tolist() == [2, 3, 9, 1]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(NEW, temperature=1.0, seed=3)], ids=["greedy", "drawn"])
 def test_tokens_are_those_of_plain_decoding(joined: tuple[LanguageModel, Any, Any], sampling: Sampling):
-    lm, asked = joined[0], [REPEATED, NEW_TEXT, *prompts(0, [1, 14], vocab=VOCAB)]
+    lm = joined[0]
+    asked = [REPEATED, NEW_TEXT, *prompts(0, [1, 14], vocab=VOCAB)]
     assert tokens_of(lm, asked, sampling, speculative=True) == tokens_of(lm, asked, sampling, speculative=False)
 
 
@@ -151,7 +155,8 @@ def test_without_loops_the_drafts_are_the_same(folders: dict[str, Path], joined:
 
 
 def test_drafters_with_weights_come_behind_ngrams(joined: tuple[LanguageModel, Any, Any]):
-    other, ngram = joined[1], NGram(8, min_n=3)
+    other = joined[1]
+    ngram = NGram(8, min_n=3)
     assert ngrams_first([other]) == (other,)
     assert ngrams_first([ngram]) == (ngram,)
     for order in ([ngram, other], [other, ngram]):

@@ -21,7 +21,9 @@ FLAT = {PLAIN: Cost(1.0), **{choice: Cost(1.4) for choice in WIDE}}
 
 def run(policy: Policy, rates: Mapping[str, float], tokens: int, seed: int = 0) -> dict[Choice, int]:
     """Rounds of each choice while a row gets `tokens` tokens; each draft of a drafter is accepted with its own probability."""
-    rng, counts, left = np.random.default_rng(seed), dict[Choice, int](), tokens
+    rng = np.random.default_rng(seed)
+    counts = dict[Choice, int]()
+    left = tokens
     while left > 0:
         choice, rounds, _ = policy.next(min(64, -(-left // 8)))
         drafts = choice.width - 1
@@ -132,7 +134,8 @@ def test_rounds_that_watch_need_no_first_look():
 
 def test_of_several_drafters_every_look_is_early():
     """The better one changes within a text. Dispatches that cost much are longer."""
-    ngram, costs = Choice("ngram", 8), {PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.5, 1.0), WIDE[2]: Cost(1.5)}
+    ngram = Choice("ngram", 8)
+    costs = {PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.5, 1.0), WIDE[2]: Cost(1.5)}
     for dispatch, rounds in ((0.0, 4), (1.0, 27)):
         policy = Policy(AcceptanceHistory({"ngram": 8, "dflash": 8}), dict(costs), costs, dispatch)
         policy.history.allowance = dict.fromkeys(policy.history.allowance, -1000.0)
@@ -156,9 +159,9 @@ def test_ngrams_in_the_place_of_a_drafter():
     policy.observe_counterfactual("ngram", {8: [(0, 0), (0, 0), (0, 0), (7, 3)] * 100})
     expected = policy.outlook([JOINED])[JOINED]
     assert expected.seconds == pytest.approx(0.25 * 1.5 + 0.75 * 2.0, rel=0.05), "before a round of it ran"
-    # Of its own rounds every other one was looked up, whose drafts were all accepted; of its own pass none was.
-    looked_up = np.arange(400)[:, None] % 2 == 0
-    policy.observe(JOINED, np.full((400, 1), 7), np.where(looked_up, 7, 0), np.ones((400, 1), bool), None, looked_up)
+    # N-grams drafted in every other round, and all of those drafts were accepted; of the model's own drafts, none were.
+    from_ngrams = np.arange(400)[:, None] % 2 == 0
+    policy.observe(JOINED, np.full((400, 1), 7), np.where(from_ngrams, 7, 0), np.ones((400, 1), bool), None, from_ngrams)
     policy.observe_counterfactual("ngram", {8: [(0, 0), (0, 0), (0, 0), (7, 3)] * 100})
     found = policy.outlook([JOINED])[JOINED]
     assert found.seconds == pytest.approx(0.5 * 1.5 + 0.5 * 2.0, rel=0.05)
@@ -168,9 +171,9 @@ def test_ngrams_in_the_place_of_a_drafter():
 
 def test_a_batch_needs_a_pass_unless_all_of_its_rows_are_looked_up():
     policy = joined({PLAIN: Cost(1.0), JOINED: Cost(2.0, 1.0)})
-    looked_up = np.array([[True, True], [True, False], [False, False], [True, True]] * 50)
-    policy.observe(JOINED, np.full((200, 2), 7), np.zeros((200, 2), int), np.ones((200, 2), bool), None, looked_up)
-    share = float(np.mean(looked_up))
+    from_ngrams = np.array([[True, True], [True, False], [False, False], [True, True]] * 50)
+    policy.observe(JOINED, np.full((200, 2), 7), np.zeros((200, 2), int), np.ones((200, 2), bool), None, from_ngrams)
+    share = float(np.mean(from_ngrams))
     assert policy.outlook([JOINED])[JOINED].seconds == pytest.approx(2.0 - share**2, rel=0.1)
 
 
@@ -236,7 +239,8 @@ def test_what_is_told_from_the_text_counts_whatever_runs():
 
 def test_what_is_told_from_the_text_of_one_width_says_nothing_of_another():
     """A stretch that is repeated for long is many narrow rounds and few wide ones, by which narrow blocks would look poor."""
-    narrow, wide = Choice("ngram", 4), Choice("ngram", 16)
+    narrow = Choice("ngram", 4)
+    wide = Choice("ngram", 16)
     costs = {PLAIN: Cost(1.0), narrow: Cost(1.6, 1.0), wide: Cost(4.0, 1.0)}
     policy = Policy(AcceptanceHistory({"ngram": 16}), costs, costs)
     # Again and again: two drafts that are wrong at once, then 32 tokens that were said before.
@@ -293,7 +297,8 @@ def test_rows_that_have_ended_say_nothing():
 def test_acceptance_counts_positions(rounds: Sequence[tuple[int, list[int]]]):
     """-1 stands for a round that found nothing."""
     seen = Acceptance(15, memory=np.inf)
-    every, idle = [], 0
+    every = []
+    idle = 0
     for width, counts in rounds:
         cut = np.asarray([min(count, width - 1) for count in counts])
         seen.observe(width, np.where(cut < 0, 0, width - 1), np.maximum(cut, 0))
@@ -366,7 +371,9 @@ def test_the_load_under_which_costs_were_measured_changes_no_choice(pace: float,
     truth = {PLAIN: Cost(1.0), WIDE[1]: Cost(1.5), Choice("ngram", 4): Cost(1.3, 1.0)}
 
     def chosen(pace: float) -> list[RoundPlan]:
-        history, rng, plans = AcceptanceHistory({"ngram": 4, "dflash": 4}), np.random.default_rng(seed), []
+        history = AcceptanceHistory({"ngram": 4, "dflash": 4})
+        rng = np.random.default_rng(seed)
+        plans = []
         policy = Policy(history, {one: cost.times(pace) for one, cost in truth.items()}, truth, 0.02 * pace)
         for _ in range(8):
             plans.append(plan := policy.next(64))
@@ -400,13 +407,16 @@ def test_a_machine_that_slows_down_changes_no_choice_for_long():
 def test_what_disturbs_one_call_after_another_does_not_add_up():
     """What is learnt of a drafter, and how sure it is, goes from one call to the next. If each began anew where the last one
     ended, costs beside each other would wander off."""
-    truth, nothing = {PLAIN: Cost(1.0), WIDE[1]: Cost(1.5)}, np.zeros((4, 1), int)
+    truth = {PLAIN: Cost(1.0), WIDE[1]: Cost(1.5)}
+    nothing = np.zeros((4, 1), int)
 
     def off(anew: bool) -> float:
         """How far costs beside each other are from the truth in the end, as a logarithm: the mean square over 20 draws."""
         squares = []
         for seed in range(20):
-            rng, corrections, costs = np.random.default_rng(seed), Corrections(["dflash"]), dict(truth)
+            rng = np.random.default_rng(seed)
+            corrections = Corrections(["dflash"])
+            costs = dict(truth)
             found = dict(truth)
             for _ in range(60):
                 policy = Policy(AcceptanceHistory({"dflash": 4}), costs, costs, corrections=corrections)
@@ -414,7 +424,8 @@ def test_what_disturbs_one_call_after_another_does_not_add_up():
                     policy.observe(choice, nothing, nothing, nothing == 0, 4 * truth[choice].drafting * rng.lognormal(0, 0.3))
                 found = {one: policy.cost(one) for one in costs}
                 if anew:
-                    costs, corrections = found, Corrections(["dflash"])
+                    costs = found
+                    corrections = Corrections(["dflash"])
             squares.append(math.log(found[WIDE[1]].drafting / found[PLAIN].drafting / 1.5) ** 2)
         return math.sqrt(np.mean(squares))
 
@@ -430,7 +441,8 @@ def test_a_trial_that_took_longer_than_expected_delays_the_next():
     """What a context needs to catch up is part of a trial's price."""
 
     def steps_between(factor: float) -> int:
-        policy, nothing = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP), np.zeros((4, 1), int)
+        policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
+        nothing = np.zeros((4, 1), int)
         run(policy, {}, 300)
         for _ in range(8):  # the pace is known
             policy.observe(PLAIN, nothing, nothing, nothing == 0, 4.0)

@@ -33,12 +33,15 @@ from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.drafters.ngrams_first import ngrams_first
 from tilewright.speculation.team import Team, TeamVariant
 
-NEW, VOCAB, BLOCK = 24, 16, 4
+NEW = 24
+VOCAB = 16
+BLOCK = 4
 TABLE = ShapeTable(batches=(1, 4), capacities=(64,), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK)
 """With so few tokens even random drafts are accepted now and then."""
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
-DSPARK, LILICORR = as_dspark(PAIR), as_lilicorr(PAIR)
+DSPARK = as_dspark(PAIR)
+LILICORR = as_lilicorr(PAIR)
 ASKED = prompts(0, [1, 3, 14, 21], vocab=VOCAB)
 REQUESTS = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=1), Sampling(NEW - 7), Sampling(NEW, temperature=0.7, seed=2)]
 GREEDY = Sampling(NEW)
@@ -58,9 +61,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def team_of(
-    sources: dict[str, Path], masked: bool = False, names: Sequence[str] = ("ngram", "dflash", "eagle3"), joined: bool = False,
+    sources: dict[str, Path],
+    masked: bool = False,
+    names: Sequence[str] = ("ngram", "dflash", "eagle3"),
+    joined: bool = False,
     **options: Any,
-) -> LanguageModel:  # fmt: skip
+) -> LanguageModel:
     """A model with these drafters, with blocks of `BLOCK` tokens at most; those with weights behind n-grams if `joined`."""
     target = load(sources["target"], table=options.pop("table", TABLE), **options)
     own = DrafterOptions(block_size=BLOCK)
@@ -82,7 +88,8 @@ def joined(sources: dict[str, Path]) -> LanguageModel:
 
 def forced(lm: LanguageModel, runs: Sequence[tuple[Choice, int]], asked: Sequence[Any], each: Sequence[Sampling]) -> Stream:
     """A session in which the dispatches do what `runs` say, over and over."""
-    session, number = lm.start(asked, each), 0
+    session = lm.start(asked, each)
+    number = 0
     while not session.finished:
         choice, rounds = runs[number % len(runs)]
         session.advance(rounds, choice)
@@ -285,7 +292,9 @@ def test_a_shadow_knows_the_rounds_that_n_grams_would_have(sources: dict[str, Pa
     assert isinstance(drafting.drafter, NGram)
     found = []
     for prompt, result in zip(ASKED, drafting.generate(ASKED, GREEDY), strict=True):
-        counterfactual, rounds, tokens = CounterfactualNGram(drafting.drafter, prompt, (block, 7)), [], list(result.tokens)
+        counterfactual = CounterfactualNGram(drafting.drafter, prompt, (block, 7))
+        rounds = []
+        tokens = list(result.tokens)
         while tokens:
             rounds += counterfactual.push(tokens[:5])[block]
             tokens = tokens[5:]
@@ -306,7 +315,8 @@ def test_a_turn_is_a_drafter(lm: LanguageModel):
 
 def test_a_dispatch_hands_over_what_its_turn_reads(lm: LanguageModel):
     """Every array that it does makes it longer."""
-    team, models = cast(Team, lm.drafter), lm.model.models
+    team = cast(Team, lm.drafter)
+    models = lm.model.models
     arrays_of = [len(jax.tree.leaves(params)) for params in (*models.drafter, ())]
     of_target = len(jax.tree.leaves((models.target, models.draft_head)))
     programs = lm.start(ASKED, GREEDY).engine.programs

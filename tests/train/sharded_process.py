@@ -25,7 +25,8 @@ from train.sharded_support import counted, setup  # noqa: E402
 from train.support import random_stream  # noqa: E402
 
 assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
-index, folder = jax.process_index(), Path(sys.argv[3])
+index = jax.process_index()
+folder = Path(sys.argv[3])
 
 OPTIONS = TextOptions(steps=4, batch_size=8, sequence_length=8)
 

@@ -20,18 +20,49 @@ from tilewright.train.text import TextOptions
 
 END = 0
 TARGET = DecoderConfig(
-    family="qwen3", vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=256, eos_token_ids=(END,),
-)  # fmt: skip
+    family="qwen3",
+    vocab_size=24,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=10000.0,
+    tie_word_embeddings=True,
+    max_position_embeddings=256,
+    eos_token_ids=(END,),
+)
 DRAFTER = DFlashConfig(
-    vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, block_size=4,
-    mask_token_id=23, target_layer_ids=(0, 1), num_target_layers=2, rope_theta=10000.0,
-)  # fmt: skip
+    vocab_size=24,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    block_size=4,
+    mask_token_id=23,
+    target_layer_ids=(0, 1),
+    num_target_layers=2,
+    rope_theta=10000.0,
+)
 HYBRID = DecoderConfig(
-    family="qwen3_next", vocab_size=24, hidden_size=32, intermediate_size=32, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_position_embeddings=64, partial_rotary_factor=0.5, delta=DeltaSizes(2, 4, 8, 8, 4), delta_layers=(0,),
-    mixture=Mixture(4, 2, 16, shared=16), dense_layers=(1,),
-)  # fmt: skip
+    family="qwen3_next",
+    vocab_size=24,
+    hidden_size=32,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    partial_rotary_factor=0.5,
+    delta=DeltaSizes(2, 4, 8, 8, 4),
+    delta_layers=(0,),
+    mixture=Mixture(4, 2, 16, shared=16),
+    dense_layers=(1,),
+)
 OPTIONS = TextOptions(
     steps=12, batch_size=2, sequence_length=16, learning_rate=3e-3, warmup=0.1, evaluate_every=6, save_every=5
 )

@@ -19,7 +19,8 @@ rounds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pai
 @given(st.lists(rounds, max_size=3))
 def test_rates_are_those_of_a_plain_loop(made: list[list[tuple[int, int]]]):
     results = [replace(EMPTY, drafted=[d for d, _ in each], accepted=[a for _, a in each]) for each in made]
-    expected, before = [], 0.5
+    expected = []
+    before = 0.5
     for place in range(5):
         there = yes = 0
         for drafted, accepted in (pair for each in made for pair in each):

@@ -22,7 +22,8 @@ def test_every_step_is_right(drawn: Any):
     """As a reader checks it: each equation, what goes from one line to the next, and the answer, read off the lines."""
     problem = Problem(tuple(drawn[0]), *drawn[1:])
     *lines, last = problem.response.split("\n")
-    carry, digits = 0, ""
+    carry = 0
+    digits = ""
     for place, line in enumerate(lines):
         told = re.fullmatch(r"([a-z]+):([a-d\d+*=]+),write:(\d),carry:(\d)", line)
         assert told
@@ -45,7 +46,8 @@ def test_every_step_is_right(drawn: Any):
                 assert plus
                 assert int(begin) + int(digit_added) == int(result.partition("+")[0])
         assert int(terms[-1]) == 10 * int(after) + int(digit)
-        carry, digits = int(after), digit + digits
+        carry = int(after)
+        digits = digit + digits
     assert last == f"answer:{carry}{digits}"
     expected = problem.numbers[0] * problem.numbers[1] if problem.product else sum(problem.numbers)
     assert (int(last.removeprefix("answer:")), problem.answer) == (expected, expected)

@@ -44,7 +44,8 @@ def loss_of(mixture: Mixture, layers: Any) -> jax.Array:
 @given(st.integers(0, 2**31 - 1), st.integers(1, 4), st.floats(0.1, 10))
 def test_the_formula(seed: int, chosen: int, scale: float):
     """Of several layers; K where rows are spread evenly."""
-    rng, mixture = np.random.default_rng(seed), Mixture(4, chosen, 16)
+    rng = np.random.default_rng(seed)
+    mixture = Mixture(4, chosen, 16)
     layers = (scale * rng.standard_normal((3, 11, 4))).astype(np.float32)
     found = jax.jit(partial(loss_of, mixture))(layers)
     assert float(found) == pytest.approx(load_balancing(list(layers), chosen), rel=1e-5)
@@ -54,7 +55,8 @@ def test_the_formula(seed: int, chosen: int, scale: float):
 
 def test_its_gradient_is_that_of_the_shares_alone():
     rng = np.random.default_rng(0)
-    layers, step = rng.standard_normal((2, 5, 4)), 1e-5
+    layers = rng.standard_normal((2, 5, 4))
+    step = 1e-5
     found = jax.jit(jax.grad(partial(loss_of, MIXTURE)))(layers.astype(np.float32))
     for place in ((0, 0, 0), (1, 3, 2), (1, 4, 1)):
         ends = []

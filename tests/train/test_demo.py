@@ -27,7 +27,8 @@ TINY = replace(TARGET, vocab_size=280)
 
 def test_configurations_fit_together():
     target = demo.target_config(train_tokenizer([Document("aaa bbb")], 260))
-    drafter, chain = demo.dflash_config(target), demo.eagle3_config(target)
+    drafter = demo.dflash_config(target)
+    chain = demo.eagle3_config(target)
     dflash.check_fits(drafter, target)
     second = demo.dflash2_config(target)
     assert second.backbone == demo.dflash_config(target, layers=2)
@@ -45,9 +46,11 @@ def test_configurations_fit_together():
 def test_all_that_ships_stays_small():
     target = replace(demo.target_config(train_tokenizer([Document("a b c")], 300)), vocab_size=4096)
     sizes = [
-        count(decoder.declare(target)), count(dflash.declare(demo.dflash_config(target))),
-        count(dflash2.declare(demo.dflash2_config(target))), count(eagle3.declare(demo.eagle3_config(target))),
-    ]  # fmt: skip
+        count(decoder.declare(target)),
+        count(dflash.declare(demo.dflash_config(target))),
+        count(dflash2.declare(demo.dflash2_config(target))),
+        count(eagle3.declare(demo.eagle3_config(target))),
+    ]
     assert 2 * sum(sizes) < 5_000_000, "bytes in bfloat16"
 
 
@@ -73,16 +76,20 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stream = encode_documents(tokenizer, [Document(LINE * 40)] * 8, 0)
     told = {"left_out": {}, "dependencies": [], "dependencies_left_out": []}
     text = DemoText(tokenizer, stream, {"library": stream, "questions": stream}, told)
-    small, deeper = {"batch_size": 2, "sequence_length": 64}, replace(TINY, num_layers=3)
+    small = {"batch_size": 2, "sequence_length": 64}
+    deeper = replace(TINY, num_layers=3)
     patched = {
-        "prepare_text": lambda gsm8k, bpe: text, "target_config": lambda bpe: deeper,
+        "prepare_text": lambda gsm8k, bpe: text,
+        "target_config": lambda bpe: deeper,
         "TARGET_OPTIONS": replace(demo.TARGET_OPTIONS, **small),
         "ANCHOR_OPTIONS": replace(demo.ANCHOR_OPTIONS, anchors=16),
         "DRAFTERS": {name: (train, replace(options, **small)) for name, (train, options) in demo.DRAFTERS.items()},
-        "REGENERATED": 256, "REGENERATION_BATCH": 256, "PROMPT_TOKENS": 8,
+        "REGENERATED": 256,
+        "REGENERATION_BATCH": 256,
+        "PROMPT_TOKENS": 8,
         "REGENERATION_SAMPLING": tuple(replace(sampling, max_new_tokens=24) for sampling in demo.REGENERATION_SAMPLING),
         "library_sources": lambda: ([], []),
-    }  # fmt: skip
+    }
     for name, value in patched.items():
         monkeypatch.setattr(demo, name, value)
     for name, value in {"BATCH": 2, "WINDOW": 32, "BATCHES": 1, "PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 6}.items():
@@ -109,7 +116,9 @@ def tiny_text() -> DemoText:
 
 
 def test_drafters_learn_from_the_target_as_it_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text, asked, lessons = tiny_text(), [], []
+    text = tiny_text()
+    asked = []
+    lessons = []
     curve = {name: np.zeros(1) for name in ("step", "loss", "held_out_loss")}
 
     def trained(

@@ -50,7 +50,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A few distributions that no index has; the fourth has two licences."""
     root = tmp_path / "installed"
     for name, metadata in METADATA.items():
-        package, info = root / name.replace("-", "_"), root / f"{name.replace('-', '_')}-1.dist-info"
+        package = root / name.replace("-", "_")
+        info = root / f"{name.replace('-', '_')}-1.dist-info"
         for folder in (package / "sub", package / "tests", info):
             folder.mkdir(parents=True)
         files = ["__init__.py", "sub/code.py", "sub/code_test.py", "tests/check.py", "data.txt"]

@@ -61,8 +61,10 @@ def test_both_losses_equal_the_reference(config: DFlash2Config):
     losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
     backbone, selector, total = losses(random_params(), Frozen(kept_target()), (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
     blocks = draw_blocks(TARGET, config, chosen, (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
-    anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
-    second, sums = reference(config), np.zeros(3)
+    anchors = np.asarray(blocks.anchors)
+    weights = np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
+    second = reference(config)
+    sums = np.zeros(3)
     for row in range(3):
         features = second.context_features(second.target.run(tokens[row].tolist())[1], range(16))
         for n, anchor in enumerate(anchors[row]):
@@ -91,7 +93,8 @@ def test_a_fresh_drafter_starts_as_dflash_and_learns_everywhere():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any, target: Any) -> jax.Array:
-        frozen, key = Frozen(target), jax.random.key(0)
+        frozen = Frozen(target)
+        key = jax.random.key(0)
         found = drafter_losses(TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, frozen, batch, key)
         return found[0] + found[1]
 

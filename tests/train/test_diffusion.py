@@ -53,14 +53,17 @@ def drawn(config: DiffusionConfig) -> Any:
 def small_batch(rows: int = 8) -> Batch:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 39, (rows, 20)).astype(np.int32)
-    first, end = rng.integers(0, 5, rows), rng.integers(8, 12, rows)
+    first = rng.integers(0, 5, rows)
+    end = rng.integers(8, 12, rows)
     return Batch(*(jnp.asarray(x, jnp.int32) for x in (tokens, first, end, rng.integers(13, 20, rows))))
 
 
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
 def test_the_loss_is_that_of_numpy(config: DiffusionConfig, monkeypatch: pytest.MonkeyPatch):
     """Of the tokens that the model saw as masks; prompts and padding are never among them."""
-    params, batch, fields = drawn(config), small_batch(), diffusion.config_to_hf(config)
+    params = drawn(config)
+    batch = small_batch()
+    fields = diffusion.config_to_hf(config)
     tensors = dict(to_tensors(diffusion.declare(config), params, jnp.float32))
     seen = []
     forward = diffusion.forward_full
@@ -76,7 +79,8 @@ def test_the_loss_is_that_of_numpy(config: DiffusionConfig, monkeypatch: pytest.
     expected = weight = 0.0
     shares = []
     for row, (first, end, valid) in enumerate(zip(*(np.asarray(part) for part in batch[1:]), strict=True)):
-        tokens, ids = np.asarray(batch.tokens[row]), seen[0][row]
+        tokens = np.asarray(batch.tokens[row])
+        ids = seen[0][row]
         masked = np.flatnonzero(ids == 39)
         assert ((first <= masked) & (masked < valid)).all()
         shares.append(len(masked) / (valid - first))
@@ -116,15 +120,18 @@ def test_texts_become_prompts_and_responses(tokenizer: Tokenizer):
 
 def test_long_lines_and_long_records_are_cut_and_counted(tokenizer: Tokenizer):
     """A document of one line, a line longer than a window, a long response; a prompt that fills the window is left out."""
-    line, left_out = "word " * 100, Counter[str]()
+    line = "word " * 100
+    left_out = Counter[str]()
     assert "".join(prompt + response for prompt, response in fill_ins(tokenizer, line, 47)) == line
     assert "".join(prompt + response for prompt, response in fill_ins(tokenizer, f"a\n{line}\nb\n", 47)) == f"a\n{line}\nb\n"
     assert [len(part) > 0 for part in fill_ins(tokenizer, "one two three", 47)[0]] == [True, True]
     documents = [Document(line), Document("x"), Document("long " * 50, "given "), Document("b", "given " * 50)]
     pairs = Pairs.encode(tokenizer, documents, 48, left_out=left_out)
     assert left_out == {
-        "stretches of a single token": 1, "prompts that fill 48 tokens": 1, "ends of responses beyond 48 tokens": 1,
-    }  # fmt: skip
+        "stretches of a single token": 1,
+        "prompts that fill 48 tokens": 1,
+        "ends of responses beyond 48 tokens": 1,
+    }
     sizes = [len(pairs[n][0]) for n in range(len(pairs.starts))]
     assert sizes[0] == 48
     assert max(sizes[1:]) < 48
@@ -175,15 +182,18 @@ def test_few_texts_are_held_out_by_pairs(tokenizer: Tokenizer):
 
 def test_what_a_batch_holds(tokenizer: Tokenizer):
     """Prompt, response and end-of-text up to the row's length; problems that are held out in held-out batches alone."""
-    source, end = examples(tokenizer, 0.5, batch_size=40, sequence_length=256), end_of_text(tokenizer)
-    training, held_out = next(source.batches(0)), source.held_out_batches()[0]
+    source = examples(tokenizer, 0.5, batch_size=40, sequence_length=256)
+    end = end_of_text(tokenizer)
+    training = next(source.batches(0))
+    held_out = source.held_out_batches()[0]
     kinds = set()
     for batch, apart in ((training, False), (held_out, True)):
         for ids, first, behind, valid in zip(*batch, strict=True):
             assert 0 < first < behind <= valid <= 256
             assert (ids[behind - 1 :] == end).all()
             assert end not in ids[: behind - 1]
-            prompt, response = tokenizer.decode(ids[:first]), tokenizer.decode(ids[first : behind - 1])
+            prompt = tokenizer.decode(ids[:first])
+            response = tokenizer.decode(ids[first : behind - 1])
             kinds.add((apart, "answer" in response))
             if "answer" in response:
                 problem = Problem(tuple(map(int, re.findall(r"=(\d+)", prompt))), "*" in prompt)
@@ -194,7 +204,8 @@ def test_what_a_batch_holds(tokenizer: Tokenizer):
 
 def test_batches_depend_on_seed_and_step_alone(tokenizer: Tokenizer):
     source = examples(tokenizer, 0.5, sequence_length=256)
-    later, steps = next(source.batches(2)), source.batches(0)
+    later = next(source.batches(2))
+    steps = source.batches(0)
     third = [next(steps) for _ in range(3)][2]
     for a, b in zip(later, third, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -208,7 +219,8 @@ def config_for(tokenizer: Tokenizer) -> DiffusionConfig:
 
 
 def test_training_learns_and_resumes_exactly(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config, source = config_for(tokenizer), examples(tokenizer, steps=30, evaluate_every=15, learning_rate=1e-2, batch_size=8)
+    config = config_for(tokenizer)
+    source = examples(tokenizer, steps=30, evaluate_every=15, learning_rate=1e-2, batch_size=8)
     whole = train_diffusion(config, source, tmp_path / "whole", silent())
     assert whole.last("held_out_loss") < 0.7 * np.log(300)
     advance = TrainingRun.advance

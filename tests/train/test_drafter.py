@@ -61,7 +61,8 @@ from train.support import (
 
 SIZE = DRAFTER.block_size
 DENSE_HYBRID = replace(HYBRID, tie_word_embeddings=True, mixture=None, dense_layers=())
-TARGET_PARAMS, DRAFTER_PARAMS = target_params(), drafter_params()
+TARGET_PARAMS = target_params()
+DRAFTER_PARAMS = drafter_params()
 FROZEN = Frozen(TARGET_PARAMS)
 compiled_logits = jax.jit(draft_logits, static_argnums=(0, 1, 2))
 
@@ -99,7 +100,8 @@ def labels_of(tokens: np.ndarray, flags: np.ndarray, anchors: np.ndarray) -> tup
 
 def plain_labels(tokens: np.ndarray, flags: np.ndarray, anchor: int, end: int) -> list[tuple[int, bool]]:
     """Token and whether it counts, slot by slot, of one block."""
-    slots, ended = [], False
+    slots = []
+    ended = False
     for position in range(anchor, anchor + SIZE):
         if position >= len(tokens):
             slots.append((-1, False))
@@ -112,7 +114,8 @@ def plain_labels(tokens: np.ndarray, flags: np.ndarray, anchor: int, end: int) -
 @given(st.integers(0, 1000))
 def test_labels_equal_a_plain_loop(seed: int):
     rng = np.random.default_rng(seed)
-    tokens, flags = rng.integers(0, 4, (2, 10)).astype(np.int32), rng.random((2, 10)) < 0.8
+    tokens = rng.integers(0, 4, (2, 10)).astype(np.int32)
+    flags = rng.random((2, 10)) < 0.8
     anchors = rng.integers(0, 9, (2, 6)).astype(np.int32)
     labels, counted = labels_of(tokens, flags, anchors)
     for row in range(2):
@@ -137,7 +140,8 @@ def logits_at(tokens: np.ndarray, anchors: list[list[int]]) -> np.ndarray:
 
 
 def test_a_block_sees_tokens_before_its_anchor_and_none_after():
-    tokens, anchors = random_tokens(0, 1, 16), [[4, 9]]
+    tokens = random_tokens(0, 1, 16)
+    anchors = [[4, 9]]
     before = logits_at(tokens, anchors)
     for position in range(16):
         other = tokens.copy()
@@ -151,7 +155,8 @@ def test_a_block_sees_tokens_before_its_anchor_and_none_after():
 
 
 def test_a_block_sees_features_strictly_before_its_anchor(monkeypatch: pytest.MonkeyPatch):
-    tokens, anchors = random_tokens(1, 1, 16), [[6, 11]]
+    tokens = random_tokens(1, 1, 16)
+    anchors = [[6, 11]]
     before = logits_at(tokens, anchors)
     run = decoder.forward_full
 
@@ -174,7 +179,8 @@ def test_a_block_sees_features_strictly_before_its_anchor(monkeypatch: pytest.Mo
 
 
 def test_blocks_and_rows_do_not_influence_each_other():
-    tokens, anchors = random_tokens(2, 2, 16), [[3, 8, 12], [9, 0, 5]]
+    tokens = random_tokens(2, 2, 16)
+    anchors = [[3, 8, 12], [9, 0, 5]]
     together = logits_at(tokens, anchors)
     for row in range(2):
         for n, anchor in enumerate(anchors[row]):
@@ -194,8 +200,10 @@ def drafted_at_inference(config: DFlashConfig, tokens: jax.Array, block: jax.Arr
     features = dflash.context_features(config, PLAIN, DRAFTER_PARAMS, taps)
     pairs = dflash.context_kv(config, PLAIN, DRAFTER_PARAMS, features, jnp.arange(length)[None])
     context = tuple(cache.Ring(*pair) for pair in pairs)
-    positions, embedded = anchor + jnp.arange(SIZE)[None], TARGET_PARAMS.embed[block]
-    attend, seen = dflash.attend_context, anchor[None]
+    positions = anchor + jnp.arange(SIZE)[None]
+    embedded = TARGET_PARAMS.embed[block]
+    attend = dflash.attend_context
+    seen = anchor[None]
     hidden = dflash.run_block(config, PLAIN, DRAFTER_PARAMS, embedded, positions, context, attend, seen)
     return PLAIN.linear(hidden[:, 1:], decoder.output_head(TARGET_PARAMS), jnp.float32)
 
@@ -227,8 +235,10 @@ def test_a_block_is_drafted_as_in_the_reference(anchor: int):
 @pytest.mark.parametrize("gamma", [None, 1.5])
 def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: float | None):
     rng = np.random.default_rng(5)
-    tokens, flags = random_tokens(5, 3, 16), rng.random((3, 16)) < 0.8
-    key, chosen = jax.random.key(7), DFlashOptions(anchors=4, gamma=gamma)
+    tokens = random_tokens(5, 3, 16)
+    flags = rng.random((3, 16)) < 0.8
+    key = jax.random.key(7)
+    chosen = DFlashOptions(anchors=4, gamma=gamma)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
     loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, FROZEN, batch, key)
     anchors, real = (np.asarray(x) for x in draw_anchors(batch[1], 4, key))
@@ -242,7 +252,8 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
                 row_logits = logits[row, n, k - 1]
                 best = row_logits.max()
                 nll = best + np.log(np.exp(row_logits - best).sum()) - row_logits[slots[k][0]]
-                summed, weight_sum = summed + weight * nll, weight_sum + weight
+                summed = summed + weight * nll
+                weight_sum = weight_sum + weight
     np.testing.assert_allclose(float(total), weight_sum, rtol=1e-5)
     np.testing.assert_allclose(float(loss), summed / weight_sum, rtol=1e-4)
 
@@ -266,7 +277,8 @@ def test_no_gradient_reaches_the_layers_of_the_target():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any, target: Any) -> jax.Array:
-        frozen, key = Frozen(target), jax.random.key(0)
+        frozen = Frozen(target)
+        key = jax.random.key(0)
         return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, frozen, batch, key)[0]
 
     own, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
@@ -342,7 +354,8 @@ def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
         assert both[0].tokens[:6] == [4, 5, 6, 7, 1, 2]
         return tokens_per_round(both.results)
 
-    learned, random = tau(result.params), tau(DRAFTER_PARAMS)
+    learned = tau(result.params)
+    random = tau(DRAFTER_PARAMS)
     assert learned is not None
     assert random is not None
     assert learned > 3 > 2 > random
@@ -357,7 +370,8 @@ def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):
-    long, short = random_stream(200), TokenStream(np.ones(30, np.int32), np.ones(30, bool))
+    long = random_stream(200)
+    short = TokenStream(np.ones(30, np.int32), np.ones(30, bool))
     text = short if change.get("text") else long
     config = replace(DRAFTER, vocab_size=change.get("vocab_size", 24))
     chosen = DFlashOptions(anchors=change.get("anchors", 4))
@@ -368,7 +382,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path,
 
 def test_texts_at_the_margin_are_trained_on(tmp_path: Path):
     """272 tokens are just enough for 16 windows of 16 wherever they begin; so they are for the held-out loss."""
-    text, chosen = random_stream(272), options(steps=2, batch_size=16)
+    text = random_stream(272)
+    chosen = options(steps=2, batch_size=16)
     result = train_drafter(TARGET, TARGET_PARAMS, DRAFTER, text, text, chosen, DFlashOptions(4), tmp_path, silent())
     assert np.isfinite(result.last("held_out_loss"))
 
@@ -387,8 +402,11 @@ def naive_acceptance_weights(p: np.ndarray, counted: np.ndarray, missed: np.ndar
         for slot in np.flatnonzero(counted[row]):
             for end in range(slot, p.shape[1]):
                 if counted[row, end]:
-                    chances = [smoothing if missed[row, i] else (1 - smoothing) * p[row, i] + smoothing
-                               for i in range(end + 1) if counted[row, i] or missed[row, i]]  # fmt: skip
+                    chances = [
+                        smoothing if missed[row, i] else (1 - smoothing) * p[row, i] + smoothing
+                        for i in range(end + 1)
+                        if counted[row, i] or missed[row, i]
+                    ]
                     weights[row, slot] += np.prod(chances)
     return weights
 
@@ -396,8 +414,10 @@ def naive_acceptance_weights(p: np.ndarray, counted: np.ndarray, missed: np.ndar
 @given(st.integers(0, 10**6), st.floats(0, 1))
 def test_weights_follow_the_drafts_that_are_expected_to_be_accepted(seed: int, smoothing: float):
     rng = np.random.default_rng(seed)
-    nll, kind = rng.exponential(1.0, (3, 5)).astype(np.float32), rng.integers(0, 4, (3, 5))
-    counted, missed = kind > 1, kind == 1
+    nll = rng.exponential(1.0, (3, 5)).astype(np.float32)
+    kind = rng.integers(0, 4, (3, 5))
+    counted = kind > 1
+    missed = kind == 1
     none = jnp.zeros((3, 5))
     blocks = AnchorBlocks(none, none, none, jnp.asarray(counted, jnp.float32), jnp.asarray(missed))
     found = acceptance_weights(jnp.asarray(nll), blocks, smoothing)
@@ -429,7 +449,9 @@ def test_only_tokens_of_the_draft_vocabulary_are_learnt():
 )
 def test_a_drafter_with_a_draft_vocabulary_is_saved_loaded_and_right(target: decoder.DecoderConfig, tmp_path: Path):
     """The layers that it learns from have attention, or attention and states."""
-    config, text, params_of = replace(DRAFTER, draft_vocab_size=8), counting_stream(), target_params(target)
+    config = replace(DRAFTER, draft_vocab_size=8)
+    text = counting_stream()
+    params_of = target_params(target)
     chosen = options(steps=60, batch_size=4, learning_rate=5e-3, evaluate_every=20)
     result = train_drafter(
         target, params_of, config, text, text, chosen, DFlashOptions(4, dpace=0.5), tmp_path / "run", silent()

@@ -24,7 +24,8 @@ from train.support import DRAFTER, TARGET, counting_stream, options, silent, tar
 
 CONFIG = DSparkConfig(**{**vars(DRAFTER), "sample_from_anchor": True}, markov_rank=6, candidate_top_k=3)
 BEHIND = replace(CONFIG, sample_from_anchor=False)
-TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
+TARGET_PARAMS = target_params()
+SIZE = CONFIG.block_size
 FROZEN = Frozen(TARGET_PARAMS)
 
 
@@ -51,14 +52,19 @@ class Behind(DSpark):
 def test_both_losses_equal_the_reference(config: DSparkConfig, cap: float | None):
     """Of blocks at every place, some of which pass the text's end or the sequence's."""
     params, (tokens, in_loss) = random_params(config), batch_of(5)
-    chosen, key, batch = DSparkOptions(anchors=4, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
+    chosen = DSparkOptions(anchors=4, gamma=2.0)
+    key = jax.random.key(7)
+    batch = (jnp.asarray(tokens), jnp.asarray(in_loss))
     capped = replace(TARGET, logit_softcap=cap)
     nll, l1, total = jax.jit(partial(drafter_losses, capped, config, chosen, PLAIN))(params, FROZEN, batch, key)
     blocks = draw_blocks(TARGET, config, chosen, batch, key)
-    anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
+    anchors = np.asarray(blocks.anchors)
+    weights = np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
     target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
-    fields, tensors = dspark.config_to_hf(config), dict(to_tensors(dspark.declare(config), params, jnp.float32))
-    drafter, sums = (DSpark if config.first_slot == 0 else Behind)(fields, tensors, target), np.zeros(3)
+    fields = dspark.config_to_hf(config)
+    tensors = dict(to_tensors(dspark.declare(config), params, jnp.float32))
+    drafter = (DSpark if config.first_slot == 0 else Behind)(fields, tensors, target)
+    sums = np.zeros(3)
     for row in range(3):
         logits, after = target.run(tokens[row].tolist())
         features = drafter.context_features(after, range(16))
@@ -111,7 +117,8 @@ def test_a_draft_vocabulary_leaves_out_what_it_has_not():
     small = replace(CONFIG, draft_vocab_size=6)
     whole = replace(CONFIG, draft_vocab_size=24)
     for config in (small, whole):
-        frozen, chosen = frozen_of(config, TARGET_PARAMS, stream), DSparkOptions(anchors=4)
+        frozen = frozen_of(config, TARGET_PARAMS, stream)
+        chosen = DSparkOptions(anchors=4)
         losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
         found = [float(x) for x in losses(random_params(config), frozen, batch, jax.random.key(7))]
         if config is whole:

@@ -37,11 +37,20 @@ from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainingRun
 from train.support import END, TARGET, counting_stream, kept_target, options, random_stream, silent
 
-STEPS, LENGTH = 3, 12
+STEPS = 3
+LENGTH = 12
 DRAFTER = Eagle3Config(
-    vocab_size=24, draft_vocab_size=16, hidden_size=32, target_hidden_size=32, intermediate_size=40, num_heads=4,
-    num_kv_heads=2, head_dim=8, target_layer_ids=(0, 1), block_size=STEPS + 1,
-)  # fmt: skip
+    vocab_size=24,
+    draft_vocab_size=16,
+    hidden_size=32,
+    target_hidden_size=32,
+    intermediate_size=40,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    target_layer_ids=(0, 1),
+    block_size=STEPS + 1,
+)
 IDS = np.sort(np.random.default_rng(3).permutation(24)[:16]).astype(np.int32)
 
 
@@ -80,7 +89,8 @@ def reference() -> Chain:
 
 def test_every_chain_is_the_one_that_drafting_runs():
     """From each known token on, a chain that reads the text gives what the reference drafts when it is made to read it."""
-    tokens, chain = random_tokens(0), reference()
+    tokens = random_tokens(0)
+    chain = reference()
     got = unrolled(tokens)
     for row in range(2):
         text = tokens[row].tolist()
@@ -118,7 +128,8 @@ def plain_counts(tokens: np.ndarray, in_loss: np.ndarray, step: int, at: int) ->
 @given(st.integers(0, 1000))
 def test_counts_equal_a_plain_loop(seed: int):
     rng = np.random.default_rng(seed)
-    tokens, flags = rng.integers(0, 4, (2, 10)).astype(np.int32), rng.random((2, 10)) < 0.7
+    tokens = rng.integers(0, 4, (2, 10)).astype(np.int32)
+    flags = rng.random((2, 10)) < 0.7
     counted = [np.asarray(x) for x in step_counts(jnp.asarray(tokens), jnp.asarray(flags), 4, END)]
     for step in range(4):
         for row in range(2):
@@ -127,15 +138,20 @@ def test_counts_equal_a_plain_loop(seed: int):
 
 def plain_sums(tokens: np.ndarray, flags: np.ndarray, decay: float) -> tuple[float, float, list[int], list[int]]:
     """The loss's sums, and for each step how many choices agree and of how many, position by position."""
-    got, target = unrolled(tokens).astype(np.float64), reference().target
-    summed, total, agreed, counted = 0.0, 0.0, [0] * STEPS, [0] * STEPS
+    got = unrolled(tokens).astype(np.float64)
+    target = reference().target
+    summed = 0.0
+    total = 0.0
+    agreed = [0] * STEPS
+    counted = [0] * STEPS
     for row in range(len(tokens)):
         said = target.run(tokens[row].tolist())[0]
         for step in range(STEPS):
             for at in range(LENGTH):
                 if not plain_counts(tokens[row], flags[row], step, at):
                     continue
-                logits, wanted = got[step, row, at], said[at + 1 + step]
+                logits = got[step, row, at]
+                wanted = said[at + 1 + step]
                 counted[step] += 1
                 agreed[step] += int(IDS[logits.argmax()] == wanted.argmax())
                 if wanted.argmax() in IDS:
@@ -149,7 +165,8 @@ def plain_sums(tokens: np.ndarray, flags: np.ndarray, decay: float) -> tuple[flo
 @pytest.mark.parametrize("decay", [0.8, 0.3])
 def test_loss_and_agreement_equal_plain_sums(decay: float):
     rng = np.random.default_rng(5)
-    tokens, flags = random_tokens(5, rows=3, low=0), rng.random((3, LENGTH)) < 0.8
+    tokens = random_tokens(5, rows=3, low=0)
+    flags = rng.random((3, LENGTH)) < 0.8
     summed, total, agreed, counted = plain_sums(tokens, flags, decay)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
     loss, weight = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(decay), PLAIN))(
@@ -231,7 +248,8 @@ def test_a_drafter_starts_with_its_targets_head_and_last_tap():
 
 def test_an_mlp_of_another_form_stays_as_it_was_drawn():
     """Gemma's has another gate, and a norm behind."""
-    target, own = replace(TARGET, family="gemma2", attention_scale=0.25), replace(DRAFTER, intermediate_size=48)
+    target = replace(TARGET, family="gemma2", attention_scale=0.25)
+    own = replace(DRAFTER, intermediate_size=48)
     gemma = initialise(decoder.declare(replace(target, intermediate_size=48)), jax.random.key(0))
     drawn = initialise(eagle3.declare(own), jax.random.key(1))
     started = warm_start(replace(target, intermediate_size=48), own, gemma, jnp.asarray(IDS), drawn)
@@ -288,7 +306,8 @@ def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Pat
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):
-    long, short = random_stream(200), TokenStream(np.ones(30, np.int32), np.ones(30, bool))
+    long = random_stream(200)
+    short = TokenStream(np.ones(30, np.int32), np.ones(30, bool))
     text = short if change.get("text") else long
     config = replace(DRAFTER, **{name: value for name, value in change.items() if value != "short"})
     with pytest.raises(ValueError, match=problem):

@@ -39,11 +39,14 @@ def test_the_bytes_of_tokens_add_up_to_those_of_the_text():
 def test_the_loss_by_token_and_by_byte(small: None):
     tokenizer = train_tokenizer([Document(TEXT)], 300)
     config = evaluate_config(tokenizer.get_vocab_size())
-    params, sizes = target_params(config), evaluate.token_bytes(tokenizer)
+    params = target_params(config)
+    sizes = evaluate.token_bytes(tokenizer)
     stream = encode_documents(tokenizer, [Document(TEXT), Document("given " * 9 + TEXT)], 0)
     stream = TokenStream(stream.tokens, np.arange(len(stream.tokens)) % 5 != 0)
     found = evaluate.held_out_loss(config, params, sizes, stream)
-    nats, count, covered = 0.0, 0, 0
+    nats = 0.0
+    count = 0
+    covered = 0
     for number, (tokens, in_loss) in enumerate(stream.windows(17, 2, 0, 0)):
         if number == 3:
             break
@@ -53,7 +56,9 @@ def test_the_loss_by_token_and_by_byte(small: None):
         for row, wanted, flags in zip(chances, tokens[:, 1:], in_loss[:, 1:], strict=True):
             for said, token, counts in zip(row, wanted, flags, strict=True):
                 if counts:
-                    nats, count, covered = nats - said[token], count + 1, covered + int(sizes[token])
+                    nats = nats - said[token]
+                    count = count + 1
+                    covered = covered + int(sizes[token])
     assert found["tokens"] == count
     assert found["loss_nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(nats / np.log(2) / covered, rel=1e-5)
@@ -62,7 +67,8 @@ def test_the_loss_by_token_and_by_byte(small: None):
 def test_a_mixtures_balancing_loss_is_no_loss_of_the_text(small: None):
     """It is for training alone: the figure is the same whatever the model's configuration weighs it with."""
     config = replace(TARGET, family="qwen3_moe", num_layers=1, mixture=Mixture(4, 2, 16), balance=0.9)
-    params, sizes = target_params(config), np.ones(24, np.int32)
+    params = target_params(config)
+    sizes = np.ones(24, np.int32)
     found = evaluate.held_out_loss(config, params, sizes, random_stream(120))
     assert found == evaluate.held_out_loss(replace(config, balance=0.0), params, sizes, random_stream(120))
 

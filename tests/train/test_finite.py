@@ -121,7 +121,8 @@ def test_shards_are_looked_at_where_they_lie():
 
 
 def test_nobody_waits_for_the_last_steps(monkeypatch: pytest.MonkeyPatch):
-    watch, read = Watch(), []
+    watch = Watch()
+    read = []
     monkeypatch.setattr(tilewright.train.finite, "require_finite", lambda step, found: read.append(step))
     for step in range(1, IN_FLIGHT + 4):
         watch.note(step, Finite(jnp.ones(1, bool), ()))

@@ -36,13 +36,15 @@ OPTIONS = GNNOptions(epochs=60, save_every=20, batch_size=4, iterations=3)
 
 def rings_and_stars() -> GraphData:
     """Sixteen graphs: rings are of class 0, stars of class 1; two of each are held out in both folds."""
-    edges, sizes = [], []
+    edges = []
+    sizes = []
     for n in range(16):
         size = 4 + n // 4
         ring = [(i, (i + 1) % size) for i in range(size)]
         edges.append(undirected(np.array(ring if n % 2 == 0 else [(0, i) for i in range(1, size)])))
         sizes.append(size)
-    ids, labels = np.arange(16, dtype=np.int32), (np.arange(16) % 2).astype(np.int32)
+    ids = np.arange(16, dtype=np.int32)
+    labels = (np.arange(16) % 2).astype(np.int32)
     ends = offsets(sizes), offsets([each.shape[1] for each in edges])
     features = np.ones((sum(sizes), 1), np.float32)
     folds = tuple((np.setdiff1d(ids, test), test) for test in (ids[:4], ids[4:7]))
@@ -129,7 +131,8 @@ def test_self_loops_count_alike_in_samples(family: str):
     data = NodeData("loops", edges, features, ids % 2, ids, ids[:0], ids[:0])
     config = FAMILIES[family](3, 2, layers=1)
     params, state = gnn.init(config, jax.random.key(0))
-    graph, sample = whole_graph(config, data), sampler_of(config, data, (ALL,), 4).sample(ids, 0)
+    graph = whole_graph(config, data)
+    sample = sampler_of(config, data, (ALL,), 4).sample(ids, 0)
     wanted = graph.table.unpermute(gnn.apply(config, params, graph.table, graph.x, state)[0])
     found, _ = gnn.apply(config, params, sample.layers, jnp.asarray(features[sample.nodes]), state, rows=sample.rows)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -138,7 +141,8 @@ def test_self_loops_count_alike_in_samples(family: str):
 def test_weights_of_edges_count_in_gcn():
     """On one device and on several: scores by the formula, with the last of two self-loops."""
     edges = np.array([[0, 1, 1, 2, 0, 0], [1, 0, 2, 1, 0, 0]], np.int32)
-    ids, weights = np.arange(3, dtype=np.int32), np.array([1, 2, 0.5, 3, 9, 4], np.float32)
+    ids = np.arange(3, dtype=np.int32)
+    weights = np.array([1, 2, 0.5, 3, 9, 4], np.float32)
     features = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
     data = NodeData("weighted", edges, features, ids % 2, ids, ids[:0], ids[:0], weights)
     config = GCNConfig(2, 2, layers=1)
@@ -190,15 +194,22 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
 
 def test_the_fingerprint_tells_data_of_one_size_apart():
     """Each part of the data by itself; of the same content it is the same."""
-    club, graphs = karate_club(), rings_and_stars()
+    club = karate_club()
+    graphs = rings_and_stars()
     assert isinstance(club.features, np.ndarray)
     bag = SparseRows(np.arange(35, dtype=np.int32), np.arange(34, dtype=np.int32), np.ones(34, np.float32), 34)
     nodes = [
-        club, replace(club, edge_index=club.edge_index[:, ::-1]), replace(club, features=club.features / 2),
-        replace(club, labels=1 - club.labels), replace(club, train=club.train + 1), replace(club, test=club.test[::-1]),
-        replace(club, val=club.test[:1]), replace(club, weights=np.ones(156, np.float32)),
-        replace(club, features=bag), replace(club, features=replace(bag, data=bag.data / 2)),
-    ]  # fmt: skip
+        club,
+        replace(club, edge_index=club.edge_index[:, ::-1]),
+        replace(club, features=club.features / 2),
+        replace(club, labels=1 - club.labels),
+        replace(club, train=club.train + 1),
+        replace(club, test=club.test[::-1]),
+        replace(club, val=club.test[:1]),
+        replace(club, weights=np.ones(156, np.float32)),
+        replace(club, features=bag),
+        replace(club, features=replace(bag, data=bag.data / 2)),
+    ]
     whole = [graphs, replace(graphs, labels=1 - graphs.labels), replace(graphs, folds=graphs.folds[::-1])]
     found = [content_fingerprint(data) for data in (*nodes, *whole)]
     assert len(set(found)) == len(found)
@@ -219,7 +230,8 @@ def test_a_run_does_not_depend_on_those_beside_it():
 @pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
 def test_a_training_run_is_one_compilation(kind: str):
     made = task(kind, replace(OPTIONS, epochs=7))
-    run, batches = TrainingRun(made, None), made.batches(0)
+    run = TrainingRun(made, None)
+    batches = made.batches(0)
 
     def epoch() -> None:
         for batch in islice(batches, made.evaluate_every):
@@ -250,7 +262,9 @@ def test_the_rate_is_halved():
     config = GCNConfig(3, 2)
     params: Any = gnn.init(config, jax.random.key(0))[0]
     optimizer = make_optimizer(config, GNNOptions(weight_decay=0.0, halve_every=2), steps_per_epoch=3)
-    state, ones, sizes = optimizer.init(params), jax.tree.map(jnp.ones_like, params), []
+    state = optimizer.init(params)
+    ones = jax.tree.map(jnp.ones_like, params)
+    sizes = []
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(13):
             update, state = optimizer.update(ones, state, params)
@@ -260,7 +274,8 @@ def test_the_rate_is_halved():
 
 def test_rows_that_do_not_count_change_nothing():
     scores = jnp.array([[2.0, -1.0], [0.5, 1.0], [jnp.nan, 3.0]])
-    labels, counts = jnp.array([0, 0, PADDING]), jnp.array([True, True, False])
+    labels = jnp.array([0, 0, PADDING])
+    counts = jnp.array([True, True, False])
     wanted = np.mean([np.log1p(np.exp(-3.0)), np.log1p(np.exp(0.5))])
     np.testing.assert_allclose(mean_loss(scores, labels, counts), wanted, rtol=1e-6)
     assert float(accuracy(scores, labels, counts)) == 0.5
@@ -271,7 +286,8 @@ def test_rows_that_do_not_count_change_nothing():
 
 
 def test_the_best_epochs_are_found():
-    val, test = np.array([[0.1, 0.5], [0.6, 0.4], [0.6, 0.3]]), np.array([[0.2, 0.8], [0.3, 0.6], [0.4, 0.1]])
+    val = np.array([[0.1, 0.5], [0.6, 0.4], [0.6, 0.3]])
+    test = np.array([[0.2, 0.8], [0.3, 0.6], [0.4, 0.1]])
     result = TrainResult((), {"val": val, "test": test}, 0.0, 0.0)
     assert at_best_validation(result, "test").tolist() == [0.3, 0.8]
     assert result.last("test").tolist() == [0.4, 0.1]

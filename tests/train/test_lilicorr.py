@@ -30,9 +30,16 @@ from tilewright.train.lilicorr import (
 from train.support import DRAFTER, TARGET, counting_stream, kept_target, options, silent, target_params
 
 CONFIG = LiLiCorrConfig(
-    **vars(DRAFTER), candidate_top_k=5, lattice_size=12, lattice_layers=2, lattice_heads=3, mlp_ratio=1.5, vector_size=8,
-    vector_eps=1e-4, logit_scale=8.0,
-)  # fmt: skip
+    **vars(DRAFTER),
+    candidate_top_k=5,
+    lattice_size=12,
+    lattice_layers=2,
+    lattice_heads=3,
+    mlp_ratio=1.5,
+    vector_size=8,
+    vector_eps=1e-4,
+    logit_scale=8.0,
+)
 CONV = replace(CONFIG, conv_kernel_size=2, conv_group_size=8)
 SIZE = CONFIG.block_size
 
@@ -55,14 +62,19 @@ def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
     """Of blocks at every place, also at the beginning, which has no anchor; the right tokens often are no candidates."""
     params = random_params(config)
     tokens, in_loss = batch_of(5, rows=6)
-    chosen, key, batch = LiLiCorrOptions(anchors=12, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
+    chosen = LiLiCorrOptions(anchors=12, gamma=2.0)
+    key = jax.random.key(7)
+    batch = (jnp.asarray(tokens), jnp.asarray(in_loss))
     found = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, Frozen(kept_target()), batch, key)
     blocks = draw_blocks(TARGET, config, chosen, batch, key)
-    anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(6, 12, SIZE - 1)
+    anchors = np.asarray(blocks.anchors)
+    weights = np.asarray(blocks.weights).reshape(6, 12, SIZE - 1)
     assert (anchors == 0).any()
     target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), kept_target(), jnp.float32)))
     tensors = dict(to_tensors(lilicorr.declare(config), params, jnp.float32))
-    drafter, sums, longest = LiLiCorr(lilicorr.config_to_hf(config), tensors, target), np.zeros(5), 0
+    drafter = LiLiCorr(lilicorr.config_to_hf(config), tensors, target)
+    sums = np.zeros(5)
+    longest = 0
     for row in range(6):
         logits, after = target.run(tokens[row].tolist())
         features = drafter.context_features(after, range(16))
@@ -139,8 +151,10 @@ def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vo
     result = train_lilicorr(*arguments)
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
-    losses, frozen = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN)), frozen_of(config, kept_target(), stream)
-    fresh, trained = start_of(TARGET, config, kept_target(), jax.random.key(0)), dflash.with_vocab(result.params, None)
+    losses = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN))
+    frozen = frozen_of(config, kept_target(), stream)
+    fresh = start_of(TARGET, config, kept_target(), jax.random.key(0))
+    trained = dflash.with_vocab(result.params, None)
     if vocab is not None:
         assert float(fresh.attention_convs[0].base_kernel[0, 0].min()) == 1, "convolutions begin as if there were none"
     before, after = (losses(params, frozen, batch, jax.random.key(1)) for params in (fresh, trained))

@@ -64,9 +64,17 @@ def regression(task: str = "regression", seed: Any = 0, score: str | None = None
     step = gradient_step(loss, optimizer, jnp.float32(1))
     sizes = {"steps": chosen.steps, "evaluate_every": chosen.evaluate_every, "save_every": chosen.save_every}
     return Task(
-        "regression", {**chosen.run_fingerprint(), "task": task}, init, step, lambda first: map(batch, count(first)), evaluate,
-        **sizes, seed=seed, progress=("rows", 8), score=score,
-    )  # fmt: skip
+        "regression",
+        {**chosen.run_fingerprint(), "task": task},
+        init,
+        step,
+        lambda first: map(batch, count(first)),
+        evaluate,
+        **sizes,
+        seed=seed,
+        progress=("rows", 8),
+        score=score,
+    )
 
 
 def test_means_are_weighted_by_tokens():
@@ -125,7 +133,8 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["lm", pytest.param("drafter", marks=pytest.mark.slow)])
 def test_models_resume_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
-    text, held_out = random_stream(400), random_stream(120, seed=9)
+    text = random_stream(400)
+    held_out = random_stream(120, seed=9)
     chosen = options(steps=7, evaluate_every=3, save_every=2)
 
     def run(out: Path) -> TrainResult:
@@ -187,8 +196,10 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
 
 
 def test_a_state_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, run_fingerprint = tmp_path / "new" / "state.safetensors", {"run": 1}
-    old, figures = {"w": jnp.arange(3, dtype=jnp.float32)}, {"loss": np.array([0.5, 0.25])}
+    path = tmp_path / "new" / "state.safetensors"
+    run_fingerprint = {"run": 1}
+    old = {"w": jnp.arange(3, dtype=jnp.float32)}
+    figures = {"loss": np.array([0.5, 0.25])}
     checkpoint.save(path, old, 4, figures, run_fingerprint)
 
     def half(arrays: Any, target: Path, **_: Any) -> None:
@@ -242,7 +253,8 @@ def update(optimizer: str, gradient: dict[str, Array], weight_decay: float = 0.0
 def test_muon_takes_the_matrices_and_adamw_the_rest():
     rng = np.random.default_rng(0)
     gradient = {"w": jnp.asarray(rng.normal(size=(6, 6)), jnp.float32), "b": jnp.asarray(rng.normal(size=4), jnp.float32)}
-    muon, adamw = update("muon", gradient), update("adamw", gradient)
+    muon = update("muon", gradient)
+    adamw = update("adamw", gradient)
     np.testing.assert_allclose(muon["b"], adamw["b"], rtol=1e-6)
     np.testing.assert_allclose(np.abs(adamw["w"]), 1, atol=1e-3)
     # Muon's step is nearly orthogonal: five Newton-Schulz steps bring singular values near 1.
@@ -253,7 +265,8 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_only_matrices_decay(optimizer: str):
     gradient = {"w": jnp.ones((6, 6)), "b": jnp.ones(4)}
-    without, decayed = update(optimizer, gradient), update(optimizer, gradient, weight_decay=0.25)
+    without = update(optimizer, gradient)
+    decayed = update(optimizer, gradient, weight_decay=0.25)
     np.testing.assert_allclose(decayed["w"] - without["w"], -0.25, atol=1e-5)
     np.testing.assert_array_equal(decayed["b"], without["b"])
 
@@ -307,9 +320,19 @@ def falling_then_rising(score: str | None) -> Task:
         return {"score": jnp.array([1.0, -1.0]) * -((params - 4.0) ** 2), "nothing": jnp.full(2, jnp.nan)}
 
     return Task(
-        "runs", {"a": 1}, lambda: (jnp.zeros(2), ()), step, lambda first: count(first), evaluate, steps=9, evaluate_every=2,
-        save_every=1, seed=np.arange(2), progress=("steps", 1), score=score,
-    )  # fmt: skip
+        "runs",
+        {"a": 1},
+        lambda: (jnp.zeros(2), ()),
+        step,
+        lambda first: count(first),
+        evaluate,
+        steps=9,
+        evaluate_every=2,
+        save_every=1,
+        seed=np.arange(2),
+        progress=("steps", 1),
+        score=score,
+    )
 
 
 @pytest.mark.parametrize(("score", "kept"), [("score", [4.0, 9.0]), ("nothing", [9.0, 9.0]), (None, [9.0, 9.0])])
@@ -338,7 +361,8 @@ def test_a_run_that_stands_at_its_last_step_is_measured_there(tmp_path: Path, ev
 
 
 def test_better_ones_replace_whole_arrays_of_a_run():
-    new, scores = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(2)}, jnp.array([0.1, 0.3])
+    new = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(2)}
+    scores = jnp.array([0.1, 0.3])
     best, kept = keep_better((jnp.full(2, 0.2), jax.tree.map(jnp.zeros_like, new)), scores, new)
     np.testing.assert_array_equal(best, np.array([0.2, 0.3], np.float32))
     assert kept["b"].tolist() == [0, 1]
@@ -359,7 +383,8 @@ class Figure:
 @pytest.mark.parametrize(("every", "read"), [(1, False), (2, True)])
 def test_nobody_waits_for_a_step_between_two_evaluations(every: int, read: bool):
     """The host hands out one epoch after another; a mean over several steps is the host's work."""
-    made, figures = falling_then_rising("score"), [Figure() for _ in range(4)]
+    made = falling_then_rising("score")
+    figures = [Figure() for _ in range(4)]
     told = iter(figures)
 
     def step(params: Any, opt_state: Any, batch: Any, key: Any) -> Any:
@@ -383,9 +408,12 @@ def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path):
 def test_a_fingerprint_tells_arrays_apart():
     tree = {"a": np.arange(4, dtype=np.float32), "b": np.array(1)}
     others = [
-        tree | {"a": tree["a"].reshape(2, 2)}, tree | {"a": tree["a"].astype(np.float64)}, {"a": tree["a"], "c": tree["b"]},
-        tree | {"a": np.array([0, 1, 2, 4], np.float32)}, tree | {"b": np.array(2)},
-    ]  # fmt: skip
+        tree | {"a": tree["a"].reshape(2, 2)},
+        tree | {"a": tree["a"].astype(np.float64)},
+        {"a": tree["a"], "c": tree["b"]},
+        tree | {"a": np.array([0, 1, 2, 4], np.float32)},
+        tree | {"b": np.array(2)},
+    ]
     assert len({checkpoint.fingerprint(each) for each in [tree, *others]}) == 6
     assert checkpoint.fingerprint(jax.tree.map(np.copy, tree)) == checkpoint.fingerprint(tree)
 
@@ -399,7 +427,8 @@ def test_a_sharded_state_goes_on_under_another_mesh(tmp_path: Path):
         spread = {"w": PartitionSpec("fsdp", "tp"), "b": PartitionSpec("tp"), "count": PartitionSpec()}
         return jax.device_put(state, {name: NamedSharding(mesh, spec) for name, spec in spread.items()})
 
-    saved, like = state({"fsdp": 4, "tp": 2}, 3.0), state({"fsdp": 2, "tp": 2}, 0.0)
+    saved = state({"fsdp": 4, "tp": 2}, 3.0)
+    like = state({"fsdp": 2, "tp": 2}, 0.0)
     checkpoint.save(tmp_path / "new" / "state.safetensors", saved, 7, {"loss": np.array([1.0, 2.0])}, {"run": 1})
     found, step, figures = checkpoint.load(tmp_path / "new" / "state.safetensors", like, {"run": 1})
     assert (step, figures["loss"].tolist()) == (7, [1.0, 2.0])

@@ -23,7 +23,8 @@ def matrices(seed: int) -> dict[str, Array]:
 def updates(optimiser: optax.GradientTransformation, steps: int = 3) -> list[dict[str, np.ndarray]]:
     """The updates of some steps, under weight decay."""
     params = matrices(0)
-    state, made = optimiser.init(params), []
+    state = optimiser.init(params)
+    made = []
     for step in range(steps):
         with jax.numpy_dtype_promotion("standard"):  # optax counts on it
             change, state = jax.jit(optimiser.update)(matrices(1 + step), state, params)

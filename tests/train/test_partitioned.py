@@ -38,20 +38,30 @@ KINDS: dict[str, Any] = {
     "lilicorr": (
         train_lilicorr,
         LiLiCorrConfig(
-            **vars(DRAFTER), candidate_top_k=4, lattice_size=8, lattice_layers=2, lattice_heads=2, mlp_ratio=2.0, vector_size=8,
-            vector_eps=1e-4, logit_scale=8.0,
+            **vars(DRAFTER),
+            candidate_top_k=4,
+            lattice_size=8,
+            lattice_layers=2,
+            lattice_heads=2,
+            mlp_ratio=2.0,
+            vector_size=8,
+            vector_eps=1e-4,
+            logit_scale=8.0,
         ),
         LiLiCorrOptions(anchors=3),
     ),
     "eagle3": (
         train_eagle3,
         Eagle3Config(
-            **{**TARGET.sizes(), "num_layers": 1}, draft_vocab_size=16, target_hidden_size=32, target_layer_ids=(0, 0, 1),
+            **{**TARGET.sizes(), "num_layers": 1},
+            draft_vocab_size=16,
+            target_hidden_size=32,
+            target_layer_ids=(0, 0, 1),
             block_size=3,
         ),
         Eagle3Options(),
     ),
-}  # fmt: skip
+}
 
 
 def trained(kind: str, out: Path, target: DecoderConfig = TARGET, **axes: int) -> TrainResult:

@@ -44,7 +44,8 @@ def gradients(config: decoder.DecoderConfig, params: Any) -> tuple[Any, Any, str
 
 def assert_close(plain: Any, rounded: Any) -> None:
     """Each array within a few percent in norm: bfloat16 has 8 bits. Not the same, or nothing was rounded."""
-    wanted, found = named_leaves(plain), named_leaves(rounded)
+    wanted = named_leaves(plain)
+    found = named_leaves(rounded)
     assert wanted.keys() == found.keys()
     for name, leaf in wanted.items():
         error = float(jnp.linalg.norm(found[name] - leaf) / jnp.linalg.norm(leaf))
@@ -76,8 +77,10 @@ def test_an_accelerator_multiplies_in_bfloat16_so_too(monkeypatch: pytest.Monkey
 
 @needs_native
 def test_a_drafter_and_its_frozen_target_are_multiplied_so_too():
-    target, params = target_params(), drafter_params()
-    batch, key = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)), jax.random.key(0)
+    target = target_params()
+    params = drafter_params()
+    batch = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
+    key = jax.random.key(0)
 
     def loss_of(ops: Operations, params: Any) -> jax.Array:
         return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), ops, params, Frozen(target), batch, key)[0]
@@ -92,7 +95,8 @@ def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
         chosen = options(matmul_dtype=products, steps=steps, save_every=6)
         return train_lm(TIED, counting_stream(), counting_stream(100), chosen, out, silent())
 
-    rounded, plain = run("bfloat16", tmp_path / "b"), run("float32", tmp_path / "f")
+    rounded = run("bfloat16", tmp_path / "b")
+    plain = run("float32", tmp_path / "f")
     assert rounded.last("held_out_loss") < np.log(24) - 0.3
     assert rounded.last("held_out_loss") == pytest.approx(plain.last("held_out_loss"), rel=0.05)
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded.params)} == {jnp.dtype("float32")}
@@ -101,8 +105,10 @@ def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
 
 
 def test_a_loss_in_bfloat16_has_float32_gradients_close_to_its_own():
-    target, params = target_params(), drafter_params()
-    batch, key = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)), jax.random.key(0)
+    target = target_params()
+    params = drafter_params()
+    batch = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
+    key = jax.random.key(0)
     rounded = options(compute_dtype="bfloat16")
 
     def loss(params: Any, frozen: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -111,7 +117,8 @@ def test_a_loss_in_bfloat16_has_float32_gradients_close_to_its_own():
     def gradient(chosen: TextOptions) -> Any:
         return jax.jit(jax.grad(lambda p: in_compute_dtype(chosen, loss)(p, Frozen(target), batch, key)[0]))(params)
 
-    plain, found = named_leaves(gradient(options())), named_leaves(gradient(rounded))
+    plain = named_leaves(gradient(options()))
+    found = named_leaves(gradient(rounded))
     for name, leaf in plain.items():
         assert found[name].dtype == jnp.float32
         error = float(jnp.linalg.norm(found[name] - leaf) / jnp.linalg.norm(leaf))

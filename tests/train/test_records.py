@@ -16,15 +16,18 @@ from train.support import counting_stream, options
 
 pairs = st.lists(
     st.tuples(st.lists(st.integers(0, 70_000), max_size=5), st.lists(st.integers(0, 70_000), min_size=1, max_size=9)),
-    min_size=1, max_size=8,
-)  # fmt: skip
+    min_size=1,
+    max_size=8,
+)
 
 
 def numbered(count: int, prompt: int, answer: int, first: int = 100) -> list[tuple[list[int], list[int]]]:
     """Records whose tokens are all different ones."""
     size = prompt + answer
-    return [([first + size * n + i for i in range(prompt)], [first + size * n + prompt + i for i in range(answer)])
-            for n in range(count)]  # fmt: skip
+    return [
+        ([first + size * n + i for i in range(prompt)], [first + size * n + prompt + i for i in range(answer)])
+        for n in range(count)
+    ]
 
 
 @given(pairs)
@@ -82,7 +85,8 @@ def test_each_epoch_shows_whole_records_once_from_their_beginning():
 def test_a_resumed_run_sees_the_batches_that_it_would_have_seen():
     made = Records.of(numbered(9, 1, 4) + numbered(9, 1, 11, first=700))
     rows = RecordRows(made, made, options(batch_size=2, sequence_length=16))
-    whole, later = rows.batches(0), rows.batches(5)
+    whole = rows.batches(0)
+    later = rows.batches(5)
     for _ in range(5):
         next(whole)
     for _ in range(9):
@@ -104,7 +108,8 @@ def test_records_of_few_prompts_are_held_out_one_by_one():
 
 
 def test_few_held_out_records_fill_a_batch():
-    made, few = Records.of(numbered(9, 2, 5)), Records.of(numbered(1, 2, 5, first=900))
+    made = Records.of(numbered(9, 2, 5))
+    few = Records.of(numbered(1, 2, 5, first=900))
     ((tokens, in_loss),) = RecordRows(made, few, options(batch_size=4, sequence_length=16)).held_out_batches()
     assert tokens.shape == (4, 8)
     assert in_loss.sum(1).tolist() == [5, 0, 0, 0]
@@ -117,7 +122,8 @@ def test_too_few_records_are_refused():
 
 
 def test_sources_get_their_batches():
-    made, stream = Records.of(numbered(4, 2, 3)), counting_stream()
+    made = Records.of(numbered(4, 2, 3))
+    stream = counting_stream()
     chosen = replace(options(), batch_size=2)
     assert isinstance(batches_of(made, made, chosen), RecordRows)
     assert isinstance(batches_of(stream, stream, chosen), Windows)

@@ -97,8 +97,10 @@ def test_records_of_other_prompts_are_refused(lm: LanguageModel, tmp_path: Path)
 
 
 def test_records_by_another_model_or_drawn_in_another_way_are_refused(lm: LanguageModel, tmp_path: Path):
-    path, prompts = tmp_path / "responses.jsonl", [[1, 2], [3, 4], [5, 6]]
-    whole, before = write(lm, prompts[:2], path), path.read_text()
+    path = tmp_path / "responses.jsonl"
+    prompts = [[1, 2], [3, 4], [5, 6]]
+    whole = write(lm, prompts[:2], path)
+    before = path.read_text()
     with pytest.raises(ValueError, match=r"responses\.jsonl holds texts by another model, or drawn in another way"):
         write(lm, prompts, path, target="another")
     hotter = (SAMPLINGS[0], replace(SAMPLINGS[1], temperature=0.7))

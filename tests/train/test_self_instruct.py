@@ -68,7 +68,8 @@ def test_which_instructions_are_left_out():
 
 
 def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel, tmp_path: Path):
-    options, left_out = SelfInstructOptions(length=24, seed=5), Counter[str]()
+    options = SelfInstructOptions(length=24, seed=5)
+    left_out = Counter[str]()
     messages = ["t1 t2 t3", "t1 t2 t3", "t4 t5", "t6 " * 40]
     records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, BatchWriter(lm, "x"))
     expected = []
@@ -89,7 +90,8 @@ def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel,
 def test_instructions_end_where_the_model_ends_them(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(instruction_tokens=12)
     texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), BatchWriter(lm, "x"))
-    prompt, whole = lm.tokenizer.encode("<user>", add_special_tokens=False).ids, []
+    prompt = lm.tokenizer.encode("<user>", add_special_tokens=False).ids
+    whole = []
     for seed in range(16):
         tokens = lm.generate([prompt], Sampling(12, temperature=1.0, seed=seed))[0].tokens
         whole += [lm.tokenizer.decode(tokens).strip()] if tokens[-1] == 0 else []

@@ -93,7 +93,8 @@ def test_bfloat16_is_near_and_its_gradients_are_float32():
     assert float(loss) == pytest.approx(float(wanted_loss), rel=2e-2)
     for ours, plain in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
         assert ours.dtype == jnp.float32
-        one, other = np.asarray(ours).ravel(), np.asarray(plain).ravel()
+        one = np.asarray(ours).ravel()
+        other = np.asarray(plain).ravel()
         assert float(one @ other / np.linalg.norm(one) / np.linalg.norm(other)) > 0.99
 
 
@@ -106,7 +107,8 @@ def collectives(plan: FullyShardedPlan) -> Counter[tuple[str, str]]:
 
 def test_remat_gathers_again_and_nothing_else_is_added():
     """Seven matrices a layer, embedding and head, each scattered once; rows are gathered for each half and for its gradient."""
-    kept, again = collectives(FullyShardedPlan(remat=False)), collectives(FullyShardedPlan())
+    kept = collectives(FullyShardedPlan(remat=False))
+    again = collectives(FullyShardedPlan())
     assert kept["all_gather", "fsdp"] == 2 * 7 + 2
     assert again["all_gather", "fsdp"] == 2 * 7 * 2 + 2
     assert kept["reduce_scatter", "fsdp"] == again["reduce_scatter", "fsdp"] == 2 * 7 + 2
@@ -132,12 +134,14 @@ def curves(optimizer: str, steps: int, of: ShardedSetup) -> tuple[np.ndarray, np
     """Losses of steps on a few batches over the mesh and on one device; of each matrix of the state its size and a shard's."""
     made = make_optimizer(TextOptions(**{**vars(OPTIONS), "optimizer": optimizer}), hidden_matrices)
     tokens, in_loss = (np.asarray(each) for each in batch())
-    start, key = drawn("qwen2"), jax.random.key(0)
+    start = drawn("qwen2")
+    key = jax.random.key(0)
     plain = gradient_step(lambda p, _, each, key: next_token_loss(of.config, PLAIN, p, *each), made)
     ours = sharded_step(of, made)
     params, state = sharded_init(of, made, lambda: start)()
     alone_params = jax.tree.map(jnp.copy, start)
-    alone_state, losses = made.init(alone_params), []
+    alone_state = made.init(alone_params)
+    losses = []
     for step in range(steps):
         each = (np.roll(tokens, step % 4, axis=1), in_loss)
         params, state, figures = ours(params, state, each, key)
@@ -172,25 +176,37 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(prefetch_distance=Halves(1, 3))),
-         "prefetch distance of mlp from 0 to the 2 layers, found 3"),
-        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(scatter_delay=Halves(-1, 0))),
-         "expected the scatter delay of attention from 0 to the 2 layers"),
+        (
+            lambda: setup("qwen2", 4, 2, FullyShardedPlan(prefetch_distance=Halves(1, 3))),
+            "prefetch distance of mlp from 0 to the 2 layers, found 3",
+        ),
+        (
+            lambda: setup("qwen2", 4, 2, FullyShardedPlan(scatter_delay=Halves(-1, 0))),
+            "expected the scatter delay of attention from 0 to the 2 layers",
+        ),
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 0), "expected a batch in at least 1 part, found 0"),
         (lambda: training_mesh({"fsdp": 3}, CONFIGS["qwen2"]), "expected fsdp that divides the hidden size 32, found 3"),
         (lambda: training_mesh({"tp": 5}, CONFIGS["qwen2"]), "expected devices that divide 8 heads"),
-        (lambda: training_mesh({"tp": 8}, replace(CONFIGS["qwen3_moe"], mixture=Mixture(4, 2, 16))),
-         "expected devices that divide 8 heads, 64 vocabulary, 4 experts"),
-        (lambda: setup("qwen3_moe", 4, 2, FullyShardedPlan(activations="ring")),
-         "experts are not balanced where activations go in rings"),
-        (lambda: training_mesh({"tp": 4}, HYBRID),
-         "expected devices that divide 4 heads, 24 vocabulary, 32 MLP columns, 4 experts"),
+        (
+            lambda: training_mesh({"tp": 8}, replace(CONFIGS["qwen3_moe"], mixture=Mixture(4, 2, 16))),
+            "expected devices that divide 8 heads, 64 vocabulary, 4 experts",
+        ),
+        (
+            lambda: setup("qwen3_moe", 4, 2, FullyShardedPlan(activations="ring")),
+            "experts are not balanced where activations go in rings",
+        ),
+        (
+            lambda: training_mesh({"tp": 4}, HYBRID),
+            "expected devices that divide 4 heads, 24 vocabulary, 32 MLP columns, 4 experts",
+        ),
         (lambda: training_mesh({"dp": 2}, CONFIGS["qwen2"]), "expected the axes fsdp and tp, found dp"),
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
-        (lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),
-         "that tp=8 divides, found 9 of a group of fsdp"),
+        (
+            lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),
+            "that tp=8 divides, found 9 of a group of fsdp",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_before_any_step(make: Any, expected: str):
     with pytest.raises(ValueError, match=re.escape(expected)):
         make()

@@ -33,7 +33,8 @@ def state(axes: dict[str, int | None], value: float) -> Any:
 
 @pytest.mark.parametrize("axes", [{"fsdp": 8, "tp": 1}, {"fsdp": 2, "tp": 2}, {"fsdp": 1, "tp": 1}])
 def test_a_state_is_read_on_another_mesh(tmp_path: Path, axes: dict[str, int | None]):
-    saved, like = state({"fsdp": 4, "tp": 2}, 3.0), state(axes, 0.0)
+    saved = state({"fsdp": 4, "tp": 2}, 3.0)
+    like = state(axes, 0.0)
     for step in (7, 9):
         checkpoint.write(tmp_path, saved, step, FIGURES, RUN)
     assert [path.name for path in tmp_path.iterdir()] == [SHARDED]
@@ -51,7 +52,8 @@ def test_a_state_is_read_on_another_mesh(tmp_path: Path, axes: dict[str, int | N
 
 
 def test_of_a_file_and_a_folder_the_later_counts(tmp_path: Path):
-    divided, whole = state({"fsdp": 2, "tp": 1}, 1.0), state({"fsdp": 1, "tp": 1}, 2.0)
+    divided = state({"fsdp": 2, "tp": 1}, 1.0)
+    whole = state({"fsdp": 1, "tp": 1}, 2.0)
     assert not checkpoint.steps_in(tmp_path)
     for kept, step in ((divided, 3), (whole, 5), (divided, 6)):
         checkpoint.write(tmp_path, kept, step, {}, RUN)

@@ -14,13 +14,15 @@ from tilewright.train.diffusion import Batch, bidirectional, diffusion_loss, mas
 from tilewright.train.sharded import predicted_gradient
 from train.sharded_support import CONFIGS, drawn, setup, tolerance
 
-ROWS, LENGTH = 8, 9
+ROWS = 8
+LENGTH = 9
 
 
 def batch() -> Batch:
     """Rows of different lengths; the first ends long before the window does."""
     rng = np.random.default_rng(0)
-    first, valid = rng.integers(1, 3, ROWS), np.array([4, 9, 7, 9, 5, 8, 9, 6])
+    first = rng.integers(1, 3, ROWS)
+    valid = np.array([4, 9, 7, 9, 5, 8, 9, 6])
     return Batch(*(x.astype(np.int32) for x in (rng.integers(0, 63, (ROWS, LENGTH)), first, valid - 1, valid)))
 
 
@@ -36,7 +38,8 @@ def test_loss_and_every_gradient_equal_those_of_one_device(name: str):
     sizes, mesh, plan = CASES[name]
     config = DiffusionConfig(family="dream" if "dream" in name else "llada", decoder=CONFIGS[sizes], mask_token_id=63)
     over = bidirectional(config, setup(sizes, *mesh, plan, 2 if "parts" in name else 1))
-    params, key = drawn(sizes), jax.random.key(3)
+    params = drawn(sizes)
+    key = jax.random.key(3)
     alone = jax.value_and_grad(lambda p: diffusion_loss(config, PLAIN, p, Batch(*map(jnp.asarray, batch())), key)[0])
     wanted = jax.jit(alone)(params)
     predict = partial(masked_tokens, config)

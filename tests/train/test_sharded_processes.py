@@ -19,7 +19,8 @@ def test_two_processes_divide_batches_and_write_a_checkpoint_that_one_reads(tmp_
     assert len({line for text in said for line in text.splitlines() if line.startswith("tokenizer")}) == 1
     parts = tmp_path / "sharded" / "3" / "state"
     assert {path.name for path in parts.glob("ocdbt.process_*")} == {"ocdbt.process_0", "ocdbt.process_1"}
-    whole, of = counted("qwen2"), setup("qwen2", 8, 1, FullyShardedPlan())
+    whole = counted("qwen2")
+    of = setup("qwen2", 8, 1, FullyShardedPlan())
     found, step, _ = checkpoint.read(tmp_path, jax.device_put(whole, of.shardings), {"run": 1})
     assert step == 3
     jax.tree.map(np.testing.assert_array_equal, found, whole)

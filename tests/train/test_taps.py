@@ -36,7 +36,8 @@ def records(count: int = 9, seed: int = 0) -> Records:
     )
 
 
-MADE, HELD = records(), records(4, seed=1)
+MADE = records()
+HELD = records(4, seed=1)
 OPTIONS = options(batch_size=2, sequence_length=16, evaluate_every=100, matmul_dtype="float32")
 
 
@@ -93,14 +94,24 @@ def test_a_skipped_step_costs_nothing(tmp_path: Path):
 
 DSPARK = DSparkConfig(**{**vars(DRAFTER), "sample_from_anchor": True}, markov_rank=6, candidate_top_k=3)
 LILICORR = LiLiCorrConfig(
-    **vars(DRAFTER), candidate_top_k=5, lattice_size=12, lattice_layers=1, lattice_heads=3, mlp_ratio=1.5, vector_size=8,
-    vector_eps=1e-4, logit_scale=8.0,
-)  # fmt: skip
+    **vars(DRAFTER),
+    candidate_top_k=5,
+    lattice_size=12,
+    lattice_layers=1,
+    lattice_heads=3,
+    mlp_ratio=1.5,
+    vector_size=8,
+    vector_eps=1e-4,
+    logit_scale=8.0,
+)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
 EAGLE3 = Eagle3Config(
-    **{name: vars(DRAFTER)[name] for name in SIZES}, draft_vocab_size=DRAFTER.vocab_size,
-    target_hidden_size=TARGET.hidden_size, target_layer_ids=(0, 1), block_size=4,
-)  # fmt: skip
+    **{name: vars(DRAFTER)[name] for name in SIZES},
+    draft_vocab_size=DRAFTER.vocab_size,
+    target_hidden_size=TARGET.hidden_size,
+    target_layer_ids=(0, 1),
+    block_size=4,
+)
 KINDS = {
     "dflash": (train_drafter, DRAFTER, DFlashOptions(anchors=4)),
     "dspark": (train_dspark, DSPARK, DSparkOptions(anchors=4)),

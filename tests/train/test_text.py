@@ -11,7 +11,8 @@ from train.support import DRAFTER, TARGET, counting_stream, options, silent, tar
 
 def test_a_run_on_its_plateau_is_told_when_to_end(tmp_path: Path):
     """The rate falls from where the run is told, over what was trained before as if it had been told so at first."""
-    text, own = counting_stream(), DFlashOptions(anchors=4)
+    text = counting_stream()
+    own = DFlashOptions(anchors=4)
 
     def trained(steps: int, cooldown: float, out: str) -> np.ndarray:
         chosen = options(schedule="wsd", warmup=1 / steps, steps=steps, cooldown=cooldown, evaluate_every=4)
@@ -19,7 +20,8 @@ def test_a_run_on_its_plateau_is_told_when_to_end(tmp_path: Path):
         return result.curve["held_out_loss"]
 
     trained(8, 0.0, "stopped")
-    later, whole = trained(12, 4 / 12, "stopped"), trained(12, 4 / 12, "whole")
+    later = trained(12, 4 / 12, "stopped")
+    whole = trained(12, 4 / 12, "whole")
     assert len(later) == 3
     np.testing.assert_array_equal(later, whole)
 

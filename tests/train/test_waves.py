@@ -46,7 +46,10 @@ def test_warm_rows_are_drawn_by_their_seed_and_leave_greedy_ones_alone(waves: Wa
     def written(seed: int, temperature: float) -> list[list[int]]:
         return WaveWriter(waves, "target").write(PROMPTS[:2], [Sampling(11, seed=seed), Sampling(11, temperature, seed=seed)])
 
-    greedy, first, again, other = written(0, 0.0), written(0, 1.0), written(0, 1.0), written(1, 1.0)
+    greedy = written(0, 0.0)
+    first = written(0, 1.0)
+    again = written(0, 1.0)
+    other = written(1, 1.0)
     assert first == again != other
     assert greedy[0] == first[0] == other[0]
     assert first[1] != greedy[1]

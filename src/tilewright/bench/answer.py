@@ -90,7 +90,8 @@ class StreamedAnswer:
             return None
         if not isinstance(usage, dict) or not is_count(usage.get("completion_tokens")):
             raise Malformed(f"expected completion_tokens in the usage, found {shortened(usage)}")
-        before, now = self.usage_tokens or 0, usage["completion_tokens"]
+        before = self.usage_tokens or 0
+        now = usage["completion_tokens"]
         if is_count(usage.get("prompt_tokens")):
             self.prompt_tokens = usage["prompt_tokens"]
         details = usage.get("prompt_tokens_details")

@@ -166,7 +166,8 @@ def read_examples(path: Path, split: Split = "test") -> list[Example]:
         if name != "mbpp" or record["task_id"] in MBPP_SPLITS[split]:
             examples.append(made)
     if not examples:
-        first, last = MBPP_SPLITS[split][0], MBPP_SPLITS[split][-1]
+        first = MBPP_SPLITS[split][0]
+        last = MBPP_SPLITS[split][-1]
         raise ValueError(f"{path}: expected records of MBPP's {split} split (task_id {first} to {last}), found none")
     return examples
 

@@ -27,9 +27,12 @@ PADDED = 16
 
 
 def ways_of(
-    base: Denoising, modes: Sequence[Mode], taus: Sequence[float] = (), thresholds: Sequence[float] = (),
+    base: Denoising,
+    modes: Sequence[Mode],
+    taus: Sequence[float] = (),
+    thresholds: Sequence[float] = (),
     suffixes: Sequence[int] = (),
-) -> dict[str, Denoising]:  # fmt: skip
+) -> dict[str, Denoising]:
     """Every mode, sparse once for each tau, first with a quota a step and then with each threshold; then all again
     with each suffix window. By what they are called.
 
@@ -127,7 +130,8 @@ def by_step(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def run_figures(run: DenoisingRun) -> Row:
     """Figures of one run by itself."""
-    shares, committed = run.salient(), [n for result in run.results for n in result.committed]
+    shares = run.salient()
+    committed = [n for result in run.results for n in result.committed]
     each = np.concatenate(shares) if shares else np.zeros((0, 1))
     return {
         "responses": len(run.results),
@@ -198,7 +202,8 @@ def measure(
         compared: how many of them are gone through step by step beside dense passes.
         on_row: called with a number of prompts that are done, `rows_in_all` of them together.
     """
-    whole, compiled = {}, {}
+    whole = {}
+    compiled = {}
     for name, request in ways.items():
         compiled[name] = program_figures(model, prompts, request, batch_size)
         whole[name] = denoise(model, prompts, request, batch_size, on_row)
@@ -224,7 +229,8 @@ def figures(one: MeasuredWay, baseline: MeasuredWay, right: Callable[[int, str],
     Args:
         right: whether a text answers the prompt of this number; None where nobody knows.
     """
-    request, rates = one.request, [run.tokens / run.seconds for run in one.timed]
+    request = one.request
+    rates = [run.tokens / run.seconds for run in one.timed]
     steps = [run.seconds / run.steps for run in one.timed]
     plain_steps = [run.seconds / run.steps for run in baseline.timed]
     responses, plain = ([result.tokens for result in each.whole.results] for each in (one, baseline))

@@ -60,7 +60,8 @@ def step_beside_dense(
     The dense pass looks at all positions: a suffix window, and a response's window without its boundary, are the step's alone.
     """
     cached = block_logits(denoiser, span, params, state)
-    options, all_positions = state.options, jnp.full_like(state.step, FAR)
+    options = state.options
+    all_positions = jnp.full_like(state.step, FAR)
     options = replace(options, mode=jnp.full_like(state.step, MODES.index("dense")), suffix_window=all_positions)
     dense = block_logits(replace(denoiser, dense=True), "whole", params, replace(state, options=options))
     difference = beside(dense.logits, cached.logits, cached.masked, denoiser.config.mask_token_id)
@@ -102,7 +103,9 @@ def compare_with_dense(model: DiffusionModel, prompts: Sequence[Sequence[int]], 
             break
         batch = prompts[first : first + batch_size]
         session = model.start(batch, request)
-        denoiser, state, step = model.programs.denoiser(session.shape), session.state, 0
+        denoiser = model.programs.denoiser(session.shape)
+        state = session.state
+        step = 0
         while not np.asarray(state.done)[: len(batch)].all():
             asked = int(asked_span(denoiser, state))
             span = next(span for span in denoiser.spans if SPANS.index(span) >= asked)

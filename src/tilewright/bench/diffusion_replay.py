@@ -22,7 +22,9 @@ def steps_of(model: DiffusionModel, prompt: Sequence[int], request: Denoising) -
     proportion to what they take one by one."""
     whole = min(denoise(model, [prompt], request, 1, lambda _: None).seconds for _ in range(TIMED))
     session = model.start([prompt], request)
-    mask, before, found = model.config.mask_token_id, session.tokens()[0], []
+    mask = model.config.mask_token_id
+    before = session.tokens()[0]
+    found = []
     while not session.finished:
         began = time.perf_counter()
         (report,) = session.advance(1)
@@ -33,7 +35,8 @@ def steps_of(model: DiffusionModel, prompt: Sequence[int], request: Denoising) -
         before = after
     places = [place for place, token in enumerate(before) if token != mask]
     texts = dict(zip(places, token_texts(model, [before[place] for place in places], prompt), strict=True))
-    share, size = whole / sum(took for took, _, _ in found), len(prompt) + request.new_tokens
+    share = whole / sum(took for took, _, _ in found)
+    size = len(prompt) + request.new_tokens
     return [
         DenoisingStep(
             seconds=took * share,
@@ -64,7 +67,8 @@ def denoising_replay(
         both = [steps_of(model, prompt, each) for each in (plain(request), request)]
         passages.append(DenoisingPassage(title, model.tokenizer.decode(list(prompt)), both[0], both[1]))
         on_passage()
-    first, usual = requests[0], vars(Denoising())
+    first = requests[0]
+    usual = vars(Denoising())
     settings = {
         field: value
         for field, value in vars(first).items()

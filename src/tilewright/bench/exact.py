@@ -177,14 +177,16 @@ class Plain:
 
     def difference(self, answer: PathAnswer) -> TokenDifference | None:
         """Place where an answer parts from the plain one; None if it does not."""
-        asked, want = answer.asked, self.answer(answer.asked)
+        asked = answer.asked
+        want = self.answer(answer.asked)
         at = first_difference(answer.tokens, want)
         if at is None:
             return None
         token, plain = (each[at] if at < len(each) else None for each in (answer.tokens, want))
         key = asked.prompt, asked.sampling, at, token
         if key not in self.margins:
-            logits, lead = next_logits(self.lm, [*asked.prompt, *want[:at]]), None
+            logits = next_logits(self.lm, [*asked.prompt, *want[:at]])
+            lead = None
             if plain is not None and token is not None:
                 lead = score_lead(draw_scores(logits, asked.sampling, asked.prompt, want[:at]), plain, token)
             self.margins[key] = top_margin(logits), lead

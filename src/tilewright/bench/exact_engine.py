@@ -53,7 +53,8 @@ class Arrivals:
 
 
 ARRIVALS = {
-    each.name: each for each in (
+    each.name: each
+    for each in (
         Arrivals("as given"),
         Arrivals("reversed", "reversed"),
         Arrivals("shuffled", "shuffled"),
@@ -64,7 +65,7 @@ ARRIVALS = {
         Arrivals("log-probabilities", logprobs=True),
         Arrivals("everything", "shuffled", every=6, again=True, strangers=True, logprobs=True, scarce=True),
     )
-}  # fmt: skip
+}
 """By name; "everything" is all of them at once."""
 
 
@@ -120,7 +121,8 @@ class Client:
         return not self.running or (len(self.running) < together and self.since >= self.arrivals.every)
 
     def ask(self, place: int) -> None:
-        asked, self.since = self.asked[place], 0
+        asked = self.asked[place]
+        self.since = 0
         if self.arrivals.strangers:
             sampling = replace(asked.sampling, ignore_eos=True, stop=())
             self.strangers[-1 - place] = self.submit(-1 - place, GenerateRequest(asked.prompt[::-1], sampling))
@@ -155,7 +157,10 @@ class EnginePath:
     """
 
     def __init__(self, engine: Engine, plain: Plain, arrivals: Arrivals, seed: int):
-        self.engine, self.plain, self.arrivals, self.seed = engine, plain, arrivals, seed
+        self.engine = engine
+        self.plain = plain
+        self.arrivals = arrivals
+        self.seed = seed
 
     def __call__(self, asked: Sequence[ExactRequest]) -> PathResult:
         in_order = [asked[n] for n in self.order(len(asked))]
@@ -163,7 +168,9 @@ class EnginePath:
             in_order += [each for one in in_order[::2] for each in made_of(self.plain, one)]
         for each in in_order:
             self.plain.answer(each)  # whatever that compiles is not the engine's doing
-        before, answers, problem = self.engine.stats(), [], ""
+        before = self.engine.stats()
+        answers = []
+        problem = ""
         for share in SCARCE if self.arrivals.scarce else (1.0,):
             client = Client(self.engine, in_order, self.arrivals)
             self.engine.pages.forget()  # nothing that was computed before is found
@@ -190,7 +197,9 @@ class EnginePath:
 
         The engine has nothing to do when this begins and ends, so that its accounts stand still.
         """
-        pages, scheduler, drafter = self.engine.pages, self.engine.scheduler, self.engine.model.drafter
+        pages = self.engine.pages
+        scheduler = self.engine.scheduler
+        drafter = self.engine.model.drafter
         widest = 1 if drafter is None else drafter.block_size
         needs = sorted(scheduler.pages_for(each.end + widest) for each in asked)
         left = max(needs[-1], int(share * sum(needs[-len(scheduler.slots) :])))

@@ -92,7 +92,9 @@ class AlonePath:
     """
 
     def __init__(self, lm: LanguageModel, batch: int, seed: int):
-        self.lm, self.batch, self.rng = lm, batch, np.random.default_rng(seed % 2**64)
+        self.lm = lm
+        self.batch = batch
+        self.rng = np.random.default_rng(seed % 2**64)
 
     def __call__(self, asked: Sequence[ExactRequest]) -> PathResult:
         groups = [asked[i : i + self.batch] for i in range(0, len(asked), self.batch)]
@@ -143,8 +145,10 @@ class Verification:
 
     def __init__(
         self, lm: LanguageModel, drafters: Mapping[str, Loaded], prompts: Sequence[Sequence[int]], effort: Effort, seed: int
-    ):  # fmt: skip
-        self.prompts, self.effort, self.seed = prompts, effort, seed
+    ):
+        self.prompts = prompts
+        self.effort = effort
+        self.seed = seed
         self.drafters: dict[str, Loaded] = {BASELINE: (None, None), **drafters}
         if drafters:
             self.drafters[TEAM] = team_of(lm, drafters.values())
@@ -205,9 +209,13 @@ class Verification:
                 engine.stop()
 
     def run(
-        self, drafter: str, name: str, kinds: Sequence[str], path: Callable[[Sequence[ExactRequest]], PathResult],
+        self,
+        drafter: str,
+        name: str,
+        kinds: Sequence[str],
+        path: Callable[[Sequence[ExactRequest]], PathResult],
         on_path: Callable[[str], None],
-    ) -> Iterator[ExactFinding]:  # fmt: skip
+    ) -> Iterator[ExactFinding]:
         for kind in kinds:
             on_path(f"{drafter}: {name}, {kind}")
             asked = self.asked(kind)

@@ -44,7 +44,8 @@ def next_logits(lm: LanguageModel, text: Sequence[int]) -> np.ndarray:
 def plain_tokens(lm: LanguageModel, prompt: Sequence[int], sampling: Sampling) -> list[int]:
     """The tokens that a request generates, the one that ended it included; one that draws has a seed."""
     generated: list[int] = []
-    decoded, text = StreamDecoder(lm.tokenizer, prompt=prompt), ""
+    decoded = StreamDecoder(lm.tokenizer, prompt=prompt)
+    text = ""
     while len(generated) < sampling.max_new_tokens:
         logits = next_logits(lm, [*prompt, *generated])
         generated.append(int(np.argmax(draw_scores(logits, sampling, prompt, generated))))
@@ -70,8 +71,10 @@ def penalised(
     scores: Float[np.ndarray, " V"], sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
 ) -> Float[np.ndarray, " V"]:
     """Logits after the penalty for repetition, of all tokens before, and for presence and frequency, of generated ones."""
-    scores, before = scores.copy(), np.unique([*prompt, *generated])
-    own, penalty = scores[before], sampling.repetition_penalty
+    scores = scores.copy()
+    before = np.unique([*prompt, *generated])
+    own = scores[before]
+    penalty = sampling.repetition_penalty
     scores[before] = np.where(own > 0, own / penalty, own * penalty)
     tokens, times = np.unique(np.asarray(generated, np.int64), return_counts=True)
     scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
@@ -83,7 +86,8 @@ def filtered(scores: Float[np.ndarray, " V"], sampling: Sampling) -> Float[np.nd
     if sampling.top_k:
         scores = np.where(scores >= np.sort(scores)[-min(sampling.top_k, len(scores))], scores, -np.inf)
     p = np.exp(scores - np.max(scores))
-    p, least = p / np.sum(p), sampling.min_p * np.max(p) / np.sum(p)
+    least = sampling.min_p * np.max(p) / np.sum(p)
+    p = p / np.sum(p)
     if sampling.top_p < 1:
         down = np.sort(p)[::-1]
         least = max(least, down[min(np.searchsorted(np.cumsum(down), sampling.top_p), len(p) - 1)])

@@ -177,10 +177,12 @@ def peers(graph: BenchGraph, gathered: bool) -> dict[str, Any]:
     """Inputs of the other sides: `segments`, and `gathered` if that is asked for."""
     order = np.argsort(graph.edge_index[1], kind="stable")
     sources, destinations = graph.edge_index[:, order].astype(np.int32)
-    degrees, loops = graph.degrees, missing_loops(from_edge_index(graph.edge_index, graph.num_nodes))
+    degrees = graph.degrees
+    loops = missing_loops(from_edge_index(graph.edge_index, graph.num_nodes))
     root = (degrees + loops) ** -0.5
     factors = root[sources] * root[destinations]
-    own, counts = jnp.asarray(loops * root * root, jnp.float32), jnp.asarray(degrees, jnp.float32)
+    own = jnp.asarray(loops * root * root, jnp.float32)
+    counts = jnp.asarray(degrees, jnp.float32)
     edges = jnp.asarray(sources), jnp.asarray(factors, jnp.float32)
     inputs: dict[str, Any] = {"segments": Segments(*edges, own, counts, graph.num_nodes, jnp.asarray(destinations))}
     if gathered:
@@ -285,7 +287,8 @@ def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, h
         here: it will run on this machine, so that a model's matrices are prepared for that.
     """
     inputs: dict[str, Any] = {"x": x, **arrays.peers, **arrays.tables}
-    config, ops = model_config(name, x.shape[1]), select.operations() if here else select.PLAIN
+    config = model_config(name, x.shape[1])
+    ops = select.operations() if here else select.PLAIN
     if config is not None:
         params, inputs["state"] = gnn.init(config, jax.random.key(1), dtype)
         inputs["params"] = ops.prepare(gnn.declare(config), params)
@@ -297,7 +300,8 @@ def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, h
 
     def side(graph: str) -> Function:
         def run(given: Mapping[str, Any]) -> Array:
-            neighbours, x = given[graph], given["x"]
+            neighbours = given[graph]
+            x = given["x"]
             if isinstance(neighbours, NeighborTable):
                 return neighbours.unpermute(reduced(given, neighbours, neighbours.permute(x)))
             return reduced(given, neighbours, x)
@@ -351,9 +355,14 @@ def dma_counts(table: NeighborTable, x: Float[Array, "N F"], mean: bool, times: 
 
 
 DMA_FIELDS = (
-    "tpu_dma_descriptors", "tpu_gathered_bytes", "tpu_read_bytes", "tpu_written_bytes",
-    "nki_dma_descriptors", "nki_read_bytes", "nki_written_bytes",
-)  # fmt: skip
+    "tpu_dma_descriptors",
+    "tpu_gathered_bytes",
+    "tpu_read_bytes",
+    "tpu_written_bytes",
+    "nki_dma_descriptors",
+    "nki_read_bytes",
+    "nki_written_bytes",
+)
 """Fields of a record about transfers of kernels, besides the figures of a comparison."""
 
 

@@ -76,7 +76,8 @@ class ClientConnection:
     """An open connection; `idle_since` is when its last response ended."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
         self.idle_since = 0.0
 
     @property
@@ -100,7 +101,9 @@ class Response:
     """
 
     def __init__(self, reader: asyncio.StreamReader, status: int, headers: Mapping[str, str], reusable: bool):
-        self.reader, self.status, self.headers = reader, status, headers
+        self.reader = reader
+        self.status = status
+        self.headers = headers
         self.chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         self.left = 0 if self.chunked else body_length(headers)
         self.begun = False
@@ -175,7 +178,8 @@ class Connections:
     """
 
     def __init__(self, address: Address, headers: Mapping[str, str]):
-        self.address, self.headers = address, dict(headers)
+        self.address = address
+        self.headers = dict(headers)
         self.context = ssl.create_default_context() if address.secure else None
         self.idle: list[ClientConnection] = []
 

@@ -147,7 +147,8 @@ def cpu_side(dtype: Format, case: LinearCase, matrices: Sequence[np.ndarray], we
 def load_sides(case: LinearCase, dtypes: Sequence[Format], weights_mb: float, peers: Sequence[Load]) -> list[Side]:
     """Every side of a layer: the CPU kernels in each format if they can be used here, XLA in its two, and the peers."""
     rng = np.random.default_rng(0)
-    count, size = 2 if case.gated else 1, (case.inputs, case.outputs)
+    count = 2 if case.gated else 1
+    size = (case.inputs, case.outputs)
     matrices = [rng.standard_normal(size, np.float32) / np.float32(math.sqrt(case.inputs)) for _ in range(count)]
     own = [partial(cpu_side, dtype) for dtype in dtypes] if native.kernels().isa else []
     loads = [*own, *(partial(xla_side, dtype) for dtype in XLA_DTYPES), *peers]
@@ -209,9 +210,12 @@ def figures(
     by_name = {side.name: side for side in sides}
     side = by_name.get(f"cpu_{dtype}") or by_name[f"xla_{dtype}"]
     middle = medians(times)
-    seconds, one_row = middle[side.name, rows], middle.get((side.name, 1))
+    seconds = middle[side.name, rows]
+    one_row = middle.get((side.name, 1))
     rate = side.weight_bytes / seconds / 1e9
-    copy, read, dot = middle["copy", 0], middle["read", 0], middle.get(("dot", 0))
+    copy = middle["copy", 0]
+    read = middle["read", 0]
+    dot = middle.get(("dot", 0))
     operations = 2 * rows * case.parameters / seconds / 1e9
     in_dots = dot if side.name.startswith("cpu_") and dtype not in XLA_DTYPES else None
     others = {other.name: middle[other.name, rows] for other in sides if not other.name.startswith("cpu_")}

@@ -14,7 +14,9 @@ import jax
 from tilewright.kernels.operations import Operations
 from tilewright.parallel.ordering import left_to_compiler
 
-OWN, COMPILER, PROGRAM_ORDER = "own", "compiler", "program_order"
+OWN = "own"
+COMPILER = "compiler"
+PROGRAM_ORDER = "program_order"
 ORDERINGS = (OWN, COMPILER, PROGRAM_ORDER)
 """A schedule with its own ties, without any, and without any under JAX's program order."""
 

@@ -279,11 +279,13 @@ def program(
     config: DecoderConfig, mesh: Mesh, ops: Operations, phase: Phase, schedule: Schedule, ordering: str = OWN
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that is compiled, and its abstract arguments: layers, caches, the residual stream, where each row begins."""
-    ops, layers = own_experts(ops), config.num_layers
+    ops = own_experts(ops)
+    layers = config.num_layers
     ops = in_units(ops) if ordering == PROGRAM_ORDER else ops
     specs = decoder.declare(config)
     held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, GROUPED)).layers
-    whole, by_heads = PartitionSpec(), PartitionSpec(None, GROUPED_AXES[0])
+    whole = PartitionSpec()
+    by_heads = PartitionSpec(None, GROUPED_AXES[0])
 
     def run(held: Any, caches: Any, stream: Array, start: Array) -> tuple[Array, Any]:
         positions = start[:, None] + jnp.arange(phase.new)[None]
@@ -316,7 +318,8 @@ def compile_layers(setup: OverlapSetup, phase: Phase, name: str, layers: int) ->
     base, ordering = read_name(name)
     schedule = WithoutCommunication(GROUPED_AXES) if name == BOUND else schedule_of(base, GROUPED_AXES, None, setup.fabric)
     try:
-        config, ops = replace(setup.config, num_layers=layers), operations("tpu", kernels=setup.kernels)
+        config = replace(setup.config, num_layers=layers)
+        ops = operations("tpu", kernels=setup.kernels)
         function, arguments = program(config, setup.mesh, ops, phase, schedule, ordering)
         kind = setup.spec.name if setup.compiler_options else None
         return compile_hiding(kind, lambda options: compile_for(setup.chip, function, *arguments, donate=1, options=options))
@@ -374,9 +377,14 @@ def sweeps(runs: Sequence[OverlapRun], draws: int = EVENT_DRAWS) -> dict[str, Sw
         share = max(run.roofline_share for run in same.values())
         timelines = {name: run.timeline for name, run in same.items()}
         found[f"{setup.chip} {phase.name}"] = swept_timelines(
-            timelines, setup.fabric, lambda name, timeline, same=same: same[name].total_ms(timeline),
-            setup.calibration, share, draws, "ms a layer",
-        )  # fmt: skip
+            timelines,
+            setup.fabric,
+            lambda name, timeline, same=same: same[name].total_ms(timeline),
+            setup.calibration,
+            share,
+            draws,
+            "ms a layer",
+        )
     return found
 
 
@@ -392,8 +400,11 @@ def records(runs: Sequence[OverlapRun]) -> list[dict[str, Any]]:
 def record(run: OverlapRun, runs: Sequence[OverlapRun]) -> dict[str, Any]:
     """The figures of one program, set against `SYNC`'s, if that is there, and the bound's."""
     same = {other.schedule: other for other in runs if (other.setup, other.phase) == (run.setup, run.phase)}
-    own, bound, sync = run.layer, same[BOUND].layer, same[SYNC].layer if SYNC in same else None
-    setup, stream_bytes = run.setup, 2.0 * run.phase.batch * run.phase.new * run.setup.config.hidden_size
+    own = run.layer
+    bound = same[BOUND].layer
+    sync = same[SYNC].layer if SYNC in same else None
+    setup = run.setup
+    stream_bytes = 2.0 * run.phase.batch * run.phase.new * run.setup.config.hidden_size
     # The least time for two sums of the residual stream over all devices, if every chip used all its links.
     least = 2 * least_seconds(setup.spec, setup.fabric.torus, "all-reduce", stream_bytes)
     return {

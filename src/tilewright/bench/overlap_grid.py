@@ -56,13 +56,15 @@ class GridCase:
 
 def head_s(setup: OverlapSetup, rows: int) -> float:
     """The head over the last position of each row, on the device's part of the vocabulary: no less than the roofline."""
-    hidden, vocabulary = setup.config.hidden_size, setup.config.vocab_size / setup.devices
+    hidden = setup.config.hidden_size
+    vocabulary = setup.config.vocab_size / setup.devices
     return setup.spec.roofline_seconds(2 * hidden * vocabulary, 2 * rows * hidden * vocabulary)
 
 
 def device_gb(setup: OverlapSetup, case: GridCase) -> float:
     """Memory of a device that weights and caches in bfloat16 take, in 1e9 bytes; activations are not counted."""
-    config, devices = setup.config, setup.devices
+    config = setup.config
+    devices = setup.devices
     kv, group = grouping(devices, **divided_sizes(config))
     layers = decoder.declare(config).layers
     held = shard_entries(layers, shardings(layers, AbstractMesh((kv, group), GROUPED_AXES), GROUPED))
@@ -87,7 +89,8 @@ def predictions(
     Raises:
         ValueError: a schedule cannot divide a batch.
     """
-    found, drawn = [], {}
+    found = []
+    drawn = {}
     for setup, case in product(setups, cases):
         prefills, decodes = (runs_of(setup, phase, schedules, on_run) for phase in case.phases)
         place = f"{setup.chip}, batch {case.batch}, {case.input_tokens:,} tokens in"
@@ -102,7 +105,8 @@ def predictions(
 
 def model_sweep(setup: OverlapSetup, case: GridCase, runs: Sequence[OverlapRun], draws: int, unit: str) -> Sweep:
     """Ranges of a phase under all schedules: the reported layer times the layers; the head is as it is."""
-    same, head_ms = {run.schedule: run for run in runs}, 1e3 * head_s(setup, case.batch)
+    same = {run.schedule: run for run in runs}
+    head_ms = 1e3 * head_s(setup, case.batch)
     share = max(run.roofline_share for run in runs)
 
     def milliseconds(name: str, timeline: Timeline) -> float:
@@ -114,8 +118,10 @@ def model_sweep(setup: OverlapSetup, case: GridCase, runs: Sequence[OverlapRun],
 
 def prediction(case: GridCase, prefill: OverlapRun, decode: OverlapRun) -> dict[str, Any]:
     """The record of one case from its two programs."""
-    setup, both = prefill.setup, {"prefill": prefill, "decode": decode}
-    layers, head = setup.config.num_layers, head_s(setup, case.batch)
+    setup = prefill.setup
+    both = {"prefill": prefill, "decode": decode}
+    layers = setup.config.num_layers
+    head = head_s(setup, case.batch)
     first, step = (layers * run.layer.total_s + head for run in both.values())
     needs = device_gb(setup, case)
     return {

@@ -28,9 +28,18 @@ from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.sampling import Sampling
 
 CONFIG = DecoderConfig(
-    family="llama", vocab_size=512, hidden_size=256, intermediate_size=896, num_layers=4, num_heads=16, num_kv_heads=8,
-    head_dim=16, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=8192,
-)  # fmt: skip
+    family="llama",
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=896,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    max_position_embeddings=8192,
+)
 """Llama 3 8B with a sixteenth of its width: 3.5 columns of the MLP for each hidden one, and key/value heads for 8 devices."""
 
 
@@ -76,7 +85,8 @@ def timed(lm: LanguageModel, case: GridCase) -> tuple[float, float, list[list[in
 
 def prefills(lm: LanguageModel, case: GridCase) -> Counter[ProgramKey]:
     """The programs that a case's prompts run through, and how often."""
-    engine, counted = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True)).engine, Counter[ProgramKey]()
+    engine = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True)).engine
+    counted = Counter[ProgramKey]()
     engine.admit()
     while chunks := engine.scheduler.next_chunks():
         counted[engine.runner.prefill_key(chunks)] += 1

@@ -115,7 +115,8 @@ def cases(
 
 def arguments(case: MicroCase, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
     """The function over the mesh, and its abstract arguments. Every device gives and keeps its own part."""
-    run, hidden = programs(COLLECTIVES[case.collective])[case.program], case.hidden
+    run = programs(COLLECTIVES[case.collective])[case.program]
+    hidden = case.hidden
     shapes = ((case.product_rows * mesh.size, hidden), (hidden, hidden), *[(case.rows * mesh.size, hidden)] * 2)
     function = jax.shard_map(run, mesh=mesh, in_specs=SPECS, out_specs=EACH, check_vma=False)
     given = [
@@ -127,7 +128,8 @@ def arguments(case: MicroCase, mesh: Mesh) -> tuple[Callable[..., Any], tuple[ja
 
 def compiled(chip: str, case: MicroCase, hop_us: float = HOP_US) -> dict[str, Any]:
     """Record of a case that is compiled for an absent TPU."""
-    spec, mesh = chip_of(chip), make_mesh({AXIS: None}, tpu_topology(chip).devices)
+    spec = chip_of(chip)
+    mesh = make_mesh({AXIS: None}, tpu_topology(chip).devices)
     function, given = arguments(case, mesh)
     graph = read_schedule(compile_for(chip, function, *given).hlo, spec)
     whole = simulate(graph, slice_of_mesh(mesh, hop_us)).whole()

@@ -45,27 +45,35 @@ from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.train.annotated import annotated_gradient
 from tilewright.train.sharded import ShardedSetup, jitted_step, sharded_gradient, state_shardings, training_mesh
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 PASSES = (FORWARD, BACKWARD)
-PLAIN_STEP, UNTHREADED, ANNOTATED = "no tokens or rings", "no tokens", "auto-sharded (GSPMD)"
+PLAIN_STEP = "no tokens or rings"
+UNTHREADED = "no tokens"
+ANNOTATED = "auto-sharded (GSPMD)"
 """Names of the programs that ours are compared with; the first one is what shares are of."""
 
 LEAST_LAYERS = 4
 """Least number of layers to compile: of four, the inner two do the same under shifts of one. Every more needs two more."""
 
 ASYNC = {
-    "xla_tpu_enable_data_parallel_all_reduce_opt": True, "xla_tpu_data_parallel_opt_different_sized_ops": True,
-    "xla_tpu_enable_async_collective_fusion": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": True, "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+    "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
     "xla_enable_async_all_gather": True,
-}  # fmt: skip
+}
 FLAGS: dict[str, dict[str, bool]] = {
     "v5e": ASYNC,
     "v5p": {
-        **ASYNC, "xla_tpu_megacore_fusion_allow_ags": False, "xla_enable_async_collective_permute": True,
+        **ASYNC,
+        "xla_tpu_megacore_fusion_allow_ags": False,
+        "xla_enable_async_collective_permute": True,
         "xla_tpu_enable_ag_backward_pipelining": True,
     },
-}  # fmt: skip
+}
 """That MaxText's scripts set for a kind of TPU: MaxText/configs/v5e/llama3/llama3_8b.sh at 74fcbe7b and v5p/llama2_7b.sh at
 dcbbec7d, github.com/AI-Hypercomputer/maxtext. Other kinds get v5e's."""
 
@@ -208,7 +216,8 @@ def placed(graph: ScheduleGraph) -> ScheduleGraph:
     nodes: list[Node] = []
     last: int | None = None
     for node in graph.nodes:
-        place, own = place_of(node.op_name), None
+        place = place_of(node.op_name)
+        own = None
         if place is not None:
             own = number_of(*place[:2])
         elif not node.op_name and (node.role == "run" or node.engine == "hbm"):
@@ -230,19 +239,22 @@ def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> Tr
     Raises:
         ValueError: what does not fit; see `TrainingCase.setup`.
     """
-    setup, began = case.setup(plan), time.perf_counter()
+    setup = case.setup(plan)
+    began = time.perf_counter()
     peer = name == ANNOTATED
     step = jitted_step(setup, optimizer(), annotated_gradient(setup) if peer else sharded_gradient(setup))
     params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(optimizer().init, params), state_shardings(setup, optimizer()),
-    )  # fmt: skip
+        jax.eval_shape(optimizer().init, params),
+        state_shardings(setup, optimizer()),
+    )
     shape = (case.batch, case.length + 1)
     batch = [jax.ShapeDtypeStruct(shape, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
     kind = case.chip.partition(":")[0]
     found = compile_for(case.chip, step, params, state, *batch, options=FLAGS.get(kind, ASYNC) if peer else None)
-    compile_s, graph = time.perf_counter() - began, placed(read_schedule(found.hlo, case.spec))
+    compile_s = time.perf_counter() - began
+    graph = placed(read_schedule(found.hlo, case.spec))
     return TrainingProgram(case, name, plan, found, simulate(graph, case.fabric), compile_s)
 
 
@@ -282,8 +294,10 @@ def records(programs: Sequence[TrainingProgram]) -> list[dict[str, Any]]:
 
 def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[str, Any]:
     """The figures of one program, set against the plain one, if that is there."""
-    case, timeline = program.case, program.timeline
-    layer, whole = both(program), timeline.whole()
+    case = program.case
+    timeline = program.timeline
+    layer = both(program)
+    whole = timeline.whole()
     plain = next((both(other) for other in same if other.name == PLAIN_STEP), None)
     others = case.config.num_layers - case.layers
     total = whole.total_s + others * layer.total_s
@@ -343,9 +357,7 @@ def sweeps(programs: Sequence[TrainingProgram], draws: int = EVENT_DRAWS) -> dic
             return 1e3 * sum(sums[number].total_s for number in own)
 
         timelines = {name: program.timeline for name, program in same.items()}
-        found[chip] = swept_timelines(
-            timelines, case.fabric, milliseconds, case.calibration, share, draws, "ms a layer"
-        )  # fmt: skip
+        found[chip] = swept_timelines(timelines, case.fabric, milliseconds, case.calibration, share, draws, "ms a layer")
     return found
 
 
@@ -385,7 +397,8 @@ def travels(program: TrainingProgram, part: str) -> list[dict[str, Any]]:
     Times are milliseconds from the layer's first product in the pass, so that what comes before it is below zero; `beside_ms`
     has the compute while they are under way, by pass, layer and half.
     """
-    timeline, number = program.timeline, number_of(part, program.middle)
+    timeline = program.timeline
+    number = number_of(part, program.middle)
     groups: dict[tuple[str, str], list[TimelineSpan]] = {}
     for span in timeline.transfers:
         node = timeline.graph.nodes[span.node]
@@ -396,14 +409,23 @@ def travels(program: TrainingProgram, part: str) -> list[dict[str, Any]]:
     for (name, kind), spans in groups.items():
         of = {span.node for span in spans}
         waits = sum(span.seconds for span in timeline.core if span.track == "exposed" and span.node in of)
-        first, last = min(span.begin_s for span in spans), max(span.end_s for span in spans)
+        first = min(span.begin_s for span in spans)
+        last = max(span.end_s for span in spans)
         asynchronous = sum(timeline.graph.nodes[span.node].role == "start" for span in spans)
-        found.append({
-            "pass": part, "name": name, "kind": kind, "transfers": len(spans), "asynchronous": asynchronous,
-            "begin_ms": 1e3 * (first - begin), "end_ms": 1e3 * (last - begin),
-            "alone_ms": 1e3 * sum(span.alone_s for span in spans), "exposed_ms": 1e3 * waits,
-            "beside_ms": compute_beside(timeline, [(span.begin_s, span.end_s) for span in spans]),
-        })  # fmt: skip
+        found.append(
+            {
+                "pass": part,
+                "name": name,
+                "kind": kind,
+                "transfers": len(spans),
+                "asynchronous": asynchronous,
+                "begin_ms": 1e3 * (first - begin),
+                "end_ms": 1e3 * (last - begin),
+                "alone_ms": 1e3 * sum(span.alone_s for span in spans),
+                "exposed_ms": 1e3 * waits,
+                "beside_ms": compute_beside(timeline, [(span.begin_s, span.end_s) for span in spans]),
+            }
+        )
     return found
 
 

@@ -93,7 +93,8 @@ def proposals(stream: Stream, lm: LanguageModel, choices: Iterable[Choice | None
         if stream.finished:
             break
         proposal = stream.apply(partial(propose, drafter.turn(choice), lm.model.target))
-        drafts, count = np.asarray(proposal.block)[0, 1:], int(np.asarray(proposal.drafts)[0])
+        drafts = np.asarray(proposal.block)[0, 1:]
+        count = int(np.asarray(proposal.drafts)[0])
         stream.advance(1, choice)
         yield drafts[:count]
 
@@ -107,16 +108,20 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
     tokens = lm.encode(prompt)
     timed = [[lm.generate([tokens], sampling, speculative=way) for way in (False, True)] for _ in range(TIMED)]
     plain, drafted = (min(runs, key=lambda run: run.decode_seconds) for runs in zip(*timed, strict=True))
-    stream, choices = lm.start([tokens], sampling), drafted[0].choices
+    stream = lm.start([tokens], sampling)
+    choices = drafted[0].choices
     drafts = list(proposals(stream, lm, choices or repeat(None)))
     result = stream.results()[0]
     assert result.tokens == drafted[0].tokens, "the same prompt gives the same tokens"
-    emitted, at, rounds = described(lm, tokens, result), 0, []
+    emitted = described(lm, tokens, result)
+    at = 0
+    rounds = []
     seconds = round_seconds(stream, drafted)
     for n, (proposed, added, accepted) in enumerate(zip(drafts, result.acceptance_lengths, result.accepted, strict=True)):
         texts = token_texts(lm, proposed.tolist(), [*tokens, *result.tokens[:at]])
         shown = [ReplayToken(int(token), text) for token, text in zip(proposed, texts, strict=True)]
-        own, choice = emitted[at : at + added], result.choices[n] if result.choices else None
+        own = emitted[at : at + added]
+        choice = result.choices[n] if result.choices else None
         about = {} if choice is None else {"drafter": choice.drafter, "width": choice.width}
         rounds.append(ReplayRound(seconds[n], shown, accepted, own, **about))
         at += added
@@ -128,7 +133,8 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
 
 def round_seconds(stream: Stream, timed: Generation) -> list[float]:
     """The time of each round of a single text."""
-    chooser, result = stream.engine.chooser, timed[0]
+    chooser = stream.engine.chooser
+    result = timed[0]
     if not isinstance(chooser, Pacer):
         return [timed.decode_seconds / timed.rounds] * timed.rounds
     policy = chooser.policy(1)
@@ -153,14 +159,16 @@ def replay(
         prompts: title and prompt of each passage.
         sampling: one for all, or one each that differ in their seeds.
     """
-    passages, each = [], lm.each_sampling(prompts, sampling)
+    passages = []
+    each = lm.each_sampling(prompts, sampling)
     for (title, prompt), own in zip(prompts, each, strict=True):
         passages.append(passage(lm, title, prompt, own))
         on_passage()
     assert lm.drafter is not None
     if isinstance(lm.drafter, Team):
         names = names[0], " or ".join(member.name for member in lm.drafter.members) + " as chosen round by round"
-    told, usual = ("temperature", "seed"), vars(Sampling())
+    told = ("temperature", "seed")
+    usual = vars(Sampling())
     settings = {name: value for name, value in vars(each[0]).items() if name in told or value != usual[name]}
     if len({own.seed for own in each}) > 1:
         settings["seed"] = [own.seed for own in each]

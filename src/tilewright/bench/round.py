@@ -84,7 +84,8 @@ class RoundSetup:
 
     def state(self) -> DecodeState:
         """The state before the round, its caches empty. Abstract inside `jax.eval_shape`."""
-        rows, dtype = jnp.zeros(1, jnp.int32), DTYPES[self.dtype]
+        rows = jnp.zeros(1, jnp.int32)
+        dtype = DTYPES[self.dtype]
         target, drafter = (
             cache.allocate(one.num_layers, 1, one.num_kv_heads, self.capacity, one.head_dim, dtype)
             for one in (self.target, self.drafter)
@@ -118,7 +119,9 @@ class RoundPart:
 
 def programs(setup: RoundSetup) -> dict[str, RoundPart]:
     """The parts of a round, in the order of `PARTS`, and `step`, one of plain decoding."""
-    target, drafting, size = Target(setup.target, setup.ops), setup.drafting, setup.block_size
+    target = Target(setup.target, setup.ops)
+    drafting = setup.drafting
+    size = setup.block_size
     taps = (setup.hidden(size),) * len(setup.drafter.target_layer_ids)
 
     def draft(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
@@ -153,7 +156,8 @@ def programs(setup: RoundSetup) -> dict[str, RoundPart]:
         return again(state, after), info
 
     block = jax.ShapeDtypeStruct((1, size), jnp.int32)
-    drafts, verified = (setup.hidden(size - 1),), (setup.hidden(size),)
+    drafts = (setup.hidden(size - 1),)
+    verified = (setup.hidden(size),)
     drafting_parts = RoundPart(draft), RoundPart(draft_head, drafts), RoundPart(draft_top_k, drafts)
     parts = (
         *drafting_parts,
@@ -235,7 +239,8 @@ def measure(
             timers[place, name] = timer(models, setup, wanted[name])
             on_run()
     taken = alternate(timers, repetitions, on_run)
-    rate, weights = spread(taken[0, "memory"]).median, step_bytes(models.target)
+    rate = spread(taken[0, "memory"]).median
+    weights = step_bytes(models.target)
     step = times(taken[0, "step"], "step")
     shared = {**step, "weight_gb": weights / 1e9, "bandwidth_gb_per_s": rate}
     shared["step_share_of_bandwidth"] = weights / 1e6 / step["step_ms"] / rate

@@ -45,7 +45,8 @@ def over_layers(compile_with: Callable[[int], CompilerEstimate], layers: int) ->
 
 def head_estimates(topology: str, setup: RoundSetup) -> dict[str, CompilerEstimate]:
     """Both heads and the draft's best tokens, and all of them as XLA compiles them; none depends on the context."""
-    target, chip = setup.target, chip_of(topology)
+    target = setup.target
+    chip = chip_of(topology)
     norm_and_head = replace(with_layers(setup, 1).models().target, layers=())
 
     def first(ops: Operations, x: Array, params: Any) -> Array:
@@ -54,7 +55,8 @@ def head_estimates(topology: str, setup: RoundSetup) -> dict[str, CompilerEstima
     def best(ops: Operations, x: Array, params: Any) -> tuple[Array, Array]:
         return ops.head_top_k(x, decoder.output_head(params), setup.top_k)
 
-    block, drafts = setup.hidden(setup.block_size), setup.hidden(setup.block_size - 1)
+    block = setup.hidden(setup.block_size)
+    drafts = setup.hidden(setup.block_size - 1)
     jobs: dict[str, tuple[Callable[..., Any], jax.ShapeDtypeStruct]] = {
         "verify_head": (lambda x, params: decoder.most_likely(target, setup.ops, params, x), block),
         "verify_head_xla": (partial(first, select.PLAIN), block),
@@ -96,7 +98,8 @@ def draft_layers(topology: str, setup: RoundSetup, layers: int) -> CompilerEstim
         attend = dflash.attend_context
         return dflash.run_block(small.drafter, small.ops, drafter, table[block], positions, context, attend, known)
 
-    models, state = small.models(), jax.eval_shape(small.state)
+    models = small.models()
+    state = jax.eval_shape(small.state)
     block = jax.ShapeDtypeStruct((1, setup.block_size), "int32")
     arguments = (models.target.embed, models.drafter, state.draft_cache, state.known, block)
     return estimate(chip_of(topology), compile_for(topology, run, *arguments))
@@ -137,7 +140,8 @@ def compiled_rounds(
     for setup in setups:
         heads = head_estimates(topology, setup)
         drafting = over_layers(partial(draft_layers, topology, setup), setup.drafter.num_layers)
-        draft, verify = whole(drafting, heads["draft_head"], shared), verified(setup, heads["verify_head"])
+        draft = whole(drafting, heads["draft_head"], shared)
+        verify = verified(setup, heads["verify_head"])
         parts = {"draft": draft, "verify": verify, "extend": extend_estimate(topology, setup)}
         records.append(record(setup, parts, {**heads, "step": step}))
         on_part()
@@ -159,15 +163,17 @@ def round_sweep(topology: str, records: Sequence[Mapping[str, Any]], draws: int 
         return {
             f"block {one['block_size']} at context {one['context']}": sum(
                 cycles(one, part, spec, factor) for part in ("draft", "verify", "extend")
-            ) / 1e3
+            )
+            / 1e3
             for one in records
-        }  # fmt: skip
+        }
 
     parts = [(one[f"{part}_kernel_cycles"], one[f"{part}_cycles"]) for one in records for part in ("draft", "verify")]
     share = max(kernels / whole for kernels, whole in parts)
     memory = {name: value for name, value in ranged(chip).items() if name == "hbm_gb_per_s"}
     constants = {**memory, "roofline_time": ROOFLINE_TIME}
-    unit, basis = "kilocycles of a round", Basis(roofline_share=share)
+    unit = "kilocycles of a round"
+    basis = Basis(roofline_share=share)
     return swept(predict, constants, draws, unit=unit, basis=basis, compared=False)
 
 

@@ -22,7 +22,7 @@ REJECTED = ("http_429", "http_503")
 
 def serving_figures(
     outcomes: Sequence[Outcome], percentiles: Sequence[float] = (50, 90, 95, 99), goodput: Mapping[str, float] | None = None
-) -> Row:  # fmt: skip
+) -> Row:
     """All figures of a run, under the field names of `--json`.
 
     Args:

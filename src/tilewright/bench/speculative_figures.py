@@ -82,7 +82,8 @@ def benchmark_rows(runs: Sequence[DecodingRun], price_per_hour: float | None = N
 
 
 def benchmark_row(run: DecodingRun, baseline: DecodingRun | None, price_per_hour: float | None = None) -> Row:
-    rate, parts = spread(run.tokens_per_s), run.part_seconds or {}
+    rate = spread(run.tokens_per_s)
+    parts = run.part_seconds or {}
     return {
         "dataset": run.dataset,
         "batch_size": run.batch_size,
@@ -120,7 +121,8 @@ def against(run: DecodingRun, baseline: DecodingRun | None) -> Row:
     row: Row = dict.fromkeys(AGAINST)
     if baseline is None:
         return row
-    plain, own = spread(baseline.tokens_per_s), spread(run.tokens_per_s)
+    plain = spread(baseline.tokens_per_s)
+    own = spread(run.tokens_per_s)
     row |= {
         "baseline_tokens_per_s": plain.median,
         "baseline_tokens_per_s_range": plain.range,

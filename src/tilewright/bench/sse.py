@@ -49,7 +49,8 @@ class EventReader:
     def line(self, raw: bytes) -> Event | None:
         """The event that a line ends, if it does."""
         if self.first:
-            raw, self.first = raw.removeprefix(b"\xef\xbb\xbf"), False
+            raw = raw.removeprefix(b"\xef\xbb\xbf")
+            self.first = False
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -63,5 +64,6 @@ class EventReader:
                 self.name = value
             return None
         event = Event(self.name or "message", "\n".join(self.data)) if self.data else None
-        self.name, self.data = "", []
+        self.name = ""
+        self.data = []
         return event

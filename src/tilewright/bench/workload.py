@@ -77,7 +77,7 @@ def context_scale(trace: RequestTrace, context: int | None) -> float:
 
 def trace_plan(
     trace: RequestTrace, due: Times, make: MakePrompt, *, scale: float = 1.0, most_new_tokens: int | None = None
-) -> list[Planned]:  # fmt: skip
+) -> list[Planned]:
     """The requests of a trace, one for each time in `due`, each with its own lengths.
 
     Args:

@@ -75,9 +75,11 @@ def report(
     found = native.kernels()
     if found.isa is None:
         console.print(f"without CPU kernels ({found.reason}): these are XLA's figures", style="dim", markup=False)
-    rows, dtypes = tuple(dict.fromkeys(options.rows)), tuple(dict.fromkeys(options.dtype))
+    rows = tuple(dict.fromkeys(options.rows))
+    dtypes = tuple(dict.fromkeys(options.dtype))
     records: list[dict[str, Any]] = []
-    memory, dots = MemoryBuffers(), DotProducts() if DotProducts.possible() else None
+    memory = MemoryBuffers()
+    dots = DotProducts() if DotProducts.possible() else None
     with progress(console, len(cases) * steps(len(rows), len(dtypes), options.repetitions, len(peers))) as step:
         for case in cases:
             step(f"{case.model} {case.layer}", 0)

@@ -21,7 +21,8 @@ from tilewright.metrics.tables import FigureTable, grouped, print_table
 from tilewright.parallel.mesh import make_mesh
 from tilewright.report.overlap import measured_micro_table, size_name, write_micro
 
-TOPOLOGIES, KINDS = ("v5e:4x2", "v5p:2x2x2", "v6e:4x2"), ("v5e",)
+TOPOLOGIES = ("v5e:4x2", "v5p:2x2x2", "v6e:4x2")
+KINDS = ("v5e",)
 
 
 @option_class
@@ -82,8 +83,11 @@ class PlaceOptions:
 
 
 def bench_overlap(
-    *, options: PlaceOptions = PlaceOptions(), grid: GridOptions = GridOptions(), files: PageFiles = PageFiles(),
-) -> None:  # fmt: skip
+    *,
+    options: PlaceOptions = PlaceOptions(),
+    grid: GridOptions = GridOptions(),
+    files: PageFiles = PageFiles(),
+) -> None:
     """Times to the first token and for each further one, by schedule and number of devices, for fixed shapes.
 
     Predicted from compiled programs for TPUs that aren't here, and run on a small model where several devices are. --micro
@@ -100,7 +104,8 @@ def bench_overlap(
 
 def micro(options: PlaceOptions, hop_us: float, files: PageFiles) -> None:
     """Single collectives beside a product."""
-    console, jobs = files.console(), options.jobs(hop_us)
+    console = files.console()
+    jobs = options.jobs(hop_us)
     found: dict[str, list[dict[str, Any]]] = {"compiled": [], "measured": []}
     with progress(console, sum(len(of) for _, of in jobs)) as step:
         for chip, of in jobs:

@@ -60,7 +60,8 @@ class GridOptions(TpuProgramOptions):
         if not chips:
             return []
         slices = [(slice_of(kind, devices), devices) for kind in chips for devices in sorted(self.tensor_parallel)]
-        config, found = model_config(self.model_config), []
+        config = model_config(self.model_config)
+        found = []
         fitted = self.calibrations(topology for topology, _ in slices)
         for topology, devices in slices:
             options = {"compiler_options": self.compiler_options, "calibration": fitted[topology]}
@@ -71,7 +72,9 @@ class GridOptions(TpuProgramOptions):
 
 def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, files: PageFiles) -> None:
     """Predicts, runs, and writes what was asked for."""
-    console, cases, setups = files.console(), grid.cases(), grid.setups(chips)
+    console = files.console()
+    cases = grid.cases()
+    setups = grid.setups(chips)
     if here and jax.device_count() == 1:
         raise ValueError("expected several devices here for --here, found one")
     runs = here if here is not None else jax.device_count() > 1
@@ -120,7 +123,8 @@ def measurements(
     on_run: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """A record for each case on one device, then for each number of devices and schedule, whose tokens are compared with it."""
-    found, wanted = [], []
+    found = []
+    wanted = []
     ways: list[tuple[int, str | None]] = [(1, None), *product(widths, names)]
     for devices, name in ways:
         lm = overlap_here.model(devices, name, compiler_options)

@@ -117,7 +117,8 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
     model = {"model": f"{options.model_config}, {options.draft_config}" if named else BUILT_IN, "dtype": options.dtype}
     about = {**model, "jax_version": jax.__version__}
     if options.chip:
-        data, ranges = [], {}
+        data = []
+        ranges = {}
         for topology in dict.fromkeys(options.chip):
             with progress(console, sum(len(group) + 1 for group in setups), topology) as step:
                 rounds = [one for group in setups for one in compiled_rounds(topology, group, step)]
@@ -128,7 +129,9 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
             data += found
         write_json(json_file, {**about, "measured": False, "data": data, "ranges": ranges})
         return
-    models, kernels, data = load(setups[0][0]), setups[0][0].ops.name, []
+    models = load(setups[0][0])
+    kernels = setups[0][0].ops.name
+    data = []
     with progress(console, sum(runs(len(group), options.repetitions) for group in setups)) as step:
         for group in setups:
             step(f"context {group[0].context}", 0)

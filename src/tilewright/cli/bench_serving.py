@@ -280,7 +280,8 @@ def serving(
     figures = serving_figures(ran.outcomes, outputs.percentiles, outputs.objectives())
     figures["goodput"] = outputs.objectives() or None
     figures["warmup_failed"] = ran.warmup_failed
-    lines, rows = summary(figures, facts), request_rows(ran.outcomes)
+    lines = summary(figures, facts)
+    rows = request_rows(ran.outcomes)
     remarks = notes(figures, facts, sum(outcome.slip_s > LATE_SECONDS for outcome in ran.outcomes))
     detail = {"request_records": rows} if outputs.detailed else {}
     waits = {name: sorted(values) for name, values in latencies(ran.outcomes).items()}
@@ -321,7 +322,7 @@ async def run(options: PeerOptions, workload: Workload) -> ServingRun:
 
 async def shown(
     name: str, connections: Connections, peer: Peer, plan: Sequence[workloads.Planned], concurrency: int | None
-) -> list[Outcome]:  # fmt: skip
+) -> list[Outcome]:
     """`replay` with a bar on standard error, or a line now and then."""
     console = Console(stderr=True)
     tell = now_and_then(console)

@@ -227,7 +227,9 @@ def run_all(
     Raises:
         ValueError: no prompt of a set fits the model's context; before anything is timed.
     """
-    sampling, repetitions, batch_sizes = measuring.sampling(), measuring.repetitions, measuring.batch_size
+    sampling = measuring.sampling()
+    repetitions = measuring.repetitions
+    batch_sizes = measuring.batch_size
     asked: list[DatasetPrompts] = []
     runs: list[DecodingRun] = []
     total = sum(map(len, sets.values())) + len(sets) * len(ways) * (repetitions + 2) * len(batch_sizes)

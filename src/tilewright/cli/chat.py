@@ -103,8 +103,11 @@ class ChatSession:
     """
 
     def __init__(self, engine: Engine, lm: LanguageModel, conversation: Conversation, sampling: Sampling, console: Console):
-        self.engine, self.lm = engine, lm
-        self.conversation, self.sampling, self.console = conversation, sampling, console
+        self.engine = engine
+        self.lm = lm
+        self.conversation = conversation
+        self.sampling = sampling
+        self.console = console
         self.refused = ""  # the message that did not fit, which `/drop` makes room for
         self.notes = console if console.is_terminal else Console(stderr=True, highlight=False, emoji=False)
 
@@ -164,7 +167,8 @@ class ChatSession:
 
     def drop(self) -> None:
         """Forgets as few of the oldest turns as leave room for an answer, and answers the message that did not fit."""
-        turns, said = self.conversation.turns, self.refused
+        turns = self.conversation.turns
+        said = self.refused
         room = min(self.sampling.max_new_tokens, self.engine.context // 4)
         if not turns:
             self.note("there is no turn to forget")
@@ -220,7 +224,8 @@ class ChatSession:
 
     def show(self, handle: RequestHandle, told: SimpleQueue[RequestOutput]) -> RequestOutput:
         """Shows tokens as they come. Returns the update that ends them."""
-        shown, last = 0, RequestOutput()
+        shown = 0
+        last = RequestOutput()
         while last.end is None:
             last = told.get()
             for token in last.tokens:
@@ -241,7 +246,8 @@ class ChatSession:
 
     def tell(self, handle: RequestHandle, last: RequestOutput) -> None:
         """Says what the answer cost, and why it ended where that is not plain to see."""
-        result, times = result_of(handle), handle.times
+        result = result_of(handle)
+        times = handle.times
         if result.tokens:
             rounds = len(result.acceptance_lengths) if self.lm.drafter is not None else 0
             chosen = chosen_figures(self.lm, [result]) or {"choices": []}

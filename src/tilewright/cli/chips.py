@@ -55,13 +55,20 @@ def chips(
 def record(one: Accelerator, work: tuple[float, float, float] | None) -> dict[str, Any]:
     """A chip's figures, and what it does with the work."""
     found: dict[str, Any] = {
-        "name": one.name, "maker": one.maker, "cores": one.cores, "matrix_units": one.matrix_units,
+        "name": one.name,
+        "maker": one.maker,
+        "cores": one.cores,
+        "matrix_units": one.matrix_units,
         "bf16_tflop_per_s": float(one.bf16_tflop_per_s),
-        "memory_gb": one.memory_gb, "memory_gb_per_s": float(one.memory_gb_per_s),
-        "links": one.links, "link_gb_per_s_each_way": float(one.link_gb_per_s), "links_gb_per_s": one.links_gb_per_s,
-        "flops_per_memory_byte": one.flops_per_memory_byte, "flops_per_link_byte": one.flops_per_link_byte,
+        "memory_gb": one.memory_gb,
+        "memory_gb_per_s": float(one.memory_gb_per_s),
+        "links": one.links,
+        "link_gb_per_s_each_way": float(one.link_gb_per_s),
+        "links_gb_per_s": one.links_gb_per_s,
+        "flops_per_memory_byte": one.flops_per_memory_byte,
+        "flops_per_link_byte": one.flops_per_link_byte,
         "fabric": one.fabric,
-    }  # fmt: skip
+    }
     if one.name in NEURON_CHIPS:
         chip = NEURON_CHIPS[one.name]
         found["ranges"] = {name: [v.low, float(v), v.high] for name, v in (ranged(chip.core) | ranged(chip)).items()}

@@ -221,9 +221,14 @@ class LoadOptions:
         """Arguments of loading any model, once its programs are kept and the CPU kernels are there."""
         self.fetch(console)
         taken = {
-            "dtype": self.dtype, "weights": self.weights, "kernels": self.kernels, "mesh": devices.mesh(),
-            "schedule": devices.schedule, "compiler_options": devices.compiler_options, "console": progress_console(console),
-        }  # fmt: skip
+            "dtype": self.dtype,
+            "weights": self.weights,
+            "kernels": self.kernels,
+            "mesh": devices.mesh(),
+            "schedule": devices.schedule,
+            "compiler_options": devices.compiler_options,
+            "console": progress_console(console),
+        }
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
             cpu_kernels(console)
@@ -259,9 +264,13 @@ class TargetOptions(LoadOptions):
     kv_dtype: KvDtype = "auto"
 
     def load_with(
-        self, drafter: str | None, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None,
+        self,
+        drafter: str | None,
+        console: Console,
+        devices: DeviceOptions = DeviceOptions(),
+        context: int | None = None,
         options: DrafterOptions = DrafterOptions(),
-    ) -> LanguageModel:  # fmt: skip
+    ) -> LanguageModel:
         """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or one of `PACKAGED_DRAFTERS`."""
         lm = load(
             self.model,

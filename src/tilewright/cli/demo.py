@@ -135,7 +135,8 @@ def drafting(name: str, models: ModelOptions, ways: Mapping[str, LanguageModel],
     if generation[0].finish_reason == "length":
         console.print(f"[cut at {NEW_TOKENS} tokens]", style="dim", markup=False)
     compared = {BASELINE: ways[BASELINE], name: ways[name], "auto": lm}
-    done, total = count(1), len(compared) * (REPETITIONS + 1)
+    done = count(1)
+    total = len(compared) * (REPETITIONS + 1)
     with working(console, "compiling, then measuring in turns") as say:
         runs = decode_in_turns(
             compared, [tokens], sampling, REPETITIONS, lambda: say(f"measuring, {next(done)} of {total} runs")
@@ -180,9 +181,15 @@ def ways_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(head, justify="left" if n == 0 else "right", no_wrap=True)
     for row in rows:
         plain = row["drafter"] == BASELINE
-        figures = ("1", "1", "1 step") if plain else (
-            terminal.speedup_text(row), f"{row['tokens_per_round']:.2f}", f"{row['round_cost_steps']:.2f} steps",
-        )  # fmt: skip
+        figures = (
+            ("1", "1", "1 step")
+            if plain
+            else (
+                terminal.speedup_text(row),
+                f"{row['tokens_per_round']:.2f}",
+                f"{row['round_cost_steps']:.2f} steps",
+            )
+        )
         same = "" if plain else terminal.identical_text(row)
         table.add_row(WAYS[row["drafter"]], f"{row['tokens_per_s']:,.1f}", *figures, same)
     return table
@@ -204,7 +211,8 @@ def denoising(console: Console) -> None:
     dense = Denoising(block_length=StepOptions.block_length)
     with working(console, "compiling"):
         model = DiffusionModelOptions().load_model(Console(quiet=True))
-        tokens, many = model.encode(SUM), replace(dense, threshold=THRESHOLD)
+        tokens = model.encode(SUM)
+        many = replace(dense, threshold=THRESHOLD)
         for request in (dense, many):
             denoised(model, tokens, request)
     single, seconds = denoised(model, tokens, dense)
@@ -220,7 +228,8 @@ def denoised(
     model: DiffusionModel, tokens: list[int], request: Denoising, console: Console | None = None
 ) -> tuple[Denoised, float]:
     """The answer, and the seconds that its steps took; in a terminal it shows step by step."""
-    run, session = DenoisingRun([], [], [], 0.0, 0, request.computes_all), model.start([tokens], request)
+    run = DenoisingRun([], [], [], 0.0, 0, request.computes_all)
+    session = model.start([tokens], request)
     model.programs.warm(model.programs.keys(session.shape))
     if console is not None and console.is_terminal:
         show_live(model, session, SUM, 1, console, run, FRAME_S)

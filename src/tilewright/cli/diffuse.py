@@ -136,7 +136,9 @@ def show(
 
     Interrupting it (Ctrl-C) keeps what was there so far. Returns that, and whether it was interrupted.
     """
-    run, interrupted, most = DenoisingRun([], [], [], 0.0, 0, request.computes_all), False, model.table.batches[-1]
+    run = DenoisingRun([], [], [], 0.0, 0, request.computes_all)
+    interrupted = False
+    most = model.table.batches[-1]
     live = len(texts) == 1 and console.is_terminal
     with progress(console, len(texts), "denoising", not live) as step:
         for first in range(0, len(texts), most):
@@ -210,7 +212,8 @@ def show_live(
     Args:
         pause_s: seconds that each frame stands.
     """
-    steps, before = steps_per_frame or 1, session.tokens()[0]
+    steps = steps_per_frame or 1
+    before = session.tokens()[0]
     with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
         live.update(frame(console, prompt, pieces(model, before, before, session.prompts[0]), "step 0"), refresh=True)
         while not session.finished:
@@ -226,7 +229,8 @@ def show_live(
 
 def status(session: DiffusionSession, run: DenoisingRun, seconds: float) -> str:
     """The line below a frame."""
-    done, last = session.results()[0], session.reports[-1]
+    done = session.results()[0]
+    last = session.reports[-1]
     size = len(session.prompts[0]) + session.requests[0].new_tokens
     parts = [f"step {done.steps}", f"{sum(done.committed) / max(done.steps, 1):.2f} tokens per forward"]
     parts += [

@@ -78,9 +78,16 @@ class StepOptions:
     def request(self, new_tokens: int, seed: int | None, tau: float = Saliency.tau) -> Denoising:
         """Dense steps with a quota. Raises a `ValueError` for what is out of its range."""
         return Denoising(
-            new_tokens, self.steps, self.block_length, self.remasking, self.temperature, self.top_p, seed,
-            saliency=self.saliency(tau), guidance=self.guidance,
-        )  # fmt: skip
+            new_tokens,
+            self.steps,
+            self.block_length,
+            self.remasking,
+            self.temperature,
+            self.top_p,
+            seed,
+            saliency=self.saliency(tau),
+            guidance=self.guidance,
+        )
 
     @staticmethod
     def require_sparse(saliency: Saliency, option: str, found: str) -> None:

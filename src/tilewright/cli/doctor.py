@@ -231,7 +231,8 @@ def examine(console: Console, model: str) -> list[DoctorFinding]:
 def clear_caches(console: Console) -> None:
     """Removes the kept kernel libraries and compiled programs, damaged or not; what is needed of them is built anew."""
     folder = cache_folder()
-    libraries, programs = list(folder.glob("*.so")), list(folder.glob("xla/*/*-cache"))
+    libraries = list(folder.glob("*.so"))
+    programs = list(folder.glob("xla/*/*-cache"))
     for path in (*libraries, *folder.glob("*.so.sha256")):
         path.unlink(missing_ok=True)
     if (folder / "xla").exists():

@@ -106,7 +106,8 @@ class SelfInstruct:
             if self_instruct.runs(example.turns[0]).isdisjoint(runs)
         ]
         lm = load(target, table=ShapeTable(batches=(self.slots,)), console=progress_console(console))
-        options, writer = self.options(length), self.writer(lm, target, target_fingerprint, length, console)
+        options = self.options(length)
+        writer = self.writer(lm, target, target_fingerprint, length, console)
         records, left_out = self_instruct.self_instruct(
             lm, template, prompts, self.self_instruct or 0, runs, options, out, console, writer
         )
@@ -135,9 +136,11 @@ class SelfInstruct:
 
 def read_openings(path: Path) -> tuple[tuple[str, str], ...]:
     """Beginnings of instructions, and what is put behind them. Raises a `ValueError` for other records."""
-    found, openings = read_jsonl(path), list[tuple[str, str]]()
+    found = read_jsonl(path)
+    openings = list[tuple[str, str]]()
     for record in found:
-        begin, end = record.get("begin"), record.get("end")
+        begin = record.get("begin")
+        end = record.get("end")
         if not isinstance(begin, str) or not isinstance(end, str):
             raise ValueError(f'{path}: expected records with the texts "begin" and "end", found {record}')
         openings.append((begin, end))
@@ -158,7 +161,8 @@ def write_messages(records: Records, lm: LanguageModel, path: Path) -> None:
 
 def split_records(records: Records, loop: LoopOptions, console: Console) -> tuple[Records, Records]:
     """Records to train on and held-out ones; prints how many do not fit a sequence."""
-    length, sizes = loop.sequence_length, records.ends - records.starts
+    length = loop.sequence_length
+    sizes = records.ends - records.starts
     room = records.prompts + 2 <= length
     left_out = {
         f"records whose prompt fills {length} tokens": int(np.sum(~room)),
@@ -169,9 +173,14 @@ def split_records(records: Records, loop: LoopOptions, console: Console) -> tupl
 
 
 def drafter_text(
-    data: Sequence[Path], loop: LoopOptions, writing: tuple[Regeneration, SelfInstruct], folder: Path,
-    target: tuple[DecoderConfig, Any], out: Path, console: Console,
-) -> Sequence[TokenSource]:  # fmt: skip
+    data: Sequence[Path],
+    loop: LoopOptions,
+    writing: tuple[Regeneration, SelfInstruct],
+    folder: Path,
+    target: tuple[DecoderConfig, Any],
+    out: Path,
+    console: Console,
+) -> Sequence[TokenSource]:
     """Text that a drafter of `target` is trained on, and text that is held out.
 
     Args:
@@ -190,7 +199,8 @@ def drafter_text(
         if len(data) > 1 or regeneration.regenerated:
             raise ValueError(f"expected {kept[0]} alone, for it holds records; found other data or --regenerated too")
         return split_records(Records.load(kept[0]), loop, console)
-    tokenizer, end = load_tokenizer(folder), target[0].eos_token_ids[0] if target[0].eos_token_ids else 0
+    tokenizer = load_tokenizer(folder)
+    end = target[0].eos_token_ids[0] if target[0].eos_token_ids else 0
     documents, parts = read_split(data, loop, console)
     template = chat_template(folder, documents, console)
     encode = partial(encode_documents, tokenizer, end=end, template=template, other_ends=target[0].eos_token_ids)

@@ -201,10 +201,24 @@ def ending(result: Result, sampling: Sampling) -> str:
 
 
 COMPARED = (
-    "autoregressive_tokens_per_s", "speculative_tokens_per_s", "speedup", "speedup_range", "round_cost_steps", "identical",
-    "first_differences", "block_size", "responses", "tokens", "rounds", "tokens_per_round", "tau_by_response", "tau_published",
-    "distinct_4gram_ratio", "speculative_decoding", "chosen",
-)  # fmt: skip
+    "autoregressive_tokens_per_s",
+    "speculative_tokens_per_s",
+    "speedup",
+    "speedup_range",
+    "round_cost_steps",
+    "identical",
+    "first_differences",
+    "block_size",
+    "responses",
+    "tokens",
+    "rounds",
+    "tokens_per_round",
+    "tau_by_response",
+    "tau_published",
+    "distinct_4gram_ratio",
+    "speculative_decoding",
+    "chosen",
+)
 """Figures that `--compare` gives: those of docs/metrics.md, and the speed of both ways."""
 
 
@@ -244,9 +258,13 @@ def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
 
 
 def show(
-    lm: LanguageModel, prompts: list[str], tokens: list[list[int]], sampling: Sequence[Sampling], console: Console,
+    lm: LanguageModel,
+    prompts: list[str],
+    tokens: list[list[int]],
+    sampling: Sequence[Sampling],
+    console: Console,
     notes: Console,
-) -> tuple[Generation, bool]:  # fmt: skip
+) -> tuple[Generation, bool]:
     """Generates and prints: a single text as it comes, several one after another at the end.
 
     Interrupting it (Ctrl-C) keeps what was generated so far. Returns that, and whether it was interrupted.
@@ -255,7 +273,9 @@ def show(
         console: where texts go, and if people read there, their prompts.
         notes: where all else goes.
     """
-    alone, read, interrupted = len(prompts) == 1, notes is console, False
+    alone = len(prompts) == 1
+    read = notes is console
+    interrupted = False
     if lm.drafter is not None and notes.is_terminal and alone and read:
         notes.print(terminal.legend(beside_ngrams(lm)))
     stream = lm.start(tokens, sampling)
@@ -296,7 +316,8 @@ def print_pieces(lm: LanguageModel, pieces: Sequence[Piece], row: OutputProcesso
             console.file.write("".join(piece.text for piece in pieces))
             console.file.flush()
         return
-    mixed, rounds = bool(beside_ngrams(lm)), zip(row.acceptance_lengths, round_drafters(row, lm.drafter), strict=True)
+    mixed = bool(beside_ngrams(lm))
+    rounds = zip(row.acceptance_lengths, round_drafters(row, lm.drafter), strict=True)
     sources = [name for added, name in list(rounds)[before:] for _ in range(added)]
     for piece, source in zip(pieces, sources, strict=True):
         console.print(terminal.piece_text(piece.text, piece.drafted, mixed and source == NGRAM), end="", soft_wrap=True)

@@ -86,7 +86,8 @@ VERSIONS = ("jax_version", "libtpu_version")
 
 def compiled_here(options: OverlapOptions, console: Console) -> Saved:
     """The programs that options ask for, as this process's compiler makes them, of `LEAST_LAYERS` layers unless they say."""
-    layers, programs = options.layers or LEAST_LAYERS, []
+    layers = options.layers or LEAST_LAYERS
+    programs = []
     for setup, phase, schedule in product(options.setups(), options.phases(), options.names(console)):
         name = setup.resolved(phase, schedule)
         made = compile_layers(setup, phase, name, layers)
@@ -100,7 +101,8 @@ def libtpu_version() -> str:
     Raises:
         ValueError: there is none, or `TPU_LIBRARY_PATH` names another library, which does not say its version.
     """
-    spec, library = importlib.util.find_spec("libtpu"), os.environ.get(LIBRARY)
+    spec = importlib.util.find_spec("libtpu")
+    library = os.environ.get(LIBRARY)
     own = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
     if own is None or (library and Path(library).resolve().parent != own):
         raise ValueError(
@@ -115,7 +117,8 @@ def compiled_there(options: OverlapOptions, other: Path) -> Saved:
     Raises:
         ValueError: there is no libtpu in the folder, no such file, or the command failed there.
     """
-    python, environment = str(other), dict(os.environ)
+    python = str(other)
+    environment = dict(os.environ)
     environment.pop(LIBRARY, None)  # which libtpu sets when it is imported, to itself
     if other.is_dir():
         if not (other / "libtpu").is_dir():
@@ -173,7 +176,8 @@ def show(console: Console, found: ProgramDiff, about: Mapping[str, Mapping[str, 
     heads = {name: f"libtpu {one['libtpu_version']}\nJAX {one['jax_version']}" for name, one in about.items()}
     rows = []
     for metric in DIFF:
-        old, new = getattr(found.before, metric.name), getattr(found.after, metric.name)
+        old = getattr(found.before, metric.name)
+        new = getattr(found.after, metric.name)
         share = "" if old == new else f"{found.rise(metric.name):+.1%}" if old else "new"
         sides = {"before": metric.text(old), "after": metric.text(new)}
         rows.append({"name": metric.name.replace("_", " "), **sides, "change": share})

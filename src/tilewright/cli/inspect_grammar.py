@@ -64,9 +64,16 @@ def grammar_figures(compiler: Compiler, grammar: Grammar) -> dict[str, Any]:
         made = compiler.token_automaton(grammar)
     except NotRegular as error:
         return dict.fromkeys(metric.name for metric in GRAMMAR) | {"masks": "host", "why": str(error)}
-    seconds, found = time.thread_time() - began, made.automaton
+    seconds = time.thread_time() - began
+    found = made.automaton
     states, classes = found.after.shape
     return {
-        "masks": "device", "brackets": made.brackets, "states": states, "classes": classes, "different_masks": len(found.masks),
-        "automaton_bytes": found.masks.nbytes + 2 * found.after.size, "processor_seconds": seconds, "why": None,
-    }  # fmt: skip
+        "masks": "device",
+        "brackets": made.brackets,
+        "states": states,
+        "classes": classes,
+        "different_masks": len(found.masks),
+        "automaton_bytes": found.masks.nbytes + 2 * found.after.size,
+        "processor_seconds": seconds,
+        "why": None,
+    }

@@ -54,7 +54,8 @@ class OverlapOptions(TpuProgramOptions):
         check_known(self, schedule=overlap.SCHEDULES, order=ORDERINGS)
         check_some(self, "phase", "chip")
         check_least(self, tensor_parallel=1)
-        config, found = model_config(self.model_config), []
+        config = model_config(self.model_config)
+        found = []
         for chip, calibration in self.calibrations(self.chip).items():
             how = (self.layers, self.kernels, self.hop_us, self.compiler_options, calibration)
             setup = overlap.OverlapSetup(chip, self.model_config, config, *how)
@@ -116,7 +117,8 @@ def inspect_overlap(
     """
     console = files.console()
     check_share("--fail-above", fail_above)
-    phases, setups = options.phases(), options.setups()
+    phases = options.phases()
+    setups = options.setups()
     schedules = (*options.names(console), overlap.BOUND)
     runs: list[overlap.OverlapRun] = []
     with progress(console, len(setups) * len(phases) * len(schedules)) as step:

@@ -56,7 +56,8 @@ def inspect_trace(
     text = hlo.read_text(encoding="utf-8")
     fabric, timeline, sweep = predicted(text, chip, model)
     traced = program_in(read_trace(trace), module_name(text), program)
-    kind, kinds = chip_of(chip).name, {kind.lower(): name for kind, name in KINDS.items()}
+    kind = chip_of(chip).name
+    kinds = {lower.lower(): name for lower, name in KINDS.items()}
     if (other := kinds.get(traced.device_kind.lower(), kind)) != kind:
         raise ValueError(f"expected a trace of {kind}, found one of {other} ({traced.device_kind})")
     found = compare(timeline, text, traced)

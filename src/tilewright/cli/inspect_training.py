@@ -74,14 +74,15 @@ class TrainingInspection(TpuProgramOptions):
             shifts = Halves(distance, distance), Halves(delay, delay)
             found[f"prefetch {distance}, delay {delay}"] = FullyShardedPlan(
                 *shifts, dtype="bfloat16", reduce_dtype=self.reduce_dtype, **forms
-            )  # fmt: skip
+            )
         return found
 
     def cases(self) -> list[training.TrainingCase]:
         """One for each chip. Raises a `ValueError` for an option that does not fit the others."""
         for chip in self.chip:
             chip_of(chip)
-        config, axes = model_config(self.model_config), mesh_axes(self.mesh)
+        config = model_config(self.model_config)
+        axes = mesh_axes(self.mesh)
         shift = max(map(int, (*self.prefetch_distance, *self.scatter_delay)))
         layers = max(training.LEAST_LAYERS, 2 * shift + 2) if self.layers is None else self.layers
         shape = (self.model_config, config, axes, layers, self.batch_size, self.length, self.hop_us)
@@ -113,12 +114,14 @@ def inspect_training(
     console = files.console()
     check_share("--fail-above", fail_above)
     plans = options.plans()
-    cases, plans = options.cases(), training.programs_of(plans, options.peers)
+    cases = options.cases()
+    plans = training.programs_of(plans, options.peers)
     programs: list[training.TrainingProgram] = []
     with progress(console, len(cases) * len(plans)) as step:
         for case in cases:
             programs += training.compiled_programs(case, plans, step)
-    figures, about = training.records(programs), options.facts({case.chip: case.fabric for case in cases}, "mesh")
+    figures = training.records(programs)
+    about = options.facts({case.chip: case.fabric for case in cases}, "mesh")
     ranges = {name: one.record() for name, one in training.sweeps(programs, options.draws).items()}
     show(console, figures, transfers)
     for name, one in ranges.items():

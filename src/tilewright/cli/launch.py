@@ -147,7 +147,8 @@ class ProcessGroup:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Starts the next one, in a session of its own: what a terminal sends on Ctrl-C comes to this process alone."""
-        index, first = len(self.running), not self.running
+        index = len(self.running)
+        first = not self.running
         process = subprocess.Popen(
             command,
             env=environment,

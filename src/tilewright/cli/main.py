@@ -21,36 +21,69 @@ from tilewright.cli.platforms import leave_tpus_out, platforms_not_here
 from tilewright.cli.processes import COORDINATOR, INDEX, PROCESSES, end_together, join
 
 COMMANDS = {
-    "demo": "demo:demo", "generate": "generate:generate", "diffuse": "diffuse:diffuse", "serve": "serve:serve",
-    "chat": "chat:chat", "chips": "chips:chips", "launch": "launch:launch", "verify-exact": "verify_exact:verify_exact",
+    "demo": "demo:demo",
+    "generate": "generate:generate",
+    "diffuse": "diffuse:diffuse",
+    "serve": "serve:serve",
+    "chat": "chat:chat",
+    "chips": "chips:chips",
+    "launch": "launch:launch",
+    "verify-exact": "verify_exact:verify_exact",
     "doctor": "doctor:doctor",
-}  # fmt: skip
+}
 """The module and the function of each command."""
 
 GROUPS = {
-    "train": ("Training.", {
-        "lm": "train:lm", "drafter": "train_drafter:drafter", "diffusion": "train_diffusion:diffusion", "gnn": "train_gnn:gnn",
-        "demo": "train_demo:demo", "evaluate": "train_demo:evaluate",
-    }),
-    "bench": ("Benchmarks.", {
-        "diffusion": "bench_diffusion:bench_diffusion", "graph": "bench_graph:bench_graph", "linear": "bench_linear:linear",
-        "overlap": "bench_overlap:bench_overlap", "round": "bench_round:bench_round", "serving": "bench_serving:serving",
-        "speculative": "bench_speculative:speculative",
-    }),
-    "inspect": ("Shows what compilers make of programs, also for chips that aren't here, and of grammars.", {
-        "overlap": "inspect_overlap:inspect_overlap", "training": "inspect_training:inspect_training",
-        "diff": "inspect_diff:inspect_diff", "trace": "inspect_trace:inspect_trace",
-        "grammar": "inspect_grammar:inspect_grammar",
-    }),
-    "plan": ("Which schedule, width and settings, on Neuron chips that need not be there.", {
-        "inference": "plan_inference:plan_inference", "training": "plan_training:plan_training",
-    }),
-    "neuron": ("Programs on a simulated Neuron chip, and the environment of real ones.", {
-        "simulate": "neuron_simulate:simulate_program", "env": "neuron_tools:environment",
-        "calibrate": "neuron_tools:calibrate_command",
-    }),
+    "train": (
+        "Training.",
+        {
+            "lm": "train:lm",
+            "drafter": "train_drafter:drafter",
+            "diffusion": "train_diffusion:diffusion",
+            "gnn": "train_gnn:gnn",
+            "demo": "train_demo:demo",
+            "evaluate": "train_demo:evaluate",
+        },
+    ),
+    "bench": (
+        "Benchmarks.",
+        {
+            "diffusion": "bench_diffusion:bench_diffusion",
+            "graph": "bench_graph:bench_graph",
+            "linear": "bench_linear:linear",
+            "overlap": "bench_overlap:bench_overlap",
+            "round": "bench_round:bench_round",
+            "serving": "bench_serving:serving",
+            "speculative": "bench_speculative:speculative",
+        },
+    ),
+    "inspect": (
+        "Shows what compilers make of programs, also for chips that aren't here, and of grammars.",
+        {
+            "overlap": "inspect_overlap:inspect_overlap",
+            "training": "inspect_training:inspect_training",
+            "diff": "inspect_diff:inspect_diff",
+            "trace": "inspect_trace:inspect_trace",
+            "grammar": "inspect_grammar:inspect_grammar",
+        },
+    ),
+    "plan": (
+        "Which schedule, width and settings, on Neuron chips that need not be there.",
+        {
+            "inference": "plan_inference:plan_inference",
+            "training": "plan_training:plan_training",
+        },
+    ),
+    "neuron": (
+        "Programs on a simulated Neuron chip, and the environment of real ones.",
+        {
+            "simulate": "neuron_simulate:simulate_program",
+            "env": "neuron_tools:environment",
+            "calibrate": "neuron_tools:calibrate_command",
+        },
+    ),
     "shapes": ("The shapes that serving declares.", {"suggest": "shapes:suggest"}),
-}  # fmt: skip
+}
 """Help and commands of each group."""
 
 
@@ -77,9 +110,17 @@ for name, (about, places) in GROUPS.items():
 
 
 VARIABLES = (
-    "TILEWRIGHT_API_KEY", "TILEWRIGHT_CACHE", "TILEWRIGHT_COMPILE_CACHE", "TILEWRIGHT_CPU_ISA", "TILEWRIGHT_MAKE",
-    "TILEWRIGHT_NO_NATIVE", "TILEWRIGHT_UNCHECKED", COORDINATOR, PROCESSES, INDEX,
-)  # fmt: skip
+    "TILEWRIGHT_API_KEY",
+    "TILEWRIGHT_CACHE",
+    "TILEWRIGHT_COMPILE_CACHE",
+    "TILEWRIGHT_CPU_ISA",
+    "TILEWRIGHT_MAKE",
+    "TILEWRIGHT_NO_NATIVE",
+    "TILEWRIGHT_UNCHECKED",
+    COORDINATOR,
+    PROCESSES,
+    INDEX,
+)
 """Variables of the environment that change what a command does, and what the tests check."""
 
 

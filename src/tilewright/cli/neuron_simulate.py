@@ -29,7 +29,8 @@ from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
 from tilewright.report.charts import LaneChart
 from tilewright.report.neuron import engines_chart, engines_table, write_simulation
 
-MOST_OPERATIONS, LEAST_DRAWS = 48_000, 8
+MOST_OPERATIONS = 48_000
+LEAST_DRAWS = 8
 """Operations that a sweep simulates by default in all its draws, and the fewest draws."""
 
 Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-reduce", "hlo"]

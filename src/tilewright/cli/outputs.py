@@ -194,7 +194,8 @@ def progress(console: Console, total: float, name: str = "", shown: bool = True)
     What it yields counts a step, or `count`, and may name what comes next.
     """
     with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task, tell = bar.add_task(escape(name), total=total), now_and_then(console)
+        task = bar.add_task(escape(name), total=total)
+        tell = now_and_then(console)
 
         def step(name: str | None = None, count: float = 1) -> None:
             bar.update(task, advance=count, description=None if name is None else escape(name))
@@ -212,7 +213,8 @@ class ProgramsColumn(ProgressColumn):
         self.ledger = ledger
 
     def render(self, task: Task) -> Text:
-        loaded, compiled = self.ledger.loaded, self.ledger.compilations - self.ledger.loaded
+        loaded = self.ledger.loaded
+        compiled = self.ledger.compilations - self.ledger.loaded
         parts = [f"{count} {what}" for count, what in ((compiled, "programs compiled"), (loaded, "loaded")) if count]
         return Text(", ".join(parts), style="dim")
 
@@ -231,9 +233,13 @@ def working(console: Console, name: str) -> Iterator[Callable[[str], None]]:
 
 
 def write_replay_page(
-    path: Path, lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, Sequence[int]]],
-    sampling: Sampling | Sequence[Sampling], console: Console,
-) -> None:  # fmt: skip
+    path: Path,
+    lm: LanguageModel,
+    names: tuple[str, str],
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    sampling: Sampling | Sequence[Sampling],
+    console: Console,
+) -> None:
     """Decodes the prompts, each with its title, once more round by round, and writes the page that plays them."""
     with progress(console, len(prompts), "replay") as step:
         shown = replay(lm, names, prompts, sampling, step)

@@ -52,16 +52,23 @@ def plan_inference(*, options: InferenceOptions = InferenceOptions(), files: Pag
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
     """
-    console, plan = files.console(), options.plan()
+    console = files.console()
+    plan = options.plan()
     with progress(console, len(plan.places) * len(plan.schedules) + 2 * options.draws) as step:
         records = compare(plan, step)
         best = winner(records)
         drawn = sweeps(plan, records, best, options.draws, partial(step, "ranges"))
     figures = {
-        "model": plan.name, "instance": plan.instance.name, "dtype": "bfloat16", "adaptive": plan.adaptive, "measured": False,
-        "output_tokens": plan.output, "data": records, "winner": best,
+        "model": plan.name,
+        "instance": plan.instance.name,
+        "dtype": "bfloat16",
+        "adaptive": plan.adaptive,
+        "measured": False,
+        "output_tokens": plan.output,
+        "data": records,
+        "winner": best,
         "ranges": {name: one.record() for name, one in drawn.items()},
-    }  # fmt: skip
+    }
     show(console, figures)
     title = f"Inference of {plan.name} on {plan.instance.name}"
     files.write(console, figures, lambda path: write_inference_plan(path, title, figures))

@@ -68,7 +68,8 @@ def plan_training(*, options: TrainingOptions = TrainingOptions(), files: PageFi
 
     A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
     """
-    console, plan = files.console(), options.plan()
+    console = files.console()
+    plan = options.plan()
     with progress(console, len(plan.settings) + options.draws) as step:
         records = compare(plan, step)
         drawn = sweep(plan, records, options.draws, partial(step, "ranges"))
@@ -77,11 +78,19 @@ def plan_training(*, options: TrainingOptions = TrainingOptions(), files: PageFi
     limit = f"limited by {best['limit']}, busy for {best['limit_share']:.0%} of the step"
     text = f"{best['setting']}: {significant(best['step_ms'])} ms, {limit}"
     figures = {
-        "model": plan.name, "instance": plan.instance.name, "mesh": [f"tp={plan.tp}", f"fsdp={plan.fsdp}"],
-        "sequences": plan.sequences, "positions": plan.positions, "dtype": "bfloat16", "measured": False,
-        "data": records, "winner": best, "winner_text": text, "winner_environment": as_record(variables),
+        "model": plan.name,
+        "instance": plan.instance.name,
+        "mesh": [f"tp={plan.tp}", f"fsdp={plan.fsdp}"],
+        "sequences": plan.sequences,
+        "positions": plan.positions,
+        "dtype": "bfloat16",
+        "measured": False,
+        "data": records,
+        "winner": best,
+        "winner_text": text,
+        "winner_environment": as_record(variables),
         "ranges": {"step_ms": drawn.record()},
-    }  # fmt: skip
+    }
     show(console, figures)
     for one in variables:
         console.print(f"export {one.name}={one.value}  # {one.does}", markup=False, soft_wrap=True)

@@ -34,7 +34,8 @@ def leave_tpus_out() -> None:
 
 def platforms_not_here() -> str | None:
     """The user's own `JAX_PLATFORMS`, where JAX was imported and finds no device of theirs; None else."""
-    platforms, jax = os.environ.get("JAX_PLATFORMS"), sys.modules.get("jax")
+    platforms = os.environ.get("JAX_PLATFORMS")
+    jax = sys.modules.get("jax")
     if not platforms or jax is None:
         return None
     try:

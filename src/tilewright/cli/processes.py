@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-COORDINATOR, PROCESSES, INDEX = "TILEWRIGHT_COORDINATOR", "TILEWRIGHT_PROCESSES", "TILEWRIGHT_PROCESS"
+COORDINATOR = "TILEWRIGHT_COORDINATOR"
+PROCESSES = "TILEWRIGHT_PROCESSES"
+INDEX = "TILEWRIGHT_PROCESS"
 """Variables that tell a process of the others: where the first one listens, as host:port, their number, and its own."""
 
 CLUSTER = "cluster"

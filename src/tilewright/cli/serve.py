@@ -168,10 +168,17 @@ class CapacityOptions:
             raise ValueError("--structured-output needs llguidance: pip install 'tilewright[grammar]'")
         constraints = is_installed() if self.structured_output is None else self.structured_output
         return EngineOptions(
-            None if self.shapes is None else read_table(self.shapes), self.page_size, self.pages, self.prefix_cache,
-            slots=self.slots, context=self.context, memory_fraction=self.memory_fraction, constraints=constraints,
-            state_snapshots=self.state_snapshots, **self.shared,
-        )  # fmt: skip
+            None if self.shapes is None else read_table(self.shapes),
+            self.page_size,
+            self.pages,
+            self.prefix_cache,
+            slots=self.slots,
+            context=self.context,
+            memory_fraction=self.memory_fraction,
+            constraints=constraints,
+            state_snapshots=self.state_snapshots,
+            **self.shared,
+        )
 
 
 @option_class
@@ -336,7 +343,8 @@ def check_processes(devices: DeviceOptions, denoises: bool) -> None:
     if denoises:
         raise ValueError("expected one process to serve a diffusion model, found several")
     if devices.tensor_parallel is None:
-        count, processes = jax.device_count(), jax.process_count()
+        count = jax.device_count()
+        processes = jax.process_count()
         raise ValueError(f"expected --tensor-parallel {count}, the devices of all {processes} processes, found none")
 
 
@@ -394,7 +402,8 @@ def engine_of(
 
 def ready_line(api: Api, models: ModelOptions, url: str, open_page: bool = False) -> Callable[[], None]:
     """Function that says that the server is ready, and opens its page."""
-    options, engine = api.options, api.engine
+    options = api.options
+    engine = api.engine
 
     def say() -> None:
         drafter = models.drafter_text

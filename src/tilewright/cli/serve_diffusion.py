@@ -54,8 +54,11 @@ class DenoisingOptions:
     @property
     def defaults(self) -> Denoising:
         """Denoising of a request that says nothing."""
-        said = {name: value for name in ("mode", "threshold", "suffix_window", "remasking", "new_tokens", "block_length")
-                if (value := getattr(self, name)) is not None}  # fmt: skip
+        said = {
+            name: value
+            for name in ("mode", "threshold", "suffix_window", "remasking", "new_tokens", "block_length")
+            if (value := getattr(self, name)) is not None
+        }
         if self.mode is None and self.modes is not None:
             said["mode"] = self.modes[0]
         saliency = DENOISING.saliency if self.tau is None else replace(DENOISING.saliency, tau=self.tau)
@@ -96,9 +99,13 @@ def is_diffusion(models: ModelOptions, console: Console) -> bool:
 
 
 def diffusion_engine(
-    models: ModelOptions, devices: DeviceOptions, denoising: DenoisingOptions, slots: int | None, shared: Mapping[str, Any],
+    models: ModelOptions,
+    devices: DeviceOptions,
+    denoising: DenoisingOptions,
+    slots: int | None,
+    shared: Mapping[str, Any],
     console: Console,
-) -> DiffusionEngine:  # fmt: skip
+) -> DiffusionEngine:
     """The engine of a diffusion model. What is wrong with the options is said before its weights are read."""
     sizes = diffusion.read_diffusion(models.folder(console)).decoder
     options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)

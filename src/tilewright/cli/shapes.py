@@ -138,7 +138,8 @@ class CompileEstimate:
         cls, options: ShapeOptions, lm: LanguageModel | None, longest: int, table: ShapeTable, console: Console
     ) -> "CompileEstimate":
         """With seconds as given, or of one program of each name of a table."""
-        drafter, first = lm and lm.drafter, dict[str, ProgramKey]()
+        drafter = lm and lm.drafter
+        first = dict[str, ProgramKey]()
         for key in advice.programs_of(table, longest, drafter):
             first.setdefault(key.name, key)
         if options.compile_seconds is not None:
@@ -232,7 +233,7 @@ def advise(
 
 def records(
     name: str, choices: Sequence[advice.Buckets], best: int, tables: Sequence[ShapeTable], estimate: CompileEstimate
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """The figures of each choice; programs are those of a table with it, and with what is recommended of the other kind."""
     return [
         {
@@ -291,7 +292,8 @@ def show(figures: Mapping[str, Any], console: Console) -> None:
         of = figures[name]
         say(f"  {name.replace('_', ' ')}: median {of['median']:,.0f}, 99 % {of['p99']:,.0f}, most {of['max']:,}")
     if figures["requests_beyond_context"]:
-        beyond, limit = figures["requests_beyond_context"], figures["context_positions"]
+        beyond = figures["requests_beyond_context"]
+        limit = figures["context_positions"]
         say(f"{beyond:,} requests are longer than the context of {limit:,} positions and are in no figure below", "yellow")
     for name in TITLES:
         print_table(console, choices_table(name, figures))
@@ -320,7 +322,8 @@ def choices_table(name: str, figures: Mapping[str, Any]) -> FigureTable:
 
 def explanation(figures: Mapping[str, Any]) -> list[str]:
     """Lines that explain the tables."""
-    share, overhead = figures["least_saving_share"], figures["chunk_overhead_positions"]
+    share = figures["least_saving_share"]
+    overhead = figures["chunk_overhead_positions"]
     lines = [
         f"work: positions computed or held, and {overhead} more for each run of prefill",
         f"*: recommended, the first after which one more saves less than {share:.3g} of the work",
@@ -335,7 +338,8 @@ def explanation(figures: Mapping[str, Any]) -> list[str]:
 def comparison(figures: Mapping[str, Any]) -> list[str]:
     """Lines that compare the recommended table and the present one over the requests."""
     best = {name: next(one for one in figures[name] if one["recommended"]) for name in TITLES}
-    present, lines = figures["present"], []
+    present = figures["present"]
+    lines = []
     called = "the default table" if present["table"] == "default" else present["table"]
     for name, table, held, prefilled in (
         ("recommended", figures["recommended"], best["capacities"], best["chunks"]),
@@ -355,7 +359,8 @@ def comparison(figures: Mapping[str, Any]) -> list[str]:
 
 def compile_line(figures: Mapping[str, Any]) -> str:
     """Line that says where compile times come from."""
-    each, loaded = figures["compile_seconds_per_program"], figures["compile_programs_loaded"]
+    each = figures["compile_seconds_per_program"]
+    loaded = figures["compile_programs_loaded"]
     if each is None:
         return "compile times: unknown without --compile-seconds or --model"
     told = ", ".join(f"{name} {significant(seconds, 2)} s" for name, seconds in each.items())

@@ -267,10 +267,15 @@ class MeshOptions:
 
         form = "ring" if self.rings else "whole"
         plan = FullyShardedPlan(
-            halves("prefetch_distance", self.prefetch_distance), halves("scatter_delay", self.scatter_delay),
-            remat=self.remat, scan=self.scan_layers,
-            weights=form, gradients=form, activations=form, dtype=self.compute_dtype,
-        )  # fmt: skip
+            halves("prefetch_distance", self.prefetch_distance),
+            halves("scatter_delay", self.scatter_delay),
+            remat=self.remat,
+            scan=self.scan_layers,
+            weights=form,
+            gradients=form,
+            activations=form,
+            dtype=self.compute_dtype,
+        )
         made = ShardedSetup(config, options.ops, mesh, plan, self.accumulate)
         made.check_batch((options.batch_size, options.sequence_length + 1))
         return made
@@ -361,7 +366,8 @@ def lm(
     begin = Beginning.choose(start, tokenizer, sizes, over, console)
     if begin is None:
         begin = Beginning(kept or agreed_tokenizer(train_tokenizer(parts[0] if parts else documents, sizes.bpe_size)))
-    bpe, run_fingerprint = begin.tokenizer, {"vocab_size": sizes.bpe_size}
+    bpe = begin.tokenizer
+    run_fingerprint = {"vocab_size": sizes.bpe_size}
     require_same(kept, bpe, out)
     config = with_balance(begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
     check_context(options.sequence_length, config.max_position_embeddings)

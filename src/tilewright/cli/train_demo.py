@@ -28,20 +28,42 @@ from tilewright.train.records import Records
 
 SMOLLM2 = "smollm2-dflash2"
 RECORDS = Path("benchmarks/training/smollm2-records.npz.xz")
-FIRST_RECORDS, AGAIN = 9617, 2400
+FIRST_RECORDS = 9617
+AGAIN = 2400
 """Number of records, from the first in that file, that the first part of the training of SmolLM2's drafter reads, the held-out
 ones with them; and how many of these the second part reads again beside all that come behind them."""
 RECIPE: dict[str, Any] = {
-    "target": "smollm2-135m", "kind": "dflash2", "layers": 2, "selector-rank": 64, "draft-vocab": 8192, "mask-token-id": 3,
-    "taps": (1, 8, 15, 21, 28), "dpace": 0.5, "anchors": 96, "batch-size": 32, "sequence-length": 512,
-    "compute-dtype": "bfloat16", "optimizer": "muon", "muon-learning-rate": 0.02, "learning-rate": "1e-3", "schedule": "wsd",
-    "cooldown": 0.3, "dtype": "bfloat16", "steps": 2763,
-}  # fmt: skip
+    "target": "smollm2-135m",
+    "kind": "dflash2",
+    "layers": 2,
+    "selector-rank": 64,
+    "draft-vocab": 8192,
+    "mask-token-id": 3,
+    "taps": (1, 8, 15, 21, 28),
+    "dpace": 0.5,
+    "anchors": 96,
+    "batch-size": 32,
+    "sequence-length": 512,
+    "compute-dtype": "bfloat16",
+    "optimizer": "muon",
+    "muon-learning-rate": 0.02,
+    "learning-rate": "1e-3",
+    "schedule": "wsd",
+    "cooldown": 0.3,
+    "dtype": "bfloat16",
+    "steps": 2763,
+}
 """Options of `tilewright train drafter` in the first part of that training. The model card has the same command."""
 SECOND: dict[str, Any] = {
-    "block-size": 8, "batch-size": 16, "sequence-length": 384, "compute-dtype": "float32", "muon-learning-rate": 0.006,
-    "learning-rate": "3e-4", "cooldown": 0.4, "steps": 300,
-}  # fmt: skip
+    "block-size": 8,
+    "batch-size": 16,
+    "sequence-length": 384,
+    "compute-dtype": "float32",
+    "muon-learning-rate": 0.006,
+    "learning-rate": "3e-4",
+    "cooldown": 0.4,
+    "steps": 300,
+}
 """Options that differ in the second part, on broader text, which starts from the first one's drafter."""
 
 
@@ -78,7 +100,8 @@ def demo(
     """
     counts = {"steps": steps, "drafter_steps": drafter_steps, "batch_size": batch_size, "save_every": save_every}
     check_least(SimpleNamespace(**counts), **dict.fromkeys(counts, 1))
-    place, own = out or Path("runs") / model, {"batch-size": batch_size, "save-every": save_every}
+    place = out or Path("runs") / model
+    own = {"batch-size": batch_size, "save-every": save_every}
     if model == SMOLLM2:
         refuse(SMOLLM2, DEMO, gsm8k=gsm8k, steps=steps)
         instead = {
@@ -202,7 +225,8 @@ def evaluate(
     keep_programs(compile_cache)
     folder = hub.resolve(model, console=progress_console(console))
     config, params = load_decoder(folder, jnp.float32, progress_console(console))
-    tokenizer, documents = load_tokenizer(folder), demo_documents(gsm8k, held_out_only=True)
+    tokenizer = load_tokenizer(folder)
+    documents = demo_documents(gsm8k, held_out_only=True)
     figures = evaluate_target(config, params, tokenizer, held_out_text(documents, tokenizer))
     show_held_out(figures, console)
     write_json(json_file, {"model": model, "held_out": figures, "text": documents.metadata(), "chip": chip_name()})

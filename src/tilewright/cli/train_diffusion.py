@@ -88,7 +88,8 @@ def diffusion(
         console.print(f"held out: {shown}, documents being few ({len(documents):,})", markup=False)
     else:
         pairs, unseen = (encode(part) for part in parts)
-    pairs, unseen = pairs + encode(source[0]), unseen + encode(source[1])
+    pairs = pairs + encode(source[0])
+    unseen = unseen + encode(source[1])
     train.say_left_out(left_out, console)
     examples = Examples(bpe, pairs, unseen, arithmetic, end, options)
     setup = over.setup(config.decoder, options)
@@ -134,7 +135,9 @@ def fresh(trained: list[Document], arithmetic: float, sizes: train.ModelSizes, s
 
 def llada_config(sizes: train.ModelSizes, bpe: Tokenizer) -> DiffusionConfig:
     """The sizes under LLaDA's rule that the heads make up the hidden size."""
-    hidden, heads, end = given(sizes.hidden_size, 256), given(sizes.heads, 4), end_of_text(bpe)
+    hidden = given(sizes.hidden_size, 256)
+    heads = given(sizes.heads, 4)
+    end = end_of_text(bpe)
     layers = replace(sizes, head_dim=given(sizes.head_dim, max(hidden // heads, 1))).config(bpe.get_vocab_size(), end)
     mask = bpe.token_to_id(MASK)
     assert mask is not None, "`train_tokenizer` makes it a token"

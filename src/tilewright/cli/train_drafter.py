@@ -85,7 +85,8 @@ class DFlashArguments:
         if self.start is None:
             return config, None
         folder = hub.resolve(self.start, console=progress_console(console))
-        saved, where = read_config(folder), str(folder / CONFIG)
+        saved = read_config(folder)
+        where = str(folder / CONFIG)
         kind = block_kind(saved)
         layers = saved.get("num_target_layers") or config.num_target_layers
         read: DFlashConfig = kind.model.config_from_hf({**saved, "num_target_layers": layers}, where)
@@ -236,9 +237,12 @@ class Eagle3Arguments:
 
 
 OPTIONS: dict[str, Any] = {
-    "dflash": DFlashOptions, "dflash2": DFlash2Options, "dspark": DSparkOptions, "lilicorr": LiLiCorrOptions,
+    "dflash": DFlashOptions,
+    "dflash2": DFlash2Options,
+    "dspark": DSparkOptions,
+    "lilicorr": LiLiCorrOptions,
     "eagle3": Eagle3Options,
-}  # fmt: skip
+}
 """The options of training of each kind, whose names are among those of its arguments."""
 
 
@@ -254,7 +258,8 @@ class KindArguments:
 
     def options(self, kind: str, keep_taps: Path | None) -> Any:
         """The options of training of one kind, by default its own."""
-        said, of = vars(self.dflash) | vars(getattr(self, kind)) | {"keep_taps": keep_taps}, OPTIONS[kind]
+        said = vars(self.dflash) | vars(getattr(self, kind)) | {"keep_taps": keep_taps}
+        of = OPTIONS[kind]
         return of(**{each.name: said[each.name] for each in fields(of) if said[each.name] is not None})
 
     def refuse_others(self, kind: str) -> None:
@@ -321,10 +326,18 @@ TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
 
 
 def fit(
-    made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], tokenizer: Tokenizer,
-    texts: Sequence[TokenSource], options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console,
+    made: DFlashConfig | Eagle3Config,
+    own: Any,
+    target: tuple[DecoderConfig, Any],
+    tokenizer: Tokenizer,
+    texts: Sequence[TokenSource],
+    options: TextOptions,
+    start: Any,
+    out: Path,
+    dtype: Dtype,
+    console: Console,
     placement: TrainingPlacement,
-) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
+) -> tuple[TrainResult, dict[str, Any]]:
     """Trains and saves a drafter; `own` are the options of its kind. Returns the result, and figures of its kind.
 
     On one device the acceptance of its drafts is measured on the held-out text then, and saved with it.
@@ -378,7 +391,8 @@ def drafter(
     if over.keep_taps is not None:
         check_output_folder("--keep-taps", over.keep_taps)
     of_kinds.refuse_others(kind)
-    options, own = replace(loop.options(), compute_dtype=over.compute_dtype), of_kinds.options(kind, over.keep_taps)
+    options = replace(loop.options(), compute_dtype=over.compute_dtype)
+    own = of_kinds.options(kind, over.keep_taps)
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)

@@ -29,7 +29,8 @@ Family = Literal["gcn", "sage", "gat", "gin"]
 
 RATES: dict[Family, float] = {"gcn": 0.01, "sage": 0.01, "gat": 0.005, "gin": 0.01}
 """The papers' learning rates; GraphSAGE, which the paper trains on other data, takes GCN's recipe."""
-SAMPLED_BATCH, GRAPH_BATCH = 64, 32
+SAMPLED_BATCH = 64
+GRAPH_BATCH = 32
 
 
 @option_class
@@ -147,7 +148,8 @@ def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop) ->
     """The task for one graph with a split."""
     if loop.fold != "all":
         raise ValueError(f"--fold is for data of many graphs, and {data.name} is one graph")
-    config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=False)
+    config = sizes.config(family, data.num_features, data.num_classes)
+    options = loop.options(family, graphs=False)
     if loop.fan_out is None:
         return config, full_graph_task(config, data, options, loop.seeds, mesh=loop.mesh())
     if loop.devices is not None:
@@ -161,7 +163,8 @@ def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) 
     for name, given in (("--fan-out", loop.fan_out), ("--devices", loop.devices)):
         if given is not None:
             raise ValueError(f"{name} is for one graph, and {data.name} has {data.num_graphs}")
-    config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=True)
+    config = sizes.config(family, data.num_features, data.num_classes)
+    options = loop.options(family, graphs=True)
     return config, graphs_task(config, data, options, loop.folds(data), loop.seeds)
 
 

@@ -106,15 +106,20 @@ class ExactOptions(common.TargetOptions):
 
 
 def verify_exact(
-    model: str | None = None, /, *, asking: Asking = Asking(), target: ExactOptions = ExactOptions(),
+    model: str | None = None,
+    /,
+    *,
+    asking: Asking = Asking(),
+    target: ExactOptions = ExactOptions(),
     json_file: JsonFile = None,
-) -> None:  # fmt: skip
+) -> None:
     """Checks that every fast path gives the tokens of plain decoding. Exit status 1 if any differs.
 
     Args:
         model: the same as --model.
     """
-    console, errors = human_console(json_file), Console(stderr=True, highlight=False, emoji=False)
+    console = human_console(json_file)
+    errors = Console(stderr=True, highlight=False, emoji=False)
     effort = asking.effort()
     named = common.named_model(model, target)
     names = asking.names(named.model)
@@ -166,7 +171,8 @@ def tell(console: Console, title: str, figures: dict[str, Any]) -> None:
         console.print(line, markup=False, soft_wrap=True)
     groups = by_path(findings).values()
     same = sum(all(one["same"] for one in group) for group in groups)
-    agree, compared = figures["requests_agreeing"], figures["requests_compared"]
+    agree = figures["requests_agreeing"]
+    compared = figures["requests_compared"]
     console.print(
         f"{same} of {len(groups)} paths give the tokens of plain decoding.", style="bold" if figures["same"] else "bold red"
     )

@@ -184,8 +184,10 @@ def read_compiled(chip: str, hlo: str, memory: Any, cost: Mapping[str, float]) -
         cost: what its `cost_analysis()` returns.
     """
     cycles, without, notes = estimated_cycles(hlo)
-    argument, output = memory.argument_size_in_bytes, memory.output_size_in_bytes
-    alias, temp = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    argument = memory.argument_size_in_bytes
+    output = memory.output_size_in_bytes
+    alias = memory.alias_size_in_bytes
+    temp = memory.temp_size_in_bytes
     return Compiled(chip, hlo, argument, output, alias, temp, cycles, without, notes, cost)
 
 

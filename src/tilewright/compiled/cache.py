@@ -70,7 +70,9 @@ class SealedEntries:
     """
 
     def __init__(self, folder: Path):
-        self._path, self.said = folder, False  # under the name that JAX knows
+        # under the name that JAX knows
+        self._path = folder
+        self.said = False
 
     def path(self, key: str) -> Path:
         return self._path / f"{key}-cache"
@@ -82,7 +84,8 @@ class SealedEntries:
             raw = path.read_bytes()
         except FileNotFoundError:
             return None
-        seal, entry = raw[:SEAL_BYTES], raw[SEAL_BYTES:]
+        seal = raw[:SEAL_BYTES]
+        entry = raw[SEAL_BYTES:]
         if hashlib.sha256(entry).digest() == seal:
             return entry
         if not self.said:

@@ -258,7 +258,9 @@ def run_here(
     """Compiles, checks and times the programs on the default device; returns its GB/s too."""
     place = chip_name()
     args = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-    accounts, timers, results = [], {"": copy_timer()}, []
+    accounts = []
+    timers = {"": copy_timer()}
+    results = []
     for name, program in programs.items():
         began = time.perf_counter()
         with Ledger() as ledger:
@@ -275,8 +277,10 @@ def run_here(
     first = accounts[0]["name"]
     done = []
     for fields, result in zip(accounts, results, strict=True):
-        name, moved = fields["name"], fields["read_bytes"] + fields["written_bytes"]
-        seconds, times = seconds_of[name], spread([1e3 * each for each in taken[name]])
+        name = fields["name"]
+        moved = fields["read_bytes"] + fields["written_bytes"]
+        seconds = seconds_of[name]
+        times = spread([1e3 * each for each in taken[name]])
         difference, agrees = differences(results[0], result, tolerance)
         done.append(
             PlacedProgram(
@@ -344,7 +348,8 @@ def estimate(name: str, program: Any, leaves: Sequence[Any], chip: str) -> Place
 
 def account(name: str, compiled: Compiled, seconds: float, loaded: bool = False) -> dict[str, Any]:
     """The fields of `PlacedProgram` that a compiled program has in any case."""
-    traffic, trips = compiled.traffic(), round_trips(compiled.hlo)
+    traffic = compiled.traffic()
+    trips = round_trips(compiled.hlo)
     return {
         "name": name,
         "place": compiled.chip,
@@ -364,15 +369,18 @@ def differences(expected: Any, found: Any, tolerance: float | None) -> tuple[flo
 
     NaN agrees with NaN only, an infinity with itself only.
     """
-    largest, agrees = 0.0, True
+    largest = 0.0
+    agrees = True
     for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
+        a = np.asarray(a)
+        b = np.asarray(b)
         if not a.size:
             continue
         wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
         allowed = max(epsilon(a.dtype), epsilon(b.dtype)) ** 0.5 if tolerance is None else tolerance
         allowed = allowed if epsilon(a.dtype) or epsilon(b.dtype) else 0.0
-        a, b = a.astype(wide), b.astype(wide)
+        a = a.astype(wide)
+        b = b.astype(wide)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         known = np.isfinite(a) & np.isfinite(b)
         apart = np.where(same, 0.0, np.where(known, np.abs(np.where(known, a, 0) - np.where(known, b, 0)), np.inf))

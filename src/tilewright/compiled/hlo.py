@@ -158,10 +158,13 @@ def read_module(text: str) -> Module:
         ValueError: text without an entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry, name, ops = "", "", []
+    entry = ""
+    name = ""
+    ops = []
     for line in text.splitlines():
         if header := HEADER.match(line):
-            name, ops = header[2], []
+            name = header[2]
+            ops = []
             entry = name if header[1] else entry
         elif line == "}" or line.startswith("}, "):
             computations[name] = Computation(name, tuple(ops))
@@ -289,7 +292,8 @@ def trip_count(module: Module, computation: Computation, loop: HloOp) -> int | N
         return None
     step, added = _unwrapped(module, _source(body, body.root.operands[index]))
     counts = step.opcode == "add" and _source(body, added[0]).number("index") == index
-    first, last = value(computation, initial.operands[index]), value(condition, operands[1])
+    first = value(computation, initial.operands[index])
+    last = value(condition, operands[1])
     by = value(body, added[1]) if counts else None
     if first is None or last is None or not by:
         return None

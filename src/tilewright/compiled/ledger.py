@@ -172,7 +172,9 @@ class _Announcements:
         found = announcer("lowering_result", "arg_names", "in_avals", "in_shardings")
         if found is None:
             return
-        names, avals, shardings = found["arg_names"], found["in_avals"], found["in_shardings"]
+        names = found["arg_names"]
+        avals = found["in_avals"]
+        shardings = found["in_shardings"]
         arguments = tuple(
             Argument(name or f"argument {place}", described(aval, sharding))
             for place, (name, aval, sharding) in enumerate(zip(names, avals, shardings, strict=True))
@@ -199,7 +201,8 @@ class _Announcements:
             warnings.warn(message.format(trap.what), CompileWarning, stacklevel=above_jax(sys._getframe()))
 
     def record(self, name: str, seconds: float) -> None:
-        from_disk, self.thread.disk_hit = getattr(self.thread, "disk_hit", False), False
+        from_disk = getattr(self.thread, "disk_hit", False)
+        self.thread.disk_hit = False
         found = announcer("computation", "compile_options")
         with self.lock:
             arguments = None if found is None else self.lowered.pop(id(found["computation"]), None)
@@ -231,12 +234,15 @@ def announcer(*names: str) -> Mapping[str, Any] | None:
 
 def above_jax(frame: FrameType | None) -> int:
     """The `stacklevel` at which a warning that is issued in `frame`, which JAX called, points at whoever called JAX."""
-    level, met = 1, False
+    level = 1
+    met = False
     while frame is not None:
         inside = frame.f_globals["__name__"].startswith("jax.")
         if met and not inside:
             break
-        frame, level, met = frame.f_back, level + 1, met or inside
+        frame = frame.f_back
+        level = level + 1
+        met = met or inside
     return level
 
 
@@ -290,7 +296,8 @@ class CompileTrap:
 
     def __init__(self, mode: str = "fail", what: str = "serving"):
         check_mode(mode)
-        self.mode, self.what = mode, what
+        self.mode = mode
+        self.what = what
         self.ledger = Ledger()
 
     def open(self) -> "CompileTrap":

@@ -71,7 +71,8 @@ def warm(programs: Iterable[tuple[Store[Any], Any]], console: Console | None = N
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         with bar:
-            row, began = bar.add_task("compiling", total=len(missing)), time.perf_counter()
+            row = bar.add_task("compiling", total=len(missing))
+            began = time.perf_counter()
             for done, compiled in enumerate(as_completed([pool.submit(store.get, key) for store, key in missing]), 1):
                 compiled.result()
                 bar.advance(row)

@@ -98,7 +98,8 @@ def memory_traffic(text: str) -> Traffic:
     """
     module = read_module(text)
     run = execution(module, lambda op, computation: sum(op_bytes(module, computation, op)))
-    rows, notes = [], list(run.notes)
+    rows = []
+    notes = list(run.notes)
     for step in run.steps:
         read, written = op_bytes(module, step.computation, step.op)
         if read or written:

@@ -74,7 +74,8 @@ def choose(
     loops of as many turns as there are such rows: only they pay for randomness, for sums over the vocabulary, for a filter.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == mask_token_id, -jnp.inf, logits)
-    rule, rows = jnp.asarray(options.rule), options.sampling
+    rule = jnp.asarray(options.rule)
+    rows = options.sampling
     temperature = jnp.asarray(rows.temperature)
     draws = (temperature > 0) | (jnp.asarray(rows.top_p) < 1)
 
@@ -115,7 +116,8 @@ def commits(
     """Mask of the candidates that are committed; of equal scores the first goes first."""
     score = jnp.where(candidates, choices.score, -jnp.inf)
     slot = jnp.arange(score.shape[1])
-    mine, other = score[:, :, None], score[:, None, :]
+    mine = score[:, :, None]
+    other = score[:, None, :]
     ahead = (other > mine) | ((other == mine) & (slot[None, :] < slot[:, None]))
     rank = jnp.sum(ahead & candidates[:, None, :], axis=-1)
     at = jnp.minimum(block_step, score.shape[1] - 1)[:, None]

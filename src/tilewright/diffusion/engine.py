@@ -102,7 +102,8 @@ class DiffusionEngine(Service):
         return len(self.programs.compiled)
 
     def check(self, request: DenoisingRequest) -> None:
-        tokens, denoising = request.prompt, request.denoising
+        tokens = request.prompt
+        denoising = request.denoising
         check_room(tokens, denoising, self.context)
         if denoising.mode not in self.options.modes:
             raise ValueError(f"expected a mode among {', '.join(self.options.modes)}, found {denoising.mode}")
@@ -134,13 +135,16 @@ class DiffusionEngine(Service):
         rows = [self.scheduler.slots[slot] for slot in slots]
         steps = self.pace.most(self.pace.seconds.get(shape), bool(self.scheduler.waiting))
         inputs = self.inputs(shape, slots, rows, steps)
-        pool, self.pool = self.pool, None  # lost, if this fails
+        # lost, if this fails
+        pool = self.pool
+        self.pool = None
         at = time.perf_counter()
         self.pool, outputs = self.programs.get(DiffusionKey("turn", shape))(self.programs.params, pool, inputs)
         jax.tree.map(lambda each: each.copy_to_host_async(), outputs)
         for running in batch:
             if not running.begun:
-                running.begun, running.sequence.handle.steps = True, 0
+                running.begun = True
+                running.sequence.handle.steps = 0
         self.flight.append(SentSteps(rows, shape, outputs, at))
         return True
 
@@ -161,9 +165,11 @@ class DiffusionEngine(Service):
             asked.append(one_row(denoising, shape.block))
             if running is not None:
                 prompt = running.sequence.processor.prompt
-                empty.running[row], empty.fresh[row] = True, not running.begun
+                empty.running[row] = True
+                empty.fresh[row] = not running.begun
                 empty.tokens[row, : len(prompt)] = prompt
-                empty.start[row], empty.stop[row] = len(prompt), len(prompt) + denoising.new_tokens
+                empty.start[row] = len(prompt)
+                empty.stop[row] = len(prompt) + denoising.new_tokens
         options = jax.tree.map(lambda *each: np.concatenate(each), *asked)
         return empty._replace(slots=np.asarray(slots, np.int32), options=options, limit=np.int32(steps))
 
@@ -175,7 +181,8 @@ class DiffusionEngine(Service):
         """
         began = time.perf_counter()
         outputs = DispatchOutputs(*(np.asarray(each) for each in sent.outputs))
-        ran, failure = outputs.reports[:, :, 0] != NO_STEP, None
+        ran = outputs.reports[:, :, 0] != NO_STEP
+        failure = None
         steps = int(np.count_nonzero(ran.any(axis=1)))
         self.pace.time(sent.shape, steps, sent.at, True, began, time.perf_counter())
         self.count(sent, outputs.reports[:steps])
@@ -204,7 +211,8 @@ class DiffusionEngine(Service):
         Raises:
             RuntimeError: the sequence was computed anew, and is done before what was handed out already.
         """
-        processor, mask = running.sequence.processor, self.model.config.mask_token_id
+        processor = running.sequence.processor
+        mask = self.model.config.mask_token_id
         first = len(processor.prompt)
         response = outputs.tokens[row, first : first + denoising_of(running).new_tokens].tolist()
         committed = int(outputs.block_start[row]) - first
@@ -216,7 +224,8 @@ class DiffusionEngine(Service):
             return None
         pieces = processor.add_round(new, 0, 0, self.eos_token_ids)
         tokens = tuple(Token(one.token, one.text, one.drafted) for one in pieces)
-        steps, running.steps = running.steps, 0
+        steps = running.steps
+        running.steps = 0
         reason = processor.finish_reason
         assert reason != "interrupted"
         assert reason is not None or not done, "a row that is done has ended"
@@ -224,7 +233,8 @@ class DiffusionEngine(Service):
 
     def count(self, sent: SentSteps, reports: np.ndarray) -> None:
         """Counts the steps of a dispatch."""
-        ran, counted = int(np.count_nonzero(reports[:, :, 0] != NO_STEP)), self.counted
+        ran = int(np.count_nonzero(reports[:, :, 0] != NO_STEP))
+        counted = self.counted
         counted.dispatches += 1
         counted.rounds += len(reports)
         counted.row_rounds += ran

@@ -6,7 +6,10 @@ from tilewright.diffusion.options import FAR, MODES, Denoising, Mode
 from tilewright.diffusion.programs import DiffusionTable
 from tilewright.runtime.options import ServiceOptions
 
-ROWS, POSITIONS, RESPONSES, BLOCKS = (1, 4), (256, 1024, 4096), (128, 512, 1024), (32, FAR)
+ROWS = (1, 4)
+POSITIONS = (256, 1024, 4096)
+RESPONSES = (128, 512, 1024)
+BLOCKS = (32, FAR)
 """Of the table of a diffusion language model, as far as its context goes: fewer than `generate` has, for all programs are
 compiled before serving. A block is of up to 32 tokens, or up to the whole response."""
 

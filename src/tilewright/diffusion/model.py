@@ -72,7 +72,8 @@ class DiffusionSession:
     reports: list[StepReport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        programs, lengths = self.model.programs, [len(prompt) for prompt in self.prompts]
+        programs = self.model.programs
+        lengths = [len(prompt) for prompt in self.prompts]
         self.shape = programs.table.shape(len(self.prompts), lengths, self.requests)
         caches = programs.get(DiffusionKey("allocate", self.shape))()
         self.state = programs.state(self.shape, self.prompts, self.requests, caches)
@@ -110,8 +111,10 @@ class DiffusionSession:
         return [self.result(n, tokens) for n, tokens in enumerate(self.tokens())]
 
     def result(self, row: int, tokens: list[int]) -> Denoised:
-        config, request = self.model.config, self.requests[row]
-        mask, eos = config.mask_token_id, () if request.ignore_eos else config.eos_token_ids
+        config = self.model.config
+        request = self.requests[row]
+        mask = config.mask_token_id
+        eos = () if request.ignore_eos else config.eos_token_ids
         kept = tokens[: tokens.index(mask)] if mask in tokens else tokens
         end = next((n for n, token in enumerate(kept) if token in eos), None)
         committed = [int(each) for report in self.reports if (each := report.committed[row]) >= 0]
@@ -130,12 +133,22 @@ class DiffusionModel:
     """
 
     def __init__(
-        self, config: DiffusionConfig, params: Any, tokenizer: Tokenizer, dtype: str = "float32",
-        weights: Weights = "auto", kernels: Kernels = "auto", table: DiffusionTable | None = None,
-        placement: Placement | None = None, prepared: bool = False,
-    ):  # fmt: skip
+        self,
+        config: DiffusionConfig,
+        params: Any,
+        tokenizer: Tokenizer,
+        dtype: str = "float32",
+        weights: Weights = "auto",
+        kernels: Kernels = "auto",
+        table: DiffusionTable | None = None,
+        placement: Placement | None = None,
+        prepared: bool = False,
+    ):
         """Args: `prepared`: the parameters are as the operations want them, as `load_diffusion` may give them."""
-        self.config, self.tokenizer, self.dtype, self.placement = config, tokenizer, dtype, placement
+        self.config = config
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.placement = placement
         ops = operations(weights=weights, kernels=kernels)
         if not prepared:
             params = (decoder.prepare if placement is None else placement.prepared)(config.decoder, ops, params)
@@ -143,7 +156,8 @@ class DiffusionModel:
 
     def with_table(self, table: DiffusionTable) -> "DiffusionModel":
         """Copy of the model with other declared shapes; the arrays are shared."""
-        other, old = copy(self), self.programs
+        other = copy(self)
+        old = self.programs
         other.programs = DiffusionPrograms(self.config, old.ops, old.params, old.dtype, table, old.placement)
         return other
 
@@ -165,7 +179,8 @@ class DiffusionModel:
         tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not tokens:
             raise ValueError("expected a prompt of at least one token, found an empty one")
-        vocab, mask = self.config.decoder.vocab_size, self.config.mask_token_id
+        vocab = self.config.decoder.vocab_size
+        mask = self.config.mask_token_id
         if outside := [token for token in tokens if not 0 <= token < vocab]:
             raise ValueError(f"expected token ids below the vocabulary size {vocab}, found {outside[0]}")
         if mask in tokens:
@@ -195,7 +210,8 @@ class DiffusionModel:
     ) -> list[Denoised]:
         """Denoises a response to every prompt, in as many batches as it takes; arguments as for `start`."""
         listed, each = paired(prompts, requests)
-        most, found = self.table.batches[-1], []
+        most = self.table.batches[-1]
+        found = []
         for first in range(0, len(listed), most):
             session = self.start(listed[first : first + most], each[first : first + most])
             while not session.finished:
@@ -275,7 +291,8 @@ def load(
     check_kind(str(model), folder, "diffusion")
     config = diffusion.read_diffusion(folder)
     placement = placement_over(config.decoder, mesh, schedule, compiler_options)
-    tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)
+    tokenizer = load_tokenizer(folder)
+    dtype = checkpoint.running_dtype(dtype, folder, ops)
     shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
     check_weights(str(model), partial(diffusion.declare, config), shard, dtype, weights, kernels, {})
     config, params = diffusion.load_diffusion(folder, DTYPES[dtype], console, shard, ops)

@@ -110,7 +110,8 @@ class Denoising:
             if value not in known:
                 raise ValueError(f"expected {name} to be one of {', '.join(known)}, found {value!r}")
         self.sampling()  # says what is wrong with those fields
-        block, blocks = self.block, self.new_tokens // max(self.block, 1)
+        block = self.block
+        blocks = self.new_tokens // max(self.block, 1)
         for good, expected, found in (
             (self.new_tokens >= 1, "new_tokens of at least 1", self.new_tokens),
             (block >= 1, "a block_length of at least 1", block),
@@ -182,7 +183,8 @@ class Denoising:
         if self.remasking in LLADA_RULES:
             base, remainder = divmod(self.block, self.block_steps)
             return np.asarray([base + (n < remainder) for n in range(self.block_steps)], np.int32)
-        left, counts = self.block, []
+        left = self.block
+        counts = []
         for share in self.shares():
             counts.append(int(left * share))
             left -= counts[-1]

@@ -132,7 +132,8 @@ class PoolPrograms(DiffusionPrograms):
         super().__init__(of.config, of.ops, of.params, of.dtype, table, of.placement)
         self.kind = {"dense": {*modes} == {"dense"}, "narrow": "dual" in modes, "guided": False}
         self.context = context
-        slots, positions = table.batches[-1], self.sizes[-1].positions
+        slots = table.batches[-1]
+        positions = self.sizes[-1].positions
         self.whole = DiffusionShape(slots, positions, 0, 0, **self.kind)
 
     @property
@@ -156,7 +157,8 @@ class PoolPrograms(DiffusionPrograms):
 
     def pool(self) -> Pool:
         """An empty one."""
-        slots, positions = self.whole.batch, self.whole.positions
+        slots = self.whole.batch
+        positions = self.whole.positions
         numbers = jnp.zeros(slots, jnp.int32)
         return Pool(
             tokens=jnp.full((slots, positions), self.config.mask_token_id, jnp.int32),
@@ -171,14 +173,16 @@ class PoolPrograms(DiffusionPrograms):
     def empty_inputs(self, shape: DiffusionShape) -> DispatchInputs:
         """One in which nothing runs, for its shapes and for what fills up; arrays of the host."""
         slots = np.arange(shape.batch, dtype=np.int32)
-        zeros, none = np.zeros(shape.batch, np.int32), np.zeros(shape.batch, bool)
+        zeros = np.zeros(shape.batch, np.int32)
+        none = np.zeros(shape.batch, bool)
         tokens = np.full((shape.batch, shape.positions), self.config.mask_token_id, np.int32)
         options = row_options([Denoising(1)] * shape.batch, shape.block)
         return DispatchInputs(slots, none, none.copy(), tokens, zeros, zeros.copy(), options, np.int32(0))
 
     def compile(self, key: DiffusionKey) -> jax.stages.Compiled:
         if key.name == "pool":
-            placed, shapes = None, jax.eval_shape(self.pool)
+            placed = None
+            shapes = jax.eval_shape(self.pool)
             if self.placement is not None:
                 specs = replace(jax.tree.map(lambda _: WHOLE, shapes), caches=self.placed(shapes.caches))
                 placed = on(self.placement.mesh, specs)

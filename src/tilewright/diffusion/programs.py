@@ -132,12 +132,21 @@ class DiffusionPrograms(Store[DiffusionKey]):
     """The programs of one model."""
 
     def __init__(
-        self, config: DiffusionConfig, ops: Operations, params: DecoderParams, dtype: DTypeLike, table: DiffusionTable,
+        self,
+        config: DiffusionConfig,
+        ops: Operations,
+        params: DecoderParams,
+        dtype: DTypeLike,
+        table: DiffusionTable,
         placement: Placement | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
-        self.config, self.ops, self.params = config, ops, params
-        self.dtype, self.table, self.placement = dtype, table, placement
+        self.config = config
+        self.ops = ops
+        self.params = params
+        self.dtype = dtype
+        self.table = table
+        self.placement = placement
 
     def denoiser(self, shape: DiffusionShape) -> Denoiser:
         more = int(self.config.shifted)
@@ -184,7 +193,8 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
     def compile_run(self, run: Callable[..., Any], state: Any, *inputs: Any) -> jax.stages.Compiled:
         """A program `run(params, state, *inputs)`, to which the state is donated."""
-        lowered, placement = jax.jit(run, donate_argnums=1).lower(self.params, state, *inputs), self.placement
+        lowered = jax.jit(run, donate_argnums=1).lower(self.params, state, *inputs)
+        placement = self.placement
         return lowered.compile() if placement is None else compile_over(placement.mesh, lowered, placement.compiler_options)
 
     def sharded(self, run: Callable[..., Any], state: Any) -> Callable[..., Any]:

@@ -82,12 +82,14 @@ def plan(state: DiffusionState, shifted: bool) -> StepPlan:
     Args:
         shifted: logits of a position predict the token behind it.
     """
-    options, number = state.options, state.step + 1
+    options = state.options
+    number = state.step + 1
     # A block that begins shows positions that no cache holds yet.
     shows_more = (jnp.asarray(options.suffix_window) < FAR) & (state.block_step == 0)
     mode = [jnp.asarray(options.mode) == n for n in range(len(MODES))]
     back = jnp.where(jnp.asarray(options.boundary) | ~mode[MODES.index("sparse")], 1, 0) if shifted else 0
-    sparse, cached = mode[MODES.index("sparse")], mode[MODES.index("prefix")] | mode[MODES.index("dual")]
+    sparse = mode[MODES.index("sparse")]
+    cached = mode[MODES.index("prefix")] | mode[MODES.index("dual")]
     full = (number <= options.full_steps) | shows_more
     narrow = sparse & ~full & (number % options.every != 0)
     within = cached & (state.block_step > 0)
@@ -102,11 +104,14 @@ def plan(state: DiffusionState, shifted: bool) -> StepPlan:
 
 def window_of(state: DiffusionState, what: StepPlan, size: int) -> Window:
     """The window of so many positions that holds what a step computes."""
-    options, length = state.options, state.tokens.shape[1]
+    options = state.options
+    length = state.tokens.shape[1]
     begin = jnp.clip(what.first, 0, length - size)
     positions = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     active = (positions >= what.first[:, None]) & (positions < what.last[:, None]) & ~state.done[:, None]
-    whole, catches_up, renews = what.first == 0, None, None
+    whole = what.first == 0
+    catches_up = None
+    renews = None
     if size == length:
         catches_up = ((positions < what.response[:, None]) & (whole & options.keep_prompt)[:, None]).astype(jnp.int32)
         renews = whole & ~state.done

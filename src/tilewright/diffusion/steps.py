@@ -23,7 +23,8 @@ from tilewright.models.stack import TRACED_ONCE, Schedule
 
 STEPS_PER_DISPATCH = 64
 """How many steps a dispatch runs at most."""
-NO_STEP, NOT_FINITE = -1, -2
+NO_STEP = -1
+NOT_FINITE = -2
 """Reports of a row that took no step, and of one whose logits are not finite, which ends it."""
 
 
@@ -212,7 +213,8 @@ def commit(
     """The state after a commit: tokens, which of them changed, and where each row stands."""
     # Each position looks into the block: a scatter would go through it entry by entry on a CPU.
     slot = jnp.arange(state.tokens.shape[1])[None] - state.block_start[:, None]
-    inside, slot = (slot >= 0) & (slot < how.block), jnp.clip(slot, 0, how.block - 1)
+    inside = (slot >= 0) & (slot < how.block)
+    slot = jnp.clip(slot, 0, how.block - 1)
     changed = inside & jnp.take_along_axis(taken, slot, axis=1)
     tokens = jnp.where(changed, jnp.take_along_axis(token, slot, axis=1), state.tokens)
     eos = ended(tokens, state, how.config.mask_token_id, how.config.eos_token_ids)

@@ -197,7 +197,8 @@ class Pass:
         self, layer: Layer, cache: LayerCache, x: Float[Array, "B W H"], salient: Bool[Array, "B W"]
     ) -> tuple[LayerCache, Float[Array, "B C S K D"]]:
         """Keys and values of the salient positions, and by how much the values changed, in this pass and since the base."""
-        picked, flat = pick(self.ops, salient), [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
+        picked = pick(self.ops, salient)
+        flat = [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
         k, v = on_picked(self.ops, self.buckets, partial(self.keys_values, layer), picked, *flat)
         places = picked.among(self.rows)
         values, old = self.ops.swap_rows(cache.v, places, v)
@@ -210,7 +211,8 @@ class Pass:
         self, layer: Layer, cache: LayerCache, x: Float[Array, "B W H"], salient: Bool[Array, "B W"]
     ) -> tuple[Array, LayerCache, Bool[Array, "B W"], Float32[Array, "B W"]]:
         """The residual stream after a layer, its cache, the positions that are salient in the next one, and the cosines."""
-        ops, window = self.ops, self.window
+        ops = self.ops
+        window = self.window
         cache, changes = self.renew_values(layer, cache, x, salient)
         carried = 0 if window.catches_up is None else window.catches_up
         kinds = jnp.where(salient, select.EXACT, select.CARRIED + carried)
@@ -262,7 +264,8 @@ def run_window(
     step = Pass(config, ops, buckets, window, rope, schedule, tokens.shape[1])
     x = schedule.embed(ops, params.embed, jnp.take_along_axis(tokens, window.positions, axis=1))
     salient = window.active & (window.changed | window.first_all[:, None])
-    after, traces = [], []
+    after = []
+    traces = []
     for layer, cache in zip(params.layers, caches, strict=True):
         incoming = salient
         x, cache, salient, turned = step.layer(layer, cache, x, salient)

@@ -81,8 +81,11 @@ def spanned(low: bytes, high: bytes) -> Iterator[ByteRanges]:
     if len(low) == 1:
         yield ((low[0], high[0]),)
         return
-    first, last, rest = low[0], high[0], len(low) - 1
-    least, most = b"\x80" * rest, b"\xbf" * rest
+    first = low[0]
+    last = high[0]
+    rest = len(low) - 1
+    least = b"\x80" * rest
+    most = b"\xbf" * rest
     if first == last:
         yield from (((first, first), *tail) for tail in spanned(low[1:], high[1:]))
         return
@@ -108,7 +111,9 @@ class Nfa:
     def __init__(self, node: Node, deadline: Deadline):
         self.moves: list[list[tuple[int, int, int]]] = []
         self.free: list[list[int]] = []
-        self.deadline, self.parts, self.beyond = deadline, 0, dict[int, int]()
+        self.deadline = deadline
+        self.parts = 0
+        self.beyond = dict[int, int]()
         self.end = self.add(node, self.new())
 
     def new(self) -> int:
@@ -133,7 +138,8 @@ class Nfa:
                     start = self.add(part, start)
                 return start
             case Alternation():
-                ends, end = [self.add(part, self.begin(start)) for part in node.parts], self.new()
+                ends = [self.add(part, self.begin(start)) for part in node.parts]
+                end = self.new()
                 for each in ends:
                     self.free[each].append(end)
                 return end
@@ -188,7 +194,8 @@ class Nfa:
 
     def closure(self, states: frozenset[int]) -> frozenset[int]:
         """What some states become without a byte, as far as something follows or the text may end."""
-        seen, left = set(states), list(states)
+        seen = set(states)
+        left = list(states)
         while left:
             for following in self.free[left.pop()]:
                 if following not in seen:
@@ -205,8 +212,10 @@ class Subsets:
     """
 
     def __init__(self, nfa: Nfa):
-        self.nfa, self.order = nfa, list[frozenset[int]]()
-        self.numbers, self.closures = dict[frozenset[int], int](), dict[frozenset[int], frozenset[int]]()
+        self.nfa = nfa
+        self.order = list[frozenset[int]]()
+        self.numbers = dict[frozenset[int], int]()
+        self.closures = dict[frozenset[int], frozenset[int]]()
 
     def number(self, states: frozenset[int]) -> int:
         """The number of the set that some states become."""
@@ -234,7 +243,9 @@ def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
     bounds = sorted({0, 256, *(edge for moves in nfa.moves for low, high, _ in moves for edge in (low, high + 1))})
     place = {bound: n for n, bound in enumerate(bounds)}
     moves = [[(range(place[low], place[high + 1]), target) for low, high, target in each] for each in nfa.moves]
-    subsets, rows, resume = Subsets(nfa), list[np.ndarray](), list[int]()
+    subsets = Subsets(nfa)
+    rows = list[np.ndarray]()
+    resume = list[int]()
     subsets.number(frozenset([0]))
     for number, held in enumerate(subsets.order):  # which grows meanwhile
         deadline.check()
@@ -257,9 +268,13 @@ def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
 
 
 def minimal(
-    after: Int32[np.ndarray, "S P"], widths: Int64[np.ndarray, " P"], accepts: Bool[np.ndarray, " S"],
-    beyond: Bool[np.ndarray, " S"], resume: Int32[np.ndarray, " S"], deadline: Deadline,
-) -> ByteAutomaton:  # fmt: skip
+    after: Int32[np.ndarray, "S P"],
+    widths: Int64[np.ndarray, " P"],
+    accepts: Bool[np.ndarray, " S"],
+    beyond: Bool[np.ndarray, " S"],
+    resume: Int32[np.ndarray, " S"],
+    deadline: Deadline,
+) -> ByteAutomaton:
     """The automaton with each of its states once: those that nothing tells apart are one (Moore's algorithm).
 
     States behind which the expression says nothing stay apart, each of which has a text of its own behind it.
@@ -268,7 +283,8 @@ def minimal(
         after: by pieces of the bytes.
         widths: bytes of each piece.
     """
-    states, rng = len(after), np.random.default_rng(0)
+    states = len(after)
+    rng = np.random.default_rng(0)
     columns = np.concatenate([np.arange(states, dtype=np.int32)[:, None], after], axis=1)
     firsts, kinds = distinct(np.where(beyond, np.arange(2, states + 2), accepts))
     while True:

@@ -20,8 +20,12 @@ class Excursion:
         bytes_of: those of a token.
         stood: the state that the text left by its next token.
         """
-        self.made, self.bytes_of, self.state = made, bytes_of, int(made.states[stood])
-        self.open, self.quoted, self.escaped = 0, False, False
+        self.made = made
+        self.bytes_of = bytes_of
+        self.state = int(made.states[stood])
+        self.open = 0
+        self.quoted = False
+        self.escaped = False
 
     def advance(self, token: int) -> None:
         """Goes on behind a token. The state is -1 from where the automaton cannot say how the text goes on."""
@@ -56,6 +60,7 @@ class Excursion:
         Args:
             forced: the token that comes next; -1 if none has to.
         """
-        automaton, states = self.made.automaton, self.made.states
+        automaton = self.made.automaton
+        states = self.made.states
         (found,) = np.nonzero((states == self.state) & (automaton.forced == forced))
         return AutomatonState(automaton, int(found[0])) if len(found) else None

@@ -27,9 +27,18 @@ ONLY_OF = {
 }
 """Keywords that say nothing about values of other types."""
 ONE = (
-    "items", "additionalItems", "contains", "unevaluatedItems", "additionalProperties", "propertyNames",
-    "unevaluatedProperties", "not", "if", "then", "else",
-)  # fmt: skip
+    "items",
+    "additionalItems",
+    "contains",
+    "unevaluatedItems",
+    "additionalProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+)
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 """Keywords with schemas in them: one, a list of them, or one under each name."""
@@ -167,7 +176,8 @@ class PlainSchema:
         if found.get("uniqueItems") is False or (isinstance(most, int) and most <= 1):
             drop(found, "uniqueItems")
         if "contains" not in found or found["contains"] in (True, {}):
-            least, most = found.pop("minContains", 1), found.pop("maxContains", None)
+            least = found.pop("minContains", 1)
+            most = found.pop("maxContains", None)
             if found.pop("contains", None) is not None:  # any item is one that is wanted
                 raise_bound(found, "minItems", least)
                 lower_bound(found, "maxItems", most)
@@ -208,7 +218,8 @@ class PlainSchema:
         said = names.keys() - {"type", "title", "description"}
         listed = names["enum"] if said == {"enum"} else [names["const"]] if said == {"const"} else None
         if isinstance(listed, list) and "patternProperties" not in found:
-            known, others = mapping(found.get("properties")), found.get("additionalProperties", True)
+            known = mapping(found.get("properties"))
+            others = found.get("additionalProperties", True)
             kept = {name: each if name in listed else False for name, each in known.items()}
             found["properties"] = kept | {name: others for name in listed if isinstance(name, str) and name not in known}
             found["additionalProperties"] = False
@@ -247,20 +258,23 @@ class PlainSchema:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping) or depth > 4:
             return False
-        values, others = values_of(one), values_of(other)
+        values = values_of(one)
+        others = values_of(other)
         if values is not None and others is not None:
             return not any(value in others for value in values)
         if values is not None or others is not None:
             listed, rest = (values, other) if values is not None else (others or [], one)
             return all(is_excluded(value, rest) for value in listed)
-        kinds, other_kinds = types_of(one), types_of(other)
+        kinds = types_of(one)
+        other_kinds = types_of(other)
         if kinds.isdisjoint(other_kinds):
             return True
         required = [each if isinstance(each := schema.get("required"), list) else [] for schema in (one, other)]
         needed = [name for name in required[0] if isinstance(name, str) and name in required[1]]
         if kinds | other_kinds != {"object"} or not needed:
             return False
-        mine, theirs = mapping(one.get("properties")), mapping(other.get("properties"))
+        mine = mapping(one.get("properties"))
+        theirs = mapping(other.get("properties"))
         return any(
             self.are_disjoint(self.resolved(mine.get(name, True)), self.resolved(theirs.get(name, True)), depth + 1)
             for name in needed
@@ -276,7 +290,8 @@ class PlainSchema:
         if negated is False:
             drop(found, "not")
         elif isinstance(negated, Mapping) and negated.keys() == {"type"}:
-            declared, excluded = found.get("type", [*TYPES]), negated["type"]
+            declared = found.get("type", [*TYPES])
+            excluded = negated["type"]
             kinds, without = (each if isinstance(each, list) else [each] for each in (declared, excluded))
             if not ("integer" in without and "number" in kinds):  # numbers that are none have no name
                 drop(found, "not")
@@ -290,7 +305,8 @@ class PlainSchema:
 
 def group_end(pattern: str, start: int) -> int | None:
     """End of the group that begins at a place of a regular expression; None if it has none."""
-    depth, within = 0, False
+    depth = 0
+    within = False
     for found in re.finditer(r"\\.|[][()]", pattern[start:]):
         if found[0] in "[]":
             within = found[0] == "["
@@ -359,7 +375,8 @@ def pattern_of(names: Mapping[str, Any], said: Any) -> str | None:
     """The pattern of names that are described by a pattern, or by their lengths; None for others."""
     if said == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
-    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    least = names.get("minLength", 0)
+    most = names.get("maxLength", "")
     if said <= {"minLength", "maxLength"} and isinstance(least, int):
         return rf"^[\s\S]{{{least},{json.dumps(most) if most != '' else ''}}}$"
     return None

@@ -71,7 +71,8 @@ class Compiler:
         self.eos = tuple(eos)
         self.trial = Trial(self.setting)
         self.vocabulary: Vocabulary | None = None
-        self.kept, self.lock = OrderedDict[Grammar, Matcher](), threading.Lock()
+        self.kept = OrderedDict[Grammar, Matcher]()
+        self.lock = threading.Lock()
         self.refused = OrderedDict[tuple[Grammar, float | None], str]()
 
     def is_kept(self, grammar: Grammar) -> bool:
@@ -179,10 +180,15 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: Any, eos: Sequence[int], made: TokenAutomaton | None = None,
+        self,
+        matcher: Any,
+        eos: Sequence[int],
+        made: TokenAutomaton | None = None,
         bytes_of: Callable[[int], bytes] | None = None,
-    ):  # fmt: skip
-        self.matcher, self.eos, self.made = matcher, eos, made
+    ):
+        self.matcher = matcher
+        self.eos = eos
+        self.made = made
         self.automaton = None if made is None else made.automaton
         self.leave = None if made is None or bytes_of is None else partial(Excursion, made, bytes_of)
         self.thoughts: dict[int, AfterThought] = {}
@@ -207,10 +213,16 @@ class Matching:
     """
 
     def __init__(
-        self, matcher: Any, eos: Sequence[int], automaton: AutomatonState | None = None,
+        self,
+        matcher: Any,
+        eos: Sequence[int],
+        automaton: AutomatonState | None = None,
         leave: Callable[[int], Excursion] | None = None,
-    ):  # fmt: skip
-        self.matcher, self.eos, self.automaton, self.leave = matcher, eos, automaton, leave
+    ):
+        self.matcher = matcher
+        self.eos = eos
+        self.automaton = automaton
+        self.leave = leave
         self.behind: list[int] = []
         self.excursion: Excursion | None = None
 
@@ -222,7 +234,9 @@ class Matching:
         from llguidance.numpy import fill_next_token_bitmask
 
         self.catch_up()
-        rows, matcher, allowed = masks.view(np.int32), self.matcher, 0
+        rows = masks.view(np.int32)
+        matcher = self.matcher
+        allowed = 0
         fill_next_token_bitmask(matcher, rows, 0)
         for draft in drafts:
             # The token that ends the text is drawn by the target itself, behind the drafts before it.
@@ -240,7 +254,8 @@ class Matching:
         away = self.excursion is not None
         for token in tokens:
             if self.automaton is not None:
-                stood, self.automaton = self.automaton, self.automaton.advance([token])
+                stood = self.automaton
+                self.automaton = self.automaton.advance([token])
                 self.excursion = None if self.automaton is not None or self.leave is None else self.leave(stood.state)
             if self.excursion is not None:
                 self.excursion.advance(token)
@@ -258,7 +273,8 @@ class Matching:
             mask = np.zeros((1, automaton.masks.shape[1]), np.uint32)
             self.fill([], mask)
             if np.array_equal(mask[0], automaton.masks[automaton.mask_of[state]]):
-                self.automaton, self.excursion = found, None
+                self.automaton = found
+                self.excursion = None
 
     def catch_up(self) -> None:
         """Has the matcher take in what it has not."""

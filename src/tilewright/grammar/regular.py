@@ -21,9 +21,17 @@ LARGEST_COUNT = 10_000
 
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 SPACES: Ranges = (
-    (9, 13), (32, 32), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
-    (0x205F, 0x205F), (0x3000, 0x3000),
-)  # fmt: skip
+    (9, 13),
+    (32, 32),
+    (0x85, 0x85),
+    (0xA0, 0xA0),
+    (0x1680, 0x1680),
+    (0x2000, 0x200A),
+    (0x2028, 0x2029),
+    (0x202F, 0x202F),
+    (0x205F, 0x205F),
+    (0x3000, 0x3000),
+)
 """Characters with the property White_Space."""
 
 
@@ -116,7 +124,8 @@ def united(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 def others(ranges: Ranges) -> Ranges:
     """All characters that are not in these ranges."""
-    found, start = [], 0
+    found = []
+    start = 0
     for low, high in united([*ranges, SURROGATES]):
         if start < low:
             found.append((start, low - 1))
@@ -154,7 +163,10 @@ class ExpressionParser:
     """Reads an expression. Raises `NotRegular` for what is outside of the subset."""
 
     def __init__(self, text: str, ascii_only: bool):
-        self.text, self.ascii_only, self.at, self.depth = text, ascii_only, 0, 0
+        self.text = text
+        self.ascii_only = ascii_only
+        self.at = 0
+        self.depth = 0
 
     @property
     def ahead(self) -> str:
@@ -204,7 +216,8 @@ class ExpressionParser:
         if end < 0 or not all(each.isascii() and each.isdigit() for each in ([low, high] if high else [low])):
             raise NotRegular("a repetition that names no numbers")
         self.at = end + 1
-        least, most = int(low), int(high) if high else (None if comma else int(low))
+        least = int(low)
+        most = int(high) if high else (None if comma else int(low))
         if max(least, most or 0) > LARGEST_COUNT or (most is not None and most < least):
             raise NotRegular(f"a repetition from {least} to {most}")
         return least, most
@@ -242,7 +255,8 @@ class ExpressionParser:
         if char in CONTROLS:
             code = ord(CONTROLS[char])
         elif char == "x" and len(digits := self.text[self.at : self.at + 2]) == 2 and set(digits) <= {*hexdigits}:
-            self.at, code = self.at + 2, int(digits, 16)
+            self.at = self.at + 2
+            code = int(digits, 16)
         elif char.lower() in "dws":
             return named_class(char, self.ascii_only)
         elif char.isascii() and not char.isalnum() and char.isprintable() and char not in "<> ":

@@ -35,9 +35,25 @@ ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 """Form of JSON: Python's. Were any space allowed, a model could go on with spaces for ever, and less would be
 forced."""
 SAID = {
-    "title", "description", "default", "examples", "example", "$schema", "$comment", "$id", "$anchor", "deprecated", "readOnly",
-    "writeOnly", "contentEncoding", "contentMediaType", "contentSchema", "discriminator", "nullable", "enumNames",
-}  # fmt: skip
+    "title",
+    "description",
+    "default",
+    "examples",
+    "example",
+    "$schema",
+    "$comment",
+    "$id",
+    "$anchor",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "contentEncoding",
+    "contentMediaType",
+    "contentSchema",
+    "discriminator",
+    "nullable",
+    "enumNames",
+}
 """Keys that say nothing about the texts."""
 DEFINITIONS = {"$defs", "definitions"}
 DEEPEST = 32
@@ -51,10 +67,29 @@ QUOTED = {*'"\\'} | {chr(code) for code in [*range(32), 127]}
 """Characters that stand in JSON as escapes, of which there are several."""
 
 PLAIN_KEYS = {
-    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "anyOf", "enum", "const", "$ref",
-    "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    *SAID, *DEFINITIONS,
-}  # fmt: skip
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+    "minItems",
+    "maxItems",
+    "anyOf",
+    "enum",
+    "const",
+    "$ref",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "format",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    *SAID,
+    *DEFINITIONS,
+}
 """Keys of schemas that `closed` knows: with them alone, an object is described in one place."""
 
 PLAIN_CHARACTER = CharacterClass(others(((0, 31), (34, 34), (92, 92), (127, 127))))
@@ -65,7 +100,9 @@ ANY_ESCAPE = parsed(rf'\\(?:["\\bfnrt]|u(?:[0-9a-ce-fA-CE-F]{HEX}|[dD][0-7]){HEX
 """Escapes in a key of an open object, which must not be one of its known keys."""
 STRING_CHARACTER = Alternation((PLAIN_CHARACTER, ESCAPE))
 NUMBER = parsed(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-QUOTE, COMMA, COLON = literal('"'), literal(", "), literal(": ")
+QUOTE = literal('"')
+COMMA = literal(", ")
+COLON = literal(": ")
 
 
 def schema_node(schema: Any, most: int) -> Node:
@@ -165,7 +202,10 @@ class SchemaReader:
     """
 
     def __init__(self, root: Any, most: int, exact: bool = False):
-        self.root, self.most, self.exact, self.read = root, most, exact, 0
+        self.root = root
+        self.most = most
+        self.exact = exact
+        self.read = 0
 
     def node(self, schema: Any, place: Place) -> Node:
         if schema is True:
@@ -224,7 +264,8 @@ class SchemaReader:
 
     def referred(self, reference: Any, place: Place) -> Node:
         """The schema that a reference within this one names."""
-        found, again = self.target(reference), reference in place.references
+        found = self.target(reference)
+        again = reference in place.references
         if self.exact and again:
             raise NotRegular("schemas within themselves")
         inside = place.unbounded(self.most).inside() if again else place.inside()
@@ -258,7 +299,8 @@ class SchemaReader:
     def array(self, place: Place, items: Any, least: Any, most: Any) -> Node:
         if place.left == 0:
             return Concatenation((literal("["), Beyond()))
-        least, most = bound(least, 0), bound(most, None)
+        least = bound(least, 0)
+        most = bound(most, None)
         if most is not None and most < max(1, least):
             raise NotRegular("an array without items")
         item = self.node({} if items is None else items, place.bracketed())
@@ -269,7 +311,8 @@ class SchemaReader:
     def object_(self, place: Place, properties: Any, required: Any, more: Any) -> Node:
         if place.left == 0:
             return Concatenation((literal("{"), Beyond()))
-        described, needed = {} if properties is None else properties, [] if required is None else required
+        described = {} if properties is None else properties
+        needed = [] if required is None else required
         if not isinstance(described, Mapping) or not isinstance(needed, list):
             raise NotRegular("properties that are no object, or required ones that are no list")
         if any(name not in described for name in needed):
@@ -380,7 +423,8 @@ def number(least: Any, most: Any, above: Any, below: Any) -> Node:
     if not is_wide(bounds) or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in bounds):
         raise NotRegular("a number with bounds")
     exact = [None if each is None else Decimal(repr(whole(each))) for each in (least, most, above, below)]
-    low, high = limit(max, exact[0], exact[2]), limit(min, exact[1], exact[3])
+    low = limit(max, exact[0], exact[2])
+    high = limit(min, exact[1], exact[3])
     parts = list[Node]()
     if low is None or low[0] < 0:
         nearest = (Decimal(0), True) if high is None or high[0] >= 0 else (-high[0], high[1])
@@ -424,7 +468,8 @@ def fraction_of(value: Decimal) -> str:
 
 def fraction_from(value: Decimal, above: bool) -> Node:
     """Fractions, with their point or empty, of at least that of a value; with `above`, of more than that."""
-    any_digits, tail = Repetition(digit("0", "9"), 0, None), fraction_of(value)
+    any_digits = Repetition(digit("0", "9"), 0, None)
+    tail = fraction_of(value)
     if not tail and not above:
         return optional(Concatenation((literal("."), digit("0", "9"), any_digits)))
     larger = [
@@ -438,7 +483,9 @@ def fraction_from(value: Decimal, above: bool) -> Node:
 
 def fraction_to(value: Decimal, below: bool) -> Node:
     """Fractions, with their point or empty, of at most that of a value; with `below`, of less than that."""
-    any_digits, zeros, tail = Repetition(digit("0", "9"), 0, None), Repetition(literal("0"), 0, None), fraction_of(value)
+    any_digits = Repetition(digit("0", "9"), 0, None)
+    zeros = Repetition(literal("0"), 0, None)
+    tail = fraction_of(value)
     smaller = [
         Concatenation((literal(tail[:place]), digit("0", str(int(each) - 1)), any_digits))
         for place, each in enumerate(tail)
@@ -454,7 +501,8 @@ def naturals(low: int, high: int | None) -> Node:
     if high is None:
         longer = Concatenation((digit("1", "9"), Repetition(digit("0", "9"), len(str(low)), None)))
         return Alternation((naturals(low, 10 ** len(str(low)) - 1), longer))
-    shortest, longest = len(str(low)), len(str(high))
+    shortest = len(str(low))
+    longest = len(str(high))
     if shortest == longest:
         return digits(str(low), str(high))
     parts = [digits(str(low), "9" * shortest), digits(f"1{'0' * (longest - 1)}", str(high))]
@@ -476,7 +524,8 @@ def digits(low: str, high: str) -> Node:
             rest = len(low) - len(start) - 1
             parts.append(Concatenation((literal(start), digit(str(least), str(most)), Repetition(digit("0", "9"), rest, rest))))
 
-    lowest, highest = set(low[same + 1 :]) <= {"0"}, set(high[same + 1 :]) <= {"9"}
+    lowest = set(low[same + 1 :]) <= {"0"}
+    highest = set(high[same + 1 :]) <= {"9"}
     free(low[:same], int(low[same]) + (not lowest), int(high[same]) - (not highest))
     if not lowest:
         for place in range(same + 1, len(low)):

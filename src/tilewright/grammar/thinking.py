@@ -27,7 +27,8 @@ def end_of_thought(tokenizer: Tokenizer, prompt: Sequence[int], asked: bool = Fa
         asked: the model was asked to think; it does unless the prompt's end has an ended thought.
     """
     for begin, end in MARKS:
-        first, last = tokenizer.token_to_id(begin), tokenizer.token_to_id(end)
+        first = tokenizer.token_to_id(begin)
+        last = tokenizer.token_to_id(end)
         if first is None or last is None:
             continue
         marks = [token for token in prompt[-TAIL:] if token in (first, last)]
@@ -45,7 +46,9 @@ class AfterThought:
         mark: ends the thought.
         eos: tokens that end a text, and cannot come before.
         """
-        self.constraint, self.mark, self.eos = constraint, mark, tuple(eos)
+        self.constraint = constraint
+        self.mark = mark
+        self.eos = tuple(eos)
         self.automaton = None if automaton is None else thoughtful(automaton, mark, eos)
 
     def begin(self) -> "Thinking":
@@ -56,12 +59,14 @@ class Thinking:
     """State of one text; see `runtime.constraints.ConstraintState`."""
 
     def __init__(self, rule: AfterThought):
-        self.rule, self.thinks = rule, True
+        self.rule = rule
+        self.thinks = True
         self.answer: ConstraintState = rule.constraint.begin()
 
     @property
     def automaton(self) -> AutomatonState | None:
-        automaton, own = self.rule.automaton, self.answer.automaton
+        automaton = self.rule.automaton
+        own = self.answer.automaton
         if automaton is None or own is None:
             return None
         return AutomatonState(automaton, 0 if self.thinks else own.state + 1)
@@ -83,7 +88,8 @@ class Thinking:
 
     def advance(self, tokens: Sequence[int]) -> None:
         if self.thinks and self.rule.mark in tokens:
-            self.thinks, tokens = False, tokens[list(tokens).index(self.rule.mark) + 1 :]
+            self.thinks = False
+            tokens = tokens[list(tokens).index(self.rule.mark) + 1 :]
         if not self.thinks:
             self.answer.advance(tokens)
 
@@ -102,9 +108,12 @@ def thoughtful(automaton: Automaton, mark: int, eos: Sequence[int]) -> Automaton
     The token that ends the thought becomes a class of its own, and so do those that end a text.
     """
     states, count = automaton.after.shape
-    classes, after = automaton.classes.copy(), np.full((states + 1, count + 2), -1, np.int32)
-    classes[mark], classes[list(eos)] = count, count + 1
-    after[0, :count], after[0, count] = 0, 1
+    classes = automaton.classes.copy()
+    after = np.full((states + 1, count + 2), -1, np.int32)
+    classes[mark] = count
+    classes[list(eos)] = count + 1
+    after[0, :count] = 0
+    after[0, count] = 1
     after[1:, :count] = np.where(automaton.after < 0, automaton.after, automaton.after + 1)
     after[1:, count] = after[1:, automaton.classes[mark]]
     try:

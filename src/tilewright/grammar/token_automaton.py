@@ -28,7 +28,8 @@ MOST_STEPS = 2**27
 """Entries of the table of states behind tokens before these are classed: 256 MiB."""
 AUTOMATON_S = 6.0
 """Seconds of a processor that making one may take."""
-OPEN_CLASSES, MOST_OPEN_STEPS = 256, 2**26
+OPEN_CLASSES = 256
+MOST_OPEN_STEPS = 2**26
 """Where a grammar sets no bound to how deep its texts go: classes of tokens that the table has room for, which gives the states
 and so the depth; and states times tokens, for each state goes through all tokens."""
 FITTING_MASKS = MOST_MASKS - 1
@@ -53,11 +54,14 @@ class Vocabulary:
         """Args:
         tokens: the bytes of each; empty for one that stands for no text.
         """
-        self.size, self.eos, self.tokens = len(tokens), tuple(eos), tokens
+        self.size = len(tokens)
+        self.eos = tuple(eos)
+        self.tokens = tokens
         lengths = np.asarray([len(token) for token in tokens])
         joined = np.frombuffer(b"".join(tokens), np.uint8)
         starts = np.cumsum(lengths) - lengths
-        self.node, self.nodes = np.zeros(len(tokens), np.int64), 1
+        self.node = np.zeros(len(tokens), np.int64)
+        self.nodes = 1
         self.levels: list[tuple[np.ndarray, np.ndarray]] = []
         for place in range(int(lengths.max(initial=0))):
             longer = np.flatnonzero(lengths > place)
@@ -77,7 +81,8 @@ class Vocabulary:
         dead = len(automaton.after)
         after = np.concatenate([np.where(automaton.after < 0, dead, automaton.after), np.full((1, 256), dead)]).astype(np.int32)
         reached = np.full((self.nodes, len(states)), dead, np.int32)
-        reached[0], first = states, 1
+        reached[0] = states
+        first = 1
         for before, byte in self.levels:
             reached[first : first + len(before)] = after[reached[before], byte[:, None]]
             first += len(before)
@@ -177,7 +182,8 @@ def deepest_automaton(kind: str, text: str, states: int, deadline: Deadline) -> 
             return found, brackets
         if len(deeper.after) > states:
             return found, brackets
-        found, brackets = deeper, brackets + 1
+        found = deeper
+        brackets = brackets + 1
 
 
 def automaton_text(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str) -> str:
@@ -187,7 +193,8 @@ def automaton_text(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str)
     except (NotRegular, MemoryError):
         return ""
     arrays = {f"{name} {field}": getattr(getattr(found, name), field) for name, (_, parts) in PARTS.items() for field in parts}
-    file, brackets = io.BytesIO(), [] if found.brackets is None else [found.brackets]
+    file = io.BytesIO()
+    brackets = [] if found.brackets is None else [found.brackets]
     np.savez_compressed(file, **arrays, states=found.states, brackets=np.asarray(brackets, np.int32))
     return base64.b64encode(file.getvalue()).decode()
 
@@ -206,7 +213,8 @@ def check_bytes(automaton: ByteAutomaton, kind: str, text: str, deadline: Deadli
     from llguidance import LLTokenizer
 
     live = automaton.after >= 0
-    matchers, order = {0: matcher_of(LLTokenizer("byte"), kind, text)}, [0]
+    matchers = {0: matcher_of(LLTokenizer("byte"), kind, text)}
+    order = [0]
     check_state(matchers[0], live[0], bool(automaton.accepts[0]))
     for state in order:  # which grows meanwhile
         deadline.check()
@@ -245,11 +253,15 @@ class Exploration:
     """
 
     def __init__(self, vocabulary: Vocabulary, automaton: ByteAutomaton, matcher: Any):
-        self.vocabulary, self.automaton = vocabulary, automaton
+        self.vocabulary = vocabulary
+        self.automaton = automaton
         self.alone = (np.count_nonzero(automaton.after >= 0, axis=1) == 1) & ~automaton.accepts
         self.numbers: dict[tuple[int, int], int] = {}
-        self.states, self.forced, self.matchers = list[int](), list[int](), dict[int, Any]()
-        self.rows, self.masks = list[np.ndarray](), list[np.ndarray]()
+        self.states = list[int]()
+        self.forced = list[int]()
+        self.matchers = dict[int, Any]()
+        self.rows = list[np.ndarray]()
+        self.masks = list[np.ndarray]()
         self.walked: dict[int, np.ndarray] = {}
         self.forced_behind: dict[int, np.ndarray] = {}
         self.number(0, forced_token(matcher) if self.alone[0] else -1, matcher)
@@ -279,7 +291,8 @@ class Exploration:
 
     def behind(self, number: int) -> Int32[np.ndarray, " V"]:
         """The states of the automaton over bytes behind each token that may come in a state."""
-        state, forced = self.states[number], self.forced[number]
+        state = self.states[number]
+        forced = self.forced[number]
         if forced >= 0:
             only = np.full(self.vocabulary.size, -1, np.int32)
             for byte in self.vocabulary.tokens[forced]:
@@ -313,7 +326,8 @@ class Exploration:
 
     def numbered(self, behind: Int32[np.ndarray, " V"], matcher: Any) -> Int16[np.ndarray, " V"]:
         """The numbers of the states behind each token."""
-        numbers, may = np.full(len(behind), -1, np.int16), np.flatnonzero(behind >= 0)
+        numbers = np.full(len(behind), -1, np.int16)
+        may = np.flatnonzero(behind >= 0)
         for state in np.flatnonzero(np.bincount(behind[may])).tolist():
             tokens = may[behind[may] == state]
             if self.automaton.beyond[state]:
@@ -361,7 +375,8 @@ def tabulated(
     """
     kinds, firsts, mask_of = np.unique(masks, axis=0, return_index=True, return_inverse=True)
     # Two tokens with one key are of one class but for a chance of 2**-64; whether they are is looked at below.
-    keys, rng = np.zeros(behind.shape[1], np.uint64), np.random.default_rng(0)
+    keys = np.zeros(behind.shape[1], np.uint64)
+    rng = np.random.default_rng(0)
     for row in behind:
         keys += (row.astype(np.int64) + 1).astype(np.uint64) * rng.integers(1, 2**64, dtype=np.uint64)
     _, members, classes = np.unique(keys, return_index=True, return_inverse=True)
@@ -374,6 +389,9 @@ def tabulated(
     if not all(np.array_equal(own[classes], row) for own, row in zip(after, behind, strict=True)):
         raise NotRegular("its tokens have no classes")
     return Automaton(
-        masks=kinds, mask_of=mask_of.reshape(-1).astype(np.int32), classes=classes.reshape(-1).astype(np.int32),
-        after=after.astype(np.int32), forced=forced,
-    )  # fmt: skip
+        masks=kinds,
+        mask_of=mask_of.reshape(-1).astype(np.int32),
+        classes=classes.reshape(-1).astype(np.int32),
+        after=after.astype(np.int32),
+        forced=forced,
+    )

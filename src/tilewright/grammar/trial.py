@@ -37,7 +37,8 @@ class Trial:
     """Tries grammars one after the other; safe to use from several threads."""
 
     def __init__(self, setting: CompilerSettings):
-        self.setting, self.lock = setting, threading.Lock()
+        self.setting = setting
+        self.lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
         self.end: weakref.finalize[[subprocess.Popen[str]], Trial] | None = None
 
@@ -70,7 +71,8 @@ class Trial:
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "tilewright.grammar.worker"]
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-        self.process, self.end = process, weakref.finalize(self, ended, process)
+        self.process = process
+        self.end = weakref.finalize(self, ended, process)
         first = f"{json.dumps(self.setting)}\n{json.dumps(['refusal', 'regex', 'a', 0])}"
         if self.answer(process, first, STARTS_WITHIN_S) is None:
             raise RuntimeError("the process that tries grammars does not start")

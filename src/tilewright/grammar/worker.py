@@ -91,7 +91,8 @@ def lark_of_choice(texts: list[str]) -> str:
 
 def lark_of_tagged(options: list[list[Any]], repeats: bool, other: Any = None) -> str:
     """Tagged JSON texts, each as begin, schema and end, or another one without tags, as a Lark grammar."""
-    rules, texts = list[str](), list[str]()
+    rules = list[str]()
+    texts = list[str]()
     for number, (begin, schema, end) in enumerate(options):
         around = [json.dumps(each) if each else "" for each in (begin, end)]
         texts.append(f"{around[0]} json_{number} {around[1]}")

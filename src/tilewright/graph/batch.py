@@ -100,12 +100,14 @@ class GraphBatch:
     def table(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
         """The neighbours of the rows; both directions are one, as graphs of a `GraphData` are undirected."""
         rows = make_rows(self.offsets, self.sources, self.destinations, capacity.degree, layout)
-        n, e = self.nodes.shape[0], self.sources.shape[0]
+        n = self.nodes.shape[0]
+        e = self.sources.shape[0]
         return NeighborTable(rows, rows, None, self.loops, None, None, None, n, n, n, e, layout_of(layout))
 
     def pool(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
         """The table whose rows are the graphs, and whose neighbours are their nodes."""
-        n, b = self.nodes.shape[0], self.labels.shape[0]
+        n = self.nodes.shape[0]
+        b = self.labels.shape[0]
         each = jnp.arange(n + 1, dtype=jnp.int32)
         forward = make_rows(self.starts, each[:n], self.graphs, capacity.graph_nodes, layout)
         backward = make_rows(jnp.minimum(each, self.starts[-1]), self.graphs, each[:n], 1, layout)

@@ -35,7 +35,8 @@ def log_width(degrees: Ids) -> Ids:
 
 def bucket_keys(degrees: Ids, limit: int) -> Ids:
     """Sort keys of rows: how often a row has to be split, then its width in the last stage."""
-    rest, stage = degrees.astype(np.int64), np.zeros(degrees.size, np.int64)
+    rest = degrees.astype(np.int64)
+    stage = np.zeros(degrees.size, np.int64)
     while (rest > limit).any():
         stage += rest > limit
         rest = np.where(rest > limit, -(-rest // limit), rest)
@@ -70,7 +71,9 @@ def group(
         slots: the places of entries' slots are WRITTEN here.
         filled: slots before these.
     """
-    widths, buckets, places = log_width(sizes), [], np.zeros(nodes.size, np.int64)
+    widths = log_width(sizes)
+    buckets = []
+    places = np.zeros(nodes.size, np.int64)
     before = 0
     for exponent in range(int(widths.max(initial=-1)) + 1):
         rows = np.flatnonzero(widths == exponent)
@@ -88,8 +91,10 @@ def group(
 
 def bucket_stage(offsets: Ids, sources: Ids, edges: Ids | None, limit: int) -> tuple[BucketRows, Ids]:
     """Rows that are sorted by `bucket_keys`, and each entry's slot."""
-    degrees, slots = np.diff(offsets), np.zeros(sources.size, np.int64)
-    whole, long = np.flatnonzero(degrees <= limit), np.flatnonzero(degrees > limit)
+    degrees = np.diff(offsets)
+    slots = np.zeros(sources.size, np.int64)
+    whole = np.flatnonzero(degrees <= limit)
+    long = np.flatnonzero(degrees > limit)
     buckets, _, filled = group(whole, offsets[whole], degrees[whole], sources, edges, slots, 0)
     count = -(-degrees[long] // limit)
     node = np.repeat(long, count)

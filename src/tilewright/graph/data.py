@@ -24,16 +24,45 @@ MOST_FEATURES = 2**24
 SPARSE_FEATURES = ("x_indptr", "x_indices", "x_data", "x_shape")
 PARTS = ("train", "val", "test")
 ARRAYS = (
-    "edge_index", "edge_weight", "num_nodes", "x", *SPARSE_FEATURES, "y", *PARTS, *(f"{part}_mask" for part in PARTS),
-)  # fmt: skip
+    "edge_index",
+    "edge_weight",
+    "num_nodes",
+    "x",
+    *SPARSE_FEATURES,
+    "y",
+    *PARTS,
+    *(f"{part}_mask" for part in PARTS),
+)
 """Arrays of an `.npz` file."""
 
 KARATE_NEIGHBOURS = {
-    0: "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31", 1: "2 3 7 13 17 19 21 30", 2: "3 7 8 9 13 27 28 32", 3: "7 12 13", 4: "6 10",
-    5: "6 10 16", 6: "16", 8: "30 32 33", 9: "33", 13: "33", 14: "32 33", 15: "32 33", 18: "32 33", 19: "33", 20: "32 33",
-    22: "32 33", 23: "25 27 29 32 33", 24: "25 27 31", 25: "31", 26: "29 33", 27: "33", 28: "31 33", 29: "32 33", 30: "32 33",
-    31: "32 33", 32: "33",
-}  # fmt: skip
+    0: "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31",
+    1: "2 3 7 13 17 19 21 30",
+    2: "3 7 8 9 13 27 28 32",
+    3: "7 12 13",
+    4: "6 10",
+    5: "6 10 16",
+    6: "16",
+    8: "30 32 33",
+    9: "33",
+    13: "33",
+    14: "32 33",
+    15: "32 33",
+    18: "32 33",
+    19: "33",
+    20: "32 33",
+    22: "32 33",
+    23: "25 27 29 32 33",
+    24: "25 27 31",
+    25: "31",
+    26: "29 33",
+    27: "33",
+    28: "31 33",
+    29: "32 33",
+    30: "32 33",
+    31: "32 33",
+    32: "33",
+}
 """Who met whom outside the club; each pair stands with the member of the smaller number."""
 KARATE_INSTRUCTOR = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 17, 19, 21)
 """The members who went with the instructor when the club split."""
@@ -229,7 +258,8 @@ class Archive:
     """The arrays of one file, and complaints that name it."""
 
     def __init__(self, path: Path):
-        self.path, self.arrays = path, load_arrays(path)
+        self.path = path
+        self.arrays = load_arrays(path)
 
     def fail(self, problem: str) -> ValueError:
         return ValueError(f"{self.path}: {problem}")
@@ -399,7 +429,8 @@ class Lines:
             self.lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-        self.path, self.number = path, 0
+        self.path = path
+        self.number = 0
 
     def fail(self, problem: str) -> ValueError:
         return ValueError(f"{self.path}, line {self.number}: {problem}")
@@ -456,9 +487,14 @@ def read_gin_folder(folder: Path) -> GraphData:
         features = np.concatenate([features, np.array([row for *_, rows in graphs for row in rows], np.float32)], axis=1)
     _, labels = np.unique([label for label, *_ in graphs], return_inverse=True)
     return GraphData(
-        found[0].stem, offsets([len(tags) for _, tags, _, _ in graphs]), offsets([each.shape[1] for each in edges]),
-        np.concatenate(edges, axis=1), features, labels.astype(np.int32), tuple(read_folds(folder, count)),
-    )  # fmt: skip
+        found[0].stem,
+        offsets([len(tags) for _, tags, _, _ in graphs]),
+        offsets([each.shape[1] for each in edges]),
+        np.concatenate(edges, axis=1),
+        features,
+        labels.astype(np.int32),
+        tuple(read_folds(folder, count)),
+    )
 
 
 Graph = tuple[int, np.ndarray, np.ndarray, list[list[float]]]
@@ -472,7 +508,9 @@ def read_graph(lines: Lines) -> Graph:
         raise lines.fail(f"expected a graph's number of nodes and its label, found {' '.join(map(str, head)) or 'nothing'}")
     if head[0] > (left := len(lines.lines) - lines.number):
         raise lines.fail(f"expected the lines of {head[0]} nodes, found {left} lines behind it")
-    tags, pairs, attributes = np.zeros(head[0], np.int64), [], []
+    tags = np.zeros(head[0], np.int64)
+    pairs = []
+    attributes = []
     for node in range(head[0]):
         words = lines.next(f"node {node} of {head[0]}")
         start = lines.integers(words[:2], "a node's tag and its number of neighbours")
@@ -503,7 +541,8 @@ def read_folds(folder: Path, graphs: int) -> Iterator[tuple[Int32[np.ndarray, " 
     for fold in range(1, 11) if place.is_dir() else ():
         parts = []
         for part in ("train", "test"):
-            lines, ids = Lines(place / f"{part}_idx-{fold}.txt"), []
+            lines = Lines(place / f"{part}_idx-{fold}.txt")
+            ids = []
             while lines.number < len(lines.lines):
                 ids += lines.integers(lines.next("a graph's number"), "a graph's number")
                 if ids and not 0 <= ids[-1] < graphs:

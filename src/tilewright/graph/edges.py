@@ -107,7 +107,8 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
         first = f", the first of them {ids[0, 0]}"
         raise ValueError(f"expected integer node ids in edge_index, found {ids.dtype}{first}")
     ids = ids.astype(np.int64)
-    num_nodes, num_sources = check_count("num_nodes", num_nodes), check_count("num_sources", num_sources)
+    num_nodes = check_count("num_nodes", num_nodes)
+    num_sources = check_count("num_sources", num_sources)
     if num_nodes is None:
         check_ids(ids[0], "source", MOST_NODES)
         check_ids(ids[1], "destination", MOST_NODES)
@@ -178,7 +179,8 @@ def with_self_loops(edges: Edges) -> Edges:
     Edges between different nodes stand first, in their order; then a self-loop for each node in turn. It has the weight of the
     node's last self-loop among the edges, or 1 where there is none.
     """
-    kept, nodes = np.flatnonzero(~edges.is_loop), np.arange(edges.num_nodes)
+    kept = np.flatnonzero(~edges.is_loop)
+    nodes = np.arange(edges.num_nodes)
     weights = None if edges.weights is None else np.concatenate([edges.weights[kept], loop_weights(edges)])
     return replace(
         edges,
@@ -190,7 +192,8 @@ def with_self_loops(edges: Edges) -> Edges:
 
 def loop_weights(edges: Edges) -> Float[np.ndarray, " N"]:
     """The weight of each node's last self-loop; 1 where it has none."""
-    weights, loops = np.ones(edges.num_nodes, np.float32), np.flatnonzero(edges.is_loop)
+    weights = np.ones(edges.num_nodes, np.float32)
+    loops = np.flatnonzero(edges.is_loop)
     last = loops[~repeated_loops(edges)[loops]]
     weights[edges.destinations[last]] = edges.weights_or_ones()[last]
     return weights

@@ -250,7 +250,8 @@ def attend_forward(
     nothing = (jnp.zeros(x.shape, jnp.float32), jnp.full(scores, -jnp.inf), jnp.zeros(scores, jnp.float32))
     out, largest, summed = plan.meet(visit, (x, source), nothing)
     out = out.astype(x.dtype)
-    largest, summed = jnp.where(summed > 0, largest, 0), jnp.maximum(summed, jnp.finfo(jnp.float32).tiny)
+    largest = jnp.where(summed > 0, largest, 0)
+    summed = jnp.maximum(summed, jnp.finfo(jnp.float32).tiny)
     return out, (arrays, x, source, target, kept, out, largest, summed)
 
 

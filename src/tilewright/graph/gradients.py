@@ -267,7 +267,8 @@ def softmax_forward(arrays: list[Array], scores: Array, shape: Any) -> tuple[Arr
 
 def softmax_backward(shape: Any, saved: tuple, gradient: Array) -> tuple:
     arrays, out = saved
-    forward, weights = shape.unflatten(arrays), out.astype(jnp.float32)
+    forward = shape.unflatten(arrays)
+    weights = out.astype(jnp.float32)
     weighted = gradient.astype(jnp.float32) * weights
     mean = forward.reduce_slots(forward.from_edges(weighted), "sum")
     means = forward.to_edges(forward.map_slots(lambda row, _: take(mean, row), 1))

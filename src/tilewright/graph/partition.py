@@ -143,9 +143,7 @@ class PartitionedTable:
         """Attention over each node's neighbours; see `tilewright.graph.attention.attend`."""
         return attended(self, x, source_score, target_score, key, negative_slope, dropout)
 
-    def on_each(
-        self, compute: Any, *arrays: Float[Array, "rows ..."], key: Array | None = None
-    ) -> Float[Array, "rows ..."]:  # fmt: skip
+    def on_each(self, compute: Any, *arrays: Float[Array, "rows ..."], key: Array | None = None) -> Float[Array, "rows ..."]:
         """`compute(shard, key, *arrays)` on each device, of its own rows and with a key of its own."""
         for array in arrays:
             if array.shape[0] != self.num_nodes:
@@ -193,7 +191,8 @@ class PartitionedTable:
 
     def summary(self) -> str:
         """Devices, rows, parts, and bytes, in a few lines."""
-        plan, devices = self.shards.plan, self.shards.degrees.shape[0]
+        plan = self.shards.plan
+        devices = self.shards.degrees.shape[0]
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.shards)) // devices
         parts = "all features gathered" if plan.exchange == "all_gather" else f"{len(plan.hops)} of {devices} hops of a ring"
         return (
@@ -245,7 +244,8 @@ def cut(degrees: build.Ids, count: int) -> build.Ids:
 
 def divide(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, order: str, limit: int) -> PartitionedTable:
     """The table of checked edges."""
-    nodes, devices = edges.num_nodes, mesh.shape[axis]
+    nodes = edges.num_nodes
+    devices = mesh.shape[axis]
     numbering = np.arange(nodes)
     if order == "rcm":
         numbering = build.locality_order(edges.destinations, edges.sources, nodes)
@@ -288,14 +288,16 @@ def divided_edges(
         places: the row of each of the caller's nodes.
         size: rows of a block.
     """
-    rows, sources = places[edges.destinations], places[edges.sources]
+    rows = places[edges.destinations]
+    sources = places[edges.sources]
     device = rows // size
     hop = (sources // size - device) % devices if exchange == "ring" else np.zeros_like(rows)
     width = size if exchange == "ring" else devices * size
     hops = tuple(int(h) for h in np.unique(hop)) or (0,)
     key = hop * devices + device
     groups = np.split(np.argsort(key, kind="stable"), np.cumsum(np.bincount(key, minlength=devices**2))[:-1])
-    trees, arrays = [], []
+    trees = []
+    arrays = []
     for each in hops:
         members = groups[each * devices : (each + 1) * devices]
         lists = [(rows[ids] % size, sources[ids] % width) for ids in members]
@@ -338,7 +340,8 @@ def equal_buckets(degrees: build.Ids, lists: list[EdgeList], limit: int, room: i
     ranked = np.argsort(degrees, axis=1, kind="stable")
     sizes = np.take_along_axis(degrees, ranked, 1)
     starts = np.take_along_axis(np.cumsum(degrees, axis=1) - degrees, ranked, 1)
-    widest, made = sizes.max(axis=0), []
+    widest = sizes.max(axis=0)
+    made = []
     for row, ranks, start, size, (_, sources, ids) in zip(degrees, ranked, starts, sizes, lists, strict=True):
         slots = np.zeros(sources.size, np.int64)
         rows = ranked_rows(widest, start, size, ranks, sources, ids, limit, slots)
@@ -383,7 +386,8 @@ def ranked_rows(
         numbers = None if edges is None else build.pick(edges, entries, counts)
         return Bucket(build.pick(sources, entries, counts), build.int32_array(sizes), build.int32_array(nodes), numbers)
 
-    whole, long = np.flatnonzero(widest <= limit), np.flatnonzero(widest > limit)
+    whole = np.flatnonzero(widest <= limit)
+    long = np.flatnonzero(widest > limit)
     widths = build.log_width(widest[whole])
     groups = [(whole[widths == exponent], 1 << int(exponent)) for exponent in np.unique(widths)]
     buckets = tuple(bucket(starts[ranks], sizes[ranks], nodes[ranks], width) for ranks, width in groups)

@@ -80,7 +80,8 @@ class Bucket:
             return total + jnp.where((slot < self.degrees)[:, None], message(self.nodes, *picked), 0)
 
         shape = jax.eval_shape(message, self.nodes, *(values[:, 0] for values in taken)).shape
-        total, slots = jnp.zeros(shape, jnp.float32), self.sources.shape[1]
+        total = jnp.zeros(shape, jnp.float32)
+        slots = self.sources.shape[1]
         if slots > UNROLLED:
             return jax.lax.fori_loop(0, slots, add, total)
         for slot in range(slots):

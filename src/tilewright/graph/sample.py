@@ -94,7 +94,8 @@ class SampledLayer:
         key: Array | None = None,
     ) -> Float[Array, "N H D"]:
         """Attention over the drawn neighbours; a row that has none gets zeros."""
-        scores, values = self.slots(source_score) + target_score[:, None], self.slots(x)
+        scores = self.slots(source_score) + target_score[:, None]
+        values = self.slots(x)
         filled = jnp.broadcast_to(self.filled(1), scores.shape)
         if self.self_loops:
             n = self.num_nodes
@@ -156,7 +157,9 @@ class NeighbourSampler:
         edges = from_edge_index(edge_index, num_nodes)
         if not edges.num_nodes:
             raise ValueError("expected a graph with nodes to draw neighbourhoods from, found one without nodes")
-        self.batch_size, self.self_loops, self.num_nodes = batch_size, self_loops, edges.num_nodes
+        self.batch_size = batch_size
+        self.self_loops = self_loops
+        self.num_nodes = edges.num_nodes
         self.sources = edges.sources[np.argsort(edges.destinations, kind="stable")].astype(np.int32)
         self.neighbours = np.bincount(edges.destinations, minlength=self.num_nodes).astype(np.int32)
         self.offsets = np.concatenate([[0], np.cumsum(self.neighbours, dtype=np.int64)])

@@ -106,9 +106,19 @@ class NeighborTable:
         if self.given_sources != self.num_nodes:
             raise ValueError(f"expected as many sources as nodes, found {self.given_sources} and {self.num_nodes}")
         return NeighborTable(
-            self.backward, self.forward, self.weights, self.loops, self.repeated, self.order, self.places,
-            self.num_nodes, self.num_sources, self.given_sources, self.num_edges, self.layout,
-        )  # fmt: skip
+            self.backward,
+            self.forward,
+            self.weights,
+            self.loops,
+            self.repeated,
+            self.order,
+            self.places,
+            self.num_nodes,
+            self.num_sources,
+            self.given_sources,
+            self.num_edges,
+            self.layout,
+        )
 
     def permute(self, x: Float[Array | np.ndarray, "given ..."]) -> Float[Array, "M ..."]:
         """Brings values of the sources from the caller's order to the table's."""
@@ -238,7 +248,8 @@ class NeighborTable:
 
     def buckets(self) -> list[tuple[int, int]]:
         """Rows and width of each array of neighbours, those of later stages too."""
-        shapes, stage = [], self.forward
+        shapes = []
+        stage = self.forward
         while isinstance(stage, BucketRows):
             shapes += [bucket.sources.shape for bucket in stage.blocks]
             stage = stage.rest
@@ -338,7 +349,8 @@ def make_table(
         found = f"{edges.num_sources} and {edges.num_nodes}"
         raise ValueError(f"expected at least as many sources as nodes for self_loops, found {found}")
     layout = default_layout() if layout == "auto" else layout
-    edges, given_sources = with_self_loops(edges) if self_loops else edges, edges.num_sources
+    given_sources = edges.num_sources
+    edges = with_self_loops(edges) if self_loops else edges
     edges = replace(edges, num_sources=max(edges.num_sources, edges.num_nodes))
     count = edges.sources.size
     room = count if capacity is None else capacity
@@ -350,13 +362,24 @@ def make_table(
     forward, backward = both_ways(rows, sources, edges, layout, limit, widths or (None, None), room)
     weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
     order_of, places_of = (None if one is None else build.int32_array(one) for one in (numbering, places))
-    missing, repeated = missing_loops(replace(edges, weights=None)), repeated_loops(edges)
+    missing = missing_loops(replace(edges, weights=None))
+    repeated = repeated_loops(edges)
     loops = jnp.asarray(missing if numbering is None else missing[numbering[: edges.num_nodes]])
     repeated_of = jnp.asarray(np.pad(repeated, (0, room - count))) if repeated.any() else None
     return NeighborTable(
-        forward, backward, weights, loops, repeated_of, order_of, places_of,
-        edges.num_nodes, edges.num_sources, given_sources, room, layout,
-    )  # fmt: skip
+        forward,
+        backward,
+        weights,
+        loops,
+        repeated_of,
+        order_of,
+        places_of,
+        edges.num_nodes,
+        edges.num_sources,
+        given_sources,
+        room,
+        layout,
+    )
 
 
 def both_ways(

@@ -17,7 +17,8 @@ from math import inf
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 """Kinds of collectives over a group of devices."""
 
-GATHER_TOUCHES, REDUCE_TOUCHES = 2, 3
+GATHER_TOUCHES = 2
+REDUCE_TOUCHES = 3
 """Bytes of device memory read or written for each byte that a step sends: it is read, and written where it arrives; to be added
 up there, it is read again beside what it is added to (neuron-runtime/explore/intranode-collective-comm: 4 and 6 for two)."""
 

@@ -95,7 +95,9 @@ def divided_layer(
     Args:
         mlp: columns of all experts that a row goes to, where there are such.
     """
-    own, kv, of = heads // devices, max(1, kv_heads // devices), (experts, chosen)
+    own = heads // devices
+    kv = max(1, kv_heads // devices)
+    of = (experts, chosen)
     attention = Product(hidden, (own + 2 * kv) * head_dim), Product(own * head_dim, hidden)
     return LayerShapes(hidden, (attention, (Product(hidden, 2 * mlp // devices, *of), Product(mlp // devices, hidden, *of))))
 
@@ -126,7 +128,8 @@ class Costs:
         read = tiles * product.read(rows / tiles) if product.experts > 1 else 1.0
         numbers = read * product.inputs * product.columns + rows * (product.inputs + product.columns)
         flops = 2.0 * rows * product.inputs * product.columns
-        least, chip = self.fabric.chip.roofline_seconds(NUMBER_BYTES * numbers, flops), self.fabric.chip.name
+        least = self.fabric.chip.roofline_seconds(NUMBER_BYTES * numbers, flops)
+        chip = self.fabric.chip.name
         return least + (1e-6 * tiles * TILE_US.get(chip, max(TILE_US.values())) if tiles > 1 else 0.0)
 
     def tiles_s(self, rows: int, product: Product) -> float:
@@ -152,7 +155,8 @@ class Costs:
             return self.fabric.collective(kind, [range(self.devices)], whole, by_axis=axes > 1).seconds
         by_axis = axes > 2
         scatters = kind == "reduce-scatter"
-        kind, directions = "all-reduce" if by_axis and scatters else kind, 1 if scatters and not by_axis else 2
+        kind = "all-reduce" if by_axis and scatters else kind
+        directions = 1 if scatters and not by_axis else 2
         return self.fabric.collective(kind, [range(self.devices)], whole, directions, by_axis).seconds
 
     @cached_property
@@ -211,7 +215,8 @@ def expert_exchange(costs: Costs, rows: int, hidden: int, experts: int, chosen: 
     """
     devices = costs.devices
     capacity = expert_capacity(rows // devices, visited_share(experts, chosen, devices))
-    pieces, row = float(devices * capacity), NUMBER_BYTES * hidden
+    pieces = float(devices * capacity)
+    row = NUMBER_BYTES * hidden
     seconds = {
         "gather": sum(costs.transfer_s(kind, float(rows * row)) for kind in ("all-gather", "reduce-scatter")),
         "all-to-all": 2 * costs.transfer_s("all-to-all", pieces * row)
@@ -251,7 +256,8 @@ def ring(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
 
 def domino(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     """Micro-batches, whose rows and sums queue for the links beside tiles of all products."""
-    own, products = rows // MICRO_BATCHES, [product for half in layer.halves for product in half]
+    own = rows // MICRO_BATCHES
+    products = [product for half in layer.halves for product in half]
     tiles = MICRO_BATCHES * sum(costs.tiles_s(own, product) for product in products)
     compute = tiles + costs.stream_s(rows, layer, TILE_PASSES)
     # Of a ring both ways, an all-gather and a reduce-scatter for each half.
@@ -286,7 +292,8 @@ def choose(costs: Costs, rows: int, layer: LayerShapes, micro_batches: bool) -> 
     if micro_batches and rows % (MICRO_BATCHES * costs.devices) == 0:
         names.append("domino")
     estimates = {name: ESTIMATES[name](costs, rows, layer) for name in names}
-    best, plain = min(names, key=lambda name: estimates[name].total_s), estimates["sync"].total_s
+    best = min(names, key=lambda name: estimates[name].total_s)
+    plain = estimates["sync"].total_s
     chosen = best if estimates[best].total_s < (1 - LEAST_GAIN) * plain else "sync"
     each = ", ".join(f"{name} {1e6 * of.total_s:,.0f} us ({1e6 * of.exposed_s:,.0f} exposed)" for name, of in estimates.items())
     return StrategyChoice(

@@ -50,7 +50,8 @@ class Torus:
 
     def path(self, start: Place, end: Place) -> list[Link]:
         """The links from one chip to another, the shortest way along each axis, one axis after another."""
-        links, at = [], start
+        links = []
+        at = start
         for axis, (size, wrap) in enumerate(zip(self.sizes, self.wrapped, strict=True)):
             ahead = end[axis] - start[axis]
             if wrap and 2 * abs(ahead) > size:
@@ -84,7 +85,8 @@ def grid_ring(sizes: Sequence[int]) -> list[Place]:
     """Each point of a grid once, one beside the other, and the last beside the first if that can be."""
     if len(sizes) == 1:
         return [(at,) for at in range(sizes[0])]
-    rows, rest = sizes[0], grid_path(sizes[1:])
+    rows = sizes[0]
+    rest = grid_path(sizes[1:])
     if rows == 1:
         return [(0, *point) for point in grid_ring(sizes[1:])]
     if len(rest) == 1:
@@ -152,7 +154,8 @@ class Fabric:
     def occupancy(self, passes: Mapping[Link, float], hops: int, touched_bytes: float) -> LinkOccupancy:
         """A transfer that sends so many bytes over each link, waits for so many hops one after another, and has a chip's memory
         read or write so many bytes."""
-        rate, costs = 1e9 * self.chip.ici_gb_per_s, self.costs
+        rate = 1e9 * self.chip.ici_gb_per_s
+        costs = self.costs
         latency = costs.begin_s + costs.latency_s(hops) + costs.end_s if hops else 0.0
         memory = touched_bytes / (1e9 * self.chip.hbm_gb_per_s)
         return LinkOccupancy({link: sent / rate for link, sent in passes.items()}, latency, memory)
@@ -185,7 +188,8 @@ class Fabric:
                 the place of one ring through all chips of a group.
         """
         passes: Counter[Link] = Counter()
-        hops, touched = 0, 0.0
+        hops = 0
+        touched = 0.0
         for group in groups:
             chips = [self.places[device] for device in group]
             touched = max(touched, whole_bytes * touched_share(kind, len(group)))
@@ -236,7 +240,8 @@ def ring_seconds(
         directions: 1 or 2.
         hop_us: latency of a hop.
     """
-    chips, rings = prod(sizes), [size for size in sizes if size > 1]
+    chips = prod(sizes)
+    rings = [size for size in sizes if size > 1]
     if not rings:
         return 0.0
     if kind == "all-to-all":  # each axis carries what differs on it
@@ -262,7 +267,8 @@ def slice_fabric(topology: str, hop_us: float = HOP_US) -> Fabric:
     Raises:
         ValueError: it names no chip that is known, or not a size for each of its axes.
     """
-    chip, dims = chip_of(topology), topology.partition(":")[2]
+    chip = chip_of(topology)
+    dims = topology.partition(":")[2]
     sizes = [int(size) for size in dims.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", dims) else []
     if len(sizes) != chip.ici_axes:
         wanted = "x".join("ABC"[: chip.ici_axes])

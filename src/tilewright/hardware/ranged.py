@@ -20,7 +20,8 @@ class Ranged(float):
             ValueError: one of them is not above 0, or not finite.
         """
         made = super().__new__(cls, value)
-        made.low, made.high = float(min((value, *others))), float(max((value, *others)))
+        made.low = float(min((value, *others)))
+        made.high = float(max((value, *others)))
         if not (made.low > 0 and made.high < inf):
             raise ValueError(
                 f"expected a constant and its range above 0 and finite, found {value:g}, {made.low:g} to {made.high:g}"

@@ -17,7 +17,8 @@ from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
 HERE = Path(__file__).parent
-YES, NO = ("1", "true", "yes", "y", "t"), ("", "0", "false", "no", "n", "f")
+YES = ("1", "true", "yes", "y", "t")
+NO = ("", "0", "false", "no", "n", "f")
 """Values of switches among the environment's variables, as the command line reads them."""
 PREBUILT = HERE / "prebuilt"
 """The libraries that a wheel brings; in a checkout there is no such folder."""

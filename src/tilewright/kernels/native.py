@@ -111,14 +111,17 @@ def libraries() -> dict[str, Path]:
         RuntimeError: there is none that fits, and it cannot be compiled; with the reason.
         OSError: the cache cannot be written to.
     """
-    include, cached, compiler = Path(jax.ffi.include_dir()), cache_folder(), find_compiler()
+    include = Path(jax.ffi.include_dir())
+    cached = cache_folder()
+    compiler = find_compiler()
     for folder in (PREBUILT, cached):
         installed = {operation: folder / name for operation, name in library_names().items()}
         if all(map(intact, installed.values())):
             return installed
     known = [folder / name for folder in (PREBUILT, cached) for name in library_names().values()]
     known.append(cached / library_name(ISA, include))
-    isa, wanted = None, dict[str, Path]()
+    isa = None
+    wanted = dict[str, Path]()
     if intact(known[-1]) or compiler is not None:
         isa = isa_of(build(ISA, include, compiler or "", cached))
         wanted = {operation: cached / name for operation, name in library_names(isa).items()}
@@ -146,7 +149,8 @@ def isa_of(library: Path) -> str:
     """
     loaded = ctypes.CDLL(str(library))
     loaded.TilewrightIsa.restype = ctypes.c_char_p
-    isa, wanted = loaded.TilewrightIsa().decode(), wanted_isa()
+    isa = loaded.TilewrightIsa().decode()
+    wanted = wanted_isa()
     if wanted is not None and isa != wanted:
         here = ", ".join(ISAS[: ISAS.index(isa) + 1])
         raise ValueError(f"expected TILEWRIGHT_CPU_ISA to name what this machine has, {here}; found {wanted!r}")
@@ -165,10 +169,13 @@ def kernels() -> Native:
         return Native(None, f"TILEWRIGHT_NO_NATIVE is {os.environ['TILEWRIGHT_NO_NATIVE']}")
     if jax.default_backend() != "cpu":
         return Native(None, f"the device is a {jax.default_backend()}")
-    isa, folder = None, None
+    isa = None
+    folder = None
     try:
         for operation, path in libraries().items():
-            library, isa, folder = ctypes.CDLL(str(path)), isa_of(path), path.parent
+            library = ctypes.CDLL(str(path))
+            isa = isa_of(path)
+            folder = path.parent
             for name, symbol in TARGETS[operation].items():
                 # XLA refuses a handler made for a newer interface than its own, by a RuntimeError.
                 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")

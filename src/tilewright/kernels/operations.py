@@ -187,9 +187,14 @@ class RoutedProduct:
 
 
 def routed_in_place(
-    ops: "Operations", product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None, add: Array | None = None,
+    ops: "Operations",
+    product: RoutedProduct,
+    x: Array,
+    w: RoutedWeights,
+    norm: Norm | None = None,
+    add: Array | None = None,
     count: Any = None,
-) -> Array:  # fmt: skip
+) -> Array:
     """`Operations.routed` of rows `[B, T, H]` that stay where they are."""
     h = x if norm is None else ops.rms_norm(x, *norm)
     y = product(ops, h.reshape(-1, h.shape[-1]), w, count).reshape(x.shape).astype(x.dtype)
@@ -350,7 +355,8 @@ class Operations:
     def prepare_one(self, spec: Any, value: Any) -> Any:
         """One array of a declaration, or several that are `Joined`."""
         parts = spec.parts if isinstance(spec, Joined) else (spec,)
-        name, kind = " and ".join(part.name for part in parts), parts[0].kind
+        name = " and ".join(part.name for part in parts)
+        kind = parts[0].kind
         if kind == "experts":
             return self.prepare_groups(value, parts[0].shape[0], name)
         if isinstance(spec, Joined):

@@ -223,12 +223,15 @@ def fallbacks(selections: Sequence[Selection]) -> str:
 
 def typical_operands(sizes: DecoderSizes, dtype: DTypeLike) -> dict[str, tuple[Any, ...]]:
     """Abstract operands of each operation in a step of several rows, about which `implementations` asks its candidates."""
-    rows, entries, d = 8, 1024, sizes.head_dim
+    rows = 8
+    entries = 1024
+    d = sizes.head_dim
 
     def shaped(*dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    q, cache = shaped(rows, 1, sizes.num_heads, d), shaped(rows, sizes.num_kv_heads, entries, d)
+    q = shaped(rows, 1, sizes.num_heads, d)
+    cache = shaped(rows, sizes.num_kv_heads, entries, d)
     head = shaped(rows, sizes.hidden_size), shaped(sizes.hidden_size, sizes.vocab_size)
     scales = jax.ShapeDtypeStruct((max(1, sizes.hidden_size // BLOCK), sizes.vocab_size), jnp.float32)
     in_blocks = ScaledMatrix(jax.ShapeDtypeStruct(head[1].shape, jnp.int4), scales)

@@ -31,7 +31,8 @@ def speculative_decoding(responses: Sequence[Result], num_spec_tokens: int) -> R
     if num_spec_tokens == 0:
         return None
     steps = drafting_rounds(responses)
-    accepted, drafted = sum(a for _, a in steps), sum(d for d, _ in steps)
+    accepted = sum(a for _, a in steps)
+    drafted = sum(d for d, _ in steps)
     counts = Counter(steps)
     lengths = sorted({d for d, _ in steps})
     return {

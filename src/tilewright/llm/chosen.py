@@ -13,7 +13,8 @@ from tilewright.speculation.team import Team
 
 def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None:
     """The figures of docs/metrics.md under `chosen`; None where nothing was chosen."""
-    team, pacing = lm.drafter, lm.pacing
+    team = lm.drafter
+    pacing = lm.pacing
     if not isinstance(team, Team) or pacing is None:
         return None
     rounds = [each for r in responses for each in zip(r.choices, r.acceptance_lengths, r.drafted, r.accepted, strict=True)]
@@ -44,7 +45,7 @@ def round_drafters(row: Result | OutputProcessor, drafter: Drafter | None) -> li
         row.drafted
     )
     parts = (name.split("+") for name in names)
-    return [part[0] if looked_up else part[-1] for part, looked_up in zip(parts, row.looked_up, strict=True)]
+    return [part[0] if from_ngrams else part[-1] for part, from_ngrams in zip(parts, row.from_ngrams, strict=True)]
 
 
 def held(lm: LanguageModel) -> str:
@@ -57,7 +58,8 @@ def held(lm: LanguageModel) -> str:
 
 def cost_rows(team: Team, policy: Policy) -> list[Row]:
     """Of each choice: what a round costs, and what is expected of it after all that was decoded so far."""
-    outlook, plain = policy.outlook(team.choices), policy.cost(PLAIN).drafting
+    outlook = policy.outlook(team.choices)
+    plain = policy.cost(PLAIN).drafting
     rows = []
     for choice, expected in outlook.items():
         cost = policy.cost(choice)

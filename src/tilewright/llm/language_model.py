@@ -87,17 +87,29 @@ class LanguageModel:
     """
 
     def __init__(
-        self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: str = "float32",
-        weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
-        placement: Placement | None = None, prepared: bool = False, kv_dtype: KvDtype = "auto",
+        self,
+        target: DecoderConfig,
+        params: DecoderParams,
+        tokenizer: Tokenizer,
+        dtype: str = "float32",
+        weights: Weights = "auto",
+        kernels: Kernels = "auto",
+        table: ShapeTable | None = None,
+        placement: Placement | None = None,
+        prepared: bool = False,
+        kv_dtype: KvDtype = "auto",
         adapters: Adapters | None = None,
-    ):  # fmt: skip
+    ):
         """Args: `prepared`: the parameters are as the operations want them, as `load_decoder` may give them."""
         check_dtype(dtype)
-        self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
+        self.target = target
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.weights = weights
         self.kv_dtype: KvDtype = kv_dtype
         self.ops = operations(weights=weights, kernels=kernels)
-        self.kernels, self.placement = self.ops.name, placement
+        self.kernels = self.ops.name
+        self.placement = placement
         self.table = table or ShapeTable().reaching(target.max_position_embeddings)
         self.drafter: Drafter | None = None
         self.pacing: Pacing | None = None
@@ -147,9 +159,12 @@ class LanguageModel:
         if self.placement is not None:
             placement = self.placement
             target = replace(
-                target, ops=placement.running(self.ops), schedule=placement.schedule, mesh=placement.mesh,
+                target,
+                ops=placement.running(self.ops),
+                schedule=placement.schedule,
+                mesh=placement.mesh,
                 compiler_options=placement.compiler_options,
-            )  # fmt: skip
+            )
         return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer, self.adapters)
 
     def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
@@ -158,17 +173,22 @@ class LanguageModel:
         Args:
             params: the drafter's parameters as they were loaded; of a team those of each member.
         """
-        other, target, head = copy(self), self.model.models.target, None
+        other = copy(self)
+        target = self.model.models.target
+        head = None
         members, each = (drafter.members, params) if isinstance(drafter, Team) else ((drafter,), (params,))
         members, each = zip(*[self.prepared(*one) for one in zip(members, each, strict=True)], strict=True)
         reading = [one for one in members if one is not None and one.reads_target_head and one.dtype is not None]
         if reading and reading[0].dtype != self.dtype and self.weights == "auto":
             head = self.head_in(DTYPES[cast(str, reading[0].dtype)])
-        other.drafter, own = members[0], each[0]
+        other.drafter = members[0]
+        own = each[0]
         if isinstance(drafter, Team):
-            other.drafter, own = replace(drafter, members=members), each
+            other.drafter = replace(drafter, members=members)
+            own = each
         other.pacing = Pacing(other.drafter, self.weights, self.cost_files) if isinstance(other.drafter, Team) else None
-        other.model, other.programs = self.model_of(Models(target, own, head), other.drafter), {}
+        other.model = self.model_of(Models(target, own, head), other.drafter)
+        other.programs = {}
         return other
 
     def prepared(self, drafter: Drafter | None, params: Any) -> tuple[Drafter | None, Any]:
@@ -291,7 +311,8 @@ class LanguageModel:
         capacity = -(-shape.capacity // whole) * whole
         table = replace(self.table, batches=(shape.batch,), capacities=(capacity,))
         ahead = look_ahead(table.chunks[-1], 1 if drafter is None else drafter.block_size)
-        layout, model = Layout.full(shape.batch, capacity, self.model.target.config.windows, ahead), self.model
+        layout = Layout.full(shape.batch, capacity, self.model.target.config.windows, ahead)
+        model = self.model
         # Of several threads that come here at once, all go on with the first one's.
         return self.programs.setdefault(kept, Programs(model.target, model.models, model.dtype, drafter, table, layout))
 
@@ -335,14 +356,16 @@ class LanguageModel:
         given = listed(prompts)
         each = self.agreed_sampling(self.each_sampling(given, sampling))
         drafter = self.drafter_for(speculative)
-        encoded, constraints = [self.encode(prompt) for prompt in given], self.each_constraint(given, grammar)
+        encoded = [self.encode(prompt) for prompt in given]
+        constraints = self.each_constraint(given, grammar)
         for tokens, one in zip(encoded, each, strict=True):
             self.check_length(tokens, one)
         positions = max(len(tokens) + one.max_new_tokens for tokens, one in zip(encoded, each, strict=True))
         if drafter is not None:
             positions = max(positions, drafter.block_size)  # a block is written in one piece
         programs = self.programs_for(drafter, self.table.shape(min(len(encoded), self.table.batches[-1]), positions))
-        mode, pacing = sampling_mode(programs, each), self.pacing
+        mode = sampling_mode(programs, each)
+        pacing = self.pacing
 
         def chooses(runner: ModelRunner, dispatch_s: float, console: Console | None) -> RoundChooser:
             if pacing is None or not isinstance(drafter, Team) or None not in constraints:
@@ -430,9 +453,11 @@ class LanguageModel:
             return stream.results()[0]
 
     def embed(
-        self, prompts: str | Sequence[str | Sequence[int]], pooling: Pooling = "last",
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        pooling: Pooling = "last",
         lora: str | Sequence[str | None] | None = None,
-    ) -> Float[np.ndarray, "N H"]:  # fmt: skip
+    ) -> Float[np.ndarray, "N H"]:
         """Embeddings of texts, or of lists of token ids: vectors of length 1 of what the target makes of them.
 
         Args:
@@ -456,13 +481,15 @@ class LanguageModel:
             console: where a progress bar is shown.
             constraints: calls may have a grammar, for which there are further programs.
         """
-        drafter, shapes = self.drafter_for(speculative), self.table.shapes(self.target.max_position_embeddings)
+        drafter = self.drafter_for(speculative)
+        shapes = self.table.shapes(self.target.max_position_embeddings)
         each = [self.programs_for(drafter, shape) for shape in shapes]
         warm(((programs, key) for programs in each for key in programs.declared("any", constraints)), console)
 
     def engine(self, options: EngineOptions = EngineOptions()) -> Engine:
         """An engine that serves many requests at once. Raises a `ValueError` for options that do not go with the model."""
-        drafter, pacing = self.drafter, self.pacing
+        drafter = self.drafter
+        pacing = self.pacing
         if not isinstance(drafter, Team):
             return Engine(self.model, options)
         if drafter.widths:
@@ -538,33 +565,66 @@ def check_kv_dtype(kv_dtype: str) -> None:
 
 
 def read_target(
-    name: str, folder: Path, dtype: str, weights: Weights, kernels: Kernels, table: ShapeTable | None,
-    placement: Placement | None, console: Console | None, kv_dtype: KvDtype, context: int | None,
+    name: str,
+    folder: Path,
+    dtype: str,
+    weights: Weights,
+    kernels: Kernels,
+    table: ShapeTable | None,
+    placement: Placement | None,
+    console: Console | None,
+    kv_dtype: KvDtype,
+    context: int | None,
     adapters: Adapters | None,
-) -> LanguageModel:  # fmt: skip
+) -> LanguageModel:
     """The model of a folder, without a drafter. One for whose weights there is no memory is refused before these are read."""
-    ops, config = operations(weights=weights, kernels=kernels), checkpoint.decoder_config(folder)
-    tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)
+    ops = operations(weights=weights, kernels=kernels)
+    config = checkpoint.decoder_config(folder)
+    tokenizer = load_tokenizer(folder)
+    dtype = checkpoint.running_dtype(dtype, folder, ops)
     shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
     kept = checkpoint.kept_formats(folder)
     check_weights(name, partial(decoder.declare, config), shard, dtype, weights, kernels, kept)
     config, params = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, preparing(ops, adapters))
     lm = LanguageModel(
-        within(config, context), params, tokenizer, dtype, weights, kernels, table, placement, prepared=True,
-        kv_dtype=kv_dtype, adapters=adapters,
-    )  # fmt: skip
-    lm.name, lm.folder = name, folder
+        within(config, context),
+        params,
+        tokenizer,
+        dtype,
+        weights,
+        kernels,
+        table,
+        placement,
+        prepared=True,
+        kv_dtype=kv_dtype,
+        adapters=adapters,
+    )
+    lm.name = name
+    lm.folder = folder
     return lm
 
 
 def load(
-    model: str | Path, drafter: str | Path | Sequence[str | Path] | None = None, *, dtype: str = AUTO_DTYPE,
-    weights: Weights = "auto", block_size: int | str | None = None, draft_window: int | None = None,
-    drafter_dtype: str | None = None, revision: str | None = None, drafter_revision: str | None = None,
-    table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
-    schedule: str | None = None, compiler_options: bool = False, console: Console | None = None, kv_dtype: KvDtype = "auto",
-    context: int | None = None, lora: Mapping[str, str | Path] | None = None,
-) -> LanguageModel:  # fmt: skip
+    model: str | Path,
+    drafter: str | Path | Sequence[str | Path] | None = None,
+    *,
+    dtype: str = AUTO_DTYPE,
+    weights: Weights = "auto",
+    block_size: int | str | None = None,
+    draft_window: int | None = None,
+    drafter_dtype: str | None = None,
+    revision: str | None = None,
+    drafter_revision: str | None = None,
+    table: ShapeTable | None = None,
+    kernels: Kernels = "auto",
+    mesh: Mesh | None = None,
+    schedule: str | None = None,
+    compiler_options: bool = False,
+    console: Console | None = None,
+    kv_dtype: KvDtype = "auto",
+    context: int | None = None,
+    lora: Mapping[str, str | Path] | None = None,
+) -> LanguageModel:
     """Loads a target and, if one is named, its drafter.
 
     Args:

@@ -34,7 +34,9 @@ class Stream:
         self.sequences = [self.entered(row, request) for row, request in enumerate(requests)]
         self.rows: list[OutputProcessor] = [sequence.processor for sequence in self.sequences]
         self.prefill_seconds = self.decode_seconds = 0.0
-        self.begun, self.closed, self.failure = False, False, ""
+        self.begun = False
+        self.closed = False
+        self.failure = ""
 
     def __iter__(self) -> Iterator[Piece]:
         """Decodes to the end, and gives each piece of text as it comes."""
@@ -63,7 +65,8 @@ class Stream:
     @property
     def keys(self) -> list[ProgramKey]:
         """The programs that these prompts are known to need, of rounds only those of which there is one kind."""
-        programs, scheduler = self.engine.programs, self.engine.scheduler
+        programs = self.engine.programs
+        scheduler = self.engine.scheduler
         lengths = [len(row.prompt) - 1 for row in self.rows]
         chunks = {chunk for length in lengths for _, chunk in programs.table.prefill_plan(max(1, length))}
         together = programs.table.together if scheduler.computed_together(lengths) else None
@@ -132,14 +135,16 @@ class Stream:
         began = time.perf_counter()
         if engine.send_rounds(*plan):
             sent = engine.flight.popleft()
-            infos, ended = engine.runner.read(sent), time.perf_counter()
+            infos = engine.runner.read(sent)
+            ended = time.perf_counter()
             self.decode_seconds += ended - began
             engine.take(sent, infos, began, ended)
         if self.failure:
             raise RuntimeError(f"a request failed: {self.failure}")
         if self.finished:
             self.close()
-        pieces, self.pieces = self.pieces, []
+        pieces = self.pieces
+        self.pieces = []
         return pieces
 
     def close(self) -> None:
@@ -150,7 +155,8 @@ class Stream:
     def apply(self, program: Callable[..., tuple[DecodeState, Any]]) -> Any:
         """Runs `program(models, state, slots [n], tables [G, n, M]) -> (state, result)` over the rows that have slots, between
         two dispatches: for measurements. The rows have room for a block."""
-        engine, drafter = self.engine, self.engine.programs.drafter
+        engine = self.engine
+        drafter = self.engine.programs.drafter
         batch, _ = engine.scheduler.make_room(engine.scheduler.running, 1, 1 if drafter is None else drafter.block_size)
         slots = engine.runner.slots(batch, len(batch))
         table = engine.runner.table(batch, len(batch), engine.programs.layout.capacity)

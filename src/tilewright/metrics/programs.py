@@ -136,5 +136,6 @@ GRAPH = (
 )
 """Further fields of `tilewright bench graph`."""
 
-MEASURED, ESTIMATED = "median_ms speedup share_of_bandwidth", "estimated_cycles without_estimate memory_cycles"
+MEASURED = "median_ms speedup share_of_bandwidth"
+ESTIMATED = "estimated_cycles without_estimate memory_cycles"
 """The times of programs that ran, and of those that were compiled for a chip that is not here."""

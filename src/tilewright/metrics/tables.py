@@ -87,7 +87,8 @@ def uncut(table: Table, console: Console) -> Table:
     for column in table.columns:
         texts = (str(text) for text in (column.header, *column.cells))
         width = max((cell_len(line) for text in texts for line in text.splitlines()), default=0)
-        column.no_wrap, column.overflow = column.justify == "right", "fold"
+        column.no_wrap = column.justify == "right"
+        column.overflow = "fold"
         column.min_width = column.max_width = width if column.no_wrap else min(width, NAME_WIDTH)
     least = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
     for column in table.columns:

@@ -82,9 +82,11 @@ class ChatTemplate:
             ValueError: a file is malformed, or the template does not compile.
         """
         if (file := gguf.gguf_file(folder)) is not None:
-            where, config = str(file), gguf.open_gguf(file).tokenizer_config
+            where = str(file)
+            config = gguf.open_gguf(file).tokenizer_config
         else:
-            where, config = str(folder / CONFIG), read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+            where = str(folder / CONFIG)
+            config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
         own = folder / FILE
         if override is not None or own.is_file():
             where = str(override or own)
@@ -107,7 +109,8 @@ class ChatTemplate:
         """
         try:
             made = environment()
-            template, parsed = made.from_string(source), made.parse(source)
+            template = made.from_string(source)
+            parsed = made.parse(source)
             reads = meta.find_undeclared_variables(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from error
@@ -119,9 +122,13 @@ class ChatTemplate:
         return ChatTemplate.compiled(f"{{{{ raise_exception({json.dumps(why)}) }}}}", "the server")
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
-        values: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        values: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Renders a conversation as text.
 
         The text holds the special tokens that the model wants. Encode it with `models.tokenizer.encode` and

@@ -53,10 +53,12 @@ Tree = TypeVar("Tree")
 
 log = logging.getLogger("tilewright.models")
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 GPTQ_CONFIG = "quantize_config.json"
 """AutoGPTQ's file on its quantisation, beside a `config.json` that says nothing of it."""
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 MATRICES = ("matrix", "head", "experts")
 """Kinds of arrays whose bits may be kept."""
 LOGGED_S = 10.0
@@ -225,10 +227,17 @@ def _none(name: str) -> bool:
 
 
 def load_params(
-    folder: Path, specs: Tree, dtype: DTypeLike, *, rename: Callable[[str], str] = _same,
-    ignore: Callable[[str], bool] = _none, console: Console | None = None, shardings: Tree | None = None,
-    ops: Operations | None = None, layout: WeightLayout | None = None,
-) -> Tree:  # fmt: skip
+    folder: Path,
+    specs: Tree,
+    dtype: DTypeLike,
+    *,
+    rename: Callable[[str], str] = _same,
+    ignore: Callable[[str], bool] = _none,
+    console: Console | None = None,
+    shardings: Tree | None = None,
+    ops: Operations | None = None,
+    layout: WeightLayout | None = None,
+) -> Tree:
     """Reads the arrays that `specs` declare from a folder's files: the tree with a JAX array for each spec.
 
     All headers are checked before any data is read. The data is converted and prepared tensor by tensor; with shardings, each
@@ -263,7 +272,8 @@ def load_params(
             return value
 
         def kept(spec: ArraySpec, sharding: Sharding | None) -> Any:
-            tensor, kinds = stored[spec.name], (*MATRICES, *(("embedding",) if ops is not None and ops.scales_tables else ()))
+            tensor = stored[spec.name]
+            kinds = (*MATRICES, *(("embedding",) if ops is not None and ops.scales_tables else ()))
             found = None if ops is None else kept_matrix(files, tensor, spec, sharding, ops)
             if found is not None:
                 advance(tensor.nbytes)
@@ -452,7 +462,8 @@ def load_decoder(
     config = decoder_config(folder)
     if config != config_from_hf(read_config(folder)):
         log.warning("%s has no output head: what it is for is embeddings, and what it generates means nothing", folder)
-    rename, multimodal = declared_name(folder), "text_config" in read_config(folder)
+    rename = declared_name(folder)
+    multimodal = "text_config" in read_config(folder)
 
     def ignore(name: str) -> bool:
         if name.startswith("mtp.") or (multimodal and text_tensor(name) is None):
@@ -490,7 +501,8 @@ def kept_formats(folder: Path) -> dict[str, str]:
     Raises:
         ValueError: see `read_config` and `weight_files`.
     """
-    layout, rename = quantised_layout(read_config(folder).get("quantization_config")), declared_name(folder)
+    layout = quantised_layout(read_config(folder).get("quantization_config"))
+    rename = declared_name(folder)
     return {rename(each.name): each.kept for each in stored_tensors(folder, layout) if each.kept}
 
 

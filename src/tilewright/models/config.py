@@ -139,10 +139,12 @@ def lengthened(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     Who adds the scaling, as model cards advise for long texts, often leaves `max_position_embeddings` as it was. A scaling that
     names no original length is one of the context as it stands.
     """
-    scaling, context = fields.get("rope_scaling") or fields.get("rope_parameters"), fields.get("max_position_embeddings")
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
+    context = fields.get("max_position_embeddings")
     if not isinstance(scaling, Mapping) or "yarn" not in (scaling.get("rope_type"), scaling.get("type")):
         return fields
-    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    factor = scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
     if not (is_number(context) and is_number(factor) and is_number(original)):
         return fields
     return {**fields, "max_position_embeddings": max(context, round(factor * original))}
@@ -167,7 +169,8 @@ class ConfigReader:
     """Reads fields one by one; `finish` raises a single `ValueError` that lists all problems met on the way."""
 
     def __init__(self, fields: Mapping[str, Any], where: str):
-        self.fields, self.where = fields, where
+        self.fields = fields
+        self.where = where
         self.problems: list[str] = []
 
     def require(self, condition: bool, problem: str) -> None:
@@ -228,7 +231,8 @@ class ConfigReader:
         Args:
             section: of `rope_parameters` that speak of several kinds of layers.
         """
-        older, newer = self.fields.get("rope_scaling"), self.fields.get("rope_parameters")
+        older = self.fields.get("rope_scaling")
+        newer = self.fields.get("rope_parameters")
         if section is not None and isinstance(newer, Mapping):
             newer = newer.get(section, newer)
         if not all(isinstance(given or {}, Mapping) for given in (older, newer)):
@@ -279,8 +283,10 @@ class ConfigReader:
         return Llama3Scaling(float(factor), float(low), float(high), int(original))
 
     def _yarn(self, given: Mapping[str, Any]) -> YarnScaling:
-        factor, attention = float(given["factor"]), given.get("attention_factor")
-        numerator, denominator = given.get("mscale"), given.get("mscale_all_dim")
+        factor = float(given["factor"])
+        attention = given.get("attention_factor")
+        numerator = given.get("mscale")
+        denominator = given.get("mscale_all_dim")
         if attention is None and numerator and denominator:
             over, under = (YarnScaling.default_attention_factor(factor, scale) for scale in (numerator, denominator))
             attention = over / under
@@ -297,7 +303,8 @@ class ConfigReader:
 
     def _longrope(self, given: Mapping[str, Any]) -> LongRopeScaling | None:
         """The original length may stand beside the context, at the top; without one the context is the original."""
-        before, name = len(self.problems), "original_max_position_embeddings"
+        before = len(self.problems)
+        name = "original_max_position_embeddings"
         longest = self.integer("max_position_embeddings")
         original = given.get(name) or self.fields.get(name) or longest
         self.require(isinstance(original, int) and original > 1, f"{name} must be an integer above 1, found {original!r}")
@@ -323,7 +330,8 @@ class ConfigReader:
             head_dim: where the configuration names none; by default the hidden size divided by the heads.
             rope_section: see `rope`.
         """
-        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        hidden = self.integer("hidden_size")
+        heads = self.integer("num_attention_heads")
         sizes = {
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden,

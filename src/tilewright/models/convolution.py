@@ -20,7 +20,8 @@ from tilewright.models.dflash import DFlashParams
 from tilewright.models.params import ArraySpec, matrix
 from tilewright.models.stack import Rows, Stack
 
-BEFORE, AFTER = 0, 1
+BEFORE = 0
+AFTER = 1
 """The sides of a sublayer that has a convolution on each."""
 SIDES = 2
 SIZES = ("conv_kernel_size", "conv_group_size")
@@ -60,7 +61,8 @@ def groups_of(config: Any) -> int:
 
 def declare(config: Any) -> tuple[tuple[Convolution, ...], tuple[Convolution, ...]]:
     """The convolutions around attention and around the MLP, layer by layer. Fresh, the dynamic part of all kernels is zero."""
-    h, taps = config.hidden_size, config.conv_kernel_size
+    h = config.hidden_size
+    taps = config.conv_kernel_size
 
     def convolution(name: str) -> Convolution:
         return Convolution(

@@ -225,20 +225,24 @@ class DecoderParams:
     adapters: Any = None
 
 
-def declare_layer(
-    config: Any, prefix: str, family: Family, inputs: int | None = None, kind: LayerKind = LayerKind()
-) -> Layer:  # fmt: skip
+def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None = None, kind: LayerKind = LayerKind()) -> Layer:
     """The arrays of one layer. `config` needs the sizes of `DecoderConfig`; a DFlash layer has the same arrays.
 
     Args:
         inputs: of queries, keys and values, where that is not the hidden size.
     """
-    h, i, d = config.hidden_size, config.intermediate_size, config.head_dim
-    query, key = config.num_heads * d, config.num_kv_heads * d
-    attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    h = config.hidden_size
+    i = config.intermediate_size
+    d = config.head_dim
+    query = config.num_heads * d
+    key = config.num_kv_heads * d
+    attn = f"{prefix}.self_attn"
+    mlp = f"{prefix}.mlp"
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
-    qkv = [(f"{attn}.{name}_proj", size, axis) for name, size, axis in
-           (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))]  # fmt: skip
+    qkv = [
+        (f"{attn}.{name}_proj", size, axis)
+        for name, size, axis in (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))
+    ]
     products = [matrix(f"{name}.weight", inputs or h, size, ("hidden", axis), units=(1, d)) for name, size, axis in qkv]
     gate_up = [matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")]
     if family.joined:
@@ -252,7 +256,8 @@ def declare_layer(
         return norm_weight(f"{prefix}.{name}.weight", size, axis, family.norm_offset)
 
     joined = Joined(tuple(gate_up), gated=True) if family.activation == "silu" else tuple(gate_up)
-    down, router = matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale), None
+    down = matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale)
+    router = None
     if kind.mixture is not None:
         assert family.experts is not None, f"{family.name} has no experts"
         router, joined, down = declare_mixture(kind.mixture, family.experts, prefix, h, out_scale)
@@ -291,7 +296,8 @@ def declare(config: DecoderConfig, own_head: bool = False, family: Family | None
         own_head: a tied model has a head of its own, which is read from the embedding's tensor.
         family: the configuration's, with other names of tensors.
     """
-    v, h = config.vocab_size, config.hidden_size
+    v = config.vocab_size
+    h = config.hidden_size
     stored = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
     tied = config.tie_word_embeddings and not own_head
     head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
@@ -409,10 +415,18 @@ class Forward(NamedTuple):
 
 
 def forward(
-    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"], attend: Attend, seen: Any = None, kept: tuple[Any, ...] | None = None,
-    tap_layers: tuple[int, ...] = (), schedule: Schedule = SINGLE_DEVICE, adapter: Int[Array, " B"] | None = None,
-) -> Forward:  # fmt: skip
+    config: DecoderConfig,
+    ops: Operations,
+    params: DecoderParams,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    seen: Any = None,
+    kept: tuple[Any, ...] | None = None,
+    tap_layers: tuple[int, ...] = (),
+    schedule: Schedule = SINGLE_DEVICE,
+    adapter: Int[Array, " B"] | None = None,
+) -> Forward:
     """Runs the layers over `tokens` at `positions`.
 
     Args:

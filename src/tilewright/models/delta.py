@@ -117,7 +117,9 @@ def declare_delta(
         in_one: the checkpoint has inputs in two tensors, where the heads of a key take turns (Qwen3-Next); else they have
             tensors of their own, all queries before all keys and all values (Qwen3.5).
     """
-    values, heads, parts = sizes.values, sizes.value_heads, (sizes.keys, sizes.keys, sizes.values)
+    values = sizes.values
+    heads = sizes.value_heads
+    parts = (sizes.keys, sizes.keys, sizes.values)
     own = {"delta_channels": sizes.channels // sizes.key_heads, "delta_values": values // sizes.key_heads}
 
     def inputs(name: str, size: int, axis: str) -> ArraySpec:
@@ -137,8 +139,11 @@ def declare_delta(
         beta, decay = in_turns(shares("ba").name, [[shares("ba")], [shares("ba")]], sizes.key_heads)
     else:
         qkv = turn_by_turn(inputs("qkv", sizes.channels, "delta_channels"), parts, sizes.key_heads)
-        gate, beta, decay = inputs("z", values, "delta_values"), shares("b"), shares("a")
-    shape, axes = (sizes.channels, 1, sizes.taps), ("delta_channels", "single", "taps")
+        gate = inputs("z", values, "delta_values")
+        beta = shares("b")
+        decay = shares("a")
+    shape = (sizes.channels, 1, sizes.taps)
+    axes = ("delta_channels", "single", "taps")
     convolution = ArraySpec(f"{prefix}.conv1d.weight", shape, axes, scale=0.2, units=(own["delta_channels"], 1, 1))
     weights = DeltaWeights(
         qkv,
@@ -150,7 +155,8 @@ def declare_delta(
         log_rate=of_heads("A_log", scale=1.0),
         norm=norm_weight(f"{prefix}.norm.weight", sizes.value_dim, "delta_head"),
     )
-    axes, units = ("delta_values", "hidden"), (own["delta_values"], 1)
+    axes = ("delta_values", "hidden")
+    units = (own["delta_values"], 1)
     return weights, matrix(f"{prefix}.out_proj.weight", values, hidden, axes, out_scale, units)
 
 
@@ -270,7 +276,8 @@ def settled(ops: Operations, kept: DeltaState, count: Int[Array, " B"]) -> Delta
     """`DeltaState.settle` of some heads, of a state with a block."""
     block = kept.pending
     inside = slots_before(count, block.k.shape[1])
-    log_decay, beta = only(block.log_decay, inside), only(block.beta, inside)
+    log_decay = only(block.log_decay, inside)
+    beta = only(block.beta, inside)
     _, state = ops.delta_rule(block.k, block.k, block.v, log_decay, beta, kept.state, by_position=True)
     return DeltaState(state, last_inputs(kept.before, block.channels, count))
 
@@ -297,7 +304,8 @@ def convolve(
 ) -> Float[Array, "B T C"]:
     """Causal convolution of each channel by itself, then `silu`; sums are float32, tap by tap."""
     line = jnp.concatenate([before, channels], axis=1).astype(jnp.float32)
-    taps, count = kernel[:, 0].astype(jnp.float32), channels.shape[1]
+    taps = kernel[:, 0].astype(jnp.float32)
+    count = channels.shape[1]
     total = line[:, :count] * taps[:, 0]
     for tap in range(1, taps.shape[1]):
         total = total + line[:, tap : tap + count] * taps[:, tap]
@@ -319,9 +327,14 @@ def project_delta(
 
 
 def attend_delta(
-    sizes: DeltaSizes, ops: Operations, weights: DeltaWeights, eps: float, inputs: DeltaInputs, seen: Positions | None,
+    sizes: DeltaSizes,
+    ops: Operations,
+    weights: DeltaWeights,
+    eps: float,
+    inputs: DeltaInputs,
+    seen: Positions | None,
     kept: DeltaState | None,
-) -> tuple[Float[Array, "B T _"], DeltaState | None]:  # fmt: skip
+) -> tuple[Float[Array, "B T _"], DeltaState | None]:
     """Linear attention of new positions over all before them, gated, and what the layer keeps.
 
     Args:
@@ -342,9 +355,14 @@ def is_pending(seen: Positions, length: int) -> bool:
 
 
 def attend_heads(
-    sizes: DeltaSizes, ops: Operations, eps: float, seen: Positions | None, weights: HeadWeights, inputs: DeltaInputs,
+    sizes: DeltaSizes,
+    ops: Operations,
+    eps: float,
+    seen: Positions | None,
+    weights: HeadWeights,
+    inputs: DeltaInputs,
     kept: DeltaState | None,
-) -> tuple[Float[Array, "B T _"], DeltaState | None]:  # fmt: skip
+) -> tuple[Float[Array, "B T _"], DeltaState | None]:
     """`attend_delta` of some key heads, with their value heads."""
     rows, length = inputs.qkv.shape[:2]
     sizes = sizes.part(inputs.beta.shape[-1])
@@ -359,14 +377,17 @@ def attend_heads(
     mixed = convolve(held.before, inputs.qkv, weights.convolution)
     by_head = mixed.reshape(rows, length, sizes.key_heads, -1)
     q, k, v = jnp.split(by_head, [sizes.key_dim, 2 * sizes.key_dim], axis=-1)
-    q, k, groups = unit(q), unit(k), (sizes.key_heads, sizes.group)
+    q = unit(q)
+    k = unit(k)
+    groups = (sizes.key_heads, sizes.group)
     v = v.reshape(rows, length, *groups, sizes.value_dim).astype(jnp.float32)
     rate = jnp.exp(weights.log_rate.astype(jnp.float32))
     log_decay = -rate * jax.nn.softplus(inputs.decay.astype(jnp.float32) + weights.decay_bias.astype(jnp.float32))
     beta = jax.nn.sigmoid(inputs.beta).astype(jnp.float32)
     log_decay, beta = (x.reshape(rows, length, *groups) for x in (log_decay, beta))
     if inside is not None:
-        log_decay, beta = only(log_decay, inside), only(beta, inside)
+        log_decay = only(log_decay, inside)
+        beta = only(beta, inside)
 
     pending = seen is not None and is_pending(seen, length)
     out, state = ops.delta_rule(q * sizes.key_dim**-0.5, k, v, log_decay, beta, held.state, by_position=pending)

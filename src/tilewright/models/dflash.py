@@ -110,10 +110,14 @@ class DFlashConfig(Sizes):
     def variations(self) -> tuple[str, ...]:
         """Features that it has and only some published drafters have, in words."""
         found = {
-            "windows": self.sliding_layers, "causal layers": self.causal_layers, "attention sinks": self.attention_sinks,
-            "a scale of values": self.value_scale != 1, "an embedding of its own": self.own_embedding,
-            "a head of its own": self.own_head, "an embedding of masks": self.mask_embedding,
-        }  # fmt: skip
+            "windows": self.sliding_layers,
+            "causal layers": self.causal_layers,
+            "attention sinks": self.attention_sinks,
+            "a scale of values": self.value_scale != 1,
+            "an embedding of its own": self.own_embedding,
+            "a head of its own": self.own_head,
+            "an embedding of masks": self.mask_embedding,
+        }
         return tuple(name for name, there in found.items() if there)
 
     @property
@@ -147,7 +151,8 @@ def read_backbone(
     sizes = read.sizes(head_dim=128)  # as the published code's Qwen3 layers have
     read.expect("v_head_dim", sizes["head_dim"])
     read.expect("rope_dim", int(sizes["head_dim"] * sizes["partial_rotary_factor"]))
-    mask, layers = read.token_ids("mask_token_id"), read.integer("num_target_layers")
+    mask = read.token_ids("mask_token_id")
+    layers = read.integer("num_target_layers")
     anchored = read.flag("sample_from_anchor", default=anchored)
     slots = read.integer("block_size", default=BLOCK_SIZE)
     config = DFlashConfig(
@@ -305,7 +310,8 @@ def with_vocab(params: Any, vocab: DraftVocab | None) -> Any:
 
 def scaled_values(config: DFlashConfig, params: Any) -> tuple[Any, Any]:
     """Configuration and parameters with the values' scale in the projection behind attention, where it does the same."""
-    scale, layers = config.value_scale, backbone_of(params).layers
+    scale = config.value_scale
+    layers = backbone_of(params).layers
     if scale == 1:
         return config, params
     scaled = tuple(replace(layer, o=(layer.o.astype(jnp.float32) * scale).astype(layer.o.dtype)) for layer in layers)

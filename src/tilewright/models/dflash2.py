@@ -76,7 +76,9 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target
         output_multiplier=read.number("output_multiplier", default=1.0),
         final_logit_softcapping=read.number("final_logit_softcapping", default=1.0) if cap != 0 else None,
     )
-    hidden, group, top_k = config.hidden_size, config.conv_group_size, config.selector_top_k
+    hidden = config.hidden_size
+    group = config.conv_group_size
+    top_k = config.selector_top_k
     read.require(hidden % group == 0, f"conv_group_size {group} does not divide hidden_size {hidden}")
     read.require(top_k <= config.proposed, f"selector_top_k {top_k} exceeds the {config.proposed} tokens that can be proposed")
     dflash.finish(read, config, target)
@@ -127,7 +129,8 @@ def declare(config: DFlash2Config) -> DFlash2Params:
 
     Fresh, the dynamic part of all kernels and the scores of all pairs are zero. See `fresh` for the rest.
     """
-    h, r = config.hidden_size, config.selector_rank
+    h = config.hidden_size
+    r = config.selector_rank
 
     def codebook(name: str, tokens: int, scale: float) -> ArraySpec:
         return ArraySpec(f"candidate_selector.{name}_codebook", (tokens, r), ("vocab", "rank"), "embedding", scale=scale)
@@ -212,7 +215,8 @@ def walk(
         warm = temperature[:, None, None, None]
         scores = jnp.where(warm > 0, scores / jnp.where(warm > 0, warm, 1.0) + gumbel[:, :, None], scores)
     follower = argmax(scores)  # of every candidate, so that the walk itself only looks up
-    place, places = follower[:, 0, :1], []
+    place = follower[:, 0, :1]
+    places = []
     for slot in range(scores.shape[1]):
         if slot:
             place = jnp.take_along_axis(follower[:, slot], place, axis=1)

@@ -33,19 +33,38 @@ END_OF_TURN = {("llada", 126336): 126348, ("dream", 151666): 151645}
 """What ends a turn, by family and mask id, of the published models, whose tokenizers say it and whose configurations do not."""
 
 LLADA_ONLY: dict[str, Any] = {
-    "block_type": "llama", "block_group_size": 1, "activation_type": "silu", "layer_norm_type": "rms",
-    "layer_norm_with_affine": True, "bias_for_layer_norm": False, "attention_layer_norm": False, "include_bias": False,
-    "include_qkv_bias": False, "multi_query_attention": False, "rope": True, "rope_full_precision": True, "alibi": False,
-    "clip_qkv": None, "input_emb_norm": False, "scale_logits": False,
-}  # fmt: skip
+    "block_type": "llama",
+    "block_group_size": 1,
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "bias_for_layer_norm": False,
+    "attention_layer_norm": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "multi_query_attention": False,
+    "rope": True,
+    "rope_full_precision": True,
+    "alibi": False,
+    "clip_qkv": None,
+    "input_emb_norm": False,
+    "scale_logits": False,
+}
 """Fields whose other values change the maths."""
 
 LLADA_NAMES = {
-    "model.embed_tokens": "model.transformer.wte", "model.norm": "model.transformer.ln_f",
-    "lm_head": "model.transformer.ff_out", "model.layers": "model.transformer.blocks",
-    "input_layernorm": "attn_norm", "self_attn.o_proj": "attn_out", "self_attn.": "", "post_attention_layernorm": "ff_norm",
-    "mlp.gate_proj": "ff_proj", "mlp.up_proj": "up_proj", "mlp.down_proj": "ff_out",
-}  # fmt: skip
+    "model.embed_tokens": "model.transformer.wte",
+    "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out",
+    "model.layers": "model.transformer.blocks",
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn_out",
+    "self_attn.": "",
+    "post_attention_layernorm": "ff_norm",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
 """Parts of a tensor's name in a decoder, and in LLaDA: `ff_out` is the output head, and in a block the MLP's last matrix."""
 
 
@@ -118,8 +137,10 @@ def read_llada(read: ConfigReader) -> DecoderConfig:
     """The configuration of LLaDA's layers by `read`; its problems are for `read.finish`."""
     for name, only in LLADA_ONLY.items():
         read.expect(name, only)
-    hidden, heads = read.integer("d_model"), read.integer("n_heads")
-    kv_heads, theta = read.integer("n_kv_heads", default=heads), read.rope()[0]
+    hidden = read.integer("d_model")
+    heads = read.integer("n_heads")
+    kv_heads = read.integer("n_kv_heads", default=heads)
+    theta = read.rope()[0]
     read.require(hidden % (2 * heads) == 0, "d_model must give each of n_heads an even size")
     read.require(heads % kv_heads == 0, "n_heads is no multiple of n_kv_heads")
     return DecoderConfig(
@@ -238,7 +259,8 @@ def forward_full(
 ) -> Forward:
     """Whole sequences from position 0, of which row b's first `valid[b]` are there; what padding gives means nothing."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    sizes, attend = config.decoder, cast(decoder.Attend, bidirectional_attend)
+    sizes = config.decoder
+    attend = cast(decoder.Attend, bidirectional_attend)
     return decoder.forward(sizes, ops, params, tokens, positions, attend, valid, tap_layers=tap_layers, schedule=schedule)
 
 

@@ -35,12 +35,22 @@ HARMLESS = frozenset(
     "pretraining_tp speculators_version tie_word_embeddings torch_dtype transformers_version use_cache".split()
 )
 ONLY: dict[str, Any] = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "is_neox_style": True, "rope_is_neox_style": True,
-    "add_full_attention_sink_bias": False, "logit_scale": 1, "use_aux_hidden_state": True, "draft_ffn_type": "dense",
-    "hc_mult": 1, "norm_before_fc": False, "fc_norm": False,
-}  # fmt: skip
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "add_full_attention_sink_bias": False,
+    "logit_scale": 1,
+    "use_aux_hidden_state": True,
+    "draft_ffn_type": "dense",
+    "hc_mult": 1,
+    "norm_before_fc": False,
+    "fc_norm": False,
+}
 """Fields that change the maths, each with the one value that does not."""
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 def open_config(fields: Mapping[str, Any], where: str) -> tuple[ConfigReader, Mapping[str, Any]]:

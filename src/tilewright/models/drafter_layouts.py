@@ -55,7 +55,8 @@ def _from_muse(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_speculators(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    sizes, about = fields.get("transformer_layer_config"), fields.get("speculators_config") or {}
+    sizes = fields.get("transformer_layer_config")
+    about = fields.get("speculators_config") or {}
     if not isinstance(sizes, Mapping) or not isinstance(about, Mapping):
         raise ValueError(
             f"{where}: transformer_layer_config and speculators_config must be objects, found {sizes!r}, {about!r}"

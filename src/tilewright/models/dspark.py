@@ -83,7 +83,8 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target
         markov_rank=read.integer("markov_rank"),
         candidate_top_k=read.integer("candidate_top_k", default=min(TOP_K, backbone.proposed)),
     )
-    top_k, most = config.candidate_top_k, config.proposed
+    top_k = config.candidate_top_k
+    most = config.proposed
     read.require(top_k <= most, f"candidate_top_k {top_k} exceeds the {most} tokens that can be proposed")
     dflash.finish(read, config, target)
     return config

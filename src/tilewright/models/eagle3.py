@@ -39,10 +39,18 @@ BLOCK_SIZE = 8
 FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
 """Families that a drafter's layer may be of."""
 EAGLE_FIELDS: dict[str, object] = {
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
-    "has_lm_head": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
-}  # fmt: skip
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+    "has_lm_head": True,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
 """Fields of published configurations, inside `eagle_config` or beside it, with the only value that is supported here."""
 
 
@@ -130,11 +138,21 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
         read.problems.append(f"model_type={fields['model_type']!r} is not supported (only {' or '.join(FAMILIES)})")
     family = FAMILIES.get(fields.get("model_type") or "llama", LLAMA)
     for name, only in (
-        ("hidden_act", "silu"), ("num_hidden_layers", 1), ("attention_bias", False),
-        ("mlp_bias", False), ("tie_word_embeddings", False), ("use_sliding_window", False), ("pretraining_tp", 1),
-        ("quantization_config", None), ("is_neox_style", True), ("rope_is_neox_style", True), ("logit_scale", 1),
-        ("input_embedding_scale", 1), ("attention_value_scale", 1), ("attention_sink_bias", False),
-    ):  # fmt: skip
+        ("hidden_act", "silu"),
+        ("num_hidden_layers", 1),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("tie_word_embeddings", False),
+        ("use_sliding_window", False),
+        ("pretraining_tp", 1),
+        ("quantization_config", None),
+        ("is_neox_style", True),
+        ("rope_is_neox_style", True),
+        ("logit_scale", 1),
+        ("input_embedding_scale", 1),
+        ("attention_value_scale", 1),
+        ("attention_sink_bias", False),
+    ):
         read.expect(name, only)
     if fields.get("use_sliding_window") is None:
         read.expect("sliding_window", None)
@@ -254,7 +272,9 @@ def load(
     config = config_from_hf(read_config(folder), target.num_layers, str(folder / CONFIG))
     names = {_plain_name(tensor.name) for tensor in read_headers(weight_files(folder))}
     config = replace(config, own_embedding="embed_tokens.weight" in names)
-    problems, ids, params = [], None, None
+    problems = []
+    ids = None
+    params = None
     try:
         check_fits(config, target)
     except ValueError as error:

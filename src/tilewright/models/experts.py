@@ -56,7 +56,8 @@ class ClampedGate:
     limit: float
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
@@ -111,7 +112,8 @@ def declare_mixture(
     mixture: Mixture, names: ExpertNames, prefix: str, hidden: int, out_scale: float
 ) -> tuple[Router, Any, Any]:
     """The arrays of a mixture: its router, and what stands in the place of an MLP's gate and up, and down."""
-    e, i = mixture.experts, mixture.size
+    e = mixture.experts
+    i = mixture.size
 
     def experts(name: str, d_in: int, d_out: int, axes: tuple[str, str], scale: float = 0.02) -> ArraySpec:
         axes_of = ("experts", *axes)
@@ -121,7 +123,8 @@ def declare_mixture(
     gate_up = tuple(experts(name, hidden, width, ("hidden", "gate_up")) for name in names.gate_up)
     down = experts(names.down, i, hidden, ("expert", "hidden"), out_scale)
     router = f"{prefix}.{names.router}"
-    bias, expert_bias = None, None
+    bias = None
+    expert_bias = None
     if names.biased:
         bias = ArraySpec(f"{router}.bias", (e,), ("router",))
         sizes = ((names.gate_up[0], 2 * i, "gate_up"), (names.down, hidden, "hidden"))
@@ -196,9 +199,12 @@ def routed_product(mixture: Mixture) -> RoutedProduct:
 
 def routed_weights(router: Router, gate_up: Any, down: Any) -> RoutedWeights:
     """The arrays of `routed_product`."""
-    common, shared, products = replace(router, expert_bias=None), router.shared, None
+    common = replace(router, expert_bias=None)
+    shared = router.shared
+    products = None
     if shared is not None:
-        common, products = replace(common, shared=replace(shared, gate_up=None, down=None)), (shared.gate_up, shared.down)
+        common = replace(common, shared=replace(shared, gate_up=None, down=None))
+        products = (shared.gate_up, shared.down)
     return RoutedWeights(common, (gate_up, down, router.expert_bias), products)
 
 
@@ -218,7 +224,8 @@ def sum_of_chosen(
 ) -> Float[Array, "R H"]:
     """The sum of each row's experts by their weights, in float32; of this device's experts alone where there are more."""
     router, (gate_up, down, expert_bias), shared = w
-    mixture, held = router.mixture, down.shape[0]
+    mixture = router.mixture
+    held = down.shape[0]
     groups = grouped(experts, held, ops.first_expert(held), count)
     x = ops.gather_rows(h, groups.rows)
     if expert_bias is None:

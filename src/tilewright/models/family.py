@@ -15,7 +15,8 @@ Reads = Callable[[ConfigReader], dict[str, Any]]
 
 
 BALANCE = "router_aux_loss_coef"
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 def full_attention(read: ConfigReader) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def windows(
         sliding: which layers do, where `layer_types` are not given.
         more_than_masks: these layers differ from others in more than what they see, so that any window is one.
     """
-    count, longest = read.integer("num_hidden_layers"), read.integer("max_position_embeddings")
+    count = read.integer("num_hidden_layers")
+    longest = read.integer("max_position_embeddings")
     given = read.fields.get("layer_types")
     kinds = [SLIDING if sliding(n) else FULL for n in range(count)] if given is None else given
     good = isinstance(kinds, list) and len(kinds) == count and all(kind in (FULL, SLIDING) for kind in kinds)
@@ -60,7 +62,8 @@ def mixture(read: ConfigReader, experts: str, size: str, normalised: bool = True
         experts, size: fields with how many there are, and with the intermediate size of each.
         balance: of a configuration that does not say.
     """
-    count, chosen = read.integer(experts), read.integer("num_experts_per_tok")
+    count = read.integer(experts)
+    chosen = read.integer("num_experts_per_tok")
     read.require(chosen <= count, f"num_experts_per_tok must be at most {experts} ({count}), found {chosen}")
     given = read.fields.get(BALANCE, balance)
     good = is_number(given) and given >= 0

@@ -61,7 +61,8 @@ JOINED_NAMES = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 EXPERT_NAMES = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
 """What llama.cpp's library knows the tensors of all experts by, one each."""
 SHARED_SIZE = "expert_shared_feed_forward_length"
-GATES, UPS = "ffn_gate_exps", "ffn_up_exps"
+GATES = "ffn_gate_exps"
+UPS = "ffn_up_exps"
 """What llama.cpp calls tensors of experts' gates and ups, which are one in gpt-oss' checkpoints."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
@@ -75,8 +76,12 @@ MESSAGE_END = "<|end|>"
 HARMONY_ENDS = ("<|return|>", "<|call|>")
 """Tokens that end an answer of gpt-oss."""
 SAMPLING = {
-    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
-}  # fmt: skip
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 """Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights, whose scores are scaled by the hidden size for each head; files do not say it."""
@@ -203,10 +208,12 @@ class GGUFCheckpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Fields of a `config.json` for the file. Values that are missing stay so: whoever reads it names them."""
-        heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
+        heads = self.field("attention.head_count")
+        hidden = self.field("embedding_length")
         head_dim = self.field("attention.key_length") or (hidden // heads if heads and hidden else None)
         self.check_supported(head_dim)
-        theta, rotated = self.field("rope.freq_base", 10000.0), self.field("rope.dimension_count")
+        theta = self.field("rope.freq_base", 10000.0)
+        rotated = self.field("rope.dimension_count")
         return {
             "model_type": self.family.name,
             "vocab_size": self.field("vocab_size") or len(self.vocabulary) or None,
@@ -247,7 +254,8 @@ class GGUFCheckpoint:
         """Fields of Gemma, as far as the file has them: the family's defaults are llama.cpp's."""
         if not self.family.post_norms:
             return {}
-        heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
+        heads = self.field("attention.head_count")
+        hidden = self.field("embedding_length")
         wide = self.field("block_count") == SCALED_BY_WIDTH.get(self.architecture) and heads and hidden
         found = {
             "query_pre_attn_scalar": hidden / heads if wide else head_dim,

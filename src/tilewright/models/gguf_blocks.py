@@ -55,7 +55,9 @@ def with_fifth_bit(kind: BlockFormat, minimum: bool = False) -> Callable[[np.nda
 
 def six_bit_steps(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Steps and lows, int8 `[O, 8 N]` each, of 12 bytes: the first four have all their bits, of the others two stand apart."""
-    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    first = packed[..., :4]
+    second = packed[..., 4:8]
+    third = packed[..., 8:]
     steps = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1)
     lows = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], axis=-1)
     return steps.reshape(len(packed), -1).view(np.int8), lows.reshape(len(packed), -1).view(np.int8)
@@ -65,7 +67,8 @@ def k_quant(kind: BlockFormat, bits: int) -> Callable[[np.ndarray], QuantisedMat
     """Q4_K and Q5_K: two halves, 12 bytes of steps and lows, the fifth bits, and the four low ones of 64 weights at a time."""
 
     def read(parts: np.ndarray) -> QuantisedMatrix:
-        rows, low = len(parts), parts[..., -128:].reshape(*parts.shape[:-1], 4, 32)
+        rows = len(parts)
+        low = parts[..., -128:].reshape(*parts.shape[:-1], 4, 32)
         units = nibbles(low).reshape(*parts.shape[:-1], 8, 32)
         if bits == 5:
             units |= (parts[..., 16:48][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
@@ -78,7 +81,8 @@ def k_quant(kind: BlockFormat, bits: int) -> Callable[[np.ndarray], QuantisedMat
 
 def q6_k(parts: np.ndarray) -> QuantisedMatrix:
     """Q6_K: four low bits, two high ones, a step for 16 weights, and a scale. 128 weights share 64 and 32 bytes of these."""
-    rows, low = len(parts), parts[..., :128].reshape(*parts.shape[:-1], 2, 64)
+    rows = len(parts)
+    low = parts[..., :128].reshape(*parts.shape[:-1], 2, 64)
     high = parts[..., 128:192].reshape(*parts.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     units = nibbles(low).reshape(*parts.shape[:-1], 2, 4, 32) | high << 4
     steps = np.ascontiguousarray(parts[..., 192:208]).view(np.int8).reshape(rows, -1)
@@ -113,11 +117,18 @@ def mxfp4(parts: np.ndarray) -> QuantisedMatrix | None:
 
 
 READERS: dict[str, tuple[int, Callable[[np.ndarray], QuantisedMatrix | None]]] = {
-    "Q4_0": (18, plain("q4_0")), "Q4_1": (20, plain("q4_1", minimum=True)), "Q8_0": (34, plain("q8_0")),
-    "Q5_0": (22, with_fifth_bit("q5_0")), "Q5_1": (24, with_fifth_bit("q5_1", minimum=True)),
-    "Q4_K": (144, k_quant("q4_k", 4)), "Q5_K": (176, k_quant("q5_k", 5)), "Q6_K": (210, q6_k),
-    "Q3_K": (110, q3_k), "IQ4_NL": (18, iq4_nl), "MXFP4": (17, mxfp4),
-}  # fmt: skip
+    "Q4_0": (18, plain("q4_0")),
+    "Q4_1": (20, plain("q4_1", minimum=True)),
+    "Q8_0": (34, plain("q8_0")),
+    "Q5_0": (22, with_fifth_bit("q5_0")),
+    "Q5_1": (24, with_fifth_bit("q5_1", minimum=True)),
+    "Q4_K": (144, k_quant("q4_k", 4)),
+    "Q5_K": (176, k_quant("q5_k", 5)),
+    "Q6_K": (210, q6_k),
+    "Q3_K": (110, q3_k),
+    "IQ4_NL": (18, iq4_nl),
+    "MXFP4": (17, mxfp4),
+}
 """Bytes of a block, and what reads it, by llama.cpp's name of the type."""
 
 

@@ -20,21 +20,30 @@ from tilewright.models.gguf_slices import ArrangedSlice
 BY_TURNS = {"qwen3next": False, "qwen35": True, "qwen35moe": True}
 """The architectures that have such layers, and whether their files have the heads of values by turns."""
 FIELDS = {
-    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
-    "linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel",
-}  # fmt: skip
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+}
 INNER_SIZE = "ssm.inner_size"
 """Channels of all values."""
 INTERVAL = "full_attention_interval"
 DEFAULT_INTERVAL = 4
 """llama.cpp's, of files that do not say which layers have attention."""
 PREFIX = "linear_attn."
-JOINED, INPUTS, GATES = f"{PREFIX}in_proj_qkvz.weight", "attn_qkv.weight", "attn_gate.weight"
+JOINED = f"{PREFIX}in_proj_qkvz.weight"
+INPUTS = "attn_qkv.weight"
+GATES = "attn_gate.weight"
 FILE_NAMES = {
-    "in_proj_a.weight": "ssm_alpha.weight", "in_proj_b.weight": "ssm_beta.weight", "in_proj_ba.weight": "ssm_ba.weight",
-    "conv1d.weight": "ssm_conv1d.weight", "dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "norm.weight": "ssm_norm.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "norm.weight": "ssm_norm.weight",
     "out_proj.weight": "ssm_out.weight",
-}  # fmt: skip
+}
 """Of what checkpoints have behind `PREFIX`."""
 SHARED_GATE = "shared_expert_gate.weight"
 
@@ -49,7 +58,8 @@ def delta_fields(field: Callable[[str], Any], architecture: str, where: str) -> 
         ValueError: sizes are missing.
     """
     found = {name: field(own) for name, own in FIELDS.items()}
-    inner, heads = field(INNER_SIZE), found["linear_num_value_heads"]
+    inner = field(INNER_SIZE)
+    heads = found["linear_num_value_heads"]
     if missing := [own for own in (*FIELDS.values(), INNER_SIZE) if not field(own)]:
         raise ValueError(f"{where}: expected sizes of linear attention, found no {architecture}.{missing[0]}")
     return {**found, "linear_value_head_dim": inner // heads, INTERVAL: field(INTERVAL) or DEFAULT_INTERVAL}
@@ -92,7 +102,8 @@ def delta_slice(tensors: Mapping[str, GGUFTensor], own: str, name: str, sizes: D
     Raises:
         ValueError: the other tensor of two that are one is missing.
     """
-    tensor, part = tensors[own], name.partition(PREFIX)[2]
+    tensor = tensors[own]
+    part = name.partition(PREFIX)[2]
     if name.endswith(JOINED):
         gates = own.replace(INPUTS, GATES)
         if gates not in tensors:

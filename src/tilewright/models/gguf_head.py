@@ -17,7 +17,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata that have one size, in the words of `struct`, which are NumPy's."""
-TEXT, ARRAY = 8, 9
+TEXT = 8
+ARRAY = 9
 """The other types."""
 TYPED = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 """Tensors whose numbers NumPy knows; those of others are bytes."""
@@ -55,7 +56,8 @@ class Cursor:
     """Reads values one after another. What is missing is a `ValueError`."""
 
     def __init__(self, data: np.ndarray):
-        self.data, self.at = data.data, 0
+        self.data = data.data
+        self.at = 0
 
     def bytes(self, size: int) -> bytes:
         found = self.data[self.at : self.at + size]
@@ -78,7 +80,8 @@ class Cursor:
             return self.text()
         if kind != ARRAY:
             raise ValueError(f"metadata of type {kind} are unknown")
-        inner, count = self.number("I"), self.number("Q")
+        inner = self.number("I")
+        count = self.number("Q")
         if inner in NUMBERS:
             dtype = np.dtype(NUMBERS[inner]).newbyteorder("<")
             return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
@@ -97,10 +100,12 @@ def read_head(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
     file = np.asarray(np.memmap(path, np.uint8, "r"))
     cursor = Cursor(file)
-    magic, version = cursor.bytes(4), cursor.number("I")
+    magic = cursor.bytes(4)
+    version = cursor.number("I")
     if magic != MAGIC or version not in VERSIONS:
         raise ValueError(f"expected GGUF of version {' or '.join(map(str, VERSIONS))}, found {magic!r} of {version}")
-    tensors, values = cursor.number("Q"), cursor.number("Q")
+    tensors = cursor.number("Q")
+    values = cursor.number("Q")
     fields = {}
     for _ in range(values):
         name = cursor.text()

@@ -20,7 +20,9 @@ class GGUFSlice:
         rows: those of the file, in Hugging Face's order; None where it is the file's.
         offset: what the file's numbers are more than Hugging Face's.
         """
-        self.tensor, self.rows, self.offset = tensor, rows, np.float32(offset)
+        self.tensor = tensor
+        self.rows = rows
+        self.offset = np.float32(offset)
 
     def get_shape(self) -> list[int]:
         return [int(size) for size in reversed(self.tensor.shape)]
@@ -93,9 +95,13 @@ class ArrangedSlice(GGUFSlice):
     """A tensor whose rows or columns come in another order than in the file, of one of its tensors or of several."""
 
     def __init__(
-        self, tensors: Sequence[GGUFTensor], rows: np.ndarray | None = None, columns: np.ndarray | None = None,
-        shape: Sequence[int] | None = None, log_rates: bool = False,
-    ):  # fmt: skip
+        self,
+        tensors: Sequence[GGUFTensor],
+        rows: np.ndarray | None = None,
+        columns: np.ndarray | None = None,
+        shape: Sequence[int] | None = None,
+        log_rates: bool = False,
+    ):
         """Args:
         tensors: whose rows come one behind another.
         columns: those of the file, in Hugging Face's order.
@@ -103,7 +109,10 @@ class ArrangedSlice(GGUFSlice):
         log_rates: the file has the numbers' exponentials, with a minus sign.
         """
         super().__init__(tensors[0], rows)
-        self.tensors, self.columns, self.shape, self.log_rates = tensors, columns, shape, log_rates
+        self.tensors = tensors
+        self.columns = columns
+        self.shape = shape
+        self.log_rates = log_rates
 
     def get_shape(self) -> list[int]:
         _, *others = super().get_shape()
@@ -124,7 +133,8 @@ class ArrangedSlice(GGUFSlice):
         """Some rows, as float32."""
         wanted = self.order(rows)
         _, *others = super().get_shape()
-        found, begin = np.empty((len(wanted), *others), np.float32), 0
+        found = np.empty((len(wanted), *others), np.float32)
+        begin = 0
         for tensor in self.tensors:
             end = begin + int(tensor.shape[-1])
             inside = (begin <= wanted) & (wanted < end)

@@ -14,7 +14,10 @@ from tokenizers.models import BPE
 
 log = logging.getLogger("tilewright.models")
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 """Types of tokens. The last three are not found by merging: control tokens are no text, user-defined ones are."""
 END_TEXTS = (
     *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>"),
@@ -41,7 +44,8 @@ WORDS = PIECES.replace("DIGITS", "")
 """Qwen2's pattern: each digit by itself."""
 WITH_MARKS = WORDS.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
 """Qwen3.5's: marks go with the letter that they stand on."""
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BY_CASE = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+ENDING|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*ENDING|\p{{N}}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,14 +77,26 @@ class ByteLevel:
 
 THREES = PIECES.replace("DIGITS", "{1,3}")
 """Llama 3's pattern, which is that of OpenAI's cl100k_base: numbers in pieces of up to three digits."""
-GPT2, LLAMA3 = ByteLevel(), ByteLevel(THREES, whole=True, begins=True)
-QWEN2, SMOLLM = ByteLevel(WORDS, nfc=True), ByteLevel(digits=True)
+GPT2 = ByteLevel()
+LLAMA3 = ByteLevel(THREES, whole=True, begins=True)
+QWEN2 = ByteLevel(WORDS, nfc=True)
+SMOLLM = ByteLevel(digits=True)
 QWEN35 = ByteLevel(WITH_MARKS, nfc=True)
 BYTE_LEVEL = {
-    "default": GPT2, "gpt-2": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2, "qwen35": QWEN35,
-    "deepseek-r1-qwen": QWEN2, "smollm": SMOLLM, "tekken": ByteLevel(TEKKEN, whole=True, begins=True),
-    "gpt-4o": ByteLevel(O200K), "dbrx": ByteLevel(THREES), "smaug-bpe": ByteLevel(THREES, whole=True),
-}  # fmt: skip
+    "default": GPT2,
+    "gpt-2": GPT2,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+    "qwen35": QWEN35,
+    "deepseek-r1-qwen": QWEN2,
+    "smollm": SMOLLM,
+    "tekken": ByteLevel(TEKKEN, whole=True, begins=True),
+    "gpt-4o": ByteLevel(O200K),
+    "dbrx": ByteLevel(THREES),
+    "smaug-bpe": ByteLevel(THREES, whole=True),
+}
 """By the file's `tokenizer.ggml.pre`: Phi-4 14B's is "dbrx", SmolLM3's "smaug-bpe"."""
 
 
@@ -146,7 +162,9 @@ def token_types(fields: Mapping[str, Any], where: str) -> list[int]:
     if len(types) != len(tokens):
         found = f"{len(tokens)} tokens and {len(types)} types"
         raise ValueError(f"{where}: expected tokenizer.ggml.tokens with a token_type for each, found {found}")
-    ends, others, names = set(END_TEXTS), set(MORE_END_TEXTS), [*ENDS, *(["bos_token_id"] if begins_with_bos(fields) else [])]
+    ends = set(END_TEXTS)
+    others = set(MORE_END_TEXTS)
+    names = [*ENDS, *(["bos_token_id"] if begins_with_bos(fields) else [])]
     named = {known_id(fields, name) for name in names}
     return [
         CONTROL if text in ends or (kind == NORMAL and (n in named or text in others)) else kind
@@ -199,7 +217,8 @@ def byte_level(fields: Mapping[str, Any], how: ByteLevel, where: str) -> Tokeniz
 
 def sentence_piece(fields: Mapping[str, Any], types: Sequence[int], where: str) -> Tokenizer:
     """A BPE of SentencePiece's without its control tokens; bytes stand in for what is no token."""
-    tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores")
+    tokens = fields["tokenizer.ggml.tokens"]
+    scores = fields.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ValueError(f"{where}: expected tokenizer.ggml.scores, one for each of {len(tokens)} tokens")
     vocabulary = {text: number for number, text in enumerate(tokens)}

@@ -23,7 +23,8 @@ from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Reduce
 from tilewright.models.params import DTYPES, ArraySpec, Dtype, initialise, matrix, norm_weight
 
-BATCH_NORM_MOMENTUM, BATCH_NORM_EPS = 0.1, 1e-5
+BATCH_NORM_MOMENTUM = 0.1
+BATCH_NORM_EPS = 1e-5
 
 
 @runtime_checkable
@@ -253,7 +254,8 @@ def declare_norm(name: str, size: int) -> BatchNorm:
 
 def declare_layer(config: Config, n: int) -> Any:
     """The arrays of layer n."""
-    last, name = n == config.layers - 1, f"convs.{n}"
+    last = n == config.layers - 1
+    name = f"convs.{n}"
     d_in = config.hidden * (config.heads if isinstance(config, GATConfig) else 1) if n else config.features
     d_out = config.classes if last else config.hidden
     match config:
@@ -264,14 +266,16 @@ def declare_layer(config: Config, n: int) -> Any:
             return SAGELayer(neighbour, glorot(f"{name}.lin_r.weight", d_in, d_out))
         case GATConfig():
             heads = config.output_heads if last else config.heads
-            shape, scale = (1, heads, d_out), (2 / (heads + d_out)) ** 0.5
+            shape = (1, heads, d_out)
+            scale = (2 / (heads + d_out)) ** 0.5
             source, target = (
                 ArraySpec(f"{name}.att_{end}", shape, ("one", "heads", "hidden"), scale=scale) for end in ("src", "dst")
             )
             bias = zeros(f"{name}.bias", d_out if last else heads * d_out)
             return GATLayer(glorot(f"{name}.lin.weight", d_in, heads * d_out), source, target, bias)
         case GINConfig():
-            hidden, mlp = config.hidden, f"{name}.nn"
+            hidden = config.hidden
+            mlp = f"{name}.nn"
             return GINLayer(
                 zeros(f"{name}.eps", 1) if config.learn_epsilon else None,
                 declare_linear(f"{mlp}.lins.0", d_in, hidden),
@@ -327,7 +331,8 @@ def batch_norm(
 ) -> tuple[Float[Array, "N F"], RunningStatistics]:
     """Batch norm (Ioffe & Szegedy 2015) over the rows that exist, in float32; the running variance is the unbiased one."""
     wide = x.astype(jnp.float32)
-    mean, variance = running.mean, running.variance
+    mean = running.mean
+    variance = running.variance
     if train:
         present = jnp.ones(x.shape[0], bool) if rows is None else rows
         count = jnp.maximum(present.sum().astype(jnp.float32), 1.0)
@@ -369,7 +374,7 @@ def aggregated_linear(ops: Operations, graph: Neighbours, x: Input, layer: Linea
 
 def convolve(
     config: Config, ops: Operations, layer: Any, graph: Neighbours, x: Input, last: bool, key: Array | None
-) -> Float[Array, "N O"]:  # fmt: skip
+) -> Float[Array, "N O"]:
     """One layer of GCN, GraphSAGE or GAT, before its activation."""
     x = dropout(x, config.dropout, key)
     match config:
@@ -380,7 +385,8 @@ def convolve(
             return near + first_rows(ops, x, graph.num_nodes, layer.root)
         case GATConfig():
             heads = product(ops, x, layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
-            source, target = (heads * layer.source).sum(-1), (heads[: graph.num_nodes] * layer.target).sum(-1)
+            source = (heads * layer.source).sum(-1)
+            target = (heads[: graph.num_nodes] * layer.target).sum(-1)
             another = None if key is None else jax.random.fold_in(key, 1)
             out = graph.attend(heads, source, target, config.negative_slope, config.dropout, another)
             return (out.mean(1) if last else out.reshape(out.shape[0], -1)) + layer.bias
@@ -482,7 +488,9 @@ def apply_gin(
     """GIN: the score is the sum of a linear layer on the readout of each representation (the paper's §4.2)."""
     if len(state) != config.layers:
         raise ValueError(f"expected the statistics of {config.layers} layers as the state, found {len(state)}")
-    final, after, hidden = graphs[-1].num_nodes, [], [x]
+    final = graphs[-1].num_nodes
+    after = []
+    hidden = [x]
     for layer, graph, statistics in zip(params.layers, graphs, state, strict=True):
         present = None if rows is None else rows[: graph.num_nodes]
         x, new = isomorphism_layer(ops, layer, graph, x, statistics, present, train)

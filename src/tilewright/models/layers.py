@@ -81,10 +81,13 @@ class YarnScaling:
         def dimension(turns: float) -> float:
             return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        low = dimension(self.beta_fast)
+        high = dimension(self.beta_slow)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, dim - 1)
         width = high - low or 0.001  # as the libraries have it where the ramp is a step
 
         def scaled(i: int, frequency: float) -> float:
@@ -148,5 +151,6 @@ Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 def rope_tables(positions: Int[Array, "B T"], frequencies: list[float], attention_factor: float = 1.0) -> Rope:
     """The rotation of each position, in float32."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     return (cos, sin) if attention_factor == 1 else (cos * attention_factor, sin * attention_factor)

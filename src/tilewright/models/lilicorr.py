@@ -47,9 +47,14 @@ INTEGERS = {
 NUMBERS = {"mlp_ratio": "lilicorr_mlp_ratio", "vector_eps": "lilicorr_vector_eps", "logit_scale": "lilicorr_logit_scale"}
 WIDTH = "lilicorr_hidden_size"
 KNOWN = (
-    *convolution.SIZES, "conv_projection_init_std", "projector_type", "lilicorr_enabled", WIDTH, *INTEGERS.values(),
+    *convolution.SIZES,
+    "conv_projection_init_std",
+    "projector_type",
+    "lilicorr_enabled",
+    WIDTH,
+    *INTEGERS.values(),
     *NUMBERS.values(),
-)  # fmt: skip
+)
 """Fields that its configurations have besides DFlash's."""
 
 
@@ -111,7 +116,9 @@ def config_from_hf(
     if any(name in read.fields for name in convolution.SIZES):
         own |= {name: read.integer(name) for name in convolution.SIZES}
     config = LiLiCorrConfig(**vars(backbone), **own, lattice_size=backbone.hidden_size if wide else read.integer(WIDTH))
-    size, heads, top_k = config.lattice_size, config.lattice_heads, config.candidate_top_k
+    size = config.lattice_size
+    heads = config.lattice_heads
+    top_k = config.candidate_top_k
     read.require(size % heads == 0, f"lilicorr_num_heads {heads} does not divide {WIDTH} {size}")
     most = config.proposed
     read.require(top_k <= most, f"lilicorr_candidate_topk {top_k} exceeds the {most} tokens that can be proposed")
@@ -131,7 +138,8 @@ def _required_number(read: ConfigReader, name: str) -> float:
 
 def config_to_hf(config: LiLiCorrConfig) -> dict[str, Any]:
     """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
-    fields, names = dflash.config_to_hf(config), {**INTEGERS, **NUMBERS, "lattice_size": WIDTH}
+    fields = dflash.config_to_hf(config)
+    names = {**INTEGERS, **NUMBERS, "lattice_size": WIDTH}
     own = {field: getattr(config, name) for name, field in names.items()}
     if config.conv_kernel_size is not None:
         own |= {name: getattr(config, name) for name in convolution.SIZES}
@@ -223,7 +231,8 @@ def _norm(name: str, size: int) -> ArraySpec:
 
 
 def _declare_layer(config: LiLiCorrConfig, n: int) -> LatticeLayer:
-    h, name = config.lattice_size, f"layers.{n}"
+    h = config.lattice_size
+    name = f"layers.{n}"
     xavier = (2 / (4 * h)) ** 0.5  # the standard deviation that their published heads start from, here and nowhere else
     qkv = matrix(f"lilicorr.{name}.attn.in_proj_weight", h, 3 * h, ("lattice", "lattice"), xavier)
     return LatticeLayer(
@@ -238,7 +247,9 @@ def _declare_layer(config: LiLiCorrConfig, n: int) -> LatticeLayer:
 
 def declare(config: LiLiCorrConfig) -> LiLiCorrParams:
     """The drafter's arrays under their checkpoint names."""
-    wide, h, block = config.hidden_size, config.lattice_size, config.block_size
+    wide = config.hidden_size
+    h = config.lattice_size
+    block = config.block_size
     return LiLiCorrParams(
         dflash.declare(config),
         Lattice(

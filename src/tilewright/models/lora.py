@@ -73,9 +73,14 @@ class AdaptedProducts:
         return [None if b is None else self.ops.linear(next(parts), b, out_dtype, count=count) for b in w.b]
 
     def linear(
-        self, x: Array, w: Any, out_dtype: DTypeLike | None = None, norm: Norm | None = None, add: Array | None = None,
+        self,
+        x: Array,
+        w: Any,
+        out_dtype: DTypeLike | None = None,
+        norm: Norm | None = None,
+        add: Array | None = None,
         count: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         if not isinstance(w, AdaptedMatrix):
             return self.ops.linear(x, w, out_dtype, norm, add=add, count=count)
         (more,) = self.corrections(x, w, out_dtype or x.dtype, norm, count)
@@ -83,9 +88,15 @@ class AdaptedProducts:
         return self.ops.linear(x, w.base, out_dtype, norm, add=more if add is None else add + more, count=count)
 
     def project(
-        self, x: Array, joined: Any, norm: Norm | None = None, first: int = 0, last: int | None = None, bias: Any = None,
+        self,
+        x: Array,
+        joined: Any,
+        norm: Norm | None = None,
+        first: int = 0,
+        last: int | None = None,
+        bias: Any = None,
         count: Array | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if isinstance(joined, AdaptedMatrix):
             added = self.corrections(x, joined, x.dtype, norm, count)
             biases = (None,) * len(added) if bias is None else bias
@@ -200,12 +211,15 @@ class Adapters:
     def beside(self, spec: ArraySpec) -> tuple[np.ndarray, np.ndarray]:
         """All adapters' A `[I, R]` and B `[R, O]` of a matrix, in float32; zeros where an adapter does not change it."""
         inputs, outputs = spec.shape
-        a, b, begin = np.zeros((inputs, self.rank), np.float32), np.zeros((self.rank, outputs), np.float32), 0
+        a = np.zeros((inputs, self.rank), np.float32)
+        b = np.zeros((self.rank, outputs), np.float32)
+        begin = 0
         for adapter in self.each:
             end = begin + adapter.rank
             if (pair := adapter.pairs.get(module_of(spec))) is not None:
                 ((first, last), _) = spec.stored_bounds(((0, inputs), (0, outputs)))
-                a[:, begin:end], b[begin:end] = pair.a.T, pair.b[first:last].T
+                a[:, begin:end] = pair.a.T
+                b[begin:end] = pair.b[first:last].T
             begin = end
         return a, b
 

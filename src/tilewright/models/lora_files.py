@@ -17,16 +17,26 @@ from tilewright.models.config import text_tensor
 from tilewright.models.lora import Adapter, Adapters, LowRankPair
 from tilewright.models.stored import FLOATS, open_file, some
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 REFUSED: dict[str, str] = {
-    "use_dora": "DoRA", "modules_to_save": "modules that are saved whole", "lora_bias": "biases of its own",
-    "trainable_token_indices": "embeddings of tokens", "target_parameters": "parameters that are no module's weight",
-    "rank_pattern": "other ranks for some modules", "alpha_pattern": "other scales for some modules",
-    "layer_replication": "layers that are repeated", "fan_in_fan_out": "weights that lie transposed", "use_qalora": "QALoRA",
-    "use_bdlora": "blocks on the diagonal", "alora_invocation_tokens": "activation by tokens", "arrow_config": "Arrow",
-    "megatron_config": "Megatron's layers", "monteclora_config": "MonteCLoRA",
-}  # fmt: skip
+    "use_dora": "DoRA",
+    "modules_to_save": "modules that are saved whole",
+    "lora_bias": "biases of its own",
+    "trainable_token_indices": "embeddings of tokens",
+    "target_parameters": "parameters that are no module's weight",
+    "rank_pattern": "other ranks for some modules",
+    "alpha_pattern": "other scales for some modules",
+    "layer_replication": "layers that are repeated",
+    "fan_in_fan_out": "weights that lie transposed",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "blocks on the diagonal",
+    "alora_invocation_tokens": "activation by tokens",
+    "arrow_config": "Arrow",
+    "megatron_config": "Megatron's layers",
+    "monteclora_config": "MonteCLoRA",
+}
 """Fields of a configuration that must be absent, null, false or empty, and what they ask for."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that leave the base model with other weights than it is published with."""
@@ -83,7 +93,8 @@ def rank_and_scale(fields: Mapping[str, Any], where: Path) -> tuple[int, float]:
         asked.append(f"a base model with other weights (init_lora_weights {begun!r})")
     if asked:
         raise ValueError(f"{where}: expected low-rank products alone, found {', '.join(asked)}")
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    rank = fields.get("r")
+    alpha = fields.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{where}: expected r of at least 1, found {rank!r}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
@@ -106,7 +117,8 @@ def read_pairs(path: Path, rank: int) -> dict[str, tuple[np.ndarray, np.ndarray]
                 raise ValueError(f"{path}: expected tensors lora_A.weight and lora_B.weight, found {stored}{kind}")
             if file.get_slice(stored).get_dtype() not in FLOATS:
                 raise ValueError(f"{path}: {stored}: expected {', '.join(FLOATS)}, found {file.get_slice(stored).get_dtype()}")
-            value, which = np.asarray(file.get_tensor(stored), np.float32), match["which"]
+            value = np.asarray(file.get_tensor(stored), np.float32)
+            which = match["which"]
             if value.ndim != 2 or value.shape["AB".index(which)] != rank:
                 expected = f"[{rank}, inputs]" if which == "A" else f"[outputs, {rank}]"
                 raise ValueError(f"{path}: {stored}: expected {expected}, found {list(value.shape)}")

@@ -16,7 +16,8 @@ FOUR_BIT_FLOATS = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, 
 """By their four bits."""
 NO_NUMBER = 255
 """Of a shared scale."""
-SMALLEST, LARGEST = 127 - 23, 127 + 16
+SMALLEST = 127 - 23
+LARGEST = 127 + 16
 """Shared scales whose half is a number in half precision."""
 
 

@@ -112,7 +112,8 @@ def in_turns(name: str, parts: Sequence[Sequence[ArraySpec]], turns: int) -> tup
             first one's name, shape apart, is the array's.
     """
     shares = [part.shape[1] // turns for part in chain(*parts)]
-    starts, period = [0, *accumulate(shares)], sum(shares)
+    starts = [0, *accumulate(shares)]
+    period = sum(shares)
     places = iter(
         [tuple((turn * period + start, share) for turn in range(turns)) for start, share in zip(starts, shares, strict=False)]
     )
@@ -130,7 +131,8 @@ def turn_by_turn(spec: ArraySpec, sizes: Sequence[int], turns: int) -> ArraySpec
     Args:
         sizes: rows of each part.
     """
-    starts, rows = [0, *accumulate(sizes)], sum(sizes)
+    starts = [0, *accumulate(sizes)]
+    rows = sum(sizes)
     each = [(start, size // turns) for start, size in zip(starts, sizes, strict=False)]
     return replace(spec, pieces=tuple((start + turn * n, n) for turn in range(turns) for start, n in each), turns_rows=rows)
 
@@ -288,10 +290,13 @@ def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds
 
 
 def from_tensors(
-    specs: Tree, read: Callable[[str, Bounds], np.ndarray], dtype: DTypeLike, shardings: Tree | None = None,
+    specs: Tree,
+    read: Callable[[str, Bounds], np.ndarray],
+    dtype: DTypeLike,
+    shardings: Tree | None = None,
     prepare: Callable[[Any, Any], Any] | None = None,
     kept: Callable[[ArraySpec, Sharding | None], Any] = lambda spec, sharding: None,
-) -> Tree:  # fmt: skip
+) -> Tree:
     """Builds the tree from checkpoint tensors, whose names and shapes are already known to fit.
 
     `read` gives a part of the tensor of one name, in the checkpoint's layout. It is called once for each part that this

@@ -33,7 +33,8 @@ SUPPORTED = (
     "gptq and awq of 4 bits, fp8, and compressed-tensors as pack-quantized of 4 bits, as float-quantized, int-quantized or "
     "naive-quantized of 8 bits, or as mxfp4-pack-quantized, and mxfp4 of gpt-oss' experts"
 )
-WORDS, FLOATS = ("I32",), ("F16", "BF16", "F32")
+WORDS = ("I32",)
+FLOATS = ("F16", "BF16", "F32")
 Tensors = Mapping[str, tuple[str, ...]]
 """Names of tensors behind a layer's, and the dtypes that they may have, in the words of safetensors."""
 ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
@@ -81,7 +82,8 @@ class Groups:
         scales = in_half_precision(self.scales)
         if self.order is not None or self.size % BLOCK or inputs % BLOCK or scales is None:
             return None
-        each, count = self.size // BLOCK, inputs // BLOCK
+        each = self.size // BLOCK
+        count = inputs // BLOCK
         integers = joined_bits(self.units.reshape(outputs, -1, BLOCK), 4)
         spread, zeros = (np.repeat(values, each, axis=1)[:, :count] for values in (scales, self.zeros))
         if (zeros == MIDDLE).all():
@@ -112,7 +114,8 @@ class Scaled:
         return self.values.astype(np.float32) * wide
 
     def blocks(self) -> QuantisedMatrix | None:
-        scales, inputs = in_half_precision(self.spread()), self.values.shape[1]
+        scales = in_half_precision(self.spread())
+        inputs = self.values.shape[1]
         if self.values.dtype != np.int8 or inputs % BLOCK or self.block[1] % BLOCK or scales is None:
             return None
         spread = np.repeat(scales, self.block[1] // BLOCK, axis=1)[:, : inputs // BLOCK]
@@ -192,7 +195,9 @@ class WeightLayout(Protocol):
 class OfMatrix:
     """How the tensors of a matrix are called."""
 
-    joint, whole, dims = ".", ".weight", 2
+    joint = "."
+    whole = ".weight"
+    dims = 2
 
 
 def groups_of(inputs: int, size: int) -> int:
@@ -262,7 +267,8 @@ class Awq(OfMatrix):
         def in_order(words: np.ndarray) -> np.ndarray:
             return in_words(words).reshape(*words.shape, 8)[..., AWQ_PLACES].reshape(len(words), -1)
 
-        units, zeros = in_order(arrays["qweight"]), in_order(arrays["qzeros"])
+        units = in_order(arrays["qweight"])
+        zeros = in_order(arrays["qzeros"])
         size = self.size if self.size > 0 else len(units)
         return Groups(np.ascontiguousarray(units.T), arrays["scales"].T, zeros.T.astype(np.int16), size)
 
@@ -292,17 +298,22 @@ class PackQuantized(OfMatrix):
         outputs, words = found["weight_packed"]
         groups = groups_of(8 * words, self.size)
         return {
-            "weight": (outputs, 8 * words), "weight_scale": (outputs, groups), "weight_shape": (2,),
-            "weight_zero_point": (-(-outputs // 8), groups), "weight_g_idx": (8 * words,),
-        }  # fmt: skip
+            "weight": (outputs, 8 * words),
+            "weight_scale": (outputs, groups),
+            "weight_shape": (2,),
+            "weight_zero_point": (-(-outputs // 8), groups),
+            "weight_g_idx": (8 * words,),
+        }
 
     def read(self, arrays: Arrays) -> Groups:
-        units, scales = in_words(arrays["weight_packed"]), arrays["weight_scale"]
+        units = in_words(arrays["weight_packed"])
+        scales = arrays["weight_scale"]
         outputs, inputs = units.shape
         zeros = np.full(scales.shape, MIDDLE, np.int16)
         if not self.symmetric:
             zeros = in_words(arrays["weight_zero_point"].T).T[:outputs].astype(np.int16)
-        size, order = self.size if self.size > 0 else inputs, arrays.get("weight_g_idx")
+        size = self.size if self.size > 0 else inputs
+        order = arrays.get("weight_g_idx")
         if order is not None and np.array_equal(order, np.arange(inputs) // size):
             order = None
         return Groups(units, scales, zeros, size, order)
@@ -331,13 +342,15 @@ class EightBits(OfMatrix):
         return {"weight": ("F8_E4M3", "I8"), self.scale: FLOATS}
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
-        shape, of = found["weight"], found[self.scale]
+        shape = found["weight"]
+        of = found[self.scale]
         count = tuple(groups_of(entries, size) for entries, size in zip(shape, self.block, strict=True))
         alone = int(np.prod(of)) == 1 and count == (1, 1)
         return {"weight": shape, self.scale: of if alone else count}
 
     def read(self, arrays: Arrays) -> Scaled:
-        values, scales = arrays["weight"], arrays[self.scale]
+        values = arrays["weight"]
+        scales = arrays[self.scale]
         block = tuple(size or entries for size, entries in zip(self.block, values.shape, strict=True))
         return Scaled(values, scales.reshape(1, 1) if scales.size == 1 else scales, (block[0], block[1]))
 
@@ -473,9 +486,13 @@ def compressed_layout(config: Mapping[str, Any]) -> WeightLayout:
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     refuse(sparse != "dense", method, f"sparsity_config of format {sparse!r}", "dense")
     refuse(len(formats) != 1 or any(one != schemes[0] for one in schemes), method, f"{len(groups)} groups of layers", "one way")
-    weights, kind = schemes[0], next(iter(formats))
-    bits, dtype, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
-    symmetric, size = weights.get("symmetric", True), weights.get("group_size")
+    weights = schemes[0]
+    kind = next(iter(formats))
+    bits = weights.get("num_bits")
+    dtype = weights.get("type", "int")
+    strategy = weights.get("strategy")
+    symmetric = weights.get("symmetric", True)
+    size = weights.get("group_size")
     found = f"{kind} of {bits} bits, {dtype}, {'' if symmetric else 'a'}symmetric, by {strategy}"
     if kind == "pack-quantized":
         refuse(

@@ -132,7 +132,9 @@ class SingleDevice:
     def run(
         self, stack: Stack, x: Float[Array, "B T H"], rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        ops, after, left = stack.ops, [], []
+        ops = stack.ops
+        after = []
+        left = []
 
         def run_layer(layer: Any, x: Array, rows: Rows, own: Any) -> tuple[Array, Any]:
             out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)

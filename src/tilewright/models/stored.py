@@ -24,10 +24,22 @@ from tilewright.models.params import ArraySpec, Bounds, bits
 from tilewright.models.quantised import ACTIVATIONS, Scaled, WeightLayout
 
 DTYPES: dict[str, Any] = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
-    "F8_E5M2": jnp.float8_e5m2, "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64,
-    "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
-}  # fmt: skip
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
 """NumPy's dtype for each name that safetensors has for one."""
 FLOATS = ("F32", "F16", "BF16")
 """Dtypes of weights that are no quantised ones."""
@@ -61,7 +73,8 @@ class TensorSlice:
         if not self.shape:
             return self.read(np.empty((), DTYPES[self.dtype]), 0)
         rows, *others = (part.indices(size)[:2] for part, size in zip(bounds, self.shape, strict=True))
-        count, row = max(0, rows[1] - rows[0]), prod(self.shape[1:])
+        count = max(0, rows[1] - rows[0])
+        row = prod(self.shape[1:])
         if len(self.shape) == 2 and others[0] != (0, row):
             begin, end = others[0]
             found = np.empty((count, max(0, end - begin)), DTYPES[self.dtype])
@@ -73,12 +86,14 @@ class TensorSlice:
 
     def read(self, found: np.ndarray, first: int) -> np.ndarray:
         """Fills an array with entries from the first on."""
-        left, at = memoryview(found.reshape(-1).view(np.uint8).data), self.begin + first * found.itemsize
+        left = memoryview(found.reshape(-1).view(np.uint8).data)
+        at = self.begin + first * found.itemsize
         while left:
             done = os.preadv(self.descriptor, [left[:AT_ONCE]], at)
             if done == 0:
                 raise ValueError(f"a safetensors file ends at byte {at:,}, where a tensor goes on")
-            left, at = left[done:], at + done
+            left = left[done:]
+            at = at + done
         return found
 
 
@@ -213,7 +228,8 @@ def gathered(tensors: Iterable[StoredTensor], layout: WeightLayout) -> list[Stor
     Raises:
         ValueError: a layer lacks some of them, or they have other shapes or dtypes; it names all such.
     """
-    found, layers = [], dict[str, dict[str, StoredTensor]]()
+    found = []
+    layers = dict[str, dict[str, StoredTensor]]()
     for tensor in tensors:
         layer, _, suffix = tensor.name.rpartition(layout.joint)
         if suffix in layout.needs or suffix in layout.may:
@@ -241,7 +257,8 @@ def stacked(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     Raises:
         ValueError: some of the experts are missing, or their tensors have several shapes or dtypes; it names all such.
     """
-    found, experts = [], dict[str, dict[int, StoredTensor]]()
+    found = []
+    experts = dict[str, dict[int, StoredTensor]]()
     for tensor in tensors:
         if match := EXPERT.fullmatch(tensor.name):
             experts.setdefault(f"{match[1]}*{match[3]}", {})[int(match[2])] = tensor

@@ -17,8 +17,12 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder puts in the place of bytes that are no character, or not yet."""
 
 
-WHOLE, CONFIG, VOCAB, MERGES = "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"
-ADDED, SPECIAL = "added_tokens.json", "special_tokens_map.json"
+WHOLE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+VOCAB = "vocab.json"
+MERGES = "merges.txt"
+ADDED = "added_tokens.json"
+SPECIAL = "special_tokens_map.json"
 BYTE_LEVEL = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
 """Classes of transformers whose tokenizers are built alike, of a vocabulary and merges: Dream's is Qwen2's."""
 
@@ -197,7 +201,8 @@ HELD = 16
 
 def prefixes_every_part(tokenizer: Tokenizer) -> bool:
     """True if encoding puts a space in front of each part of a text, not only in front of the whole."""
-    normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
+    normalizer = tokenizer.normalizer
+    pre_tokenizer = tokenizer.pre_tokenizer
     if normalizer is not None and normalizer.normalize_str("a").startswith(SPACE):
         return True
     steps = [] if pre_tokenizer is None else [json.loads(pre_tokenizer.__getstate__())]
@@ -278,7 +283,8 @@ class StreamDecoder:
         text = self._decode(self._ids[: self._settled])
         # The bytes of an unfinished character show as a replacement, and a later token may make a character of them.
         whole = max(len(text.rstrip(REPLACEMENT)), len(text) - HELD, self._shown)
-        piece, self._shown = text[self._shown : whole], whole
+        piece = text[self._shown : whole]
+        self._shown = whole
         if piece and whole == len(text):
             self._forget(self._context, 0)
         elif self._settled - self._context > 8 * HELD:  # enough that bytes, up to four a character, fall into step again
@@ -287,7 +293,8 @@ class StreamDecoder:
 
     def _forget(self, first: int, hidden: int) -> None:
         """Drops the ids before `first`; the last `hidden` characters of the settled ones' text are still to be shown."""
-        self._ids, self._settled = self._ids[first:], self._settled - first
+        self._ids = self._ids[first:]
+        self._settled = self._settled - first
         self._context = self._settled
         self._shown = len(self._decode(self._ids[: self._settled])) - hidden
 

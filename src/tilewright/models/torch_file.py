@@ -16,10 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 STORAGES: dict[str, Any] = {
-    "torch FloatStorage": np.float32, "torch HalfStorage": np.float16, "torch BFloat16Storage": jnp.bfloat16,
+    "torch FloatStorage": np.float32,
+    "torch HalfStorage": np.float16,
+    "torch BFloat16Storage": jnp.bfloat16,
     "torch DoubleStorage": np.float64,
-}  # fmt: skip
-REBUILD, PARAMETER, MAPPING = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "collections OrderedDict"
+}
+REBUILD = "torch._utils _rebuild_tensor_v2"
+PARAMETER = "torch._utils _rebuild_parameter"
+MAPPING = "collections OrderedDict"
 MOST_BYTES = 1 << 20
 """Of the description: that of a few tensors takes some hundred bytes."""
 
@@ -76,7 +80,8 @@ def read(archive: zipfile.ZipFile, folder: str, value: Any) -> Any:
     """A tensor's numbers, of whose storage nothing else is read; any other value as it is."""
     if not isinstance(value, TorchTensor):
         return value
-    dtype, size = np.dtype(value.storage.dtype), prod(value.shape)
+    dtype = np.dtype(value.storage.dtype)
+    size = prod(value.shape)
     steps = [prod(value.shape[n + 1 :]) for n in range(len(value.shape))]
     if any(length > 1 and stride != step for length, stride, step in zip(value.shape, value.strides, steps, strict=True)):
         raise NotATensor("a tensor whose numbers do not lie row after row")
@@ -167,10 +172,12 @@ class StackMachine:
             case "GLOBAL":
                 return Global(argument)
             case "STACK_GLOBAL":
-                attribute, module = stack.pop(), stack.pop()
+                attribute = stack.pop()
+                module = stack.pop()
                 return Global(f"{module} {attribute}")
             case "REDUCE":
-                arguments, function = stack.pop(), stack.pop()
+                arguments = stack.pop()
+                function = stack.pop()
                 return called(function, arguments)
             case "BINPERSID":
                 return stored(stack.pop())

@@ -72,7 +72,8 @@ def schedule_of(name: str, axis: Axis, layer: LayerShapes | None, fabric: Fabric
     made = SCHEDULES[name](axis)
     if fabric is not None and isinstance(made, Domino):
         chip = fabric.chip
-        per_link, per_memory = chip.operations_per_link_byte, chip.operations_per_memory_byte
+        per_link = chip.operations_per_link_byte
+        per_memory = chip.operations_per_memory_byte
         return replace(made, intensity=per_link, loading=chip.loading_rows, moving=per_memory)
     if fabric is not None and isinstance(made, Sequence) and not isinstance(made, CollectiveMatmul):
         return replace(made, fabric=fabric)

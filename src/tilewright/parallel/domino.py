@@ -40,7 +40,8 @@ MOVING = 240.0
 ATTENTION = 4.0
 """Factor on attention's products over the causal half: softmax was seen to take that much longer."""
 
-PROJECTION_PASSES, OUT_PASSES = 3, 6
+PROJECTION_PASSES = 3
+OUT_PASSES = 6
 """Passes through memory: of queries, keys and values before attention (placed together, rotated, cached), and of its output
 around it (other layouts, and back)."""
 
@@ -101,7 +102,9 @@ class Domino(TensorParallel):
         lanes = Lanes(self.axis, self.route.bidirectional, self.intensity, self.loading, self.moving)
         norms = [stack.norms(layer) for layer in stack.layers]
         groups = [MicroBatch(stack.ops, lanes, self.least, part, norms[0][0]) for part in division.streams(x)]
-        around, left, turn = [division.rows(rows, n) for n in range(count)], [], 0
+        around = [division.rows(rows, n) for n in range(count)]
+        left = []
+        turn = 0
         after = [norm for norm, _ in norms[1:]]
         for layer, whole, (_, norm), next_norm in zip(stack.layers, kept, norms, [*after, None], strict=True):
             for n, group in enumerate(groups):
@@ -141,11 +144,14 @@ class MicroBatch:
 
     def __init__(self, ops: Operations, lanes: Lanes, least: int, x: Float[Array, "B T H"], norm: Norm):
         """`norm` is the one that the layers begin with."""
-        self.ops, self.lanes, self.shape = ops, lanes, x.shape
+        self.ops = ops
+        self.lanes = lanes
+        self.shape = x.shape
         size = rings.shard_rows(x.shape[0] * x.shape[1], lanes.axis)
         self.own = jax.lax.dynamic_slice_in_dim(x.reshape(-1, x.shape[-1]), jax.lax.axis_index(lanes.axis) * size, size)
         self.halves: list[Array] = []
-        self.begun, self.at_once = 0, min(lanes.size, ceil(least / size))
+        self.begun = 0
+        self.at_once = min(lanes.size, ceil(least / size))
         self.rows: Rows = self.cut(ops.rms_norm(x, *norm))
 
     def starts(self, order: Iterable[int]) -> tuple[Array, ...]:
@@ -165,7 +171,9 @@ class MicroBatch:
             after: the norm of the next half, for which rows are gathered when the sum has come; None if there is none.
             summed: what the sum becomes before it is added, row by row.
         """
-        ops, inner, end = self.ops, [], SumEnd(due, after, summed)
+        ops = self.ops
+        inner = []
+        end = SumEnd(due, after, summed)
 
         def begin(
             _: Operations, product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None, count: Any = None
@@ -192,9 +200,14 @@ class MicroBatch:
             return self.own[None]
 
         def routed(
-            _: Operations, product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None,
-            add: Array | None = None, count: Any = None,
-        ) -> Array:  # fmt: skip
+            _: Operations,
+            product: RoutedProduct,
+            x: Array,
+            w: RoutedWeights,
+            norm: Norm | None = None,
+            add: Array | None = None,
+            count: Any = None,
+        ) -> Array:
             tiles = self.tiles(lambda rows, w: product(ops, rows, w), w, product.chosen / product.experts)
             self.sum_tiles(tiles, lambda rows, _: rows, None, end)
             return self.own[None]
@@ -303,7 +316,8 @@ class Tiles:
         self.lanes.wait(lambda: len(self.rows) >= len(self.made) + most)
         new = [at for at in self.order or self.rows if at not in self.made][:most]
         self.compute(new)
-        made, left = {at: self.made[at] for at in new}, {at: rows for at, rows in self.rows.items() if at not in self.made}
+        made = {at: self.made[at] for at in new}
+        left = {at: rows for at, rows in self.rows.items() if at not in self.made}
         made, left = self.lanes.beside((made, left), self.lanes.of_products(self.w, self.share * most * len(self.rows[0])))
         self.made.update(made)
         self.rows.update(left)
@@ -360,23 +374,36 @@ class Column(TensorParallel):
         return run_layers(replace(stack, ops=ops), x, rows, kept, taps, lambda x: x)
 
     def begun(
-        self, ops: Operations, _: Operations, product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None,
+        self,
+        ops: Operations,
+        _: Operations,
+        product: Callable[..., Any],
+        x: Array,
+        w: Any,
+        norm: Norm | None = None,
         count: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """`Operations.begin` by a device's own columns, whose products are summed nowhere."""
         return product(ops, x, w, norm, count)
 
     def summed(
-        self, ops: Operations, x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None,
+        self,
+        ops: Operations,
+        x: Array,
+        w: Any,
+        out_dtype: Any = None,
+        norm: Norm | None = None,
+        add: Array | None = None,
         count: Any = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """The sum of the devices' products."""
         cut = isinstance(w, Array | ScaledMatrix)
         if not cut or w.shape[1] % self.parts:
             found = f"one of {w.shape[1]} columns" if cut else f"a {type(w).__name__}"
             raise ValueError(f"expected a matrix whose columns {self.parts} parts divide, found {found}")
         rows = (x if norm is None else ops.rms_norm(x, *norm)).reshape(-1, x.shape[-1])
-        lanes, sums = Lanes(self.axis, self.route.bidirectional), []
+        lanes = Lanes(self.axis, self.route.bidirectional)
+        sums = []
         for n in range(self.parts):
             part = jnp.split(w, self.parts, axis=1)[n] if isinstance(w, Array) else w.cut(n, self.parts, 1)
             made = self.product(lanes, lambda rows, w: ops.linear(rows, w, out_dtype), rows, part)
@@ -385,9 +412,16 @@ class Column(TensorParallel):
         return y if add is None else add + y
 
     def routed(
-        self, ops: Operations, _: Operations, product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None,
-        add: Array | None = None, count: Any = None,
-    ) -> Array:  # fmt: skip
+        self,
+        ops: Operations,
+        _: Operations,
+        product: RoutedProduct,
+        x: Array,
+        w: RoutedWeights,
+        norm: Norm | None = None,
+        add: Array | None = None,
+        count: Any = None,
+    ) -> Array:
         """The sum of the devices' experts, in one part: experts' matrices are cut nowhere."""
         made = routed_in_place(ops, product, x, w, norm, count=count)
         y = Sum(Lanes(self.axis, self.route.bidirectional), made.reshape(-1, x.shape[-1]), 0).wait().reshape(x.shape)
@@ -395,9 +429,11 @@ class Column(TensorParallel):
 
     def product(self, lanes: Lanes, product: rings.Product, rows: Float[Array, "R I"], w: Any) -> Float[Array, "R O"]:
         """The product of all rows, a tile of them beside each hop of a sum that is under way, where tiles are large enough."""
-        most, fixed = max(1, *(2 * lane.hops for lane in lanes.lanes.values())), jax.lax.stop_gradient(w)
+        most = max(1, *(2 * lane.hops for lane in lanes.lanes.values()))
+        fixed = jax.lax.stop_gradient(w)
         count = next(n for n in range(most, 0, -1) if n == 1 or (len(rows) % n == 0 and len(rows) // n >= self.least))
-        left, made = jnp.split(rows, count), []
+        left = jnp.split(rows, count)
+        made = []
         while left:
             tile, left = lanes.beside((product(left[0], fixed), left[1:]))
             made.append(tile)
@@ -408,7 +444,8 @@ class Sum:
     """A sum over the devices on its way. Rows that they do not divide go in pieces of their numbers, the last one padded."""
 
     def __init__(self, lanes: Lanes, x: Float[Array, "R O"], due: int):
-        self.lanes, self.shape = lanes, x.shape
+        self.lanes = lanes
+        self.shape = x.shape
         pieces = x if len(x) % lanes.size == 0 else jnp.pad(x.reshape(-1), (0, -x.size % lanes.size)).reshape(lanes.size, -1)
         self.size = len(pieces) // lanes.size
         parts = rings.sliced(pieces, self.starts(range(lanes.size)))

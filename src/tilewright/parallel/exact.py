@@ -224,9 +224,13 @@ def rule_of(scores: Scores, n: Array) -> dict[str, Scores]:
 
 
 def by_heads(
-    ops: Operations, q: Float[Array, "B T N D"], k: Float[Array, "B K S D"], v: Float[Array, "B K S D"],
-    lengths: Int[Array, "B T"], scores: Scores = PLAIN_SCORES,
-) -> Float[Array, "B T N D"]:  # fmt: skip
+    ops: Operations,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    lengths: Int[Array, "B T"],
+    scores: Scores = PLAIN_SCORES,
+) -> Float[Array, "B T N D"]:
     """Attention of each query over the first `lengths` entries, one query head after another."""
     heads = q.shape[2]
 
@@ -238,11 +242,16 @@ def by_heads(
 
 
 def by_heads_over_pages(
-    ops: Operations, q: Float[Array, "B T N D"], pool: KeyValuePages, table: Int[Array, "B M"], lengths: Int[Array, "B T"],
+    ops: Operations,
+    q: Float[Array, "B T N D"],
+    pool: KeyValuePages,
+    table: Int[Array, "B M"],
+    lengths: Int[Array, "B T"],
     scores: Scores,
-) -> Float[Array, "B T N D"]:  # fmt: skip
+) -> Float[Array, "B T N D"]:
     """Attention over entries in pages, one query head after another."""
-    heads, kv_heads = q.shape[2], pool.k.shape[1]
+    heads = q.shape[2]
+    kv_heads = pool.k.shape[1]
 
     def of(n: Array) -> Array:
         own = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, n // (heads // kv_heads), 1, 1), pool)
@@ -279,7 +288,8 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         return x if norm is None else ops.rms_norm(x, *norm)
 
     def project(x: Array, w: Joined, norm: Norm | None = None, bias: Any = None) -> tuple[Array, ...]:
-        x, counts = normed(x, norm), (count, key_count, key_count)
+        x = normed(x, norm)
+        counts = (count, key_count, key_count)
         made = [by_columns(ops.linear, x, part, n) for part, n in zip(w.parts, counts, strict=True)]
         return tuple(made if bias is None else (y + b for y, b in zip(made, bias, strict=True)))
 
@@ -287,15 +297,21 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         return by_columns(ops.gated_linear, normed(x, norm), w, blocks)
 
     def linear(
-        x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None, count: Any = None,
+        x: Array,
+        w: Any,
+        out_dtype: Any = None,
+        norm: Norm | None = None,
+        add: Array | None = None,
+        count: Any = None,
         blocks: int = count,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         y = by_inputs(partial(ops.linear, out_dtype=out_dtype), normed(x, norm), w, blocks)
         return y if add is None else add + y
 
     def append_attend(projection: Any, spec: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, ...]:
         q, new_k, new_v = heads_apart(ops, projection, spec)
-        k, v = ops.append(k, new_k, start, count), ops.append(v, new_v, start, count)
+        k = ops.append(k, new_k, start, count)
+        v = ops.append(v, new_v, start, count)
         lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
         return flat(by_heads(ops, q, k, v, lengths, spec.scores)), k, v
 
@@ -305,11 +321,18 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         return flat(by_heads(ops, q, k, v, lengths, spec.scores))
 
     return replace(
-        one_after_another(ops), begin=partial(begun_in_parts, ops, count, project), project=project, linear=linear,
-        gated_linear=gated_linear, routed=partial(routed_in_parts, ops, count), heads=partial(heads_apart, ops),
-        append_attend=append_attend, paged_append_attend=cast(Any, partial(append_attend_pages, ops)),
-        causal_attention=causal_attention, prefix_attention=partial(by_heads, ops),
-    )  # fmt: skip
+        one_after_another(ops),
+        begin=partial(begun_in_parts, ops, count, project),
+        project=project,
+        linear=linear,
+        gated_linear=gated_linear,
+        routed=partial(routed_in_parts, ops, count),
+        heads=partial(heads_apart, ops),
+        append_attend=append_attend,
+        paged_append_attend=cast(Any, partial(append_attend_pages, ops)),
+        causal_attention=causal_attention,
+        prefix_attention=partial(by_heads, ops),
+    )
 
 
 def one_after_another(ops: Operations) -> Operations:
@@ -318,9 +341,16 @@ def one_after_another(ops: Operations) -> Operations:
 
 
 def begun_in_parts(
-    ops: Operations, blocks: int, project: Callable[..., Any], _: Operations, product: Callable[..., Any],
-    x: Float[Array, "B T H"], w: Any, norm: Norm | None = None, count: Any = None,
-) -> Any:  # fmt: skip
+    ops: Operations,
+    blocks: int,
+    project: Callable[..., Any],
+    _: Operations,
+    product: Callable[..., Any],
+    x: Float[Array, "B T H"],
+    w: Any,
+    norm: Norm | None = None,
+    count: Any = None,
+) -> Any:
     """`Operations.begin`, whose products are computed by columns in so many blocks, or as `project` does."""
 
     def linear(x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, count: Any = None) -> Array:
@@ -331,9 +361,16 @@ def begun_in_parts(
 
 
 def routed_in_parts(
-    ops: Operations, blocks: int, _: Operations, product: RoutedProduct, x: Float[Array, "B T H"], w: RoutedWeights,
-    norm: Norm | None = None, add: Array | None = None, count: Any = None,
-) -> Float[Array, "B T H"]:  # fmt: skip
+    ops: Operations,
+    blocks: int,
+    _: Operations,
+    product: RoutedProduct,
+    x: Float[Array, "B T H"],
+    w: RoutedWeights,
+    norm: Norm | None = None,
+    add: Array | None = None,
+    count: Any = None,
+) -> Float[Array, "B T H"]:
     """`Operations.routed`, in so many blocks of a device's experts."""
     h = x if norm is None else ops.rms_norm(x, *norm)
     y = by_experts(ops, product, h.reshape(-1, x.shape[-1]), w, blocks).reshape(x.shape).astype(x.dtype)
@@ -350,12 +387,15 @@ def tree_sum(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
     Raises:
         ValueError: the number of devices is no power of two.
     """
-    size, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    size = jax.lax.axis_size(axis)
+    own = jax.lax.axis_index(axis)
     if size & (size - 1):
         raise ValueError(f"expected a power of two devices, found {size}")
-    held, bit = jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1), 1
+    held = jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1)
+    bit = 1
     while bit < size:
-        halves, mine = held.reshape(len(held) // 2, 2, -1), (own // bit) % 2
+        halves = held.reshape(len(held) // 2, 2, -1)
+        mine = (own // bit) % 2
         kept, sent = (jax.lax.dynamic_index_in_dim(halves, n, 1, keepdims=False) for n in (mine, 1 - mine))
         held = kept + jax.lax.ppermute(sent, axis, [(device, device ^ bit) for device in range(size)])
         bit *= 2

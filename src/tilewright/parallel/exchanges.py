@@ -24,7 +24,8 @@ Tree = TypeVar("Tree")
 Form = Literal["whole", "ring"]
 """One collective, or hops between neighbours, which are asynchronous also where a compiler keeps collectives synchronous."""
 
-ACTIVATIONS, WEIGHTS = 0, 1
+ACTIVATIONS = 0
+WEIGHTS = 1
 """Streams."""
 
 

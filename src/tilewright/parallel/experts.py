@@ -66,7 +66,8 @@ def all_to_all(
     capacity = min(capacity, rows)
     experts, weights = product.choose(product.scores(ops, x, w))
     goes = jnp.any((experts // (product.experts // size))[:, None] == jnp.arange(size)[:, None], axis=-1)
-    count, place = jnp.sum(goes, axis=0, dtype=jnp.int32), jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1
+    count = jnp.sum(goes, axis=0, dtype=jnp.int32)
+    place = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1
     queue = jnp.argsort(~goes, axis=0, stable=True).T.astype(jnp.int32)  # of each device the rows that go there come first
     queue = jnp.pad(queue, ((0, 0), (0, -rows % capacity)))
     rounds = jax.lax.pmax((jnp.max(count) + capacity - 1) // capacity, axis)

@@ -96,10 +96,19 @@ def period_of(layers: tuple[Any, ...]) -> int:
 
 
 def run_layers(
-    exchange: Exchange, stack: Any, split: Callable[[Any], tuple[Any, Any]], join: Callable[[Any, Any], Any],
-    placements: tuple[Any, ...], x: Float[Array, "M H"], rows: Any, shape: tuple[int, ...], tail: Any = None,
-    tail_placements: Any = None, sums: Any = (), watch: Watch | None = None,
-) -> tuple[ResidualStream, Any]:  # fmt: skip
+    exchange: Exchange,
+    stack: Any,
+    split: Callable[[Any], tuple[Any, Any]],
+    join: Callable[[Any, Any], Any],
+    placements: tuple[Any, ...],
+    x: Float[Array, "M H"],
+    rows: Any,
+    shape: tuple[int, ...],
+    tail: Any = None,
+    tail_placements: Any = None,
+    sums: Any = (),
+    watch: Watch | None = None,
+) -> tuple[ResidualStream, Any]:
     """All layers of a stack, within `jax.shard_map`; differentiable by their shards, by `x` and by the tail's shards.
 
     Args:
@@ -173,7 +182,8 @@ class _Parts:
     @property
     def loops(self) -> int:
         """Layers from the first on that are in the forward pass's loop: none where the backward pass's would have one turn."""
-        layers, distance = len(self.stack.layers), max(self.plan.prefetch_distance)
+        layers = len(self.stack.layers)
+        distance = max(self.plan.prefetch_distance)
         peeled = max(distance, *self.plan.scatter_delay, 0 if self.tail_placements is None else 1)
         loops = (layers - peeled) // self.period * self.period
         return loops if self.plan.scan and loops - self.least > self.period else 0
@@ -189,7 +199,8 @@ class _Parts:
 
     def layers_of(self, shards: Halves) -> Halves:
         """The shards of both halves, stacked where layers are in a loop."""
-        period, looped = self.period, self.loops > 0
+        period = self.period
+        looped = self.loops > 0
 
         def of(layers: list[Any]) -> "_Layers":
             each = [jax.tree.map(lambda *of: jnp.stack(of), *layers[place::period]) for place in range(period if looped else 0)]
@@ -199,7 +210,9 @@ class _Parts:
 
     def half(self, which: int, rows: Any, w: Any, x: ResidualStream, token: Any) -> tuple[ResidualStream, Any]:
         """A half's partial sum over all rows, in rings its whole sum over own rows; the token is that of its first gather."""
-        stack, axis, noted = self.stack, self.exchange.axis, []
+        stack = self.stack
+        axis = self.exchange.axis
+        noted = []
         chain = [token]
         schedule = CollectiveMatmul(axis) if self.rings else _Chained(axis, self.exchange, chain)
         ops = schedule.sharded_ops(stack.ops, self.shape)
@@ -243,19 +256,27 @@ class _Forward:
     """The forward pass."""
 
     def __init__(self, parts: _Parts, shards: Halves, rows: Any, keep: bool):
-        self.parts, self.exchange, self.rows, self.keep = parts, parts.exchange, rows, keep
-        self.count, self.loops = len(shards.attention), parts.loops
+        self.parts = parts
+        self.exchange = parts.exchange
+        self.rows = rows
+        self.keep = keep
+        self.count = len(shards.attention)
+        self.loops = parts.loops
         self.shards = parts.layers_of(shards)
 
     def run(self, x: ResidualStream, tail: Any) -> tuple[tuple[ResidualStream, Any], Any]:
         """The stream and the tail after the last layer; what is kept of each layer, those in a loop first."""
-        distance, token, held = self.parts.plan.prefetch_distance, tokens.new_token(), Halves((), ())
+        distance = self.parts.plan.prefetch_distance
+        token = tokens.new_token()
+        held = Halves((), ())
         for n in range(max(distance)):
             for half in range(2):
                 if n < distance[half]:
                     w, token = self.gather(half, n, token)
                     held = with_half(held, half, (*held[half], w))
-        state, kept, looped = (token, x, held), [], []
+        state = (token, x, held)
+        kept = []
+        looped = []
         if self.loops:
             state, looped = jax.lax.scan(self.turn, state, jnp.arange(self.loops // self.parts.period))
         whole_tail = None
@@ -319,9 +340,12 @@ class _Backward:
     """The backward pass."""
 
     def __init__(self, parts: _Parts, shards: Halves | None, rows: Any, kept: Any):
-        self.parts, self.exchange, self.rows = parts, parts.exchange, rows
+        self.parts = parts
+        self.exchange = parts.exchange
+        self.rows = rows
         (looped, self.kept), self.count, self.loops = kept, len(parts.stack.layers), parts.loops
-        self.looped, self.shards = _Layers(looped, True), None if shards is None else parts.layers_of(shards)
+        self.looped = _Layers(looped, True)
+        self.shards = None if shards is None else parts.layers_of(shards)
         self.gradients: Halves = Halves([None] * self.count, [None] * self.count)
 
     @property
@@ -331,9 +355,13 @@ class _Backward:
 
     def run(self, x_cotangent: ResidualStream, tail_cotangent: Any) -> tuple[Halves, Any, ResidualStream]:
         """Gradients of each half's shards, of the tail's, and of the stream before the first layer."""
-        plan, last = self.parts.plan, self.count - 1
-        distance, delay = plan.prefetch_distance, plan.scatter_delay
-        token, held, pending = tokens.new_token(), Halves((), ()), Halves((), ())
+        plan = self.parts.plan
+        last = self.count - 1
+        distance = plan.prefetch_distance
+        delay = plan.scatter_delay
+        token = tokens.new_token()
+        held = Halves((), ())
+        pending = Halves((), ())
         x_cotangent, token = self.exchange.mark(x_cotangent, token)
         for n in range(max(distance) if self.parts.plan.remat else 0):
             for half in (1, 0):
@@ -341,7 +369,8 @@ class _Backward:
                     w, token = self.gather(half, last - n, token)
                     held = with_half(held, half, (*held[half], w))
         sent = Halves(token, token) if self.apart else Halves((), ())
-        state, tail_gradient = (token, sent, x_cotangent, held, pending), None
+        state = (token, sent, x_cotangent, held, pending)
+        tail_gradient = None
         for n in range(last, self.loops - 1, -1):
             state, found, of_tail = self.layer(state, n, self.kept[n - self.loops], tail_cotangent if n == last else None)
             self.note(n, found)
@@ -387,10 +416,12 @@ class _Backward:
         """Sums of what all layers left as summands, the same array of all layers that have it in one."""
 
         def of(half: int) -> list[Any]:
-            each, same = self.gradients[half], dict[Any, list[tuple[int, int]]]()
+            each = self.gradients[half]
+            same = dict[Any, list[tuple[int, int]]]()
             leaves = [jax.tree.leaves(one) for one in each]
             for n, gradient in enumerate(each):
-                paths, placements = jax.tree.leaves_with_path(gradient), jax.tree.leaves(self.parts.placement(half, n))
+                paths = jax.tree.leaves_with_path(gradient)
+                placements = jax.tree.leaves(self.parts.placement(half, n))
                 for place, ((path, x), placement) in enumerate(zip(paths, placements, strict=True)):
                     if placement.dim is None:
                         same.setdefault((path, x.shape, placement), []).append((n, place))

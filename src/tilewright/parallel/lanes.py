@@ -103,10 +103,14 @@ class Lanes:
     def __init__(
         self, axis: rings.Axis, bidirectional: bool, intensity: float = 0.0, loading: int = 0, moving: float = 0.0
     ) -> None:
-        self.axis, self.size = axis, jax.lax.axis_size(axis)
-        self.intensity, self.loading, self.moving = intensity, loading, moving
+        self.axis = axis
+        self.size = jax.lax.axis_size(axis)
+        self.intensity = intensity
+        self.loading = loading
+        self.moving = moving
         steps = (1, -1) if bidirectional and self.size > 2 else (1,)
-        self.lanes, self.begun = {step: Lane(step) for step in steps}, 0
+        self.lanes = {step: Lane(step) for step in steps}
+        self.begun = 0
         self.work = 0.0
         self.loose: list[tuple[dict[int, Any], int]] = []
 
@@ -174,11 +178,13 @@ class Lanes:
         """The first hop under way on each of these lanes arrives, after `made` and what is loose; what is queued departs."""
         if not lanes:
             return made
-        held, self.loose = self.loose, []
+        held = self.loose
+        self.loose = []
         came, made, kept = tied(([lane.under[0].arriving for lane in lanes], made, [of[key] for of, key in held]))
         for (of, key), value in zip(held, kept, strict=True):
             of[key] = value
-        ended, going = [], []
+        ended = []
+        going = []
         for lane in lanes:
             going.append(lane.under.pop(0).waiting)
             lane.hops -= 1

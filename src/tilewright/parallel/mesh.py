@@ -31,7 +31,8 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
         raise ValueError(f"expected a name for each axis, such as 'nodes', found {list(axes)}")
     if any(size < 1 for size in sizes) or len(axes) - len(sizes) > 1:
         raise ValueError(f"expected a size of 1 or more for each axis, and None for one at most, found {dict(axes)}")
-    known, is_open = prod(sizes), len(sizes) < len(axes)
+    known = prod(sizes)
+    is_open = len(sizes) < len(axes)
     if devices is None:
         devices = first_devices(None if is_open else known)
     if not devices or len(set(devices)) != len(devices):

@@ -90,7 +90,8 @@ def ring_collect(
         the total after the last visit, and the sum of what all devices gave to this device's shard.
     """
     chosen = checked_hops(hops, axis)
-    shard, carried = shift(shard, axis, chosen[0]), None
+    shard = shift(shard, axis, chosen[0])
+    carried = None
     for hop, after in zip(chosen, [*chosen[1:], jax.lax.axis_size(axis)], strict=True):
         arriving = None if hop == chosen[-1] else shift(shard, axis, after - hop)
         total, given = visit(hop, shard, total)
@@ -196,8 +197,10 @@ def all_gather_matmul(
     Source: Wang et al. 2023, AllGather-Einsum with bidirectional transfers. What it replaces is the all-gather of Korthikanti
     et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
     """
-    size, rows = jax.lax.axis_size(axis), len(x)
-    ways, chunk = route.ways(size), route.chunk_of(rows)
+    size = jax.lax.axis_size(axis)
+    rows = len(x)
+    ways = route.ways(size)
+    chunk = route.chunk_of(rows)
 
     fixed = jax.lax.stop_gradient(w)
 
@@ -206,7 +209,8 @@ def all_gather_matmul(
 
     own = [x[first : first + chunk] for first in range(0, rows, chunk)]
     held, (each, *_) = visit([own] * max(1, len(ways)), ways)
-    tiles, repeated = {0: each}, route.loop(size)
+    tiles = {0: each}
+    repeated = route.loop(size)
     if repeated:
         held, stacked = jax.lax.scan(lambda held, _: visit(held, ways), held, length=repeated)
         for way, each in zip(ways, stacked, strict=True):
@@ -255,7 +259,8 @@ def matmul_reduce_scatter(
     Source: Wang et al. 2023, Einsum-ReduceScatter; see `all_gather_matmul`.
     """
     size = jax.lax.axis_size(axis)
-    ways, chunk = route.ways(size), route.chunk_of(shard_rows(len(x), axis))
+    ways = route.ways(size)
+    chunk = route.chunk_of(shard_rows(len(x), axis))
     parts = _parts(x, ways, chunk, axis)
 
     def visit(sums: list[Tree], here: Sequence[Sequence[Array]]) -> list[Tree]:
@@ -264,7 +269,8 @@ def matmul_reduce_scatter(
         joined = [_added(new, dtype, total) for total, new in zip(arriving, made, strict=False)]
         return joined + [_added(new, dtype) for new in made[len(arriving) :]]
 
-    sums, repeated = [], route.loop(size)
+    sums = []
+    repeated = route.loop(size)
     for hop in range(farthest(ways), repeated, -1):
         sums = visit(sums, [parts[way.by * hop] for way in ways if way.hops >= hop])
     if repeated:
@@ -341,7 +347,8 @@ def farthest(ways: Sequence[RingDirection]) -> int:
 
 def row_starts(hops: Iterable[int], rows: int, chunk: int, axis: Axis) -> tuple[Array, ...]:
     """First rows of chunks among the rows of all devices: for each hop those of the shard of the device so far ahead."""
-    size, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    size = jax.lax.axis_size(axis)
+    own = jax.lax.axis_index(axis)
     return tuple((own + hop) % size * rows + first for hop in hops for first in range(0, rows, chunk))
 
 

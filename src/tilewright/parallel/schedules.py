@@ -79,7 +79,9 @@ def run_layers(
     reduce: Callable[[Array], Array],
 ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
     """A schedule's `run` (see `models.stack.Schedule`), half a layer after the other, where `reduce` sums the partial sums."""
-    ops, after, left = stack.ops, [], []
+    ops = stack.ops
+    after = []
+    left = []
     for layer, own in zip(stack.layers, kept, strict=True):
         out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
         x = x + stack.summed(ops, layer, "attention", reduce(stack.output(ops, layer, out)))
@@ -185,7 +187,10 @@ class Sequence(TensorParallel):
         """See `models.stack.Schedule.run`."""
         if x.shape[0] * x.shape[1] % jax.lax.axis_size(self.axis):
             return TensorParallel.run(self, stack, x, rows, kept, taps)
-        ops, shape, after, left = self.sharded_ops(stack.ops, x.shape), x.shape, [], []
+        ops = self.sharded_ops(stack.ops, x.shape)
+        shape = x.shape
+        after = []
+        left = []
         own = rings.shard_rows(shape[0] * shape[1], self.axis)
         x = jax.lax.dynamic_slice_in_dim(x.reshape(1, -1, shape[2]), self.first(own), own, 1)
         for layer, before in zip(stack.layers, kept, strict=True):
@@ -228,9 +233,14 @@ class Sequence(TensorParallel):
             return y if add is None else add + y
 
         def routed(
-            _: Operations, product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None,
-            add: Array | None = None, count: Any = None,
-        ) -> Array:  # fmt: skip
+            _: Operations,
+            product: RoutedProduct,
+            x: Array,
+            w: RoutedWeights,
+            norm: Norm | None = None,
+            add: Array | None = None,
+            count: Any = None,
+        ) -> Array:
             y = self.routed_rows(ops, product, x[0] if norm is None else ops.rms_norm(x[0], *norm), w)[None]
             return y if add is None else add + y
 

@@ -48,16 +48,45 @@ class IfDivides:
 Rules = Mapping[str, MeshAxes | IfDivides | None]
 
 WHOLE: Rules = MappingProxyType(
-    dict.fromkeys((
-        "vocab", "hidden", "heads", "kv_heads", "head", "query_heads", "mlp", "experts", "expert", "gate_up", "router", "taps",
-        "conv", "rank", "lattice", "delta_channels", "delta_values", "delta_heads", "delta_head", "single", "shared_expert",
-    ))
-)  # fmt: skip
+    dict.fromkeys(
+        (
+            "vocab",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head",
+            "query_heads",
+            "mlp",
+            "experts",
+            "expert",
+            "gate_up",
+            "router",
+            "taps",
+            "conv",
+            "rank",
+            "lattice",
+            "delta_channels",
+            "delta_values",
+            "delta_heads",
+            "delta_head",
+            "single",
+            "shared_expert",
+        )
+    )
+)
 """Every device holds everything."""
 
 DIVIDED = (
-    "vocab", "heads", "query_heads", "mlp", "experts", "shared_expert", "delta_channels", "delta_values", "delta_heads",
-)  # fmt: skip
+    "vocab",
+    "heads",
+    "query_heads",
+    "mlp",
+    "experts",
+    "shared_expert",
+    "delta_channels",
+    "delta_values",
+    "delta_heads",
+)
 """Axes that tensor parallelism divides over all devices; key/value heads besides."""
 
 TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, **dict.fromkeys((*DIVIDED, "kv_heads"), "tp")})
@@ -108,8 +137,10 @@ def grouped_mesh(mesh: Mesh, axis: str, *, heads: int, kv_heads: int, **others: 
         raise ValueError(f"expected a mesh with the axis {axis!r}, found {', '.join(mesh.shape)}")
     sizes = dict(mesh.shape)
     at = list(sizes).index(axis)
-    names, shape = list(sizes), list(sizes.values())
-    names[at : at + 1], shape[at : at + 1] = GROUPED_AXES, grouping(sizes[axis], heads=heads, kv_heads=kv_heads, **others)
+    names = list(sizes)
+    shape = list(sizes.values())
+    names[at : at + 1] = GROUPED_AXES
+    shape[at : at + 1] = grouping(sizes[axis], heads=heads, kv_heads=kv_heads, **others)
     return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=(AxisType.Auto,) * len(shape))
 
 

@@ -280,9 +280,7 @@ def _primitive(name: str, shapes: Any, dims: Any, barrier: Callable[..., Any], o
     return made
 
 
-AFTER = _primitive(
-    "wait", lambda *of, count: of[count:], lambda at, count: at[count:], _barrier_after, _computed_after
-)  # fmt: skip
+AFTER = _primitive("wait", lambda *of, count: of[count:], lambda at, count: at[count:], _barrier_after, _computed_after)
 TOKEN_OF = _primitive(
     "done",
     lambda *of, count: [of[0], *of[count:]],

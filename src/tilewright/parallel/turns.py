@@ -79,8 +79,12 @@ def take_turns(
     Raises:
         ValueError: see `cut`.
     """
-    division, ops = cut(x, rows, kept, count), stack.ops
-    streams, around, after, left = division.streams(x), [division.rows(rows, n) for n in range(count)], [], []
+    division = cut(x, rows, kept, count)
+    ops = stack.ops
+    streams = division.streams(x)
+    around = [division.rows(rows, n) for n in range(count)]
+    after = []
+    left = []
     for layer, whole in zip(stack.layers, kept, strict=True):
         for n in range(count):
             out, own = stack.attend(ops, layer, stack.project(ops, layer, streams[n]), around[n], division.kept(whole, n))

@@ -120,7 +120,7 @@ class Builder:
 
     def product(
         self, weights: WeightTiles, rows: int, needs: Sequence[int], gate: Iterable[int] = (), keep: bool = False
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Rows times a matrix; gives the operations after which its result is there.
 
         Args:
@@ -130,7 +130,8 @@ class Builder:
         """
         loads = weights.loads or self.load(weights, gate)
         weights.loads = loads if keep else []
-        passes, count = self.passes(rows, weights), len(loads)
+        passes = self.passes(rows, weights)
+        count = len(loads)
         columns = weights.columns / count
         cycles = product_cycles(rows, weights.inner, weights.columns) / count
         results = []

@@ -23,7 +23,9 @@ from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import TpuChip
 from tilewright.perfmodel.uncertainty import MODEL_ERROR, Basis
 
-PERMUTE, PRODUCT, MEMORY = "collective-permute", "product", "memory"
+PERMUTE = "collective-permute"
+PRODUCT = "product"
+MEMORY = "memory"
 
 LEAST_POINTS = 4
 """Points that a file needs: half of them are fitted, the others held out."""
@@ -31,15 +33,24 @@ LEAST_POINTS = 4
 STANDARD_ERRORS = 2.0
 """Ends of a fitted constant's range: so many standard errors either way, in the logarithm."""
 
-MOST_STEPS, ENOUGH, MOST_DAMPING = 60, 1e-9, 1e9
+MOST_STEPS = 60
+ENOUGH = 1e-9
+MOST_DAMPING = 1e9
 """Steps of the fit; the part of the sum of squares by which a step has to lower it, and the damping up to which none does, for
 another one to follow."""
 
 OPERATIONS = {
-    "allr": "all-reduce", "all_reduce": "all-reduce", "allg": "all-gather", "all_gather": "all-gather",
-    "redsct": "reduce-scatter", "reduce_scatter": "reduce-scatter", "alltoall": "all-to-all", "all_to_all": "all-to-all",
-    "sendrecv": PERMUTE, "permute": PERMUTE,
-}  # fmt: skip
+    "allr": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allg": "all-gather",
+    "all_gather": "all-gather",
+    "redsct": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "sendrecv": PERMUTE,
+    "permute": PERMUTE,
+}
 """Collectives by nccom-test's names."""
 
 NCCOM_ROW = "size(B) count(elems) type time(us) algbw(GB/s) busbw(GB/s)"
@@ -103,11 +114,15 @@ def micro_measurements(path: Path, text: str) -> MeasurementFile:
             f"{path}: expected what `bench overlap --micro --json` wrote on several devices, with `devices` and `measured` "
             "records; found something else"
         )
-    measurements, devices = [], told["devices"]
+    measurements = []
+    devices = told["devices"]
     for one in told["measured"]:
         try:
-            kind, size, count = one["collective"], float(one["size_bytes"]), one["collectives"]
-            collective_us, product_us = float(one["collective_us"]), float(one["product_us"])
+            kind = one["collective"]
+            size = float(one["size_bytes"])
+            count = one["collectives"]
+            collective_us = float(one["collective_us"])
+            product_us = float(one["product_us"])
             product = Measurement(PRODUCT, devices, float(one["product_bytes"]), product_us, float(one["product_flops"]))
             memory = Measurement(MEMORY, devices, float(one["memory_bytes"]), float(one["memory_us"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -122,7 +137,8 @@ def micro_measurements(path: Path, text: str) -> MeasurementFile:
 def nccom_measurements(path: Path, text: str) -> MeasurementFile:
     """Tables of nccom-test, each below its command line; see `read_measurements`."""
     measurements: list[Measurement] = []
-    kind, ranks = None, 0
+    kind = None
+    ranks = 0
     for line in text.splitlines():
         if "nccom-test" in line:
             kind, ranks = nccom_command(path, line[line.index("nccom-test") :])
@@ -203,11 +219,17 @@ class Calibration:
             "unconstrained": list(self.unconstrained),
             "residual": self.error,
             "points": [
-                {"kind": one.kind, "devices": one.devices, "bytes": one.whole_bytes, "role": role, "measured_us": one.us,
-                 "modelled_us": found}
+                {
+                    "kind": one.kind,
+                    "devices": one.devices,
+                    "bytes": one.whole_bytes,
+                    "role": role,
+                    "measured_us": one.us,
+                    "modelled_us": found,
+                }
                 for one, found, role in sorted(rows, key=lambda row: row[0])
             ],
-        }  # fmt: skip
+        }
 
 
 def basis_of(calibration: Calibration | None, roofline_share: float | None = None) -> Basis:
@@ -241,7 +263,8 @@ def calibrate(name: str, measurements: Sequence[Measurement], times: Times, star
     ordered = sorted(one._replace(us=median(taken)) for one, taken in repeated.items())
     if len(ordered) < LEAST_POINTS:
         raise ValueError(f"{name}: expected at least {LEAST_POINTS} points, 2 of them to hold out, found {len(ordered)}")
-    fitted, held_out = ordered[::2], ordered[1::2]
+    fitted = ordered[::2]
+    held_out = ordered[1::2]
     constants, unconstrained = least_squares(name, fitted, times, start)
 
     def modelled(rows: Sequence[Measurement]) -> tuple[tuple[Measurement, float], ...]:
@@ -263,7 +286,8 @@ def least_squares(
     Raises:
         ValueError: no more measurements than constants, or constants that run away.
     """
-    names, measured = list(start), np.log([one.us for one in fitted])
+    names = list(start)
+    measured = np.log([one.us for one in fitted])
     if len(fitted) <= len(names):
         raise ValueError(f"{name}: expected more fitted points than the {len(names)} constants, found {len(fitted)}")
 
@@ -295,13 +319,17 @@ def descended(residuals: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> 
         ahead = [(residuals(at + step * axis) - residuals(at - step * axis)) / (2 * step) for axis in np.eye(len(at))]
         return np.stack(ahead, 1)
 
-    off, slope, damping = residuals(at), slopes(at), 1e-2
+    off = residuals(at)
+    slope = slopes(at)
+    damping = 1e-2
     for _ in range(MOST_STEPS):
         move = np.linalg.solve(slope.T @ slope + damping * np.eye(len(at)), -slope.T @ off)
         tried = residuals(at + move)
         if tried @ tried < off @ off:
             gained = 1 - (tried @ tried) / (off @ off)
-            at, off, damping = at + move, tried, damping / 10
+            at = at + move
+            off = tried
+            damping = damping / 10
             slope = slopes(at)
             if gained < ENOUGH:
                 break

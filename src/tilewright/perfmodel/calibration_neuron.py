@@ -17,11 +17,20 @@ PUBLISHED = MeasurementFile(
     tuple(
         Measurement("all-reduce", 2, size, us)
         for size, us in (
-            (1024, 58), (4096, 58), (16384, 58), (65536, 58), (262144, 60), (1048576, 68), (4194304, 107), (16777216, 332),
-            (67108864, 1214), (268435456, 4750), (1073741824, 18930),
+            (1024, 58),
+            (4096, 58),
+            (16384, 58),
+            (65536, 58),
+            (262144, 60),
+            (1048576, 68),
+            (4194304, 107),
+            (16777216, 332),
+            (67108864, 1214),
+            (268435456, 4750),
+            (1073741824, 18930),
         )
     ),
-)  # fmt: skip
+)
 """An all-reduce over two ranks of one instance, which is not named: tools/neuron-sys-tools/nccom-test, single instance
 examples; "should not be considered up-to-date"."""
 

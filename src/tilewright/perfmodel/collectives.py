@@ -20,7 +20,8 @@ from tilewright.perfmodel.program import ALGORITHMS, Collective
 KANGARING_TOUCHES = {"all-gather": 3, "reduce-scatter": 4}
 """Reads and writes of device memory for a chunk to pass two ranks, where a ring's are 4 and 6 (the page above)."""
 
-MESH_BELOW, RDH_BELOW = 1e6, 56e6
+MESH_BELOW = 1e6
+RDH_BELOW = 56e6
 """Where the runtime goes over from mesh to recursive doubling, and from that to KangaRing: bytes, the page's `< 1MB`,
 `1-56MB`."""
 
@@ -70,7 +71,8 @@ class Mesh:
         names = [name for name, _ in self.axes]
         sizes = [size for _, size in self.axes]
         at = names.index(axis)
-        stride, length = prod(sizes[at + 1 :]), sizes[at]
+        stride = prod(sizes[at + 1 :])
+        length = sizes[at]
         firsts = [rank for rank in range(self.cores) if rank // stride % length == 0]
         return [tuple(first + stride * n for n in range(length)) for first in firsts]
 
@@ -171,7 +173,8 @@ def steps_of(mesh: Mesh, collective: Collective) -> list[CollectiveStep]:
         ValueError: an algorithm that there is not, or that does not fit the group.
     """
     axis = collective.axis
-    ranks, name = mesh.size(axis), chosen(mesh, collective)
+    ranks = mesh.size(axis)
+    name = chosen(mesh, collective)
     if collective.kind == "permute":
         return [ring_step(mesh, axis, collective.bytes, collective.directions, collective.reduces)]
     if ranks == 1:

@@ -64,7 +64,8 @@ def kernel_cycles(chip: TpuChip, hlo: str) -> float:
     total = 0.0
     for step in execution(read_module(hlo), lambda op, _: op.number("bytes_accessed") or 0).steps:
         if step.op.custom_call_target == KERNEL:
-            moved, flops = step.op.number("bytes_accessed"), step.op.number("flops")
+            moved = step.op.number("bytes_accessed")
+            flops = step.op.number("flops")
             if moved is None or flops is None:
                 raise ValueError(f"expected a kernel that declares its cost, found {step.op.name} without it")
             total += step.times * chip.roofline_cycles(moved, flops)

@@ -133,7 +133,8 @@ class ProgramDiff:
 
     def rise(self, figure: str) -> float:
         """Share by which a figure rose; below 0 where it fell. Infinite where there was none before."""
-        before, after = getattr(self.before, figure), getattr(self.after, figure)
+        before = getattr(self.before, figure)
+        after = getattr(self.after, figure)
         if before:
             return after / before - 1
         return 0.0 if after == before else float("inf")
@@ -154,7 +155,8 @@ def diff(name: str, before: Compiled, after: Compiled) -> ProgramDiff:
     """
     if before.chip != after.chip:
         raise ValueError(f"expected {name} compiled for one chip twice, found {before.chip} and {after.chip}")
-    old, new = sites_of(before), sites_of(after)
+    old = sites_of(before)
+    new = sites_of(after)
     ways = [
         WayChange(site, dict(old.ways.get(site, {})), dict(new.ways.get(site, {})))
         for site in ordered(old.ways, new.ways)
@@ -205,12 +207,22 @@ def sites_of(program: Compiled) -> ProgramSites:
             ops[site] += 1
             moved[site] += moved_by.pop(node.name, 0)  # which is that of all times that it runs
     figures = ProgramFigures(
-        traffic.read, traffic.written, program.cycles, len(program.without_cycles), program.temp_bytes,
-        seen["asynchronous"], seen["synchronous"], seen["SparseCore"],
-        sent["asynchronous"] + sent["SparseCore"], sent["synchronous"],
-        seen["fusion"], seen[COPY], sum(size for site, size in moved.items() if site.kind == COPY),
-        seen["prefetch"], sent["prefetch"],
-    )  # fmt: skip
+        traffic.read,
+        traffic.written,
+        program.cycles,
+        len(program.without_cycles),
+        program.temp_bytes,
+        seen["asynchronous"],
+        seen["synchronous"],
+        seen["SparseCore"],
+        sent["asynchronous"] + sent["SparseCore"],
+        sent["synchronous"],
+        seen["fusion"],
+        seen[COPY],
+        sum(size for site, size in moved.items() if site.kind == COPY),
+        seen["prefetch"],
+        sent["prefetch"],
+    )
     return ProgramSites(figures, ways, +ops, +moved)
 
 

@@ -40,9 +40,12 @@ def recommended_packets(streams: int) -> tuple[int, tuple[int, ...]]:
 
 
 def variables(
-    threaded: bool = True, streams: int = 2, prefetch_distance: int | None = None, scatter_delay: int | None = None,
+    threaded: bool = True,
+    streams: int = 2,
+    prefetch_distance: int | None = None,
+    scatter_delay: int | None = None,
     packets: tuple[int, tuple[int, ...]] | None = None,
-) -> list[Variable]:  # fmt: skip
+) -> list[Variable]:
     """Environment variables that stand for a set of choices.
 
     Args:

@@ -121,7 +121,9 @@ class LayerBuilder:
     """The halves of a decoder's layers on one rank, as operations of a program."""
 
     def __init__(self, config: Config, machine: Machine, work: Work):
-        self.share, self.work, self.machine = Share(config, machine.mesh.size("tp")), work, machine
+        self.share = Share(config, machine.mesh.size("tp"))
+        self.work = work
+        self.machine = machine
         self.build = Builder(machine, tile_bytes=work.tile_bytes)
 
     def gate(self, needs: Sequence[int]) -> Sequence[int]:
@@ -133,7 +135,8 @@ class LayerBuilder:
 
     def attend(self, part: InferenceBatch, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
         """Attention of a part over keys and values in the cache, which it appends to."""
-        build, share = self.build, self.share
+        build = self.build
+        share = self.share
         scores, values, count = share.attention_cycles(part.sequences, part.queries, part.keys, part.seen)
         turned = build.elements("rotate", part.tokens * (share.heads + share.kv_heads) * share.config.head_dim, needs)
         build.move("append", share.cache_bytes(part.tokens, 1), [turned])
@@ -201,7 +204,8 @@ class LayerBuilder:
 
     def program(self, schedule: str, positions: int) -> NeuronProgram:
         """The program of what has been built, with what it keeps in device memory."""
-        config, work = self.share.config, self.work
+        config = self.share.config
+        work = self.work
         resident = self.share.model_bytes + config.num_layers * self.share.cache_bytes(work.rows, positions)
         name = f"{work.phase} of {work.rows} x {work.positions}, {schedule} over {self.share.ranks}"
         return self.build.program(name, resident, self.share.notes)
@@ -209,7 +213,8 @@ class LayerBuilder:
 
 def micro_batched(model: LayerBuilder, layers: int, count: int) -> None:
     """Layers over micro-batches that take turns; of one it is `sync`."""
-    build, config = model.build, model.share.config
+    build = model.build
+    config = model.share.config
     parts = parts_of(model.work, count)
     streams = [[build.elements("embed", part.tokens * config.hidden_size, [])] for part in parts]
     under_way: list[list[int]] = [[] for _ in parts]
@@ -228,7 +233,8 @@ def micro_batched(model: LayerBuilder, layers: int, count: int) -> None:
 
 def by_sequence(model: LayerBuilder, layers: int) -> None:
     """Layers whose residual stream is divided over ranks, gathered before each half and scattered after it."""
-    build, config = model.build, model.share.config
+    build = model.build
+    config = model.share.config
     (part,) = parts_of(model.work, 1)
     chunk_tokens = ceil(part.tokens / model.share.ranks)
     padded = chunk_tokens * model.share.ranks
@@ -251,7 +257,9 @@ def by_columns(model: LayerBuilder, layers: int, hop_by_hop: bool) -> None:
     Args:
         hop_by_hop: whether a sum is hops around a ring, ordered behind the next tile's product, in the place of an all-reduce.
     """
-    build, config, tiles = model.build, model.share.config, model.work.tiles
+    build = model.build
+    config = model.share.config
+    tiles = model.work.tiles
     (part,) = parts_of(model.work, 1)
     ring = RingBuilder(model)
     stream = [build.elements("embed", part.tokens * config.hidden_size, [])]
@@ -261,7 +269,8 @@ def by_columns(model: LayerBuilder, layers: int, hop_by_hop: bool) -> None:
             gate = model.gate(stream)
             found = build.product(first, part.tokens, model.norm(part.tokens, stream), gate)
             found = model.attend(part, found, gate) if at == 0 else model.activate(part.tokens, found)
-            summed, waiting = [], []
+            summed = []
+            waiting = []
             for tile in range(tiles):
                 columns = WeightTiles(second.name, second.inner, ceil(second.columns / tiles))
                 sums = build.product(columns, part.tokens, found, gate)
@@ -280,8 +289,11 @@ class RingBuilder:
     """Collectives hop by hop under tiles of products."""
 
     def __init__(self, model: LayerBuilder):
-        self.model, self.build, self.ranks = model, model.build, model.share.ranks
-        self.tokens, self.hidden = model.work.tokens, model.share.config.hidden_size
+        self.model = model
+        self.build = model.build
+        self.ranks = model.share.ranks
+        self.tokens = model.work.tokens
+        self.hidden = model.share.config.hidden_size
         self.by_rows = self.tokens >= TILE * self.ranks
         # Both ways round at once, where a stream has a collective core for each.
         self.directions = 2 if model.machine.channels(0) > 1 and self.ranks > 2 else 1
@@ -341,7 +353,8 @@ class RingBuilder:
         sizes = [*self.chunks, 1]
         ahead = self.tile(weights, sizes[0], False, needs, gate)
         for at, chunks in enumerate(sizes):
-            sums, last = ahead, at + 1 == len(sizes)
+            sums = ahead
+            last = at + 1 == len(sizes)
             if not last:
                 ahead = self.tile(weights, sizes[at + 1], False, needs, gate)
             added = self.build.elements("add", chunks * self.tokens * self.hidden / self.ranks, [*sums, *under_way])
@@ -352,7 +365,9 @@ class RingBuilder:
 
 def ringed(model: LayerBuilder, layers: int) -> None:
     """Layers whose residual stream is divided over ranks."""
-    build, config, work = model.build, model.share.config, model.work
+    build = model.build
+    config = model.share.config
+    work = model.work
     (part,) = parts_of(work, 1)
     ring = RingBuilder(model)
     chunk_tokens = ceil(part.tokens / ring.ranks)

@@ -15,7 +15,8 @@ from tilewright.perfmodel.program import COMPUTE, DMA, Collective
 
 Resource = Hashable
 
-DMA_PACKET_BYTES, CC_PACKET_BYTES = 4096, 65536
+DMA_PACKET_BYTES = 4096
+CC_PACKET_BYTES = 65536
 """Packets of compute's transfers and of collectives' unless set otherwise: the first can be raised, the second lowered
 (NEURON_RT_DBG_DMA_PACKETIZATION_SIZE, NEURON_RT_DBG_CC_DMA_PACKET_SIZE; neuron-runtime/explore/compute-comm-overlap)."""
 
@@ -165,9 +166,11 @@ class Machine:
 
     def limits(self, ranks: int) -> Limits:
         """Limits that transfers share, for so many simulated ranks. Links and channels are told in seconds a second."""
-        core, others = self.instance.chip.core, {}
+        core = self.instance.chip.core
+        others = {}
         for rank in range(ranks):
-            others["hbm", rank], others["link", rank] = self.hbm_bytes_per_s, 1.0
+            others["hbm", rank] = self.hbm_bytes_per_s
+            others["link", rank] = 1.0
             others |= {("channel", rank, stream): 1.0 for stream in range(self.settings.streams)}
         return Limits(1e9 * core.dma_gb_per_s, core.dma_engines * self.width, others, core.strict_priority)
 

@@ -9,7 +9,8 @@ class OnChipMemory:
     """Room for results, in bytes."""
 
     def __init__(self, env: simpy.Environment, size: float):
-        self.env, self.size = env, size
+        self.env = env
+        self.size = size
         self.held = self.peak = 0.0
         self.waiting: deque[tuple[float, simpy.Event]] = deque()
 

@@ -126,7 +126,8 @@ def phase_estimate(
 ) -> ProgramEstimate:
     """Figures of a phase under a choice."""
     tokens, _, cores = place
-    machine, work = plan.machine(cores, choice.streams, changes), plan.work(phase, place, choice)
+    machine = plan.machine(cores, choice.streams, changes)
+    work = plan.work(phase, place, choice)
     room = tokens + plan.output
 
     def build(layers: int) -> NeuronProgram:
@@ -159,9 +160,7 @@ def best_choice(
     plan: InferencePlan, phase: Phase, place: tuple[int, int, int], schedule: str
 ) -> tuple[PhaseChoice, ProgramEstimate]:
     """The fastest way to run a phase under a schedule."""
-    tried = {
-        choice: phase_estimate(plan, phase, place, choice) for choice in choices(plan, phase, schedule, place)
-    }  # fmt: skip
+    tried = {choice: phase_estimate(plan, phase, place, choice) for choice in choices(plan, phase, schedule, place)}
     best = min(tried, key=lambda choice: tried[choice].total_s)
     if not plan.adaptive:
         return best, tried[best]
@@ -208,7 +207,7 @@ def record(plan: InferencePlan, place: tuple[int, int, int], schedule: str) -> d
     tokens, rows, cores = place
     (ways, (prefill, decode)) = zip(
         *(best_choice(plan, phase, place, schedule) for phase in ("prefill", "decode")), strict=True
-    )  # fmt: skip
+    )
     return {
         "schedule": schedule,
         "cores": cores,

@@ -99,7 +99,8 @@ class TrainingPlan:
                 raise ValueError(f"expected at least one of {name}, found none")
         for name, shifts in (("prefetch_distance", self.prefetch_distance), ("scatter_delay", self.scatter_delay)):
             if not 0 <= min(shifts) <= max(shifts) <= 2 * min(self.layers[0], self.config.num_layers):
-                most, given = min(self.layers[0], self.config.num_layers), ", ".join(f"{shift / 2:g}" for shift in shifts)
+                most = min(self.layers[0], self.config.num_layers)
+                given = ", ".join(f"{shift / 2:g}" for shift in shifts)
                 raise ValueError(f"expected --{name.replace('_', '-')} from 0 to {most} layers, found {given}")
         for setting in self.settings:
             self.machine(setting)
@@ -130,7 +131,8 @@ class TrainingPlan:
 
 def setting_estimate(plan: TrainingPlan, setting: Setting, changes: Mapping[str, float] | None = None) -> ProgramEstimate:
     """A whole step under a setting."""
-    machine, step = plan.machine(setting, changes), plan.step(setting)
+    machine = plan.machine(setting, changes)
+    step = plan.step(setting)
     return estimate(
         plan.config.num_layers, plan.layers, lambda n: training_program(plan.config, machine, replace(step, layers=n)), machine
     )

@@ -13,7 +13,8 @@ from tilewright.hardware.ranged import refuse_name
 
 COMPUTE = ("tensor", "vector", "scalar", "gpsimd")
 """Engines that compute."""
-DMA, CC = "dma", "cc"
+DMA = "dma"
+CC = "cc"
 ENGINES = (*COMPUTE, DMA, CC)
 """All engines: those, the DMA engines, and the collective cores."""
 
@@ -22,7 +23,9 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
 Algorithm = Literal["auto", "ring", "bidirectional", "mesh", "rdh", "kangaring"]
 ALGORITHMS = ("ring", "bidirectional", "mesh", "rdh", "kangaring")
 
-SBUF, PSUM, HBM = "sbuf", "psum", "hbm"
+SBUF = "sbuf"
+PSUM = "psum"
+HBM = "hbm"
 """Memories in which an operation's result is held."""
 
 

@@ -20,7 +20,8 @@ def hlo_program(graph: ScheduleGraph, chip: TpuChip, machine: Machine, name: str
     Raises:
         ValueError: collectives over more devices than the axis has ranks.
     """
-    build, numbers = Builder(machine), {}
+    build = Builder(machine)
+    numbers = {}
     ratio = 1e12 * chip.bf16_tflop_per_s / machine.tensor_flop_per_s
     cycles = ratio * machine.engine_hz("tensor") / (1e9 * chip.clock_ghz)
     core: list[int] = []
@@ -59,7 +60,7 @@ def transfer_of(build: Builder, node: Node, transfer: ScheduledTransfer, needs: 
 
 def dflash_program(
     config: Config, machine: Machine, rows: int, block: int, cached: int, drafter_layers: int = 5
-) -> NeuronProgram:  # fmt: skip
+) -> NeuronProgram:
     """A round of block-diffusion speculative decoding: a drafter of a few layers drafts a block, the target checks it.
 
     Args:
@@ -119,7 +120,8 @@ def gather_reduce_program(machine: Machine, nodes: int, degree: int, features: i
     """
     if min(nodes, degree, features) < 1:
         raise ValueError(f"expected nodes, degree and features from 1, found {nodes}, {degree} and {features}")
-    build, row = Builder(machine), BF16 * features
+    build = Builder(machine)
+    row = BF16 * features
     for _ in range(ceil(nodes / TILE)):
         table = build.move("load neighbours", 4 * TILE * degree, holds=SBUF, holds_bytes=4 * TILE * degree)
         added: list[int] = []
@@ -147,7 +149,8 @@ def diffusion_program(config: Config, machine: Machine, rows: int, positions: in
     if not 0 < salient <= 1:
         raise ValueError(f"expected a salient share above 0 and at most 1, found {salient:g}")
     model = LayerBuilder(config, machine, Work("decode", rows, positions))
-    build, hidden = model.build, config.hidden_size
+    build = model.build
+    hidden = config.hidden_size
     stream = [build.elements("embed", rows * positions * hidden, [])]
     for layer in range(config.num_layers):
         build.layer = layer

@@ -14,7 +14,10 @@ from tilewright.perfmodel.machine import Machine, engine_names
 from tilewright.perfmodel.program import COMPUTE, DMA, NeuronProgram
 from tilewright.perfmodel.trace import Track, complete, named
 
-COMPUTING, LOADING, EXPOSED, WAITING = "compute", "loading", "exposed", "waiting"
+COMPUTING = "compute"
+LOADING = "loading"
+EXPOSED = "exposed"
+WAITING = "waiting"
 MOMENTS = (COMPUTING, LOADING, EXPOSED, WAITING)
 
 
@@ -130,7 +133,8 @@ class SimulationResult:
 
     def delay_s(self, purpose: str) -> float:
         """Seconds that collectives of a purpose stood in their queue in all, ready but behind others."""
-        waited, begin_s = 0.0, self.machine.settings.costs.begin_s
+        waited = 0.0
+        begin_s = self.machine.settings.costs.begin_s
         for span in self.spans:
             op = self.program.ops[span.op]
             if op.collective is not None and op.collective.purpose == purpose and op.needs:
@@ -144,7 +148,8 @@ class SimulationResult:
 
     def record(self) -> dict[str, Any]:
         """Figures, named as in docs/metrics.md."""
-        moved, total = self.dma_bytes, sum(self.dma_bytes.values()) or 1.0
+        moved = self.dma_bytes
+        total = sum(self.dma_bytes.values()) or 1.0
         return {
             "program": self.program.name,
             "instance": self.machine.instance.name,

@@ -36,7 +36,8 @@ from tilewright.compiled.hlo import (
 from tilewright.compiled.traffic import FREE_CALLS, fetches_for_next_run, op_bytes
 from tilewright.hardware.tpu import TpuChip
 
-PERMUTE, COPY = "collective-permute", "copy"
+PERMUTE = "collective-permute"
+COPY = "copy"
 COLLECTIVE = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", PERMUTE)
 """Kinds of collectives, as HLO calls them."""
 
@@ -152,7 +153,9 @@ class Reader:
     """Walks through a program in the order of its execution, and collects its nodes."""
 
     def __init__(self, module: Module, chip: TpuChip, layer_of: Callable[[str], int | None]):
-        self.module, self.chip, self.layer_of = module, chip, layer_of
+        self.module = module
+        self.chip = chip
+        self.layer_of = layer_of
         self.nodes: list[Node] = []
         self.notes: list[str] = []
         self.handed_on: dict[int, int] = {}  # a node that computes while it hands on a transfer, and the start of this
@@ -300,7 +303,8 @@ class Reader:
 
     def roofline(self, computation: Computation, op: HloOp) -> tuple[float, bool]:
         """Roofline cycles of an operation without an estimate, and whether it only computes single numbers, for nothing."""
-        moved, flops = op.number("bytes_accessed"), op.number("flops")
+        moved = op.number("bytes_accessed")
+        flops = op.number("flops")
         if op.opcode == "custom-call" and moved is not None and flops is not None:
             return self.chip.roofline_cycles(moved, flops), False
         read = [array for name in op.operands for array in computation.by_name[name].outputs]

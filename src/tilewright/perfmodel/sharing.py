@@ -57,9 +57,12 @@ class Flows:
     """Transfers as flows: what runs when one begins or ends is a new division of the rates."""
 
     def __init__(self, env: simpy.Environment, limits: Limits):
-        self.env, self.limits = env, limits
+        self.env = env
+        self.limits = limits
         self.flows: dict[DmaTransfer, None] = {}
-        self.since, self.turn, self.stale = 0.0, 0, False
+        self.since = 0.0
+        self.turn = 0
+        self.stale = False
 
     def start(self, transfer: DmaTransfer) -> simpy.Event:
         """Begins a transfer; the event comes when it is done."""
@@ -80,7 +83,8 @@ class Flows:
 
     def advance(self) -> None:
         """Moves every flow on to now, and ends those that have nothing left."""
-        passed, self.since = self.env.now - self.since, self.env.now
+        passed = self.env.now - self.since
+        self.since = self.env.now
         ended = []
         for flow in self.flows:
             if flow.rate == inf:
@@ -147,13 +151,16 @@ def fill(growing: list[DmaTransfer], free: dict[Resource, float]) -> None:
         for flow in growing:
             for name, factor in flow.demands:
                 load[name] = load.get(name, 0.0) + flow.packet_bytes * factor
-        level, full = inf, None
+        level = inf
+        full = None
         for name, taken in load.items():
             if free[name] / taken < level:
-                level, full = free[name] / taken, name
+                level = free[name] / taken
+                full = name
         limited = min(growing, key=lambda flow: flow.most / flow.packet_bytes)
         if limited.most / limited.packet_bytes <= level:
-            settled, level = [limited], limited.most / limited.packet_bytes
+            settled = [limited]
+            level = limited.most / limited.packet_bytes
         else:
             settled = [flow for flow in growing if any(name == full for name, _ in flow.demands)]
         for flow in settled:
@@ -179,7 +186,8 @@ class Packets:
     """
 
     def __init__(self, env: simpy.Environment, limits: Limits):
-        self.env, self.limits = env, limits
+        self.env = env
+        self.limits = limits
         self.engines: dict[tuple[int, int], list[DmaRing]] = {}
         self.arrivals: dict[tuple[int, int], simpy.Event] = {}
         self.free_at: dict[Resource, float] = {}
@@ -193,7 +201,8 @@ class Packets:
         for engine in range(transfer.engines):
             place = (transfer.core, engine)
             if place not in self.engines:
-                self.engines[place], self.arrivals[place] = [], self.env.event()
+                self.engines[place] = []
+                self.arrivals[place] = self.env.event()
                 self.env.process(self.serve(place))
             rings = self.engines[place]
             ring = next((each for each in rings if each.number == transfer.ring), None)
@@ -208,7 +217,8 @@ class Packets:
 
     def serve(self, place: tuple[int, int]) -> Generator[simpy.Event, Any, None]:
         """One engine: a packet of one ring, then one of the next that has any."""
-        rings, last = self.engines[place], -1
+        rings = self.engines[place]
+        last = -1
         while True:
             waiting = [ring for ring in rings if ring.queue]
             now = self.env.now

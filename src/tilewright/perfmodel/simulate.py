@@ -68,11 +68,11 @@ class Core:
 class Simulation:
     """A simulation under way."""
 
-    def __init__(
-        self, program: NeuronProgram, machine: Machine, ranks: int, sharing: str, progress: Callable[[int], None]
-    ):  # fmt: skip
+    def __init__(self, program: NeuronProgram, machine: Machine, ranks: int, sharing: str, progress: Callable[[int], None]):
         self.env = simpy.Environment()
-        self.program, self.machine, self.progress = program, machine, progress
+        self.program = program
+        self.machine = machine
+        self.progress = progress
         self.network = (Flows if sharing == "flows" else Packets)(self.env, machine.limits(ranks))
         self.cores = [Core(self.env, machine, rank, len(program.ops)) for rank in range(ranks)]
         self.spans: list[OpSpan] = []
@@ -96,7 +96,8 @@ class Simulation:
     def line(self, core: Core, numbers: list[int]) -> Process:
         """A queue: its operations one after another."""
         for number in numbers:
-            op, ready = self.program.ops[number], 0.0
+            op = self.program.ops[number]
+            ready = 0.0
             for need in op.needs:
                 if not core.done[need].processed:
                     yield core.done[need]
@@ -131,7 +132,8 @@ class Simulation:
 
     def end(self, core: Core, number: int, begin: float, ready: float) -> None:
         """Tells who waits, gives memory back, and takes the span down."""
-        op, now = self.program.ops[number], self.env.now
+        op = self.program.ops[number]
+        now = self.env.now
         core.done_at[number] = now
         signal_s = self.machine.settings.costs.end_s if op.collective is not None else 0.0
         if signal_s > 0:
@@ -157,7 +159,8 @@ class Simulation:
         full = op.cycles / self.machine.engine_hz(op.engine)
         if op.engine != "tensor" or not self.machine.settings.throttle or self.tensor_window == 0:
             return full
-        now, share = self.env.now, self.machine.instance.chip.core.cold_share
+        now = self.env.now
+        share = self.machine.instance.chip.core.cold_share
         core.busy = [(begin, end) for begin, end in core.busy if end > now - self.tensor_window]
         worked = sum(end - max(begin, now - self.tensor_window) for begin, end in core.busy)
         if worked < self.tensor_window / 2 and core.cold_s <= 0:
@@ -177,7 +180,8 @@ class Simulation:
         if op.descriptor_bytes:
             factor += DESCRIPTOR_NS * spec.dma_gb_per_s / op.descriptor_bytes
         packet = op.packet_bytes or self.machine.settings.dma_packet_bytes
-        engines, uses = op.engines * self.machine.width, ((("hbm", core.rank), 1.0),)
+        engines = op.engines * self.machine.width
+        uses = ((("hbm", core.rank), 1.0),)
         return DmaTransfer(op.bytes, core.rank, op.queue % CC_RINGS, packet, engines, op.priority, factor, uses)
 
     def exchange(self, core: Core, number: int, collective: Collective) -> Process:
@@ -185,7 +189,8 @@ class Simulation:
         if collective not in self.steps:
             self.steps[collective] = steps_of(self.machine.mesh, collective)
         settings = self.machine.settings
-        channels, stream = self.machine.channels(collective.stream), collective.stream
+        channels = self.machine.channels(collective.stream)
+        stream = collective.stream
         for at, step in enumerate(self.steps[collective]):
             yield self.env.timeout(settings.costs.latency_s(step.hops))
             # Only copies' packets can be made smaller.

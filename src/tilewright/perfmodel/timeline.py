@@ -188,7 +188,8 @@ def simulate(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
     ends: dict[int, float] = {}
     core: list[TimelineSpan] = []
     moved: list[TimelineSpan] = []
-    now, cycle_s = 0.0, 1e-9 / fabric.chip.clock_ghz
+    now = 0.0
+    cycle_s = 1e-9 / fabric.chip.clock_ghz
     for number, node in enumerate(graph.nodes):
         began = number if node.start is None else node.start
         if node.transfer is not None:
@@ -222,14 +223,16 @@ def trace(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
             about = {"layer": node.layer, "opcode": node.opcode, "op_name": node.op_name, "track": span.track}
             if node.transfer is not None:
                 about |= {"kind": node.transfer.kind, "bytes": node.transfer.bytes}
-            shown, track = f"wait for {node.name}" if waits else node.name, Track(process, tracks.get(span.track, 0))
+            shown = f"wait for {node.name}" if waits else node.name
+            track = Track(process, tracks.get(span.track, 0))
             events.append(complete(track, shown, span.track, span.begin_s, span.end_s, about))
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
 def lane_spans(timeline: Timeline) -> dict[str, list[KindSpan]]:
     """Spans of the `core` (compute, exposed, memory wait) and of the `links` (hidden, exposed) for a chart, in milliseconds."""
-    core, transfers = timeline.core, timeline.transfers
+    core = timeline.core
+    transfers = timeline.transfers
     under_way = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
     waits = [(span.begin_s, span.end_s, "exposed") for span in core if span.track == "exposed"]
     # What is exposed is drawn over what is under way.

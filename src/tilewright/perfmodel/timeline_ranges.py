@@ -49,7 +49,8 @@ def swept_timelines(
 
     def predict(changes: Mapping[str, float]) -> dict[str, float]:
         links = {name: value for name, value in changes.items() if name != "roofline_time"}
-        changed, factor = with_constants(fabric, links), changes.get("roofline_time", 1.0)
+        changed = with_constants(fabric, links)
+        factor = changes.get("roofline_time", 1.0)
         return {
             name: milliseconds(name, simulate(with_roofline_time(timeline.graph, factor), changed))
             for name, timeline in timelines.items()

@@ -19,9 +19,7 @@ def named(process: int, name: str, threads: Mapping[str, int]) -> list[dict[str,
     return events
 
 
-def complete(
-    track: Track, name: str, category: str, begin_s: float, end_s: float, about: Mapping[str, Any]
-) -> dict[str, Any]:  # fmt: skip
+def complete(track: Track, name: str, category: str, begin_s: float, end_s: float, about: Mapping[str, Any]) -> dict[str, Any]:
     """The event of something that begins and ends, in seconds."""
     place = {"pid": track.process, "tid": track.thread, "ts": 1e6 * begin_s, "dur": 1e6 * (end_s - begin_s)}
     return {"ph": "X", "name": name, "cat": category, "args": dict(about), **place}

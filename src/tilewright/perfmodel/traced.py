@@ -104,18 +104,19 @@ class TraceComparison:
         rows.append(("run", self.predicted_us, self.measured_us))
         return [
             {
-                "name": part, "predicted_us": predicted, "measured_us": measured,
-                "measured_over_predicted": quotient(measured, predicted), "measured_share": measured / self.measured_us,
+                "name": part,
+                "predicted_us": predicted,
+                "measured_us": measured,
+                "measured_over_predicted": quotient(measured, predicted),
+                "measured_share": measured / self.measured_us,
             }
             for part, predicted, measured in rows
-        ]  # fmt: skip
+        ]
 
     def record(self) -> dict[str, Any]:
         """Figures, named as in docs/metrics.md."""
-        seconds, rough = (
-            [run.seconds for run in self.program.runs],
-            [op for op in self.traced if op.part == "compute" and not op.estimated],
-        )
+        seconds = [run.seconds for run in self.program.runs]
+        rough = [op for op in self.traced if op.part == "compute" and not op.estimated]
         return {
             "program": self.program.name,
             "device_kind": self.program.device_kind,
@@ -189,7 +190,8 @@ def compare(timeline: Timeline, hlo: str, program: TracedProgram) -> TraceCompar
     """
     known = {op.name: op for computation in read_module(hlo).computations.values() for op in computation.ops}
     traced = {name: op for name, op in program.ops.items() if name in known and is_same(op, known[name])}
-    predicted, ops = predictions(timeline), []
+    predicted = predictions(timeline)
+    ops = []
     for name in dict.fromkeys((*traced, *predicted)):
         one = predicted.get(name)
         if name in traced or (one is not None and (one.seconds or one.part != "compute")):
@@ -252,11 +254,13 @@ def predictions(timeline: Timeline) -> dict[str, PredictedOp]:
 def op_times(op: HloOp, predicted: PredictedOp | None, measured: TracedOp | None, program: TracedProgram) -> OpTimes:
     """Both sides of one instruction of the program, of which there is at least one."""
     return OpTimes(
-        op.name, op.opcode, op.op_name,
+        op.name,
+        op.opcode,
+        op.op_name,
         "control" if predicted is None else predicted.part,
         None if measured is None else measured.calls,
         None if predicted is None else predicted.calls,
         None if predicted is None else 1e6 * predicted.seconds,
         None if measured is None else 1e6 * program.own_seconds([op.name]),
         predicted is not None and predicted.estimated,
-    )  # fmt: skip
+    )

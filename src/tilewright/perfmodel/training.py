@@ -61,8 +61,11 @@ class TrainingBuilder:
     """A step in the making."""
 
     def __init__(self, config: Config, machine: Machine, step: TrainingStep):
-        self.step, self.machine, self.config = step, machine, config
-        self.share, self.build = Share(config, machine.mesh.size("tp")), Builder(machine)
+        self.step = step
+        self.machine = machine
+        self.config = config
+        self.share = Share(config, machine.mesh.size("tp"))
+        self.build = Builder(machine)
         self.layers = config.num_layers if step.layers is None else step.layers
         self.halves = 2 * self.layers
         if not 1 <= self.layers <= config.num_layers:
@@ -90,9 +93,15 @@ class TrainingBuilder:
         """Issues the all-gather of a half's weights, which holds them until their last use."""
         size = self.size(half)
         self.gathered[half] = self.build.collect(
-            f"gather weights {half}", "all-gather", size, needs, axis="fsdp", purpose="fsdp", stream=self.fsdp_stream,
+            f"gather weights {half}",
+            "all-gather",
+            size,
+            needs,
+            axis="fsdp",
+            purpose="fsdp",
+            stream=self.fsdp_stream,
             holds_bytes=size,
-        )  # fmt: skip
+        )
 
     def scatter_gradients(self, half: int, needs: Sequence[int]) -> None:
         """Issues the reduce-scatter of a half's gradients."""
@@ -116,7 +125,9 @@ class TrainingBuilder:
 
     def inner(self, half: int, needs: Sequence[int], times: float = 1.0) -> list[int]:
         """Adds the operations between a half's two products; its backward takes `times` as much."""
-        build, share, tokens = self.build, self.share, self.step.tokens
+        build = self.build
+        share = self.share
+        tokens = self.step.tokens
         if half % 2:
             silu = build.add("silu", "scalar", needs, cycles=times * element_cycles(tokens * share.columns))
             return self.elements("gate", times * tokens * share.columns, [silu])
@@ -174,7 +185,9 @@ class TrainingBuilder:
 
     def head(self, stream: list[int]) -> list[int]:
         """Logits, loss and the gradient of both."""
-        build, tokens, head = self.build, self.step.tokens, self.share.head()
+        build = self.build
+        tokens = self.step.tokens
+        head = self.share.head()
         build.layer = None
         rows = self.rows("all-gather", self.own_rows("norm", stream))
         gate = [self.gathered[self.halves]]
@@ -222,7 +235,8 @@ def training_program(config: Config, machine: Machine, step: TrainingStep) -> Ne
 
 def forward_pass(made: TrainingBuilder, order: Sequence[int]) -> None:
     """From the embedding to the last half."""
-    step, last = made.step, made.halves
+    step = made.step
+    last = made.halves
     stream = made.own_rows("embed", [])
     distance = step.prefetch_distance if step.threaded else last + 1
     for half in (*order, last)[: max(distance, 1) if step.threaded else None]:
@@ -241,7 +255,8 @@ def forward_pass(made: TrainingBuilder, order: Sequence[int]) -> None:
 
 def backward_pass(made: TrainingBuilder, order: Sequence[int]) -> None:
     """From the last half to the first."""
-    step, stream = made.step, made.stream
+    step = made.step
+    stream = made.stream
     made.gathered = {}
     first = order[: max(step.prefetch_distance, 1)] if step.threaded else order
     for half in first:

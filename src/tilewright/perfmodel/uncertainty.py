@@ -114,13 +114,17 @@ class Sweep:
             "range": RANGE_TEXT,
             "constants": {name: [value.low, float(value), value.high] for name, value in self.constants.items()},
             "predictions": {
-                name: {"value": self.predicted[name], "range": list(self.range(name)), "first": self.first[name],
-                       "decides": self.decides(name)}
+                name: {
+                    "value": self.predicted[name],
+                    "range": list(self.range(name)),
+                    "first": self.first[name],
+                    "decides": self.decides(name),
+                }
                 for name in self.predicted
             },
             **vars(self.basis),
             "text": self.text,
-        }  # fmt: skip
+        }
 
     @property
     def text(self) -> list[str]:
@@ -142,7 +146,8 @@ class Sweep:
     @property
     def ranking(self) -> str:
         """Stability of the first place among the draws, and the constant that decides its time."""
-        decides, placed = self.decides(self.best), []
+        decides = self.decides(self.best)
+        placed = []
         if self.compared and len(self.predicted) > 1:
             placed.append(f"{self.best} first in {self.first[self.best]} of {self.draws}")
             placed += [f"{name} in {count}" for name, count in self.first.items() if count and name != self.best]

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 TPU_PLANE = re.compile(r"/device:TPU:\d+")
-CPU_PLANE, CPU_KIND = "/host:CPU", "CPU"
-RUNS_LINE, OPS_LINE = "XLA Modules", "XLA Ops"
+CPU_PLANE = "/host:CPU"
+CPU_KIND = "CPU"
+RUNS_LINE = "XLA Modules"
+OPS_LINE = "XLA Ops"
 PYTHON_LINE = "python"
 INSTRUCTION = re.compile(r"%(\S+) = (.*)", re.DOTALL)
 

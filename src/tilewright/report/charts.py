@@ -10,9 +10,13 @@ from tilewright.metrics.metric import significant
 from tilewright.metrics.tables import Row, grouped
 from tilewright.report.page import HtmlTable, series_class
 
-WIDTH, HEIGHT = 340, 190
+WIDTH = 340
+HEIGHT = 190
 """Size of a line chart in its own units; on the page it takes the width it is given."""
-LEFT, RIGHT, TOP, BOTTOM = 38, 8, 22, 34
+LEFT = 38
+RIGHT = 8
+TOP = 22
+BOTTOM = 34
 """Its margins: where the axes' numbers and names stand."""
 DIGIT = 6.5
 """Width of a digit of the axes' numbers."""
@@ -61,10 +65,12 @@ class LineChart:
 
     def html(self) -> str:
         xs = [x for series in self.series for x, _ in series.points]
-        low, high = min(xs), max(xs)
+        low = min(xs)
+        high = max(xs)
         ys = [y for series in self.series for _, y in series.points]
         y_ticks = ticks(1.0) if self.percent else ticks(max(ys) or 1.0, least=min(ys))
-        bottom, top = y_ticks[0], y_ticks[-1]
+        bottom = y_ticks[0]
+        top = y_ticks[-1]
 
         def at(x: float, y: float) -> tuple[float, float]:
             across = (x - low) / (high - low) if high > low else 0.5
@@ -92,7 +98,8 @@ class LineChart:
         return figure(self.title, drawing, line_key(names), self.table())
 
     def line(self, index: int, series: Series, points: Sequence[tuple[tuple[float, float], float, float]]) -> str:
-        kind, dash = series_class(index), DASHES[index % len(DASHES)]
+        kind = series_class(index)
+        dash = DASHES[index % len(DASHES)]
         place = " ".join(f"{x:.1f},{y:.1f}" for (x, y), _, _ in points)
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         marks = "".join(
@@ -167,7 +174,9 @@ def drawn(values: Sequence[float]) -> list[float]:
     return [max(value, 0.0) for value in values]
 
 
-LANES_WIDTH, LANE, LANE_GAP = 1000, 12, 3
+LANES_WIDTH = 1000
+LANE = 12
+LANE_GAP = 3
 """Of a picture of lanes, in its own units: its width, the height of a lane, and what is between two of them."""
 
 
@@ -202,7 +211,8 @@ class LaneChart:
     figures: HtmlTable
 
     def html(self) -> str:
-        scale, colours = LANES_WIDTH / (self.longest or 1.0), [*self.kinds]
+        scale = LANES_WIDTH / (self.longest or 1.0)
+        colours = [*self.kinds]
         pictures = []
         for row in self.rows:
             height = len(row.lanes) * (LANE + LANE_GAP) - LANE_GAP
@@ -233,7 +243,8 @@ def line_key(names: Sequence[str]) -> str:
     """A legend of lines, as they are drawn."""
     items = []
     for index, name in enumerate(names):
-        kind, dash = series_class(index), DASHES[index % len(DASHES)]
+        kind = series_class(index)
+        dash = DASHES[index % len(DASHES)]
         drawn = f'<line class="curve {kind}" x1="1" x2="25" y1="6" y2="6" stroke-dasharray="{dash}"/>'
         items.append(f'<li><svg viewBox="0 0 26 12" aria-hidden="true">{drawn}</svg>{escape(name)}</li>')
     return f'<ul class="key">{"".join(items)}</ul>'
@@ -290,7 +301,8 @@ def x_ticks(xs: Sequence[float], width: float) -> list[float]:
         xs: values of the points, ascending, each once.
         width: of the axis, in the chart's units.
     """
-    low, high = xs[0], xs[-1]
+    low = xs[0]
+    high = xs[-1]
     if high == low:
         return [low]
     if len(xs) > 10:

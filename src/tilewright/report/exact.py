@@ -22,7 +22,8 @@ def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -
     for (drafter, path), group in by_path(findings).items():
         # A hash that is not the plain one is marked.
         shown = {one["sampling"]: ("" if one["same"] else "≠ ") + one["sha256"][:SHOWN_DIGITS] for one in group}
-        cells, same = dict.fromkeys(plain) | shown, all(one["same"] for one in group)
+        cells = dict.fromkeys(plain) | shown
+        same = all(one["same"] for one in group)
         rows.append({"name": drafter, "path": path, **cells, "same": same, "exercised": exercised_text(group)})
     path, same, exercised = chosen(EXACTNESS, "path same exercised")
     columns = [path, *(Metric(kind, head=kind) for kind in plain), same, exercised]

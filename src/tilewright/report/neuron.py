@@ -16,9 +16,12 @@ MOMENTS = {"compute": "compute", "loading": "loading alone", "exposed": "exposed
 """Kinds of moments that all of the time is divided into, as records name them, and what charts call them."""
 
 KINDS = {
-    "compute": "compute", "dma": "compute's transfers", "tp": "tensor-parallel", "fsdp": "fully sharded",
+    "compute": "compute",
+    "dma": "compute's transfers",
+    "tp": "tensor-parallel",
+    "fsdp": "fully sharded",
     "other": "other collectives",
-}  # fmt: skip
+}
 """Kinds of spans in a chart and what it calls them, in the order of the colours."""
 
 LEAD = "A discrete-event model; nothing ran on a chip. docs/neuron.md says what is modelled and where its figures come from."
@@ -127,7 +130,8 @@ def write_inference_plan(path: str | Path, title: str, plan: Row) -> None:
     Args:
         plan: what `--json` holds: `data`, `winner`, `ranges` and the environment.
     """
-    records, sections = plan["data"], []
+    records = plan["data"]
+    sections = []
     for tokens, of in grouped(records, "input_tokens").items():
         blocks: list[Block] = [
             *by_cores(f"Output throughput, input of {tokens:,}", "tokens/s", "tokens_per_s", of),

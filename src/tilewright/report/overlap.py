@@ -13,9 +13,11 @@ from tilewright.report.page import HtmlTable, Section, write_sections
 from tilewright.report.tables import first_text, page_table, ranges_section
 
 KINDS = {
-    "compute": "compute", "exposed": "exposed communication", "memory wait": "waiting for memory",
+    "compute": "compute",
+    "exposed": "exposed communication",
+    "memory wait": "waiting for memory",
     "hidden": "hidden communication",
-}  # fmt: skip
+}
 """Kinds of spans in a chart and what it calls them, in the order of the colours."""
 
 COLUMNS = chosen(
@@ -132,7 +134,8 @@ def verdict_of(report: OverlapReport, place: Callable[[Row], str], name: str) ->
     """
     clauses = []
     for where, records in grouped(report.records, place).items():
-        best, first = min(records, key=lambda one: one["total_ms"]), records[0]
+        best = min(records, key=lambda one: one["total_ms"])
+        first = records[0]
         others = "" if best is first else f", {1 - best['total_ms'] / first['total_ms']:.0%} less than {first[name]}"
         ranges = report.ranges.get(where) or report.ranges.get(str(first["chip"]))
         clause = f"{best[name]} on {where} ({significant(best['total_ms'])} ms{others}"
@@ -174,7 +177,8 @@ def milliseconds(value: float) -> str:
 
 def layer_table(title: str, records: Sequence[Row]) -> FigureTable:
     """Table of the layer of one phase under each schedule, against that of plain sums and against what cannot be less."""
-    first, bound = records[0], dict.fromkeys(metric.name for metric in COLUMNS)
+    first = records[0]
+    bound = dict.fromkeys(metric.name for metric in COLUMNS)
     total = first["bound_total_ms"]
     bound |= {"compute_cycles": first["bound_compute_cycles"], "total_over_bound": 1.0}
     bound |= {"total_ms": total_text(total, first["bound_steady"]), "model_total_ms": total * first["model_layers"]}
@@ -196,7 +200,8 @@ def layer_bars(records: Sequence[Row], name: str) -> StackedBars:
     bars = []
     for one in records:
         for layers in runs_of_like(one["layers"]):
-            first, last = layers[0], layers[-1]
+            first = layers[0]
+            last = layers[-1]
             kind = f"{first['pass']}, layer" if "pass" in first else "layer"
             numbers = f" {first['layer']}" if first is last else f"s {first['layer']} to {last['layer']}"
             bars.append((f"{one[name]}, {kind}{numbers}", [first[part] for part in PARTS]))

@@ -74,7 +74,8 @@ def write_grid(
         text = CPUS if about.get("measured_platform") == "cpu" else RAN
         sections.append(Section("Run here", [page_table(measured_table("Tokens and collectives", measured))], text))
     data = {"environment": about, "predicted": predicted, "measured": measured, "ranges": ranges}
-    title, verdict = "Schedules over the number of devices", grid_verdict(predicted)
+    title = "Schedules over the number of devices"
+    verdict = grid_verdict(predicted)
     write_sections(path, title, sections, verdict=verdict, facts=about, data=data, ran=bool(measured))
 
 

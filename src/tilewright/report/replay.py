@@ -113,7 +113,9 @@ def passage_problems(passage: Passage, block_size: int) -> Iterator[str]:
 
 
 def round_problems(played: ReplayRound, block_size: int, last: bool) -> Iterator[str]:
-    drafted, accepted, emitted = len(played.drafted), played.accepted, len(played.emitted)
+    drafted = len(played.drafted)
+    accepted = played.accepted
+    emitted = len(played.emitted)
     yield from seconds_problems(played.seconds)
     widest = block_size if played.width is None else played.width
     if drafted >= widest:

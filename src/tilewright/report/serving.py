@@ -46,7 +46,8 @@ def summary(figures: Row, facts: Row) -> list[str]:
         lines.append(f"goodput: {GOODPUT.of(figures)} requests/s ({met} within {asked})")
     drafts = figures["speculative_decoding"]
     if drafts is not None:
-        tau, rate = drafts["mean_acceptance_length"], drafts["draft_acceptance_rate"]
+        tau = drafts["mean_acceptance_length"]
+        rate = drafts["draft_acceptance_rate"]
         lines.append(f"τ {tau:.2f}: {rate:.0%} of drafts accepted, in {drafts['num_spec_steps']:,} rounds that drafted")
     return lines
 
@@ -78,7 +79,8 @@ def latency_table(figures: Row, percentiles: Sequence[float]) -> FigureTable:
 def notes(figures: Row, facts: Row, late: int) -> list[str]:
     """Notes that a reader needs with the figures; `late` counts requests that this client sent more than 10 ms too late."""
     said = []
-    scale, source = facts["length_scale"], facts["characters_per_token_source"]
+    scale = facts["length_scale"]
+    source = facts["characters_per_token_source"]
     if scale is not None and scale < 1:
         said.append(f"lengths are the trace's times {scale:.3g}: its longest request then fits {facts['context']:,} positions")
     if source is not None:
@@ -158,7 +160,8 @@ def write_serving(path: str | Path, report: ServingReport) -> None:
     Raises:
         ValueError: figures or environment hold something that JSON cannot.
     """
-    failures, taken = report.figures["failures"], page_table(latency_table(report.figures, report.percentiles))
+    failures = report.figures["failures"]
+    taken = page_table(latency_table(report.figures, report.percentiles))
     sections = [
         Section("What failed", [failure_table(failures)] if failures else []),
         Section("How long things took", [taken], sentences(report.notes)),

@@ -32,7 +32,8 @@ def page_table(
 
 def cell(table: FigureTable, metric: Metric, row: Row, rows: Sequence[Row], every: Sequence[Row]) -> str | Cell | None:
     """A figure, with its bar among all, or with a bar of a share. The best of a group is strong, unless it is no gain."""
-    text, value = metric.of(row), row[metric.name]
+    text = metric.of(row)
+    value = row[metric.name]
     if text is None or metric.name not in (*table.best, *table.shares):
         return text
     if metric.name in table.shares:

@@ -7,20 +7,20 @@ from rich.table import Table
 from rich.text import Text
 
 DRAFTED = "green"
-LOOKED_UP = "cyan"
+FROM_NGRAMS = "cyan"
 SCATTER = 1.3
 """Ratio of the largest speedup to the least above which runs scatter."""
 DOUBTED = 1.1
 """Ratio of a speedup to what rounds can give above which it is doubted."""
 
 
-def piece_text(text: str, drafted: bool, looked_up: bool = False) -> Text:
+def piece_text(text: str, drafted: bool, from_ngrams: bool = False) -> Text:
     """One token's text: accepted drafts in the colour of their source, all else plain.
 
     Args:
-        looked_up: n-grams drafted it, where another drafter may, too.
+        from_ngrams: n-grams drafted it, where another drafter may, too.
     """
-    return Text(text, style=(LOOKED_UP if looked_up else DRAFTED) if drafted else "")
+    return Text(text, style=(FROM_NGRAMS if from_ngrams else DRAFTED) if drafted else "")
 
 
 def legend(drafter: str = "") -> Text:
@@ -31,13 +31,14 @@ def legend(drafter: str = "") -> Text:
     """
     drafts = [("accepted draft tokens", DRAFTED)]
     if drafter:
-        drafts = [("accepted drafts of n-grams", LOOKED_UP), ", ", (f"of {drafter}", DRAFTED)]
+        drafts = [("accepted drafts of n-grams", FROM_NGRAMS), ", ", (f"of {drafter}", DRAFTED)]
     return Text.assemble(*drafts, ", the target's own tokens")
 
 
 def histogram_lines(counts: Sequence[int], width: int = 40) -> list[str]:
     """A bar for each entry, scaled to the largest, with its share of the total."""
-    total, most = sum(counts), max(counts, default=0)
+    total = sum(counts)
+    most = max(counts, default=0)
     lines = []
     for n, count in enumerate(counts):
         bar = "█" * round(width * count / most) if most else ""
@@ -74,8 +75,10 @@ def doubts(figures: Mapping[str, Any]) -> list[str]:
     A round does at least the work of a plain step, so that a speedup above the tokens of a round has another cause.
     """
     least, most = figures["speedup_range"]
-    cost, speedup = max(1.0, figures["round_cost_steps"]), figures["speedup"]
-    allowed, found = figures["tokens_per_round"] / cost, []
+    cost = max(1.0, figures["round_cost_steps"])
+    speedup = figures["speedup"]
+    allowed = figures["tokens_per_round"] / cost
+    found = []
     if most > SCATTER * least:
         found.append(f"its runs scatter, from {least:.2f}x to {most:.2f}x")
     if speedup > DOUBTED * allowed:
@@ -126,7 +129,8 @@ def chosen_line(chosen: Mapping[str, Any]) -> str:
     why = next((row for row in known if choice_name(row) == choice_name(rows[0])), None)
     if why is None or rows[0]["drafter"] == "none":
         return text + ("" if why is None else "; no drafter promised more tokens a second")
-    name, cost = choice_name(rows[0]), why["round_cost_steps"]
+    name = choice_name(rows[0])
+    cost = why["round_cost_steps"]
     return f"{text}; a round of {name} costs {cost:.1f} steps and gives {rows[0]['tokens_per_round']:.1f} tokens"
 
 

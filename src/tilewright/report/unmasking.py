@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-MASK, MASKED = "▒", "dim"
+MASK = "▒"
+MASKED = "dim"
 FRESH = "not dim bold black on green"
 Piece = tuple[str | None, bool]
 """Text that a token adds, None for a mask; and whether it is new since the frame before."""

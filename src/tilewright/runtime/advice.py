@@ -99,7 +99,8 @@ def best_boundaries(sizes: Lengths, counts: Lengths, most: int) -> list[list[int
         begins.append(begin)
     found = []
     for number in range(len(begins)):
-        end, boundaries = len(sizes), list[int]()
+        end = len(sizes)
+        boundaries = list[int]()
         for begin in reversed(begins[: number + 1]):
             boundaries.append(int(sizes[end - 1]))
             end = int(begin[end])
@@ -109,7 +110,8 @@ def best_boundaries(sizes: Lengths, counts: Lengths, most: int) -> list[list[int
 
 def one_bucket_more(sizes: Lengths, before: Prefixes, least: Prefixes) -> tuple[Prefixes, Prefixes]:
     """The least costs of the first j sizes with one bucket more than `least` has, and where the last one begins."""
-    costs, begins = np.zeros_like(least), np.zeros_like(least)
+    costs = np.zeros_like(least)
+    begins = np.zeros_like(least)
     waiting = [(1, len(sizes), 0, len(sizes) - 1)]
     while waiting:
         low, high, first, last = waiting.pop()
@@ -119,7 +121,8 @@ def one_bucket_more(sizes: Lengths, before: Prefixes, least: Prefixes) -> tuple[
         some = slice(first, min(last, end - 1) + 1)
         totals = least[some] + sizes[end - 1] * (before[end] - before[some])
         begin = first + int(np.argmin(totals))
-        costs[end], begins[end] = totals[begin - first], begin
+        costs[end] = totals[begin - first]
+        begins[end] = begin
         waiting += [(low, end - 1, first, begin), (end + 1, high, begin, last)]
     return costs, begins
 

@@ -102,9 +102,12 @@ def follow(
 
 
 def advance_committed(
-    table: AutomatonTable, place: Int[Array, " B"], states: Int[Array, "B T"], tokens: Int[Array, "B T"],
+    table: AutomatonTable,
+    place: Int[Array, " B"],
+    states: Int[Array, "B T"],
+    tokens: Int[Array, "B T"],
     committed: Int[Array, " B"],
-) -> Int[Array, " B"]:  # fmt: skip
+) -> Int[Array, " B"]:
     """The states behind the first `committed` of a block's tokens, of which all but the last were drafts that may come.
 
     A row that committed a token that ends it stays where it is, as does one that committed nothing. A token that leaves the
@@ -137,7 +140,8 @@ class AutomatonTables:
     def __init__(self, slots: int, vocab: int, put: Callable[[np.ndarray], Array]):
         self.held: list[Automaton | None] = [anything(vocab), *[None] * places(slots)]
         self.shapes = table_shapes(slots, vocab)
-        self.put, self.clock = put, 0
+        self.put = put
+        self.clock = 0
         self.device: AutomatonTable | None = None
         self.used = [0] * len(self.held)
         self.host = AutomatonTable(*(np.zeros(each.shape, each.dtype) for each in self.shapes))
@@ -145,11 +149,13 @@ class AutomatonTables:
 
     def write(self, place: int) -> None:
         """Writes a place's automaton into the arrays."""
-        own, host = self.held[place], self.host
+        own = self.held[place]
+        host = self.host
         assert own is not None, "a place without an automaton"
         states, classes = own.after.shape
         host.masks[place, : len(own.masks)] = own.masks
-        host.mask_of[place, :states], host.forced[place, :states] = own.mask_of, own.forced
+        host.mask_of[place, :states] = own.mask_of
+        host.forced[place, :states] = own.forced
         host.classes[place] = own.classes
         host.after[place, : states * classes] = own.after.reshape(-1)
         host.stride[place] = classes

@@ -173,7 +173,8 @@ class Sliding(Ring):
         stop: Int[Array, " B"],
         own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
     ) -> Float[Array, "B T N D"]:
-        last, slots = stop[:, None] - 1, self.k.shape[2]
+        last = stop[:, None] - 1
+        slots = self.k.shape[2]
         held = last - (last - jnp.arange(slots)[None]) % slots  # negative where there was no such position yet
         positions = stop[:, None] + jnp.arange(q.shape[1])[None]
         seen = (held[:, None] >= 0) & (held[:, None] > positions[:, :, None] - self.window)
@@ -214,7 +215,8 @@ class Paged:
     def append_attend(
         self, ops: Operations, projection: Projection, heads: Heads, start: Int[Array, " B"], count: Int[Array, " B"]
     ) -> tuple[Array, "Paged"]:
-        table, window = self.table, heads.scores.window
+        table = self.table
+        window = heads.scores.window
         if window is not None:
             table, start = seen_columns(table, start, window, heads.rope[0].shape[1], self.pool.page_size)
         out, pool = ops.paged_append_attend(projection, heads, self.pool, table, start, count)

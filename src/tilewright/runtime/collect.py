@@ -29,9 +29,10 @@ def collect_rounds(
         new = infos.tokens[n, row, : infos.committed[n, row]].tolist()
         if NOT_FINITE in new:
             raise NotFinite("the target's logits are not finite")
-        drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
-        looked_up = infos.looked_up is not None and bool(infos.looked_up[n, row])
-        pieces = sequence.processor.add_round(new, drafted, accepted, eos, choice, looked_up)
+        drafted = int(infos.drafted[n, row])
+        accepted = int(infos.accepted[n, row])
+        from_ngrams = infos.from_ngrams is not None and bool(infos.from_ngrams[n, row])
+        pieces = sequence.processor.add_round(new, drafted, accepted, eos, choice, from_ngrams)
         rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
         logprobs = (
             [None] * len(pieces)
@@ -61,6 +62,7 @@ def prompt_logprobs(sequence: TokenSequence) -> tuple[TokenLogprobs, ...] | None
     """Those of the prompt, the first time that somebody asks; None without."""
     if sequence.prompt_logprobs is None:
         return None
-    parts, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    parts = sequence.prompt_logprobs
+    sequence.prompt_logprobs = None
     found = [one for found, row, count in parts for one in token_logprobs(found, (row,), count, sequence.alternatives)]
     return tuple(found[: len(sequence.processor.prompt) - 1])  # of what follows the prompt, where all of it was computed, none

@@ -109,7 +109,8 @@ def fill_blocks(batch: Sequence[Drafted], rows: int, width: int, vocab: int) -> 
     Raises:
         ConstraintError: a row's constraint cannot say what may come.
     """
-    drafts, counts = np.zeros((rows, width - 1), np.int32), np.zeros(rows, np.int32)
+    drafts = np.zeros((rows, width - 1), np.int32)
+    counts = np.zeros(rows, np.int32)
     masks = np.full((rows, width, words(vocab)), ALL, np.uint32)
     for row, (state, own) in enumerate(batch):
         try:

@@ -9,7 +9,9 @@ from tilewright.runtime.state import StepInfo
 
 def count_rounds(counted: EngineStats, sent: SentRounds, infos: StepInfo) -> None:
     """Counts rounds that were read."""
-    rounds, ran, drafted = len(infos.committed), infos.committed > 0, infos.drafted > 0
+    rounds = len(infos.committed)
+    ran = infos.committed > 0
+    drafted = infos.drafted > 0
     counted.dispatches += 1
     counted.rounds += rounds
     counted.constrained_rounds += rounds if sent.masks == "host" else 0

@@ -88,9 +88,13 @@ class Engine(Service):
     heard: SentRounds | None = None
 
     def __init__(
-        self, model: Model, options: EngineOptions = EngineOptions(), chooses: Chooses = fixed_rounds,
-        programs: Programs | None = None, sampling: SamplingMode = "logprobs",
-    ):  # fmt: skip
+        self,
+        model: Model,
+        options: EngineOptions = EngineOptions(),
+        chooses: Chooses = fixed_rounds,
+        programs: Programs | None = None,
+        sampling: SamplingMode = "logprobs",
+    ):
         """Args:
             chooses: who says what rounds do.
             programs: with the sizes that they have; by default the sizes follow from the options.
@@ -100,14 +104,19 @@ class Engine(Service):
             ValueError: options do not go together, or with the model.
         """
         super().__init__(options)
-        self.model, self.chooses = model, chooses
+        self.model = model
+        self.chooses = chooses
         if programs is None:
             sizes = engine_sizes(model.target, model.drafter, model.dtype, options)
             programs = Programs(model.target, model.models, model.dtype, model.drafter, sizes.table, sizes.layout)
-            self.sizes, self.context = sizes, sizes.context
+            self.sizes = sizes
+            self.context = sizes.context
         else:
-            self.sizes, self.context = None, programs.layout.capacity
-        self.programs, table, layout = programs, programs.table, programs.layout
+            self.sizes = None
+            self.context = programs.layout.capacity
+        self.programs = programs
+        table = programs.table
+        layout = programs.layout
         outside = programs.outside_pages
         if options.prefix_cache and outside:
             raise ValueError(f"expected no prefix cache: {outside}")
@@ -243,19 +252,26 @@ class Engine(Service):
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
 
     def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
-        skip, verbatim = request.sampling.skip_special_tokens, request.constraint is not None
+        skip = request.sampling.skip_special_tokens
+        verbatim = request.constraint is not None
         decoder = StreamDecoder(self.tokenizer, skip, request.prompt, verbatim)
-        sampling, constraint = request.sampling.seeded(), None
+        sampling = request.sampling.seeded()
+        constraint = None
         if request.constraint is not None:  # which ends the text by itself
             constraint = without_stops(request.constraint.begin(), sampling.stop_token_ids, self.tokenizer, self.eos_token_ids)
             sampling = replace(sampling, stop=(), stop_token_ids=())
         processor = OutputProcessor(0, list(request.prompt), sampling, decoder)
         followed = self.chooser.follow(request.prompt)
         return TokenSequence(
-            RequestHandle(request), listener, processor, followed=followed,
-            prompt_logprobs=[] if request.prompt_logprobs else None, constraint=constraint,
-            adapter=self.model.adapter_number(request.lora), pooling=request.pooling,
-        )  # fmt: skip
+            RequestHandle(request),
+            listener,
+            processor,
+            followed=followed,
+            prompt_logprobs=[] if request.prompt_logprobs else None,
+            constraint=constraint,
+            adapter=self.model.adapter_number(request.lora),
+            pooling=request.pooling,
+        )
 
     def fill(self, everything: bool = False) -> int:
         """Gives places, and sends pieces of prompts: a large one or several small ones.
@@ -270,13 +286,16 @@ class Engine(Service):
             how many positions they compute.
         """
         self.admit()
-        sent, most, result = 0, math.inf if everything else self.programs.table.chunks[-1], None
+        sent = 0
+        most = math.inf if everything else self.programs.table.chunks[-1]
+        result = None
         while sent < most and (chunks := self.scheduler.next_chunks()):
             result = self.runner.prefill(chunks)
             for row, chunk in enumerate(chunks):
                 self.on_prefilled(chunk, result, row)
             key = self.runner.prefill_key(chunks)
-            computed, wanted = key.rows * key.chunk, sum(chunk.count for chunk in chunks)
+            computed = key.rows * key.chunk
+            wanted = sum(chunk.count for chunk in chunks)
             self.counted.prefill_tokens += wanted
             self.counted.prefill_padding += computed - wanted
             sent += computed
@@ -317,7 +336,8 @@ class Engine(Service):
         sent = self.flight[0] if len(self.flight) == 1 else None
         if not isinstance(sent, SentRounds) or sent.masks != "host":
             return False
-        infos, proposed = self.runner.read(sent), self.runner.proposed(sent)
+        infos = self.runner.read(sent)
+        proposed = self.runner.proposed(sent)
         if not len(infos.committed):
             return False
         committed = [infos.tokens[0, row, : infos.committed[0, row]].tolist() for row in range(len(sent.batch))]
@@ -325,7 +345,8 @@ class Engine(Service):
             return False
         self.heard = sent
         for running, tokens, drafts in zip(sent.batch, committed, proposed, strict=True):
-            running.drafts, sequence = drafts, running.sequence
+            running.drafts = drafts
+            sequence = running.sequence
             if sequence.constraint is not None and sequence.handle.result is None:
                 try:
                     sequence.constraint.advance(tokens)
@@ -355,7 +376,8 @@ class Engine(Service):
     def plan(self, most: int = STEPS_PER_DISPATCH) -> tuple[Choice | None, int]:
         """The kind of the next rounds, and how many of them, for those that are ready."""
         batch = self.scheduler.runnable()
-        masks, choice = self.masks_of(batch), self.programs.constrained_choice
+        masks = self.masks_of(batch)
+        choice = self.programs.constrained_choice
         if masks == "host":
             return choice, 1
         if masks == "device":
@@ -420,8 +442,10 @@ class Engine(Service):
         count_rounds(self.counted, sent, infos)
         sequences = [running.sequence for running in sent.batch]
         heard = [len(sequence.processor.tokens) for sequence in sequences]
-        drafter, failure = None if sent.choice is None else sent.choice.drafter, None
-        was_heard, self.heard = sent is self.heard, None
+        drafter = None if sent.choice is None else sent.choice.drafter
+        failure = None
+        was_heard = sent is self.heard
+        self.heard = None
         proposed = self.runner.proposed(sent)
         for row, running in enumerate(sent.batch):
             running.drafts = running.drafts if was_heard else proposed[row]

@@ -90,7 +90,8 @@ class PageGroup:
     def release(self, row: RowPages) -> None:
         """Gives up all of a row's pages."""
         self.pages.release(row.held)
-        row.columns, row.first = [], 0
+        row.columns = []
+        row.first = 0
 
 
 def usable_prefix(
@@ -103,7 +104,8 @@ def usable_prefix(
         ends: whether a prefix may end with the page of a key.
     """
     found: list[bytes] = []
-    usable, runs = 0, [0] * len(groups)
+    usable = 0
+    runs = [0] * len(groups)
     for column in range(most):
         found.append(keys(column))
         runs = [run + 1 if found[-1] in group.pages.published else 0 for run, group in zip(runs, groups, strict=True)]

@@ -45,12 +45,12 @@ class Proposal(NamedTuple):
     Attributes:
         block: the known token, then the drafts, `[B, T]`; what lies behind the last draft is run and never accepted.
         drafts: how many drafts each row has, from 0 to T - 1, `[B]`.
-        looked_up: whether a row's were looked up in the text in the place of a model's, bool `[B]`; None where none can be.
+        from_ngrams: true for a row whose drafts n-grams made in place of a model, bool `[B]`; None if that cannot be.
     """
 
     block: Array
     drafts: Array
-    looked_up: Array | None = None
+    from_ngrams: Array | None = None
 
 
 @runtime_checkable
@@ -113,9 +113,14 @@ class Drafter(Protocol):
         ...
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         """Adds positions `start` to `stop - 1` to the context, from the target's hidden states at `start` onwards.
 
         Tokens up to `stop` are committed in `state.tokens`. A row whose `stop` is its `start` keeps its context as it is.

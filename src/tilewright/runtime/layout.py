@@ -135,9 +135,15 @@ class Layout:
         return tuple(map(of_layer, windows))
 
     def caches(
-        self, ops: Operations, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike, window: int | None = None,
+        self,
+        ops: Operations,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        window: int | None = None,
         devices: int = 1,
-    ) -> tuple[KVCache, ...]:  # fmt: skip
+    ) -> tuple[KVCache, ...]:
         """Empty caches, one for each layer; with a window such as keep that many last positions alone.
 
         Args:

@@ -28,7 +28,9 @@ class Lockstep:
     """
 
     def __init__(self, programs: Programs, declared: Iterable[ProgramKey], broadcast: HostBroadcast):
-        self.programs, self.keys, self.broadcast = programs, list(declared), broadcast
+        self.programs = programs
+        self.keys = list(declared)
+        self.broadcast = broadcast
         self.numbers = {key: number for number, key in enumerate(self.keys)}
         self.shapes: dict[ProgramKey, Any] = {}
 
@@ -44,7 +46,8 @@ class Lockstep:
         Raises:
             ProcessLost: one of them does not follow.
         """
-        leaves, wanted = jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_of(key))
+        leaves = jax.tree.leaves(inputs)
+        wanted = jax.tree.leaves(self.inputs_of(key))
         parts = [np.asarray(leaf, each.dtype) for leaf, each in zip(leaves, wanted, strict=True)]
         assert [part.shape for part in parts] == [each.shape for each in wanted], "programs have declared inputs"
         self.broadcast.send(b"".join([NUMBER.pack(self.numbers[key]), *(part.tobytes() for part in parts)]))
@@ -66,7 +69,8 @@ class Lockstep:
     def read(self, key: ProgramKey, message: bytes) -> tuple[Any, ...]:
         """The inputs in a message, which are read in place."""
         leaves, tree = jax.tree.flatten(self.inputs_of(key))
-        values, at = [], NUMBER.size
+        values = []
+        at = NUMBER.size
         for each in leaves:
             value = np.frombuffer(message, each.dtype, int(np.prod(each.shape)), at).reshape(each.shape)
             values.append(value)

@@ -43,8 +43,11 @@ def logprobs_of(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"], as
 
     They are computed one by one: the others cost nothing, and a result does not depend on how many there are.
     """
-    shape, vocab = tokens.shape, logits.shape[-1]
-    each, chosen, k = logits.reshape(-1, vocab), tokens.reshape(-1), min(MOST_ALTERNATIVES, vocab)
+    shape = tokens.shape
+    vocab = logits.shape[-1]
+    each = logits.reshape(-1, vocab)
+    chosen = tokens.reshape(-1)
+    k = min(MOST_ALTERNATIVES, vocab)
 
     def add(n: Array, carry: Logprobs) -> Logprobs:
         own = jax.lax.dynamic_slice_in_dim(each, n, 1)

@@ -20,10 +20,13 @@ Tree = TypeVar("Tree")
 
 GB = 10**9
 FEW_BITS: dict[Weights, str] = {
-    "int8": "in 8 bits (--weights int8)", "int4": "in 4 bits (--weights int4)", "fp8": "in FP8 (--weights fp8)",
-}  # fmt: skip
+    "int8": "in 8 bits (--weights int8)",
+    "int4": "in 4 bits (--weights int4)",
+    "fp8": "in FP8 (--weights fp8)",
+}
 """How a message speaks of a format."""
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_FILES = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -157,9 +160,14 @@ def check_fit(name: str, needed: Mapping[str, int], free: int) -> None:
 
 
 def check_weights(
-    name: str, declare: Callable[[bool], Tree], shard: Callable[[Tree], Tree] | None, dtype: str, weights: Weights,
-    kernels: Kernels, kept: Mapping[str, str],
-) -> None:  # fmt: skip
+    name: str,
+    declare: Callable[[bool], Tree],
+    shard: Callable[[Tree], Tree] | None,
+    dtype: str,
+    weights: Weights,
+    kernels: Kernels,
+    kept: Mapping[str, str],
+) -> None:
     """Refuses weights that do not fit, before any of them is read; see `check_fit`.
 
     Args:

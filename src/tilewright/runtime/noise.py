@@ -25,7 +25,8 @@ def threefry(key: tuple[Array, Array], low: Array) -> tuple[Array, Array]:
     """Threefry-2x32 with 20 rounds of the counters (0, `low`)."""
     first, second = key
     schedule = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
-    x, y = schedule[0], low + schedule[1]
+    x = schedule[0]
+    y = low + schedule[1]
     for group in range(5):
         for bits in ROTATIONS[group % 2]:
             x = x + y

@@ -40,7 +40,7 @@ class Result:
         prompt_tokens: length of the prompt.
         seed: what it was drawn with; None where nothing was drawn and no seed was given.
         choices: what each round did, where that was chosen as decoding went; else empty.
-        looked_up: whether each round's drafts were looked up in the text, by a drafter that has a model for the others.
+        from_ngrams: true for each round whose drafts n-grams made, where a model drafts the other rounds.
         stop_reason: the stop string, or the token of `stop_token_ids`, at which it ended; None for any other end.
     """
 
@@ -54,7 +54,7 @@ class Result:
     seed: int | None = None
     choices: list[Choice] = field(default_factory=list)
     stop_reason: int | str | None = None
-    looked_up: list[bool] = field(default_factory=list)
+    from_ngrams: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class OutputProcessor:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    looked_up: list[bool] = field(default_factory=list)
+    from_ngrams: list[bool] = field(default_factory=list)
     text: str = ""
     shown: int = 0
     finish_reason: FinishReason | None = None
@@ -127,11 +127,11 @@ class OutputProcessor:
         accepted: int,
         eos: Sequence[int],
         choice: Choice | None = None,
-        looked_up: bool = False,
+        from_ngrams: bool = False,
     ) -> list[Piece]:
         """Takes the tokens that a round committed, up to a stop string. Returns what they add to the text."""
         pieces = []
-        self.looked_up.append(looked_up)
+        self.from_ngrams.append(from_ngrams)
         if choice is not None:
             self.choices.append(choice)
         self.drafted.append(drafted)
@@ -149,11 +149,13 @@ class OutputProcessor:
 
     def add_text(self, token: int, eos: Sequence[int]) -> None:
         """Adds a token's text, and sees whether the text ends there."""
-        asked, before = self.sampling, len(self.text)
+        asked = self.sampling
+        before = len(self.text)
         if token in eos and not asked.ignore_eos:
             self.finish_reason = "eos"
         elif token in asked.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", token
+            self.finish_reason = "stop"
+            self.stop_reason = token
         if self.finish_reason is None or asked.include_stop:
             self.text += self.decoder.push([token])
         if self.finish_reason is None and len(self.prompt) + len(self.tokens) >= self.end:
@@ -164,7 +166,8 @@ class OutputProcessor:
         if at is not None:
             found = next(stop for stop in asked.stop if place_of(self.text, stop, before) == at)
             self.text = self.text[: at + len(found) if asked.include_stop else at]
-            self.finish_reason, self.stop_reason = "stop", found
+            self.finish_reason = "stop"
+            self.stop_reason = found
 
     @property
     def end(self) -> int:
@@ -175,7 +178,8 @@ class OutputProcessor:
         shows_stop = self.finish_reason is not None or self.sampling.include_stop
         hold = 0 if shows_stop else beginning_of_stop(self.text, self.sampling.stop)
         until = max(len(self.text) - hold, self.shown)
-        text, self.shown = self.text[self.shown : until], until
+        text = self.text[self.shown : until]
+        self.shown = until
         return text
 
     def result(self) -> Result:
@@ -184,7 +188,7 @@ class OutputProcessor:
         reason = self.finish_reason or "interrupted"
         rounds = (list(self.acceptance_lengths), reason, len(self.prompt), list(self.drafted), list(self.accepted))
         return Result(
-            text, list(self.tokens), *rounds, self.sampling.seed, list(self.choices), self.stop_reason, list(self.looked_up)
+            text, list(self.tokens), *rounds, self.sampling.seed, list(self.choices), self.stop_reason, list(self.from_ngrams)
         )
 
 
@@ -206,7 +210,8 @@ def beginning_of_stop(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that is the beginning of a stop string."""
     if not stops:
         return 0
-    ordered, longest = in_order(tuple(stops)), min(max(map(len, stops)) - 1, len(text))
+    ordered = in_order(tuple(stops))
+    longest = min(max(map(len, stops)) - 1, len(text))
     for length in range(longest, 0, -1):
         end = text[len(text) - length :]
         at = bisect_right(ordered, end)  # those that begin with it, and go on, come right behind it

@@ -45,9 +45,11 @@ class Pace:
     """
 
     def __init__(self, dispatch_s: float, longest: int):
-        self.dispatch_s, self.longest = dispatch_s, longest
+        self.dispatch_s = dispatch_s
+        self.longest = longest
         self.seconds: dict[Hashable, float] = {}
-        self.read_at, self.waited = 0.0, False
+        self.read_at = 0.0
+        self.waited = False
 
     def most(self, seconds: float | None, hurry: bool) -> int:
         """Number of rounds of so many seconds each that a dispatch may have.
@@ -78,7 +80,8 @@ class Pace:
         waited = ended - began > WAITED_S
         follows = self.waited or sent >= self.read_at
         seconds = ended - max(sent, self.read_at) if alone and rounds > 0 and waited and follows else None
-        self.read_at, self.waited = ended, waited
+        self.read_at = ended
+        self.waited = waited
         if seconds is not None:
             self.seconds[kind] = min(seconds / rounds, SLOWER * self.seconds.get(kind, math.inf))
         return seconds

@@ -30,7 +30,8 @@ class Pages:
     """
 
     def __init__(self, count: int, page_size: int):
-        self.count, self.page_size = count, page_size
+        self.count = count
+        self.page_size = page_size
         self.ref_counts = [0] * count
         self.empty = deque(range(count))
         self.published: dict[bytes, int] = {}
@@ -82,7 +83,8 @@ class Pages:
         """Lets others find a page that is held; the first one under a key stays."""
         assert self.ref_counts[page] > 0, "only a page that is held is known to hold what its key says"
         if key not in self.published and page not in self.keys:
-            self.published[key], self.keys[page] = page, key
+            self.published[key] = page
+            self.keys[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
         """Gives up a row's hold, the last page first: of a text kept in part, its beginning is what others can use."""

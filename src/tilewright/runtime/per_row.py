@@ -76,14 +76,13 @@ def drawn_together(batch: int, slots: int) -> int:
     return batch if backend == "gpu" else min(batch, TOGETHER)
 
 
-def in_groups(
-    kinds: Bool[Array, "K N"], most: int, run: Callable[[Array, Array, Array, Tree], Tree], carry: Tree
-) -> Tree:  # fmt: skip
+def in_groups(kinds: Bool[Array, "K N"], most: int, run: Callable[[Array, Array, Array, Tree], Tree], carry: Tree) -> Tree:
     """`carry = run(kind, members, count, carry)` for groups of up to `most` rows of one kind, one kind after the other.
 
     Only the first `count` of the `most` members are meant. A row is of one kind at most.
     """
-    counts, order = jnp.sum(kinds, axis=1), jnp.argsort(~kinds, axis=1, stable=True)
+    counts = jnp.sum(kinds, axis=1)
+    order = jnp.argsort(~kinds, axis=1, stable=True)
     turns = (counts + most - 1) // most
     ends = jnp.cumsum(turns)
 
@@ -121,9 +120,7 @@ TRIES = 8
 """How many of the best tokens `draw_kept` asks for before it filters them all."""
 
 
-def draw_kept(
-    tempered: Float[Array, "B T V"], scores: Float[Array, "B T V"], rows: RowSampling
-) -> Int32[Array, "B T"]:  # fmt: skip
+def draw_kept(tempered: Float[Array, "B T V"], scores: Float[Array, "B T V"], rows: RowSampling) -> Int32[Array, "B T"]:
     """Tokens drawn after all filters, in loops whose length is data: much less work than `sampling.sample`.
 
     Top-p takes a bisection, 32 passes over the vocabulary. But what is wanted is the first token in the order of the draw that
@@ -134,10 +131,13 @@ def draw_kept(
         tempered: logits at the rows' temperatures.
         scores: these with the draw's noise.
     """
-    once, asked = jnp.int32(0), jnp.any(jnp.asarray(rows.top_k) > 0)
+    once = jnp.int32(0)
+    asked = jnp.any(jnp.asarray(rows.top_k) > 0)
     kept = where_asked(asked, once, lambda _, kept: keep_best(kept, rows), tempered)
-    of, scores = nucleus(kept, rows), jnp.where(keep_likely(kept, rows) > -jnp.inf, scores, -jnp.inf)
-    whole, place = jnp.asarray(rows.top_p)[:, None] >= 1, jnp.arange(tempered.shape[-1])
+    of = nucleus(kept, rows)
+    scores = jnp.where(keep_likely(kept, rows) > -jnp.inf, scores, -jnp.inf)
+    whole = jnp.asarray(rows.top_p)[:, None] >= 1
+    place = jnp.arange(tempered.shape[-1])
 
     def searching(carry: tuple[Array, Array, Array]) -> Array:
         tries, _, tokens = carry
@@ -164,9 +164,10 @@ def draw_kept(
 
 def draw(
     logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], filtering: Bool[Array, ""]
-) -> Int32[Array, "B T"]:  # fmt: skip
+) -> Int32[Array, "B T"]:
     """Tokens of rows that all draw; `filtering` says if it is from less than the whole vocabulary."""
-    once, tempered = jnp.int32(0), temper(logits, rows)
+    once = jnp.int32(0)
+    tempered = temper(logits, rows)
     scores = tempered + noise(rows, positions, logits.shape[-1])
     unknown = jnp.full(positions.shape, -1, jnp.int32)
     tokens = where_asked(~filtering, once, lambda n, _: argmax(counted(scores, n)), unknown)
@@ -174,9 +175,12 @@ def draw(
 
 
 def sample_each(
-    logits: Float[Array, "B T V"], rows: RowSampling, history: PenaltyHistory, positions: Int32[Array, "B T"],
+    logits: Float[Array, "B T V"],
+    rows: RowSampling,
+    history: PenaltyHistory,
+    positions: Int32[Array, "B T"],
     asking: Bool[Array, " B"],
-) -> Int32[Array, "B T"]:  # fmt: skip
+) -> Int32[Array, "B T"]:
     """Each row's tokens at `positions`, those that the kind of program draws that serves the row alone.
 
     Of a row that draws they are given up to the first that is not the block's next one; what stands behind it means nothing.
@@ -184,7 +188,9 @@ def sample_each(
     Args:
         asking: what rows that are not get means nothing, and costs nothing.
     """
-    penalised, filtered, drawn = penalises(rows), filters(rows), jnp.asarray(rows.temperature) > 0
+    penalised = penalises(rows)
+    filtered = filters(rows)
+    drawn = jnp.asarray(rows.temperature) > 0
     (batch, slots, _), nothing = logits.shape, jnp.zeros(positions.shape, jnp.int32)
     together = drawn_together(batch, slots)
 
@@ -221,9 +227,14 @@ def put(whole: Array, one: Array, place: Array) -> Array:
 
 
 def draw_slots(
-    logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], block: Int32[Array, "B T"],
-    filtering: Bool[Array, ""], best: Int32[Array, "B T"], drawing: Bool[Array, ""],
-) -> Int32[Array, "B T"]:  # fmt: skip
+    logits: Float[Array, "B T V"],
+    rows: RowSampling,
+    positions: Int32[Array, "B T"],
+    block: Int32[Array, "B T"],
+    filtering: Bool[Array, ""],
+    best: Int32[Array, "B T"],
+    drawing: Bool[Array, ""],
+) -> Int32[Array, "B T"]:
     """Tokens of one row slot by slot, up to the first that is not the block's next one; or of several that have one slot each.
 
     Args:

@@ -27,7 +27,8 @@ from tilewright.runtime.state import DecodeState, Models, Target
 
 Tree = TypeVar("Tree")
 
-SYNC, EXACT = "sync", "exact"
+SYNC = "sync"
+EXACT = "exact"
 WHOLE = PartitionSpec()
 """Of what every device holds."""
 
@@ -57,7 +58,8 @@ class Placement:
 
         None where there is nothing to choose.
         """
-        schedule, found = self.schedule, list[str]()
+        schedule = self.schedule
+        found = list[str]()
         if isinstance(schedule, Auto):
             choice = schedule.choice(positions, positions % 2 == 0)
             found.append(choice.why)
@@ -153,7 +155,8 @@ def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     """Raises a `ValueError` for a model whose layers this schedule does not divide."""
     if schedule != EXACT:
         return
-    mixture, sizes = config.mixture, dict[str, int]()
+    mixture = config.mixture
+    sizes = dict[str, int]()
     if config.delta is not None:
         sizes["value heads of linear attention"] = config.delta.value_heads
     if mixture is not None:
@@ -172,7 +175,8 @@ def part_of(target: Target) -> Target:
     """A target of one device whose caches are a device's part of this one's: those of fewer heads."""
     if target.mesh is None:
         return target
-    config, delta = target.config, target.config.delta
+    config = target.config
+    delta = target.config.delta
     heads = config.num_kv_heads // target.mesh.shape[GROUPED_AXES[0]]
     delta = None if delta is None else delta.part(delta.value_heads // target.mesh.size)
     return replace(target, mesh=None, config=replace(config, num_kv_heads=heads, delta=delta))
@@ -180,7 +184,8 @@ def part_of(target: Target) -> Target:
 
 def cache_specs(target: Target, allocate: Allocate) -> tuple[Any, Any]:
     """Partition specs of caches: along the dim in which those of fewer heads are smaller, whatever their layout."""
-    mesh, part = target.mesh, part_of(target)
+    mesh = target.mesh
+    part = part_of(target)
     assert mesh is not None
     (whole, drafter), (own, _) = jax.eval_shape(lambda: (allocate(target), allocate(part)))
 
@@ -208,9 +213,13 @@ def compile_allocate(target: Target, allocate: Allocate) -> jax.stages.Compiled:
 
 
 def compile_step(
-    target: Target, run: Callable[..., tuple[DecodeState, Any]], models: Models, allocate: Allocate,
-    empty: Callable[[Any, Any], DecodeState], inputs: tuple[Any, ...],
-) -> jax.stages.Compiled:  # fmt: skip
+    target: Target,
+    run: Callable[..., tuple[DecodeState, Any]],
+    models: Models,
+    allocate: Allocate,
+    empty: Callable[[Any, Any], DecodeState],
+    inputs: tuple[Any, ...],
+) -> jax.stages.Compiled:
     """A program `run(models, state, *inputs) -> (state, result)`, to which the state is donated.
 
     Args:

@@ -38,7 +38,8 @@ def pooled(
     """For each row the sum of its first `count` hidden states behind the final norm, and the last of these; zeros for none."""
     normed = target.ops.rms_norm(hidden, params.norm, target.config.rms_norm_eps).astype(jnp.float32)
     slot = jnp.arange(hidden.shape[1])[None, :, None]
-    inside, last = slot < count[:, None, None], slot == count[:, None, None] - 1
+    inside = slot < count[:, None, None]
+    last = slot == count[:, None, None] - 1
     return jnp.stack([jnp.sum(jnp.where(each, normed, 0), axis=1) for each in (inside, last)], axis=1)
 
 

@@ -59,8 +59,10 @@ def prefill(
     state, hidden = run_chunk(target, drafter, chunk, models, state, start, count)
     if wanted is None:
         return state, Prefilled(start + count)
-    following, slots = tokens_at(state, block_positions(start + 1, chunk)), jnp.arange(chunk)[None]
-    asking, nothing = wanted & (count > 0), partial(no_logprobs, (start.shape[0], chunk), target.config.vocab_size)
+    following = tokens_at(state, block_positions(start + 1, chunk))
+    slots = jnp.arange(chunk)[None]
+    asking = wanted & (count > 0)
+    nothing = partial(no_logprobs, (start.shape[0], chunk), target.config.vocab_size)
 
     def add(row: Array, carry: Logprobs) -> Logprobs:
         own, tokens, most = of_row(row, (hidden, following, count))

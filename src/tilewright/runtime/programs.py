@@ -92,8 +92,12 @@ class Programs(Store[ProgramKey]):
         self, target: Target, models: Models, dtype: DTypeLike, drafter: Drafter | None, table: ShapeTable, layout: Layout
     ):
         super().__init__()
-        self.target, self.models, self.dtype, self.drafter = target, models, dtype, drafter
-        self.table, self.layout = table, layout
+        self.target = target
+        self.models = models
+        self.dtype = dtype
+        self.drafter = drafter
+        self.table = table
+        self.layout = layout
 
     @cached_property
     def outside_pages(self) -> str:
@@ -181,13 +185,23 @@ class Programs(Store[ProgramKey]):
         `snapshots` are `SnapshotRows`, where the layout has some. The result is a `prefill.Prefilled`, with log-probabilities
         where `wanted`.
         """
-        target, drafter, chunk = replace(self.target, sampling=key.sampling), self.drafter, key.chunk
+        target = replace(self.target, sampling=key.sampling)
+        drafter = self.drafter
+        chunk = key.chunk
 
         def prefill_chunk(
-            models: Models, state: DecodeState, slots: Array, rows: Any, table: Array, start: Array, count: Array,
-            wanted: Array, snapshots: SnapshotRows | None = None,
-        ) -> tuple[DecodeState, Any]:  # fmt: skip
-            before, admitted = rows_of(state, slots, table), start >= 0
+            models: Models,
+            state: DecodeState,
+            slots: Array,
+            rows: Any,
+            table: Array,
+            start: Array,
+            count: Array,
+            wanted: Array,
+            snapshots: SnapshotRows | None = None,
+        ) -> tuple[DecodeState, Any]:
+            before = rows_of(state, slots, table)
+            admitted = start >= 0
             if snapshots is not None:
                 caches = restored(state.target_cache, before.target_cache, snapshots.restored)
                 before = replace(before, target_cache=caches)
@@ -226,11 +240,17 @@ class Programs(Store[ProgramKey]):
         vocab = target.config.vocab_size if target.reports_logprobs else None
 
         def run_rounds(
-            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array | None = None,
+            models: Models,
+            state: DecodeState,
+            slots: Array,
+            table: Array,
+            running: Array,
+            limit: Array | None = None,
             masks: RowMasks | None = None,
-        ) -> tuple[DecodeState, Reports]:  # fmt: skip
+        ) -> tuple[DecodeState, Reports]:
             some, close = self.opened(key, turn, target, models, state, slots, table, running)
-            some, step = some if masks is None else begin_masked(masks, some), step_of(turn, target, masks)
+            some = some if masks is None else begin_masked(masks, some)
+            step = step_of(turn, target, masks)
             if limit is not None:
                 some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
             else:
@@ -256,12 +276,21 @@ class Programs(Store[ProgramKey]):
         return slots, self.table_of(key.rows, key.positions), running
 
     def opened(
-        self, key: ProgramKey, turn: Variant | None, target: Target, models: Models, state: DecodeState, slots: Array,
-        table: Array, running: Array,
-    ) -> tuple[DecodeState, Callable[[DecodeState], DecodeState]]:  # fmt: skip
+        self,
+        key: ProgramKey,
+        turn: Variant | None,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        slots: Array,
+        table: Array,
+        running: Array,
+    ) -> tuple[DecodeState, Callable[[DecodeState], DecodeState]]:
         """Some slots as rounds may begin with them, and what puts them back into the state; those not running are done."""
         some = rows_of(state, slots, table)
-        whole, done, positions = some.tokens, some.done, key.positions
+        whole = some.tokens
+        done = some.done
+        positions = key.positions
         some = replace(some, tokens=whole[:, :positions], done=done | ~running)
 
         def close(some: DecodeState) -> DecodeState:
@@ -299,9 +328,11 @@ def constrained_choice(choices: Sequence[Choice | None]) -> Choice | None:
 
 
 def program_keys(
-    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "logprobs",
+    table: ShapeTable,
+    choices: Sequence[Choice | None],
+    sampling: SamplingMode = "logprobs",
     constraints: bool = False,
-) -> Iterator[ProgramKey]:  # fmt: skip
+) -> Iterator[ProgramKey]:
     """All programs that serve a table with rounds of these kinds, for rows that ask for no more than this.
 
     Args:

@@ -83,7 +83,7 @@ def verify_and_extend(
     after, committed = commit(target, verified.state, verified.tokens, accepted)
     after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
-    return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs, proposal.looked_up)
+    return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs, proposal.from_ngrams)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ def masked_round(
     So the host can make masks for drafts before they are run; see `constraints.py`. A row that leaves its automaton counts as
     done until the dispatch ends.
     """
-    blocks, allowed = masks.blocks, jnp.asarray(masks.blocks.masks)
+    blocks = masks.blocks
+    allowed = jnp.asarray(masks.blocks.masks)
     counts = jnp.where(blocks.counts < 0, state.proposed[:, 0], blocks.counts)
     drafts = jnp.where(blocks.counts[:, None] < 0, state.proposed[:, 1:], blocks.drafts)
     states = jnp.zeros_like(state.proposed)

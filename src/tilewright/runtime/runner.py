@@ -96,7 +96,9 @@ class ModelRunner:
 
     def free(self) -> None:
         """Gives the device's memory back."""
-        self.state, self.automata, self.open_blocks = None, None, {}
+        self.state = None
+        self.automata = None
+        self.open_blocks = {}
 
     def run(self, key: ProgramKey, *inputs: Any) -> Any:
         if key not in self.called:
@@ -110,7 +112,9 @@ class ModelRunner:
     def apply(self, program: Callable[..., tuple[DecodeState, Any]], models: Models, *inputs: Any) -> Any:
         """Gives the state to `program(models, state, *inputs) -> (state, result)`, and goes on from the one that it returns."""
         assert self.state is not None, "the runner was not reset"
-        state, self.state = self.state, None  # lost, if this fails
+        # lost, if this fails
+        state = self.state
+        self.state = None
         self.state, result = program(models, state, *inputs)
         return result
 
@@ -130,7 +134,8 @@ class ModelRunner:
         Returns:
             what came of them, on the device, in the order of the pieces; log-probabilities are of sequences that want some.
         """
-        key, batch = self.prefill_key(chunks), [chunk.running for chunk in chunks]
+        key = self.prefill_key(chunks)
+        batch = [chunk.running for chunk in chunks]
         fill = key.rows - len(chunks)
         given = [self.row(running) for running in batch]
         given += given[:1] * fill
@@ -155,7 +160,8 @@ class ModelRunner:
 
     def row(self, running: RunningSequence) -> RowRequest:
         """State that a sequence's slot begins with."""
-        sequence, own = running.sequence, running.sequence.processor
+        sequence = running.sequence
+        own = running.sequence.processor
         tokens = np.zeros(self.programs.layout.capacity, np.int32)
         tokens[: sequence.length] = sequence.tokens
         asked = (own.sampling, len(own.prompt), sequence.wants_logprobs, sequence.adapter)
@@ -179,16 +185,21 @@ class ModelRunner:
         Raises:
             ConstraintError: a row's constraint cannot say what may come.
         """
-        programs, rows = self.programs, self.programs.rows_for(len(batch))
+        programs = self.programs
+        rows = self.programs.rows_for(len(batch))
         key = programs.round_key(choice, rows, positions, self.sampling, masked=source != "none")
-        masks, at = None if source == "none" else self.masks(batch, key, source), time.perf_counter()
+        masks = None if source == "none" else self.masks(batch, key, source)
+        at = time.perf_counter()
         rounds = 1 if source == "host" else rounds
         return self.sending(batch, key, rounds, self.run_rounds(key, *self.round_inputs(batch, key), rounds, masks), at, source)
 
     def masks(self, batch: Sequence[RunningSequence], key: ProgramKey, source: MaskSource) -> RowMasks:
         """Masks for rounds of these: the host's, made here, or where each stands in its automaton. Raises as `rounds` does."""
-        target, rows, width = self.programs.target, key.rows, self.programs.width(key.choice, masked=True)
-        vocab, put = target.config.vocab_size, on_devices(target.mesh)
+        target = self.programs.target
+        rows = key.rows
+        width = self.programs.width(key.choice, masked=True)
+        vocab = target.config.vocab_size
+        put = on_devices(target.mesh)
         if source == "host":
             drafted = [Drafted(running.sequence.constraint, running.drafts) for running in batch]
             blocks = fill_blocks(drafted, rows, width, vocab)
@@ -210,7 +221,8 @@ class ModelRunner:
         stands = [None if each is None else each.automaton for each in constraints]
         table, given.place[: len(batch)] = tables.placed([None if each is None else each.automaton for each in stands])
         for row, (running, each) in enumerate(zip(batch, stands, strict=True)):
-            given.state[row], given.known[row] = 0 if each is None else each.state, by_host or not running.automaton_sent
+            given.state[row] = 0 if each is None else each.state
+            given.known[row] = by_host or not running.automaton_sent
             running.automaton_sent = not by_host
         return table, given
 
@@ -223,7 +235,8 @@ class ModelRunner:
         self, batch: Sequence[RunningSequence], key: ProgramKey, rounds: int, reports: Reports, at: float, source: MaskSource
     ) -> SentRounds:
         """Rounds that were sent at a time. What the host reads of their reports begins to come."""
-        alone, self.sent = self.sent == ["rounds"], []
+        alone = self.sent == ["rounds"]
+        self.sent = []
         width = self.programs.width(key.choice, key.masked)
         sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, source)
         for each in jax.tree.leaves(reports if sent.wants_logprobs else reports._replace(logprobs=None)):
@@ -232,9 +245,14 @@ class ModelRunner:
         return sent
 
     def run_rounds(
-        self, key: ProgramKey, slots: np.ndarray, table: np.ndarray, running: np.ndarray, rounds: int,
+        self,
+        key: ProgramKey,
+        slots: np.ndarray,
+        table: np.ndarray,
+        running: np.ndarray,
+        rounds: int,
         masks: RowMasks | None = None,
-    ) -> Reports:  # fmt: skip
+    ) -> Reports:
         """Runs up to so many rounds of these slots; without loops on the device, one program after another."""
         if self.programs.target.loops or masks is not None:
             limit = np.int32(rounds) if self.programs.target.loops else None

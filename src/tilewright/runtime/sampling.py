@@ -85,7 +85,8 @@ class Sampling:
     def __post_init__(self) -> None:
         (coldest, hottest), (least, most) = TEMPERATURES, REPETITION_PENALTIES
         stops = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
-        biased, biases = {token for token, _ in self.logit_bias}, [bias for _, bias in self.logit_bias]
+        biased = {token for token, _ in self.logit_bias}
+        biases = [bias for _, bias in self.logit_bias]
         for good, expected, found in (
             (self.max_new_tokens >= 1, "max_new_tokens of at least 1", self.max_new_tokens),
             (
@@ -194,9 +195,11 @@ class RowSampling:
 
 
 def row_sampling(
-    requests: Sequence[Sampling], prompt_lengths: Sequence[int] | np.ndarray,
-    wants_logprobs: Sequence[bool] | np.ndarray | None = None, eos: Sequence[int] | None = None,
-) -> RowSampling:  # fmt: skip
+    requests: Sequence[Sampling],
+    prompt_lengths: Sequence[int] | np.ndarray,
+    wants_logprobs: Sequence[bool] | np.ndarray | None = None,
+    eos: Sequence[int] | None = None,
+) -> RowSampling:
     """Gathers requests into arrays, on the host.
 
     Args:
@@ -226,7 +229,8 @@ def row_sampling(
 
 def adjustments(requests: Sequence[Sampling], eos: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
     """Tokens whose logits requests change, and what is added to them; see `RowSampling`."""
-    tokens, added = np.full((len(requests), ADJUSTED), NOBODY, np.int32), np.zeros((len(requests), ADJUSTED), np.float32)
+    tokens = np.full((len(requests), ADJUSTED), NOBODY, np.int32)
+    added = np.zeros((len(requests), ADJUSTED), np.float32)
     for own_tokens, own_added, request in zip(tokens, added, requests, strict=True):
         if request.min_tokens and eos is None:
             raise ValueError("expected the model's end-of-sequence tokens for a request with min_tokens, found none")
@@ -242,14 +246,18 @@ def adjustments(requests: Sequence[Sampling], eos: Sequence[int] | None) -> tupl
 def occurrences(tokens: Int[Array, "B N"], counted: Bool[Array, "B T N"], vocab: int) -> Int32[Array, "B T V"]:
     """Occurrences of each token of the vocabulary among `tokens`; slot t counts those that `counted[:, t]` names."""
     batch, slots, _ = counted.shape
-    row, slot = jnp.arange(batch)[:, None, None], jnp.arange(slots)[None, :, None]
+    row = jnp.arange(batch)[:, None, None]
+    slot = jnp.arange(slots)[None, :, None]
     return jnp.zeros((batch, slots, vocab), jnp.int32).at[row, slot, tokens[:, None]].add(counted.astype(jnp.int32))
 
 
 def penalise(
-    logits: Float[Array, "B T V"], rows: RowSampling, tokens: Int[Array, "B L"], known: Int[Array, " B"],
+    logits: Float[Array, "B T V"],
+    rows: RowSampling,
+    tokens: Int[Array, "B L"],
+    known: Int[Array, " B"],
     block: Int[Array, "B T"],
-) -> Float[Array, "B T V"]:  # fmt: skip
+) -> Float[Array, "B T V"]:
     """The logits after biases and penalties: of these the one for repetition first, then frequency and presence (vLLM's order).
 
     Tokens that would end a row before its `min_tokens` get -inf. What slot t has before it is the row's tokens up to `known`
@@ -257,10 +265,12 @@ def penalise(
     history. A row that asks for none of it keeps its logits.
     """
     logits = adjust(logits, rows, known)
-    place, slot = jnp.arange(tokens.shape[1])[None], jnp.arange(block.shape[1])
+    place = jnp.arange(tokens.shape[1])[None]
+    slot = jnp.arange(block.shape[1])
     length = jnp.asarray(rows.prompt_length)[:, None]
     # Counted anew in each step: no state to keep, and little beside the passes over the vocabulary that follow.
-    in_prompt, since = place < length, (place >= length) & (place <= known[:, None])
+    in_prompt = place < length
+    since = (place >= length) & (place <= known[:, None])
     before = occurrences(tokens, jnp.stack([in_prompt, since], axis=1), logits.shape[-1])
     drafted = jnp.broadcast_to((slot[None] > 0) & (slot[None] <= slot[:, None]), (*block.shape, len(slot)))
     generated = before[:, 1:] + occurrences(block, drafted, logits.shape[-1])
@@ -276,9 +286,11 @@ def adjust(logits: Float[Array, "B T V"], rows: RowSampling, known: Int[Array, "
     """The logits with each row's biases; slot t is about the position `known + 1 + t`."""
     (batch, slots, _), tokens = logits.shape, jnp.asarray(rows.adjusted)
     generated = known[:, None] + 1 + jnp.arange(slots) - jnp.asarray(rows.prompt_length)[:, None]
-    early, added = generated < jnp.asarray(rows.min_tokens)[:, None], jnp.asarray(rows.adjustment)[:, None]
+    early = generated < jnp.asarray(rows.min_tokens)[:, None]
+    added = jnp.asarray(rows.adjustment)[:, None]
     added = jnp.where(early[..., None] | (added > -jnp.inf), added, 0.0).astype(logits.dtype)
-    row, slot = jnp.arange(batch)[:, None, None], jnp.arange(slots)[None, :, None]
+    row = jnp.arange(batch)[:, None, None]
+    slot = jnp.arange(slots)[None, :, None]
     return logits.at[row, slot, tokens[:, None]].add(added, mode="drop")
 
 
@@ -314,7 +326,8 @@ def temper(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B 
 
 def keep_best(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
     """Top-k: -inf for what it leaves out."""
-    order, vocab = sortable(logits), logits.shape[-1]
+    order = sortable(logits)
+    vocab = logits.shape[-1]
     top_k = jnp.asarray(rows.top_k)[:, None, None]
     wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
     at_least = threshold(order, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= wanted)

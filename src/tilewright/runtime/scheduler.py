@@ -91,7 +91,8 @@ class TokenSequence:
 
     def page_key(self, page: int, page_size: int) -> bytes:
         """The key of one of its full pages, behind which a token has to be committed."""
-        prompt, new = self.processor.prompt, self.processor.tokens
+        prompt = self.processor.prompt
+        new = self.processor.tokens
         first = page_key(FIRST, [self.adapter]) if self.adapter else FIRST
         while len(self.keys) <= page:
             start = len(self.keys) * page_size
@@ -192,14 +193,24 @@ class Scheduler:
     """
 
     def __init__(
-        self, table: ShapeTable, pages: Pages, context: int, prefix_cache: bool, contexts: Sequence[str] = (),
-        windows: Sequence[PageGroup] = (), snapshots: Snapshots | None = None,
-    ):  # fmt: skip
+        self,
+        table: ShapeTable,
+        pages: Pages,
+        context: int,
+        prefix_cache: bool,
+        contexts: Sequence[str] = (),
+        windows: Sequence[PageGroup] = (),
+        snapshots: Snapshots | None = None,
+    ):
         """Args:
         windows: groups besides, of layers that see a window.
         """
-        self.table, self.context, self.prefix_cache, self.contexts = table, context, prefix_cache, contexts
-        self.groups, self.snapshots = [PageGroup(pages), *windows], snapshots
+        self.table = table
+        self.context = context
+        self.prefix_cache = prefix_cache
+        self.contexts = contexts
+        self.groups = [PageGroup(pages), *windows]
+        self.snapshots = snapshots
         self.waiting: list[TokenSequence] = []
         self.waiting_tokens = 0
         self.slots: list[RunningSequence | None] = [None] * table.batches[-1]
@@ -256,7 +267,8 @@ class Scheduler:
         Of layers with a window it has those of its first chunk. Each of the others is left a page to grow into, lest they have
         to give way at once.
         """
-        length, whole = sequence.length, self.prefix_cache and not sequence.needs_every_position
+        length = sequence.length
+        whole = self.prefix_cache and not sequence.needs_every_position
         keys, stops = self.prefix_of(sequence) if whole else ([], ())
         cached = len(keys) * self.pages.page_size
         rows = [group.shared(keys) for group in self.groups]
@@ -287,7 +299,8 @@ class Scheduler:
         """
         size = self.pages.page_size
         # At least one position is computed: a drafter's context may begin with what comes of the last one.
-        most, keys = (sequence.length - 2) // size, partial(sequence.page_key, page_size=size)
+        most = (sequence.length - 2) // size
+        keys = partial(sequence.page_key, page_size=size)
         common = usable_prefix(self.groups, keys, most)
         if self.snapshots is None:
             return common, ()
@@ -312,7 +325,8 @@ class Scheduler:
 
     def with_snapshots(self, chunk: Chunk) -> Chunk:
         """A chunk that is sent next, with the snapshots that it begins with and leaves."""
-        running, end = chunk.running, chunk.start + chunk.count
+        running = chunk.running
+        end = chunk.start + chunk.count
         if self.snapshots is None or end not in running.stops or self.snapshots.has(self.key_before(running, end)):
             return replace(chunk, restored=running.snapshot)
         return replace(chunk, restored=running.snapshot, kept=self.snapshots.take())
@@ -384,9 +398,10 @@ class Scheduler:
         while rounds > 1 and not self.all_have_room(batch, rounds, width):
             rounds //= 2
         kept = [
-            running for running in sorted(batch, key=lambda each: each.sequence.number)
+            running
+            for running in sorted(batch, key=lambda each: each.sequence.number)
             if self.make_room_for(running, self.pages_for(self.reach(running, rounds, width)))
-        ]  # fmt: skip
+        ]
         return [running for running in kept if self.slots[running.slot] is running], rounds
 
     def slide(self, running: RunningSequence) -> None:
@@ -416,7 +431,8 @@ class Scheduler:
     def on_dispatched(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> None:
         """Takes in that rounds were sent."""
         for running in batch:
-            running.least, running.most = running.least + rounds, running.most + rounds * width
+            running.least = running.least + rounds
+            running.most = running.most + rounds * width
 
     def on_completed(
         self, running: RunningSequence, rounds: int, width: int, committed: int, drafter: str | None = None
@@ -426,7 +442,8 @@ class Scheduler:
         Args:
             drafter: whose context the rounds extended.
         """
-        running.least, running.most = running.least - rounds, running.most - rounds * width
+        running.least = running.least - rounds
+        running.most = running.most - rounds * width
         running.known += committed
         if drafter in running.held:
             running.held[drafter] = running.known

@@ -164,7 +164,8 @@ class Service(ABC):
             if self.closed:
                 raise Stopped("the engine was stopped before it began")
             self.trap.open()
-            self.ready, self.stepped = True, time.monotonic()
+            self.ready = True
+            self.stepped = time.monotonic()
 
     def start(self) -> None:
         """Takes requests from now on, and steps on a thread of its own. Raises what `open` raises."""
@@ -217,7 +218,8 @@ class Service(ABC):
 
     def enter(self, sequence: TokenSequence) -> None:
         """Counts a sequence among those that are there. Call it with the lock, where there are other threads."""
-        sequence.handle.number, sequence.handle.times.asked = self.numbers, time.monotonic()
+        sequence.handle.number = self.numbers
+        sequence.handle.times.asked = time.monotonic()
         self.numbers += 1
         self.there[sequence] = None
 
@@ -240,11 +242,14 @@ class Service(ABC):
         """
         until = time.monotonic() + drain_s
         with self.wake:
-            self.ready, self.closed = False, True  # from here on nobody begins it
+            # from here on nobody begins it
+            self.ready = False
+            self.closed = True
         while self.busy and time.monotonic() < until:
             time.sleep(0.01)
         with self.wake:
-            drained, self.ending = not self.busy, True
+            drained = not self.busy
+            self.ending = True
             self.rouse()
         if self.thread is None:
             self.end_all()
@@ -268,7 +273,9 @@ class Service(ABC):
         except Exception as error:
             log.exception("the engine cannot go on")
             with self.wake:
-                self.ready, self.closed, self.ending = False, True, True
+                self.ready = False
+                self.closed = True
+                self.ending = True
                 self.failure = error
         self.end_all()
         if self.failure is not None and self.on_failure is not None:
@@ -313,7 +320,8 @@ class Service(ABC):
             self.woken = False
             for sequence in self.asked:
                 self.scheduler.wait(sequence)
-            self.asked, self.asked_tokens = [], 0
+            self.asked = []
+            self.asked_tokens = 0
             return list(self.there)
 
     def admit(self) -> int:

@@ -94,7 +94,8 @@ def state_bytes(target: Target, drafter: Drafter | None, layout: Layout, dtype: 
 
 def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
     """About what programs compute with besides weights and caches, on each device: logits, and what is between two layers."""
-    config, devices = target.config, 1 if target.mesh is None else target.mesh.size
+    config = target.config
+    devices = 1 if target.mesh is None else target.mesh.size
     tokens = max(table.chunks[-1], table.batches[-1] * widest)
     logits = LOGITS * tokens * config.vocab_size * 4
     layer = tokens * (4 * config.hidden_size + 3 * config.mlp_columns) * 4
@@ -151,7 +152,8 @@ class PoolBytes:
         Layers with a window need no more pages from some number on; where there are fewer, as many as the others.
         """
         fewest = pages_within(budget, self.page_bytes, most)
-        one, whole = self.layout(1), self.layout(most)
+        one = self.layout(1)
+        whole = self.layout(most)
         plain = self.bytes_of(replace(one, pages=2)) - self.bytes_of(one)
         windows = self.bytes_of(whole) - self.fixed_bytes - most * plain
         return max(fewest, pages_within(budget - windows, plain, most))
@@ -170,12 +172,15 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     masked = masked_width(target, dtype) if options.constraints else 1
     widest = masked if drafter is None else drafter.block_size
     table = options.shapes(longest)
-    capacity, size = table.capacities[-1], options.page_size
+    capacity = table.capacities[-1]
+    size = options.page_size
     full = table.batches[-1] * capacity // size
     pool = PoolBytes(target, drafter, dtype, table.batches[-1], capacity, size, look_ahead(table.chunks[-1], widest))
     pool = replace(pool, snapshots=snapshots_for(pool, options))
-    fixed, each = pool.fixed_bytes, pool.page_bytes
-    pages, free = full if options.pages is None else options.pages, None
+    fixed = pool.fixed_bytes
+    each = pool.page_bytes
+    pages = full if options.pages is None else options.pages
+    free = None
     automata = table_bytes(table.batches[-1], target.config.vocab_size)
     automata *= options.constraints and makes_masks(target)
     if options.pages is None and options.memory_fraction is not None:
@@ -226,7 +231,8 @@ def sizes_line(sizes: EngineSizes, weights: Any, target: Target, dtype: str, kv_
     held = f"in {dtype} (--dtype, --weights)"
     if target.ops.weights != "auto":
         held = f"with matrices {MATRICES[target.ops.weights]} (--weights {target.ops.weights}), the rest in {dtype} (--dtype)"
-    layout, states = sizes.layout, ""
+    layout = sizes.layout
+    states = ""
     if sizes.row_bytes:
         rows = f"{layout.batch} rows and {layout.snapshots} snapshots"
         states = f"; states {amount(sizes.row_bytes * layout.state_rows)}: {rows} (--slots, --state-snapshots)"

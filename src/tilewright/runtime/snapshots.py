@@ -28,7 +28,9 @@ class Snapshots:
     """
 
     def __init__(self, count: int, pages: Pages, least: int = OVERHEAD):
-        self.count, self.pages, self.least = count, pages, least
+        self.count = count
+        self.pages = pages
+        self.least = least
         self.published: OrderedDict[bytes, int] = OrderedDict()
         self.forget()
 
@@ -77,5 +79,6 @@ class Snapshots:
 
     def forget(self) -> None:
         """Keeps none any more, and none is held: what the device held is lost."""
-        self.empty, self.held = list(range(self.count)), [0] * self.count
+        self.empty = list(range(self.count))
+        self.held = [0] * self.count
         self.published.clear()

@@ -161,24 +161,41 @@ def cached_attend(
 
 
 def run_target(
-    target: Target, params: DecoderParams, state: DecodeState, tokens: Int[Array, "B T"], span: Span,
+    target: Target,
+    params: DecoderParams,
+    state: DecodeState,
+    tokens: Int[Array, "B T"],
+    span: Span,
     tap_layers: tuple[int, ...],
-) -> decoder.Forward:  # fmt: skip
+) -> decoder.Forward:
     """Runs `tokens` at positions `span.start` onwards over the target's cache; the updated cache is in the result's `kept`.
 
     What comes of tokens behind the first `span.count` means nothing.
     """
     positions = block_positions(span.start, tokens.shape[1])
     return decoder.forward(
-        target.config, target.ops, params, tokens, positions, cached_attend, span, state.target_cache, tap_layers,
-        target.schedule, state.adapter,
-    )  # fmt: skip
+        target.config,
+        target.ops,
+        params,
+        tokens,
+        positions,
+        cached_attend,
+        span,
+        state.target_cache,
+        tap_layers,
+        target.schedule,
+        state.adapter,
+    )
 
 
 def verify(
-    target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], tap_layers: tuple[int, ...],
+    target: Target,
+    params: DecoderParams,
+    state: DecodeState,
+    block: Int[Array, "B T"],
+    tap_layers: tuple[int, ...],
     masks: Array | None = None,
-) -> Verified:  # fmt: skip
+) -> Verified:
     """Runs a block that begins with the known token through the target and draws the token after each slot.
 
     Slots behind the last position that the cache has write nothing: no token is committed there.
@@ -196,9 +213,13 @@ def verify(
 
 
 def next_tokens(
-    target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], hidden: Array,
+    target: Target,
+    params: DecoderParams,
+    state: DecodeState,
+    block: Int[Array, "B T"],
+    hidden: Array,
     masks: Array | None = None,
-) -> tuple[Int[Array, "B T"], Logprobs | None]:  # fmt: skip
+) -> tuple[Int[Array, "B T"], Logprobs | None]:
     """The token after each slot of a block, and what rows that ask are told about those that may be committed.
 
     Where every row takes the most likely token and asks for nothing else, the head gives that at once, without its logits. A
@@ -208,7 +229,8 @@ def next_tokens(
         hidden: the target's hidden states, `[B, T, H]`.
         masks: see `verify`. Logits, where any are computed, are the masked ones to all that follows.
     """
-    rows, after = state.sampling, block_positions(state.known + 1, block.shape[1])
+    rows = state.sampling
+    after = block_positions(state.known + 1, block.shape[1])
     if target.sampling == "greedy":
         return decoder.most_likely(target.config, target.ops, params, hidden, target.schedule, masks), None
 
@@ -271,8 +293,8 @@ def known_token(state: DecodeState) -> Int[Array, "B 1"]:
     return jnp.take_along_axis(state.tokens, state.known[:, None], axis=1)
 
 
-LOOKED_UP = 1 << 16
-"""Added to the number of drafts in a report where they were looked up; a block has fewer."""
+FROM_NGRAMS = 1 << 16
+"""Added to the number of drafts in a report where n-grams made them; a block has fewer drafts."""
 
 
 class StepInfo(NamedTuple):
@@ -284,7 +306,7 @@ class StepInfo(NamedTuple):
         drafted: `[B]`; drafts that it ran.
         accepted: `[B]`; drafts that the target agreed with, those behind the row's end included.
         logprobs: of the tokens that it added to rows that ask for them; None where nobody asked.
-        looked_up: `[B]`; whether its drafts were looked up in the text in the place of a model's; None where none can be.
+        from_ngrams: `[B]`; true where n-grams made the drafts in place of a model; None for a drafter that never does.
     """
 
     tokens: Any
@@ -292,7 +314,7 @@ class StepInfo(NamedTuple):
     drafted: Any
     accepted: Any
     logprobs: Logprobs | None = None
-    looked_up: Any = None
+    from_ngrams: Any = None
 
     def widened(self, width: int) -> "StepInfo":
         """Copy with `width` slots, those behind the last one empty."""
@@ -304,7 +326,7 @@ class StepInfo(NamedTuple):
 
     def packed(self) -> Int[Array, "B _"]:
         """All but the log-probabilities in one array: what a dispatch reports then comes to the host in one piece."""
-        drafted = self.drafted if self.looked_up is None else self.drafted + LOOKED_UP * self.looked_up.astype(jnp.int32)
+        drafted = self.drafted if self.from_ngrams is None else self.drafted + FROM_NGRAMS * self.from_ngrams.astype(jnp.int32)
         counts = jnp.stack([self.committed, drafted, self.accepted], axis=1)
         return jnp.concatenate([counts, self.tokens], axis=1).astype(jnp.int32)
 
@@ -319,8 +341,8 @@ class StepInfo(NamedTuple):
         ran = np.count_nonzero(np.any(packed[..., 0] > 0, axis=1))
         logprobs = jax.tree.map(lambda each: np.asarray(each)[:ran], reports.logprobs) if wanted else None
         committed, drafted, accepted = np.moveaxis(packed[:ran, :, :3], -1, 0)
-        looked_up, drafted = np.divmod(drafted, LOOKED_UP)
-        return StepInfo(packed[:ran, :, 3:], committed, drafted, accepted, logprobs, looked_up > 0)
+        from_ngrams, drafted = np.divmod(drafted, FROM_NGRAMS)
+        return StepInfo(packed[:ran, :, 3:], committed, drafted, accepted, logprobs, from_ngrams > 0)
 
 
 class Reports(NamedTuple):

@@ -31,7 +31,8 @@ class WithoutTokens:
     """State of a row in its constraint, without some tokens; see `runtime.constraints.ConstraintState`."""
 
     def __init__(self, state: ConstraintState, tokens: tuple[int, ...]):
-        self.state, self.tokens = state, tokens
+        self.state = state
+        self.tokens = tokens
 
     @property
     def automaton(self) -> AutomatonState | None:
@@ -67,7 +68,8 @@ def masks_without(masks: UInt32[np.ndarray, "N W"], tokens: Sequence[int]) -> UI
 @lru_cache(maxsize=32)
 def automaton_without(automaton: Automaton, tokens: tuple[int, ...]) -> Automaton:
     """An automaton with such masks: one for all who ask, so that it is on the device once."""
-    masks, forced = masks_without(automaton.masks, tokens), automaton.forced.copy()
+    masks = masks_without(automaton.masks, tokens)
+    forced = automaton.forced.copy()
     own = masks[automaton.mask_of, np.maximum(forced, 0) // WORD] >> (np.maximum(forced, 0) % WORD).astype(np.uint32)
     forced[(own & 1) == 0] = -1
     return replace(automaton, masks=masks, forced=forced)

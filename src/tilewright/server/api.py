@@ -283,7 +283,8 @@ class Api:
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced[:20]) > most:
             raise too_long
-        raw, is_long = bytearray(), False
+        raw = bytearray()
+        is_long = False
         try:
             async for part in request.stream():
                 raw += part
@@ -292,7 +293,8 @@ class Api:
                 if len(raw) > PARSED_HERE and not is_long:
                     if self.long_bodies >= MOST_LONG_BODIES:
                         raise overloaded()
-                    self.long_bodies, is_long = self.long_bodies + 1, True
+                    self.long_bodies = self.long_bodies + 1
+                    is_long = True
         finally:
             self.long_bodies -= is_long
         return bytes(raw)
@@ -324,35 +326,39 @@ class Api:
 
     async def start(
         self, body: GenerationBody, is_long: bool = False, traced: Ended | None = None
-    ) -> tuple[ParsedRequest, Running]:  # fmt: skip
+    ) -> tuple[ParsedRequest, Running]:
         """Tokenises a body, aside if it is long or its grammar new, and submits its requests, where there is room for them."""
         options = self.options
         asks = partial(has_new_grammar, body, options.template, options.constrain)
         compiles = await in_thread(self.threads, asks) if is_long else asks()
         threads = self.grammars_thread if compiles else self.long_prompts_thread if is_long else self.threads
         given = (options.template, options.deadline_s, options.sampling, options.constrain)
-        running, size = Running(self.engine, self.timings, traced), rough_size(body, self.engine.context)
+        running = Running(self.engine, self.timings, traced)
+        size = rough_size(body, self.engine.context)
         named = Named("choices", "n", "messages" if isinstance(body, ChatBody) else "prompt")
         return await self.started(running, size, named, threads, lambda: parse_request(body, self.engine, *given))
 
     async def embedded(
         self, body: PooledBody, inputs: Sequence[str | list[int]], params: Sequence[str], is_long: bool, traced: Ended | None
-    ) -> tuple[ParsedInputs, Running]:  # fmt: skip
+    ) -> tuple[ParsedInputs, Running]:
         """Tokenises and submits texts whose embeddings are asked for; `params` are the fields that have them, one for each."""
         options, (most, _) = self.options, Counter(params).most_common(1)[0]
         parse = partial(parse_inputs, inputs, body, self.engine, options.pooling, options.deadline_s, params)
         threads = self.long_prompts_thread if is_long else self.threads
-        running, size = Running(self.engine, self.timings, traced), rough_inputs(inputs, self.engine.context)
+        running = Running(self.engine, self.timings, traced)
+        size = rough_inputs(inputs, self.engine.context)
         return await self.started(running, size, Named("texts", most, most), threads, parse)
 
     def traced(self, request: Request, model: str | None) -> Ended | None:
         """What makes spans of a body's requests; None for no traces."""
-        tracer, name, own = self.options.tracer, self.served_as(model).name, request.state.request_id
+        tracer = self.options.tracer
+        name = self.served_as(model).name
+        own = request.state.request_id
         return None if tracer is None else tracer.request(request.scope["path"], request.headers, name, own)
 
     async def started(
         self, running: Running, size: tuple[int, int], named: Named, threads: ThreadPoolExecutor, parse: Callable[[], Parsed]
-    ) -> tuple[Parsed, Running]:  # fmt: skip
+    ) -> tuple[Parsed, Running]:
         """Parses in a thread, and submits the requests that come of it, where there is room for them.
 
         Args:
@@ -377,7 +383,8 @@ class Api:
     def submitted(self, parse: Callable[[], Parsed], running: Running, named: Named) -> Parsed:
         """The part of `started` that takes time with long prompts; it runs in a thread."""
         parsed = parse()
-        tokens, most = sum(len(request.prompt) for request in parsed.requests), self.engine.options.queue_tokens
+        tokens = sum(len(request.prompt) for request in parsed.requests)
+        most = self.engine.options.queue_tokens
         if tokens > most:
             expected = f"at most {most} prompt tokens, those of all {named.noun} together"
             raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", named.long)

@@ -29,9 +29,13 @@ def make_app(api: Api) -> ASGIApp:
     """All routes, behind keys if there are any; the outermost layer gives every request its id."""
     # The pages that FastAPI offers for its description load scripts from elsewhere.
     routes = FastAPI(
-        title="Tilewright", version=api.options.version, description="For OpenAI's clients.", docs_url=None, redoc_url=None,
+        title="Tilewright",
+        version=api.options.version,
+        description="For OpenAI's clients.",
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
-    )  # fmt: skip
+    )
     for group in (
         generation_routes,
         messages_routes,

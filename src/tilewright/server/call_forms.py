@@ -137,7 +137,8 @@ def reordered(text: str, end: int, schemas: Schemas | None) -> Read:
     found = decoded(text)
     if not isinstance(found, dict):
         return Read(None, end=end)
-    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    name = found.get("name")
+    arguments = found.get("arguments", found.get("parameters"))
     if arguments is None and found.keys() <= {"name", "arguments", "parameters"} and (schemas is None or name in schemas):
         arguments = {}
     arguments = decoded(arguments) if isinstance(arguments, str) else arguments

@@ -54,7 +54,8 @@ class ChoiceText:
         """Takes the next text, the `last` one or not."""
         if self.parser is None:
             return Added(text)
-        added, index = Added(), self.parser.calls - 1
+        added = Added()
+        index = self.parser.calls - 1
         for part in self.parser.push(text, last):
             if isinstance(part, Content):
                 added.content = (added.content or "") + part.text

@@ -193,7 +193,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.head_timer, self.unread_timer = cancelled(self.head_timer), cancelled(self.unread_timer)
+        self.head_timer = cancelled(self.head_timer)
+        self.unread_timer = cancelled(self.unread_timer)
 
 
 def cancelled(timer: asyncio.TimerHandle | None) -> None:
@@ -216,11 +217,20 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, most: int = MOST_CONNECTIONS, tls: ssl.SSLContext | None = None):
         config = uvicorn.Config(
-            app, http=Connection, log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
-            server_header=False, timeout_graceful_shutdown=FLUSH_S,
-        )  # fmt: skip
+            app,
+            http=Connection,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=FLUSH_S,
+        )
         super().__init__(config)
-        self.most, self.tls, self.handshakes = most, tls, set[asyncio.Task[None]]()
+        self.most = most
+        self.tls = tls
+        self.handshakes = set[asyncio.Task[None]]()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -241,7 +251,8 @@ class HttpServer(uvicorn.Server):
 
     async def accept(self, listening: socket.socket) -> None:
         """Takes connections for ever."""
-        loop, complaint = asyncio.get_running_loop(), 0.0
+        loop = asyncio.get_running_loop()
+        complaint = 0.0
         listening.setblocking(False)
         while True:
             try:

@@ -73,7 +73,8 @@ def model_defaults(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is no JSON object, or a value is out of range.
     """
-    path, given = folder / GENERATION_CONFIG, read_generation_config(folder)
+    path = folder / GENERATION_CONFIG
+    given = read_generation_config(folder)
     found = {each.name: given[each.name] for each in fields(SamplingDefaults) if given.get(each.name) is not None}
     for name, value in found.items():
         low, high = RANGES[name]

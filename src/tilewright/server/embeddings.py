@@ -74,7 +74,8 @@ class ScoreBody(PooledBody):
 
     def pairs(self) -> list[tuple[str, str]]:
         """The texts of each score. Raises an `ApiError` where they are not as many."""
-        first, second = listed(self.text_1), listed(self.text_2)
+        first = listed(self.text_1)
+        second = listed(self.text_2)
         if len(first) == 1:
             first *= len(second)
         if len(first) != len(second):
@@ -144,9 +145,13 @@ def rough_size(inputs: Sequence[str | list[int]], context: int) -> tuple[int, in
 
 
 def parse_inputs(
-    inputs: Sequence[str | list[int]], body: PooledBody, engine: Service, pooling: Pooling, deadline_s: float | None,
+    inputs: Sequence[str | list[int]],
+    body: PooledBody,
+    engine: Service,
+    pooling: Pooling,
+    deadline_s: float | None,
     params: Sequence[str],
-) -> ParsedInputs:  # fmt: skip
+) -> ParsedInputs:
     """Tokenises texts, and makes the requests. This may take a while.
 
     Args:
@@ -155,7 +160,8 @@ def parse_inputs(
     Raises:
         ApiError: one of them is no prompt for the model.
     """
-    requests, special = list[GenerateRequest](), body.add_special_tokens is not False
+    requests = list[GenerateRequest]()
+    special = body.add_special_tokens is not False
     lora = body.model if body.model in engine.adapters else None
     for one, param in zip(inputs, params, strict=True):
         try:

@@ -56,11 +56,18 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None,
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
         self.headers = dict(headers or {})
 
     @property
@@ -120,7 +127,8 @@ def field_name(place: tuple[int | str, ...]) -> str | None:
 def invalid_body(error: ValidationError) -> ApiError:
     """Error of the first thing that is wrong in a body."""
     first = error.errors(include_url=False)[0]
-    kind, param = first["type"], field_name(first["loc"])
+    kind = first["type"]
+    param = field_name(first["loc"])
     if kind == "json_invalid":
         return ApiError(400, f"expected a JSON object: {first['msg'].removeprefix('Invalid JSON: ')}", "invalid_json")
     if kind == "missing":

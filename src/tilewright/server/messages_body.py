@@ -228,7 +228,8 @@ class CountBody(ChatLike):
 
     def others(self) -> Json:
         asked = self.output_format or (self.output_config and self.output_config.format)
-        choice, last = self.tool_choice, self.messages[-1]
+        choice = self.tool_choice
+        last = self.messages[-1]
         called = any(isinstance(block, ToolUseBlock) for block in last.content)
         return {
             "tools": [tool.chat() for tool in self.tools or ()],

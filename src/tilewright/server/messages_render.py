@@ -88,9 +88,14 @@ class MessagesRenderer(Renderer):
 
     def message(self, content: list[TextBlock | AnswerToolUse], **ended: Any) -> AnsweredMessage:
         return AnsweredMessage(
-            id=f"msg_{self.request_id}", type="message", role="assistant", model=self.served.name, content=content,
-            usage=self.message_usage(), **ended,
-        )  # fmt: skip
+            id=f"msg_{self.request_id}",
+            type="message",
+            role="assistant",
+            model=self.served.name,
+            content=content,
+            usage=self.message_usage(),
+            **ended,
+        )
 
     def shown(self, block: AnswerBlock) -> TextBlock | AnswerToolUse:
         """A block. Arguments that were cut off are shown as far as they came; what is no JSON is no call but a text."""
@@ -106,9 +111,11 @@ class MessagesRenderer(Renderer):
         usage = self.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return MessagesUsage(
-            input_tokens=usage.prompt_tokens - cached, cache_creation_input_tokens=0, cache_read_input_tokens=cached,
+            input_tokens=usage.prompt_tokens - cached,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
-        )  # fmt: skip
+        )
 
     def stop(self, called: bool) -> dict[str, Any]:
         """Fields that say why it ended; `called` where there are calls."""
@@ -133,7 +140,8 @@ class MessagesRenderer(Renderer):
 
     def changed(self, change: Change) -> Iterator[bytes]:
         """Events of a block's change."""
-        index, block = len(self.blocks.found) - 1, change.block
+        index = len(self.blocks.found) - 1
+        block = change.block
         if isinstance(change, Opened):
             empty = self.shown(AnswerBlock(block.name, block.id))
             yield named("content_block_start", index=index, content_block=empty.model_dump())
@@ -147,7 +155,8 @@ class MessagesRenderer(Renderer):
             yield named("content_block_stop", index=index)
 
     def last_events(self) -> Iterable[bytes]:
-        usage, metrics = self.message_usage().model_dump(), self.metrics().model_dump(exclude_unset=True)
+        usage = self.message_usage().model_dump()
+        metrics = self.metrics().model_dump(exclude_unset=True)
         yield named("message_delta", delta=self.stop(self.blocks.calls), usage=usage, metrics=metrics)
         yield named("message_stop")
 

@@ -42,7 +42,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id, status, began = uuid.uuid4().hex, 0, time.monotonic()
+        request_id = uuid.uuid4().hex
+        status = 0
+        began = time.monotonic()
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def sent(message: Message) -> None:
@@ -103,7 +105,8 @@ class Keys:
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]):
-        self.app, self.keys = app, [key.encode() for key in keys]
+        self.app = app
+        self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (key := self.known(scope)) is not None:

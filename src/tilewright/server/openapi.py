@@ -15,8 +15,14 @@ from tilewright.server.protocol import TOKEN_ID, DetokenizeBody, TokenizeBody
 from tilewright.server.responses_body import ResponsesBody
 
 BODIES: tuple[type[BaseModel], ...] = (
-    DetokenizeBody, TokenizeBody, MessagesBody, CountBody, ResponsesBody, EmbeddingsBody, ScoreBody,
-)  # fmt: skip
+    DetokenizeBody,
+    TokenizeBody,
+    MessagesBody,
+    CountBody,
+    ResponsesBody,
+    EmbeddingsBody,
+    ScoreBody,
+)
 REFERENCE = "#/components/schemas/{model}"
 
 Json = dict[str, Any]
@@ -33,9 +39,7 @@ def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str,
     return {status: {"model": body} for status in statuses}
 
 
-def describe(
-    app: FastAPI, generating: Sequence[type[BaseModel]], models: Sequence[str], vocab: int
-) -> Callable[[], Json]:  # fmt: skip
+def describe(app: FastAPI, generating: Sequence[type[BaseModel]], models: Sequence[str], vocab: int) -> Callable[[], Json]:
     """Function that gives the app's OpenAPI description.
 
     Args:

@@ -217,9 +217,13 @@ def check_beginning(text: str, engine: Service, param: str) -> None:
 
 
 def parse_request(
-    body: GenerationBody, engine: Service, template: ChatTemplate | None, deadline_s: float | None,
-    sampling: SamplingDefaults, constrain: Constrain | None = None,
-) -> ParsedRequest:  # fmt: skip
+    body: GenerationBody,
+    engine: Service,
+    template: ChatTemplate | None,
+    deadline_s: float | None,
+    sampling: SamplingDefaults,
+    constrain: Constrain | None = None,
+) -> ParsedRequest:
     """Tokenises, compiles a grammar, and makes the requests. This may take a while.
 
     Args:
@@ -232,13 +236,16 @@ def parse_request(
     tools = tools_of(body, template)
     constraint = constraint_of(body, tools, constrain)
     if isinstance(body, ChatBody):
-        prompts, echo = [conversation(body, engine, template, tools)], False
+        prompts = [conversation(body, engine, template, tools)]
+        echo = False
         logprobs = given(body.top_logprobs, 0) if body.logprobs else None
     else:
         assert isinstance(body, CompletionBody)
-        echo, logprobs = bool(body.echo), body.logprobs
+        echo = bool(body.echo)
+        logprobs = body.logprobs
         prompts = [prompted(one, body, engine) for one in listed(body.prompt)]
-    choices, requests = given(body.n, 1), list[Any]()
+    choices = given(body.n, 1)
+    requests = list[Any]()
     of_prompt = body.prompt_logprobs is not None or (echo and logprobs is not None)
     wanted = [each for each in (logprobs, body.prompt_logprobs) if each is not None]
     how = (max(wanted, default=None), of_prompt, deadline_s)  # as many alternatives as the one wants that wants most
@@ -267,9 +274,17 @@ def parse_request(
     except ValueError as error:
         raise ApiError(400, str(error), "invalid_value") from error
     return ParsedRequest(
-        prompts, choices, requests, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids),
-        constraint is not None, tools,
-    )  # fmt: skip
+        prompts,
+        choices,
+        requests,
+        echo,
+        body.max_tokens != 0,
+        logprobs,
+        body.prompt_logprobs,
+        bool(body.return_token_ids),
+        constraint is not None,
+        tools,
+    )
 
 
 def behind_thought(
@@ -356,7 +371,9 @@ def check_parameters(tools: ToolUse, constrain: Constrain | None) -> None:
 
 def prompted(prompt: str | list[int], body: CompletionBody, engine: Service) -> Prompted:
     """A prompt of `/v1/completions`."""
-    tokenizer, echo, special = engine.tokenizer, body.echo, body.add_special_tokens is not False
+    tokenizer = engine.tokenizer
+    echo = body.echo
+    special = body.add_special_tokens is not False
     offsets = body.logprobs is not None
     try:
         if isinstance(prompt, list):
@@ -408,9 +425,11 @@ def rendered(messages: Sequence[Message], body: Templated, template: ChatTemplat
     goes_on = bool(body.continue_final_message)
     begins = given(body.add_generation_prompt, not goes_on)
     try:
-        shown, described = [one.shown for one in messages], None if tools is None else tools.described
+        shown = [one.shown for one in messages]
+        described = None if tools is None else tools.described
         if not template.takes_tools:
-            shown, described = told(shown, tools), None
+            shown = told(shown, tools)
+            described = None
         return template.render(shown, begins, goes_on, body.template_values, described)
     except ValueError as error:
         log.info("a chat template failed", exc_info=error)

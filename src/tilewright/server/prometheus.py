@@ -15,8 +15,13 @@ from tilewright.runtime.request import EndReason, EngineStats, Times
 from tilewright.runtime.service import Service
 
 FINISHED: Mapping[EndReason, str] = {
-    "eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error",
-}  # fmt: skip
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "deadline": "abort",
+    "error": "error",
+}
 """vLLM's words for how requests end."""
 
 READ: Mapping[str, Callable[[EngineStats], float | Mapping[str, int]]] = {
@@ -73,7 +78,8 @@ class EngineCollector(Collector):
     """Reads the engine's stats when Prometheus asks."""
 
     def __init__(self, engine: Service, model: str):
-        self.engine, self.model = engine, model
+        self.engine = engine
+        self.model = model
 
     def describe(self) -> Iterable[MetricFamily]:
         return ()  # else a registry would ask the engine when this is registered

@@ -103,14 +103,16 @@ class Renderer(ABC):
 
     def take(self, index: int, update: RequestOutput) -> tuple[bool, tuple[Token, ...]]:
         """Counts what is shown of an update. Returns whether it is the choice's first, and its tokens."""
-        tokens, first = update.tokens if self.parsed.generates else (), self.begins(index)
+        tokens = update.tokens if self.parsed.generates else ()
+        first = self.begins(index)
         self.begun.add(index)
         self.generated[index] += len(tokens)
         return first, tokens
 
     def ends(self, index: int, update: RequestOutput, tokens: Sequence[Token]) -> dict[str, Any]:
         """Fields that every choice of an update has: its number, why it ended, and ids where they are asked for."""
-        result, reason = self.handles[index].result, None if update.end is None else self.finish(index, update.end)
+        result = self.handles[index].result
+        reason = None if update.end is None else self.finish(index, update.end)
         found: dict[str, Any] = {"index": index, "finish_reason": reason}
         if reason is not None and result is not None and result.stop_reason is not None:
             found["stop_reason"] = result.stop_reason
@@ -141,7 +143,8 @@ class Renderer(ABC):
 
     def usage(self) -> Usage:
         firsts = self.handles[:: self.parsed.choices]
-        prompt, completion = sum(len(one.tokens) for one in self.parsed.prompts), sum(self.generated)
+        prompt = sum(len(one.tokens) for one in self.parsed.prompts)
+        completion = sum(self.generated)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -274,7 +277,8 @@ class CompletionRenderer(ChunkRenderer):
         return CompletionChoice(text=text, logprobs=found, **told)
 
     def logprobs(self, index: int, new: Sequence[Token], first: bool) -> CompletionLogprobs:
-        prompt, most = self.parsed.prompt_of(index), self.parsed.logprobs or 0
+        prompt = self.parsed.prompt_of(index)
+        most = self.parsed.logprobs or 0
         tokens: list[tuple[int, TokenLogprobs | None]] = [*self.with_logprobs(new)]
         offsets = self.offsets[index].of([token for token, _ in tokens])
         if self.parsed.echo and first:

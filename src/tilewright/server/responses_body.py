@@ -165,9 +165,14 @@ class ResponseStreamOptions(Body):
 
 
 INCLUDED = Literal[
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
-    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url",
-]  # fmt: skip
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 """Parts of answers that ours do not have, whoever asks for them."""
 
 
@@ -248,7 +253,8 @@ class ResponsesBody(ChatLike):
         return found
 
     def others(self) -> Json:
-        form, choice = self.text.format if self.text is not None else None, self.tool_choice
+        form = self.text.format if self.text is not None else None
+        choice = self.tool_choice
         if isinstance(choice, ForcedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         same = ("temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "chat_template_kwargs")

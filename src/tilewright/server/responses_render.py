@@ -178,7 +178,8 @@ class ResponsesRenderer(Renderer):
 
     def asked(self) -> Json:
         """Fields of the body, and what holds where it said nothing."""
-        body, sampling = self.body, self.parsed.requests[0].sampling
+        body = self.body
+        sampling = self.parsed.requests[0].sampling
         form = {"type": "text"} if body.text is None or body.text.format is None else body.text.format.shown()
         choice = body.tool_choice or "auto"
         return {
@@ -205,16 +206,21 @@ class ResponsesRenderer(Renderer):
             content = [] if status == "in_progress" else [self.part(block.text)]
             return OutputMessage(id=f"msg_{block.id}", type="message", role="assistant", status=status, content=content)
         return OutputCall(
-            id=f"fc_{block.id}", type="function_call", call_id=f"call_{block.id}", name=block.name, arguments=block.text,
+            id=f"fc_{block.id}",
+            type="function_call",
+            call_id=f"call_{block.id}",
+            name=block.name,
+            arguments=block.text,
             status=status,
-        )  # fmt: skip
+        )
 
     def part(self, text: str) -> OutputText:
         return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """The next event."""
-        number, self.told = self.told, self.told + 1
+        number = self.told
+        self.told = self.told + 1
         shown = {
             name: value.model_dump(exclude_unset=True) if isinstance(value, Answer) else value for name, value in fields.items()
         }
@@ -235,12 +241,14 @@ class ResponsesRenderer(Renderer):
 
     def changed(self, change: Change) -> Iterator[bytes]:
         """Events of a block's change."""
-        block, index = change.block, len(self.blocks.found) - 1
+        block = change.block
+        index = len(self.blocks.found) - 1
         item = self.item(block, "in_progress")
         place: Json = {"item_id": item.id, "output_index": index}
         kind = "response.function_call_arguments"
         if block.name is None:
-            kind, place = "response.output_text", {**place, "content_index": 0}
+            kind = "response.output_text"
+            place = {**place, "content_index": 0}
         if isinstance(change, Opened):
             yield self.event("response.output_item.added", output_index=index, item=item)
             if block.name is None:

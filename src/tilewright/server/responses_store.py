@@ -31,7 +31,9 @@ class ResponsesStore:
     """
 
     def __init__(self, most: int, most_bytes: int):
-        self.most, self.most_bytes, self.size = most, most_bytes, 0
+        self.most = most
+        self.most_bytes = most_bytes
+        self.size = 0
         self.kept: OrderedDict[tuple[int, str], Stored] = OrderedDict()
 
     def put(self, owner: int, name: str, stored: Stored) -> None:

@@ -113,7 +113,7 @@ def generation_routes(api: Api) -> APIRouter:
 
 async def embeddings_of_texts(
     api: Api, request: Request, body: PooledBody, inputs: Sequence[str | list[int]], params: Sequence[str]
-) -> tuple[ParsedInputs, list[np.ndarray]]:  # fmt: skip
+) -> tuple[ParsedInputs, list[np.ndarray]]:
     """The embeddings of texts, in order; `params` are the fields that have them, one for each."""
     traced = api.traced(request, body.model)
     parsed, running = await api.embedded(body, inputs, params, request.state.long, traced)
@@ -125,7 +125,8 @@ async def embeddings_of_texts(
 
 
 def embedding_routes(api: Api) -> APIRouter:
-    router, declared = APIRouter(tags=["embeddings"]), api.options.embedding_dimensions
+    router = APIRouter(tags=["embeddings"])
+    declared = api.options.embedding_dimensions
 
     @router.post(
         "/v1/embeddings",
@@ -199,7 +200,8 @@ def response_unknown(name: str) -> ApiError:
 
 
 def responses_routes(api: Api) -> APIRouter:
-    router, stored = APIRouter(tags=["responses"]), api.stored
+    router = APIRouter(tags=["responses"])
+    stored = api.stored
 
     @router.post(
         "/v1/responses",
@@ -208,7 +210,9 @@ def responses_routes(api: Api) -> APIRouter:
     )
     async def responses(request: Request) -> Response:
         """Answers a conversation, in the form of OpenAI's Responses API."""
-        body, before, asker = await api.body(request, ResponsesBody), b"[]", owner(request)
+        body = await api.body(request, ResponsesBody)
+        before = b"[]"
+        asker = owner(request)
         if (name := body.previous_response_id) is not None:
             previous = stored.get(asker, name)
             if previous is None:
@@ -228,7 +232,8 @@ def responses_routes(api: Api) -> APIRouter:
 
 
 def stored_routes(api: Api) -> APIRouter:
-    router, stored = APIRouter(tags=["responses"]), api.stored
+    router = APIRouter(tags=["responses"])
+    stored = api.stored
 
     @router.get("/v1/responses/{name}", responses={200: {"model": responses_render.ResponseAnswer}, **errors(400, 404)})
     async def response(request: Request, name: str) -> Response:
@@ -261,7 +266,8 @@ def stored_routes(api: Api) -> APIRouter:
 
 
 def token_routes(api: Api) -> APIRouter:
-    router, engine = APIRouter(tags=["tokens"]), api.engine
+    router = APIRouter(tags=["tokens"])
+    engine = api.engine
 
     def tokenized(body: TokenizeBody) -> Response:
         if body.prompt is not None:
@@ -377,7 +383,8 @@ def state_routes(api: Api) -> APIRouter:
     async def load() -> Response:
         """Requests in the engine, for those that spread them over servers."""
         stats = api.engine.stats()
-        running, waiting = stats.running, stats.waiting
+        running = stats.running
+        waiting = stats.waiting
         return answer(Load(server_load=running + waiting, num_requests_running=running, num_requests_waiting=waiting))
 
     @router.head("/ready", include_in_schema=False)

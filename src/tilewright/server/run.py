@@ -62,8 +62,12 @@ class Server:
     """
 
     def __init__(self, api: Api, drain_s: float, say: Callable[[], None], console: Console | None = None):
-        self.api, self.drain_s, self.say, self.console = api, drain_s, say, console
-        self.http, self.failure = HttpServer(make_app(api), most_connections(), api.options.tls), list[BaseException]()
+        self.api = api
+        self.drain_s = drain_s
+        self.say = say
+        self.console = console
+        self.http = HttpServer(make_app(api), most_connections(), api.options.tls)
+        self.failure = list[BaseException]()
 
     def run(self, listening: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT.

@@ -55,12 +55,16 @@ class Running:
 
     def __init__(self, engine: Service, timings: Timings, traced: Ended | None = None):
         """Args: `traced`: told of each request that has ended, once."""
-        self.engine, self.timings, self.traced = engine, timings, traced
-        self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, RequestOutput]]()
+        self.engine = engine
+        self.timings = timings
+        self.traced = traced
+        self.loop = asyncio.get_running_loop()
+        self.told = asyncio.Queue[tuple[int, RequestOutput]]()
         self.handles: list[RequestHandle] = []
         self.ended: set[int] = set()
         self.spans: frozenset[int] = frozenset()
-        self.given_up, self.lock = False, threading.Lock()
+        self.given_up = False
+        self.lock = threading.Lock()
 
     def submit(self, requests: Sequence[GenerateRequest] | Sequence[DenoisingRequest]) -> None:
         """Submits requests whose prompts the engine has encoded, on any thread; what is given up meanwhile is cancelled.
@@ -89,7 +93,8 @@ class Running:
     def cancel(self) -> None:
         """Gives up those that have not ended, and those that are submitted later."""
         with self.lock:
-            self.given_up, handles = True, list(self.handles)
+            self.given_up = True
+            handles = list(self.handles)
         for index, handle in enumerate(handles):
             if index not in self.ended:
                 self.engine.cancel(handle)
@@ -98,7 +103,8 @@ class Running:
     def trace(self, index: int, end: EndReason) -> None:
         """Has a span made of a request, the first time that it is told of its end."""
         with self.lock:
-            is_first, self.spans = index not in self.spans, self.spans | {index}
+            is_first = index not in self.spans
+            self.spans = self.spans | {index}
         if is_first and self.traced is not None:
             self.traced(self.handles[index], end)
 
@@ -166,7 +172,8 @@ class EventStream(Response):
     def __init__(self, source: AsyncIterator[bytes], running: Running):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.source, self.running = source, running
+        self.source = source
+        self.running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -205,7 +212,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], ask: Calla
     Raises:
         Disconnected: the client has gone.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive, ask))
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(gone(receive, ask))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -103,9 +103,11 @@ def grammar_of(response_format: ResponseFormat | None, outputs: StructuredOutput
             found["structured_outputs.json_object"] = Grammar.json_object
         if not any(name.startswith("structured_outputs") for name in found):
             raise ApiError(
-                400, "'structured_outputs': expected json, regex, choice, grammar or json_object, found none of them",
-                "invalid_value", "structured_outputs",
-            )  # fmt: skip
+                400,
+                "'structured_outputs': expected json, regex, choice, grammar or json_object, found none of them",
+                "invalid_value",
+                "structured_outputs",
+            )
     if len(found) > 1:
         first, second, *_ = found
         raise ApiError(400, f"'{second}': expected nothing beside {first}", "invalid_value", second)

@@ -10,7 +10,7 @@ CertReqs = Literal[0, 1, 2]
 
 def tls_context(
     certfile: Path | None, keyfile: Path | None = None, ca_certs: Path | None = None, cert_reqs: CertReqs = 0
-) -> ssl.SSLContext | None:  # fmt: skip
+) -> ssl.SSLContext | None:
     """Context of TLS 1.2 or later; None without a certificate.
 
     Args:

@@ -68,9 +68,13 @@ class Offsets:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, start: int = 0, skip_special_tokens: bool = True, prompt: Sequence[int] = (),
+        self,
+        tokenizer: Tokenizer,
+        start: int = 0,
+        skip_special_tokens: bool = True,
+        prompt: Sequence[int] = (),
         verbatim: bool = False,
-    ):  # fmt: skip
+    ):
         self.decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt, verbatim)
         self.at = start
 

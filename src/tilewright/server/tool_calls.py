@@ -43,9 +43,14 @@ class CallParser:
 
     def __init__(self, use: ToolUse):
         """Args: `use`: where one call is wanted, what comes behind the first is dropped."""
-        self.form, self.several, self.calls = use.form, use.several, 0
+        self.form = use.form
+        self.several = use.several
+        self.calls = 0
         self.schemas = use.schemas
-        self.text, self.within, self.told, self.done = "", False, -1, False
+        self.text = ""
+        self.within = False
+        self.told = -1
+        self.done = False
         self.told_content = False
 
     def push(self, text: str, last: bool = False) -> list[Part]:
@@ -76,7 +81,8 @@ class CallParser:
         """Calls where one is a whole answer: a text that does not begin with a call is content."""
         bare = self.text.lstrip().removeprefix(PYTHON_TAG).lstrip()
         if bare.startswith("{") and not self.told_content:
-            self.text, self.within = bare, True
+            self.text = bare
+            self.within = True
             return True
         if not last and not self.told_content and PYTHON_TAG.startswith(bare):
             return False
@@ -92,17 +98,22 @@ class CallParser:
             if end is None and not last:
                 return False
             parts.append(Content(f"{self.form.begin}{self.text[:end]}"))
-            self.text, self.within, self.told_content = "" if end is None else self.text[end:], False, True
+            self.text = "" if end is None else self.text[end:]
+            self.within = False
+            self.told_content = True
             return bool(self.text)
         if self.told < 0:
             parts.append(Called(name))
-            self.calls, self.told = self.calls + 1, 0
+            self.calls = self.calls + 1
+            self.told = 0
         if len(arguments) > self.told:
             parts.append(Arguments(arguments[self.told :]))
             self.told = len(arguments)
         behind = "" if end is None else self.text[end:].lstrip()
         if end is None or (not last and len(behind) < len(self.form.end) and self.form.end.startswith(behind)):
             return False
-        self.text, self.within, self.told = behind.removeprefix(self.form.end), False, -1
+        self.text = behind.removeprefix(self.form.end)
+        self.within = False
+        self.told = -1
         self.done = not self.several
         return True

@@ -69,7 +69,8 @@ class Call(Body):
     @property
     def shown(self) -> dict[str, Any] | str:
         """The call for chat templates, which write arguments as JSON themselves; a text where they are no JSON object."""
-        name, arguments = self.function.name, decoded(self.function.arguments.strip() or "{}")
+        name = self.function.name
+        arguments = decoded(self.function.arguments.strip() or "{}")
         if not isinstance(arguments, dict):
             return call_as_text(name, self.function.arguments)
         return {"id": self.id, "type": self.type, "function": {"name": name, "arguments": arguments}}
@@ -137,9 +138,11 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def tool_use(
-    tools: Sequence[Tool] | None, choice: Literal["none", "auto", "required"] | NamedTool | None, parallel: bool | None,
+    tools: Sequence[Tool] | None,
+    choice: Literal["none", "auto", "required"] | NamedTool | None,
+    parallel: bool | None,
     template: ChatTemplate | None,
-) -> ToolUse | None:  # fmt: skip
+) -> ToolUse | None:
     """Tools that a chat may call; None for none.
 
     Raises:

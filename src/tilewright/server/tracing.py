@@ -13,8 +13,11 @@ from tilewright.runtime.request import EndReason, GenerateRequest, RequestHandle
 from tilewright.server.prometheus import FINISHED
 
 OPERATIONS = {
-    "/v1/completions": "text_completion", "/v1/embeddings": "embeddings", "/v1/score": "embeddings", "/score": "embeddings",
-}  # fmt: skip
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "embeddings",
+    "/score": "embeddings",
+}
 """What the conventions call routes' operations; all others are chats."""
 
 Ended = Callable[[RequestHandle, EndReason], None]
@@ -27,7 +30,8 @@ class Tracer:
     def __init__(self, provider: Any, version: str):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self.provider, self.context = provider, TraceContextTextMapPropagator()
+        self.provider = provider
+        self.context = TraceContextTextMapPropagator()
         self.tracer = provider.get_tracer("tilewright", version)
 
     @staticmethod
@@ -66,16 +70,25 @@ class Tracer:
         def ended(handle: RequestHandle, end: EndReason) -> None:
             from opentelemetry.trace import SpanKind, Status, StatusCode
 
-            times, now = handle.times, time.monotonic()
+            times = handle.times
+            now = time.monotonic()
             epoch = time.time() - now  # of the engine's clock
             span = self.tracer.start_span(
-                f"{operation} {model}", parent, SpanKind.SERVER, attributes_of(handle, end, now),
+                f"{operation} {model}",
+                parent,
+                SpanKind.SERVER,
+                attributes_of(handle, end, now),
                 start_time=int((epoch + (times.asked or now)) * 1e9),
-            )  # fmt: skip
-            span.set_attributes({
-                "gen_ai.operation.name": operation, "gen_ai.provider.name": "tilewright", "gen_ai.request.model": model,
-                "gen_ai.response.model": model, "gen_ai.request.id": request_id,
-            })  # fmt: skip
+            )
+            span.set_attributes(
+                {
+                    "gen_ai.operation.name": operation,
+                    "gen_ai.provider.name": "tilewright",
+                    "gen_ai.request.model": model,
+                    "gen_ai.response.model": model,
+                    "gen_ai.request.id": request_id,
+                }
+            )
             if end in ("error", "deadline", "cancelled"):
                 span.set_attribute("error.type", end)
                 span.set_status(Status(StatusCode.ERROR, end))
@@ -86,7 +99,9 @@ class Tracer:
 
 def attributes_of(handle: RequestHandle, end: EndReason, now: float) -> dict[str, Any]:
     """What a span says of a request: what it asked for, tokens, and seconds."""
-    request, times, result = handle.request, handle.times, handle.result
+    request = handle.request
+    times = handle.times
+    result = handle.result
     sampling = request.sampling
     found: dict[str, Any] = {
         "gen_ai.usage.input_tokens": len(request.prompt),
@@ -97,9 +112,11 @@ def attributes_of(handle: RequestHandle, end: EndReason, now: float) -> dict[str
     }
     if not (isinstance(request, GenerateRequest) and request.pooling is not None):
         found |= {
-            "gen_ai.request.max_tokens": sampling.max_new_tokens, "gen_ai.request.temperature": sampling.temperature,
-            "gen_ai.request.top_p": sampling.top_p, "gen_ai.request.top_k": sampling.top_k,
-        }  # fmt: skip
+            "gen_ai.request.max_tokens": sampling.max_new_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+        }
         if sampling.seed is not None:
             found["gen_ai.request.seed"] = sampling.seed
     spans = (

@@ -27,7 +27,8 @@ from tilewright.server.call_forms import Read, Schemas
 
 FUNCTION = "<function="
 """What a call begins with, within its tags; templates that tell of this form have it."""
-FUNCTION_END, VALUE_END = "</function>", "</parameter>"
+FUNCTION_END = "</function>"
+VALUE_END = "</parameter>"
 NEWLINE = "\n"
 BEHIND_VALUE = f"{NEWLINE}{VALUE_END}"
 OPENING = re.compile(r"\s*<function=([^<>\s]+)>")
@@ -52,7 +53,8 @@ def referred(schema: Any, root: Mapping[str, Any]) -> Any:
     for _ in range(DEEPEST):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
-        path, schema = str(schema["$ref"]).split("/"), root
+        path = str(schema["$ref"]).split("/")
+        schema = root
         for key in path[1:]:
             schema = schema.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
     return None
@@ -136,14 +138,17 @@ class XmlForm:
             bare = text.lstrip()
             goes_on = FUNCTION.startswith(bare) or OPENING_SO_FAR.fullmatch(bare)
             return Read(None, end=None if goes_on else len(text) - len(bare))
-        name, at, parts = opening[1], opening.end(), ["{"]
+        name = opening[1]
+        at = opening.end()
+        parts = ["{"]
         schema = schemas.get(name, {})
         while (found := PARAMETER.search(text, at)) is not None:
             if found[0] == FUNCTION_END:
                 return Read(name, "".join([*parts, "}"]), found.end())
             types = types_of(parameter_of(schema, found[1]), schema)
             parts.append(f"{', ' if len(parts) > 1 else ''}{json.dumps(found[1], ensure_ascii=False)}: ")
-            begin, end = found.end(), text.find(VALUE_END, found.end())
+            begin = found.end()
+            end = text.find(VALUE_END, found.end())
             begin += text.startswith("\n", begin)
             if end < 0:
                 return Read(name, "".join([*parts, as_json_so_far(text[begin:], types)]))
@@ -170,10 +175,12 @@ class XmlForm:
 
     def rules(self, name: str, schema: Mapping[str, Any], number: int) -> tuple[str, list[str]]:
         """A call of a function in Lark, and the rules that it names, which bear the function's number."""
-        call, rules = [quoted(f"{self.begin}\n{FUNCTION}{name}>\n")], list[str]()
+        call = [quoted(f"{self.begin}\n{FUNCTION}{name}>\n")]
+        rules = list[str]()
         arguments = arguments_of(schema)
         for index, (argument, value) in enumerate(arguments.items()):
-            own, text = f"argument_{number}_{index}", f"TEXT_{number}_{index}"
+            own = f"argument_{number}_{index}"
+            text = f"TEXT_{number}_{index}"
             call.append(own if argument in (schema.get("required") or ()) else f"{own}?")
             opening = quoted(f"<parameter={argument}>\n")
             if "string" in types_of(value, schema):
@@ -201,7 +208,8 @@ def arguments_of(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     if others := sorted(set(schema) - OF_ARGUMENTS):
         raise ValueError(f"expected arguments by their names alone, as this model writes them, found {others[0]!r}")
-    properties, needed = schema.get("properties") or {}, schema.get("required") or []
+    properties = schema.get("properties") or {}
+    needed = schema.get("required") or []
     whole = isinstance(needed, list) and all(isinstance(name, str) for name in needed)
     if schema.get("type", "object") != "object" or not isinstance(properties, Mapping) or not whole:
         raise ValueError("expected the schema of an object, with properties and a list of those that are required")

@@ -42,7 +42,8 @@ LEAST_DISPATCH_S = 1e-9
 """Never none: costs are kept as times above 0."""
 DRAWN = Sampling(temperature=1.0, top_p=0.9, seed=0)
 """How rows that draw do so while they are measured."""
-IDLE_ROUNDS, IDLE_RUNS = 8, 5
+IDLE_ROUNDS = 8
+IDLE_RUNS = 5
 """The most rounds of a run that measures what it costs to find nothing, and the most such runs, of which the fastest counts."""
 RUNS = 15
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
@@ -109,7 +110,9 @@ def with_idle_rounds(timer: "RoundTimer", dispatch: float, costs: Mapping[Choice
     narrow = {choice.drafter: choice for choice in sorted(costs, reverse=True) if timer.drafter.turn(choice).may_be_idle}
     idle: dict[str, float] = {}
     for name, choice in narrow.items():
-        began, least, least_step = time.perf_counter(), math.inf, math.inf
+        began = time.perf_counter()
+        least = math.inf
+        least_step = math.inf
         for _ in range(IDLE_RUNS):
             run = timer.timed(choice, rounds, repeats=False).beyond(dispatch)
             least_step = min(least_step, timer.timed(PLAIN, rounds, repeats=False).beyond(dispatch).seconds / rounds)
@@ -154,7 +157,8 @@ def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
     best = {**costs, PLAIN: Cost(min(cost.drafting for cost in costs.values()))}
     for choice in sorted(costs, reverse=True):
         wider = [best[one].drafting for one in best if one.drafter == choice.drafter and one.width > choice.width]
-        drafting, idle = min([best[choice].drafting, *wider]), best[choice].idle
+        drafting = min([best[choice].drafting, *wider])
+        idle = best[choice].idle
         best[choice] = Cost(drafting, None if idle is None else min(idle, drafting))
     return best
 
@@ -173,17 +177,23 @@ class RoundTimer:
         rows: that rounds run with.
         drawn: whether they draw, rather than take the most likely tokens.
         """
-        programs, layout = runner.programs, runner.programs.layout
+        programs = runner.programs
+        layout = runner.programs.layout
         assert programs.drafter is not None, "rounds are chosen among drafters'"
-        self.runner, self.rows, self.drafter = runner, rows, programs.drafter
-        self.vocab_size, self.sampling = programs.target.config.vocab_size, DRAWN if drawn else Sampling()
+        self.runner = runner
+        self.rows = rows
+        self.drafter = programs.drafter
+        self.vocab_size = programs.target.config.vocab_size
+        self.sampling = DRAWN if drawn else Sampling()
         # In a pool with fewer pages than that, rows share them: what is read and written takes as long.
         least = -(-(2 * self.drafter.block_size + 4) // layout.page_size)
         each = min(max(layout.pages // rows, least), layout.capacity // layout.page_size)
-        slots, positions = np.ones(layout.batch, np.int32), each * layout.page_size
+        slots = np.ones(layout.batch, np.int32)
+        positions = each * layout.page_size
         # The last block is written in one piece: past the row's end, but not past its pages.
         behind = 0 if positions == layout.capacity else self.drafter.block_size
-        self.start, self.end = slots * (positions // 2), slots * max(positions // 2 + 2, positions - behind)
+        self.start = slots * (positions // 2)
+        self.end = slots * max(positions // 2 + 2, positions - behind)
         # Each row has a token of its own, and so another text: those of one text would choose the same experts.
         begins = np.arange(layout.batch, dtype=np.int32)[:, None]
         self.repeated = np.repeat(begins % self.vocab_size, layout.capacity, axis=1)
@@ -199,7 +209,8 @@ class RoundTimer:
         """Runs rounds, and waits for them."""
         programs = self.runner.programs
         key = programs.round_key(choice, self.rows, programs.table.capacities[-1], self.runner.sampling)
-        slots, running = np.arange(self.rows, dtype=np.int32), np.ones(self.rows, bool)
+        slots = np.arange(self.rows, dtype=np.int32)
+        running = np.ones(self.rows, bool)
         return StepInfo.unpacked(self.runner.run_rounds(key, slots, self.table, running, rounds))
 
     def agreed(self, seconds: float) -> float:
@@ -214,7 +225,8 @@ class RoundTimer:
 
     def rewind(self, repeats: bool) -> None:
         """Puts every row back into the middle of one of the texts."""
-        state, start = self.runner.state, self.start
+        state = self.runner.state
+        start = self.start
         assert state is not None
         text = self.repeated if repeats else self.varied
         rows = {"tokens": text, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
@@ -234,7 +246,8 @@ class RoundTimer:
         room = self.start[0] // 3 - 2  # behind it the row's own token goes on as the text begins
         said = self.advance(rounds, PLAIN).tokens[:room, :, 0]
         begin = self.repeated[: said.shape[1], -1][None]
-        before, after = np.concatenate([begin, said[:-1]]), np.concatenate([said[1:], begin])
+        before = np.concatenate([begin, said[:-1]])
+        after = np.concatenate([said[1:], begin])
         text = np.stack([before, said, (after + 1) % self.vocab_size], axis=1)
         self.repeated[: said.shape[1], : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
 
@@ -257,7 +270,7 @@ class RoundTimer:
         began = time.perf_counter()
         infos = self.advance(rounds, choice)
         seconds = self.agreed(time.perf_counter() - began)
-        drafts = (infos.drafted > 0) & ~infos.looked_up
+        drafts = (infos.drafted > 0) & ~infos.from_ngrams
         drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(drafts, axis=1)))
         return Run(seconds, drafting, len(infos.drafted) - drafting)
 
@@ -272,7 +285,8 @@ class CostFiles:
     """
 
     def __init__(self, folder: Path, made_of: Collection[str], say: Callable[[str], None]):
-        self.folder, self.say = folder, say
+        self.folder = folder
+        self.say = say
         self.made_on = {"machine": digest(*made_of), "chip": chip_name(), "jax": jax.__version__}
 
     def check_folder(self) -> None:
@@ -289,7 +303,8 @@ class CostFiles:
         try:
             self.check_folder()
             found = json.loads(path.read_text(encoding="utf-8"))
-            made_on, costs = dict(found["made_on"]), parsed(found)
+            made_on = dict(found["made_on"])
+            costs = parsed(found)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, OSError) as error:
@@ -348,7 +363,8 @@ def positive(value: Any) -> float:
 
 def configuration(programs: Programs, team: Team, rows: int, drawn: bool, weights: str) -> dict[str, Any]:
     """Everything that costs depend on besides the machine: models, shape and how they are computed, as JSON."""
-    target, layout = programs.target, programs.layout
+    target = programs.target
+    layout = programs.layout
     return {
         "target": str(target.config),
         "schedule": str(target.schedule),

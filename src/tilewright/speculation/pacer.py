@@ -34,7 +34,10 @@ class Pacer(Pace):
 
     def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, dispatch_s: float, history: AcceptanceHistory):
         super().__init__(dispatch_s, STEPS_PER_DISPATCH)
-        self.team, self.pacing, self.runner, self.history = team, pacing, runner, history
+        self.team = team
+        self.pacing = pacing
+        self.runner = runner
+        self.history = history
         self.policies: dict[int, Policy] = {}
         self.ngram = next((member for member in team.members if isinstance(member, NGram)), None)
 
@@ -75,7 +78,7 @@ class Pacer(Pace):
 
     def take_in(self, rows: int, choice: Choice, infos: StepInfo, seconds: float | None) -> None:
         """Tells the policy of so many rows what came of a dispatch, and how long it took."""
-        self.policy(rows).observe(choice, infos.drafted, infos.accepted, infos.committed > 0, seconds, infos.looked_up)
+        self.policy(rows).observe(choice, infos.drafted, infos.accepted, infos.committed > 0, seconds, infos.from_ngrams)
 
     def observe_ngrams(self, rows: int, sequences: Sequence[TokenSequence], heard: Sequence[int]) -> None:
         """Tells the policy what n-gram drafting would have given behind the first `heard` tokens of each sequence."""
@@ -90,7 +93,8 @@ class Pacer(Pace):
 
 def measured_pacer(pacing: Pacing, runner: ModelRunner, dispatch_s: float, console: Console | None = None) -> Pacer:
     """Pacer of an engine, with every choice measured for every number of rows."""
-    team, batches = runner.programs.drafter, runner.programs.table.batches
+    team = runner.programs.drafter
+    batches = runner.programs.table.batches
     assert isinstance(team, Team)
     for rows in track(batches, "measuring rounds", console=console, transient=True, disable=console is None):
         pacing.measured(runner, rows, False, team.choices)
@@ -109,7 +113,8 @@ class CallPacer(Pacer):
 
     def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, drawn: bool):
         super().__init__(team, pacing, runner, float("inf"), pacing.history)
-        self.programs, self.drawn = runner.programs, drawn
+        self.programs = runner.programs
+        self.drawn = drawn
 
     def new_policy(self, rows: int) -> Policy:
         """A policy, after compiling and measuring what it needs first."""

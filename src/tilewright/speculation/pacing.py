@@ -41,7 +41,9 @@ class Pacing:
     """
 
     def __init__(self, team: Team, weights: str, files: CostFiles | None = None):
-        self.team, self.weights, self.files = team, weights, files
+        self.team = team
+        self.weights = weights
+        self.files = files
         self.history = new_history(team)
         self.costs: dict[Costed, RoundCosts] = {}
         self.corrections: dict[Costed, Corrections] = {}

@@ -117,33 +117,37 @@ class Acceptance:
         expected: the acceptance of a draft as long as nothing was seen; a number is that of the first, on which those behind
             it go by.
         """
-        self.reached, self.accepted = np.zeros(positions), np.zeros(positions)
+        self.reached = np.zeros(positions)
+        self.accepted = np.zeros(positions)
         self.rounds = self.idle = 0.0
-        self.memory, self.prior = memory, expected
+        self.memory = memory
+        self.prior = expected
 
     def observe(
-        self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0, looked_up: np.ndarray | None = None
-    ) -> None:  # fmt: skip
+        self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0, from_ngrams: np.ndarray | None = None
+    ) -> None:
         """Counts rounds of a width.
 
         Args:
             drafted, accepted: of each row that was still running, in each round, `[N]`.
             rows: how many these are of, on average.
-            looked_up: where n-grams drafted in the drafter's place, bool `[N]`; None for nowhere.
+            from_ngrams: where n-grams drafted in the drafter's place, bool `[N]`; None for nowhere.
         """
-        found = accepted[drafted > 0] if looked_up is None else accepted[(drafted > 0) & ~looked_up]
+        found = accepted[drafted > 0] if from_ngrams is None else accepted[(drafted > 0) & ~from_ngrams]
         at_least = np.cumsum(np.bincount(found, minlength=width)[::-1])[::-1][:width]
         self.fade(float(np.sum(accepted) + len(accepted)) / rows)
         self.reached[: width - 1] += at_least[:-1]
         self.accepted[: width - 1] += at_least[1:]
-        self.rounds, self.idle = self.rounds + len(accepted) / rows, self.idle + (len(accepted) - len(found)) / rows
+        self.rounds += len(accepted) / rows
+        self.idle += (len(accepted) - len(found)) / rows
 
     def fade(self, tokens: float) -> None:
         """Forgets as much as so many tokens of a row, whoever drafted them, let it forget."""
         kept = math.exp(-tokens / self.memory)
         self.reached *= kept
         self.accepted *= kept
-        self.rounds, self.idle = self.rounds * kept, self.idle * kept
+        self.rounds = self.rounds * kept
+        self.idle = self.idle * kept
 
     def rates(self, expected: Sequence[float] | None = None) -> list[float]:
         """The acceptance of each position, given that all before it were accepted.
@@ -152,7 +156,8 @@ class Acceptance:
             expected: what to expect where little was seen, and half of how far the position before was off that; by default
                 what was expected at first, and where that is a number, what the position before has.
         """
-        rates, first = [], self.prior
+        rates = []
+        first = self.prior
         if expected is None and isinstance(first, tuple):
             expected = first
         before = expected[0] if expected is not None else cast(float, first)
@@ -178,10 +183,13 @@ class AcceptanceHistory:
     """
 
     def __init__(
-        self, drafters: Mapping[str, int], expected: Mapping[str, Sequence[float]] | None = None,
+        self,
+        drafters: Mapping[str, int],
+        expected: Mapping[str, Sequence[float]] | None = None,
         first: Mapping[str, str] | None = None,
-    ):  # fmt: skip
-        self.widest, self.first = dict(drafters), dict(first or {})
+    ):
+        self.widest = dict(drafters)
+        self.first = dict(first or {})
         self.seen: dict[str, Acceptance] = {}
         for place, (name, width) in enumerate(drafters.items()):
             told = tuple((expected or {}).get(name, ()))
@@ -235,8 +243,10 @@ class Corrections:
 
     def begin(self) -> None:
         """Forgets the pace."""
-        self.pace, self.timed = 1.0, False
-        self.uncertain[0], self.uncertain[:, 0] = 0.0, 0.0
+        self.pace = 1.0
+        self.timed = False
+        self.uncertain[0] = 0.0
+        self.uncertain[:, 0] = 0.0
         self.uncertain[0, 0] = ANY_PACE**2
 
     def observe(self, drafter: str, slower: float) -> None:
@@ -250,7 +260,8 @@ class Corrections:
         self.uncertain = self.uncertain - np.outer(gain, shared)
         self.uncertain += np.diag([DRIFT**2, *[(DRIFT / 10) ** 2] * len(self.factors)])
         shares = slower**gain
-        self.timed, self.pace = True, self.pace * float(shares[0])
+        self.timed = True
+        self.pace *= float(shares[0])
         of_names = zip(self.factors.items(), shares[1:].tolist(), strict=True)
         self.factors = {name: factor * share for (name, factor), share in of_names}
 
@@ -267,9 +278,13 @@ class Policy:
     """
 
     def __init__(
-        self, history: AcceptanceHistory, costs: Mapping[Choice, Cost], ready: Iterable[Choice], dispatch: float = 0.0,
+        self,
+        history: AcceptanceHistory,
+        costs: Mapping[Choice, Cost],
+        ready: Iterable[Choice],
+        dispatch: float = 0.0,
         corrections: Corrections | None = None,
-    ):  # fmt: skip
+    ):
         """Args:
         dispatch: seconds that a dispatch costs, whatever it runs.
         corrections: of batches before, which it goes on with.
@@ -277,7 +292,10 @@ class Policy:
         Raises:
             ValueError: plain decoding has no cost or is not ready.
         """
-        self.history, self.costs, self.ready, self.dispatch = history, costs, set(ready), dispatch
+        self.history = history
+        self.costs = costs
+        self.ready = set(ready)
+        self.dispatch = dispatch
         self.corrections = corrections or Corrections(history.widest)
         self.corrections.begin()
         if PLAIN not in self.costs or PLAIN not in self.ready:
@@ -319,7 +337,8 @@ class Policy:
         idle, and the share of a row's rounds in which it is."""
         source = choice if choice in self.history.counterfactual else choice.drafter
         if source not in self.known:
-            before, own = self.history.of(choice), self.own(choice)
+            before = self.history.of(choice)
+            own = self.own(choice)
             accepted = list(accumulate(accumulate(own.rates(before.rates()), operator.mul), initial=0.0))
             # Where another one drafts first, the text tells how often that has something.
             idle = 1 - self.expected(self.first(choice))[1] if choice.drafter in self.history.first else 0.0
@@ -374,9 +393,14 @@ class Policy:
         return None
 
     def observe(
-        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None,
-        looked_up: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        choice: Choice,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+        running: np.ndarray,
+        seconds: float | None = None,
+        from_ngrams: np.ndarray | None = None,
+    ) -> None:
         """Takes in what came of the rounds of a dispatch.
 
         Args:
@@ -385,16 +409,17 @@ class Policy:
             seconds: that the dispatch took; they correct what its choice is taken to cost, a little at a time. What its context
                 needed to catch up counts: it is part of what the drafter costs in turns as they are. And most dispatches of
                 one that is seldom on begin so: else a cost that was found too high would stay.
-            looked_up: where n-grams drafted in the drafter's place, bool `[rounds, rows]`; None for nowhere.
+            from_ngrams: where n-grams drafted in the drafter's place, bool `[rounds, rows]`; None for nowhere.
         """
-        rounds, idle = len(drafted), 0
-        looked_up = np.zeros(running.shape, bool) if looked_up is None else looked_up
+        rounds = len(drafted)
+        idle = 0
+        from_ngrams = np.zeros(running.shape, bool) if from_ngrams is None else from_ngrams
         if choice != PLAIN:
-            idle = int(np.sum(~np.any(running & (drafted > 0) & ~looked_up, axis=1)))
+            idle = int(np.sum(~np.any(running & (drafted > 0) & ~from_ngrams, axis=1)))
         if choice != PLAIN and choice not in self.history.counterfactual:
             rows = max(1.0, float(np.sum(running)) / max(1, rounds))
             for seen in (self.seen[choice.drafter], self.history.seen[choice.drafter]):
-                seen.observe(choice.width, drafted[running], accepted[running], rows, looked_up[running])
+                seen.observe(choice.width, drafted[running], accepted[running], rows, from_ngrams[running])
         for name, seen in self.seen.items():
             if name != choice.drafter:
                 seen.fade(float(np.sum(accepted[running]) + np.sum(running)) / max(1, running.shape[1]))
@@ -406,7 +431,8 @@ class Policy:
         # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
         late = 0.0
         if choice == self.trying:
-            late, self.trying = min(max((seconds or 0.0) / self.corrections.pace - spent, 0.0), MOST_CORRECTION * spent), None
+            late = min(max((seconds or 0.0) / self.corrections.pace - spent, 0.0), MOST_CORRECTION * spent)
+            self.trying = None
         allowance = self.history.allowance
         allowance[choice.drafter] = -late
         for name in allowance:
@@ -436,7 +462,8 @@ class Policy:
         """Drops what is to be worked out again: all of which more was seen, and now and then what fades."""
         self.faded += rounds
         if self.faded >= REFRESHED:
-            self.known, self.faded = {}, 0
+            self.known = {}
+            self.faded = 0
         for source in sources:
             self.known.pop(source, None)
 
@@ -450,7 +477,8 @@ class Policy:
             it, and the seconds that it is expected to save.
         """
         outlook = self.outlook({*choices, *self.ready})
-        best, now = self.best(outlook), self.best({choice: outlook[choice] for choice in self.ready})
+        best = self.best(outlook)
+        now = self.best({choice: outlook[choice] for choice in self.ready})
         if best in self.ready or outlook[best].rate < WORTHWHILE * outlook[now].rate:
             return None
         return best, tokens / outlook[now].rate - tokens / outlook[best].rate

@@ -117,9 +117,14 @@ class Team:
         return replace(context, held=tuple(jnp.where(admitted, start, held) for held in context.held))
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         """Extends every member's context; see `base.Drafter`."""
         for place in range(len(self.members)):
             state = self.extend_one(place, target, models, state, taps, start, stop)
@@ -129,11 +134,14 @@ class Team:
         self, place: int, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Array, stop: Array
     ) -> DecodeState:
         """Extends the context of one member. Taps are those of all members."""
-        member, contexts = self.members[place], state.draft_cache
+        member = self.members[place]
+        contexts = state.draft_cache
         own = tuple(taps[self.tap_layers.index(layer)] for layer in member.tap_layers)
         after = member.extend(target, *self.seat(place, models, state), own, start, stop)
-        of_members, held = list(contexts.of_members), list(contexts.held)
-        of_members[place], held[place] = after.draft_cache, jnp.where(stop > start, stop, held[place])
+        of_members = list(contexts.of_members)
+        held = list(contexts.held)
+        of_members[place] = after.draft_cache
+        held[place] = jnp.where(stop > start, stop, held[place])
         return replace(state, draft_cache=replace(contexts, of_members=tuple(of_members), held=tuple(held)))
 
     def seat(self, place: int, models: Models, state: DecodeState) -> tuple[Models, DecodeState]:
@@ -199,10 +207,12 @@ class TeamVariant:
 
     def open(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
         """The state with the context of whoever drafts complete."""
-        team, contexts = self.team, state.draft_cache
+        team = self.team
+        contexts = state.draft_cache
         # A row may hold another request than it did, and stand before what its contexts held.
         held = tuple(jnp.minimum(each, state.known) for each in contexts.held)
-        state, place = replace(state, draft_cache=replace(contexts, held=held)), team.place(self.choice)
+        state = replace(state, draft_cache=replace(contexts, held=held))
+        place = team.place(self.choice)
         if place is None or not team.members[place].tap_layers:
             return state
 
@@ -213,7 +223,8 @@ class TeamVariant:
             return jnp.any(state.draft_cache.held[place] < goal)
 
         def caught_up(state: DecodeState) -> DecodeState:
-            contexts, start = state.draft_cache, state.draft_cache.held[place]
+            contexts = state.draft_cache
+            start = state.draft_cache.held[place]
             kept = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
             taps = tuple(jnp.split(kept, len(team.tap_layers), axis=-1))
             return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, goal))
@@ -221,7 +232,8 @@ class TeamVariant:
         return jax.lax.while_loop(behind, caught_up, state)
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        place, width = self.team.place(self.choice), self.block_size
+        place = self.team.place(self.choice)
+        width = self.block_size
         if place is None:
             block = base.masked_block(state, width, 0)
             return Proposal(block, jnp.zeros(block.shape[:1], jnp.int32))
@@ -230,12 +242,18 @@ class TeamVariant:
         return proposal._replace(block=jnp.pad(proposal.block, ((0, 0), (0, width - proposal.block.shape[1]))))
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         """Extends the context of whoever drafts, and keeps the auxiliary hidden states for the others."""
         if self.behind:
-            contexts, added = state.draft_cache, jnp.concatenate(taps, axis=-1)
+            contexts = state.draft_cache
+            added = jnp.concatenate(taps, axis=-1)
             kept = contexts.taps.append(target.ops, added, start, stop - start)
             state = replace(state, draft_cache=replace(contexts, taps=kept))
         place = self.team.place(self.choice)

@@ -15,7 +15,8 @@ from tilewright.train.data import TokenSource, TokenStream
 from tilewright.train.records import Records
 from tilewright.train.regenerate import cut_prompts
 
-PROMPTS, TOKENS = 16, 96
+PROMPTS = 16
+TOKENS = 96
 """Numbers of prompts that are answered, and of tokens in each answer: a minute with 135 million parameters on two cores."""
 WEIGHT = 2.0
 """Rounds that the position before counts for, where few rounds came as far."""
@@ -38,7 +39,8 @@ def held_out_prompts(source: TokenSource, count: int, length: int) -> list[list[
 def acceptance_rates(results: Sequence[Result], drafts: int) -> tuple[float, ...]:
     """The share of each draft of a block that was accepted, of the rounds in which those before it were."""
     drafted, accepted = np.asarray(drafting_rounds(results), int).reshape(-1, 2).T
-    rates, before = list[float](), 0.5
+    rates = list[float]()
+    before = 0.5
     for place in range(drafts):
         reached = (drafted > place) & (accepted >= place)
         before = (np.sum(reached & (accepted > place)) + WEIGHT * before) / (np.sum(reached) + WEIGHT)

@@ -52,7 +52,8 @@ class Annotated(SingleDevice):
 
 def annotated_loss(setup: ShardedSetup, params: Any, tokens: Array, in_loss: Array) -> Float[Array, ""]:
     """The mean loss of a batch, as `lm.next_token_loss` has it."""
-    config, schedule = setup.config, Annotated(setup.mesh)
+    config = setup.config
+    schedule = Annotated(setup.mesh)
     cast = jax.tree.map(lambda w: w.astype(setup.plan.dtype), params)
     hidden = decoder.forward_full(config, setup.ops, cast, tokens[:, :-1], schedule=schedule).hidden
     logits = decoder.logits(config, setup.ops, cast, schedule.placed(hidden, None))

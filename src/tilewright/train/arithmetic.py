@@ -47,7 +47,9 @@ class Problem:
 
         That has a digit for each column and one for the last carry, so that each stands at its own place.
         """
-        lines, carry, size = [], 0, len(str(max(self.numbers)))
+        lines = []
+        carry = 0
+        size = len(str(max(self.numbers)))
         for place in range(size):
             steps, carry, digit = self._column(place, carry)
             lines.append(f"{PLACES[place]}:{steps},write:{digit},carry:{carry}\n")
@@ -62,11 +64,14 @@ class Problem:
         digits = [number // 10**place % 10 for number in self.numbers]
         if self.product:
             partial = digits[0] * self.numbers[1]
-            steps, total = f"a{digits[0]}*b{self.numbers[1]}={partial:02}+{carry}", partial + carry
+            steps = f"a{digits[0]}*b{self.numbers[1]}={partial:02}+{carry}"
+            total = partial + carry
         else:
-            steps, total = f"{carry}", carry
+            steps = f"{carry}"
+            total = carry
             for name, digit in zip(NAMES, digits, strict=False):
-                steps, total = f"{steps}+{name}{digit}={total + digit:02}", total + digit
+                steps = f"{steps}+{name}{digit}={total + digit:02}"
+                total = total + digit
         return (f"{steps}={total:02}" if self.product else steps), *divmod(total, 10)
 
 

@@ -33,7 +33,8 @@ class Loads:
     """
 
     def __init__(self, config: DecoderConfig, ops: Operations):
-        self.config, self.noted = config, list[RouterLoad]()
+        self.config = config
+        self.noted = list[RouterLoad]()
         mixture = balanced(config)
         self.ops = ops if mixture is None else watched(ops, lambda scores: self.noted.append(router_load(mixture, scores)))
 
@@ -55,7 +56,8 @@ def noted_load(mixture: Mixture, ops: Operations, note: Callable[[RouterLoad], N
     """Operations that note the load that routers make; of rows that all devices of `GROUPED_AXES` have, a part each."""
 
     def part(scores: Array) -> None:
-        load, devices = router_load(mixture, scores), jax.lax.axis_size(GROUPED_AXES)
+        load = router_load(mixture, scores)
+        devices = jax.lax.axis_size(GROUPED_AXES)
         note(jax.tree.map(lambda each: each / devices, load))
 
     return watched(ops, part)

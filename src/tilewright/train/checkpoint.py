@@ -21,7 +21,8 @@ from tilewright.models.params import from_parts, to_host
 from tilewright.models.stored import read_part
 
 METRICS = "figures."
-WHOLE, SHARDED = "state.safetensors", "sharded"
+WHOLE = "state.safetensors"
+SHARDED = "sharded"
 """The names of the file and of the folder. Where a run has both, the later one counts."""
 
 Saved = tuple[Any, int, dict[str, np.ndarray]]
@@ -48,7 +49,8 @@ def steps_in(folder: Path) -> dict[Path, int]:
     Raises:
         ValueError: a file that is no checkpoint.
     """
-    whole, sharded = folder / WHOLE, folder / SHARDED
+    whole = folder / WHOLE
+    sharded = folder / SHARDED
     found = {sharded / name: int(name) for name in ([each.name for each in sharded.glob("*")]) if name.isdecimal()}
     return {**found, **({whole: step_of(whole)} if whole.exists() else {})}
 
@@ -139,7 +141,8 @@ def differing(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str
     """Both values of each setting that differs, None where there is none; one inside another is named with a dot."""
     found: dict[str, tuple[Any, Any]] = {}
     for name in sorted({*saved, *expected}):
-        was, now = saved.get(name), expected.get(name)
+        was = saved.get(name)
+        now = expected.get(name)
         if isinstance(was, Mapping) and isinstance(now, Mapping):
             found |= {f"{name}.{inner}": both for inner, both in differing(was, now).items()}
         elif was != now:

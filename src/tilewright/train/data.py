@@ -78,7 +78,8 @@ class Chat:
         if self.tools or not all(isinstance(message["content"], str) for message in self.messages):
             raise ValueError("expected messages of text alone for a model without a chat template, found tools")
         found: list[tuple[str, bool]] = []
-        given, learnt = "", set(self.learnt)
+        given = ""
+        learnt = set(self.learnt)
         for n, message in enumerate(self.messages):
             given += "\n\n" if n else ""
             if n in learnt:
@@ -123,7 +124,8 @@ class Document:
     def keys(self) -> tuple[Hashable, Hashable]:
         """Equal for documents of one prompt (or without one of the same text), and equal for the same documents."""
         if self.chat is not None:
-            first, messages = min(self.chat.learnt), [json.dumps(message, sort_keys=True) for message in self.chat.messages]
+            first = min(self.chat.learnt)
+            messages = [json.dumps(message, sort_keys=True) for message in self.chat.messages]
             return tuple(messages[:first]), tuple(messages)
         return (self.prompt, "" if self.prompt else self.text), (self.prompt, self.text)
 
@@ -141,14 +143,18 @@ def record_document(record: Record, where: str) -> Document | None:
     try:
         if "messages" in record or "conversations" in record:
             return chat_document(record, where)
-        instruction, output = text("instruction"), text("output")
+        instruction = text("instruction")
+        output = text("output")
         if instruction is not None and output is not None:
             return alpaca_document(record, instruction, output, where)
         if isinstance(record.get("prompt"), list):
             given, learnt = (read_messages(record.get(name), name) for name in ("prompt", "completion"))
             chat = Chat((*given, *learnt), len(given), read_tools(record))
             return Document("", "", chat, where) if chat.learnt else None
-        prompt, response, question, answer = text("prompt"), text("completion", "response"), text("question"), text("answer")
+        prompt = text("prompt")
+        response = text("completion", "response")
+        question = text("question")
+        answer = text("answer")
         if prompt is not None and response is not None:
             made = Document(response, prompt, where=where)
         elif question is not None and answer is not None:
@@ -361,7 +367,8 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
     Raises:
         ValueError: the vocabulary has no room for every byte and the two special tokens.
     """
-    special, alphabet = [END_OF_TEXT, MASK], pre_tokenizers.ByteLevel.alphabet()
+    special = [END_OF_TEXT, MASK]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(special) + len(alphabet):
         raise ValueError(f"expected a vocabulary of at least {len(special) + len(alphabet)}, found {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
@@ -483,7 +490,8 @@ def encode_plain(tokenizer: Tokenizer, documents: Sequence[Document], end: int) 
         rests = iter(tokenizer.encode_batch([text for texts in parts for text, _ in texts[1:]], add_special_tokens=False))
     sequences: list[Encoded] = []
     for texts, first in zip(parts, firsts, strict=True):
-        ids, flags = list(first.ids), [texts[0][1]] * len(first.ids)
+        ids = list(first.ids)
+        flags = [texts[0][1]] * len(first.ids)
         for _, in_loss in texts[1:]:
             more = next(rests).ids
             ids += more
@@ -535,7 +543,8 @@ def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, document: Document
 def closed(ids: list[int], flags: list[bool], ends: Sequence[int]) -> Encoded:
     """A sequence up to its last token in the loss, and the token that ends it if that is none."""
     size = max((n + 1 for n, in_loss in enumerate(flags) if in_loss), default=0)
-    ids, flags = ids[:size], flags[:size]
+    ids = ids[:size]
+    flags = flags[:size]
     return (ids, flags) if ids and ids[-1] in ends else ([*ids, ends[0]], [*flags, True])
 
 

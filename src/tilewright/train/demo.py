@@ -199,10 +199,18 @@ class Lesson:
 def train_demo_dflash(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
     config = dflash_config(lesson.target)
     result = train_drafter(
-        lesson.target, lesson.params, config, lesson.written, lesson.held_out, options, ANCHOR_OPTIONS,
-        lesson.training("drafter"), lesson.console,
-    )  # fmt: skip
-    folder, declared = lesson.out / "drafter", dflash.declare(config)
+        lesson.target,
+        lesson.params,
+        config,
+        lesson.written,
+        lesson.held_out,
+        options,
+        ANCHOR_OPTIONS,
+        lesson.training("drafter"),
+        lesson.console,
+    )
+    folder = lesson.out / "drafter"
+    declared = dflash.declare(config)
     save_params(folder, dflash.config_to_hf(config), declared, result.params, ml_dtypes.bfloat16)
     return {**text_metrics(result), "parameters": count(declared)}
 
@@ -210,10 +218,18 @@ def train_demo_dflash(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
 def train_demo_dflash2(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
     config = dflash2_config(lesson.target)
     result = train_dflash2(
-        lesson.target, lesson.params, config, lesson.written, lesson.held_out, options,
-        DFlash2Options(**vars(ANCHOR_OPTIONS)), lesson.training("dflash2"), lesson.console,
-    )  # fmt: skip
-    folder, declared = lesson.out / "dflash2", dflash2.declare(config)
+        lesson.target,
+        lesson.params,
+        config,
+        lesson.written,
+        lesson.held_out,
+        options,
+        DFlash2Options(**vars(ANCHOR_OPTIONS)),
+        lesson.training("dflash2"),
+        lesson.console,
+    )
+    folder = lesson.out / "dflash2"
+    declared = dflash2.declare(config)
     save_params(folder, dflash2.config_to_hf(config), declared, result.params, ml_dtypes.bfloat16)
     return {**text_metrics(result), "parameters": count(declared)}
 
@@ -221,9 +237,16 @@ def train_demo_dflash2(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
 def train_demo_eagle3(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
     config = eagle3_config(lesson.target)
     result, agreed = train_eagle3(
-        lesson.target, lesson.params, config, lesson.written, lesson.held_out, options, Eagle3Options(),
-        lesson.training("eagle3"), lesson.console,
-    )  # fmt: skip
+        lesson.target,
+        lesson.params,
+        config,
+        lesson.written,
+        lesson.held_out,
+        options,
+        Eagle3Options(),
+        lesson.training("eagle3"),
+        lesson.console,
+    )
     eagle3.save(lesson.out / "eagle3", config, result.params, ml_dtypes.bfloat16)
     return {**text_metrics(result), "parameters": count(eagle3.declare(config)), "agreement": agreed}
 
@@ -237,9 +260,13 @@ DRAFTERS: dict[str, tuple[Callable[[Lesson, TextOptions], dict[str, Any]], TextO
 
 
 def train_demo(
-    gsm8k: Path, out: Path, tokenizer: Tokenizer, console: Console,
-    steps: int = TARGET_OPTIONS.steps, drafter_steps: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    gsm8k: Path,
+    out: Path,
+    tokenizer: Tokenizer,
+    console: Console,
+    steps: int = TARGET_OPTIONS.steps,
+    drafter_steps: int | None = None,
+) -> dict[str, Any]:
     """Trains target and drafters and writes them as checkpoints below `out`. Resumes where an earlier run stopped.
 
     Args:

@@ -48,7 +48,8 @@ WEIGHTS = {"library": 3, "dependencies": 1, "questions": 4}
 def library_sources() -> tuple[list[Path], list[Path]]:
     """The standard library's source files on this machine: those to train on, and the held-out modules'."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    trained, held_out = [], []
+    trained = []
+    held_out = []
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
         if NOT_CODE.intersection(parts):
@@ -104,7 +105,9 @@ def dependencies(project: str = "tilewright", extras: Sequence[str] = EXTRAS) ->
     What only other systems, Python versions or extras ask for does not count: the text is the same wherever it is run.
     """
     own = canonicalize_name(project)
-    waiting, seen, known = [(own, frozenset(extras))], set(), {}
+    waiting = [(own, frozenset(extras))]
+    seen = set()
+    known = {}
     while waiting:
         name, asked = waiting.pop()
         if (name, asked) in seen:
@@ -173,8 +176,11 @@ def demo_documents(gsm8k: Path, held_out_only: bool = False) -> Documents:
     Args:
         held_out_only: spares the cleaning of the training text, of which there is none then.
     """
-    questions, cleaner, needed = read_documents([gsm8k]), Cleaner(), dependencies()
-    cut, library = len(questions) // 20, library_sources()
+    questions = read_documents([gsm8k])
+    cleaner = Cleaner()
+    needed = dependencies()
+    cut = len(questions) // 20
+    library = library_sources()
     sources = [source for one in needed if one.permissive for source in one.sources]
 
     def of(held_out: bool) -> dict[str, list[Document]]:

@@ -118,7 +118,8 @@ def fill_ins(tokenizer: Tokenizer, text: str, size: int) -> list[tuple[str, str]
             parts = stretch if len(stretch) > 1 else cut_text(tokenizer, stretch[0], max(1, -(-filled // 4)))
             cut = -(-len(parts) // 4)
             found.append(("".join(parts[:cut]), "".join(parts[cut:])))
-            stretch, filled = [], 0
+            stretch = []
+            filled = 0
         stretch.append(line)
         filled += tokens
     return found
@@ -155,7 +156,8 @@ class Pairs:
             ends: tokens that end a message; the first, which fills up rows, is not kept at the end of a response.
             left_out: counts prompts without room for a response, stretches of a single token, and responses that are cut.
         """
-        left_out, end = Counter() if left_out is None else left_out, ends[0] if ends else -1
+        left_out = Counter() if left_out is None else left_out
+        end = ends[0] if ends else -1
         found: list[tuple[list[int], list[int]]] = []
         asked = [document for document in documents if document.prompt or document.chat is not None]
         for sequences in encode_each(tokenizer, asked, (end, *ends[1:]), template):
@@ -258,10 +260,12 @@ class Examples:
 
     def batch(self, rng: np.random.Generator, held_out: bool) -> Batch:
         """A batch that `rng` draws. Half of the rows end before the window does, so that the model learns every length."""
-        rows, length = self.options.batch_size, self.options.sequence_length
+        rows = self.options.batch_size
+        length = self.options.sequence_length
         tokens = np.full((rows, length), self.end, np.int32)
         bounds = np.empty((3, rows), np.int32)
-        drawn, texts = problems(rng, held_out), self.held_out if held_out else self.texts
+        drawn = problems(rng, held_out)
+        texts = self.held_out if held_out else self.texts
         for row in range(rows):
             solved = rng.random() < self.arithmetic
             ids, begin = self.encode(next(drawn)) if solved else texts[int(rng.integers(len(texts.starts)))]
@@ -332,7 +336,8 @@ def train_diffusion(
     if over is None:
         return train(task(examples, same), console, out)
     own = replace(examples, rows=over.own_rows(options.batch_size))
-    predict, optimizer = partial(masked_tokens, config), make_optimizer(options, hidden_matrices)
+    predict = partial(masked_tokens, config)
+    optimizer = make_optimizer(options, hidden_matrices)
     return train(over_mesh(task(own, same, place=partial(on_mesh, over)), over, optimizer, init, predict), console, out)
 
 

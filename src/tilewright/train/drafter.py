@@ -110,8 +110,10 @@ def anchored_attention(
     With a window, a query at position p sees only the positions above `p - window` of the context.
     """
     batch, count = anchors.shape
-    size, d = q.shape[1], q.shape[3]
-    heads, length = context[0].shape[1], context[0].shape[2]
+    size = q.shape[1]
+    d = q.shape[3]
+    heads = context[0].shape[1]
+    length = context[0].shape[2]
     rows = group_rows(q * d**-0.5, heads)
 
     def by_sequence(x: Float[Array, "BA K R _"]) -> Float[Array, "B K AR _"]:
@@ -123,7 +125,8 @@ def anchored_attention(
 
     scores = partial(jnp.einsum, preferred_element_type=jnp.float32)
     seen = by_block(scores("bkrd,bktd->bkrt", by_sequence(rows), context[0]))
-    first, position = anchors.reshape(-1, 1, 1), jnp.arange(length)
+    first = anchors.reshape(-1, 1, 1)
+    position = jnp.arange(length)
     visible = position < first
     if window is not None:
         near = position > first + jnp.arange(size)[:, None] - window
@@ -175,7 +178,8 @@ def run_blocks(
         windows: how many positions a query sees in each layer; None for all.
         whole: run all of the target; else what lies above its last tap is left out.
     """
-    states, tokens = target_states(target, config.target_layer_ids, ops, target_params, batch, whole), batch[0]
+    states = target_states(target, config.target_layer_ids, ops, target_params, batch, whole)
+    tokens = batch[0]
     taps = dflash.normal_taps(config, ops, states.taps, Norm(target_params.norm, target.rms_norm_eps))
     features = dflash.context_features(config, ops, params, taps)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -238,7 +242,8 @@ def draft_logits(
     Args:
         batch: as in `taps.target_states`.
     """
-    run, everything = partial(dflash.run_block, config, ops, params), (None,) * config.num_layers
+    run = partial(dflash.run_block, config, ops, params)
+    everything = (None,) * config.num_layers
     hidden = run_blocks(target, config, ops, frozen.params, params, run, batch, anchors, everything).hidden
     return ops.linear(hidden, frozen.head, jnp.float32)
 
@@ -363,7 +368,8 @@ def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: Decod
     sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     params = replace(params, norm=target_params.norm)
     alike = all(getattr(config, name) == getattr(target, name) for name in sizes) and config.num_layers <= target.num_layers
-    last, read = target_params.layers[-config.num_layers :], target.num_layers - 2
+    last = target_params.layers[-config.num_layers :]
+    read = target.num_layers - 2
     unlike = any(layer.attention_out_norm is not None or layer.router is not None for layer in last)
     if not alike or unlike or target.delta is not None or params.layers[0].q_norm is None:
         return params
@@ -375,7 +381,8 @@ def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: Decod
     params = replace(params, layers=tuple(map(copied, params.layers, last)))
     if read not in config.target_layer_ids:
         return params
-    h, at = config.hidden_size, config.target_layer_ids.index(read)
+    h = config.hidden_size
+    at = config.target_layer_ids.index(read)
     fc = params.fc.at[at * h : (at + 1) * h].add(jnp.eye(h, dtype=params.fc.dtype))
     return replace(params, fc=fc, hidden_norm=target_params.layers[-1].input_norm)
 
@@ -437,10 +444,19 @@ class BlockKind:
 
 
 def train_blocks(
-    kind: BlockKind, target: DecoderConfig, target_params: DecoderParams, config: DFlashConfig, stream: TokenSource,
-    held_out: TokenSource, options: TextOptions, drafter_options: DFlashOptions, out: Path, console: Console, start: Any,
+    kind: BlockKind,
+    target: DecoderConfig,
+    target_params: DecoderParams,
+    config: DFlashConfig,
+    stream: TokenSource,
+    held_out: TokenSource,
+    options: TextOptions,
+    drafter_options: DFlashOptions,
+    out: Path,
+    console: Console,
+    start: Any,
     placement: TrainingPlacement,
-) -> TrainResult:  # fmt: skip
+) -> TrainResult:
     """Trains a drafter of any of these kinds; arguments as for `train_drafter`. It keeps the draft vocabulary of `start`."""
     dflash.check_fits(config, target)
     if untrained := [name for name in config.variations if name != "windows" or not isinstance(config, DFlash2Config)]:
@@ -450,10 +466,8 @@ def train_blocks(
     def init() -> Any:
         return kind.fresh(jax.random.key(options.seed)) if start is None else dflash.with_vocab(start, None)
 
-    same, frozen = (
-        run_fingerprint(config, drafter_options, target_params, start),
-        frozen_of(config, target_params, stream, start),
-    )
+    same = run_fingerprint(config, drafter_options, target_params, start)
+    frozen = frozen_of(config, target_params, stream, start)
     read = (target, target_params, tapped_layers(target, config.target_layer_ids, kind.whole), same["target"])
     kept = (drafter_options.keep_taps, *read, placement.mesh is not None)
     batches = batches_with_states(stream, held_out, options, *kept)

@@ -74,12 +74,14 @@ def drafter_losses(
 
     The distance is 0 where it has no share in the loss. Both distributions are over the tokens that can be proposed.
     """
-    blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(dflash.run_block, config, ops)
+    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
+    run = partial(dflash.run_block, config, ops)
     arguments = (params.backbone, partial(run, params.backbone), batch, blocks.anchors, (None,) * config.num_layers)
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.l1_weight > 0)
     logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     logits = logits + dspark.serial_logits(ops, params.selector, blocks.before)
-    nll, apart = slot_nll(logits, blocks.wanted), jnp.zeros(blocks.wanted.shape)
+    nll = slot_nll(logits, blocks.wanted)
+    apart = jnp.zeros(blocks.wanted.shape)
     if drafted.stream is not None:
         # The target's state at a position speaks of the token after it: at the anchor, of what the block drafts first.
         stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
@@ -110,7 +112,8 @@ def train_dspark(
     placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is what `drafter_losses` gives, weighed by `l1_weight`; see `drafter.train_drafter`."""
-    ops, share = placement.ops(options), drafter_options.l1_weight
+    ops = placement.ops(options)
+    share = drafter_options.l1_weight
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         nll, apart, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)

@@ -138,7 +138,8 @@ def unroll(
     Yields:
         the draft logits of each step; those of step i at position t are about the token at t + 2 + i.
     """
-    h, pairs = eagle3.fuse(config, ops, params, taps), []
+    h = eagle3.fuse(config, ops, params, taps)
+    pairs = []
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     for i in range(config.block_size - 1):
 
@@ -153,7 +154,8 @@ def unroll(
 
 def step_counts(tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"], steps: int, end: int) -> list[Bool[Array, "B T"]]:
     """For each step, the positions whose predicted token is in the loss, and in the same text as the known token."""
-    alive, counted = jnp.ones_like(in_loss), []
+    alive = jnp.ones_like(in_loss)
+    counted = []
     for i in range(steps):
         alive = alive & (following(tokens, i + 1) != end)
         counted.append(alive & following(in_loss, i + 2))
@@ -184,7 +186,8 @@ def drafter_loss(
     def of_chains(params: Eagle3Params, teacher: Teacher, tokens: Array, in_loss: Array) -> tuple[Array, Array]:
         reachable = jnp.zeros(config.vocab_size, bool).at[ids].set(True)[teacher.best]
         counted = step_counts(tokens, in_loss, config.block_size - 1, end_token(target))
-        summed, total = jnp.float32(0), jnp.float32(0)
+        summed = jnp.float32(0)
+        total = jnp.float32(0)
         for i, logits in enumerate(unroll(config, ops, params, target_params.embed, teacher.taps, tokens)):
             weights = options.decay**i * (counted[i] & following(reachable, i + 1)).astype(jnp.float32)
             said = jnp.sum(following(teacher.probabilities, i + 1) * logits, axis=-1)
@@ -237,7 +240,9 @@ def warm_start(
 
     The MLP is that of the target's last layer, which writes what this head reads, if it has the size and the form for it.
     """
-    h, last, layer = target.hidden_size, target_params.layers[-1], params.layer
+    h = target.hidden_size
+    last = target_params.layers[-1]
+    layer = params.layer
     if config.intermediate_size == target.intermediate_size and last.router is None and last.mlp_out_norm is None:
         norm = last.post_attention_norm
         layer = replace(layer, post_attention_norm=norm, gate_up=last.gate_up, down=last.down)
@@ -278,7 +283,8 @@ def train_eagle3(
         raise ValueError(
             f"expected a sequence length above the block size {config.block_size}, found {options.sequence_length}"
         )
-    ids, ops = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size)), placement.ops(options)
+    ids = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size))
+    ops = placement.ops(options)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         return drafter_loss(target, config, eagle3_options, ops, params, frozen, batch)
@@ -290,7 +296,8 @@ def train_eagle3(
     same = {"config": asdict(config), "eagle3": {"decay": eagle3_options.decay}, "target": fingerprint(target_params)}
     read = (target, target_params, tapped_layers(target, config.target_layer_ids, whole=True), same["target"])
     kept = (eagle3_options.keep_taps, *read, placement.mesh is not None)
-    windows, frozen = batches_with_states(stream, held_out, options, *kept), (target_params, ids)
+    windows = batches_with_states(stream, held_out, options, *kept)
+    frozen = (target_params, ids)
     trained = (init, eagle3.declare(config), hidden_matrices, placement)
     result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
     agree = jax.jit(partial(step_agreement, target, config, ops))

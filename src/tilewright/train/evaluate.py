@@ -19,9 +19,13 @@ from tilewright.train.data import TokenStream, require_windows
 from tilewright.train.lm import next_token_loss
 from tilewright.train.regenerate import cut_prompts
 
-BATCH, WINDOW, BATCHES = 8, 512, 16
+BATCH = 8
+WINDOW = 512
+BATCHES = 16
 """Held-out text is read in at most so many batches of windows of so many tokens."""
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 128
+PROMPTS = 16
+PROMPT_TOKENS = 64
+NEW_TOKENS = 128
 """Number of prompts of each text that are continued greedily, their tokens, and the new ones."""
 
 
@@ -49,7 +53,8 @@ def held_out_loss(config: DecoderConfig, params: DecoderParams, sizes: np.ndarra
     nats = tokens = covered = 0.0
     for batch, in_loss in islice(stream.windows(WINDOW + 1, BATCH, 0, 0), BATCHES):
         loss, count = measure(params, batch, in_loss)
-        nats, tokens = nats + float(loss) * float(count), tokens + float(count)
+        nats = nats + float(loss) * float(count)
+        tokens = tokens + float(count)
         covered += float(np.sum(sizes[batch[:, 1:]] * in_loss[:, 1:]))
     if not tokens:
         raise ValueError("expected tokens in the loss of the held-out text, found none in the windows that are measured")
@@ -60,9 +65,11 @@ def evaluate_target(
     config: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, held_out: Mapping[str, TokenStream]
 ) -> dict[str, dict[str, float]]:
     """For each text: `held_out_loss`, and the distinct 4-grams of greedy continuations of stretches of it."""
-    table, sizes = ShapeTable(batches=(PROMPTS,)), token_bytes(tokenizer)
+    table = ShapeTable(batches=(PROMPTS,))
+    sizes = token_bytes(tokenizer)
     lm = LanguageModel(config, params, tokenizer, table=table)
-    asked, figures = Sampling(NEW_TOKENS, 0.0, ignore_eos=True), {}
+    asked = Sampling(NEW_TOKENS, 0.0, ignore_eos=True)
+    figures = {}
     for name, stream in held_out.items():
         written = lm.generate(cut_prompts(stream, PROMPTS, PROMPT_TOKENS, seed=0), asked, speculative=False)
         ratios = [distinct_ngram_ratio(result.tokens) for result in written]

@@ -65,9 +65,7 @@ def content_fingerprint(data: NodeData | GraphData) -> str:
     return fingerprint({**content, "features": parts})
 
 
-def run_fingerprint_of(
-    data: NodeData | GraphData, config: Config, options: GNNOptions, **more: object
-) -> dict[str, Any]:  # fmt: skip
+def run_fingerprint_of(data: NodeData | GraphData, config: Config, options: GNNOptions, **more: object) -> dict[str, Any]:
     """Fingerprint of the runs: what a checkpoint must agree with."""
     same = {**asdict(config), **options.run_fingerprint(), "data": data.name, "content": content_fingerprint(data)}
     return {"family": type(config).__name__, **same, **more}

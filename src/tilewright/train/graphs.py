@@ -86,12 +86,16 @@ def graphs_task(config: Config, data: GraphData, options: GNNOptions, folds: Seq
     check_folds(config, data, folds)
     runs = [(fold, options.seed + n) for n in range(seeds) for fold in folds]
     size = min(options.batch_size, *(len(data.folds[fold][0]) for fold in folds))
-    drawn, optimizer = GraphBatches(data, runs, options.iterations, size), make_optimizer(config, options, options.iterations)
-    capacity, test_capacity = Capacity.of(data, map(drawn.draw, range(options.epochs))), Capacity.of(data, [drawn.tests()])
-    tests, features = jax.tree.map(jnp.asarray, pack(data, drawn.tests(), test_capacity)), jnp.asarray(data.features)
+    drawn = GraphBatches(data, runs, options.iterations, size)
+    optimizer = make_optimizer(config, options, options.iterations)
+    capacity = Capacity.of(data, map(drawn.draw, range(options.epochs)))
+    test_capacity = Capacity.of(data, [drawn.tests()])
+    tests = jax.tree.map(jnp.asarray, pack(data, drawn.tests(), test_capacity))
+    features = jnp.asarray(data.features)
 
     def scores_of(weights: Weights, batch: GraphBatch, x: Array, capacity: Capacity, **how: Any) -> tuple[Array, Any]:
-        table, pool = batch.table(capacity), batch.pool(capacity)
+        table = batch.table(capacity)
+        pool = batch.pool(capacity)
         return gnn.apply(config, weights[0], table, batch.features(x), weights[1], rows=batch.rows, pool=pool, **how)
 
     @partial(jax.jit, donate_argnums=(0, 1))

@@ -28,7 +28,8 @@ def grow(
     Raises:
         ValueError: there are fewer layers or a shorter context than before.
     """
-    num_layers, context = num_layers or config.num_layers, context or config.max_position_embeddings
+    num_layers = num_layers or config.num_layers
+    context = context or config.max_position_embeddings
     for what, new, old in (("layers", num_layers, config.num_layers), ("context", context, config.max_position_embeddings)):
         if new < old:
             raise ValueError(f"a model grows from {what} {old}, found {new}")

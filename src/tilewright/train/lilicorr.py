@@ -139,12 +139,14 @@ def drafter_losses(
 
     The penalty is 0 where it has no weight in the loss.
     """
-    blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(lilicorr.run_block, config, ops)
+    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
+    run = partial(lilicorr.run_block, config, ops)
     arguments = (params.backbone, partial(run, params), batch, blocks.anchors, (None,) * config.num_layers)
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.penalty_weight > 0)
     logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.candidate_top_k)
-    scores, said = lattice_scores(config, ops, params, frozen, drafted, logits, candidates, blocks.anchors), None
+    scores = lattice_scores(config, ops, params, frozen, drafted, logits, candidates, blocks.anchors)
+    said = None
     if drafted.stream is not None:
         stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
         said = target_logits(target, ops, frozen, stream, candidates)
@@ -171,7 +173,8 @@ def train_lilicorr(
     placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is the backbone's and, weighed, the lattice's two; see `drafter.train_drafter`."""
-    ops, weights = placement.ops(options), (drafter_options.lattice_weight, drafter_options.penalty_weight)
+    ops = placement.ops(options)
+    weights = (drafter_options.lattice_weight, drafter_options.penalty_weight)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         own, chosen, dear, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)

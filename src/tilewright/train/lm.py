@@ -100,7 +100,8 @@ def train_lm(
         )
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
-    length, flops = options.sequence_length + 1, token_flops(config, options.sequence_length)
+    length = options.sequence_length + 1
+    flops = token_flops(config, options.sequence_length)
     measured = loss_of(replace(config, balance=0.0), options.ops, setup)
     task = partial(
         text_task, "language model", loss_of(config, options.ops, setup), init, hidden_matrices, flops=flops, measured=measured

@@ -238,7 +238,8 @@ class TrainingRun:
     """
 
     def __init__(self, task: Task, out: Path | None):
-        self.task, self.out = task, out
+        self.task = task
+        self.out = out
         self.seed = jnp.asarray(task.seed)
         self.params, self.opt_state = task.init()
         self.best: tuple[Any, Any] | None = None
@@ -261,7 +262,8 @@ class TrainingRun:
             raise ValueError(
                 f"the checkpoint in {self.out} stands at step {self.step} already, beyond the {self.task.steps} asked for"
             )
-        self.curve, self.recent = unstacked(metrics, "curve."), unstacked(metrics, "recent.")
+        self.curve = unstacked(metrics, "curve.")
+        self.recent = unstacked(metrics, "recent.")
         self.saved = self.step
         return True
 
@@ -331,7 +333,10 @@ class TrainingPace:
     """
 
     def __init__(self, task: Task, step: int):
-        self.task, self.start, self.step, self.began = task, step, step, time.perf_counter()
+        self.task = task
+        self.start = step
+        self.step = step
+        self.began = time.perf_counter()
         self.first: tuple[int, float] | None = None
         self.peak = peak_flop_per_s(task.devices) if task.flops else None
 
@@ -370,14 +375,17 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
     run = TrainingRun(task, out)
     if run.resume():
         console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
-    pace, looked, wait = TrainingPace(task, run.step), time.perf_counter(), REFRESH_S if console.is_terminal else LINE_S
+    pace = TrainingPace(task, run.step)
+    looked = time.perf_counter()
+    wait = REFRESH_S if console.is_terminal else LINE_S
     with Ledger() as ledger, progress_bar(console) as bar:
         row = bar.add_task(task.title, total=task.steps, completed=run.step, metrics="")
         for batch in islice(task.batches(run.step), task.steps - run.step):
             last = run.take(batch)
             pace.note(run.step)
             if last or time.perf_counter() - looked > wait:
-                metrics, looked = f"{run.shown()}  {pace.shown()}", time.perf_counter()
+                metrics = f"{run.shown()}  {pace.shown()}"
+                looked = time.perf_counter()
                 bar.update(row, completed=run.step, metrics=metrics)
                 if not console.is_terminal:
                     console.print(f"{task.title}: step {run.step} of {task.steps}  {metrics}", markup=False)

@@ -79,13 +79,15 @@ class WholeGraph:
 
 def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh | None = None) -> WholeGraph:
     """Puts a graph onto the device, or divides it over those of a mesh, with self-loops for GAT."""
-    edges, loops = data.edge_index, isinstance(config, GATConfig)
+    edges = data.edge_index
+    loops = isinstance(config, GATConfig)
     parts = np.zeros((data.num_nodes, 3), bool)
     for n, part in enumerate(PARTS):
         parts[getattr(data, part), n] = True
     if mesh is not None:
         sharded = PartitionedTable.build(edges, mesh, data.num_nodes, data.weights, layout=layout, self_loops=loops)
-        x, labels = sharded.permute(data.rows(np.arange(data.num_nodes))), sharded.permute(data.labels, fill=-1)
+        x = sharded.permute(data.rows(np.arange(data.num_nodes)))
+        labels = sharded.permute(data.labels, fill=-1)
         return WholeGraph(sharded, x, labels, sharded.permute(parts).T, sharded.rows)
     table = NeighborTable.from_edges(edges, data.num_nodes, data.weights, layout=layout, self_loops=loops)
     order = np.arange(data.num_nodes) if table.order is None else np.asarray(table.order)
@@ -105,7 +107,8 @@ def full_graph_task(
 ) -> Task:
     """All nodes in every step; an epoch is one step."""
     check_trainable(config, data)
-    seeds, optimizer = options.seed + np.arange(runs), make_optimizer(config, options, 1)
+    seeds = options.seed + np.arange(runs)
+    optimizer = make_optimizer(config, options, 1)
     graph = whole_graph(config, data, layout, mesh)
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
@@ -207,13 +210,15 @@ def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: 
         raise ValueError(f"{data.name} has weights of edges, which training on a whole graph reads and sampling does not")
     if len(fan_outs) != config.layers:
         raise ValueError(f"expected a fan-out for each of {config.layers} layers, found {len(fan_outs)}: {list(fan_outs)}")
-    seeds, sampler = options.seed + np.arange(runs), sampler_of(config, data, fan_outs, options.batch_size)
+    seeds = options.seed + np.arange(runs)
+    sampler = sampler_of(config, data, fan_outs, options.batch_size)
     if (numbers := runs * sampler.rows * data.num_features) > MOST_NUMBERS:
         raise ValueError(
             f"expected batches of at most {MOST_NUMBERS:,} features, found {numbers:,}: {runs} x {sampler.rows:,} rows of "
             f"{data.num_features:,}, by fan-outs {list(sampler.fan_outs)} and a batch size of {sampler.batch_size}"
         )
-    batches, per_epoch = NodeBatches(data, sampler, seeds, options.batch_size), -(-len(data.train) // options.batch_size)
+    batches = NodeBatches(data, sampler, seeds, options.batch_size)
+    per_epoch = -(-len(data.train) // options.batch_size)
     optimizer = make_optimizer(config, options, per_epoch)
 
     def scores_of(weights: Weights, batch: NodeBatch, **how: Any) -> tuple[Array, Any]:

@@ -54,9 +54,16 @@ class TrainingPlacement:
 
 
 def partitioned_task(
-    title: str, windows: Batches, run_fingerprint: dict[str, Any], loss: Loss, frozen: Any, init: Callable[[], Any], specs: Any,
-    is_hidden_matrix: Callable[[Any], Any], placement: TrainingPlacement,
-) -> Task:  # fmt: skip
+    title: str,
+    windows: Batches,
+    run_fingerprint: dict[str, Any],
+    loss: Loss,
+    frozen: Any,
+    init: Callable[[], Any],
+    specs: Any,
+    is_hidden_matrix: Callable[[Any], Any],
+    placement: TrainingPlacement,
+) -> Task:
     """`text.text_task` over a mesh, or on one device.
 
     Args:
@@ -66,7 +73,8 @@ def partitioned_task(
     Raises:
         ValueError: the mesh does not divide an array or a batch.
     """
-    options, placed = windows.options, placement.shardings(specs)
+    options = windows.options
+    placed = placement.shardings(specs)
     placement.check_batch(options.batch_size)
     task = text_task(title, loss, init, is_hidden_matrix, windows, run_fingerprint, frozen, placement.place)
     if placement.mesh is None:

@@ -137,12 +137,14 @@ class RecordRows:
     def by_length(self, records: Records) -> dict[int, np.ndarray]:
         """For each length of rows the records in them; those with no answer within the longest row are left out."""
         short, long = self.lengths
-        sizes, room = records.ends - records.starts, records.prompts + 2 <= long
+        sizes = records.ends - records.starts
+        room = records.prompts + 2 <= long
         return {short: np.flatnonzero(room & (sizes <= short)), long: np.flatnonzero(room & (sizes > short))}
 
     def chosen(self, records: Records, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
         """The rows' length and the records of all whole batches of an epoch, in an order that its number and the seed set."""
-        rng, size = np.random.default_rng((self.options.seed, epoch)), self.options.batch_size
+        rng = np.random.default_rng((self.options.seed, epoch))
+        size = self.options.batch_size
         batches = []
         for length, places in self.by_length(records).items():
             shuffled = rng.permutation(places)
@@ -164,7 +166,8 @@ class RecordRows:
 
     def held_out_batches(self) -> list[tuple[np.ndarray, ...]]:
         """Batches of the held-out records, the same at every evaluation."""
-        rng, size = np.random.default_rng((self.options.seed, 0)), self.options.batch_size
+        rng = np.random.default_rng((self.options.seed, 0))
+        size = self.options.batch_size
         parts = []
         for length, places in self.by_length(self.held_out).items():
             shuffled = rng.permutation(places)

@@ -88,9 +88,13 @@ def made_by(target: str, sampling: Sampling) -> str:
 
 
 def generated(
-    writer: Writer, prompts: Sequence[list[int]], sampling: Callable[[int], Sampling], path: Path, title: str,
+    writer: Writer,
+    prompts: Sequence[list[int]],
+    sampling: Callable[[int], Sampling],
+    path: Path,
+    title: str,
     console: Console,
-) -> list[Record]:  # fmt: skip
+) -> list[Record]:
     """Texts that the model writes after each prompt, row i under `sampling(i)`.
 
     Records are appended to `path` (JSONL) as they come; those already there are kept, so that an interrupted run goes on where
@@ -99,7 +103,8 @@ def generated(
     Raises:
         ValueError: `path` holds continuations of other prompts, or by another model or sampling.
     """
-    rows, size = len(prompts), writer.size
+    rows = len(prompts)
+    size = writer.size
     made = [made_by(writer.target, sampling(n)) for n in range(rows)]
     records = kept_records(path, prompts, made)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +170,8 @@ def pair_stream(records: Sequence[Record], end: int, path: Path) -> TokenStream:
     tokens: list[int] = []
     flags: list[bool] = []
     for number, record in enumerate(records, 1):
-        prompt, response = record.get("prompt_tokens"), record.get("response_tokens")
+        prompt = record.get("prompt_tokens")
+        response = record.get("response_tokens")
         if not isinstance(prompt, list) or not isinstance(response, list):
             raise ValueError(f"{path}:{number}: expected prompt_tokens and response_tokens")
         closing = [] if response and response[-1] == end else [end]

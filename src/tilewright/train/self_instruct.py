@@ -89,9 +89,14 @@ def response(record: Record) -> list[int]:
 
 
 def instructions(
-    lm: LanguageModel, template: ChatTemplate, count: int, options: SelfInstructOptions, path: Path, console: Console,
+    lm: LanguageModel,
+    template: ChatTemplate,
+    count: int,
+    options: SelfInstructOptions,
+    path: Path,
+    console: Console,
     writer: Writer,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Messages that the model writes in a user's place, `count` of them, those that did not end left out."""
     begins = [options.openings[n % len(options.openings)] for n in range(count)]
     before = opening(template)
@@ -99,7 +104,8 @@ def instructions(
     room = min(options.length, lm.target.max_position_embeddings) - max(map(len, prompts), default=0)
     base = Sampling(min(options.instruction_tokens, room), temperature=1.0)
     written = generated(writer, prompts, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console)
-    ends, texts = set(lm.target.eos_token_ids), map(response, written)
+    ends = set(lm.target.eos_token_ids)
+    texts = map(response, written)
     return [
         (begin + decode_after(lm.tokenizer, prompt, tokens)).strip() + end
         for (begin, end), prompt, tokens in zip(begins, prompts, texts, strict=True)
@@ -113,7 +119,8 @@ def select_instructions(texts: Iterable[str], forbidden: Collection[tuple[str, .
     Args:
         left_out: counts those that are not, by reason.
     """
-    chosen, seen = [], set[tuple[str, ...]]()
+    chosen = []
+    seen = set[tuple[str, ...]]()
     for text in texts:
         found = words(text)
         start = tuple(found[:RUN])
@@ -130,9 +137,15 @@ def select_instructions(texts: Iterable[str], forbidden: Collection[tuple[str, .
 
 
 def answers(
-    lm: LanguageModel, template: ChatTemplate, messages: Sequence[str], options: SelfInstructOptions, path: Path,
-    console: Console, left_out: Counter[str], writer: Writer,
-) -> Records:  # fmt: skip
+    lm: LanguageModel,
+    template: ChatTemplate,
+    messages: Sequence[str],
+    options: SelfInstructOptions,
+    path: Path,
+    console: Console,
+    left_out: Counter[str],
+    writer: Writer,
+) -> Records:
     """The model's answers to messages, at each temperature in turn; those that repeat themselves are left out.
 
     Args:
@@ -151,7 +164,8 @@ def answers(
         return Sampling(min(room, options.answer_tokens or room), temperature, seed=options.seed + n)
 
     written = generated(writer, prompts, sampling, path, "writing answers", console)
-    pairs, seen = [], set[tuple[tuple[int, ...], tuple[int, ...]]]()
+    pairs = []
+    seen = set[tuple[tuple[int, ...], tuple[int, ...]]]()
     for prompt, tokens in zip(prompts, map(response, written), strict=True):
         pair = tuple(prompt), tuple(tokens)
         if distinct(tokens) < LEAST_DISTINCT:
@@ -165,9 +179,16 @@ def answers(
 
 
 def self_instruct(
-    lm: LanguageModel, template: ChatTemplate, given: Sequence[str], count: int, forbidden: Collection[tuple[str, ...]],
-    options: SelfInstructOptions, folder: Path, console: Console, writer: Writer,
-) -> tuple[Records, Counter[str]]:  # fmt: skip
+    lm: LanguageModel,
+    template: ChatTemplate,
+    given: Sequence[str],
+    count: int,
+    forbidden: Collection[tuple[str, ...]],
+    options: SelfInstructOptions,
+    folder: Path,
+    console: Console,
+    writer: Writer,
+) -> tuple[Records, Counter[str]]:
     """Answers to given messages and to `count` instructions of the model's own; and how many texts were left out, by reason.
 
     Args:

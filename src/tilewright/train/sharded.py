@@ -35,7 +35,8 @@ from tilewright.train.balance import balanced, own_share, watching
 from tilewright.train.finite import FINITE, Finite, finite
 from tilewright.train.loop import WEIGHT, Metrics, Step, Task
 
-DATA, TENSOR = "fsdp", "tp"
+DATA = "fsdp"
+TENSOR = "tp"
 Gradient = Callable[[Any, Array, Array], tuple[Array, Any]]
 """`gradient(params, tokens [B, T + 1], in_loss) -> (mean loss in nats, its gradient)`, of sharded arrays."""
 
@@ -87,7 +88,8 @@ class ShardedSetup:
 
     def check_batch(self, shape: tuple[int, ...]) -> None:
         """Raises a `ValueError` where the mesh does not divide a batch of tokens `[B, T + 1]`."""
-        parts, tensor = self.mesh.shape[DATA] * self.accumulate, self.mesh.size // self.mesh.shape[DATA]
+        parts = self.mesh.shape[DATA] * self.accumulate
+        tensor = self.mesh.size // self.mesh.shape[DATA]
         if shape[0] % parts:
             raise ValueError(
                 f"expected a batch that fsdp={self.mesh.shape[DATA]} × {self.accumulate} parts divide, found {shape[0]}"
@@ -168,7 +170,8 @@ def sharded_gradient(setup: ShardedSetup) -> Gradient:
 
 def predicted_gradient(setup: ShardedSetup) -> Callable[[Any, Predicted], tuple[Array, Any]]:
     """Function that gives the mean loss and gradient of any predictions, over the mesh."""
-    inside, specs = partial(_local_gradient, setup), setup.specs
+    inside = partial(_local_gradient, setup)
+    specs = setup.specs
 
     def gradient(params: Any, predicted: Predicted) -> tuple[Array, Any]:
         return _over(setup, inside, (PartitionSpec(), specs))(params, predicted)
@@ -220,7 +223,9 @@ def _local_gradient(setup: ShardedSetup, params: DecoderParams, predicted: Predi
 
 def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted) -> Float[Array, ""]:
     """A device's share of the loss: the sum over all devices is the whole."""
-    config, ops, plan = setup.config, own_experts(setup.ops), setup.plan
+    config = setup.config
+    ops = own_experts(setup.ops)
+    plan = setup.plan
     exchange = Exchange(plan, DATA, GROUPED_AXES)
     how: DecoderParams = jax.tree.map(
         lambda spec: array_placement(spec, tuple(setup.mesh.shape), DATA), setup.specs, is_leaf=is_partition
@@ -232,9 +237,18 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     rows = Rows(config.rope_tables(positions), predicted.seen)
     (x, load), head = run_layers(
-        exchange, decoder.stack_of(config, ops, params.layers, setup.attend), decoder.split_layer, decoder.join_layer,
-        how.layers, x, rows, (*inputs.shape, config.hidden_size), params.head, how.head, *watching(config),
-    )  # fmt: skip
+        exchange,
+        decoder.stack_of(config, ops, params.layers, setup.attend),
+        decoder.split_layer,
+        decoder.join_layer,
+        how.layers,
+        x,
+        rows,
+        (*inputs.shape, config.hidden_size),
+        params.head,
+        how.head,
+        *watching(config),
+    )
     x = jax.lax.all_gather(ops.rms_norm(x, *Norm(final, config.rms_norm_eps)), GROUPED_AXES, tiled=True)
     if setup.predicting is not None:
         x = setup.predicting(x.reshape(*inputs.shape, -1)).reshape(x.shape)
@@ -243,7 +257,8 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
         found = ops.linear(x, Transposed(head) if params.head is None else head, jnp.float32)
         return softcapped(found, config.logit_softcap)
 
-    labels, weights = predicted.labels.reshape(-1), predicted.weights.reshape(-1)
+    labels = predicted.labels.reshape(-1)
+    weights = predicted.weights.reshape(-1)
     loss = vocabulary.cross_entropy(logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights)
     # What counts of the parts of a batch is their mean.
     return loss + own_share(config, load, tuple(setup.mesh.shape)) / setup.accumulate

@@ -15,7 +15,8 @@ import orbax.checkpoint as ocp
 
 from tilewright.train.checkpoint import Saved, named_leaves, require_same_run
 
-STATE, METADATA = "state", "told"
+STATE = "state"
+METADATA = "told"
 """The two parts of a checkpoint: arrays, and the rest as JSON."""
 
 

@@ -51,7 +51,8 @@ def streams(
 ) -> tuple[Float[Array, "B T H"], ...]:
     """The target's residual streams after these layers; what lies above the last of them does not run."""
     below = max(tapped) + 1
-    config, params = replace(target, num_layers=below), replace(params, layers=params.layers[:below])
+    config = replace(target, num_layers=below)
+    params = replace(params, layers=params.layers[:below])
     return decoder.forward_full(config, ops, params, tokens, tapped).taps
 
 
@@ -141,7 +142,8 @@ class KeptRows(RecordRows):
             "length": self.options.sequence_length,
         }
         same["held_out"] = self.held_out.fingerprint
-        kept, metadata = self.folder / FINGERPRINT_FILE, json.loads(json.dumps(same))
+        kept = self.folder / FINGERPRINT_FILE
+        metadata = json.loads(json.dumps(same))
         if kept.exists():
             if (found := json.loads(kept.read_text())) != metadata:
                 wrong = ", ".join(
@@ -170,9 +172,16 @@ class KeptRows(RecordRows):
 
 
 def batches_with_states(
-    source: TokenSource, held_out: TokenSource, options: TextOptions, folder: Path | None, target: DecoderConfig,
-    params: DecoderParams, tapped: tuple[int, ...], target_fingerprint: str, divided: bool,
-) -> Batches:  # fmt: skip
+    source: TokenSource,
+    held_out: TokenSource,
+    options: TextOptions,
+    folder: Path | None,
+    target: DecoderConfig,
+    params: DecoderParams,
+    tapped: tuple[int, ...],
+    target_fingerprint: str,
+    divided: bool,
+) -> Batches:
     """Batches of a text; with a folder those of whole records, with the target's streams after some layers (see `KeptRows`).
 
     Args:

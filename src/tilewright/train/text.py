@@ -71,8 +71,13 @@ class TextOptions(TrainOptions):
     compute_dtype: str = "float32"
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
-        *TrainOptions.ABOVE_ZERO, "steps", "sequence_length", "muon_learning_rate", "clip", "evaluate_every"
-    )  # fmt: skip
+        *TrainOptions.ABOVE_ZERO,
+        "steps",
+        "sequence_length",
+        "muon_learning_rate",
+        "clip",
+        "evaluate_every",
+    )
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "evaluate_every")
 
     def __post_init__(self) -> None:
@@ -261,10 +266,13 @@ def text_task(
         flops: operations that a token needs.
         measured: the loss of held-out text, where that leaves something out.
     """
-    options, held_out = windows.options, list(map(place, windows.held_out_batches()))
-    optimizer, loss = make_optimizer(options, is_hidden_matrix, options.ops), in_compute_dtype(options, loss)
+    options = windows.options
+    held_out = list(map(place, windows.held_out_batches()))
+    optimizer = make_optimizer(options, is_hidden_matrix, options.ops)
+    loss = in_compute_dtype(options, loss)
 
-    measure, tokens = jax.jit(measured or loss), windows.tokens_per_step
+    measure = jax.jit(measured or loss)
+    tokens = windows.tokens_per_step
 
     def evaluate(params: Any, step: int) -> Metrics:
         parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]
@@ -299,7 +307,8 @@ def text_metrics(result: TrainResult) -> dict[str, Any]:
         return None if np.isnan(value) else value
 
     curve = [{field: number(name, n) for name, field in fields.items()} for n in range(len(result.curve["step"]))]
-    steps, last = curve[-1]["step"], {field: value for field, value in curve[-1].items() if field != "step"}
+    steps = curve[-1]["step"]
+    last = {field: value for field, value in curve[-1].items() if field != "step"}
     times = {"tokens_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures()}
     used = {} if result.utilisation is None else {"model_flops_utilization": result.utilisation}
     return {"steps": steps, **last, **times, **used, "curve": curve}

@@ -71,7 +71,8 @@ def attend_slots(
     """Attention over the slots of the cache, into which the tokens' own keys and values are written."""
     q, *new = ops.heads(projection, heads)
     k, v = (jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), seen.at, 2) for old, x in zip(kept, new, strict=True))
-    slot, own = jnp.arange(k.shape[2]), seen.at + jnp.arange(q.shape[1])
+    slot = jnp.arange(k.shape[2])
+    own = seen.at + jnp.arange(q.shape[1])
     mask = (slot >= seen.first[:, None, None]) & (slot <= own[:, None])
     return attention(q, k, v, mask, heads.scores).reshape(*q.shape[:2], -1), (k, v)
 
@@ -111,7 +112,8 @@ class Waves:
     def __post_init__(self) -> None:
         if self.config.sliding_layers or self.config.delta is not None:
             raise ValueError(f"expected a model whose layers all see everything before them, found one of {self.config.family}")
-        room, found = self.config.max_position_embeddings, (self.rows, self.prompt_room, self.answer_room, self.stretch)
+        room = self.config.max_position_embeddings
+        found = (self.rows, self.prompt_room, self.answer_room, self.stretch)
         if min(found) < 1 or self.prompt_room + self.answer_room > room:
             raise ValueError(f"expected rows, rooms and a stretch of at least 1, within {room} positions, found {found}")
 
@@ -133,7 +135,8 @@ class Waves:
         self, params: DecoderParams, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], temperature: Array, key: Array
     ) -> WaveState:
         """Reads the prompts, whose ends stand in the last column, and draws the first token of each answer."""
-        config, dtype = self.config, params.embed.dtype
+        config = self.config
+        dtype = params.embed.dtype
         empty = jnp.zeros((self.rows, config.num_kv_heads, self.prompt_room, config.head_dim), dtype)
         slots = Slots(jnp.int32(0), self.prompt_room - lengths)
         logits, caches = self.run(params, tokens, slots, ((empty, empty),) * config.num_layers)
@@ -177,13 +180,16 @@ class Waves:
         if len(prompts) > self.rows or min(map(len, prompts)) < 1 or longest > self.prompt_room:
             wanted = f"expected up to {self.rows} prompts of 1 to {self.prompt_room} tokens"
             raise ValueError(f"{wanted}, found {len(prompts)}, the longest of {longest}")
-        tokens, lengths = np.zeros((self.rows, self.prompt_room), np.int32), np.ones(self.rows, np.int32)
+        tokens = np.zeros((self.rows, self.prompt_room), np.int32)
+        lengths = np.ones(self.rows, np.int32)
         for row, prompt in enumerate(prompts):
-            tokens[row, self.prompt_room - len(prompt) :], lengths[row] = prompt, len(prompt)
+            tokens[row, self.prompt_room - len(prompt) :] = prompt
+            lengths[row] = len(prompt)
         temperature = np.zeros(self.rows, np.float32)
         temperature[: len(prompts)] = temperatures
         begin, advance = self.programs
-        state, end = begin(self.params, tokens, lengths, temperature, key), 0
+        state = begin(self.params, tokens, lengths, temperature, key)
+        end = 0
         for end in self.ends:
             state = advance(self.params, state, temperature, end)
             if end >= (most or self.answer_room) or np.asarray(state.done)[: len(prompts)].all():
@@ -225,6 +231,7 @@ class WaveWriter:
         seed = samplings[0].seed
         if seed is None:
             raise ValueError("expected a seed, found none")
-        most, temperatures = max(one.max_new_tokens for one in samplings), [one.temperature for one in samplings]
+        most = max(one.max_new_tokens for one in samplings)
+        temperatures = [one.temperature for one in samplings]
         answers = self.waves.wave(prompts, temperatures, jax.random.key(seed, impl=PRNG), most)
         return [answer[: one.max_new_tokens] for answer, one in zip(answers, samplings, strict=True)]

@@ -68,7 +68,8 @@ def kernel(x: Array) -> Array:
 
 
 def main() -> None:
-    bf16, i32 = jnp.bfloat16, jnp.int32
+    bf16 = jnp.bfloat16
+    i32 = jnp.int32
     save("elementwise", lambda x, y: jnp.tanh(x) * y, abstract(1024, 1024), abstract(1024, 1024))
     save("matmul", lambda x, w: x @ w, abstract(256, 512, dtype=bf16), abstract(512, 1024, dtype=bf16))
     save("reduce", lambda x: jnp.sum(jnp.exp(x), -1), abstract(1024, 4096))

@@ -78,7 +78,8 @@ def kernel(start_ref, count_ref, *refs, caches: int, rows: int):
 
     def change(number: int, row: int) -> None:
         copy(number, row, back=False).wait()
-        new, shift = new_refs[number], start_ref[first + row] - begin(row)
+        new = new_refs[number]
+        shift = start_ref[first + row] - begin(row)
         window = window_refs[number][row].astype(jnp.float32)  # all shifts and choices are there in 32 bits
         one = len(new.shape) == 2
         placed = new[pl.ds((first + row) * heads, heads), :][:, None] if one else pltpu.roll(new[row], shift, 1)
@@ -116,7 +117,8 @@ def append_all(
         wide = [jnp.pad(each, ((0, 0), (0, 0), (0, size - t), (0, 0))) for each in wide]
         windows = pl.BlockSpec((rows, heads, size, d), lambda part: (part, 0, 0, 0))
     moved = 2 * many * b * heads * size * d * dtype.itemsize + sum(4 * each.size for each in wide)
-    in_memory, scalars = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         partial(kernel, caches=many, rows=rows),
         grid=(b // rows,),

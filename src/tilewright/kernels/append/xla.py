@@ -35,7 +35,8 @@ def write_along(dim: int, buffer: Array, new: Array, start: Array, count: Array)
     Row by row, a window of T entries is read, changed and put back in place: a scatter would run entry by entry on a CPU. Where
     the window would pass the end, it lies before it, and the new entries lie as much further back in it.
     """
-    size, slots = new.shape[dim], buffer.shape[dim]
+    size = new.shape[dim]
+    slots = buffer.shape[dim]
     assert size <= slots, "more new entries than the buffer has"
     place = jnp.arange(size).reshape(-1, *(1,) * (buffer.ndim - dim - 1))
     for row in range(buffer.shape[0]):

@@ -106,7 +106,8 @@ def prefix_attention(
     """
     (b, t, n, d), (heads, slots) = q.shape, k.shape[1:3]
     grouped = group_rows(q, heads)
-    rows, entries = min(ROWS, grouped.shape[2]), min(ENTRIES, slots)
+    rows = min(ROWS, grouped.shape[2])
+    entries = min(ENTRIES, slots)
     blocks = pl.cdiv(slots, entries)
     each = jnp.tile(lengths.astype(jnp.int32), (1, n // heads))[:, :, None]
     live = jnp.minimum(jnp.max(lengths, axis=1), slots).astype(jnp.int32)

@@ -20,10 +20,12 @@ def prefix_attention(
 
     A query head n reads key head `n * K // N`. A query that sees nothing gets zeros.
     """
-    entry, lengths = jnp.arange(k.shape[2])[None, None], lengths[:, :, None]
+    entry = jnp.arange(k.shape[2])[None, None]
+    lengths = lengths[:, :, None]
     seen = (entry < lengths) & (entry >= (0 if rule.window is None else lengths - rule.window))
     if extra is not None:
-        k, v = jnp.concatenate([k, extra[0]], axis=2), jnp.concatenate([v, extra[1]], axis=2)
+        k = jnp.concatenate([k, extra[0]], axis=2)
+        v = jnp.concatenate([v, extra[1]], axis=2)
         seen = jnp.concatenate([seen, jnp.ones((*seen.shape[:2], extra[0].shape[2]), bool)], axis=2)
     group = q.shape[2] // k.shape[1]
     wide_k, wide_v = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))

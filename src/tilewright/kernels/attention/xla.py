@@ -71,7 +71,8 @@ def attention_over(
         sinks = jnp.broadcast_to(sink_rows(rule.sinks, heads, t), (*masked.shape[:3], 1))
         masked = jnp.concatenate([masked, sinks], axis=-1)
     weights = jnp.where(jnp.any(seen, axis=-1, keepdims=True), jax.nn.softmax(masked, axis=-1), 0.0).astype(q.dtype)
-    out, first = jnp.zeros_like(rows), 0
+    out = jnp.zeros_like(rows)
+    first = 0
     for part in parts:
         size = part.k.shape[2]
         share = jax.lax.slice_in_dim(weights, first, first + size, axis=-1)
@@ -81,9 +82,12 @@ def attention_over(
 
 
 def attention(
-    q: Float[Array, "B T N D"], k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "#B T S"],
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    mask: Bool[Array, "#B T S"],
     rule: Scores = PLAIN_SCORES,
-) -> Float[Array, "B T N D"]:  # fmt: skip
+) -> Float[Array, "B T N D"]:
     """Grouped-query attention over one set of keys; see `attention_over`."""
     return attention_over(q, [KeyValues(k, v, mask)], rule)
 

@@ -48,7 +48,8 @@ class Joint:
 def attention_operands(projection: Joint, spec: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands of the CPU kernels for a projection, with queries or without: its heads, and their norms and rotation."""
     sizes = [size // spec.head_dim for size in projection.parts]
-    queries, key = sizes[: len(sizes) % 2], sizes[-1] if len(sizes) > 1 else 0
+    queries = sizes[: len(sizes) % 2]
+    key = sizes[-1] if len(sizes) > 1 else 0
     norms = {name: None if norm is None else norm.weight for name, norm in (("q_norm", spec.q_norm), ("k_norm", spec.k_norm))}
     eps = next((norm.eps for norm in (spec.q_norm, spec.k_norm) if norm is not None), 0.0)
     cos, sin = spec.rope

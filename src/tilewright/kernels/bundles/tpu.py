@@ -33,7 +33,8 @@ def product(x: Float[Array, "*rows I"], w: Any, out_dtype: DTypeLike | None = No
 def head_argmax(
     x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None, masks: Array | None = None
 ) -> tuple[Array, Array]:
-    tied, x = isinstance(head, Transposed), xla.normed(x, norm)
+    tied = isinstance(head, Transposed)
+    x = xla.normed(x, norm)
     w = head.w if tied else head
     if isinstance(w, ScaledMatrix) or masks is not None:  # the kernel reads heads in the dtype of the rows, and no masks
         return argmax_xla.head_argmax(x, w, tied, product, masks)

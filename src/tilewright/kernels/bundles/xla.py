@@ -61,7 +61,8 @@ def xla_operations(
     own_head: bool = False,
 ) -> Operations:
     """A bundle of XLA's operations on weights as they are, some of them replaced."""
-    heads, linear = partial(heads_xla.heads, rotate=rotate), partial(xla.linear, product=product)
+    heads = partial(heads_xla.heads, rotate=rotate)
+    linear = partial(xla.linear, product=product)
     return Operations(
         name=name,
         gather_rows=gather.gather_rows,
@@ -117,10 +118,18 @@ def in_few_bits(ops: Operations, kind: ScaledFormat) -> Operations:
         return scaled.bytes_of(shape[0], shape[1], stored if keeps else kind if of == "matrix" else "int8")
 
     return replace(
-        ops, bytes_of=bytes_of, prepare_matrix=prepare_matrix, prepare_joined=prepare_joined,
-        prepare_table=scaled.prepared_table, prepares=True, own_head=False, weights=kind, keeps_blocks=kind == "int4",
-        keeps_fp8=kind == "fp8", scales_tables=True,
-    )  # fmt: skip
+        ops,
+        bytes_of=bytes_of,
+        prepare_matrix=prepare_matrix,
+        prepare_joined=prepare_joined,
+        prepare_table=scaled.prepared_table,
+        prepares=True,
+        own_head=False,
+        weights=kind,
+        keeps_blocks=kind == "int4",
+        keeps_fp8=kind == "fp8",
+        scales_tables=True,
+    )
 
 
 PLAIN = xla_operations("xla")

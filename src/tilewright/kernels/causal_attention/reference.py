@@ -37,7 +37,8 @@ def causal_attention(
     def turned(x: Array, norm: Array | None) -> Array:
         x = x if norm is None else rms_norm(x, norm, eps)
         first, second = jnp.split(x, 2, axis=-1)
-        c, s = cos[:, :, None], sin[:, :, None]
+        c = cos[:, :, None]
+        s = sin[:, :, None]
         return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
     group = heads // kv_heads

@@ -102,6 +102,7 @@ def cross_entropy(
     Args:
         head: as `linear` takes it.
     """
-    flat, logits = x.reshape(labels.size, -1), partial(capped_products, linear, cap)
+    flat = x.reshape(labels.size, -1)
+    logits = partial(capped_products, linear, cap)
     vocab = jax.eval_shape(logits, flat, head).shape[-1]
     return weighted(logits, block_rows(len(flat), vocab), flat, head, labels.reshape(-1), weights.reshape(-1))

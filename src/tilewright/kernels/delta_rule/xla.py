@@ -47,7 +47,8 @@ def in_chunks(
     chunk: int = CHUNK,
 ) -> tuple[Float32[Array, "B T K R E"], Float32[Array, "B K R D E"]]:
     """As `reference.delta_rule`, from chunk to chunk."""
-    length, size = q.shape[1], min(chunk, q.shape[1])
+    length = q.shape[1]
+    size = min(chunk, q.shape[1])
 
     def chunked(x: Array) -> Array:
         """`[B, T, K, ...]` as `[N, B, K, ..., C, last]`; positions behind the last one change nothing."""
@@ -68,7 +69,8 @@ def in_chunks(
     kept = jnp.exp(since)[..., None]
     sides = jnp.concatenate([v * beta[..., None], k[:, :, :, None] * (beta[..., None] * kept)], axis=-1)
     solved = solve_triangular(system, sides, lower=True, unit_diagonal=True)
-    written, through = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    written = solved[..., : v.shape[-1]]
+    through = solved[..., v.shape[-1] :]
     asked = q[:, :, :, None] * kept
     left = k[:, :, :, None] * jnp.exp(since[..., -1:] - since)[..., None]
 

@@ -125,7 +125,9 @@ def transfers(
         itemsize: bytes of an element of `x`.
         weighted, scaled: whether there are weights, and a scale for each row.
     """
-    tiles, each_tile = -(-rows // PARTITIONS), slots + 2 + weighted + scaled  # indices, gathers, result
+    # indices, gathers, result
+    tiles = -(-rows // PARTITIONS)
+    each_tile = slots + 2 + weighted + scaled
     small = slots * 4 * (1 + weighted) + 4 * scaled
     read = rows * (slots * features * itemsize + small)
     return NkiTransfers(tiles * each_tile, rows * each_tile, read, rows * features * itemsize)

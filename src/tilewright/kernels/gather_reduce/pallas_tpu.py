@@ -59,7 +59,8 @@ class TileSizes:
 
 def blocks_for(rows: int, slots: int, features: int, dtype: DTypeLike) -> TileSizes:
     """Chooses the kernel's blocks. Tiles are whole lanes, since the indices lie slot by slot; chunks are whole sublanes."""
-    words, part = row_words(features, dtype), min(slots, SLOTS)
+    words = row_words(features, dtype)
+    part = min(slots, SLOTS)
     chunk = max(SUBLANES, IN_FLIGHT // part // SUBLANES * SUBLANES)
     chunk = 1 << (chunk.bit_length() - 1)
     wide = 2 if words > 1024 else 8  # the result's tile is in VMEM too
@@ -103,9 +104,12 @@ class TpuTransfers:
 
 def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, weighted: bool = False) -> TpuTransfers:
     """Counts what the kernel moves for rows of these degrees (into a result of its own, without `into`)."""
-    rows, blocks = degrees.size, blocks_for(degrees.size, slots, features, dtype)
-    tiles, steps = blocks.tiles(rows), blocks.tiles(rows) * blocks.parts(slots)
-    gathers, per_slot = int(np.sum(degrees)), 2 if weighted else 1
+    rows = degrees.size
+    blocks = blocks_for(degrees.size, slots, features, dtype)
+    tiles = blocks.tiles(rows)
+    steps = blocks.tiles(rows) * blocks.parts(slots)
+    gathers = int(np.sum(degrees))
+    per_slot = 2 if weighted else 1
     gathered = gathers * lanes(blocks.words) * 4
     read = gathered + blocks.tile * 4 * (tiles + steps * blocks.part * per_slot)
     written = rows * lanes(features) * jnp.dtype(dtype).itemsize
@@ -142,7 +146,9 @@ def kernel(
     refs = refs[4:]
     turned_ref = refs.pop(0) if weighted else None
     staged_ref, stored = refs if offset is not None else (out_ref, None)
-    tile, part, features = pl.program_id(0), pl.program_id(1), staged_ref.shape[1]
+    tile = pl.program_id(0)
+    part = pl.program_id(1)
+    features = staged_ref.shape[1]
 
     def filled(row: Array) -> Array:
         """Slots of this part that a row of the tile fills."""
@@ -156,7 +162,8 @@ def kernel(
                 act(row, slot)
 
     def copy(chunk: Array, row: Array, slot: Array):
-        source, turn = sources_ref[slot, chunk * blocks.chunk + row], jax.lax.rem(chunk, 2)
+        source = sources_ref[slot, chunk * blocks.chunk + row]
+        turn = jax.lax.rem(chunk, 2)
         to = buffer.at[turn, slot, pl.ds(row, 1)]
         return pltpu.make_async_copy(x_ref.at[pl.ds(source, 1)], to, arrived.at[turn])
 
@@ -166,7 +173,8 @@ def kernel(
     def reduce_rows(chunk: Array, group: Array) -> None:
         """Eight rows of a chunk."""
         first = pl.multiple_of(chunk * blocks.chunk + group * SUBLANES, SUBLANES)
-        of_tile, of_chunk = pl.ds(first, SUBLANES), pl.ds(group * SUBLANES, SUBLANES)
+        of_tile = pl.ds(first, SUBLANES)
+        of_chunk = pl.ds(group * SUBLANES, SUBLANES)
         counts = eight_numbers(lambda row: filled(first + row), features)
         total = jnp.full((SUBLANES, features), {"max": -jnp.inf, "min": jnp.inf}.get(reduce, 0.0), jnp.float32)
         if parts > 1:
@@ -280,13 +288,15 @@ def gather_reduce(
     (rows, slots), features = sources.shape, x.shape[1]
     offset = None if into is None else checked_offset(into, x, rows)
     blocks = blocks_for(rows, slots, features, x.dtype)
-    tiles, parts = blocks.tiles(rows), blocks.parts(slots)
+    tiles = blocks.tiles(rows)
+    parts = blocks.parts(slots)
     missing = tiles * blocks.tile - rows
     words = packed(x)
     by_slot = [jnp.pad(each, ((0, missing), (0, 0))).T for each in (sources, *(() if weights is None else (weights,)))]
     smem = partial(pl.BlockSpec, memory_space=pltpu.SMEM)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    block, result = (blocks.part, blocks.tile), (blocks.tile, features)
+    block = (blocks.part, blocks.tile)
+    result = (blocks.tile, features)
     out = jax.ShapeDtypeStruct((rows, features) if into is None else into[0].shape, x.dtype)
     moved = (rows * slots * blocks.words + sources.size) * 4 + rows * features * x.dtype.itemsize
     scratch = [

@@ -65,7 +65,8 @@ def gather_reduce_csr(
 
     Sources beyond the last offset belong to no row.
     """
-    rows, edges = offsets.shape[0] - 1, sources.shape[0]
+    rows = offsets.shape[0] - 1
+    edges = sources.shape[0]
     degrees = offsets[1:] - offsets[:-1]
     ids = jnp.searchsorted(offsets[1:], jnp.arange(edges, dtype=jnp.int32), side="right")  # beyond the last: no row
     messages = weighted(x[sources], weights)

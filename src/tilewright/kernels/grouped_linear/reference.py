@@ -9,7 +9,8 @@ def grouped_linear(x: np.ndarray, w: np.ndarray, sizes: np.ndarray) -> np.ndarra
     Args:
         sizes: how many rows each group has, `[G]`; the first has the first rows. Rows behind the last group's give zeros.
     """
-    out, first = np.zeros((len(x), w.shape[2]), np.result_type(x, w)), 0
+    out = np.zeros((len(x), w.shape[2]), np.result_type(x, w))
+    first = 0
     for matrix, size in zip(w, sizes, strict=True):
         out[first : first + size] = x[first : first + size] @ matrix
         first += size

@@ -42,7 +42,9 @@ def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int) -> int:
 
 def refuses(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct) -> str:
     """The reason why the kernel does not take these; empty if it does."""
-    rows, hidden, itemsize = x.size // x.shape[-1], x.shape[-1], head.dtype.itemsize
+    rows = x.size // x.shape[-1]
+    hidden = x.shape[-1]
+    itemsize = head.dtype.itemsize
     wanted = vmem_bytes(rows, hidden, tile_columns(hidden, itemsize), itemsize)
     if rows > 0 and wanted <= VMEM_BYTES and x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16):
         return ""
@@ -62,7 +64,8 @@ def tile_logits(x_ref, head_ref, transposed: bool) -> Float32[Array, "R C"]:
 
 def kernel(x_ref, head_ref, best_ref, place_ref, *, vocab: int, tiles: int, transposed: bool):
     """One tile: x [R, H], head [H, C] or transposed [C, H]; best and place [1, R, L] stay in VMEM through a half."""
-    half, tile = pl.program_id(0), pl.program_id(1)
+    half = pl.program_id(0)
+    tile = pl.program_id(1)
     lane = jax.lax.broadcasted_iota(jnp.int32, best_ref.shape[1:], 1)
 
     @pl.when(tile == 0)
@@ -71,21 +74,30 @@ def kernel(x_ref, head_ref, best_ref, place_ref, *, vocab: int, tiles: int, tran
         place_ref[0] = lane
 
     logits = tile_logits(x_ref, head_ref, transposed)
-    best, place = best_ref[0], place_ref[0]
+    best = best_ref[0]
+    place = place_ref[0]
     columns = logits.shape[1]
     first = (half * tiles + tile) * columns
     for start in range(0, columns, LANES):
         at = first + start + lane
         part = logits[:, start : start + LANES]
         larger = (part > best) & (at < vocab)  # what lies beyond the vocabulary may be anything
-        best, place = jnp.where(larger, part, best), jnp.where(larger, at, place)
-    best_ref[0], place_ref[0] = best, place
+        best = jnp.where(larger, part, best)
+        place = jnp.where(larger, at, place)
+    best_ref[0] = best
+    place_ref[0] = place
 
 
 def over_tiles(
-    kernel: Callable[..., None], x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool, vmem: int, name: str,
-    interpret: bool, scratch_shapes: Sequence[Any] = (),
-) -> tuple[Float32[Array, "P R L"], Int32[Array, "P R L"]]:  # fmt: skip
+    kernel: Callable[..., None],
+    x: Float[Array, "*rows H"],
+    head: Float[Array, "..."],
+    transposed: bool,
+    vmem: int,
+    name: str,
+    interpret: bool,
+    scratch_shapes: Sequence[Any] = (),
+) -> tuple[Float32[Array, "P R L"], Int32[Array, "P R L"]]:
     """Runs a kernel over all tiles of the head.
 
     Args:
@@ -96,7 +108,8 @@ def over_tiles(
     Returns:
         what each half leaves in the lanes: values and places.
     """
-    rows, hidden = x.size // x.shape[-1], x.shape[-1]
+    rows = x.size // x.shape[-1]
+    hidden = x.shape[-1]
     vocab = head.shape[0 if transposed else 1]
     columns = tile_columns(hidden, head.dtype.itemsize)
     last = pl.cdiv(vocab, columns) - 1
@@ -137,7 +150,8 @@ def head_argmax(
         head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
         interpret: runs without a TPU, slowly.
     """
-    hidden, itemsize = x.shape[-1], head.dtype.itemsize
+    hidden = x.shape[-1]
+    itemsize = head.dtype.itemsize
     vmem = vmem_bytes(x.size // hidden, hidden, tile_columns(hidden, itemsize), itemsize)
     best, place = over_tiles(kernel, x, head, transposed, vmem, "head_argmax", interpret)
     # The halves take turns in no lane: of equal logits the one with the smaller index is first.

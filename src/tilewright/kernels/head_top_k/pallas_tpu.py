@@ -32,7 +32,9 @@ def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int, k: int) -> i
 
 def refuses(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct, k: int) -> str:
     """The reason why the kernel does not take these; empty if it does."""
-    rows, hidden, itemsize = x.size // x.shape[-1], x.shape[-1], head.dtype.itemsize
+    rows = x.size // x.shape[-1]
+    hidden = x.shape[-1]
+    itemsize = head.dtype.itemsize
     wanted = vmem_bytes(rows, hidden, tile_columns(hidden, itemsize), itemsize, k)
     dtypes = x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16)
     if rows > 0 and 1 <= k <= LANES and wanted <= VMEM_BYTES and dtypes:
@@ -45,7 +47,8 @@ def sink(part: Array, at: Array, values_ref, places_ref, k: int, unroll: bool) -
 
     def one(depth: Array, falling: tuple[Array, Array]) -> tuple[Array, Array]:
         value, place = falling
-        held, where = values_ref[depth], places_ref[depth]
+        held = values_ref[depth]
+        where = places_ref[depth]
         goes_in = (value > held) | ((value == held) & (place < where))
         values_ref[depth] = jnp.where(goes_in, value, held)
         places_ref[depth] = jnp.where(goes_in, place, where)
@@ -61,7 +64,8 @@ def merge(best_ref, place_ref, values_ref, places_ref, k: int) -> None:
     place_ref[0] = jnp.full(place_ref.shape[1:], NOWHERE, jnp.int32)
 
     def take(n: Array, _: None) -> None:
-        head, where = values_ref[0], places_ref[0]
+        head = values_ref[0]
+        where = places_ref[0]
         largest = jnp.max(head, axis=1, keepdims=True)
         first = jnp.min(jnp.where(head == largest, where, NOWHERE), axis=1, keepdims=True)
         best_ref[0] = jnp.where(lane == n, largest, best_ref[0])
@@ -80,11 +84,22 @@ def merge(best_ref, place_ref, values_ref, places_ref, k: int) -> None:
 
 
 def kernel(
-    x_ref, head_ref, best_ref, place_ref, values_ref, places_ref, *, vocab: int, tiles: int, transposed: bool, k: int,
+    x_ref,
+    head_ref,
+    best_ref,
+    place_ref,
+    values_ref,
+    places_ref,
+    *,
+    vocab: int,
+    tiles: int,
+    transposed: bool,
+    k: int,
     unroll: bool,
-):  # fmt: skip
+):
     """One tile: x [R, H], head [H, C] or transposed [C, H]; the lists [K, R, L] stay in VMEM through a half."""
-    half, tile = pl.program_id(0), pl.program_id(1)
+    half = pl.program_id(0)
+    tile = pl.program_id(1)
     lane = jax.lax.broadcasted_iota(jnp.int32, best_ref.shape[1:], 1)
 
     @pl.when(tile == 0)
@@ -116,7 +131,9 @@ def head_top_k(
         head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
         interpret: runs without a TPU, slowly.
     """
-    rows, hidden, itemsize = x.size // x.shape[-1], x.shape[-1], head.dtype.itemsize
+    rows = x.size // x.shape[-1]
+    hidden = x.shape[-1]
+    itemsize = head.dtype.itemsize
     vmem = vmem_bytes(rows, hidden, tile_columns(hidden, itemsize), itemsize, k)
     lists = [pltpu.VMEM((k, rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)]
     run = partial(kernel, k=k, unroll=not interpret)

@@ -20,7 +20,8 @@ CHUNK = 128
 
 def top_k(x: Float32[Array, "*rows V"], k: int) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
     """Indices and values of the `k` largest entries, in descending order; of equal ones the first goes first."""
-    rows, vocab = x.shape[:-1], x.shape[-1]
+    rows = x.shape[:-1]
+    vocab = x.shape[-1]
     count = -(-vocab // CHUNK)
     if count <= k:
         value, index = jax.lax.top_k(x, k)

@@ -25,7 +25,8 @@ def rotate_halves(
 ) -> Float[Array, "B T N D"]:
     """Rotary embedding over the halves of the first 2 h entries (`rotate_half`, as Hugging Face has it), in float32."""
     rotated, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
+    cos = cos[:, :, None]
+    sin = sin[:, :, None]
     first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
@@ -35,7 +36,8 @@ def rotate_by_product(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
 ) -> Float[Array, "B T N D"]:
     """Rotary embedding for a TPU, which cannot cut a register's lanes in half cheaply: a matrix of ones swaps them, exactly."""
-    half, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
+    half = cos.shape[-1]
+    rest = x.shape[-1] - 2 * cos.shape[-1]
     if half == 0:
         return x
     swap = jax.scipy.linalg.block_diag(jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=0), jnp.eye(rest, dtype=x.dtype))

@@ -57,14 +57,22 @@ class Form(NamedTuple):
 
 
 FORMS: dict[BlockFormat, Form] = {
-    "q4_0": Form(4, 2, 2), "q4_1": Form(4, 2, 2, 2), "q5_0": Form(5, 2, 2), "q5_1": Form(5, 2, 2, 2), "q8_0": Form(8, 2, 2),
-    "q4_k": Form(4, 8, 1, 1, 8, 8), "q5_k": Form(5, 8, 1, 1, 8, 8), "q6_k": Form(6, 8, 1, steps=16),
+    "q4_0": Form(4, 2, 2),
+    "q4_1": Form(4, 2, 2, 2),
+    "q5_0": Form(5, 2, 2),
+    "q5_1": Form(5, 2, 2, 2),
+    "q8_0": Form(8, 2, 2),
+    "q4_k": Form(4, 8, 1, 1, 8, 8),
+    "q5_k": Form(5, 8, 1, 1, 8, 8),
+    "q6_k": Form(6, 8, 1, steps=16),
     "q4_z": Form(4, 4, 4, lows=4),
-}  # fmt: skip
+}
 """As in `../blocks.h`. "q4_z" has 4 bits and, for each block, a zero point: its lows are the negative zero points."""
 WIDER: dict[BlockFormat, tuple[BlockFormat, ...]] = {
-    "q4_0": ("q5_0", "q8_0", "q4_1", "q5_1"), "q5_0": ("q8_0", "q5_1"), "q4_1": ("q5_1",),
-}  # fmt: skip
+    "q4_0": ("q5_0", "q8_0", "q4_1", "q5_1"),
+    "q5_0": ("q8_0", "q5_1"),
+    "q4_1": ("q5_1",),
+}
 """Formats that hold the same weights exactly, the smallest first."""
 STEPS = (15.0, 14.0, 14.5, 15.5, 16.0)
 """Into how many steps a block's range is divided on trial; the first is the range itself."""
@@ -128,7 +136,8 @@ class QuantisedMatrix:
 
     def spread(self, values: np.ndarray, parts: int = 1) -> np.ndarray:
         """Values of groups or blocks as float32 `[O, N * parts]`: of each block, or of `parts` of it."""
-        wide, wanted = np.asarray(values, np.float32), self.count * parts
+        wide = np.asarray(values, np.float32)
+        wanted = self.count * parts
         each = 1 if wide.shape[1] == wanted else parts if wide.shape[1] == self.count else parts * self.form.group
         return wide if each == 1 else np.repeat(wide, each, axis=1)[:, :wanted]
 
@@ -202,7 +211,8 @@ def dequantise(blocks: QuantisedMatrix) -> np.ndarray:
     """The matrix `[I, O]` in float32."""
     form = blocks.form
     units = units_of(blocks.integers, form.bits).astype(np.float32) - np.float32(form.offset)
-    scales, minima = blocks.weight_scales(), blocks.weight_minima()
+    scales = blocks.weight_scales()
+    minima = blocks.weight_minima()
     wide = units.reshape(len(units), scales.shape[1], -1) * scales[..., None]
     if minima is not None:
         wide = wide.reshape(units.shape) + minima[..., None]
@@ -238,7 +248,8 @@ def eight_bits(x: np.ndarray) -> QuantisedMatrix:
 
 def four_bits(x: np.ndarray) -> QuantisedMatrix:
     """Rows of blocks `[O, N, 32]` as Q4_1; see `quantise`."""
-    least, most = x.min(axis=-1), x.max(axis=-1)
+    least = x.min(axis=-1)
+    most = x.max(axis=-1)
     mean = x.mean(axis=-1)
     best = [np.zeros(x.shape, np.uint8), np.zeros_like(least, np.float16), np.zeros_like(least, np.float16)]
     smallest = np.full_like(least, np.inf)
@@ -273,8 +284,10 @@ def widened(blocks: QuantisedMatrix, kind: BlockFormat) -> QuantisedMatrix:
     if blocks.kind == kind:
         return blocks
     assert kind in WIDER[blocks.kind], f"{blocks.kind} does not become {kind}"
-    form, wider = blocks.form, FORMS[kind]
-    units, minima = units_of(blocks.integers, form.bits), blocks.minima
+    form = blocks.form
+    wider = FORMS[kind]
+    units = units_of(blocks.integers, form.bits)
+    minima = blocks.minima
     if form.offset and not wider.offset:
         minima = np.float16(-form.offset) * blocks.scales
     elif form.offset:
@@ -307,7 +320,8 @@ def side_by_side(matrices: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
 def panels_of(blocks: QuantisedMatrix) -> np.ndarray:
     """The kernel's panels, uint8 `[P, G, bytes]`: see `../blocks.h`. Zeros follow the last output and the last block."""
     form = blocks.form
-    outputs, groups = len(blocks.integers), -(-blocks.count // form.group)
+    outputs = len(blocks.integers)
+    groups = -(-blocks.count // form.group)
     count = -(-outputs // LANES)
     panels = np.zeros((count, groups, form.group_bytes), np.uint8)
 
@@ -346,9 +360,11 @@ def blocks_of(panels: np.ndarray, outputs: int) -> QuantisedMatrix:
 
     fours = returned(panels[:, :, form.head_bytes :], form.group * form.bits, 4)
     integers = fours.reshape(outputs, groups * form.group, 4 * form.bits)
-    made, begin = {}, 0
+    made = {}
+    begin = 0
     for name, dtype in (("scales", np.float16), ("minima", np.float16), ("steps", np.int8), ("lows", np.int8)):
-        each, size = getattr(form, name), np.dtype(dtype).itemsize
+        each = getattr(form, name)
+        size = np.dtype(dtype).itemsize
         end = begin + each * LANES * size
         if each:
             made[name] = returned(panels[:, :, begin:end], each, size).view(dtype)[..., 0]

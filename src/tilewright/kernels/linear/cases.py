@@ -42,20 +42,38 @@ CASES: dict[str, dict[str, LinearCase]] = {
     ),
     # huggingface.co/Qwen/Qwen3-0.6B, config.json: hidden 1024, 16 heads and 8 key-value heads of 128.
     "qwen3-0.6b": of_model(
-        "qwen3-0.6b", q=(1024, 2048), k=(1024, 1024), v=(1024, 1024), o=(2048, 1024), gate_up=(1024, 3072), down=(3072, 1024),
+        "qwen3-0.6b",
+        q=(1024, 2048),
+        k=(1024, 1024),
+        v=(1024, 1024),
+        o=(2048, 1024),
+        gate_up=(1024, 3072),
+        down=(3072, 1024),
         head=(1024, 151936),
     ),
     # huggingface.co/Qwen/Qwen3-1.7B, config.json: hidden 2048, 16 heads and 8 key-value heads of 128.
     "qwen3-1.7b": of_model(
-        "qwen3-1.7b", q=(2048, 2048), k=(2048, 1024), v=(2048, 1024), o=(2048, 2048), gate_up=(2048, 6144), down=(6144, 2048),
+        "qwen3-1.7b",
+        q=(2048, 2048),
+        k=(2048, 1024),
+        v=(2048, 1024),
+        o=(2048, 2048),
+        gate_up=(2048, 6144),
+        down=(6144, 2048),
         head=(2048, 151936),
     ),
     # huggingface.co/Qwen/Qwen3-4B, config.json: hidden 2560, 32 heads and 8 key-value heads of 128.
     "qwen3-4b": of_model(
-        "qwen3-4b", q=(2560, 4096), k=(2560, 1024), v=(2560, 1024), o=(4096, 2560), gate_up=(2560, 9728), down=(9728, 2560),
+        "qwen3-4b",
+        q=(2560, 4096),
+        k=(2560, 1024),
+        v=(2560, 1024),
+        o=(4096, 2560),
+        gate_up=(2560, 9728),
+        down=(9728, 2560),
         head=(2560, 151936),
     ),
-}  # fmt: skip
+}
 """For each model its layers. Heads that share the embedding's weight count like any other."""
 
 

@@ -72,8 +72,11 @@ class PackedMatrix:
 def panels_of(w: np.ndarray, kind: Format) -> np.ndarray:
     """A matrix `[I, O]` cut into panels (see `PackedMatrix`)."""
     inputs, outputs = w.shape
-    count, step, multiple = -(-outputs // LANES), STEP[kind], MULTIPLE[kind]
-    padded, size = w, (-(-inputs // multiple) * multiple, count * LANES)
+    count = -(-outputs // LANES)
+    step = STEP[kind]
+    multiple = MULTIPLE[kind]
+    padded = w
+    size = (-(-inputs // multiple) * multiple, count * LANES)
     if w.shape != size:
         padded = np.zeros(size, w.dtype)
         padded[:inputs, :outputs] = w
@@ -283,9 +286,15 @@ def linear(
     assert add is None or skipped == 0, "nothing is added to a part that begins within a panel"
     out = jax.ShapeDtypeStruct((*x.shape[:-1], end - first * LANES), dtype)
     y = jax.ffi.ffi_call("tilewright_linear", out)(
-        x, w.panels, or_nothing(norm, x.dtype), or_nothing(add, dtype), or_nothing(count, jnp.int32),
-        gated=w.gated, eps=np.float32(eps), first=np.int64(first),
-    )  # fmt: skip
+        x,
+        w.panels,
+        or_nothing(norm, x.dtype),
+        or_nothing(add, dtype),
+        or_nothing(count, jnp.int32),
+        gated=w.gated,
+        eps=np.float32(eps),
+        first=np.int64(first),
+    )
     return y[..., skipped:]
 
 

@@ -54,7 +54,8 @@ def refuses(x: Any, w: Any) -> str:
         return "it takes rows in float32 or bfloat16"
     if (w.shape[0] // w.scales.shape[0]) % SUBLANES:
         return f"it takes blocks of a multiple of {SUBLANES} inputs"
-    rows, inputs = x.size // x.shape[-1], tile_inputs(w.shape[0], w.scales.shape[0])
+    rows = x.size // x.shape[-1]
+    inputs = tile_inputs(w.shape[0], w.scales.shape[0])
     if rows == 0 or columns_of(-(-rows // 16) * 16, inputs, x.dtype.itemsize) is None:
         return "it takes rows and blocks that VMEM holds"
     return ""
@@ -95,7 +96,8 @@ def product(
         interpret: runs without a TPU, slowly.
     """
     (inputs, outputs), count = w.shape, w.scales.shape[0]
-    rows, size = x.size // inputs, tile_inputs(inputs, count)
+    rows = x.size // inputs
+    size = tile_inputs(inputs, count)
     columns = min(columns_of(-(-rows // 16) * 16, size, x.dtype.itemsize) or COLUMNS[-1], -(-outputs // 128) * 128)
     held = [w.scales] if w.minima is None else [w.scales, w.minima]
     of_blocks = pl.BlockSpec((count * size // inputs, columns), lambda column, part: (part, column))

@@ -189,7 +189,8 @@ def of_blocks(held: QuantisedMatrix) -> ScaledMatrix:
     units = units_of(held.integers, form.bits).astype(np.int16) - form.offset
     packed = {True: jnp.int4, False: jnp.uint4}[form.offset > 0] if form.bits == 4 else jnp.int8
     values = units.reshape(len(units), -1).T.astype(packed)
-    scales, minima = held.weight_scales().T, held.weight_minima()
+    scales = held.weight_scales().T
+    minima = held.weight_minima()
     minima = None if minima is None else minima.T
     found = [each for each in (scales, minima) if each is not None]
     while len(found[0]) % 2 == 0 and all(np.array_equal(each[0::2], each[1::2]) for each in found):

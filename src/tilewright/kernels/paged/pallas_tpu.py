@@ -170,10 +170,18 @@ def causal_attention(
     dense = jnp.zeros((b * t, n, d), q.dtype).at[jnp.where(meant, place, b * t)].set(q, mode="drop")
     pages = min(table.shape[1], max(1, BLOCK_ENTRIES // pool.page_size))
     out = ragged_paged_attention(
-        pack_queries(dense, pool.kv_heads), pool.kv, jnp.where(count > 0, start + count, 1).astype(jnp.int32),
-        jnp.maximum(table, 0), ends, jnp.full(1, b, jnp.int32), sm_scale=rule.scale_of(d), sliding_window=rule.window,
-        soft_cap=rule.softcap, num_kv_pages_per_block=pages, num_queries_per_block=min(b * t, BLOCK_QUERIES),
-    )  # fmt: skip
+        pack_queries(dense, pool.kv_heads),
+        pool.kv,
+        jnp.where(count > 0, start + count, 1).astype(jnp.int32),
+        jnp.maximum(table, 0),
+        ends,
+        jnp.full(1, b, jnp.int32),
+        sm_scale=rule.scale_of(d),
+        sliding_window=rule.window,
+        soft_cap=rule.softcap,
+        num_kv_pages_per_block=pages,
+        num_queries_per_block=min(b * t, BLOCK_QUERIES),
+    )
     spread = jnp.take(unpack_results(out, pool.kv_heads, d, n), jnp.minimum(place, b * t - 1), axis=0)
     return jnp.where((at < count[:, None])[:, :, None, None], spread, jnp.zeros((), q.dtype))
 
@@ -193,6 +201,7 @@ def append_attend(
     if spec.scores.sinks is None:
         out = causal_attention(q, pool, table, start, count, spec.scores)
     else:  # the kernel has none
-        sizes, lengths = (pool.kv_heads, pool.page_size), xla.lengths_of(start, count, q.shape[1])
+        sizes = (pool.kv_heads, pool.page_size)
+        lengths = xla.lengths_of(start, count, q.shape[1])
         out = xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, None, attend_rows, spec.scores)
     return out.reshape(*out.shape[:2], -1), pool

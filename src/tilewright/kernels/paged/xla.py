@@ -135,7 +135,8 @@ def attention_over_blocks(
     if table.shape[1] <= columns:
         k, v, _ = block(table, 0)
         return attend(q, k, v, lengths, extra) if rule.default else xla.prefix_attention(q, k, v, lengths, extra, rule)
-    rows, size = group_rows(q * rule.scale_of(d), heads), columns * entries
+    rows = group_rows(q * rule.scale_of(d), heads)
+    size = columns * entries
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % columns)), constant_values=UNMAPPED)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 

@@ -52,7 +52,9 @@ def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> NkiTra
     Args:
         itemsize: bytes of a message's element.
     """
-    tiles, each_tile = -(-rows // PARTITIONS), -(-slots // slots_of_part(slots, features)) + 2  # parts, mask, result
+    # parts, mask, result
+    tiles = -(-rows // PARTITIONS)
+    each_tile = -(-slots // slots_of_part(slots, features)) + 2
     read = rows * slots * (features * itemsize + 1)
     return NkiTransfers(tiles * each_tile, rows * each_tile, read, rows * features * itemsize)
 

@@ -32,7 +32,8 @@ def refuses(messages: Array | jax.ShapeDtypeStruct) -> str:
 
 def kernel(live_ref, degrees_ref, messages_ref, out_ref, total_ref, *, slots: int):
     """One block: degrees [1, T] in scalar memory, messages [T, S, C], out and the scratch for its sum [T, C]."""
-    tile, part = pl.program_id(0), pl.program_id(2)
+    tile = pl.program_id(0)
+    part = pl.program_id(2)
     columns = out_ref.shape[1]
 
     @pl.when(part == 0)
@@ -64,7 +65,8 @@ def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"], in
         interpret: runs without a TPU, slowly.
     """
     rows, slots, features = messages.shape
-    part, columns = min(slots, SLOTS), min(features, COLUMNS)
+    part = min(slots, SLOTS)
+    columns = min(features, COLUMNS)
     tiles = pl.cdiv(rows, ROWS)
     by_tile = jnp.pad(degrees, (0, tiles * ROWS - rows)).reshape(tiles, ROWS)
     live = jnp.max(by_tile, axis=1)

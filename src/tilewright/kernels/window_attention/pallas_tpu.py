@@ -44,16 +44,33 @@ def block_size(most: int, size: int) -> int:
 
 
 def kernel(
-    live_ref, exact_ref, moved_ref, q_ref, kinds_ref, before_ref, k_ref, v_ref, changes_ref, out_ref, statistics_ref,
-    largest_ref, total_ref, values_ref, *, positions: int, scale: float,
-):  # fmt: skip
+    live_ref,
+    exact_ref,
+    moved_ref,
+    q_ref,
+    kinds_ref,
+    before_ref,
+    k_ref,
+    v_ref,
+    changes_ref,
+    out_ref,
+    statistics_ref,
+    largest_ref,
+    total_ref,
+    values_ref,
+    *,
+    positions: int,
+    scale: float,
+):
     """One block: q, before and out [1, Q, D], kinds [1, Q, 1], k and v [1, P, D], changes [1, C, P, D], statistics
     [1, 1, 8, Q].
 
     Scratch, kept through all blocks of positions: largest score and sum of weights [Q, L], sums of values and of each change
     [1 + C, Q, D].
     """
-    row, part, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    row = pl.program_id(0)
+    part = pl.program_id(2)
+    block = pl.program_id(3)
     count = changes_ref.shape[1]
     precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
@@ -98,7 +115,8 @@ def kernel(
     def _():
         total = total_ref[:, :1]
         share = jnp.where(total > 0, 1.0 / total, 0.0)
-        old, kinds = before_ref[0].astype(jnp.float32), kinds_ref[0]
+        old = before_ref[0].astype(jnp.float32)
+        kinds = kinds_ref[0]
         after = jnp.where(kinds == EXACT, values_ref[0] * share, old)
         for change in range(count):
             after = jnp.where(kinds == CARRIED + change, old + values_ref[1 + change] * share, after)
@@ -124,8 +142,10 @@ def window_attention(
         interpret: runs without a TPU, slowly.
     """
     (b, w, n, d), (s, heads), count = q.shape, k.shape[1:3], changes.shape[1]
-    rows, positions = block_size(QUERIES, w), block_size(POSITIONS, s)
-    parts, blocks = w // rows, s // positions
+    rows = block_size(QUERIES, w)
+    positions = block_size(POSITIONS, s)
+    parts = w // rows
+    blocks = s // positions
     exact = jnp.any((kinds == EXACT).reshape(b, parts, rows), axis=2).astype(jnp.int32)
     moved = jnp.any((changes != 0).reshape(b, count, blocks, -1), axis=3).astype(jnp.int32)
     flat_k, flat_v = (x.reshape(b, s, heads * d) for x in (k, v))
@@ -174,7 +194,14 @@ def window_attention(
         interpret=interpret,
         name="window_attention",
     )(
-        lengths.astype(jnp.int32), exact, moved, q.reshape(b, w, n * d), kinds.astype(jnp.int32)[..., None], before,
-        flat_k, flat_v, changes.reshape(b, count, s, heads * d),
-    )  # fmt: skip
+        lengths.astype(jnp.int32),
+        exact,
+        moved,
+        q.reshape(b, w, n * d),
+        kinds.astype(jnp.int32)[..., None],
+        before,
+        flat_k,
+        flat_v,
+        changes.reshape(b, count, s, heads * d),
+    )
     return contexts, jnp.sum(statistics[:, :, :3], axis=1).transpose(0, 2, 1)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int
 
-IDLE, EXACT, CARRIED = -2, -1, 0
+IDLE = -2
+EXACT = -1
+CARRIED = 0
 """Kinds of queries, by their contexts: one stays as it is; is computed over all values; or is carried on by one of the
 changes, whose number is added to the last of these."""
 
@@ -49,7 +51,8 @@ def window_attention(
     weights = jnp.where(jnp.any(seen, axis=-1, keepdims=True), jax.nn.softmax(scores, axis=-1, where=seen), 0.0)
     full = jnp.einsum("bnws,bsnd->bwnd", weights, wide[1], precision=exact).reshape(batch, window, -1)
     steps = jnp.einsum("bnws,bcsnd->cbwnd", weights, wide[2], precision=exact).reshape(-1, batch, window, n * d)
-    old, kind = before.astype(jnp.float32), kinds[..., None]
+    old = before.astype(jnp.float32)
+    kind = kinds[..., None]
     after = jnp.where(kind == EXACT, full, old)
     for number, step in enumerate(steps):
         after = jnp.where(kind == CARRIED + number, old + step, after)

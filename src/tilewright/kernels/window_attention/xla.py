@@ -22,7 +22,8 @@ def window_attention(
     before: Float[Array, "B W _"],
 ) -> tuple[Float[Array, "B W _"], Float32[Array, "B W 3"]]:
     """Attention of a denoising step over a window, by XLA; see `reference.window_attention`."""
-    window, d = q.shape[1], q.shape[3]
+    window = q.shape[1]
+    d = q.shape[3]
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     rows = group_rows(q * d**-0.5, k.shape[2])
     scores = jnp.einsum("bkrd,bskd->bkrs", rows, k, precision=precision, preferred_element_type=jnp.float32)
@@ -34,7 +35,8 @@ def window_attention(
         sums = jnp.einsum("bkrs,bskd->bkrd", weights, values, precision=precision, preferred_element_type=jnp.float32)
         return ungroup_rows(sums, window).reshape(before.shape)
 
-    old, kind = before.astype(jnp.float32), kinds[..., None]
+    old = before.astype(jnp.float32)
+    kind = kinds[..., None]
     after = jnp.where(kind == EXACT, over(v), old)
     for number in range(changes.shape[1]):
         after = jnp.where(kind == CARRIED + number, old + over(changes[:, number]), after)

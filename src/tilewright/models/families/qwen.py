@@ -25,7 +25,8 @@ def write(config: Any) -> dict[str, Any]:
 
 def dense_layers(reader: ConfigReader) -> tuple[int, ...]:
     """The layers that have an MLP in a model with experts."""
-    layers, step = reader.integer("num_hidden_layers"), reader.integer("decoder_sparse_step", default=1)
+    layers = reader.integer("num_hidden_layers")
+    step = reader.integer("decoder_sparse_step", default=1)
     dense = reader.fields.get("mlp_only_layers") or []
     good = isinstance(dense, list) and all(isinstance(n, int) and 0 <= n < layers for n in dense)
     reader.require(good, f"mlp_only_layers must be layers from 0 to {layers - 1}, found {dense!r}")

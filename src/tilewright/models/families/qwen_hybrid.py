@@ -18,7 +18,8 @@ INTERVAL = 4
 
 
 def read(read: ConfigReader) -> dict[str, Any]:
-    count, given = read.integer("num_hidden_layers"), read.fields.get("layer_types")
+    count = read.integer("num_hidden_layers")
+    given = read.fields.get("layer_types")
     every = read.integer("full_attention_interval", default=INTERVAL)
     kinds = [FULL if (n + 1) % every == 0 else LINEAR for n in range(count)] if given is None else given
     good = isinstance(kinds, list) and len(kinds) == count and all(kind in (FULL, LINEAR) for kind in kinds)
@@ -42,7 +43,8 @@ def read_next(reader: ConfigReader) -> dict[str, Any]:
     """With experts in all layers but those that are listed, unless there are none."""
     if not reader.fields.get("num_experts"):
         return read(reader)
-    found, normalised = experts_of(reader), reader.flag("norm_topk_prob", default=True)
+    found = experts_of(reader)
+    normalised = reader.flag("norm_topk_prob", default=True)
     mixture = replace(found["mixture"], normalised=normalised)
     return {**read(reader), **found, "mixture": mixture, "dense_layers": dense_layers(reader)}
 
@@ -94,8 +96,11 @@ DEFAULTS: dict[str, Any] = {"partial_rotary_factor": 0.25, "max_position_embeddi
 """What configurations leave out where it is what transformers takes."""
 
 EXPERTS: dict[str, Any] = {
-    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "intermediate_size": 5632
-}  # fmt: skip
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "intermediate_size": 5632,
+}
 SHARED = "mlp.shared_expert"
 
 QWEN3_NEXT = Family(

@@ -10,7 +10,8 @@ INTERVAL = 4
 
 
 def read(read: ConfigReader) -> dict[str, Any]:
-    layers, listed = read.integer("num_hidden_layers"), read.fields.get("no_rope_layers")
+    layers = read.integer("num_hidden_layers")
+    listed = read.fields.get("no_rope_layers")
     if listed is None:
         every = read.integer("no_rope_layer_interval", default=INTERVAL)
         listed = [int((n + 1) % every != 0) for n in range(layers)]

@@ -43,7 +43,12 @@ class Blockwise(OneKind):
         return Proposal(block, jnp.zeros(block.shape[:1], jnp.int32))
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         return state

@@ -96,12 +96,15 @@ class DFlash(OneKind):
             embed: the target's embedding.
             columns: see `with_head`.
         """
-        config, backbone = self.config, dflash.backbone_of(params)
+        config = self.config
+        backbone = dflash.backbone_of(params)
         if config.own_embedding and is_copy(backbone.embed, embed):
-            config, params = replace(config, own_embedding=False), dflash.with_backbone(params, embed=None)
+            config = replace(config, own_embedding=False)
+            params = dflash.with_backbone(params, embed=None)
         whole = config.own_head and config.draft_vocab_size is None and config.hidden_size == config.tap_size
         if whole and is_copy(backbone.vocab.head, columns(backbone.vocab.ids)):
-            config, params = replace(config, own_head=False), dflash.with_vocab(params, None)
+            config = replace(config, own_head=False)
+            params = dflash.with_vocab(params, None)
         return replace(self, config=config), params
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
@@ -113,9 +116,11 @@ class DFlash(OneKind):
         A window that no query comes to the end of is none. What pages cannot do (windows of each query's own, an order within
         the block, sinks) a ring does.
         """
-        config, end = self.config, layout.capacity + self.config.block_size
+        config = self.config
+        end = layout.capacity + self.config.block_size
         sizes = (self.ops, 1, config.num_kv_heads, config.head_dim, DTYPES[self.dtype])
-        window, causal = min(config.windows[n] or end, end), n in config.causal_layers
+        window = min(config.windows[n] or end, end)
+        causal = n in config.causal_layers
         if window == end and not causal and not config.attention_sinks:
             (whole,) = layout.caches(*sizes, self.window)
             return whole
@@ -133,7 +138,8 @@ class DFlash(OneKind):
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """One pass: the most likely token for every slot that drafts."""
-        hidden, vocab = self.hidden(target, models, state, block), self.backbone(models).vocab
+        hidden = self.hidden(target, models, state, block)
+        vocab = self.backbone(models).vocab
         if vocab is not None:
             return vocab.ids[self.ops.head_argmax(hidden, vocab.head)[0]]
         if models.draft_head is not None:
@@ -146,7 +152,8 @@ class DFlash(OneKind):
         """Hidden states of every slot that drafts, which the head reads."""
         first = self.config.first_slot
         tokens = block[:, : block.shape[1] - 1 + first]
-        positions, embedded = block_positions(state.known, tokens.shape[1]), self.embed(target, models, tokens)
+        positions = block_positions(state.known, tokens.shape[1])
+        embedded = self.embed(target, models, tokens)
         ran = self.run_block(models, embedded, positions, self.caches(state), dflash.attend_context, state.known)
         return ran[:, first:]
 
@@ -175,9 +182,14 @@ class DFlash(OneKind):
         return dflash.run_block(self.config, self.ops, models.drafter, *block)
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         features = self.features(target, models, taps)
         return replace(state, draft_cache=self.appended(models, state, features, start, stop))
 
@@ -188,9 +200,13 @@ class DFlash(OneKind):
         return dflash.context_features(self.config, self.ops, self.backbone(models), wanted)
 
     def appended(
-        self, models: Models, state: DecodeState, features: Float[Array, "B T H"], start: Int[Array, " B"],
+        self,
+        models: Models,
+        state: DecodeState,
+        features: Float[Array, "B T H"],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         """The caches with the keys and values of positions `start` to `stop - 1`, from the features at `start` onwards."""
         positions = block_positions(start, features.shape[1])
         new = dflash.context_kv(self.config, self.ops, self.backbone(models), features, positions)

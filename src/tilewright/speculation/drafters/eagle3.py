@@ -68,7 +68,8 @@ class Eagle3(OneKind):
         return replace(eagle3.declare(self.config), target_ids=ids)
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
-        config, own = self.config, DTYPES[self.dtype]
+        config = self.config
+        own = DTYPES[self.dtype]
         (keys,) = layout.caches(self.ops, 1, config.num_kv_heads, config.head_dim, own, self.window)
         return Eagle3Context(keys, jnp.zeros((layout.batch, 1, config.hidden_size), own))
 
@@ -83,8 +84,10 @@ class Eagle3(OneKind):
         context: Eagle3Context = state.draft_cache
         visible = context.keys.visible(state.known)[:, None]
         # A row of a single token has no pair yet, whatever its context held for another request.
-        token, h = known_token(state), jnp.where(state.known[:, None, None] > 0, context.feature, 0)
-        block, chain = [token], []
+        token = known_token(state)
+        h = jnp.where(state.known[:, None, None] > 0, context.feature, 0)
+        block = [token]
+        chain = []
         for step in range(self.block_size - 1):
 
             def attend(projection: Projection, heads: Heads, first: bool = step == 0) -> Array:
@@ -104,9 +107,14 @@ class Eagle3(OneKind):
         return Proposal(jnp.concatenate(block, axis=1), jnp.full(state.known.shape, self.block_size - 1, jnp.int32))
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         context: Eagle3Context = state.draft_cache
         features = eagle3.fuse(self.config, self.ops, models.drafter, [tap.astype(DTYPES[self.dtype]) for tap in taps])
         positions = block_positions(start, features.shape[1])

@@ -55,9 +55,14 @@ class LiLiCorr(Walking):
         return lilicorr.run_block(self.config, self.ops, models.drafter, *block)
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         features = self.features(target, models, taps)
         caches = self.appended(models, state, features, start, stop)
         return replace(
@@ -67,7 +72,8 @@ class LiLiCorr(Walking):
     def candidates(
         self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
-        logits, vocab = self.head_logits(target, models, hidden), self.backbone(models).vocab
+        logits = self.head_logits(target, models, hidden)
+        vocab = self.backbone(models).vocab
         drafted, values = select.top_k(logits, self.config.candidate_top_k)
         tokens = drafted if vocab is None else vocab.ids[drafted]
         log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -77,7 +83,13 @@ class LiLiCorr(Walking):
         anchored = state.known > 0
         feature = jnp.where(anchored[:, None], state.draft_cache.feature[:, 0], 0)
         scores = lilicorr.transition_scores(
-            self.config, self.ops, models.drafter.lattice, embedded.reshape(*tokens.shape, -1), log_probs, hidden, feature,
+            self.config,
+            self.ops,
+            models.drafter.lattice,
+            embedded.reshape(*tokens.shape, -1),
+            log_probs,
+            hidden,
+            feature,
             anchored,
-        )  # fmt: skip
+        )
         return Candidates(tokens, scores)

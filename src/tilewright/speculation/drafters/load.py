@@ -177,7 +177,8 @@ def load_dflash(
     fields = as_published(fields, str(folder / checkpoint.CONFIG))
     kind = block_kind(fields)
     config = kind.model.config_from_hf(fields, str(folder / checkpoint.CONFIG), target)
-    problems, params = [], None
+    problems = []
+    params = None
     try:
         config = with_stored(folder, kind, config)
         params = load_tensors(folder, kind, config, dtype, console, fields.get("quantization_config"))
@@ -192,7 +193,10 @@ def load_dflash(
     return dflash.scaled_values(config, params)
 
 
-HEAD, EMBEDDING, MASK, MASK_FILE = "lm_head.weight", "embed_tokens.weight", "mask_embedding", "mask_embedding.pt"
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+MASK = "mask_embedding"
+MASK_FILE = "mask_embedding.pt"
 
 
 def with_stored(folder: Path, kind: Kind, config: Any) -> Any:
@@ -212,7 +216,8 @@ def load_tensors(
     Args:
         quantisation: the `quantization_config` of its `config.json`; its matrices are dequantised.
     """
-    own, precision = (*draft_vocab.MAPS, MASK), DTYPES[dtype]
+    own = (*draft_vocab.MAPS, MASK)
+    precision = DTYPES[dtype]
 
     def ignore(name: str) -> bool:
         plain = kind.declared_name(name)
@@ -222,9 +227,14 @@ def load_tensors(
     head = matrix(HEAD, config.hidden_size, config.proposed, ("hidden", "vocab"), kind="head") if config.own_head else None
     tables, declared = whole_tables(folder, kind, config, declared)
     params, head = checkpoint.load_params(
-        folder, (declared, head), precision, rename=kind.declared_name, ignore=ignore, console=console,
+        folder,
+        (declared, head),
+        precision,
+        rename=kind.declared_name,
+        ignore=ignore,
+        console=console,
         layout=quantised_layout(quantisation),
-    )  # fmt: skip
+    )
     if config.has_head:
         maps = checkpoint.load_stored(folder, draft_vocab.MAPS, kind.declared_name)
         ids = draft_vocab.target_ids_from_maps(config.proposed, config.vocab_size, maps, str(folder))
@@ -264,7 +274,8 @@ def mask_embedding(folder: Path, kind: Kind, config: dflash.DFlashConfig) -> np.
         held = torch_file.load_tensors(folder / MASK_FILE)
         found = held
         if isinstance(held, Mapping):
-            token, found = held.get("mask_token_id", config.mask_token_id), held.get("embedding")
+            token = held.get("mask_token_id", config.mask_token_id)
+            found = held.get("embedding")
             if token != config.mask_token_id:
                 raise ValueError(f"{where} is for token {token}, but mask_token_id is {config.mask_token_id}")
     size = config.hidden_size

@@ -54,9 +54,14 @@ class NGram(OneKind):
         return Proposal(jnp.concatenate([known_token(state), drafts], axis=1), count)
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         return state
 
 
@@ -86,7 +91,8 @@ def longest_suffix_match(
     if k < 1:
         raise ValueError(f"expected at least 1 token to propose, found {k}")
     size = tokens.shape[1]
-    place, last = jnp.arange(size)[None], known[:, None]
+    place = jnp.arange(size)[None]
+    last = known[:, None]
     # length[b, i]: how many tokens that end at i are those that end at the row's last one, counted up to max_n.
     length = jnp.zeros(tokens.shape, jnp.int32)
     same = place < last

@@ -77,7 +77,7 @@ class NGramsFirst(OneKind):
         found = replace(self.ngram, block_size=self.block_size).propose(target, models, state)
         other = replace(self.other, block_size=self.block_size)
         new = (found.drafts == 0) & ~state.done
-        found = found._replace(looked_up=~new)
+        found = found._replace(from_ngrams=~new)
 
         def drafted() -> Proposal:
             own = other.propose(target, models, state)
@@ -90,9 +90,14 @@ class NGramsFirst(OneKind):
         return jax.lax.cond(jnp.any(new), drafted, lambda: found)
 
     def extend(
-        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        self,
+        target: Target,
+        models: Models,
+        state: DecodeState,
+        taps: tuple[Array, ...],
+        start: Int[Array, " B"],
         stop: Int[Array, " B"],
-    ) -> DecodeState:  # fmt: skip
+    ) -> DecodeState:
         return self.other.extend(target, models, state, taps, start, stop)
 
 
