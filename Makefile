@@ -65,7 +65,7 @@ schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew the pro
 
 lint: $(VENV)/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests benchmarks deploy examples hatch_build.py
-	$(BIN)/ruff format --check src tests deploy examples hatch_build.py
+	$(BIN)/ruff format --check src tests benchmarks deploy examples hatch_build.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/installed-base ## measures drafting by n-grams against plain decoding, with a published model
