@@ -1,5 +1,7 @@
 """Draft vocabularies: the maps of files, and both directions of ids."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ def test_ids_go_there_and_back(chosen: set[int]):
 @pytest.mark.parametrize("kind", [dflash, dflash2])
 def test_a_configuration_says_how_many_tokens_can_be_proposed(kind: object):
     config = DFlashConfig(**SIZES, draft_vocab_size=10)
-    model: object = dflash
+    model: Any = dflash
     if kind is dflash2:
         model = dflash2
         config = dflash2.DFlash2Config(
