@@ -17,7 +17,6 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed, softcapped
-from tilewright.models.beginnings import Gated, gated_projection, gelu_gated
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, lengthened, text_half
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
 from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
@@ -346,6 +345,39 @@ def summed(config: Any, ops: Operations, layer: Layer, half: Half, y: Float[Arra
     bias, norm = (layer.o_bias, layer.attention_out_norm) if half == "attention" else (None, layer.mlp_out_norm)
     y = y if bias is None else y + bias
     return y if norm is None else ops.rms_norm(y, norm, config.rms_norm_eps)
+
+
+class Gated(NamedTuple):
+    """A projection, and the gate `[B, T, N * D]` of what attention makes of it."""
+
+    projection: Projection
+    gate: Array
+
+
+def gated_projection(
+    ops: Operations, x: Float[Array, "*rows H"], w: Any, norm: Norm | None = None, count: Int[Array, ""] | None = None
+) -> Gated:
+    """Queries, keys and values, and the gate, of rows.
+
+    Args:
+        w: the joined matrices, their biases or None, and the gate's matrix.
+    """
+    qkv, bias, gate = w
+    return Gated(ops.project(x, qkv, norm, bias=bias), ops.linear(x, gate, norm=norm))
+
+
+def gelu_gated(
+    ops: Operations, x: Float[Array, "*rows H"], w: Any, norm: Norm | None = None, count: Int[Array, ""] | None = None
+) -> Float[Array, "*rows I"]:
+    """`gelu(x @ gate) * (x @ up)` by the approximation with tanh (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+
+    Args:
+        w: gate and up.
+        count: see `Operations`.
+    """
+    h = x if norm is None else ops.rms_norm(x, *norm)
+    gate, up = (ops.linear(h, each, count=count) for each in w)
+    return (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(x.dtype)
 
 
 def mlp(

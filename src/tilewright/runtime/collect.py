@@ -1,4 +1,4 @@
-"""What a request takes from the rounds of a dispatch."""
+"""Tokens that requests take from the rounds of a dispatch, and what the engine counts of them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from tilewright.runtime.interfaces import Choice
-from tilewright.runtime.request import RequestOutput, Round, Token, TokenLogprobs
+from tilewright.runtime.request import EngineStats, RequestOutput, Round, Token, TokenLogprobs
+from tilewright.runtime.runner import SentRounds
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import NOT_FINITE, StepInfo
 
@@ -66,3 +67,26 @@ def prompt_logprobs(sequence: TokenSequence) -> tuple[TokenLogprobs, ...] | None
     sequence.prompt_logprobs = None
     found = [one for found, row, count in parts for one in token_logprobs(found, (row,), count, sequence.alternatives)]
     return tuple(found[: len(sequence.processor.prompt) - 1])  # of what follows the prompt, where all of it was computed, none
+
+
+def count_rounds(counted: EngineStats, sent: SentRounds, infos: StepInfo) -> None:
+    """Counts rounds that were read."""
+    rounds = len(infos.committed)
+    ran = infos.committed > 0
+    drafted = infos.drafted > 0
+    counted.dispatches += 1
+    counted.rounds += rounds
+    counted.constrained_rounds += rounds if sent.masks == "host" else 0
+    counted.automaton_rounds += rounds if sent.masks == "device" else 0
+    counted.row_rounds += int(ran.sum())
+    counted.padding_rows += rounds * sent.rows - int(ran.sum())
+    counted.drafts += int(drafted.sum())
+    counted.drafted += int(infos.drafted.sum())
+    counted.accepted += int(infos.accepted.sum())
+    most = infos.tokens.shape[2] - 1
+    at_least = np.cumsum(np.bincount(infos.accepted[drafted], minlength=most + 1)[::-1])[::-1][1:]
+    counted.accepted_at += [0] * (most - len(counted.accepted_at))
+    for place, count in enumerate(at_least.tolist()):
+        counted.accepted_at[place] += count
+    name = "fixed" if sent.choice is None else str(sent.choice)
+    counted.widths[name] = counted.widths.get(name, 0) + rounds

@@ -22,9 +22,8 @@ from tokenizers import Tokenizer
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.parallel.host_broadcast import HostBroadcast, ProcessLost
 from tilewright.runtime.automaton_table import places
-from tilewright.runtime.collect import NotFinite, collect_rounds, prompt_logprobs
+from tilewright.runtime.collect import NotFinite, collect_rounds, count_rounds, prompt_logprobs
 from tilewright.runtime.constraints import ConstraintError, MaskSource
-from tilewright.runtime.counts import count_rounds
 from tilewright.runtime.groups import PageGroup
 from tilewright.runtime.interfaces import Choice, RoundChooser
 from tilewright.runtime.lockstep import Lockstep
