@@ -97,13 +97,14 @@ def test_a_drafter_over_a_mesh_is_that_of_one_device(tmp_path: Path, monkeypatch
     for name in ("loss", "held_out_loss"):
         np.testing.assert_allclose(found.curve[name], wanted.curve[name], rtol=1e-4)
     divided = 0
-    for ours, alone in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
+    for (path, ours), alone in zip(jax.tree.leaves_with_path(found.params), jax.tree.leaves(wanted.params), strict=True):
         if not jnp.issubdtype(ours.dtype, jnp.floating):
             continue
-        # Biases of keys, of which a softmax sees nothing, move by rounding alone.
-        share = 2e-2 if ours.ndim == 1 else 2e-3
-        np.testing.assert_allclose(ours, alone, rtol=0, atol=share * float(jnp.max(jnp.abs(alone))))
         divided += ours.ndim == 2 and ours.addressable_shards[0].data.size == ours.size // 4
+        if "qkv.bias" in jax.tree_util.keystr(path):
+            # A softmax sees no bias of keys that are not rotated: its gradient is rounding, of which Adam makes whole steps.
+            ours, alone = (np.delete(np.split(np.asarray(each), 3), 1, axis=0) for each in (ours, alone))
+        np.testing.assert_allclose(ours, alone, rtol=0, atol=2e-3 * float(np.max(np.abs(alone))), err_msg=str(path))
     assert divided >= 4
 
 
