@@ -1,8 +1,8 @@
-"""The build hook: compiles the CPU kernels while the package is being built, where a C++ compiler is found.
+"""Build hook that compiles the CPU kernels if there is a C++ compiler.
 
-A wheel with kernels is for this kind of machine (`py3-none-linux_x86_64` and the like: it holds no CPython extension); without,
-it stays `py3-none-any`. A failure never fails the installation: the kernels are then compiled at first use, or XLA serves.
-An editable installation gets them in the user's cache, where the package looks for them.
+A wheel with kernels is tagged for its platform (such as `py3-none-linux_x86_64`; it has no CPython extension), a wheel without
+kernels `py3-none-any`. A failure does not fail the installation: the package then compiles the kernels at first use, or uses
+XLA alone. Kernels of an editable installation go to the user's cache.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from packaging.tags import platform_tags
 
 
 def load_build(root: str) -> ModuleType:
-    """`kernels/build.py` by its path: importing the package would need JAX and the rest."""
+    """Loads `kernels/build.py` by path, because importing the package needs JAX."""
     path = Path(root) / "src" / "tilewright" / "kernels" / "build.py"
     spec = importlib.util.spec_from_file_location("tilewright_kernels_build", path)
     assert spec is not None
@@ -29,7 +29,7 @@ def load_build(root: str) -> ModuleType:
 
 
 def xla_headers() -> Path | None:
-    """XLA's headers in jaxlib: that of the build environment, or else that of the environment that is being installed into."""
+    """Returns the folder of XLA's headers in jaxlib, of the build environment or else of the target environment."""
     spec = importlib.util.find_spec("jaxlib")
     folders = [Path(spec.origin).parent] if spec is not None and spec.origin else []
     folders.append(Path(sysconfig.get_path("platlib")) / "jaxlib")
@@ -37,22 +37,28 @@ def xla_headers() -> Path | None:
 
 
 class KernelHook(BuildHookInterface):
+    """Compiles the CPU kernels into a wheel, or into the cache for an editable installation."""
+
     scratch: Path | None = None
 
     def dependencies(self) -> list[str]:
-        """jaxlib, for its headers: only if they are of use, and not in the environment that is being installed into."""
+        """Returns jaxlib if the kernels need its headers and the target environment has none."""
         kernels = load_build(self.root)
-        needed = not kernels.unwanted() and kernels.find_compiler() is not None and xla_headers() is None
+        needed = not kernels.native_disabled() and kernels.find_compiler() is not None and xla_headers() is None
         return ["jaxlib>=0.10.0,<0.13"] if needed else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compiles, and adds what came of it to the wheel."""
+        """Compiles the kernels and adds them to the wheel."""
         kernels = load_build(self.root)
         compiler = kernels.find_compiler()
         include = xla_headers()
-        if kernels.unwanted() or compiler is None or include is None:
+        if kernels.native_disabled() or compiler is None or include is None:
             missing = (
-                "TILEWRIGHT_NO_NATIVE is set" if kernels.unwanted() else "no C++ compiler" if compiler is None else "no jaxlib"
+                "TILEWRIGHT_NO_NATIVE is set"
+                if kernels.native_disabled()
+                else "no C++ compiler"
+                if compiler is None
+                else "no jaxlib"
             )
             self.app.display_info(f"without CPU kernels: {missing}")
             return
@@ -73,6 +79,6 @@ class KernelHook(BuildHookInterface):
         build_data["tag"] = f"py3-none-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Removes what the wheel has now."""
+        """Removes the temporary folder with the kernels, which are in the wheel now."""
         if self.scratch is not None:
             shutil.rmtree(self.scratch)

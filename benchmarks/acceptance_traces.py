@@ -1,6 +1,6 @@
-"""Traces of the drafts that each choice would have had accepted at every place of a text, to simulate policies on.
+"""Records the number of accepted drafts of each choice at every place of a text, and simulates policies on the record.
 
-The text does not depend on the rounds, so that one recording tells what any sequence of them would have given.
+The text does not depend on the rounds. One recording is therefore enough to simulate any sequence of rounds.
 """
 
 import json
@@ -20,26 +20,26 @@ from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.costs import RoundCosts, parsed
 from tilewright.speculation.drafters.ngram import NGram
-from tilewright.speculation.policy import AcceptanceHistory, Corrections, Cost, Policy
+from tilewright.speculation.policy import Cost, History, Policy
 from tilewright.speculation.team import Team
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 IDLE = "."
-"""In the place of a number of accepted drafts, where nothing was drafted."""
+"""Marks places where the drafter had no draft."""
 LOADED = 3.0
-"""Spread of the load under which shapes are measured, in units of that of dispatches which follow each other."""
+"""Spread of the load between measurements of shapes, in units of the spread between consecutive dispatches."""
 SHAPES = 2
-"""Shapes among which texts take turns, each with costs that were measured for it."""
+"""Number of shapes that texts alternate between. Each shape has its own measured costs."""
 
 
 @dataclass(frozen=True)
 class AcceptanceTrace:
-    """One text.
+    """Acceptance along one text.
 
     Attributes:
-        dataset: what its prompt is from.
-        accepted: for each choice but plain decoding a character for each token of the text: how many drafts the target would
-            have accepted in a round that began before it, `IDLE` where the drafter had none.
+        dataset: name of the dataset of the prompt.
+        accepted: for each choice except plain decoding, one character per token of the text: the number of drafts that the
+            target would have accepted in a round that starts before this token, or `IDLE` if the drafter had no draft.
     """
 
     dataset: str
@@ -50,7 +50,7 @@ class AcceptanceTrace:
         return len(next(iter(self.accepted.values())))
 
     def from_ngrams(self, choice: Choice, place: int) -> bool:
-        """True if n-grams draft in the place of the choice's own drafter in a round that begins before this token."""
+        """Returns True if n-grams replace the drafter of the choice in a round that starts before the token at `place`."""
         if not choice.drafter.startswith(f"{NGram.name}+"):
             return False
         first = next(text for one, text in self.accepted.items() if one.drafter == NGram.name)
@@ -59,11 +59,11 @@ class AcceptanceTrace:
 
 @dataclass(frozen=True)
 class Recording:
-    """Traces, and what rounds cost where they were recorded.
+    """Traces of texts, and the costs of rounds on the machine that recorded them.
 
     Attributes:
-        about: model, machine, settings.
-        expected: the acceptance that a policy begins with, of some drafters (see `Variant.expected_acceptance`).
+        about: model, machine and settings.
+        expected: initial acceptance rates of a policy, for some drafters (see `Variant.expected_acceptance`).
     """
 
     traces: Sequence[AcceptanceTrace]
@@ -80,8 +80,8 @@ class Recording:
             {"dataset": trace.dataset, **{f"{one.drafter} {one.width}": text for one, text in trace.accepted.items()}}
             for trace in self.traces
         ]
-        begun = {"about": dict(self.about), "expected_acceptance": {name: list(own) for name, own in self.expected.items()}}
-        whole = {**begun, "dispatch_s": self.costs.dispatch, "rounds": rounds, "texts": texts}
+        head = {"about": dict(self.about), "expected_acceptance": {name: list(rates) for name, rates in self.expected.items()}}
+        whole = {**head, "dispatch_s": self.costs.dispatch, "rounds": rounds, "texts": texts}
         path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -98,18 +98,18 @@ class Recording:
 def record(
     lm: LanguageModel, dataset: str, prompts: Sequence[Sequence[int]], sampling: Sampling, on_text: Callable[[], None]
 ) -> list[AcceptanceTrace]:
-    """Decodes each prompt step by step and asks every choice for its drafts before each step."""
+    """Decodes each prompt step by step, and lets every choice draft before each step."""
     team = lm.drafter
-    assert isinstance(team, Team), "choices are those of a team"
-    turns = {choice: partial(propose, team.turn(choice), lm.model.target) for choice in team.choices[1:]}
+    assert isinstance(team, Team), "expected a model with several drafters"
+    variants = {choice: partial(propose, team.variant(choice), lm.model.target) for choice in team.choices[1:]}
     traces = []
     for prompt in prompts:
         stream = lm.start([prompt], sampling)
         stream.prefill()
-        drafts: dict[Choice, list[np.ndarray]] = {choice: [] for choice in turns}
+        drafts: dict[Choice, list[np.ndarray]] = {choice: [] for choice in variants}
         while not stream.finished:
-            for choice, turn in turns.items():
-                block, count = jax.device_get(stream.apply(turn)[:2])
+            for choice, variant in variants.items():
+                block, count = jax.device_get(stream.apply(variant)[:2])
                 drafts[choice].append(block[0, 1 : 1 + int(count[0])])
             stream.advance(1, PLAIN)
         tokens = stream.results()[0].tokens
@@ -119,20 +119,22 @@ def record(
 
 
 def accepted_before(tokens: Sequence[int], drafts: Sequence[np.ndarray]) -> str:
-    """Number of drafts, of those made before each token, that are the tokens which follow; a character each."""
+    """Counts, for each token, the leading drafts made before it that equal the following tokens; one character per token."""
     counts = []
-    for place, own in enumerate(drafts):
-        same = own[: len(tokens) - place] == np.asarray(tokens[place : place + len(own)])
-        counts.append(DIGITS[int(np.sum(np.cumprod(same)))] if len(own) else IDLE)
+    for place, draft in enumerate(drafts):
+        same = draft[: len(tokens) - place] == np.asarray(tokens[place : place + len(draft)])
+        counts.append(DIGITS[int(np.sum(np.cumprod(same)))] if len(draft) else IDLE)
     return "".join(counts)
 
 
 class Uneven:
-    """A machine that is not as it was measured: it had more to do then, or less; some drafters cost more there than they were
-    found to, some less, and of dispatches that are alike some take longer, for a while or once.
+    """A simulated machine whose times differ from its measurements.
+
+    The load, the cost of each drafter and the time of each dispatch have random factors. Errors of dispatches are partly
+    lasting and partly independent.
 
     Args:
-        sigma: the standard deviation of a time's logarithm; of the load when it was measured it is `LOADED` times as large.
+        sigma: standard deviation of the logarithm of a time; the load during measurements has `LOADED` times this deviation.
     """
 
     def __init__(self, sigma: float, seed: int = 0):
@@ -141,13 +143,13 @@ class Uneven:
         self.lasting = 0.0
 
     def measured(self, rounds: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
-        """Costs as a measurement with errors might have found them, those of a drafter mostly wrong together."""
+        """Returns costs with measurement errors, which are mostly common to all widths of a drafter."""
         load = self.factor() ** LOADED
-        own = {name: load * self.factor() for name in sorted({choice.drafter for choice in rounds})}
-        return {choice: cost.times(own[choice.drafter] * self.factor() ** 0.5) for choice, cost in rounds.items()}
+        factors = {name: load * self.factor() for name in sorted({choice.drafter for choice in rounds})}
+        return {choice: cost.times(factors[choice.drafter] * self.factor() ** 0.5) for choice, cost in rounds.items()}
 
     def timed(self, seconds: float) -> float:
-        """A time that a dispatch of so many seconds might take, with noise."""
+        """Returns the time of a dispatch of `seconds`, with noise."""
         self.lasting = 0.8 * self.lasting + 0.6 * self.sigma * float(self.random.normal())
         return seconds * float(np.exp(self.lasting)) * self.factor()
 
@@ -158,10 +160,10 @@ class Uneven:
 def seconds_of(
     trace: AcceptanceTrace, costs: RoundCosts, chooser: Policy | Choice, uneven: Uneven | None = None
 ) -> tuple[float, dict[Choice, int]]:
-    """Simulated seconds of a text under a policy, or under one choice alone, and the rounds of each choice.
+    """Simulates a text under a policy or a single choice. Returns its seconds and the number of rounds of each choice.
 
     Args:
-        uneven: tells the policy how long its dispatches took; without, it hears nothing of that.
+        uneven: machine that gives the policy the times of its dispatches; without a machine the policy gets no times.
     """
     place = 0
     seconds = 0.0
@@ -186,27 +188,27 @@ def seconds_of(
         if isinstance(chooser, Policy):
             counterfactual(trace, followed, min(place, trace.length), chooser)
             was, agreed = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
-            taken = None if uneven is None else uneven.timed(seconds - began)
-            chooser.observe(choice, was, agreed, np.ones(was.shape, bool), taken, np.asarray(from_ngrams)[:, None])
+            dispatch_s = None if uneven is None else uneven.timed(seconds - began)
+            chooser.observe(choice, was, agreed, np.ones(was.shape, bool), dispatch_s, np.asarray(from_ngrams)[:, None])
     return seconds, rounds
 
 
 def counterfactual(trace: AcceptanceTrace, followed: dict[Choice, int], end: int, policy: Policy) -> None:
-    """Tells a policy of the n-gram rounds that are plain from the text up to `end`.
+    """Gives a policy the n-gram rounds that follow from the text up to `end`.
 
     Args:
-        followed: where the next round of each width begins; it is brought up to date.
+        followed: start of the next round of each width; updated in place.
     """
     rounds: dict[int, list[tuple[int, int]]] = {}
     for choice in (choice for choice in trace.accepted if choice.drafter == NGram.name):
         counts = trace.accepted[choice]
         begin = followed.get(choice, 0)
-        own = rounds.setdefault(choice.width, [])
+        observed = rounds.setdefault(choice.width, [])
         while begin < end:
             agreed = 0 if counts[begin] == IDLE else DIGITS.index(counts[begin])
             if begin + agreed >= end:
                 break
-            own.append((int(counts[begin] != IDLE), agreed))
+            observed.append((int(counts[begin] != IDLE), agreed))
             begin += agreed + 1
         followed[choice] = begin
     if rounds:
@@ -214,9 +216,9 @@ def counterfactual(trace: AcceptanceTrace, followed: dict[Choice, int], end: int
 
 
 def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> RoundCosts:
-    """Costs of rounds at one context, from records of `bench round`: measured, or estimated for a chip that is not there.
+    """Reads costs of rounds at one context from records of `round_parts.py`, measured or estimated for an absent chip.
 
-    Estimates count cycles in the place of seconds, which changes no ratio, and dispatches as nothing.
+    Estimates are in cycles instead of seconds, which changes no ratio. Dispatches then cost nothing.
     """
     figure = "round_ms" if "round_ms" in records[0] else "round_bound_cycles"
     step = figure.replace("round_", "step_")
@@ -225,22 +227,22 @@ def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> R
 
 
 def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
-    """The policy over the texts of each dataset in order, beside each choice alone, in tokens a second.
+    """Simulates the policy over the texts of each dataset in order, and each choice alone, in tokens per second.
 
     Args:
-        costs: others than those recorded, such as estimates for a machine that is not there; of choices that were recorded.
-        uneven: how wrong costs are that the policy begins with, and how uneven what it is told of dispatches (see `Uneven`).
-        seed: of that.
+        costs: costs of recorded choices that replace the recorded costs, such as estimates for an absent machine.
+        uneven: error of the initial costs and of the times of dispatches (see `Uneven`).
+        seed: seed of these errors.
     """
     costs = costs or recording.costs
     rows = []
     for dataset in dict.fromkeys(trace.dataset for trace in recording.traces):
-        own = [trace for trace in recording.traces if trace.dataset == dataset]
-        tokens = sum(trace.length for trace in own)
-        choices = [PLAIN, *(choice for choice in own[0].accepted if choice in costs.rounds)]
-        fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in own) for choice in choices}
+        texts = [trace for trace in recording.traces if trace.dataset == dataset]
+        tokens = sum(trace.length for trace in texts)
+        choices = [PLAIN, *(choice for choice in texts[0].accepted if choice in costs.rounds)]
+        fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in texts) for choice in choices}
         names = drafters(choices)
-        history = AcceptanceHistory(
+        history = History(
             {name: max(one.width for one in choices if one.drafter == name) for name in names},
             recording.expected,
             first_of(names),
@@ -248,10 +250,9 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
         total = 0.0
         rounds = dict[Choice, int]()
         machine = Uneven(uneven, seed) if uneven else None
-        begun = [costs.rounds if machine is None else machine.measured(costs.rounds) for _ in range(SHAPES)]
-        learnt = [Corrections(history.widest) for _ in range(SHAPES)]
-        for place, trace in enumerate(own):
-            policy = Policy(history, begun[place % SHAPES], choices, costs.dispatch, learnt[place % SHAPES])
+        initial = [costs.rounds if machine is None else machine.measured(costs.rounds) for _ in range(SHAPES)]
+        for place, trace in enumerate(texts):
+            policy = Policy(history, initial[place % SHAPES], choices, costs.dispatch)
             seconds, counts = seconds_of(trace, costs, policy, machine)
             total += seconds
             for choice, count in counts.items():
@@ -260,7 +261,7 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
         rows.append(
             {
                 "dataset": dataset,
-                "texts": len(own),
+                "texts": len(texts),
                 "tokens": tokens,
                 "policy_tokens_per_s": tokens / total,
                 "plain_tokens_per_s": fixed[PLAIN],
@@ -276,10 +277,10 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
 
 
 def first_of(names: Sequence[str]) -> dict[str, str]:
-    """Those in whose place n-grams draft where they find something (see `NGramsFirst`)."""
+    """Returns the drafters that n-grams replace in rounds in which n-grams find a draft (see `NGramsFirst`)."""
     return {name: NGram.name for name in names if name.startswith(f"{NGram.name}+")}
 
 
 def drafters(choices: Sequence[Choice]) -> list[str]:
-    """In the order in which they were recorded: a policy expects the first to be good."""
+    """Lists the drafters in the recorded order: a policy prefers the first one at the start."""
     return list(dict.fromkeys(choice.drafter for choice in choices if choice != PLAIN))

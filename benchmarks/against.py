@@ -1,12 +1,13 @@
-"""Two checkouts of this project against each other: the same `tilewright bench` commands, in turns, in one run.
+"""Compares the speed of two checkouts: the same benchmark commands, in alternation, in one run.
 
-    python benchmarks/against.py --old FOLDER --new FOLDER --command "bench linear --rows 1 16" [--command ...] [--json FILE]
+    python benchmarks/against.py --old FOLDER --new FOLDER --command "linear_layers --rows 1 16" [--command ...] [--json FILE]
 
-`engine_speed` and `sampling` with their options are commands, too: each checkout's own `benchmarks/engine_speed.py`.
+A command is `bench ...` of `tilewright`, or the name of a script in `SCRIPTS` with its options: each checkout's own
+`benchmarks/engine_speed.py`, say.
 
-Every command runs in a process of its own, once for the old checkout and once for the new, every second time in reverse. Each
-repetition gives one quotient for each figure, of two processes that ran one right after the other; their median is shown, with
-the range. A quotient is of speed: above 1, the new checkout is faster.
+Every command runs in its own process, once per checkout and repetition; every second repetition runs in reverse order. Each
+repetition gives one ratio per figure, of two processes that ran one after the other. The table shows the median ratio and the
+range. Ratios are of speed: above 1, the new checkout is faster.
 """
 
 import json
@@ -30,15 +31,15 @@ from tilewright.cli.outputs import JsonFile, check_output_file, human_console, w
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients
 
-SCRIPTS = ("engine_speed", "sampling")
+SCRIPTS = ("engine_speed", "linear_layers", "round_parts", "sampling")
 """Benchmarks that are scripts."""
 RUN = "from tilewright.cli.main import main; main()"
 
 FIGURES: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
     "speculative": (("dataset", "batch_size", "drafter"), {"tokens_per_s": True}),
-    "linear": (("model", "dtype", "layer", "rows"), {"median_ms": False}),
+    "linear_layers": (("model", "dtype", "layer", "rows"), {"median_ms": False}),
     "graph": (("experiment", "name"), {"median_ms": False}),
-    "round": (("context", "block_size"), {"round_ms": False, "step_ms": False}),
+    "round_parts": (("context", "block_size"), {"round_ms": False, "step_ms": False}),
     "diffusion": (("name",), {"tokens_per_s": True}),
     "engine_speed": (
         ("model", "drafter", "dtype"),
@@ -46,20 +47,20 @@ FIGURES: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
     ),
     "sampling": (("name",), {"median_ms": False, "compile_s": False}),
 }
-"""Of each benchmark: what names a record, and its figures of speed; whether more is faster."""
+"""Fields that identify a record of each benchmark, and its figures of speed with True if higher values are faster."""
 
 Figures = dict[tuple[str, str], float]
-"""By the name of the record and of the figure."""
+"""Values by the names of record and figure."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure on both sides.
+    """A figure of both checkouts.
 
     Attributes:
-        old, new: medians over the repetitions, in the figure's own unit.
-        speed: how much faster the new checkout is: the median of the repetitions' quotients.
-        speed_range: the least and the most of these.
+        old, new: medians over the repetitions, in the unit of the figure.
+        speed: speed of the new checkout over that of the old: the median of the repetitions' ratios.
+        speed_range: smallest and largest of these ratios.
     """
 
     command: str
@@ -72,7 +73,7 @@ class Compared:
 
 
 def run(python: str, checkout: Path, command: str) -> dict[str, Any]:
-    """Runs one command of a checkout and returns what it writes with `--json`."""
+    """Runs a command of a checkout. Returns the JSON that the command writes with `--json`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
         words = shlex.split(command)
@@ -86,10 +87,10 @@ def run(python: str, checkout: Path, command: str) -> dict[str, Any]:
 
 
 def benchmark_of(command: str) -> str:
-    """The benchmark that a command runs.
+    """Returns the name of the benchmark that a command runs.
 
     Raises:
-        ValueError: it runs none of `FIGURES`.
+        ValueError: the command runs no benchmark of `FIGURES`.
     """
     words = shlex.split(command)
     if words and words[0] in SCRIPTS:
@@ -100,7 +101,7 @@ def benchmark_of(command: str) -> str:
 
 
 def figures_of(benchmark: str, written: Mapping[str, Any]) -> Figures:
-    """The figures of speed in a benchmark's JSON. What the records of older versions leave to the file, it says for all."""
+    """Returns the figures of speed in the JSON of a benchmark. Older versions have some fields only once, at the top level."""
     naming, wanted = FIGURES[benchmark]
     return {
         (", ".join(str(record.get(name, written.get(name))) for name in naming), figure): record[figure]
@@ -115,21 +116,21 @@ def compare(
     repetitions: int,
     on_run: Callable[[], None] = lambda: None,
 ) -> tuple[list[Compared], list[str]]:
-    """Runs all commands on both sides in turns.
+    """Runs all commands of both checkouts in alternation.
 
     Args:
-        runs: by command, how to run it with the old and with the new checkout.
+        runs: for each command, functions that run the command of the old and of the new checkout.
 
     Returns:
-        the figures that both sides have, and the names of those that only one has.
+        the figures of both checkouts, and the names of the figures that only one checkout has.
     """
     sides = {(command, side): one for command, both in runs.items() for side, one in zip(("old", "new"), both, strict=True)}
-    taken = alternate(sides, repetitions, on_run)
+    results = alternate(sides, repetitions, on_run)
     compared = []
     alone = []
     for command in runs:
         benchmark = benchmark_of(command)
-        old, new = (gathered([figures_of(benchmark, each) for each in taken[command, side]]) for side in ("old", "new"))
+        old, new = (gathered([figures_of(benchmark, each) for each in results[command, side]]) for side in ("old", "new"))
         alone += [f"{command}: {', '.join(key)}" for key in old.keys() ^ new.keys()]
         middles = medians(old), medians(new)
         for key in (key for key in old if key in new):
@@ -141,23 +142,23 @@ def compare(
 
 
 def gathered(repetitions: Sequence[Figures]) -> dict[tuple[str, str], list[float]]:
-    """Each figure's values over the repetitions."""
+    """Returns the values of each figure over the repetitions."""
     return {key: [each[key] for each in repetitions] for key in repetitions[0]}
 
 
 def show(console: Console, compared: Sequence[Compared], alone: Sequence[str]) -> None:
     for command in dict.fromkeys(one.command for one in compared):
-        table = Table(title=command, caption="× : speed of the new checkout over that of the old, the median and the range")
+        table = Table(title=command, caption="×: speed of the new checkout over that of the old, median and range")
         table.add_column("record", overflow="fold")
         table.add_column("figure")
         for column in ("old", "new", "×", "range"):
             table.add_column(column, justify="right", no_wrap=True)
         for one in (one for one in compared if one.command == command):
-            told = f"{one.old:,.4g}", f"{one.new:,.4g}", f"{one.speed:.3f}", "{:.2f} to {:.2f}".format(*one.speed_range)
-            table.add_row(one.record, one.figure, *told)
+            cells = f"{one.old:,.4g}", f"{one.new:,.4g}", f"{one.speed:.3f}", "{:.2f} to {:.2f}".format(*one.speed_range)
+            table.add_row(one.record, one.figure, *cells)
         console.print(table)
     for name in alone:
-        console.print(f"on one side only: {name}", style="yellow", markup=False)
+        console.print(f"in one checkout only: {name}", style="yellow", markup=False)
 
 
 def main(
@@ -177,11 +178,11 @@ def main(
     old, new
         Folders of the checkouts.
     command
-        What to run, such as "bench linear --rows 1 16"; may be given several times.
+        Command to run, such as "linear_layers --rows 1 16"; may be given several times.
     old_python, new_python
-        Interpreters with what the checkouts need; by default this one.
+        Interpreters with the dependencies of the checkouts; by default this one.
     repetitions
-        How often each command runs on each side.
+        Number of runs of each command per checkout.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -190,14 +191,14 @@ def main(
         raise ValueError(f"expected repetitions of at least 1, found {repetitions}")
     for checkout in (old, new):
         if not (checkout / "src" / "tilewright").is_dir():
-            raise ValueError(f"expected a checkout, found {checkout}, which has no src/tilewright")
+            raise ValueError(f"expected a checkout, found {checkout} without src/tilewright")
     for each in command:
         benchmark_of(each)
     sides = (old_python, old.absolute()), (new_python, new.absolute())
     runs = {each: tuple(partial(run, *side, each) for side in sides) for each in command}
     console = human_console(json_file)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("in turns", total=2 * len(runs) * repetitions)
+        task = bar.add_task("measuring", total=2 * len(runs) * repetitions)
         compared, alone = compare(runs, repetitions, lambda: bar.advance(task))  # type: ignore[arg-type]
     show(console, compared, alone)
     data = [asdict(one) for one in compared]

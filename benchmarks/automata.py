@@ -1,9 +1,9 @@
-"""Automata over a model's tokens: how large they are, and how long making one takes a processor.
+"""Measures the size of automata over the tokens of a model, and the processor time to build them.
 
     python benchmarks/automata.py TOKENIZER [--json FILE]
 
-TOKENIZER is a `tokenizer.json`; the figures are those of `tilewright inspect grammar`. Schemas are closed ones, as OpenAI's
-structured outputs want them, open ones, as pydantic makes them, and ones that refer to themselves.
+TOKENIZER is a `tokenizer.json`; `tilewright inspect grammar` prints the same figures. Schemas are closed, as OpenAI's
+structured outputs require, open, as pydantic generates them, or recursive.
 """
 
 import argparse
@@ -21,9 +21,9 @@ TEXT: dict[str, Any] = {"type": "string"}
 
 
 def record(properties: dict[str, Any], closed: bool = True, **more: Any) -> dict[str, Any]:
-    """An object all of whose properties are required."""
-    shut = {"additionalProperties": False} if closed else {}
-    return {"type": "object", "properties": properties, "required": list(properties), **shut, **more}
+    """Returns the schema of an object with required properties."""
+    additional = {"additionalProperties": False} if closed else {}
+    return {"type": "object", "properties": properties, "required": list(properties), **additional, **more}
 
 
 def listed(items: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -68,16 +68,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--json", type=Path)
-    how = parser.parse_args()
-    read = Tokenizer.from_file(str(how.tokenizer))
-    size = read.get_vocab_size()
-    eos = [read.token_to_id("<|im_end|>") or 0]
-    compiler = Compiler(read, size, eos)
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    size = tokenizer.get_vocab_size()
+    eos = [tokenizer.token_to_id("<|im_end|>") or 0]
+    compiler = Compiler(tokenizer, size, eos)
     found = {name: grammar_figures(compiler, Grammar.json_schema(schema)) for name, schema in SCHEMAS.items()}
     for name, each in found.items():
         print(f"{name:20}", "  ".join(f"{key} {value}" for key, value in each.items() if value is not None))
-    if how.json is not None:
-        how.json.write_text(json.dumps({"tokens": size, "schemas": found}, indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"tokens": size, "schemas": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

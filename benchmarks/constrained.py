@@ -1,12 +1,13 @@
-"""What a grammar costs a round: under masks of the device and of the host, over rounds without one, in turns.
+"""Measures the cost of a grammar per round, with masks of the device and of the host, relative to rounds without a grammar.
 
     python benchmarks/constrained.py [--model demo] [--drafter ngram --block-size 4] [--turns 7] [--json FILE]
 
-Eight rows run at once, all with the same grammar, in four ways by turns in one engine: `free` without it; `device` by its
-automaton; `host` by masks of the matcher, one round to a dispatch; `unforced` as the device, but without drafts of text that
-has to come. In two more ways only one row has the grammar, `one_device` and `one_host`: how long the seven others wait for it.
-A free row makes as many tokens as the others may (`ignore_eos`). Printed are medians of the seconds of a round, prefill left
-out, of their ratios to the free way, turn by turn, and acceptance lengths.
+Eight rows run concurrently in one engine, in six modes that alternate. In four modes all rows have the same constraint:
+`free` has no grammar, `device` uses the automaton, `host` uses masks of the matcher, with one round per dispatch, and
+`unforced` uses the automaton without drafting forced tokens. In `one_device` and `one_host` only one row has the grammar,
+which shows the delay of the other seven. Rows without a grammar generate the maximum number of tokens (`ignore_eos`). The
+output has medians of the seconds per round (without prefill), of their ratios to `free` within a repetition, and acceptance
+lengths.
 """
 
 import argparse
@@ -62,34 +63,36 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ways(matcher: Matcher) -> dict[str, list[Constraint | None]]:
-    """The constraints of the rows, in each way."""
-    made = matcher.made
-    if made is None:
-        raise SystemExit("the schema has no automaton for this model")
-    silent = made._replace(automaton=replace(made.automaton, forced=np.full_like(made.automaton.forced, -1)))
+def modes(matcher: Matcher) -> dict[str, list[Constraint | None]]:
+    """Returns the constraints of the rows for each mode."""
+    automaton = matcher.token_automaton
+    if automaton is None:
+        raise SystemExit("expected a schema with an automaton for this model, found none")
+    without_forced = automaton._replace(
+        automaton=replace(automaton.automaton, forced=np.full_like(automaton.automaton.forced, -1))
+    )
     host = Matcher(matcher.matcher, matcher.eos)
-    alone: list[Constraint | None] = [None] * (ROWS - 1)
+    free_rows: list[Constraint | None] = [None] * (ROWS - 1)
     return {
-        "free": [None, *alone],
+        "free": [None, *free_rows],
         "device": [matcher] * ROWS,
         "host": [host] * ROWS,
-        "unforced": [Matcher(matcher.matcher, matcher.eos, silent)] * ROWS,
-        "one_device": [matcher, *alone],
-        "one_host": [host, *alone],
+        "unforced": [Matcher(matcher.matcher, matcher.eos, without_forced)] * ROWS,
+        "one_device": [matcher, *free_rows],
+        "one_host": [host, *free_rows],
     }
 
 
 def run(
     engine: Engine, prompts: list[list[int]], sampling: Sampling, constraints: list[Constraint | None]
 ) -> tuple[float, list[Result]]:
-    """The seconds of a round, and what came of it."""
-    asks = [
+    """Runs the requests to the end. Returns the seconds per round and the results."""
+    requests = [
         GenerateRequest(each, replace(sampling, ignore_eos=constraint is None), constraint=constraint)
         for each, constraint in zip(prompts, constraints, strict=True)
     ]
-    handles = [engine.submit(ask, lambda _: None) for ask in asks]
-    engine.take_in()
+    handles = [engine.submit(request, lambda _: None) for request in requests]
+    engine.take_submissions()
     engine.fill(everything=True)
     engine.runner.wait()
     before = engine.stats().rounds
@@ -101,30 +104,30 @@ def run(
 
 
 def acceptance(results: list[Result]) -> float:
-    """Tokens to a round of a row."""
+    """Returns the tokens per round and row."""
     return sum(len(each.tokens) for each in results) / sum(len(each.acceptance_lengths) for each in results)
 
 
-def measure(how: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
-    kinds = ways(lm.constrain(Grammar.json_schema(SCHEMA)))
+def measure(options: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
+    kinds = modes(lm.constrain(Grammar.json_schema(SCHEMA)))
     context = 512
-    table = ShapeTable(batches=(ROWS,), capacities=(context,), chunks=(64, 256), widths=(how.block_size,))
+    table = ShapeTable(batches=(ROWS,), capacities=(context,), chunks=(64, 256), widths=(options.block_size,))
     engine = lm.engine(EngineOptions(table=table, prefix_cache=False, constraints=True, guard="warn"))
     engine.warm()
-    engine.open()
+    engine.accept_requests()
     examples = read_examples(PACKAGED["demo"].parent / "prompts.jsonl")[:ROWS]
     prompts = [lm.encode(prompt(each, (), None))[:PROMPT_TOKENS] for each in examples]
-    sampling = Sampling(how.new_tokens, seed=1)
+    sampling = Sampling(options.new_tokens, seed=1)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     results: dict[str, list[Result]] = {}
-    for turn in range(-1, how.turns):  # the first is for warming up
-        for name in list(kinds)[:: 1 if turn % 2 else -1]:
-            took, results[name] = run(engine, prompts, sampling, kinds[name])
-            seconds[name] += [took] if turn >= 0 else []
+    for repetition in range(-1, options.turns):  # the first repetition warms up
+        for name in list(kinds)[:: 1 if repetition % 2 else -1]:
+            round_s, results[name] = run(engine, prompts, sampling, kinds[name])
+            seconds[name] += [round_s] if repetition >= 0 else []
     texts = {name: [each.text for each in found] for name, found in results.items()}
     if not texts["device"] == texts["host"] == texts["unforced"] or not texts["one_device"] == texts["one_host"]:
-        raise SystemExit("the ways gave different texts")
-    assert engine.stats().compilations == 0, "something was compiled"
+        raise SystemExit("expected the same texts in all modes, found different ones")
+    assert engine.stats().compilations == 0, "expected no compilations while measuring"
 
     def ratios(name: str) -> list[float]:
         return [one / free for one, free in zip(seconds[name], seconds["free"], strict=True)]
@@ -140,15 +143,15 @@ def measure(how: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
 
 
 def main() -> None:
-    how = parsed()
-    keep_programs(True)
-    drafter = {} if how.drafter == "none" else {"drafter": how.drafter, "block_size": how.block_size}
-    lm = tilewright.load(how.model, dtype=how.dtype, **drafter)
-    asked = {key: value for key, value in vars(how).items() if key != "json"}
-    found = {"chip": chip_name(), "asked": asked, **measure(how, lm)}
+    options = parsed()
+    keep_programs()
+    drafter = {} if options.drafter == "none" else {"drafter": options.drafter, "block_size": options.block_size}
+    lm = tilewright.load(options.model, dtype=options.dtype, **drafter)
+    settings = {key: value for key, value in vars(options).items() if key != "json"}
+    found = {"chip": chip_name(), "asked": settings, **measure(options, lm)}
     print(json.dumps(found, indent=2))
-    if how.json is not None:
-        how.json.write_text(json.dumps(found, indent=2) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a denoising step costs, dense and sparse, at the shapes of real models with random weights, on this machine.
+"""Times dense and sparse denoising steps on this machine, at the shapes of real models with random weights.
 
     python benchmarks/diffusion_step.py [--model llada-8b] [--layers 2] [--positions 512] [--response 256] [--json FILE]
 
-A pass through some layers, without the output head: over the whole sequence densely (no caches), over the whole sequence and
-over the response with a given share of its positions salient in every layer. All take turns; medians, and ratios of medians.
+A pass runs some layers without the output head: densely over the whole sequence (no caches), or over the whole sequence or the
+response with a given share of salient positions in every layer. The passes alternate. The table has medians and their ratios.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import DTYPES, initialise
 
 VOCAB = 1024
-"""Of the embedding, which is all that a pass needs of it."""
+"""Rows of the embedding; a pass needs no more of the vocabulary."""
 MODELS = {
     # huggingface.co/GSAI-ML/LLaDA-8B-Instruct, config.json
     "llada-8b": DecoderConfig(
@@ -60,7 +60,7 @@ MODELS = {
         rope_theta=1e6,
         tie_word_embeddings=True,
     ),
-    # The small model that `tilewright train diffusion` makes.
+    # The small model of `tilewright train diffusion`.
     "small": DecoderConfig(
         family="llama",
         vocab_size=VOCAB,
@@ -76,7 +76,7 @@ MODELS = {
 
 
 def window_of(positions: int, first: int, share: float) -> Window:
-    """From `first` to the end, with a share of the positions salient in every layer."""
+    """Returns the window from `first` to the end, with a share of the positions salient in every layer."""
     size = positions - first
     changed = np.zeros((1, size), bool)
     changed[0, np.random.default_rng(0).permutation(size)[: round(share * size)]] = True
@@ -87,43 +87,43 @@ def window_of(positions: int, first: int, share: float) -> Window:
         active=np.ones((1, size), bool),
         changed=changed,
         catches_up=np.zeros((1, size), np.int32) if whole else None,
-        tau=np.full(1, -2, np.float32),  # below every cosine: what changed alone is salient
+        tau=np.full(1, -2, np.float32),  # below every cosine: only changed positions are salient
         first_all=np.zeros(1, bool),
         keep_changed=np.ones(1, bool),
         renews=np.ones(1, bool) if whole else None,
     )
 
 
-def ways(how: argparse.Namespace, config: DecoderConfig) -> dict[str, Callable[[], Any]]:
-    """Each pass, ready to be timed."""
-    dtype = DTYPES[how.dtype]
+def compiled_passes(options: argparse.Namespace, config: DecoderConfig) -> dict[str, Callable[[], Any]]:
+    """Returns each compiled pass."""
+    dtype = DTYPES[options.dtype]
     ops = operations()
     made = DiffusionConfig(family="llada" if config.family == "llama" else "dream", decoder=config, mask_token_id=0)
     params = jax.jit(partial(initialise, diffusion.declare(made), dtype=dtype))(jax.random.key(0))
     prepared = decoder.prepare(config, ops, params)
-    tokens = np.random.default_rng(1).integers(1, VOCAB, (1, how.positions)).astype(np.int32)
-    valid = np.asarray([how.positions], np.int32)
+    tokens = np.random.default_rng(1).integers(1, VOCAB, (1, options.positions)).astype(np.int32)
+    valid = np.asarray([options.positions], np.int32)
     dense = jax.jit(lambda params: diffusion.forward_full(made, ops, params, tokens, valid).hidden)
     found: dict[str, Callable[[], Any]] = {"dense": lambda: dense(prepared)}
-    state = {"caches": allocate(config, 1, how.positions, dtype)}
+    state = {"caches": allocate(config, 1, options.positions, dtype)}
 
     def sparse(first: int, share: float) -> Callable[[], Any]:
-        window = window_of(how.positions, first, share)
+        window = window_of(options.positions, first, share)
 
         def passed(params: Any, caches: Any) -> Any:
             return run_window(config, ops, params, tokens, window, caches)[:2]
 
         run = jax.jit(passed, donate_argnums=1)
 
-        def once() -> Any:
+        def run_once() -> Any:
             x, state["caches"] = run(prepared, state["caches"])
             return x
 
-        return once
+        return run_once
 
-    for share in how.shares:
+    for share in options.shares:
         found[f"whole, {share:.0%} salient"] = sparse(0, share)
-        found[f"response, {share:.0%} salient"] = sparse(how.positions - how.response, share)
+        found[f"response, {share:.0%} salient"] = sparse(options.positions - options.response, share)
     return found
 
 
@@ -131,32 +131,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llada-8b")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--positions", type=int, default=512, help="prompt and response together")
+    parser.add_argument("--positions", type=int, default=512, help="length of prompt and response together")
     parser.add_argument("--response", type=int, default=256)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    how = parser.parse_args()
+    options = parser.parse_args()
     console = Console()
-    passes = ways(how, replace(MODELS[how.model], num_layers=how.layers))
+    passes = compiled_passes(options, replace(MODELS[options.model], num_layers=options.layers))
     for run in passes.values():
         jax.block_until_ready(run())
     times: dict[str, list[float]] = {name: [] for name in passes}
-    for _ in track(range(how.repetitions), "timing", console=console, transient=True):
+    for _ in track(range(options.repetitions), "timing", console=console, transient=True):
         for name, run in passes.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             jax.block_until_ready(run())
-            times[name].append((time.perf_counter() - began) / how.layers)
+            times[name].append((time.perf_counter() - start) / options.layers)
     medians = {name: statistics.median(each) for name, each in times.items()}
     table = Table("pass", "ms a layer", "times as fast as dense")
     for name, seconds in medians.items():
         table.add_row(name, f"{seconds * 1e3:.2f}", f"{medians['dense'] / seconds:.2f}")
     console.print(table)
-    if how.json is not None:
-        about = {"chip": chip_name(), "jax": jax.__version__, **{k: v for k, v in vars(how).items() if k != "json"}}
+    if options.json is not None:
+        about = {"chip": chip_name(), "jax": jax.__version__, **{k: v for k, v in vars(options).items() if k != "json"}}
         rows = [{"pass": k, "seconds_per_layer": v, "speedup": medians["dense"] / v} for k, v in medians.items()]
-        how.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a TPU that is not there would do in a step of LLaDA-8B, dense and sparse: compiler estimates, no measurements.
+"""Estimates dense and sparse denoising steps of LLaDA-8B on an absent TPU. Compiler estimates, not measurements.
 
     python benchmarks/diffusion_tpu.py [--chips v5e:1x1 v6e:1x1] [--positions 1024] [--response 256] [--json FILE]
 
-Some layers of the real shapes and the output head for one block of 32, compiled by the chip's own compiler; figures of a layer
-are differences between two numbers of layers. Each number of salient positions is a program of its own here. Cycles are those
-of the plain XLA version, for the compiler gives none for a Pallas kernel; bytes are told for both.
+The compiler of the chip compiles some layers of the real shapes and the output head for one block of 32. Figures per layer are
+differences between two numbers of layers. Each number of salient positions has its own program. The compiler estimates no
+cycles of Pallas kernels, so cycles are comparable for the XLA version only; bytes cover both versions.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from rich.table import Table
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.diffusion import window
 from tilewright.diffusion.options import Denoising
-from tilewright.diffusion.programs import DiffusionPrograms, DiffusionShape, DiffusionTable
+from tilewright.diffusion.programs import DenoisingPrograms, DiffusionShape, DiffusionTable, RequestKinds
 from tilewright.diffusion.steps import Denoiser, step_span
 from tilewright.kernels.select import operations
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.diffusion import DiffusionConfig, declare
 from tilewright.models.params import abstract
+from tilewright.runtime.state import Target
 
 LLADA_8B = DecoderConfig(
     family="llama",
@@ -47,24 +48,27 @@ LLADA_8B = DecoderConfig(
 MASK = 126336
 BLOCK = 32
 LAYERS = (1, 2)
-"""Numbers of layers whose difference is that of one."""
+"""Two numbers of layers; their difference gives the figures of a layer."""
 
 
-def compiled(how: argparse.Namespace, chip: str, kernels: str, layers: int, span: str, salient: int | None) -> Compiled:
-    """One step; `salient` None is the dense one."""
+def compiled(options: argparse.Namespace, chip: str, kernels: str, layers: int, span: str, salient: int | None) -> Compiled:
+    """Compiles one step, a dense one for `salient` None."""
     config = DiffusionConfig(family="llada", decoder=replace(LLADA_8B, num_layers=layers), mask_token_id=MASK)
     ops = operations("tpu", kernels=kernels)  # type: ignore[arg-type]
     params = abstract(declare(config), jnp.bfloat16)
-    programs = DiffusionPrograms(config, ops, params, jnp.bfloat16, DiffusionTable())
-    shape = DiffusionShape(1, how.positions, how.response, BLOCK, salient is None, False, False)
-    state = jax.eval_shape(lambda: programs.state(shape, [[1]], [Denoising(BLOCK)], programs.allocate(shape)))
+    shape = DiffusionShape(1, options.positions, options.response, BLOCK, salient is None, False, False)
+    table = DiffusionTable((1,), (options.positions,), (options.response,), (BLOCK,))
+    kinds = RequestKinds(shape.dense, shape.narrow)
+    programs = DenoisingPrograms(config, Target(config.decoder, ops), params, jnp.bfloat16, table, kinds, options.positions)
+    state = jax.eval_shape(lambda: programs.batch(shape, [[1]], [Denoising(BLOCK)]))
     denoiser: Denoiser = programs.denoiser(shape)
-    window.bucket_sizes = lambda buckets, rows: (salient or rows,)  # one number of rows, so that what is counted is what runs
+    # A single number of rows, so that the counted program is the one that runs.
+    window.bucket_sizes = lambda buckets, rows: (salient or rows,)
     return compile_for(chip, partial(step_span, denoiser, span), params, state, donate=1)  # type: ignore[arg-type]
 
 
-def figures(how: argparse.Namespace, chip: str, kernels: str, span: str, salient: int | None) -> dict[str, Any]:
-    few, more = (compiled(how, chip, kernels, layers, span, salient) for layers in LAYERS)
+def figures(options: argparse.Namespace, chip: str, kernels: str, span: str, salient: int | None) -> dict[str, Any]:
+    few, more = (compiled(options, chip, kernels, layers, span, salient) for layers in LAYERS)
     steps = LAYERS[1] - LAYERS[0]
     return {
         "cycles_per_layer": (more.cycles - few.cycles) / steps,
@@ -77,23 +81,23 @@ def figures(how: argparse.Namespace, chip: str, kernels: str, span: str, salient
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", nargs="+", default=["v5e:1x1", "v6e:1x1"])
-    parser.add_argument("--positions", type=int, default=1024, help="prompt and response together")
+    parser.add_argument("--positions", type=int, default=1024, help="length of prompt and response together")
     parser.add_argument("--response", type=int, default=256)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25], help="of salient positions in a window")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25], help="shares of salient positions in a window")
     parser.add_argument("--json", type=Path)
-    how = parser.parse_args()
+    options = parser.parse_args()
     console = Console(width=120)
     rows = []
     heads = ("chip", "step", "salient", "version", "Mcycles a layer", "of dense", "MB a layer", "of dense", "Mcycles besides")
     table = Table(*heads)
-    for chip in how.chips:
+    for chip in options.chips:
         for kernels in ("xla", "auto"):
             cases: list[tuple[str, str, int | None]] = [("dense", "whole", None)]
-            for span, size in (("whole", how.positions), ("response", how.response)):
-                cases += [(span, span, round(share * size)) for share in how.shares]
+            for span, size in (("whole", options.positions), ("response", options.response)):
+                cases += [(span, span, round(share * size)) for share in options.shares]
             base: dict[str, Any] = {}
             for name, span, salient in cases:
-                found = figures(how, chip, kernels, span, salient)
+                found = figures(options, chip, kernels, span, salient)
                 base = base or found
                 ratios = [found[key] / base[key] for key in ("cycles_per_layer", "hbm_bytes_per_layer")]
                 rows.append({"chip": chip, "kernels": kernels, "step": name, "salient_positions": salient, **found})
@@ -104,9 +108,9 @@ def main() -> None:
                 shares = [f"{ratio:.2f}" for ratio in ratios]
                 table.add_row(chip, name, str(salient or "all"), version, cycles, shares[0], moved, shares[1], besides)
     console.print(table)
-    if how.json is not None:
-        about = {"model": "LLaDA-8B shapes", "dtype": "bfloat16", "jax": jax.__version__, "positions": how.positions}
-        how.json.write_text(json.dumps({**about, "response": how.response, "rows": rows}, indent=1) + "\n")
+    if options.json is not None:
+        about = {"model": "LLaDA-8B shapes", "dtype": "bfloat16", "jax": jax.__version__, "positions": options.positions}
+        options.json.write_text(json.dumps({**about, "response": options.response, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Trains every kind of drafter alike for SmolLM2.
+"""Trains every kind of drafter for SmolLM2 on the same data with the same settings.
 
     python benchmarks/drafters_alike.py DIR [--steps N] [--kinds KIND ...]
 
-All kinds learn from the same records in the same order, in as many steps, with the same optimiser, rate, taps, draft
-vocabulary and block size. What is not the same follows from the kinds: DFlash's relatives learn at anchors in each record,
-EAGLE-3 at every position, and it has one layer where they have two. Each is trained by `tilewright train drafter`, in a
-subfolder with its kind's name, and goes on where it was interrupted. To compare them, on an idle machine:
+All kinds use the same records in the same order, the same number of steps, optimizer, learning rate, taps, draft vocabulary
+and block size. Differences follow from the kinds: the block drafters learn at anchors in each record and have two layers,
+EAGLE-3 learns at every position and has one layer. `tilewright train drafter` trains each kind in a subfolder with the name
+of the kind, and resumes interrupted runs. To compare the drafters, on an idle machine:
 
     tilewright bench speculative --model smollm2-135m --weights int4 --block-size trained \\
         --drafter DIR/dflash DIR/dflash2 ... ngram --data FILE ...
@@ -14,7 +14,7 @@ subfolder with its kind's name, and goes on where it was interrupted. To compare
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from cyclopts import App
@@ -25,28 +25,29 @@ from tilewright.train.records import Records
 
 LONGEST = 192
 RECORDS = Path(__file__).parent / "training" / "smollm2-records.npz.xz"
-ALIKE = (
-    *("--target", "smollm2-135m", "--block-size", 8, "--draft-vocab", 8192, "--dtype", "bfloat16"),
-    *(argument for tap in (1, 8, 15, 21, 28) for argument in ("--taps", tap)),
-    *("--batch-size", 8, "--sequence-length", LONGEST, "--optimizer", "muon", "--muon-learning-rate", 0.02),
-    *("--learning-rate", 1e-3, "--schedule", "wsd", "--cooldown", 0.3, "--evaluate-every", 50, "--save-every", 50),
+COMMON = (
+    *("--target", "smollm2-135m", "--dtype", "bfloat16", "--batch-size", 8, "--sequence-length", LONGEST),
+    *("--optimizer", "kind=muon,muon_learning_rate=0.02,schedule=wsd,cooldown=0.3", "--learning-rate", 1e-3),
+    *("--evaluate-every", 50, "--save-every", 50),
 )
-ANCHORED = ("--layers", 2, "--mask-token-id", 3, "--anchors", 64, "--dpace", 0.5)
-OWN: dict[str, tuple[Any, ...]] = {
-    "dflash": ANCHORED,
-    "dflash2": (*ANCHORED, "--selector-rank", 64),
-    "lilicorr": ANCHORED,
-    "dspark": (*ANCHORED, "--markov-rank", 64),
-    "eagle3": (),
+SIZES = "block_size=8,draft_vocab=8192,taps=1,8,15,21,28"
+BLOCK_SIZES = f"{SIZES},layers=2,mask_token_id=3"
+BLOCK_LOSS = ("--loss", "anchors=64,dpace=0.5")
+KIND_OPTIONS: dict[str, tuple[str, ...]] = {
+    "dflash": ("--sizes", BLOCK_SIZES, *BLOCK_LOSS),
+    "dflash2": ("--sizes", f"{BLOCK_SIZES},selector_rank=64", *BLOCK_LOSS),
+    "lilicorr": ("--sizes", BLOCK_SIZES, *BLOCK_LOSS),
+    "dspark": ("--sizes", f"{BLOCK_SIZES},markov_rank=64", *BLOCK_LOSS),
+    "eagle3": ("--sizes", SIZES),
 }
-"""What each kind is trained with besides `ALIKE`."""
+"""Options of each kind besides `COMMON`."""
 
 app = App(help=__doc__)
 
 
 @app.default
-def train(folder: Path, /, *, steps: int = 240, kinds: Annotated[tuple[str, ...], SEVERAL] = tuple(OWN)) -> None:
-    """Trains the drafters that are not there yet."""
+def train(folder: Path, /, *, steps: int = 240, kinds: Annotated[tuple[str, ...], SEVERAL] = tuple(KIND_OPTIONS)) -> None:
+    """Trains the drafters that do not exist yet."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "records.npz.xz"
     records = Records.load(RECORDS)
@@ -54,11 +55,10 @@ def train(folder: Path, /, *, steps: int = 240, kinds: Annotated[tuple[str, ...]
     for kind in kinds:
         if (folder / kind / CONFIG).exists():
             continue
-        states = folder / (
-            "taps" if kind in ("dflash", "dflash2") else "taps-and-last"
-        )  # the others' losses read the last layer
+        # The losses of the other kinds also read the target's last layer.
+        states = folder / ("taps" if kind in ("dflash", "dflash2") else "taps-and-last")
         out = ("--kind", kind, "--out", folder / kind, "--json", folder / f"{kind}.json", "--keep-taps", states)
-        command = ("train", "drafter", text, *out, *ALIKE, *OWN[kind], "--steps", steps)
+        command = ("train", "drafter", text, *out, *COMMON, *KIND_OPTIONS[kind], "--steps", steps)
         subprocess.run([sys.executable, "-m", "tilewright", *map(str, command)], check=True)
 
 

@@ -1,14 +1,14 @@
-"""Models in few bits beside llama.cpp, in turns: one row, sixteen, and long prompts, with the share of the memory's bandwidth.
+"""Compares models with quantised weights with llama.cpp: one row, 16 rows and long prompts, and the share of memory bandwidth.
 
     python benchmarks/few_bits.py --llama-python PYTHON [--models NAME ...] [--repetitions N] [--json FILE]
 
-The demo's model in the file that it is published in, and the shapes of Qwen3-0.6B, Llama-3.2-1B and, if it is named, of four
-layers of Qwen3-30B-A3B (8 of 128 experts) with random weights.
-llama.cpp has each in Q4_0, Q4_1, Q8_0 and Q4_K_M, which it makes itself; 16 rows and prompts are computed in those alone that
-it repacks. We read Q4_1: its bits as they are (`int4`), or quantised anew (`int8`). `llama_cpp_speed.py` says how the two sides
-take turns; whether llama.cpp runs with flash attention is tried once for each model and number of rows. A share of bandwidth is
-the bytes of the matrices that a step reads, over what this machine's cores read in the same time, measured in the same turns.
-With experts it depends on what rows choose, and is left out.
+Models: SmolLM2-135M-Instruct from its published file, and the shapes of Qwen3-0.6B, Llama-3.2-1B and, if named, of four
+layers of Qwen3-30B-A3B (8 of 128 experts) with random weights. llama.cpp quantises each model to Q4_0, Q4_1, Q8_0 and Q4_K_M;
+16 rows and prompts run only in the formats that llama.cpp repacks. Tilewright reads the Q4_1 file and keeps the blocks
+(`int4`) or quantises again (`int8`). The sides alternate as in `llama_cpp_speed.py`. A trial for each model and number of
+rows chooses flash attention or not for llama.cpp. The share of bandwidth is the bytes of the matrices of a step over the
+bytes that all cores read in the same time, measured in the same repetitions. Mixtures of experts have no share, because rows
+choose the bytes.
 """
 
 import gc
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
+from bandwidth import MemoryBuffers
 from cyclopts import App, Parameter
 from llama_cpp_peer import Peer
 from llama_cpp_speed import Timed, faster, formats, ours, theirs
@@ -29,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 
 import tilewright as tw
-from tilewright.bench.bandwidth import MemoryBuffers
 from tilewright.cli.common import keep_programs
 from tilewright.cli.outputs import JsonFile, check_output_file, human_console, write_json
 from tilewright.compiled.machine import chip_name, cores
@@ -48,7 +48,7 @@ DEMO = "smollm2-135m"
 NAMES = (DEMO, "qwen3-0.6b", "llama3.2-1b")
 SHAPES = {
     **{name: MODELS[name] for name in NAMES},
-    # huggingface.co/Qwen/Qwen3-30B-A3B, config.json, with fewer layers and a vocabulary as the demo's
+    # huggingface.co/Qwen/Qwen3-30B-A3B, config.json, with fewer layers and the vocabulary of SmolLM2
     "qwen3-30b-a3b-4": DecoderConfig(
         family="qwen3_moe",
         vocab_size=MODELS[DEMO].vocab_size,
@@ -65,18 +65,19 @@ OURS = ("int4", "int8")
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K_M")
 CAPACITIES = (256, 768, 2304)
 SHORT = 16
-"""Tokens of a prompt whose steps are timed."""
+"""Prompt tokens of the cases that time steps."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: steps of some rows, or a prompt.
+    """A timed case: the decode steps of some rows, or a prompt.
 
     Attributes:
-        rows, prompt: the prompts, and tokens of each.
-        new: tokens that each row makes.
-        kinds: llama.cpp's formats.
-        ours: our own.
+        rows: number of prompts.
+        prompt: tokens per prompt.
+        new: tokens to generate per row.
+        kinds: formats of llama.cpp.
+        ours: formats of Tilewright.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Case:
         return self.prompt == SHORT
 
     def seconds(self, timed: Timed) -> float:
-        """A step, or a token of the prompt."""
+        """Returns the seconds per step, or per prompt token."""
         return timed.step_s if self.of_steps else timed.prompts_s / self.prompt
 
     @property
@@ -106,11 +107,11 @@ CASES = (
     Case("prompt of 2,048", 1, 2048, 2, ("Q4_0",), ("int4",)),
 )
 Side = tuple[str, str]
-"""A case, and who computes it."""
+"""Name of a case, and the format of llama.cpp or Tilewright."""
 
 
 def model_file(name: str, folder: Path) -> Path:
-    """The published file, or one of random weights."""
+    """Returns the published file, or writes a file of random weights."""
     demo = published.find(DEMO)
     if name == DEMO:
         return demo
@@ -120,20 +121,20 @@ def model_file(name: str, folder: Path) -> Path:
 
 
 def matrix_bytes(file: Path) -> int:
-    """Bytes of the matrices in a file; where embedding and head are one, all of them are read by a step."""
+    """Returns the bytes of the matrices in a file. With a tied embedding, a step reads all of them."""
     return sum(int(tensor.n_bytes) for tensor in open_gguf(file).tensors.values() if len(tensor.shape) == 2)
 
 
-def figures(model: str, taken: Mapping[Side, Sequence[Any]], nbytes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A record for each side of each case; ratios are within a repetition, above 1 where ours are faster.
+def figures(model: str, results: Mapping[Side, Sequence[Any]], nbytes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Returns a record for each side of each case. Ratios are within a repetition; above 1, Tilewright is faster.
 
     Args:
-        nbytes: of the matrices that a step of each side reads; empty where that depends on what rows choose.
+        nbytes: bytes of the matrices that a step of each side reads; empty for a mixture of experts.
     """
     records = []
-    read = spread(taken["memory", "read"]).median
+    read = spread(results["memory", "read"]).median
     for case in CASES:
-        times = {name: [case.seconds(timed) for timed in found] for (kind, name), found in taken.items() if kind == case.name}
+        times = {name: [case.seconds(timed) for timed in found] for (kind, name), found in results.items() if kind == case.name}
         for name, seconds in times.items():
             middle = spread(seconds)
             record: dict[str, Any] = {
@@ -145,20 +146,20 @@ def figures(model: str, taken: Mapping[Side, Sequence[Any]], nbytes: Mapping[str
                 "tokens_per_s": (case.rows if case.of_steps else 1) / middle.median,
                 "read_share": nbytes[name] / middle.median / 1e9 / read if case.of_steps and nbytes else None,
             }
-            for own in case.ours if name not in OURS else ():
-                ratio = quotients(seconds, times[own])
-                record[f"{own}_speedup"] = ratio.median
-                record[f"{own}_speedup_range"] = list(ratio.range)
+            for format_name in case.ours if name not in OURS else ():
+                ratio = quotients(seconds, times[format_name])
+                record[f"{format_name}_speedup"] = ratio.median
+                record[f"{format_name}_speedup_range"] = list(ratio.range)
             records.append(record)
     return records
 
 
-def verdict(taken: Mapping[Side, Sequence[Any]]) -> dict[str, float]:
-    """How much faster one row of ours in 4 bits is than llama.cpp's best and than ours in 8 bits; 16 rows in steps of one."""
-    (case, many, *_) = CASES
-    times = {name: [case.seconds(timed) for timed in found] for (kind, name), found in taken.items() if kind == case.name}
+def verdict(results: Mapping[Side, Sequence[Any]]) -> dict[str, float]:
+    """Returns the speed of one row in int4 over llama.cpp's best and over int8, and the cost of 16 rows in steps of one row."""
+    (case, rows_16, *_) = CASES
+    times = {name: [case.seconds(timed) for timed in found] for (kind, name), found in results.items() if kind == case.name}
     best = min((name for name in times if name not in OURS), key=lambda name: spread(times[name]).median)
-    sixteen = [many.seconds(timed) for timed in taken[many.name, "int4"]]
+    sixteen = [rows_16.seconds(timed) for timed in results[rows_16.name, "int4"]]
     return {
         "one_row_over_llama_cpps_best": quotients(times[best], times["int4"]).median,
         "int4_over_int8": quotients(times["int8"], times["int4"]).median,
@@ -167,18 +168,16 @@ def verdict(taken: Mapping[Side, Sequence[Any]]) -> dict[str, float]:
 
 
 def table(records: Sequence[Mapping[str, Any]], model: str) -> Table:
-    caption = (
-        "ms: a step, or a token of the prompt; of read: of the memory's bandwidth; ×: how much faster ours are, and the range"
-    )
+    caption = "ms: per step or prompt token; of read: share of read bandwidth; ×: speed of ours over theirs, and the range"
     shown = Table(title=model, caption=caption)
-    for column in ("", "", "ms", "tokens/s", "of read", *(f"× of {own}" for own in OURS)):
+    for column in ("", "", "ms", "tokens/s", "of read", *(f"× of {format_name}" for format_name in OURS)):
         shown.add_column(column, justify="left" if column == "" else "right")
     for record in records:
         share = record["read_share"]
         cells = [significant(record["ms"]), significant(record["tokens_per_s"]), "" if share is None else f"{share:.0%}"]
-        for own in (own for own in OURS if f"{own}_speedup" in record):
-            least, most = record[f"{own}_speedup_range"]
-            cells.append(f"{record[f'{own}_speedup']:.2f} ({least:.2f} to {most:.2f})")
+        for format_name in (format_name for format_name in OURS if f"{format_name}_speedup" in record):
+            least, most = record[f"{format_name}_speedup_range"]
+            cells.append(f"{record[f'{format_name}_speedup']:.2f} ({least:.2f} to {most:.2f})")
         shown.add_row(record["case"], record["side"], *cells)
     return shown
 
@@ -186,30 +185,32 @@ def table(records: Sequence[Mapping[str, Any]], model: str) -> Table:
 def measure(
     model: str, peer: Peer, memory: MemoryBuffers, repetitions: int, console: Console
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """The records of one model, and what it comes to."""
+    """Measures a model. Returns its records and its summary."""
     rng = np.random.default_rng(0)
-    with TemporaryDirectory() as made:
-        found = formats(peer, model_file(model, Path(made)), made, KINDS)
+    with TemporaryDirectory() as folder:
+        found = formats(peer, model_file(model, Path(folder)), folder, KINDS)
         files = {kind: found[kind] for kind in KINDS}
         shapes = ShapeTable(batches=(1, 16), capacities=CAPACITIES)
-        loaded = {own: tw.load(files["Q4_1"], table=shapes, dtype="bfloat16", weights=own) for own in OURS}
+        loaded = {
+            format_name: tw.load(files["Q4_1"], table=shapes, dtype="bfloat16", weights=format_name) for format_name in OURS
+        }
         nbytes = {}
         if SHAPES[model].mixture is None:
             nbytes = {kind: matrix_bytes(file) for kind, file in files.items()}
-            nbytes |= {own: step_bytes(lm.model.models.target) for own, lm in loaded.items()}
+            nbytes |= {format_name: step_bytes(lm.model.models.target) for format_name, lm in loaded.items()}
         runs: dict[Side, Callable[[], Any]] = {("memory", "read"): memory.read}
         for case in CASES:
             prompts = [[int(token) for token in rng.integers(100, 40000, case.prompt)] for _ in range(case.rows)]
-            for own in case.ours:
-                runs[case.name, own] = partial(ours, loaded[own], prompts, case.new)
-                runs[case.name, own]()  # compiles
-            settings = {"prompts": prompts, "new": case.new, "positions": case.positions}
-            both = {flash: partial(theirs, peer, files["Q4_0"], flash, **settings) for flash in (True, False)}
-            flash = faster(both, 1) if case.of_steps else True
-            runs |= {(case.name, kind): partial(theirs, peer, files[kind], flash, **settings) for kind in case.kinds}
+            for format_name in case.ours:
+                runs[case.name, format_name] = partial(ours, loaded[format_name], prompts, case.new)
+                runs[case.name, format_name]()  # compiles
+            arguments = {"prompts": prompts, "new": case.new, "positions": case.positions}
+            trials = {flash: partial(theirs, peer, files["Q4_0"], flash, **arguments) for flash in (True, False)}
+            flash = faster(trials, 1) if case.of_steps else True
+            runs |= {(case.name, kind): partial(theirs, peer, files[kind], flash, **arguments) for kind in case.kinds}
             console.print(f"{model}: {case.name}, llama.cpp {'with' if flash else 'without'} flash attention", style="dim")
-        taken = alternate(runs, repetitions)
-        return figures(model, taken, nbytes), verdict(taken)
+        results = alternate(runs, repetitions)
+        return figures(model, results, nbytes), verdict(results)
 
 
 def main(
@@ -219,16 +220,16 @@ def main(
     repetitions: int = REPETITIONS,
     json_file: JsonFile = None,
 ) -> None:
-    """Measures models in few bits beside llama.cpp.
+    """Compares models with quantised weights with llama.cpp.
 
     Parameters
     ----------
     llama_python
-        An interpreter that has llama-cpp-python.
+        A Python interpreter with llama-cpp-python.
     models
-        Of smollm2-135m, qwen3-0.6b, llama3.2-1b and qwen3-30b-a3b-4.
+        Models: smollm2-135m, qwen3-0.6b, llama3.2-1b, qwen3-30b-a3b-4.
     repetitions
-        How often each side runs.
+        Number of runs of each side.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -240,9 +241,9 @@ def main(
     console = human_console(json_file)
     try:
         published.find(DEMO)
-    except published.Absent:
+    except published.NotInstalled:
         published.fetch(DEMO)
-    keep_programs(True)
+    keep_programs()
     memory = MemoryBuffers()
     versions = {"tilewright": tw.__version__, "jax": jax.__version__}
     about = {"chip": chip_name(), "threads": cores(), "repetitions": repetitions, **versions}
@@ -255,12 +256,12 @@ def main(
             gc.collect()
             records += found
             print_table(console, table(found, model))
-            said = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in verdicts[model].items())
-            console.print(said, markup=False)
-            if json_file != "-" or model == models[-1]:  # what is measured is kept, whatever becomes of the next model
+            summary_text = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in verdicts[model].items())
+            console.print(summary_text, markup=False)
+            if json_file != "-" or model == models[-1]:  # keeps the results if a later model fails
                 write_json(json_file, {**about, "verdicts": verdicts, "data": records})
-    theirs_is = about["llama_cpp_python"]
-    console.print(f"llama-cpp-python {theirs_is['version']} ({theirs_is['features']}), {cores()} threads", markup=False)
+    llama_cpp = about["llama_cpp_python"]
+    console.print(f"llama-cpp-python {llama_cpp['version']} ({llama_cpp['features']}), {cores()} threads", markup=False)
 
 
 if __name__ == "__main__":

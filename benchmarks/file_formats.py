@@ -1,13 +1,13 @@
-"""What each format of GGUF files costs in quality, ours beside llama.cpp's, which reads the same file.
+"""Measures the quality of each GGUF format, in Tilewright and in llama.cpp on the same file.
 
     python benchmarks/file_formats.py --llama-python PYTHON --data FOLDER [--text FILE ...] [--kinds KIND ...] [--json FILE]
 
-llama.cpp makes each file of the demo's own (Q4_1), and of one with random weights whose rows are whole blocks of 256, as
-SmolLM2's of 576 are not: there llama.cpp takes other types in place of K-quants for all but the down projections.
-Scored are texts, in windows, and reference answers (`quality_tasks.py`); the same token ids on every side. The reference is the
-file's weights dequantised, in float32; "ours" is `weights="int4"`, which keeps a file's bits where products read them. What is
-more than the reference is what computing with 8-bit activations costs, and, where the file's bits are not kept, what quantising
-anew does.
+llama.cpp quantises SmolLM2's file (Q4_1) and a file of random weights to each format. The rows of the random model are
+multiples of 256. SmolLM2's rows of 576 are not, so llama.cpp replaces K-quants by other types in all but its down
+projections. The scored texts are windows of text files and reference answers (`quality_tasks.py`), with the same token ids on
+every side. The reference dequantises the file and computes in float32. "ours" is `weights="auto"`, which keeps the file's
+blocks if the kernels read them. The loss over the reference is the cost of 8-bit activations, and of a second quantisation if
+the blocks are not kept.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ from tilewright.metrics.tables import print_table
 from tilewright.models import published
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.gguf import open_gguf
-from tilewright.models.gguf_blocks import KEPT
+from tilewright.models.gguf_blocks import BLOCK_FORMATS
 from tilewright.models.published_configs import MODELS
 from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.runtime.memory import step_bytes
@@ -48,15 +48,15 @@ RANDOM = "random"
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")
 WINDOW = 256
 PEER_POSITIONS = 2048
-"""More than any question and its reference answer have."""
+"""Context of llama.cpp, longer than every question with its reference answer."""
 SIDES = ("ours", "llama.cpp")
 
 Task = tuple[list[int], int]
-"""Token ids, and the first of those that are scored, each given all before it."""
+"""Token ids, and the index of the first scored token."""
 
 
 def random_file(folder: Path) -> Path:
-    """A model of random weights with the demo's tokenizer; its rows are of 512 and 1,024 weights."""
+    """Writes a model of random weights with SmolLM2's tokenizer, whose rows have 512 and 1,024 weights."""
     demo = published.find(DEMO)
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4}
     file = folder / f"{RANDOM}.gguf"
@@ -70,7 +70,7 @@ def texts(paths: Sequence[Path], tokenizer: Tokenizer, count: int) -> list[Task]
 
 
 def answers(data: Path, template: ChatTemplate, tokenizer: Tokenizer, count: int) -> list[Task]:
-    """Of each data file as many."""
+    """Returns `count` reference answers of each data file."""
     found = []
     for each in references(data, template, count):
         prompt, answer = (encode(tokenizer, text, False) for text in (each.prompt, each.answer))
@@ -79,38 +79,38 @@ def answers(data: Path, template: ChatTemplate, tokenizer: Tokenizer, count: int
 
 
 def scores(scorer: Callable[[list[int], int], float], tasks: Sequence[Task], name: str) -> np.ndarray:
-    """The negative log-likelihood of each task, in nats."""
+    """Returns the negative log-likelihood of each task, in nats."""
     return np.asarray([-scorer(tokens, start) for tokens, start in track(tasks, name, transient=True)])
 
 
-def figures(taken: dict[str, dict[str, np.ndarray]], task: str, each: Sequence[Task]) -> dict[str, list[float]]:
-    """Nats a token of the float32 model, and how much more of the other sides, each with its standard error over the texts."""
+def figures(losses: dict[str, dict[str, np.ndarray]], task: str, each: Sequence[Task]) -> dict[str, list[float]]:
+    """Returns nats per token of the float32 model and the excess of the other sides, with standard errors over the texts."""
     tokens = sum(len(ids) - start for ids, start in each)
-    wanted = taken["float32"][task]
+    reference = losses["float32"][task]
 
-    def a_token(nats: np.ndarray) -> list[float]:
+    def per_token(nats: np.ndarray) -> list[float]:
         return [float(nats.sum() / tokens), float(nats.std(ddof=1) * np.sqrt(len(nats)) / tokens)]
 
-    return {"float32": a_token(wanted), **{f"{side}_more": a_token(taken[side][task] - wanted) for side in SIDES}}
+    return {"float32": per_token(reference), **{f"{side}_more": per_token(losses[side][task] - reference) for side in SIDES}}
 
 
 def compared(file: Path, peer: Peer, tasks: dict[str, list[Task]]) -> dict[str, Any]:
-    """A record of one file."""
+    """Scores one file on every side. Returns its record."""
     types = Counter(tensor.tensor_type.name for tensor in open_gguf(file).tensors.values() if len(tensor.shape) == 2)
-    record: dict[str, Any] = {"types": dict(types), "kept": all(name in KEPT for name in types)}
-    taken = dict[str, dict[str, np.ndarray]]()
-    for name, weights in (("float32", "auto"), ("ours", "int4")):
+    record: dict[str, Any] = {"types": dict(types), "kept": all(name in BLOCK_FORMATS for name in types)}
+    losses = dict[str, dict[str, np.ndarray]]()
+    for name, weights in (("float32", "dequantised"), ("ours", "auto")):
         lm = tw.load(file, dtype="float32", weights=weights)
         record[f"{name}_step_bytes"] = step_bytes(lm.model.models.target)
-        taken[name] = {task: scores(partial(score, lm), each, f"{name}: {task}") for task, each in tasks.items()}
+        losses[name] = {task: scores(partial(score, lm), each, f"{name}: {task}") for task, each in tasks.items()}
     peer.ask("open", model=str(file), threads=cores(), rows=1, positions=PEER_POSITIONS, flash=False)
     theirs = lambda tokens, start: peer.ask("score", tokens=tokens, start=start)  # noqa: E731
-    taken["llama.cpp"] = {task: scores(theirs, each, f"llama.cpp: {task}") for task, each in tasks.items()}
-    return {**record, "scored": {task: figures(taken, task, each) for task, each in tasks.items()}}
+    losses["llama.cpp"] = {task: scores(theirs, each, f"llama.cpp: {task}") for task, each in tasks.items()}
+    return {**record, "scored": {task: figures(losses, task, each) for task, each in tasks.items()}}
 
 
 def table(model: str, found: dict[str, dict[str, Any]], tasks: Sequence[str]) -> Table:
-    shown = Table(title=model, caption="nats a token: of the float32 model, and how much more of the other two")
+    shown = Table(title=model, caption="nats per token of the float32 model, and excess of the other two")
     for column in ("file", "matrices", "kept", *(f"{task}, {side}" for task in tasks for side in ("float32", *SIDES))):
         shown.add_column(column, justify="left" if column in ("file", "matrices", "kept") else "right")
     for kind, record in found.items():
@@ -139,33 +139,33 @@ def main(
     Parameters
     ----------
     llama_python
-        An interpreter that has llama-cpp-python.
+        A Python interpreter with llama-cpp-python.
     data
-        The folder with gsm8k_test.jsonl, humaneval.jsonl, mbpp.jsonl and math500.jsonl.
+        Folder with gsm8k_test.jsonl, humaneval.jsonl, mbpp.jsonl and math500.jsonl.
     text
-        Text files, scored in windows.
+        Text files to score in windows.
     models
-        Of smollm2-135m and random.
+        Models: smollm2-135m, random.
     kinds
-        Formats, by llama.cpp's names.
+        Formats, with llama.cpp's names.
     most_windows
-        Of the texts.
+        Maximum number of windows of the texts.
     most_answers
-        Of each data file.
+        Maximum number of answers of each data file.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
     check_output_file("--json", json_file)
     if unknown := [name for name in models if name not in (DEMO, RANDOM)]:
-        raise ValueError(f"expected models of {DEMO} and {RANDOM}, found {unknown[0]!r}")
+        raise ValueError(f"expected models among {DEMO} and {RANDOM}, found {unknown[0]!r}")
     if min(most_windows, most_answers) < 2:
         raise ValueError(f"expected at least 2 windows and answers, found {most_windows} and {most_answers}")
     console = human_console(json_file)
     demo = published.find(DEMO)
-    keep_programs(True)
+    keep_programs()
     tokenizer = load_tokenizer(demo)
     template = ChatTemplate.load(demo)
-    assert template is not None, "the demo's file has one"
+    assert template is not None, "SmolLM2's file has a chat template"
     tasks = {"text": texts(text, tokenizer, most_windows), "answers": answers(data, template, tokenizer, most_answers)}
     tokens = {task: sum(len(ids) - start for ids, start in each) for task, each in tasks.items()}
     report: dict[str, Any] = {
@@ -178,16 +178,16 @@ def main(
         "data": {},
         "tasks": {task: len(each) for task, each in tasks.items()},
     }
-    with Peer(llama_python) as peer, TemporaryDirectory() as made:
+    with Peer(llama_python) as peer, TemporaryDirectory() as folder:
         report["llama_cpp_python"] = peer.ask("about")
         for model in models:
-            source = demo if model == DEMO else random_file(Path(made))
+            source = demo if model == DEMO else random_file(Path(folder))
             found = report["data"][model] = {}
             for kind in kinds:
-                file = Path(made) / f"{model}-{kind}.gguf"
+                file = Path(folder) / f"{model}-{kind}.gguf"
                 peer.ask("quantise", source=str(source), target=str(file), kind=kind)
                 found[kind] = compared(file, peer, tasks)
-                write_json(None if json_file == "-" else json_file, report)  # what is measured is kept, whatever comes next
+                write_json(None if json_file == "-" else json_file, report)  # keeps the results if a later file fails
             print_table(console, table(model, found, list(tasks)))
     write_json(json_file, report)
 

@@ -1,9 +1,10 @@
-"""Gather-reduce on absent TPUs: this package's kernel, XLA, and tokamax's `ragged_gather_reduce` on SparseCores.
+"""Estimates gather-reduce on absent TPUs: Tilewright's kernel, XLA, and tokamax's `ragged_gather_reduce` on SparseCores.
 
     python benchmarks/gather_reduce_tpu.py [--chips v6e:1x1 tpu7x:1x1x1] [--nodes N] [--slots N] [--features N] [--json FILE]
 
-Compiler estimates, no measurements. Needs the extra `tpu`, and for tokamax Python 3.12 and JAX 0.11.1 or later; without it the
-other two are compiled. A kernel's operands count once each in the compiler's account: what its own DMAs gather stands beside.
+Compiler estimates, not measurements. Needs the extra `tpu`; tokamax needs Python 3.12 and JAX 0.11.1 or later, and is left
+out if it is not installed. The compiler counts each operand of a kernel once; a separate column has the bytes that the
+kernel's DMAs gather.
 """
 
 import argparse
@@ -25,12 +26,12 @@ from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.kernels.gather_reduce import pallas_tpu, xla
 
 CORES = {"v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1}
-"""Cores of a device as JAX counts them."""
+"""Number of cores of a JAX device."""
 
 
 def tokamax_sum(x: Array, sources: Array, degrees: Array) -> Array:
-    """The sum over each row's first slots, by tokamax: a route for each slot, masked where there is no neighbour."""
-    tokamax = importlib.import_module("tokamax._src.ops.ragged_gather_reduce.api")  # 0.0.17 makes it public for torch alone
+    """Sums the neighbours of each row with tokamax. Every slot is a route; routes without a neighbour are masked."""
+    tokamax = importlib.import_module("tokamax._src.ops.ragged_gather_reduce.api")  # public only for torch in 0.0.17
     slots = sources.shape[1]
     counts = jnp.arange(slots) < degrees[:, None]
     weights = jnp.ones(sources.size, jnp.float32)
@@ -40,36 +41,36 @@ def tokamax_sum(x: Array, sources: Array, degrees: Array) -> Array:
 
 
 def gathered_bytes(name: str, slots: int, rows: int, features: int) -> int:
-    """Bytes of neighbours' rows that an implementation's DMAs move where every slot is filled, by its structure.
+    """Returns the bytes of neighbours' rows that the DMAs of an implementation move if every slot is filled.
 
-    Ours packs columns in pairs before, so that it moves the row; tokamax packs rows in pairs, and moves both of a pair.
+    Tilewright packs pairs of columns, so a DMA moves one row. tokamax packs pairs of rows, so a DMA moves two.
     """
     return rows * slots * features * 2 * {"ours": 1, "tokamax": 2}[name]
 
 
-def figures(chip: str, name: str, run: Callable[..., Array], how: argparse.Namespace) -> dict[str, Any]:
-    shaped = jax.ShapeDtypeStruct
+def figures(chip: str, name: str, run: Callable[..., Array], options: argparse.Namespace) -> dict[str, Any]:
+    spec = jax.ShapeDtypeStruct
     arrays = (
-        shaped((how.nodes, how.features), jnp.bfloat16),
-        shaped((how.nodes, how.slots), jnp.int32),
-        shaped((how.nodes,), jnp.int32),
+        spec((options.nodes, options.features), jnp.bfloat16),
+        spec((options.nodes, options.slots), jnp.int32),
+        spec((options.nodes,), jnp.int32),
     )
     kind = tpu_topology(chip).devices[0].device_kind
     device = AbstractDevice(kind, CORES[chip.partition(":")[0]], "tpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):  # whose kind tokamax asks for
-        made = compile_for(chip, run, *arrays)
-    moved = made.traffic()
-    gathered = None if name == "xla" else gathered_bytes(name, how.slots, how.nodes, how.features)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):  # tokamax reads the kind of the device
+        compiled = compile_for(chip, run, *arrays)
+    traffic = compiled.traffic()
+    gathered = None if name == "xla" else gathered_bytes(name, options.slots, options.nodes, options.features)
     return {
         "chip": chip,
         "implementation": name,
-        "read_bytes": moved.read,
-        "written_bytes": moved.written,
+        "read_bytes": traffic.read,
+        "written_bytes": traffic.written,
         "gathered_bytes": gathered,
-        "estimated_cycles": made.cycles,
-        "without_estimate": list(made.without_cycles),
-        "temp_bytes": made.temp_bytes,
-        "sparse_core": "sparsecore" in made.hlo or "sparse_core" in made.hlo,
+        "estimated_cycles": compiled.cycles,
+        "without_estimate": list(compiled.without_cycles),
+        "temp_bytes": compiled.temp_bytes,
+        "sparse_core": "sparsecore" in compiled.hlo or "sparse_core" in compiled.hlo,
     }
 
 
@@ -80,16 +81,16 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--implementations", nargs="+", default=["xla", "ours", "tokamax"])
     parser.add_argument("--json", type=Path)
-    how = parser.parse_args()
+    options = parser.parse_args()
     runs: dict[str, Callable[..., Array]] = {"xla": xla.gather_reduce, "ours": pallas_tpu.gather_reduce}
     if importlib.util.find_spec("tokamax") is not None:
         runs["tokamax"] = tokamax_sum
     columns = ("chip", "implementation", "MB read", "MB written", "MB gathered", "kilocycles", "without estimate", "temp MB")
     table = Table(*columns)
     rows = []
-    for chip in how.chips:
-        for name, run in ((name, runs[name]) for name in how.implementations if name in runs):
-            one = figures(chip, name, run, how)
+    for chip in options.chips:
+        for name, run in ((name, runs[name]) for name in options.implementations if name in runs):
+            one = figures(chip, name, run, options)
             rows.append(one)
             print(one, flush=True)
             gathered = "" if one["gathered_bytes"] is None else f"{one['gathered_bytes'] / 1e6:.0f}"
@@ -104,10 +105,10 @@ def main() -> None:
                 f"{one['temp_bytes'] / 1e6:.0f}",
             )
     Console(width=120).print(table)
-    if how.json is not None:
-        about = {name: getattr(how, name) for name in ("nodes", "slots", "features")}
+    if options.json is not None:
+        about = {name: getattr(options, name) for name in ("nodes", "slots", "features")}
         versions = {name: version(name) for name in ("jax", "libtpu", *(["tokamax"] if "tokamax" in runs else []))}
-        how.json.write_text(json.dumps({**about, **versions, "dtype": "bfloat16", "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**about, **versions, "dtype": "bfloat16", "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a TPU that is not there would do in a step and a round of Qwen3.5-4B's shape: compiler estimates, no measurements.
+"""Estimates a step and a round of Qwen3.5-4B on an absent TPU. Compiler estimates, not measurements.
 
     python benchmarks/hybrids_tpu.py [--chips v5e:1x1 v6e:1x1] [--rows 1 8] [--block 16] [--positions 4096] [--json FILE]
 
-Four and eight layers of the real shapes, three of linear attention to one of attention; figures of four layers are differences
-between the two. A step runs one token of each row; a round runs a block of given drafts and settles what of it was accepted.
-The limit is that of the bytes that a step cannot do without: weights and states read once, states written once.
+The programs have four and eight layers of the real shapes, three of linear attention per layer of attention; their difference
+gives the figures of four layers. A step runs one token per row. A round verifies a block of given drafts and commits the
+accepted ones. The limit is the minimum number of bytes: weights and states read once, states written once.
 """
 
 import argparse
@@ -52,7 +52,7 @@ QWEN35_4B = DecoderConfig(
     delta=DeltaSizes(16, 32, 128, 128, 4),
     delta_layers=tuple(n for n in range(32) if n % 4 != 3),
 )
-"""huggingface.co/Qwen/Qwen3.5-4B, config.json: the text half."""
+"""The text model of huggingface.co/Qwen/Qwen3.5-4B, config.json."""
 LAYERS = (4, 8)
 
 
@@ -61,11 +61,11 @@ def with_layers(layers: int) -> DecoderConfig:
     return replace(QWEN35_4B, num_layers=layers, delta_layers=linear)
 
 
-def compiled(how: argparse.Namespace, chip: str, rows: int, block: int, layers: int) -> Compiled:
-    """A step where the block is one token, else a round."""
+def compiled(options: argparse.Namespace, chip: str, rows: int, block: int, layers: int) -> Compiled:
+    """Compiles a step if the block is one token, else a round."""
     config = with_layers(layers)
     target = Target(config, operations("tpu"), sampling="greedy")
-    layout = Layout.full(rows, how.positions)
+    layout = Layout.full(rows, options.positions)
     drafter = HostDrafts(block, may_be_idle=False)
     models = Models(abstract(decoder.declare(config), jnp.bfloat16))
     state = jax.eval_shape(lambda: empty_state(layout, *allocate_caches(target, layout, None, jnp.bfloat16)))
@@ -74,12 +74,12 @@ def compiled(how: argparse.Namespace, chip: str, rows: int, block: int, layers: 
     step: Callable[..., Any] = partial(autoregressive_step, target)
 
     def run_round(models: Models, state: Any, drafts: Array) -> Any:
-        known = jnp.take_along_axis(state.tokens, state.known[:, None], axis=1)
-        proposal = Proposal(jnp.concatenate([known, drafts], axis=1), jnp.full((rows,), block - 1, jnp.int32))
+        last_tokens = jnp.take_along_axis(state.tokens, state.last_position[:, None], axis=1)
+        proposal = Proposal(jnp.concatenate([last_tokens, drafts], axis=1), jnp.full((rows,), block - 1, jnp.int32))
         return verify_and_extend(drafter, target, models, state, proposal)
 
     device = AbstractDevice(tpu_topology(chip).devices[0].device_kind, 1, "tpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):  # whose kind the attention kernel asks for
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):  # the attention kernel reads the kind of the device
         if block == 1:
             return compile_for(chip, step, models, state, donate=1)
         return compile_for(chip, run_round, models, state, jax.ShapeDtypeStruct((rows, block - 1), jnp.int32), donate=1)
@@ -91,11 +91,16 @@ def state_bytes(rows: int) -> int:
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def copied_states(made: Compiled, rows: int) -> int:
-    """How many copies of a whole state there are in the program."""
+def copied_states(compiled_program: Compiled, rows: int) -> int:
+    """Counts the copies of a whole state in the program."""
     assert QWEN35_4B.delta is not None
     size = rows * prod(QWEN35_4B.delta.state_shape)
-    ops = (op for computation in read_module(made.hlo).computations.values() for op in computation.ops if op.opcode == "copy")
+    ops = (
+        op
+        for computation in read_module(compiled_program.hlo).computations.values()
+        for op in computation.ops
+        if op.opcode == "copy"
+    )
     return sum(output.dtype == "f32" and prod(output.dims) == size for op in ops for output in op.outputs)
 
 
@@ -103,20 +108,20 @@ def weight_bytes(layers: int) -> int:
     return sum(2 * prod(spec.shape) for spec in jax.tree.leaves(decoder.declare(with_layers(layers)).layers))
 
 
-def figures(how: argparse.Namespace, chip: str, rows: int, block: int) -> dict[str, Any]:
-    few, more = (compiled(how, chip, rows, block, layers) for layers in LAYERS)
+def figures(options: argparse.Namespace, chip: str, rows: int, block: int) -> dict[str, Any]:
+    few, more = (compiled(options, chip, rows, block, layers) for layers in LAYERS)
     weights = weight_bytes(LAYERS[1]) - weight_bytes(LAYERS[0])
     states = 3 * state_bytes(rows)
-    moved = more.traffic().total - few.traffic().total
+    traffic_bytes = more.traffic().total - few.traffic().total
     return {
         "chip": chip,
         "rows": rows,
         "block": block,
-        "moved_bytes": moved,
+        "moved_bytes": traffic_bytes,
         "weight_bytes": weights,
         "state_bytes": states,
         "limit_bytes": weights + 2 * states,
-        "of_limit": moved / (weights + 2 * states),
+        "of_limit": traffic_bytes / (weights + 2 * states),
         "cycles": more.cycles - few.cycles,
         "alias_bytes": more.alias_bytes - few.alias_bytes,
         "temp_bytes": more.temp_bytes,
@@ -131,13 +136,13 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--json", type=Path)
-    how = parser.parse_args()
-    table = Table("chip", "rows", "program", "MB moved", "limit", "of it", "states", "copies of states", "Mcycles")
+    options = parser.parse_args()
+    table = Table("chip", "rows", "program", "MB moved", "limit", "of limit", "states", "copies of states", "Mcycles")
     found = []
-    for chip in how.chips:
-        for rows in how.rows:
-            for block in (1, how.block):
-                one = figures(how, chip, rows, block)
+    for chip in options.chips:
+        for rows in options.rows:
+            for block in (1, options.block):
+                one = figures(options, chip, rows, block)
                 found.append(one)
                 print(one, flush=True)
                 table.add_row(
@@ -152,9 +157,9 @@ def main() -> None:
                     f"{one['cycles'] / 1e6:.2f}",
                 )
     Console(width=120).print(table)
-    if how.json is not None:
-        about = {"model": "Qwen3.5-4B shapes", "dtype": "bfloat16", "jax": jax.__version__, "positions": how.positions}
-        how.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+    if options.json is not None:
+        about = {"model": "Qwen3.5-4B shapes", "dtype": "bfloat16", "jax": jax.__version__, "positions": options.positions}
+        options.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

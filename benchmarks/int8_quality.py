@@ -1,18 +1,17 @@
-"""What lower precision costs in quality: each way of keeping weights, keys and values against float32, on the same text.
+"""Measures the quality of lower precision: each format of weights and KV cache against float32, on the same text.
 
-Teacher-forced: every token of the text is predicted from those before it in its window. For each position the loss (nats), the
-KL divergence of the prediction from that of float32, and whether the most likely token is the same. Then greedy generation from
-the packaged prompts, or with `--prompt-tokens` from the texts' windows: where the first token differs from float32's, and by
-how much float32 preferred its own there (the logit margin: near 0 is a coin toss). Needs the CPU kernels, as weights of 8 and 4
-bits do.
+Teacher forcing predicts every token of the text from the tokens before it in its window. Figures per position: loss (nats),
+KL divergence from the float32 prediction, and agreement of the most likely token. Greedy generation then continues the
+packaged prompts, or with `--prompt-tokens` the beginnings of the windows. Its figures are the first token that differs from
+float32 and the logit margin of float32 there (near 0: both tokens were about equally likely). Needs the CPU kernels, as 8-bit
+and 4-bit weights do.
 
     python benchmarks/int8_quality.py [TEXT ...] [--model FOLDER] [--llama-python PYTHON] [--json FILE]
 
-Without TEXT, the text is that of the packaged prompts: code that the demo pair was not trained on. Keys and values come from
-pages, as in decoding: every position reads those before it, and its own, as they are stored, in 8 bits with
-`--ways "kv int8" "bfloat16, kv int8"`. How far back these may be is what `--window` says; `--bands` gives figures apart by it.
-Beside a GGUF file's figures stands llama.cpp's loss with the same file and tokens, where an interpreter that has
-`llama-cpp-python` is named.
+Without TEXT, the text is the packaged prompts: code that the demo pair was not trained on. Every position reads keys and
+values from pages, as in decoding, in the format of the cache: 8 bits with `--ways "kv int8" "bfloat16, kv int8"`. `--window`
+limits the distance of keys; `--bands` separates figures by position. For a GGUF file, `--llama-python` adds llama.cpp's loss
+on the same tokens.
 """
 
 import argparse
@@ -50,33 +49,43 @@ from tilewright.runtime.programs import allocate_caches
 from tilewright.runtime.state import Span, Target, cached_attend
 
 REFERENCE = "float32"
-# Beside weights of 8 or 4 bits, activations and the embedding may be in bfloat16 where memory counts.
+# With 8-bit or 4-bit weights, activations and the embedding may have bfloat16 to save memory.
 WAYS: dict[str, dict[str, Any]] = {
-    REFERENCE: {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
+    REFERENCE: {"dtype": "float32", "weights": "dequantised"},
+    "bfloat16": {"dtype": "bfloat16", "weights": "dequantised"},
+    "auto": {"dtype": "float32"},
+    "auto, bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "weights": "int8"},
     "int8, bfloat16": {"dtype": "bfloat16", "weights": "int8"},
     "int4": {"dtype": "float32", "weights": "int4"},
     "int4, bfloat16": {"dtype": "bfloat16", "weights": "int4"},
-    "kv int8": {"dtype": "float32", "kv_dtype": "int8"},
-    "bfloat16, kv int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
+    "kv int8": {"dtype": "float32", "weights": "dequantised", "kv_dtype": "int8"},
+    "bfloat16, kv int8": {"dtype": "bfloat16", "weights": "dequantised", "kv_dtype": "int8"},
 }
 WEIGHTS = tuple(name for name, settings in WAYS.items() if "kv_dtype" not in settings)
 SLICE = 256
-"""Positions whose logits are there at the same time."""
+"""Positions whose logits are in memory at the same time."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, nargs="*", help="text files (default: the packaged prompts)")
     parser.add_argument("--model", default="demo", help="folder or hub id of the target (default: the demo target)")
-    parser.add_argument("--window", type=int, default=256, help="tokens that are predicted from one another (default: 256)")
-    parser.add_argument("--bands", type=int, nargs="*", default=[], help="positions of a window where a new band begins")
+    parser.add_argument("--window", type=int, default=256, help="tokens per window (default: 256)")
+    parser.add_argument("--bands", type=int, nargs="*", default=[], help="first positions of further bands of a window")
     parser.add_argument("--prompts", type=int, default=32, help="prompts to generate from; 0 for none (default: 32)")
-    parser.add_argument("--prompt-tokens", type=int, help="generate from windows of the text, after so many tokens of each")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default: 64)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WEIGHTS, help="beside float32 (default: those of weights)")
-    parser.add_argument("--llama-python", type=Path, help="an interpreter with llama-cpp-python; MODEL is a GGUF file then")
+    parser.add_argument("--prompt-tokens", type=int, help="generate from this many first tokens of each window of the text")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens to generate per prompt (default: 64)")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=WEIGHTS,
+        help="formats to compare with float32 (default: the formats of weights)",
+    )
+    parser.add_argument(
+        "--llama-python", type=Path, help="a Python interpreter with llama-cpp-python, if the model is a GGUF file"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if args.window < 2 or args.prompts < 0 or args.new_tokens < 1:
@@ -92,13 +101,13 @@ def packaged_prompts() -> list[str]:
 
 
 def windows(texts: Sequence[list[int]], size: int) -> list[list[int]]:
-    """Cuts every text into windows; a rest of one token predicts nothing and is left out."""
+    """Cuts every text into windows. A rest of one token predicts nothing and is left out."""
     cut = [tokens[i : i + size] for tokens in texts for i in range(0, len(tokens), size)]
     return [window for window in cut if len(window) > 1]
 
 
 def padded(tokens: Sequence[int], size: int) -> Int[Array, "1 T"]:
-    """What comes after a text's end changes nothing before it."""
+    """Pads a text at its end, which changes no earlier position."""
     return jnp.asarray([[*tokens, *[0] * (size - len(tokens))]], jnp.int32)
 
 
@@ -108,15 +117,15 @@ def hidden_states(lm: LanguageModel, tokens: Int[Array, "1 T"]) -> Float[Array, 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def hidden_over_pages(target: Target, dtype: Any, params: DecoderParams, tokens: Int[Array, "1 T"]) -> Float[Array, "T H"]:
-    """Of a whole text in one piece."""
+    """Returns the final hidden states of a text, computed in one piece over pages."""
     size = tokens.shape[1]
     layout = Layout.full(1, -(-size // PAGE_MULTIPLE) * PAGE_MULTIPLE)
     caches, _ = allocate_caches(target, layout, None, dtype)
     table = jnp.arange(layout.pages, dtype=jnp.int32)[None]
-    kept = tuple(replace(cache, table=table) for cache in caches)
+    caches_on_pages = tuple(replace(cache, table=table) for cache in caches)
     span = Span(jnp.zeros(1, jnp.int32), jnp.full(1, size, jnp.int32))
     positions = jnp.arange(size)[None]
-    return decoder.forward(target.config, target.ops, params, tokens, positions, cached_attend, span, kept).hidden[0]
+    return decoder.forward(target.config, target.ops, params, tokens, positions, cached_attend, span, caches_on_pages).hidden[0]
 
 
 def log_probabilities(lm: LanguageModel, hidden: Float[Array, "T H"]) -> Float[Array, "T V"]:
@@ -132,7 +141,7 @@ def predicted(
 
 @jax.jit
 def measures(want: Float[Array, "T V"], found: Float[Array, "T V"], following: Int[Array, " T"]) -> Float[Array, "3 T"]:
-    """Loss, KL divergence and agreement at each position, of which the next token is given."""
+    """Returns loss, KL divergence and agreement at each position, given the next tokens."""
     loss = -jnp.take_along_axis(found, following[:, None], axis=1)[:, 0]
     kl = jnp.sum(jnp.exp(want) * (want - found), axis=1)
     agree = jnp.argmax(want, axis=1) == jnp.argmax(found, axis=1)
@@ -140,42 +149,45 @@ def measures(want: Float[Array, "T V"], found: Float[Array, "T V"], following: I
 
 
 def mean_and_error(values: np.ndarray) -> list[float]:
-    """The mean and its standard error."""
+    """Returns the mean and its standard error."""
     return [float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values)))]
 
 
 def predictions(
     models: dict[str, LanguageModel], texts: Sequence[list[int]], size: int, bands: Sequence[int]
 ) -> dict[str, dict[str, Any]]:
-    """The teacher-forced figures of each way, and those of each band of positions."""
+    """Returns the teacher-forced figures of each format, in total and per band of positions."""
     rows: dict[str, list[np.ndarray]] = {name: [] for name in models}
-    places = np.concatenate([np.arange(len(window) - 1) for window in texts])
+    positions_in_window = np.concatenate([np.arange(len(window) - 1) for window in texts])
     for window in track(texts, "predicting", console=Console(stderr=True), transient=True):
         tokens = padded(window, -(-size // SLICE) * SLICE)
         hidden = {name: hidden_states(lm, tokens) for name, lm in models.items()}
         following = jnp.roll(tokens[0], -1)
-        for first in range(0, len(window) - 1, SLICE):  # of the last position the next token is not known
-            some = slice(first, first + SLICE)
-            want = log_probabilities(models[REFERENCE], hidden[REFERENCE][some])
+        for first in range(0, len(window) - 1, SLICE):  # the last position has no next token
+            selection = slice(first, first + SLICE)
+            want = log_probabilities(models[REFERENCE], hidden[REFERENCE][selection])
             for name, lm in models.items():
-                each = want if name == REFERENCE else log_probabilities(lm, hidden[name][some])
-                found = np.asarray(measures(want, each, following[some]), np.float64)
+                each = want if name == REFERENCE else log_probabilities(lm, hidden[name][selection])
+                found = np.asarray(measures(want, each, following[selection]), np.float64)
                 rows[name].append(found[:, : len(window) - 1 - first])
     values = {name: np.concatenate(each, axis=1) for name, each in rows.items()}
     figures = {name: measured(each, values[REFERENCE]) for name, each in values.items()}
     edges = [0, *bands, size] if bands else []
     for name, each in values.items():
-        held = [(first, last, (places >= first) & (places < last)) for first, last in pairwise(edges)]
+        band_masks = [
+            (first, last, (positions_in_window >= first) & (positions_in_window < last)) for first, last in pairwise(edges)
+        ]
         figures[name]["bands"] = [
-            {"positions": [first, last], "predictions": int(some.sum())} | measured(each[:, some], values[REFERENCE][:, some])
-            for first, last, some in held
-            if some.sum() > 1
+            {"positions": [first, last], "predictions": int(selection.sum())}
+            | measured(each[:, selection], values[REFERENCE][:, selection])
+            for first, last, selection in band_masks
+            if selection.sum() > 1
         ]
     return figures
 
 
 def measured(values: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
-    """Figures of loss, KL divergence and agreement at some positions, `[3, T]` each."""
+    """Summarises loss, KL divergence and agreement of some positions, `[3, T]` each."""
     (loss, kl, agree), more = values, values[0] - reference[0]
     return {
         "loss_nats": mean_and_error(loss),
@@ -188,7 +200,7 @@ def measured(values: np.ndarray, reference: np.ndarray) -> dict[str, Any]:
 
 
 def theirs(python: Path, model: Path, cut: Sequence[list[int]], size: int) -> dict[str, Any]:
-    """llama.cpp's loss with the same file, window by window, in nats a token."""
+    """Returns llama.cpp's loss on the windows with the same file, in nats per token."""
     losses = []
     counts = []
     with Peer(python) as peer:
@@ -201,7 +213,7 @@ def theirs(python: Path, model: Path, cut: Sequence[list[int]], size: int) -> di
 
 
 def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], new: int) -> dict[str, dict[str, Any]]:
-    """Greedy generation: for each prompt the tokens before the first that differs, and float32's margin there."""
+    """Generates greedily. Returns the number of tokens before the first difference from float32, and its margin there."""
     sampling = tw.Sampling(max_new_tokens=new, ignore_eos=True)
     tokens = {name: [result.tokens for result in lm.generate(prompts, sampling)] for name, lm in models.items()}
     size = max(len(prompt) for prompt in prompts) + new
@@ -227,18 +239,18 @@ def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], 
 
 
 def model_of(name: str, settings: dict[str, Any], others: dict[str, LanguageModel]) -> LanguageModel:
-    """The model as one of the ways has it; with the weights of another that keeps these alike."""
+    """Loads the model in a format, or shares the weights of a loaded model with the same format of weights."""
     wanted = settings["dtype"], settings.get("weights", "auto")
-    alike = next((lm for lm in others.values() if (lm.dtype, lm.weights) == wanted), None)
-    if alike is None:
+    same_weights = next((lm for lm in others.values() if (lm.dtype, lm.weights) == wanted), None)
+    if same_weights is None:
         return tw.load(name, **settings)
-    params = alike.model.models.target
+    params = same_weights.model.models.target
     kv_dtype = settings.get("kv_dtype", "auto")
-    return LanguageModel(alike.target, params, alike.tokenizer, *wanted, prepared=True, kv_dtype=kv_dtype)
+    return LanguageModel(same_weights.target, params, same_weights.tokenizer, *wanted, prepared=True, kv_dtype=kv_dtype)
 
 
 def weight_bytes(lm: LanguageModel) -> int:
-    """Of all that a decoding step reads: everything but the embedding."""
+    """Returns the bytes of the weights that a decode step reads: all but the embedding."""
     target = lm.model.models.target
     return sum(leaf.nbytes for leaf in jax.tree.leaves((target.layers, target.head, target.norm)))
 
@@ -256,11 +268,14 @@ def show(report: dict[str, Any]) -> None:
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for name, each in report["ways"].items():
         predicted = each["predictions"]
-        made = each.get("generations")
+        generated_figures = each.get("generations")
         cells = ["", "", ""]
-        if made is not None:
-            margins = made["margins_there_nats"]
-            cells = [str(made["equal_rows"]), f"{np.median(made['tokens_before_first_difference']):.0f}"]
+        if generated_figures is not None:
+            margins = generated_figures["margins_there_nats"]
+            cells = [
+                str(generated_figures["equal_rows"]),
+                f"{np.median(generated_figures['tokens_before_first_difference']):.0f}",
+            ]
             cells.append(f"{np.median(margins):.3f}" if margins else "")
         table.add_row(
             name,
@@ -294,7 +309,7 @@ def main() -> None:
         chosen = [reference.encode(prompt) for prompt in prompts[: args.prompts]]
     else:
         chosen = [window[: args.prompt_tokens] for window in cut if len(window) >= args.prompt_tokens][: args.prompts]
-    made = generations(models, chosen, args.new_tokens) if chosen else {}
+    generated_figures = generations(models, chosen, args.new_tokens) if chosen else {}
     report = {
         "chip": chip_name(),
         "versions": {"python": platform.python_version(), "tilewright": tw.__version__, "jax": jax.__version__},
@@ -310,7 +325,7 @@ def main() -> None:
         "new_tokens": args.new_tokens,
         "ways": {
             name: {"weight_bytes": weight_bytes(lm), "predictions": predicted[name]}
-            | ({"generations": made[name]} if made else {})
+            | ({"generations": generated_figures[name]} if generated_figures else {})
             for name, lm in models.items()
         },
     }

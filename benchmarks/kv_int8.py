@@ -1,12 +1,11 @@
-"""What keys and values in 8 bits save: a step's time and the memory, beside keys and values in the model's dtype, in turns.
+"""Measures step time and memory of an 8-bit KV cache, relative to a KV cache in the model's dtype.
 
     python benchmarks/kv_int8.py [--model smollm2-135m --weights int4 --positions 4096,32768 --widths 1,8] [--json FILE]
 
-One row stands at a position with all before it cached, and decodes `--steps` tokens, by steps of plain decoding (width 1) or
-through a program of blocks, as rounds verify them. Positions beyond the model's context are timed with the same weights, as
-those of a model with a longer one: what is cached does not matter for the time. Printed are medians of milliseconds, and of
-times in turns over those in the model's dtype: below 1 is faster. On a machine with other work:
-`NPROC=1 taskset -c 0 python benchmarks/kv_int8.py --clock cpu`.
+One row decodes `--steps` tokens after a full cache, by plain decode steps (width 1) or by a program that verifies blocks.
+Positions beyond the model's context use the same weights with a longer context; the cached values do not change the time. The
+output has medians of milliseconds, and of ratios to the model's dtype within a repetition; below 1 is faster. On a busy
+machine: `NPROC=1 taskset -c 0 python benchmarks/kv_int8.py --clock cpu`.
 """
 
 import argparse
@@ -40,7 +39,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def model_with(loaded: LanguageModel, kv_dtype: KvDtype, positions: int) -> LanguageModel:
-    """The model, its keys and values kept in a dtype, for so many positions; the weights are shared."""
+    """Returns the model with a KV cache of `positions` in a dtype. Shares the weights."""
     config = replace(loaded.target, max_position_embeddings=positions)
     params = loaded.model.models.target
     table = ShapeTable(batches=(1,), capacities=(positions,), chunks=(16,))
@@ -49,19 +48,19 @@ def model_with(loaded: LanguageModel, kv_dtype: KvDtype, positions: int) -> Lang
 
 
 def stepping(programs: Programs, at: int, steps: int, clock: Callable[[], float]) -> Callable[[], float]:
-    """A function that decodes `steps` tokens from position `at` on, and gives the milliseconds of one."""
+    """Returns a function that decodes `steps` tokens from position `at` and returns the milliseconds per token."""
     runner = ModelRunner(programs, "greedy")
     layout = programs.layout
     runner.reset()
     key = programs.round_key(programs.choices[0], 1, layout.capacity, "greedy")
-    table = np.arange(layout.pages, dtype=np.int32)[None]
+    table = np.arange(layout.pages, dtype=np.int32)[None, None]
     slots = np.zeros(1, np.int32)
     running = np.ones(1, bool)
 
     def timed() -> float:
         assert runner.state is not None
         ends = {"end": jnp.full(1, layout.capacity), "ignore_eos": jnp.ones(1, bool)}
-        runner.state = replace(runner.state, known=jnp.full(1, at), done=jnp.zeros(1, bool), **ends)
+        runner.state = replace(runner.state, last_position=jnp.full(1, at), done=jnp.zeros(1, bool), **ends)
         runner.wait()
         began = clock()
         reports = runner.run_rounds(key, slots, table, running, steps)
@@ -73,23 +72,25 @@ def stepping(programs: Programs, at: int, steps: int, clock: Callable[[], float]
     return timed
 
 
-def compare(loaded: LanguageModel, positions: int, width: int, how: argparse.Namespace) -> dict[str, Any]:
-    """Times and memory of both sides."""
+def compare(loaded: LanguageModel, positions: int, width: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures times and memory with both KV caches."""
     capacity = positions + 256
     sides = {}
     memory = {}
     for kv_dtype in get_args(KvDtype):
         lm = model_with(loaded, kv_dtype, capacity)
         drafter = None if width == 1 else Blockwise(width)
-        sides[kv_dtype] = stepping(lm.programs_for(drafter, Shape(1, capacity)), positions, how.steps, CLOCKS[how.clock])
+        sides[kv_dtype] = stepping(
+            lm.programs_for(drafter, Shape(1, capacity)), positions, options.steps, CLOCKS[options.clock]
+        )
         one, two = (state_bytes(lm.model.target, None, Layout(1, 64, n, 64), lm.model.dtype) for n in (1, 2))
         memory[kv_dtype] = (two - one) // 64
-    taken = alternate(sides, how.repetitions, warm=True)
-    ratios = [x / y for x, y in zip(taken["int8"], taken["auto"], strict=True)]
+    times_by_dtype = alternate(sides, options.repetitions, warm=True)
+    ratios = [x / y for x, y in zip(times_by_dtype["int8"], times_by_dtype["auto"], strict=True)]
     return {
         "positions": positions,
         "width": width,
-        "step_ms": {name: spread(times).__dict__ for name, times in taken.items()},
+        "step_ms": {name: spread(times).__dict__ for name, times in times_by_dtype.items()},
         "int8_over_auto": spread(ratios).__dict__,
         "bytes_a_position": memory,
         "read_of_cache_a_step": {name: each * positions for name, each in memory.items()},
@@ -108,25 +109,25 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", type=Path)
-    how = parser.parse_args()
-    loaded = tw.load(how.model, dtype=how.dtype, weights=how.weights)
+    options = parser.parse_args()
+    loaded = tw.load(options.model, dtype=options.dtype, weights=options.weights)
     versions = {"python": platform.python_version(), "tilewright": tw.__version__, "jax": jax.__version__}
-    report: dict[str, Any] = {"chip": chip_name(), "versions": versions, "kernels": loaded.kernels, "clock": how.clock}
-    report |= {"model": how.model, "dtype": how.dtype, "weights": how.weights, "steps": how.steps, "timed": []}
-    for positions in how.positions:
-        for width in how.widths:
-            found = compare(loaded, positions, width, how)
+    report: dict[str, Any] = {"chip": chip_name(), "versions": versions, "kernels": loaded.kernels, "clock": options.clock}
+    report |= {"model": options.model, "dtype": options.dtype, "weights": options.weights, "steps": options.steps, "timed": []}
+    for positions in options.positions:
+        for width in options.widths:
+            found = compare(loaded, positions, width, options)
             report["timed"].append(found)
             auto, int8 = (found["step_ms"][name]["median"] for name in ("auto", "int8"))
             ratio = found["int8_over_auto"]
             print(
-                f"position {positions:6}, width {width:2}: {how.dtype} {auto:8.2f} ms, int8 {int8:8.2f} ms; in turns "
-                f"{ratio['median']:.3f} ({ratio['least']:.3f}-{ratio['most']:.3f}); bytes a position "
+                f"position {positions:6}, width {width:2}: {options.dtype} {auto:8.2f} ms, int8 {int8:8.2f} ms; ratio "
+                f"{ratio['median']:.3f} ({ratio['least']:.3f}-{ratio['most']:.3f}); bytes per position "
                 f"{found['bytes_a_position']['auto']:,} and {found['bytes_a_position']['int8']:,}",
                 flush=True,
             )
-    if how.json:
-        how.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Drafting beside llama.cpp, in turns, on the same GGUF file and the same prompts: one row, greedy.
+"""Compares speculative decoding with llama.cpp on the same GGUF file and prompts: one row, greedy.
 
     python benchmarks/llama_cpp_drafting.py MODEL --data FILE ... [--llama-python PYTHON] [--drafter NAME ...] [--json FILE]
 
-Ours decodes plainly and with every drafter named, in blocks whose width is chosen round by round; without `--llama-python`
-ours alone runs. llama.cpp runs in a process of its own (see `llama_cpp_speed.py`), plainly and with drafts that it looks up in
-the text itself: in the format and with the kind of attention that a trial on the first prompts finds fastest, and with the
-number of drafts and the length of what is looked up that a trial on the first prompts of each file does. Seconds are those
-after the prompt. Ratios are of what ran in one repetition, above 1 where ours is faster. Our outputs are compared token for
-token; llama.cpp rounds otherwise, and its texts part from ours sooner or later. Only an idle machine gives figures.
+Tilewright decodes plainly and with each drafter; the block size is chosen round by round. llama.cpp runs in another process
+(see `llama_cpp_speed.py`), plainly and with prompt lookup; without `--llama-python` only Tilewright runs. Trials on the first
+prompts choose llama.cpp's fastest format and kind of attention, and for each file its fastest number of drafts and n-gram
+length. Seconds exclude the prompt. Ratios compare runs of the same repetition; above 1, Tilewright is faster. The outputs of
+Tilewright are compared token by token. llama.cpp rounds differently, so its texts differ sooner or later. Run on an idle
+machine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from rich.table import Table
 
 import tilewright as tw
 from tilewright.bench.datasets import read_examples
-from tilewright.bench.speculative import DatasetPrompts, ask
+from tilewright.bench.speculative import DatasetPrompts, build_prompts
 from tilewright.bench.speculative_figures import BASELINE
 from tilewright.cli.bench_speculative import DrafterArguments
 from tilewright.cli.common import AUTO, TargetOptions, keep_programs
@@ -44,21 +44,22 @@ from tilewright.models.chat import ChatTemplate
 
 DRAFTS = (2, 4, 10)
 NGRAMS = (2, 3)
-"""How many tokens llama.cpp is tried with, and how long a run it looks up."""
+"""Numbers of drafts, and lengths of n-grams, that the trials of llama.cpp run."""
 TRIED = 2
-"""Prompts that a trial decodes."""
+"""Number of prompts of a trial."""
 PEER_PLAIN = "llama.cpp"
 PEER_LOOKUP = "llama.cpp, looked up"
 
 
 class Timed(NamedTuple):
-    """A file's prompts, decoded one after the other.
+    """Result of decoding the prompts of a file one after another.
 
     Attributes:
-        seconds: after each prompt, together.
-        tokens: of each response.
-        made: how many of them the seconds went to. llama.cpp has a response's first with its prompt; here the first round
-            gives it.
+        seconds: total seconds of decoding, without prefill.
+        tokens: tokens of each response.
+        rounds: number of rounds.
+        made: number of tokens generated in `seconds`. llama.cpp computes the first token of a response with the prompt;
+            Tilewright computes it in the first round.
     """
 
     seconds: float
@@ -75,7 +76,7 @@ def ours(lm: LanguageModel, speculative: bool, sampling: tw.Sampling, prompts: S
 
 
 class Setting(NamedTuple):
-    """How llama.cpp runs: the model's file, with flash attention or not, and how it looks drafts up, or (0, 0)."""
+    """Settings of llama.cpp: model file, flash attention, number of drafts and n-gram length (0, 0: no drafts)."""
 
     file: Path
     flash: bool
@@ -85,7 +86,7 @@ class Setting(NamedTuple):
 
 def theirs(peer: Peer, positions: int, ends: Sequence[int], new: int, setting: Setting, prompts: Sequence[list[int]]) -> Timed:
     peer.ask("open", model=str(setting.file), threads=cores(), rows=1, positions=positions, flash=setting.flash)
-    peer.ask("generate", prompts=[prompts[0][:8]], new=8, ends=[])  # does not count
+    peer.ask("generate", prompts=[prompts[0][:8]], new=8, ends=[])  # warms up
     seconds = 0.0
     tokens = list[list[int]]()
     rounds = 0
@@ -101,16 +102,16 @@ def theirs(peer: Peer, positions: int, ends: Sequence[int], new: int, setting: S
 
 
 def fastest(run: Callable[..., Timed], prompts: Sequence[list[int]], settings: Sequence[Setting]) -> Setting:
-    """The setting with the most tokens a second, by the better of two measurements of the first prompts."""
-    taken = alternate({setting: partial(run, setting, prompts[:TRIED]) for setting in settings}, 2)
-    return max(taken, key=lambda setting: max(timed.made / timed.seconds for timed in taken[setting]))
+    """Returns the setting with the most tokens per second, by the better of two measurements of the first prompts."""
+    results = alternate({setting: partial(run, setting, prompts[:TRIED]) for setting in settings}, 2)
+    return max(results, key=lambda setting: max(timed.made / timed.seconds for timed in results[setting]))
 
 
-def figures(dataset: str, taken: Mapping[str, Sequence[Timed]], peers: Mapping[str, Setting]) -> list[dict[str, Any]]:
-    """A record for each way: medians and ranges."""
-    plain = taken[BASELINE]
+def figures(dataset: str, results: Mapping[str, Sequence[Timed]], peers: Mapping[str, Setting]) -> list[dict[str, Any]]:
+    """Returns a record for each run: medians and ranges."""
+    plain = results[BASELINE]
     records = []
-    for name, times in taken.items():
+    for name, times in results.items():
         rates = spread([timed.made / timed.seconds for timed in times])
         record: dict[str, Any] = {
             "dataset": dataset,
@@ -122,12 +123,12 @@ def figures(dataset: str, taken: Mapping[str, Sequence[Timed]], peers: Mapping[s
             "tokens_per_round": sum(map(len, times[0].tokens)) / times[0].rounds,
             "distinct_4gram_ratio": fmean(distinct_ngram_ratio(tokens, 4) for tokens in times[0].tokens),
         }
-        for of in (BASELINE, *peers):
-            # Of equal work: llama.cpp's responses are others, and end elsewhere.
-            per_token = [[each.seconds / each.made for each in of_way] for of_way in (taken[of], times)]
+        for base_name in (BASELINE, *peers):
+            # Per token: the responses of llama.cpp differ from ours in text and length.
+            per_token = [[each.seconds / each.made for each in measured] for measured in (results[base_name], times)]
             faster = quotients(*per_token)
-            record[f"speedup_over {of}"] = faster.median
-            record[f"speedup_over {of} range"] = list(faster.range)
+            record[f"speedup_over {base_name}"] = faster.median
+            record[f"speedup_over {base_name} range"] = list(faster.range)
         if name in peers:
             setting = peers[name]
             record |= {"format": setting.file.stem, "flash_attention": setting.flash}
@@ -139,41 +140,47 @@ def figures(dataset: str, taken: Mapping[str, Sequence[Timed]], peers: Mapping[s
 
 
 def table(records: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> Table:
-    shown = Table(title="One row, greedy", caption="×: how much faster, the median")
+    shown = Table(title="One row, greedy", caption="×: speedup, median")
     for column in ("", ""):
         shown.add_column(column)
-    columns = ("tokens/s", "tokens a round", "distinct 4-grams", *(f"× of {of}" for of in (BASELINE, *peers)), "identical")
+    columns = (
+        "tokens/s",
+        "tokens per round",
+        "distinct 4-grams",
+        *(f"× of {base_name}" for base_name in (BASELINE, *peers)),
+        "identical",
+    )
     for column in columns:
         shown.add_column(column, justify="right")
     for record in records:
         same = f"{record['identical']} of {record['responses']}" if "identical" in record else ""
         ratio = f"{record['distinct_4gram_ratio']:.0%}"
         cells = [significant(record["tokens_per_s"]), f"{record['tokens_per_round']:.2f}", ratio]
-        ratios = [f"{record[f'speedup_over {of}']:.2f}" for of in (BASELINE, *peers)]
+        ratios = [f"{record[f'speedup_over {base_name}']:.2f}" for base_name in (BASELINE, *peers)]
         shown.add_row(record["dataset"], record["way"], *cells, *ratios, same)
     return shown
 
 
 class LlamaCpp:
-    """llama.cpp in the format and with the attention that it is fastest in, and with lookups as fast as it has them.
+    """llama.cpp with its fastest format, kind of attention and lookup settings.
 
     Args:
-        folder: for the model in other formats.
-        asked: prompts of each file.
-        new: the length limit of each text.
+        folder: folder for the model in other formats.
+        datasets: prompts of each file.
+        new: maximum number of tokens of each text.
     """
 
-    def __init__(self, peer: Peer, file: Path, folder: str, asked: Sequence[DatasetPrompts], ends: Sequence[int], new: int):
-        positions = max(len(prompt) for each in asked for prompt in each.prompts) + new + max(DRAFTS) + 1
+    def __init__(self, peer: Peer, file: Path, folder: str, datasets: Sequence[DatasetPrompts], ends: Sequence[int], new: int):
+        positions = max(len(prompt) for each in datasets for prompt in each.prompts) + new + max(DRAFTS) + 1
         self.about = peer.ask("about")
         files = formats(peer, file, folder)
         self.run = partial(theirs, peer, positions, ends, new)
-        self.plain = fastest(self.run, asked[0].prompts, [Setting(*one) for one in product(files.values(), (True, False))])
+        self.plain = fastest(self.run, datasets[0].prompts, [Setting(*one) for one in product(files.values(), (True, False))])
 
     def settings(self, prompts: Sequence[list[int]]) -> dict[str, Setting]:
-        """Its ways for the prompts of one file."""
-        tried = [Setting(self.plain.file, self.plain.flash, *one) for one in product(DRAFTS, NGRAMS)]
-        return {PEER_PLAIN: self.plain, PEER_LOOKUP: fastest(self.run, prompts, tried)}
+        """Returns the settings of llama.cpp for the prompts of one file."""
+        candidates = [Setting(self.plain.file, self.plain.flash, *one) for one in product(DRAFTS, NGRAMS)]
+        return {PEER_PLAIN: self.plain, PEER_LOOKUP: fastest(self.run, prompts, candidates)}
 
 
 def main(
@@ -188,26 +195,26 @@ def main(
     repetitions: int = REPETITIONS,
     json_file: JsonFile = None,
 ) -> None:
-    """Measures drafting beside llama.cpp.
+    """Compares speculative decoding with llama.cpp.
 
     Parameters
     ----------
     model
-        The GGUF file, or "smollm2-135m"; a model with a chat template.
+        GGUF file of a model with a chat template, or "smollm2-135m".
     data
         Files of prompts, as for `tilewright bench speculative`.
     llama_python
-        An interpreter that has llama-cpp-python; without one, ours alone runs.
+        A Python interpreter with llama-cpp-python; without it only Tilewright runs.
     drafter
-        As for `tilewright bench speculative`.
+        Drafters, as for `tilewright bench speculative`.
     weights
-        Ours.
+        Format of Tilewright's weights.
     samples
-        Records of each file, from its beginning.
+        Number of records of each file, from its beginning.
     max_new_tokens
-        The length limit of each text.
+        Maximum number of tokens of each text.
     repetitions
-        How often each side runs.
+        Number of runs of each side.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -215,19 +222,19 @@ def main(
     console = human_console(json_file)
     file = hub.resolve(model)
     template = ChatTemplate.load(file)
-    keep_programs(True)
+    keep_programs()
     target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
-    ways = DrafterArguments(drafter, block_size=AUTO).ways(drafter, target, console)
-    base = ways[BASELINE]
+    models = DrafterArguments(drafter, block_size=AUTO).ways(drafter, target, console)
+    base = models[BASELINE]
     sampling = tw.Sampling(max_new_tokens)
-    asked = [ask(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]
+    datasets = [build_prompts(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]
     with ExitStack() as stack:
         llama = None
         if llama_python is not None:
             peer = stack.enter_context(Peer(llama_python))
             folder = stack.enter_context(TemporaryDirectory())
-            llama = LlamaCpp(peer, file, folder, asked, base.target.eos_token_ids, max_new_tokens)
-        records = in_turns(ways, llama, asked, sampling, repetitions, console)
+            llama = LlamaCpp(peer, file, folder, datasets, base.target.eos_token_ids, max_new_tokens)
+        records = in_turns(models, llama, datasets, sampling, repetitions, console)
     print_table(console, table(records, [] if llama is None else [PEER_PLAIN, PEER_LOOKUP]))
     settings = {"model": model, "weights": weights, "samples": samples, "max_new_tokens": max_new_tokens}
     versions = {"tilewright": tw.__version__, "jax": jax.__version__}
@@ -239,25 +246,25 @@ def main(
 
 
 def in_turns(
-    ways: Mapping[str, LanguageModel],
+    models: Mapping[str, LanguageModel],
     llama: LlamaCpp | None,
-    asked: Sequence[DatasetPrompts],
+    datasets: Sequence[DatasetPrompts],
     sampling: tw.Sampling,
     repetitions: int,
     console: Console,
 ) -> list[dict[str, Any]]:
-    """Decodes every file in every way, `repetitions` times."""
+    """Decodes every file with every drafter and setting, in alternation, `repetitions` times."""
     records: list[dict[str, Any]] = []
-    for lm in ways.values():
+    for lm in models.values():
         if lm.pacing is not None:
             lm.pacing.patient = True
-    for each in asked:
+    for each in datasets:
         peers = {} if llama is None else llama.settings(each.prompts)
-        runs = {name: partial(ours, lm, name != BASELINE, sampling, each.prompts) for name, lm in ways.items()}
-        for once in runs.values():
-            once()  # compiles
-        both = {name: partial(llama.run, setting, each.prompts) for name, setting in peers.items()} if llama else {}
-        records += figures(each.name, alternate({**runs, **both}, repetitions), peers)
+        runs = {name: partial(ours, lm, name != BASELINE, sampling, each.prompts) for name, lm in models.items()}
+        for run in runs.values():
+            run()  # compiles
+        peer_runs = {name: partial(llama.run, setting, each.prompts) for name, setting in peers.items()} if llama else {}
+        records += figures(each.name, alternate({**runs, **peer_runs}, repetitions), peers)
         console.print(f"{each.name}: done")
     return records
 

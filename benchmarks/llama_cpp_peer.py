@@ -1,7 +1,8 @@
-"""llama.cpp in a process of its own, asked line by line: JSON on its standard input, JSON on its standard output.
+"""Runs llama.cpp in another process: JSON requests line by line on its standard input, JSON responses on its standard output.
 
-`Peer` starts it and asks. What runs there is this file too, under an interpreter that has `llama-cpp-python`; it needs nothing
-of this project, and computes only between a question and its answer, so that two sides can be measured in turns.
+`Peer` starts the process and sends requests. The process runs this file under a Python interpreter with `llama-cpp-python`, and
+needs no module of this project. The process computes only between a request and its response, so that measurements of two
+sides can alternate.
 """
 
 import ctypes
@@ -17,13 +18,13 @@ from typing import Any
 
 
 class Peer:
-    """A process with llama.cpp; use it in a `with`."""
+    """A process with llama.cpp, used as a context manager."""
 
     def __init__(self, python: Path):
         self.python = python
 
     def __enter__(self) -> "Peer":
-        # -P keeps this folder's files from standing in for modules of the other environment.
+        # -P prevents files of this folder from shadowing modules of the other environment.
         command = [str(self.python), "-P", __file__]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self
@@ -37,14 +38,14 @@ class Peer:
         self.process.wait()
 
     def ask(self, what: str, **values: Any) -> Any:
-        """Asks one question, a method of `Llama`, and returns its answer.
+        """Calls a method of `Llama` in the process. Returns its result.
 
         Raises:
-            RuntimeError: the process ended, for a reason that stands on its standard error.
+            RuntimeError: the process ended; its standard error has the reason.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        with suppress(BrokenPipeError):  # then there is no answer either
+        with suppress(BrokenPipeError):  # without a process there is no answer either
             self.process.stdin.write(json.dumps([what, values]) + "\n")
             self.process.stdin.flush()
         answer = self.process.stdout.readline()
@@ -54,7 +55,7 @@ class Peer:
 
 
 class Llama:
-    """The side that answers; each public method is a question."""
+    """Answers requests in the process; each public method is a request."""
 
     def __init__(self) -> None:
         import llama_cpp
@@ -69,7 +70,7 @@ class Llama:
         return {"version": self.api.__version__, "features": self.api.llama_print_system_info().decode().strip(" |")}
 
     def quantise(self, source: str, target: str, kind: str) -> None:
-        """Writes a model file in another format, from its tensors as they are, quantised or not."""
+        """Writes a model file in another format, from tensors of any format."""
         params = self.api.llama_model_quantize_default_params()
         params.ftype = getattr(self.api, f"LLAMA_FTYPE_MOSTLY_{kind}")
         params.allow_requantize = True
@@ -77,7 +78,7 @@ class Llama:
             raise SystemExit(f"llama.cpp could not write {source} as {kind}")
 
     def open(self, model: str, threads: int, rows: int, positions: int, flash: bool) -> None:
-        """Loads a model, for so many rows of so many positions each, with or without flash attention."""
+        """Loads a model for `rows` of `positions` each, with or without flash attention."""
         api = self.api
         if self.context is not None:
             api.llama_free(self.context)
@@ -100,7 +101,7 @@ class Llama:
         self.batch = api.llama_batch_init(self.size, 0, 1)
 
     def decode(self, items: Sequence[tuple[int, int, int, bool]]) -> None:
-        """Computes (token, position, row, whether its logits are wanted) of each."""
+        """Computes a batch of (token, position, row, True to compute logits)."""
         batch = self.batch
         for i, (token, position, row, wanted) in enumerate(items):
             batch.token[i] = token
@@ -113,7 +114,7 @@ class Llama:
             raise SystemExit("llama.cpp could not compute a batch")
 
     def logits(self, at: int) -> Any:
-        """Those of an item of the last batch, as an array that the next batch overwrites."""
+        """Returns the logits of an item of the last batch; the next batch overwrites the array."""
         import numpy as np
 
         found = self.api.llama_get_logits_ith(self.context, at)
@@ -123,7 +124,7 @@ class Llama:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
 
     def score(self, tokens: list[int], start: int) -> float:
-        """The log-likelihood in nats of the tokens from `start` on, given those before each."""
+        """Returns the log-likelihood in nats of the tokens from `start` on, each given the tokens before it."""
         import numpy as np
 
         self.forget()
@@ -135,10 +136,10 @@ class Llama:
         return float(total)
 
     def generate(self, prompts: list[list[int]], new: int, ends: list[int]) -> dict[str, Any]:
-        """Greedy decoding, one row for each prompt: until each row has one of `ends`, and at most `new` tokens.
+        """Decodes greedily, one row per prompt, until a token of `ends` or `new` tokens.
 
         Returns:
-            the tokens of each row, and the seconds of the prompts (up to the first new tokens) and of the steps after.
+            the tokens of each row, the seconds of the prompts (up to the first new tokens) and of the later steps.
         """
         self.forget()
         began = time.perf_counter()
@@ -158,14 +159,14 @@ class Llama:
         return {"tokens": tokens, "prefill_s": prefilled - began, "decode_s": time.perf_counter() - prefilled}
 
     def draft(self, prompt: list[int], new: int, ends: list[int], drafts: int, ngram: int) -> dict[str, Any]:
-        """Greedy decoding of one row with drafts from the text itself, looked up by llama-cpp-python's own class.
+        """Decodes one row greedily with prompt lookup drafts of llama-cpp-python.
 
         Args:
-            drafts: tokens drafted at once at most.
-            ngram: the longest run of tokens that is looked up.
+            drafts: maximum number of drafts per round.
+            ngram: maximum length of the n-gram to look up.
 
         Returns:
-            as `generate`, and the number of rounds.
+            the result of `generate`, and the number of rounds.
         """
         import numpy as np
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

@@ -1,15 +1,15 @@
-"""Plain greedy decoding beside llama.cpp, in turns, on the same GGUF file and the same prompts: one row, and sixteen.
+"""Compares plain greedy decoding with llama.cpp on the same GGUF file and prompts: one row and 16 rows.
 
     python benchmarks/llama_cpp_speed.py MODEL.gguf --llama-python PYTHON [--json FILE]
 
-llama.cpp runs in a process of its own, under an interpreter that has `llama-cpp-python`, with as many threads as there are
-cores. It has the file as it is and, made of it by llama.cpp itself, in Q4_0 and Q8_0; each with flash attention or without,
-whichever a trial finds faster. Each measurement there opens the model anew and decodes a few tokens first, which do not count.
-Prompts and steps are timed apart. Ratios are of steps that ran in one repetition, above 1 where ours are faster. Only an idle
-machine gives figures: llama.cpp's threads wait for each other by spinning.
+llama.cpp runs in another process, under a Python interpreter with `llama-cpp-python`, with one thread per core. llama.cpp reads
+the file itself, and the file quantised by llama.cpp to Q4_0 and Q8_0; a trial chooses flash attention or not for each. Every
+measurement of llama.cpp loads the model again and decodes a few tokens to warm up. Prompts and steps are timed separately.
+Ratios compare steps of the same repetition; above 1, Tilewright is faster. Run on an idle machine: the threads of llama.cpp
+spin while they wait for each other.
 
-Built by GCC 12, llama.cpp for AMX crashes at prompts: its tile configuration is optimised away, unless CMAKE_ARGS has
--DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'.
+llama.cpp for AMX, built by GCC 12, crashes in prompts, because the compiler removes the tile configuration. Build with
+CMAKE_ARGS=-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'.
 """
 
 from collections import Counter
@@ -39,14 +39,14 @@ from tilewright.models.tokenizer import encode
 from tilewright.runtime.shapes import ShapeTable
 
 OURS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16", "weights": "dequantised"},
     "int8": {"dtype": "bfloat16", "weights": "int8"},
     "int4": {"dtype": "bfloat16", "weights": "int4"},
 }
 KINDS = ("Q4_0", "Q8_0")
-"""Formats that llama.cpp makes of the file; it repacks them as they load."""
+"""Formats that llama.cpp quantises the file to, and repacks when it loads them."""
 NEW = {1: 96, 16: 32}
-"""New tokens of each row, by the number of rows."""
+"""New tokens per row, by number of rows."""
 POSITIONS = 512
 WARM = 8
 TOPICS = (
@@ -77,23 +77,23 @@ QUESTION = (
 
 
 class Timed(NamedTuple):
-    """One measurement: seconds of the prompts, and of each step after them."""
+    """Seconds of the prompts and seconds per later step."""
 
     prompts_s: float
     step_s: float
 
 
 Side = tuple[str, int]
-"""A name, and a number of rows."""
+"""Name of a side and number of rows."""
 
 
 def own_format(model: Path) -> str:
-    """The type that most of a file's tensors have."""
+    """Returns the most frequent tensor type of a file."""
     return Counter(tensor.tensor_type.name for tensor in open_gguf(model).tensors.values()).most_common(1)[0][0]
 
 
 def formats(peer: Peer, model: Path, folder: str, kinds: Sequence[str] = KINDS) -> dict[str, Path]:
-    """The file by the name of its format, and those that llama.cpp makes of it, in a folder."""
+    """Returns files by format: the model itself, and the files that llama.cpp writes to a folder."""
     files = {own_format(model): model}
     for kind in kinds:
         if kind not in files:
@@ -103,29 +103,29 @@ def formats(peer: Peer, model: Path, folder: str, kinds: Sequence[str] = KINDS) 
 
 
 def ours(lm: LanguageModel, prompts: Sequence[list[int]], new: int) -> Timed:
-    made = lm.generate(prompts, tw.Sampling(max_new_tokens=new, ignore_eos=True))
-    assert all(len(result.tokens) == new for result in made)
-    return Timed(made.prefill_seconds, made.decode_seconds / made.rounds)
+    generated = lm.generate(prompts, tw.Sampling(max_new_tokens=new, ignore_eos=True))
+    assert all(len(result.tokens) == new for result in generated)
+    return Timed(generated.prefill_seconds, generated.decode_seconds / generated.rounds)
 
 
 def theirs(peer: Peer, file: Path, flash: bool, prompts: Sequence[list[int]], new: int, positions: int = POSITIONS) -> Timed:
     peer.ask("open", model=str(file), threads=cores(), rows=len(prompts), positions=positions, flash=flash)
     peer.ask("generate", prompts=[prompt[:WARM] for prompt in prompts], new=WARM, ends=[])
-    made = peer.ask("generate", prompts=prompts, new=new, ends=[])
-    assert all(len(tokens) == new for tokens in made["tokens"])
-    return Timed(made["prefill_s"], made["decode_s"] / (new - 1))
+    generated = peer.ask("generate", prompts=prompts, new=new, ends=[])
+    assert all(len(tokens) == new for tokens in generated["tokens"])
+    return Timed(generated["prefill_s"], generated["decode_s"] / (new - 1))
 
 
 def faster(trials: Mapping[bool, Callable[[], Timed]], repetitions: int = 2) -> bool:
-    """With which kind of attention steps take less time, by the better of two measurements each, or of so many."""
-    taken = alternate(trials, repetitions)
-    return min(taken, key=lambda flash: min(timed.step_s for timed in taken[flash]))
+    """Returns True if steps are faster with flash attention, by the best of `repetitions` measurements of each kind."""
+    results = alternate(trials, repetitions)
+    return min(results, key=lambda flash: min(timed.step_s for timed in results[flash]))
 
 
-def figures(taken: Mapping[Side, Sequence[Timed]], flash: Mapping[Side, bool]) -> list[dict[str, Any]]:
-    """A record for each side: medians and ranges, and of a peer how much faster ours are."""
+def figures(results: Mapping[Side, Sequence[Timed]], flash: Mapping[Side, bool]) -> list[dict[str, Any]]:
+    """Returns a record for each side: medians and ranges, and for llama.cpp the speedups of Tilewright."""
     records = []
-    for (name, rows), times in taken.items():
+    for (name, rows), times in results.items():
         steps = spread([timed.step_s for timed in times])
         prompts = spread([timed.prompts_s for timed in times])
         record: dict[str, Any] = {
@@ -139,41 +139,41 @@ def figures(taken: Mapping[Side, Sequence[Timed]], flash: Mapping[Side, bool]) -
         }
         if (name, rows) in flash:
             record["flash_attention"] = flash[name, rows]
-            for own in (name for name in OURS if (name, rows) in taken):
-                faster_by = quotients([timed.step_s for timed in times], [timed.step_s for timed in taken[own, rows]])
-                record[f"{own}_speedup"] = faster_by.median
-                record[f"{own}_speedup_range"] = list(faster_by.range)
+            for format_name in (name for name in OURS if (name, rows) in results):
+                faster_by = quotients([timed.step_s for timed in times], [timed.step_s for timed in results[format_name, rows]])
+                record[f"{format_name}_speedup"] = faster_by.median
+                record[f"{format_name}_speedup_range"] = list(faster_by.range)
         records.append(record)
     return records
 
 
 def table(records: Sequence[Mapping[str, Any]], rows: int) -> Table:
-    shown = Table(title=f"{rows} row{'s' * (rows > 1)}", caption="×: how much faster our steps are, the median and the range")
+    shown = Table(title=f"{rows} row{'s' * (rows > 1)}", caption="×: speed of our steps over theirs, median and range")
     shown.add_column("")
-    for column in ("step, ms", "tokens/s", "prompts, s", *(f"× of {own}" for own in OURS)):
+    for column in ("step, ms", "tokens/s", "prompts, s", *(f"× of {format_name}" for format_name in OURS)):
         shown.add_column(column, justify="right")
     for record in records:
         if record["rows"] != rows:
             continue
         cells = [significant(record["step_ms"]), significant(record["tokens_per_s"]), significant(record["prompts_s"])]
-        for own in OURS if "flash_attention" in record else ():
-            least, most = record[f"{own}_speedup_range"]
-            cells.append(f"{record[f'{own}_speedup']:.2f} ({least:.2f} to {most:.2f})")
+        for format_name in OURS if "flash_attention" in record else ():
+            least, most = record[f"{format_name}_speedup_range"]
+            cells.append(f"{record[f'{format_name}_speedup']:.2f} ({least:.2f} to {most:.2f})")
         shown.add_row(record["side"], *cells)
     return shown
 
 
 def main(model: Path, *, llama_python: Path, repetitions: int = REPETITIONS, json_file: JsonFile = None) -> None:
-    """Measures plain decoding beside llama.cpp.
+    """Compares plain decoding with llama.cpp.
 
     Parameters
     ----------
     model
-        The GGUF file, of a model with a chat template.
+        GGUF file of a model with a chat template.
     llama_python
-        An interpreter that has llama-cpp-python.
+        A Python interpreter with llama-cpp-python.
     repetitions
-        How often each side runs.
+        Number of runs of each side.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -183,8 +183,8 @@ def main(model: Path, *, llama_python: Path, repetitions: int = REPETITIONS, jso
     console = human_console(json_file)
     template = ChatTemplate.load(model)
     if template is None:
-        raise ValueError(f"expected a model with a chat template, found {model}, which has none")
-    keep_programs(True)
+        raise ValueError(f"expected a model with a chat template, found {model} without one")
+    keep_programs()
     shapes = ShapeTable(batches=tuple(NEW), capacities=(POSITIONS,))
     loaded = {name: tw.load(model, table=shapes, **settings) for name, settings in OURS.items()}
     tokenizer = loaded["bfloat16"].tokenizer
@@ -196,21 +196,21 @@ def main(model: Path, *, llama_python: Path, repetitions: int = REPETITIONS, jso
         runs: dict[Side, Callable[[], Timed]] = {}
         flash: dict[Side, bool] = {}
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            trials = bar.add_task("with flash attention or without", total=len(files) * len(NEW))
+            trials = bar.add_task("choosing flash attention", total=len(files) * len(NEW))
             for rows in NEW:
                 runs |= {(name, rows): partial(ours, lm, prompts[:rows], NEW[rows]) for name, lm in loaded.items()}
                 for name, file in files.items():
                     side = f"llama.cpp, {name}", rows
-                    both = {each: partial(theirs, peer, file, each, prompts[:rows], NEW[rows]) for each in (True, False)}
-                    flash[side] = faster(both)
-                    runs[side] = both[flash[side]]
+                    trial_runs = {each: partial(theirs, peer, file, each, prompts[:rows], NEW[rows]) for each in (True, False)}
+                    flash[side] = faster(trial_runs)
+                    runs[side] = trial_runs[flash[side]]
                     bar.advance(trials)
             for name, rows in runs:
                 if name in loaded:
                     runs[name, rows]()  # compiles
-            task = bar.add_task("in turns", total=len(runs) * repetitions)
-            taken = alternate(runs, repetitions, lambda: bar.advance(task))
-    records = figures(taken, flash)
+            task = bar.add_task("measuring", total=len(runs) * repetitions)
+            results = alternate(runs, repetitions, lambda: bar.advance(task))
+    records = figures(results, flash)
     for rows in NEW:
         print_table(console, table(records, rows))
     console.print(f"llama-cpp-python {about['version']} ({about['features']}), {cores()} threads", markup=False)

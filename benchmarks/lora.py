@@ -1,10 +1,10 @@
-"""What low-rank adapters cost a step: plain decoding with adapters over plain decoding without, in turns.
+"""Times decode steps with LoRA adapters relative to decode steps without.
 
     python benchmarks/lora.py [--model smollm2-135m] [--rank 16] [--adapters 1 4] [--rows 1 8] [--turns 7] [--json FILE]
 
-Adapters are of random values, for every projection of every layer: values change nothing in what a step reads and computes.
-With several, rows have them by turns. Printed are medians of the seconds of a step, prefill left out, and of their ratios to
-the model without adapters, turn by turn.
+Adapters have random values for every projection of every layer; values do not change the time. Rows use the adapters in
+rotation. The output has medians of the seconds per step (without prefill), and of their ratios to the model without adapters
+within a repetition.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def parsed() -> argparse.Namespace:
 
 
 def write_adapter(folder: Path, config: DecoderConfig, rank: int, seed: int) -> Path:
-    """An adapter of random values for all projections, as PEFT writes it."""
+    """Writes an adapter with random values for all projections, in PEFT's format."""
     rng = np.random.default_rng(seed)
     tensors = dict[str, Any]()
     hidden = config.hidden_size
@@ -78,36 +78,41 @@ def seconds_of_a_step(lm: LanguageModel, prompts: list[list[int]], new_tokens: i
     return generation.decode_seconds / generation.rounds
 
 
-def measure(how: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    models = {0: tw.load(how.model, dtype=how.dtype)}
-    adapters = [write_adapter(folder / str(n), models[0].target, how.rank, n) for n in range(max(how.adapters))]
-    for count in how.adapters:
-        models[count] = tw.load(how.model, dtype=how.dtype, lora={f"adapter {n}": adapters[n] for n in range(count)})
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    models = {0: tw.load(options.model, dtype=options.dtype)}
+    adapters = [write_adapter(folder / str(n), models[0].target, options.rank, n) for n in range(max(options.adapters))]
+    for count in options.adapters:
+        models[count] = tw.load(options.model, dtype=options.dtype, lora={f"adapter {n}": adapters[n] for n in range(count)})
     examples = read_examples(PACKAGED["demo"].parent / "prompts.jsonl")
     found: dict[str, Any] = {"environment": environment(models[0])}
-    for rows in how.rows:
+    for rows in options.rows:
         prompts = [models[0].encode(prompt(each, (), None))[:PROMPT_TOKENS] for each in examples[:rows]]
-        ways = {n: lambda lm=lm, prompts=prompts: seconds_of_a_step(lm, prompts, how.new_tokens) for n, lm in models.items()}
-        taken = alternate(ways, how.turns, warm=True)
+        runs = {
+            n: lambda lm=lm, prompts=prompts: seconds_of_a_step(lm, prompts, options.new_tokens) for n, lm in models.items()
+        }
+        times = alternate(runs, options.turns, warm=True)
         found[f"rows {rows}"] = {
             f"adapters {n}": {
                 "step_seconds": statistics.median(each),
-                "over_none": statistics.median(ratios := [own / none for own, none in zip(each, taken[0], strict=True)]),
+                "over_none": statistics.median(ratios := [one / none for one, none in zip(each, times[0], strict=True)]),
                 "over_none_by_turn": ratios,
             }
-            for n, each in taken.items()
+            for n, each in times.items()
         }
     return found
 
 
 def main() -> None:
-    how = parsed()
-    keep_programs(True)
+    options = parsed()
+    keep_programs()
     with tempfile.TemporaryDirectory() as folder:
-        found = {"asked": {key: value for key, value in vars(how).items() if key != "json"}, **measure(how, Path(folder))}
+        found = {
+            "asked": {key: value for key, value in vars(options).items() if key != "json"},
+            **measure(options, Path(folder)),
+        }
     print(json.dumps(found, indent=2))
-    if how.json is not None:
-        how.json.write_text(json.dumps(found, indent=2) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What attention over pages costs on the CPU beside attention over caches in one block: `append_attend` of both, in turns.
+"""Times attention over pages relative to attention over contiguous caches on the CPU (`attend_projected`).
 
     python benchmarks/paged_attention.py [--contexts 512,2048 --rows 1,16 --queries 1,16 --pages 16,64,128] [--json FILE]
 
-Random bfloat16 keys and values, pages in no order. Each side runs in a device loop that writes its entries at the same place
-again and again, for about `--seconds` a repetition. Printed are medians of times, pages by one block: above 1 is slower.
-On a machine with other work: `NPROC=1 taskset -c 0 python benchmarks/paged_attention.py --clock cpu`.
+Keys and values are random, in bfloat16; pages are shuffled. Each side runs in a device loop that writes its entries at the
+same positions in every iteration, for about `--seconds` per repetition. The output has medians of the time over pages
+relative to contiguous caches; above 1 is slower. On a busy machine: `NPROC=1 taskset -c 0 python
+benchmarks/paged_attention.py --clock cpu`.
 """
 
 import argparse
@@ -24,42 +25,51 @@ from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import alternate, spread
 from tilewright.kernels import native
 from tilewright.kernels.attention import cpu as attention
-from tilewright.kernels.operations import KeyValuePages
-from tilewright.kernels.paged import cpu as paged
+from tilewright.kernels.linear.cpu import Joint
+from tilewright.kernels.masks import causal_from
+from tilewright.kernels.operations import Heads, KeyValuePages, KeyValueRows, Norm, PagedCache
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 HEADS = 16
 KV_HEADS = 8
 HEAD_DIM = 128
-SIZES: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "eps": 1e-6}
+
+
+def attended(operands: dict[str, Any], cache: Any) -> Any:
+    """Attends in one layer. Returns the updated cache."""
+    norms = (Norm(operands[name], 1e-6) for name in ("q_norm", "k_norm"))
+    heads = Heads(HEAD_DIM, *norms, (operands["cos"], operands["sin"]))
+    projection = Joint(operands["qkv"], (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM))
+    return attention.attend_projected(None, projection, heads, cache, causal_from(operands["start"], operands["count"]))[1]
 
 
 def contiguous(operands: dict[str, Any], k: Array, v: Array) -> tuple[Array, Array]:
-    return attention.append_attend(**SIZES, **operands, k_cache=k, v_cache=v)[1:]
+    after = attended(operands, KeyValueRows(k, v))
+    return after.k, after.v
 
 
 def over_pages(table: Array, operands: dict[str, Any], k: Array, v: Array) -> tuple[Array, Array]:
-    pool = paged.append_attend(**SIZES, **operands, pool=KeyValuePages(k, v), table=table)[1]
+    pool = attended(operands, PagedCache(KeyValuePages(k, v), table)).pool
     return pool.k, pool.v
 
 
 @partial(jax.jit, static_argnums=0)
-def repeated(run: Any, operands: dict[str, Any], k: Array, v: Array, turns: Array) -> Array:
-    """Some of the caches that `run` leaves behind after so many turns."""
-    k, v = jax.lax.fori_loop(0, turns, lambda _, caches: run.function(*run.operands, operands, *caches), (k, v))
+def repeated(run: Any, operands: dict[str, Any], k: Array, v: Array, iterations: Array) -> Array:
+    """Runs `run` for `iterations`. Returns an element of the caches, so that XLA keeps all writes."""
+    k, v = jax.lax.fori_loop(0, iterations, lambda _, caches: run.function(*run.operands, operands, *caches), (k, v))
     return k[:1, :1, :1] + v[:1, :1, :1]
 
 
 class Side:
-    """A function with operands of its own, hashable by what it is."""
+    """A function with operands, hashable by identity."""
 
     def __init__(self, function: Callable[..., tuple[Array, Array]], *operands: Array):
         self.function = function
         self.operands = operands
 
 
-def compare(context: int, rows: int, queries: int, sizes: list[int], how: argparse.Namespace) -> dict[str, Any]:
-    """Medians and ranges of the ratios to contiguous caches, by the size of pages."""
+def compare(context: int, rows: int, queries: int, sizes: list[int], options: argparse.Namespace) -> dict[str, Any]:
+    """Returns medians and ranges of the ratios to contiguous caches, by page size."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> Array:
@@ -75,18 +85,18 @@ def compare(context: int, rows: int, queries: int, sizes: list[int], how: argpar
         order = rng.permutation(rows * context // size).astype(np.int32)
         shape = (len(order), KV_HEADS, size, HEAD_DIM)
         sides[size] = (Side(over_pages, jnp.asarray(order.reshape(rows, -1))), k.reshape(shape), v.reshape(shape))
-    clock = CLOCKS[how.clock]
+    clock = CLOCKS[options.clock]
 
-    def timed(side: Any, turns: int) -> float:
-        began = clock()
-        repeated(side[0], operands, *side[1:], turns).block_until_ready()
-        return clock() - began
+    def timed(side: Any, iterations: int) -> float:
+        start = clock()
+        repeated(side[0], operands, *side[1:], iterations).block_until_ready()
+        return clock() - start
 
     for side in sides.values():
         timed(side, 1)
-    turns = max(1, round(how.seconds / max(timed(sides[0], 2) / 2, 1e-6)))
-    taken = alternate({size: partial(timed, side, turns) for size, side in sides.items()}, how.repetitions, warm=True)
-    return {str(size): spread([x / y for x, y in zip(taken[size], taken[0], strict=True)]).__dict__ for size in sizes}
+    iterations = max(1, round(options.seconds / max(timed(sides[0], 2) / 2, 1e-6)))
+    times = alternate({size: partial(timed, side, iterations) for size, side in sides.items()}, options.repetitions, warm=True)
+    return {str(size): spread([x / y for x, y in zip(times[size], times[0], strict=True)]).__dict__ for size in sizes}
 
 
 def main() -> None:
@@ -97,17 +107,17 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", type=Path)
-    how = parser.parse_args()
-    results: dict[str, Any] = {"chip": chip_name(), "isa": native.kernels().isa, "clock": how.clock, "ratios": {}}
-    for context in how.contexts:
-        for rows in how.rows:
-            for queries in how.queries:
-                found = compare(context, rows, queries, how.pages, how)
+    options = parser.parse_args()
+    results: dict[str, Any] = {"chip": chip_name(), "isa": native.kernels().isa, "clock": options.clock, "ratios": {}}
+    for context in options.contexts:
+        for rows in options.rows:
+            for queries in options.queries:
+                found = compare(context, rows, queries, options.pages, options)
                 results["ratios"][f"context {context}, rows {rows}, queries {queries}"] = found
                 line = "  ".join(f"{size}: {x['median']:.3f} ({x['least']:.3f}-{x['most']:.3f})" for size, x in found.items())
                 print(f"context {context:5} rows {rows:2} queries {queries:2}  pages of  {line}", flush=True)
-    if how.json:
-        how.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What formats of the weights cost in quality, on a GGUF file beside llama.cpp, which reads the same file.
+"""Measures the quality of weight formats on a GGUF file, and of llama.cpp on the same file.
 
-Two tasks. `likelihood`: how likely the model finds reference answers (GSM8K, HumanEval, MBPP, MATH-500), given the question
-through the chat template; the same token ids on every side. `mbpp`: MBPP's 500 test problems answered greedily, and the
-programs in the answers run; with n-gram drafts every answer must be the one without, token for token.
+Two tasks. `likelihood`: the likelihood of reference answers (GSM8K, HumanEval, MBPP, MATH-500), given the question in the
+model's chat template, with the same token ids on every side. `mbpp`: greedy answers to MBPP's 500 test problems, whose programs
+are run; n-gram drafts must not change an answer.
 
     python benchmarks/quality.py MODEL.gguf --data FOLDER --records FILE.jsonl [--llama-python PYTHON] [--json FILE]
 
-The records keep every answer as it comes: a run that was interrupted, or another with other `--ways`, goes on with them. The
-table and the JSON hold all that the records do. Ends with status 1 if drafts changed an answer.
+The file of records keeps every answer: an interrupted run, or a run with other `--ways`, continues from the file. The table
+and the JSON cover all records. Exit status 1 if drafts changed an answer.
 """
 
 import hashlib
@@ -56,26 +56,26 @@ from tilewright.runtime.shapes import ShapeTable
 PEER = "llama.cpp"
 DRAFTED = "+ngram"
 FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32", "weights": "dequantised"},
+    "bfloat16": {"dtype": "bfloat16", "weights": "dequantised"},
     "int8": {"dtype": "bfloat16", "weights": "int8"},
 }
 TASKS = {
     "likelihood": (*FORMATS, PEER),
     "mbpp": ("bfloat16", "bfloat16" + DRAFTED, "int8", "int8" + DRAFTED, PEER),
 }
-"""The ways in which each task can run, as the tables name them."""
+"""Ways of each task (format, drafts or llama.cpp), with their names in tables."""
 SLOTS = 16
 BLOCK_SIZE = 4
-"""Of the engine, and of its drafted blocks: every round drafts, whether that pays beside so many rows or not."""
+"""Slots of the engine, and tokens of a block. Every round drafts, even if that is slower with many rows."""
 PEER_POSITIONS = 4096
-"""More than any question and its reference answer have."""
+"""Context of llama.cpp, longer than every question with its reference answer."""
 
 
 class Records:
-    """A JSONL file of what was computed, by (task, way, number); opened again, it goes on.
+    """A JSONL file of results by (task, way, number), from which an interrupted run continues.
 
-    Its first line says for which settings; a file for others is refused.
+    The first line holds the settings. Files with other settings are refused.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
@@ -85,7 +85,7 @@ class Records:
             self.append(settings)
         first, *lines = path.read_text(encoding="utf-8").splitlines()
         if json.loads(first) != settings:
-            raise ValueError(f"{path} holds records of {first}; expected {json.dumps(settings)}")
+            raise ValueError(f"{path}: expected records of {json.dumps(settings)}, found {first}")
         for line in lines:
             record = json.loads(line)
             self.found[record["task"], record["way"], record["number"]] = record
@@ -99,7 +99,7 @@ class Records:
         self.append(record)
         self.found[task, way, number] = record
 
-    def of(self, task: str, way: str) -> dict[Any, dict[str, Any]]:
+    def for_way(self, task: str, way: str) -> dict[Any, dict[str, Any]]:
         return {key[2]: record for key, record in self.found.items() if key[:2] == (task, way)}
 
 
@@ -115,13 +115,13 @@ def counting(console: Console, what: str, total: int) -> Iterator[Callable[[], N
 def log_likelihoods(
     config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "1 T"]
 ) -> Float[Array, " T"]:
-    """Of each token's successor, given all up to the token; the last one has none."""
+    """Returns the log-likelihood of the token after each position; the last value is meaningless."""
     logits = decoder.logits(config, ops, params, decoder.forward_full(config, ops, params, tokens).hidden[0])
     return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.roll(tokens[0], -1)[:, None], axis=1)[:, 0]
 
 
 def score(lm: LanguageModel, tokens: Sequence[int], start: int) -> float:
-    """The log-likelihood in nats of the tokens from `start` on. What pads a text changes nothing before its end."""
+    """Returns the log-likelihood in nats of the tokens from `start` on. Padding after the text changes no earlier position."""
     size = max(256, 1 << (len(tokens) - 1).bit_length())
     padded = jnp.asarray([[*tokens, *[0] * (size - len(tokens))]], jnp.int32)
     found = log_likelihoods(lm.target, lm.ops, lm.model.models.target, padded)
@@ -131,13 +131,13 @@ def score(lm: LanguageModel, tokens: Sequence[int], start: int) -> float:
 def score_all(
     scorer: Callable[[list[int], int], float],
     way: str,
-    asked: Sequence[Scored],
+    scored: Sequence[Scored],
     tokenizer: Tokenizer,
     records: Records,
     console: Console,
 ) -> None:
-    with counting(console, f"{way}: likelihood", len(asked)) as advance:
-        for each in asked:
+    with counting(console, f"{way}: likelihood", len(scored)) as advance:
+        for each in scored:
             prompt = encode(tokenizer, each.prompt, False)
             answer = encode(tokenizer, each.answer, False)
             nats = scorer([*prompt, *answer], len(prompt))
@@ -146,14 +146,14 @@ def score_all(
             advance()
 
 
-def answer_all(lm: LanguageModel, way: str, asked: Sequence[Problem], new: int, records: Records, console: Console) -> None:
-    """Answers problems as a server does: in slots, a new one wherever one has ended."""
-    left = {each.number: encode(lm.tokenizer, each.prompt, False) for each in asked}
+def answer_all(lm: LanguageModel, way: str, problems: Sequence[Problem], new: int, records: Records, console: Console) -> None:
+    """Answers problems with continuous batching."""
+    left = {each.number: encode(lm.tokenizer, each.prompt, False) for each in problems}
     longest = max(map(len, left.values())) + new
     table = ShapeTable(batches=(SLOTS,), capacities=(-(-longest // 256) * 256,), chunks=(64, 256))
     engine = lm.engine(EngineOptions(table=table, queue_requests=len(left), queue_tokens=sum(map(len, left.values()))))
     engine.warm(console if console.is_terminal else None)
-    engine.open()
+    engine.accept_requests()
     handles: dict[int, RequestHandle] = {}
 
     def keep(number: int, update: RequestOutput) -> None:
@@ -182,15 +182,15 @@ def add_answer(records: Records, way: str, number: int, tokens: list[int], end: 
 def ask_peer(
     peer: Peer,
     model: Path,
-    asked: Sequence[Problem],
+    problems: Sequence[Problem],
     ends: Sequence[int],
     tokenizer: Tokenizer,
     new: int,
     records: Records,
     console: Console,
 ) -> None:
-    """The same by llama.cpp, so many rows at a time."""
-    prompts = {each.number: encode(tokenizer, each.prompt, False) for each in asked}
+    """Answers problems with llama.cpp, in batches of `SLOTS` rows."""
+    prompts = {each.number: encode(tokenizer, each.prompt, False) for each in problems}
     left = list(prompts)
     longest = max(map(len, prompts.values())) + new
     peer.ask("open", model=str(model), threads=cores(), rows=SLOTS, positions=-(-longest // 256) * 256, flash=True)
@@ -203,19 +203,20 @@ def ask_peer(
                 advance()
 
 
-def judge_all(asked: Sequence[Problem], every: Sequence[Problem], records: Records, console: Console) -> int:
-    """Runs each different program once, whoever wrote it; the problems' own solutions, too.
+def judge_all(problems: Sequence[Problem], every: Sequence[Problem], records: Records, console: Console) -> int:
+    """Runs each different program once, including the reference solutions.
 
     Args:
-        asked: now; records may have answers to others of `every`.
+        problems: problems of this run.
+        every: all problems; records may have answers to any of them.
 
     Returns:
-        how many of these pass: what is below all of them is this judge's doing, not a model's.
+        the number of reference solutions of `problems` that pass: an upper bound that is set by the judge.
     """
     checks = {each.number: each.checks for each in every}
     answers = [
-        *((each.number, each.solution) for each in asked),
-        *((n, record["text"]) for way in TASKS["mbpp"] for n, record in records.of("mbpp", way).items()),
+        *((each.number, each.solution) for each in problems),
+        *((n, record["text"]) for way in TASKS["mbpp"] for n, record in records.for_way("mbpp", way).items()),
     ]
     texts = {judged(*answer): answer for answer in answers}
     left = [key for key in texts if ("judged", "", key) not in records.found]
@@ -223,19 +224,19 @@ def judge_all(asked: Sequence[Problem], every: Sequence[Problem], records: Recor
         for key, passed in zip(left, pool.map(lambda key: passes(texts[key][1], checks[texts[key][0]]), left), strict=True):
             records.add("judged", "", key, passed=passed)
             advance()
-    return sum(records.found["judged", "", judged(each.number, each.solution)]["passed"] for each in asked)
+    return sum(records.found["judged", "", judged(each.number, each.solution)]["passed"] for each in problems)
 
 
 def judged(number: int, text: str) -> str:
-    """The name of a verdict."""
+    """Returns the key of the verdict on an answer."""
     return f"{number} {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def likelihood_figures(records: Records) -> list[dict[str, Any]]:
-    """For each data file and way; only of answers that every way has which has any, so that all are of the same ones."""
+    """Returns figures for each data file and way, over the answers that every way has scored."""
     rows = []
     for data in dict.fromkeys(task.split(" ")[1] for task, _, _ in records.found if task.startswith("likelihood ")):
-        ways = {way: found for way in TASKS["likelihood"] if (found := records.of(f"likelihood {data}", way))}
+        ways = {way: found for way in TASKS["likelihood"] if (found := records.for_way(f"likelihood {data}", way))}
         common = set.intersection(*(set(found) for found in ways.values()))
         base = next(iter(ways.values()))
         for way, found in ways.items():
@@ -260,8 +261,8 @@ def likelihood_figures(records: Records) -> list[dict[str, Any]]:
 
 
 def mbpp_figures(records: Records) -> dict[str, Any]:
-    """Pass@1 of each way, which answers are equal between ways, and what drafts did."""
-    ways = {way: found for way in TASKS["mbpp"] if (found := records.of("mbpp", way))}
+    """Returns pass@1 of each way, the equal answers of pairs of ways, and counts of drafts."""
+    ways = {way: found for way in TASKS["mbpp"] if (found := records.for_way("mbpp", way))}
     rows = []
     for way, found in ways.items():
         passed = sum(records.found["judged", "", judged(n, record["text"])]["passed"] for n, record in found.items())
@@ -285,7 +286,7 @@ def mbpp_figures(records: Records) -> dict[str, Any]:
 
 
 def alike(ways: tuple[str, str], first: dict[int, Any], second: dict[int, Any]) -> dict[str, Any]:
-    """How far the answers of two ways are the same."""
+    """Counts equal answers of two ways, and equal tokens from the beginning."""
     both = [(first[number], second[number]) for number in first if number in second]
     pairs = (zip(a["tokens"], b["tokens"], strict=False) for a, b in both)
     same = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], each)) for each in pairs]
@@ -299,12 +300,12 @@ def alike(ways: tuple[str, str], first: dict[int, Any], second: dict[int, Any]) 
 
 
 def changed_by_drafts(pairs: Sequence[dict[str, Any]]) -> list[str]:
-    """The formats in which drafts changed an answer; there must be none."""
+    """Lists the formats in which drafts changed an answer; must be empty."""
     return [pair["ways"][0] for pair in pairs if pair["ways"][1].endswith(DRAFTED) and pair["equal_tokens"] < pair["problems"]]
 
 
 def show(console: Console, likelihood: Sequence[dict[str, Any]], mbpp: dict[str, Any]) -> None:
-    table = Table(title="Reference answers, given the question", caption="lost: beside the first way of the same data")
+    table = Table(title="Reference answers, given the question", caption="lost: relative to the first way of the same data")
     for name in ("data", "way", "answers", "tokens", "nats/token", "nats/byte", "lost nats/token"):
         table.add_column(name, justify="left" if name in ("data", "way") else "right")
     for row in likelihood:
@@ -314,7 +315,7 @@ def show(console: Console, likelihood: Sequence[dict[str, Any]], mbpp: dict[str,
         table.add_row(row["data"], row["way"], *figures)
     if likelihood:
         print_table(console, table)
-    table = Table(title="MBPP, greedy", caption="ended: by themselves, before the most tokens; τ: tokens a round")
+    table = Table(title="MBPP, greedy", caption="ended: with the end-of-sequence token; τ: tokens per round")
     for name in ("way", "problems", "passed", "pass@1", "tokens", "ended", "τ"):
         table.add_column(name, justify="left" if name == "way" else "right")
     for row in mbpp["ways"]:
@@ -324,7 +325,7 @@ def show(console: Console, likelihood: Sequence[dict[str, Any]], mbpp: dict[str,
         table.add_row(row["way"], *figures)
     if mbpp["ways"]:
         print_table(console, table)
-        console.print(f"the problems' own solutions that pass: {mbpp['solutions_passed']}", markup=False)
+        console.print(f"reference solutions that pass: {mbpp['solutions_passed']}", markup=False)
     for pair in mbpp["pairs"]:
         first, second = pair["ways"]
         same = f"{pair['equal_texts']} of {pair['problems']} equal, the same for {pair['same_tokens_median']:g} tokens (median)"
@@ -333,7 +334,7 @@ def show(console: Console, likelihood: Sequence[dict[str, Any]], mbpp: dict[str,
 
 @dataclass(frozen=True)
 class Run:
-    """What every way of a run needs."""
+    """Inputs shared by all ways of a run."""
 
     model: Path
     scored: Sequence[Scored]
@@ -344,7 +345,7 @@ class Run:
     console: Console
 
     def left(self, way: str, tasks: Sequence[str]) -> tuple[list[Scored], list[Problem]]:
-        """What of the two tasks a way has to do yet."""
+        """Returns the answers to score and the problems to answer that a way has no record of."""
         scores = "likelihood" in tasks and way in TASKS["likelihood"]
         answers = "mbpp" in tasks and way in TASKS["mbpp"]
         found = self.records.found
@@ -389,45 +390,45 @@ def main(
     Parameters
     ----------
     model
-        The GGUF file.
+        GGUF file.
     data
-        The folder with gsm8k_test.jsonl, humaneval.jsonl, mbpp.jsonl and math500.jsonl.
+        Folder with gsm8k_test.jsonl, humaneval.jsonl, mbpp.jsonl and math500.jsonl.
     records
-        Where answers are kept as they come.
+        JSONL file that keeps every answer.
     ways
-        Which ways to run; by default all, llama.cpp if its interpreter is named.
+        Ways to run; by default all, llama.cpp only with --llama-python.
     tasks
-        Of likelihood and mbpp, which to run.
+        Tasks to run: likelihood, mbpp.
     llama_python
-        An interpreter that has llama-cpp-python.
+        A Python interpreter with llama-cpp-python.
     answers
-        Reference answers of each data file.
+        Number of reference answers of each data file.
     most_problems
-        Of MBPP's test split.
+        Maximum number of problems of MBPP's test split.
     new_tokens
-        The most tokens of an answer.
+        Maximum number of tokens of an answer.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
     check_output_file("--json", json_file)
-    known = tuple(dict.fromkeys(way for each in TASKS.values() for way in each))
-    wanted = ways or tuple(way for way in known if way != PEER or llama_python is not None)
-    if wrong := [*(set(wanted) - set(known)), *(set(tasks) - set(TASKS))]:
-        raise ValueError(f"expected ways among {'; '.join(known)} and tasks among {', '.join(TASKS)}, found {wrong[0]}")
-    if PEER in wanted and llama_python is None:
+    all_ways = tuple(dict.fromkeys(way for each in TASKS.values() for way in each))
+    selected = ways or tuple(way for way in all_ways if way != PEER or llama_python is not None)
+    if wrong := [*(set(selected) - set(all_ways)), *(set(tasks) - set(TASKS))]:
+        raise ValueError(f"expected ways among {'; '.join(all_ways)} and tasks among {', '.join(TASKS)}, found {wrong[0]}")
+    if PEER in selected and llama_python is None:
         raise ValueError(f"expected --llama-python for {PEER}, found none")
     console = human_console(json_file)
     template = ChatTemplate.load(model)
     tokenizer = load_tokenizer(model)
     if template is None:
-        raise ValueError(f"expected a model with a chat template, found {model}, which has none")
-    keep_programs(True)
-    asked = references(data, template, answers)
+        raise ValueError(f"expected a model with a chat template, found {model} without one")
+    keep_programs()
+    reference_answers = references(data, template, answers)
     every = problems(data, template)
     tried = every[:most_problems]
     kept = Records(records, {"model": hashlib.sha256(model.read_bytes()).hexdigest(), "new_tokens": new_tokens})
-    run = Run(model, asked, tried, new_tokens, tokenizer, kept, console)
-    for way in wanted:
+    run = Run(model, reference_answers, tried, new_tokens, tokenizer, kept, console)
+    for way in selected:
         scored, unanswered = run.left(way, tasks)
         if not scored and not unanswered:
             continue
@@ -443,7 +444,7 @@ def main(
     settings = {"model": model.name, "answers": answers, "new_tokens": new_tokens, "slots": SLOTS}
     write_json(json_file, {"chip": chip_name(), **versions, **settings, "likelihood": likelihood, "mbpp": mbpp})
     if changed := changed_by_drafts(mbpp["pairs"]):
-        raise SystemExit(f"expected the same answers with drafts, found others in {', '.join(changed)}")
+        raise SystemExit(f"expected the same answers with drafts, found different ones in {', '.join(changed)}")
 
 
 if __name__ == "__main__":

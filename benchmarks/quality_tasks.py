@@ -1,4 +1,4 @@
-"""What `quality.py` asks a model and how it judges: questions, reference answers, and programs that are run."""
+"""Questions and reference answers of `quality.py`, and the judge that runs the programs in answers."""
 
 import re
 import subprocess
@@ -13,17 +13,17 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.train.data import read_records
 
 REFERENCES = {"gsm8k_test": "answer", "humaneval": "canonical_solution", "mbpp": "code", "math500": "solution"}
-"""The data files, and the field of each that holds the reference answer."""
+"""Data files, and the field with the reference answer of each."""
 CPU_S = 5
 WALL_S = 30
-"""How long a program may compute, and how long it may take on a machine that does other things too."""
+"""Limits of a program: processor seconds, and seconds of wall time, which a busy machine prolongs."""
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A question as the model reads it, and the answer whose likelihood is asked for."""
+    """A question in the chat template, and the reference answer to score."""
 
     data: str
     number: int
@@ -36,9 +36,9 @@ class Problem:
     """A problem of MBPP.
 
     Attributes:
-        prompt: what the model reads.
-        checks: what a right program passes, as a program.
-        solution: the data's own.
+        prompt: question in the chat template.
+        checks: program of assertions that a correct answer passes.
+        solution: reference solution.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Problem:
 
 
 def references(folder: Path, template: ChatTemplate, count: int) -> list[Scored]:
-    """The first so many reference answers of each data file; line breaks are "\\n" throughout."""
+    """Returns the first `count` reference answers of each data file, with "\\n" for all line breaks."""
     found = []
     for data, field in REFERENCES.items():
         path = folder / f"{data}.jsonl"
@@ -60,7 +60,7 @@ def references(folder: Path, template: ChatTemplate, count: int) -> list[Scored]
 
 
 def problems(folder: Path, template: ChatTemplate) -> list[Problem]:
-    """MBPP's test split, worded as in its paper (Austin et al. 2021) without the worked examples, as one turn of a chat."""
+    """Returns MBPP's test split, with the prompt of its paper (Austin et al. 2021) without examples, as one user message."""
     found = []
     for _, record in read_records(folder / "mbpp.jsonl"):
         if record["task_id"] in MBPP_SPLITS["test"]:
@@ -82,9 +82,9 @@ FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:\n\s*```|\Z)", re.DOTALL)
 
 
 def program(answer: str) -> str:
-    """The program in an answer: the first fence marked as Python, else the first one, else all of it.
+    """Returns the program in an answer: the first code block marked as Python, else the first code block, else the answer.
 
-    A fence that the answer's end cuts off counts.
+    A code block may lack its end.
     """
     fences = FENCE.findall(answer)
     marked = [code for language, code in fences if language.lower() in ("python", "python3", "py")]
@@ -92,9 +92,9 @@ def program(answer: str) -> str:
 
 
 PASSED = 42
-"""The status of a program whose checks were all reached; one that ends itself before has another."""
+"""Exit status of a program that passed all checks; a program that exits earlier has another status."""
 
-# A hook that sees what a program is about to do and cannot be taken off again; it may write into its working folder alone.
+# An audit hook, which a program cannot remove. Programs may write only to their working folder.
 GUARD = f"""
 import os, resource, sys
 for _what, _most in ("CPU", {CPU_S}), ("AS", {MEMORY_BYTES}), ("FSIZE", {FILE_BYTES}), ("CORE", 0):
@@ -117,8 +117,11 @@ os._exit({PASSED})
 
 
 def passes(answer: str, checks: str) -> bool:
-    """Whether the program in an answer passes its checks, in a process of its own: bounded, without a network, in an empty
-    folder that is deleted afterwards. Made for a model's mistakes, not for programs that want to break out."""
+    """Returns True if the program in an answer passes its checks.
+
+    The program runs in a process with limits, without network, in an empty folder that is deleted afterwards. The guard is
+    against mistakes of a model, not against malicious programs.
+    """
     source = f"{program(answer)}\n\n{checks}\n"
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -1,8 +1,9 @@
-"""Writes a checkpoint with the shapes of a published model and random weights, to see what memory and time serving it takes.
+"""Writes a checkpoint with the shapes of a published model and random weights, to measure memory and time of serving.
 
     python benchmarks/random_checkpoint.py qwen3-0.6b FOLDER --tokenizer FOLDER_WITH_A_TOKENIZER
 
-What it says means nothing. `write_gguf` writes a GGUF file in 8 bits, of which llama.cpp makes others.
+The texts of such a model are meaningless. `write_gguf` writes a GGUF file in Q8_0, which llama.cpp can convert to other
+formats.
 """
 
 import argparse
@@ -24,29 +25,29 @@ from tilewright.models.published_configs import MODELS
 from tilewright.models.registry import FAMILIES
 
 DRAWN = 2**22
-"""Numbers that are drawn; larger arrays repeat them."""
+"""Count of random numbers; larger arrays repeat them."""
 
 
 def write_weights(path: Path, specs: list[ArraySpec], seed: int) -> None:
-    """A safetensors file in bfloat16, written array by array: the largest models' are more than there is memory."""
+    """Writes a safetensors file in bfloat16 array by array, because large models exceed the memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     sizes = [int(np.prod(spec.shape)) for spec in specs]
     end = 0
     for spec, size in zip(specs, sizes, strict=True):
         header[spec.name] = {"dtype": "BF16", "shape": spec.stored_shape, "data_offsets": [end, end + 2 * size]}
         end += 2 * size
-    said = json.dumps(header).encode()
-    drawn = np.random.default_rng(seed).standard_normal(DRAWN, np.float32)
+    header_bytes = json.dumps(header).encode()
+    random_values = np.random.default_rng(seed).standard_normal(DRAWN, np.float32)
     with path.open("wb") as file:
-        file.write(len(said).to_bytes(8, "little") + said)
+        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for spec, size in zip(specs, sizes, strict=True):
-            values = np.ones(DRAWN, np.float32) if spec.init == "ones" else drawn * np.float32(spec.scale)
+            values = np.ones(DRAWN, np.float32) if spec.init == "ones" else random_values * np.float32(spec.scale)
             for begin in range(0, size, DRAWN):
                 file.write(values[: size - begin].astype(ml_dtypes.bfloat16).tobytes())
 
 
 def write_gguf(path: Path, config: DecoderConfig, tokenizer: GGUFCheckpoint) -> None:
-    """A GGUF file in Q8_0, with another file's tokenizer, whose vocabulary is filled up with tokens that mean nothing."""
+    """Writes a GGUF file in Q8_0 with the tokenizer of another file. Unused tokens fill the vocabulary."""
     architecture = FAMILIES[config.family].gguf
     assert architecture is not None
     writer = gguf.GGUFWriter(path, architecture)
@@ -68,20 +69,20 @@ def write_gguf(path: Path, config: DecoderConfig, tokenizer: GGUFCheckpoint) -> 
         writer.add_expert_feed_forward_length(config.mixture.size)
     add_tokenizer(writer, config.vocab_size, tokenizer.fields)
     blocks = np.random.default_rng(0).integers(0, 256, (2**16, 34), np.uint8)  # a scale in half precision and 32 integers
-    known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
+    tensor_names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
     for spec in spec_leaves(declare(config)):
         part = spec.name.removesuffix(".weight").replace("experts.*.", "experts.")
-        name = f"{known.get_name(part)}.weight"
+        name = f"{tensor_names.get_name(part)}.weight"
         if len(spec.stored_shape) == 1:
             writer.add_tensor(name, np.ones(spec.stored_shape, np.float32))
             continue
-        if spec.kind == "router":  # which llama.cpp reads in no other format
+        if spec.kind == "router":  # llama.cpp reads routers only in float32
             writer.add_tensor(name, np.random.default_rng(0).normal(0, spec.scale, spec.stored_shape).astype(np.float32))
             continue
         *rows, width = spec.stored_shape
         blocks[:, :2] = np.float16(spec.scale / 74).reshape(1).view(np.uint8)  # integers of any bits are about 74 in size
-        drawn = np.resize(blocks, (math.prod(rows) * width // 32, 34)).reshape(*rows, -1)
-        writer.add_tensor(name, drawn, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        random_values = np.resize(blocks, (math.prod(rows) * width // 32, 34)).reshape(*rows, -1)
+        writer.add_tensor(name, random_values, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -104,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a folder with tokenizer.json and tokenizer_config.json")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json and tokenizer_config.json")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     config = MODELS[args.model]

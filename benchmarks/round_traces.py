@@ -1,14 +1,13 @@
-"""Records how far every choice's drafts would be accepted in the texts of data files, and simulates the policy on that.
+"""Records the accepted drafts of every choice in the texts of data files, and simulates the policy on the record.
 
     python benchmarks/round_traces.py record traces.json --data humaneval.jsonl gsm8k_test.jsonl --samples 4
     python benchmarks/round_traces.py simulate traces.json
     python benchmarks/round_traces.py simulate traces.json --uneven 0.1 --seeds 6
     python benchmarks/round_traces.py simulate traces.json --costs round.json
 
-With `--uneven` the policy begins with costs that are wrong by about so much, those of two shapes from moments of different
-load, and hears of dispatches that are as uneven, which says more of what it does on a machine that others use too. The last
-takes the costs of rounds from
-`tilewright bench round --chip v5e:2x2 --json round.json`, say.
+`--uneven` simulates a shared machine: the initial costs have errors of this size, the costs of two shapes are measured under
+different load, and the times of dispatches have the same errors. `--costs` reads the costs of rounds from a JSON file, for
+example of `benchmarks/round_parts.py --chip v5e:2x2 --json round.json`.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import read_examples
-from tilewright.bench.speculative import ask
+from tilewright.bench.speculative import build_prompts
 from tilewright.cli.common import ModelOptions, packaged_prompts_file
 from tilewright.runtime.sampling import Sampling
 
@@ -43,17 +42,17 @@ def main() -> None:
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weights", default="auto")
-    parser.add_argument("--costs", type=Path, help="what bench round --json wrote, in the place of the recorded costs")
+    parser.add_argument("--costs", type=Path, help="JSON of round_parts.py, replaces the recorded costs")
     parser.add_argument("--uneven", type=float, default=0.0, help="standard deviation of the logarithm of costs and times")
-    parser.add_argument("--seeds", type=int, default=1, help="how often that is drawn; figures are means")
+    parser.add_argument("--seeds", type=int, default=1, help="number of draws of these errors; figures are means")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     console = Console()
-    if asked.what == "record":
-        recorded(asked, console)
-    costs = None if asked.costs is None else costs_of(json.loads(asked.costs.read_text(encoding="utf-8"))["data"])
-    recording = Recording.load(asked.traces)
-    drawn = [simulate(recording, costs, asked.uneven, seed) for seed in range(asked.seeds)]
+    if options.what == "record":
+        recorded(options, console)
+    costs = None if options.costs is None else costs_of(json.loads(options.costs.read_text(encoding="utf-8"))["data"])
+    recording = Recording.load(options.traces)
+    drawn = [simulate(recording, costs, options.uneven, seed) for seed in range(options.seeds)]
     rows = [averaged(rows) for rows in zip(*drawn, strict=True)]
     table = Table(title="tokens/s of the policy, simulated on recorded acceptance")
     for name in ("data", "tokens", "plain", "best choice", "its tokens/s", "policy", "of best", "of plain"):
@@ -63,39 +62,39 @@ def main() -> None:
         shares = [f"{row[name]:.3f}" for name in ("of_best", "of_plain")]
         table.add_row(row["dataset"], str(row["tokens"]), f"{row['plain_tokens_per_s']:,.0f}", row["best"], *rates, *shares)
     console.print(table)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def averaged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the same data, drawn several times, with the least share of the best choice."""
+    """Averages the rows of one dataset over seeds. Adds the smallest share of the best choice."""
     means = {name: sum(row[name] for row in rows) / len(rows) for name in ("policy_tokens_per_s", "of_best", "of_plain")}
     return {**rows[0], **means, "least_of_best": min(row["of_best"] for row in rows)}
 
 
-def recorded(asked: argparse.Namespace, console: Console) -> None:
-    """Writes the traces."""
-    options = ModelOptions(asked.model, asked.dtype, asked.weights, drafter=asked.drafter)
-    lm = options.load(console)
-    template = options.chat_template(console)
-    sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, seed=0)
-    files = {path.stem: path for path in asked.data} or {"held-out code": packaged_prompts_file()}
+def recorded(options: argparse.Namespace, console: Console) -> None:
+    """Records and writes the traces."""
+    model_options = ModelOptions(options.model, options.dtype, options.weights, drafter=options.drafter)
+    lm = model_options.load(console)
+    template = model_options.chat_template(console)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p, seed=0)
+    files = {path.stem: path for path in options.data} or {"held-out code": packaged_prompts_file()}
     assert lm.pacing is not None
     lm.pacing.patient = True
     traces = []
     with Progress(console=console, transient=True) as bar:
-        row = bar.add_task("recording", total=len(files) * asked.samples)
+        row = bar.add_task("recording", total=len(files) * options.samples)
         for name, path in files.items():
-            prompts = ask(lm, name, read_examples(path)[: asked.samples], template, sampling).prompts
+            prompts = build_prompts(lm, name, read_examples(path)[: options.samples], template, sampling).prompts
             traces += record(lm, name, prompts, sampling, lambda: bar.advance(row))
     runner = lm.start([[0]], sampling).engine.runner
     runner.programs.warm(runner.programs.declared(runner.sampling))
-    lm.pacing.costs.clear()  # they took a recording's dispatches, of one step each, for usual ones
+    lm.pacing.costs.clear()  # costs measured so far are of dispatches with one step
     lm.pacing.files = None
     costs = lm.pacing.measured(runner, 1, sampling.temperature > 0, lm.pacing.team.choices)
-    about = {"date": datetime.date.today().isoformat(), **environment(lm), "temperature": asked.temperature}
+    about = {"date": datetime.date.today().isoformat(), **environment(lm), "temperature": options.temperature}
     expected = {member.name: member.expected_acceptance for member in lm.pacing.team.members if member.expected_acceptance}
-    Recording(traces, costs, about, expected).save(asked.traces)
+    Recording(traces, costs, about, expected).save(options.traces)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""A server under a mixed load for minutes: nothing may leak, slow down, differ or break.
+"""Runs a server under mixed load for minutes, and checks that the server does not leak, slow down, change answers or fail.
 
     python benchmarks/soak.py --minutes 10 --json soak.json
 
-Starts `tilewright serve` in a process of its own, with a queue and a pool of pages so small that requests are turned away and
-have to give way, and asks of it what clients ask: good requests of every kind, clients that go away, bodies that are wrong or
-too large, bursts, slow readers. The same requests come again and again and must have the same answers. It ends with a verdict,
-and with status 1 if that is bad.
+Starts `tilewright serve` in another process, with a small queue and few pages, so that requests are rejected and preempted. The
+load has valid requests of every kind, clients that disconnect, invalid and oversized bodies, bursts and slow readers. Repeated
+requests ("canaries") must have the same answers each time. Prints a verdict; exit status 1 if a rule is broken.
 """
 
 import asyncio
@@ -47,7 +46,6 @@ from soak_verdict import (
 
 import tilewright
 from tilewright.bench.datasets import read_examples
-from tilewright.bench.http_client import Address
 from tilewright.cli.common import packaged_prompts_file
 from tilewright.cli.outputs import JsonFile, check_output_file, human_console
 from tilewright.compiled.machine import cores, cpu_facts
@@ -57,22 +55,22 @@ from tilewright.runtime.shapes import ShapeTable
 TABLE = ShapeTable(batches=(1, 2, 4), capacities=(512,), chunks=(16, 64), widths=(4,))
 PAGE_SIZE = 16
 PAGES = 56
-"""Four requests of the whole context would fill 128 pages."""
+"""Fewer pages than the 128 that four requests of the whole context need."""
 QUEUE_REQUESTS = 32
 BODY_MB = 0.25
 READY_S = 600.0
 END_S = 60.0
 IDLE_S = 30.0
-"""How long the server may take to be ready, to end, and to have nothing to do once nobody asks."""
+"""Seconds within which the server must be ready, exit after SIGTERM, and become idle after the load."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a soak runs; times in seconds.
+    """Settings of a soak.
 
     Attributes:
-        clients: that do one thing after another, besides samples, canaries and bursts.
-        sample_s, canary_s, burst_s: between two of these.
+        clients: number of sequential clients, besides samples, canaries and bursts.
+        sample_s, canary_s, burst_s: seconds between two samples, canaries or bursts.
     """
 
     minutes: float = 10.0
@@ -88,33 +86,33 @@ class Settings:
 
 @dataclass
 class Server:
-    """A server in a process of its own.
+    """A server in another process.
 
     Attributes:
-        err: the file that its standard error goes to.
+        err: file with its standard error.
     """
 
     process: subprocess.Popen[str]
     command: list[str]
-    address: Address
+    url: str
     err: Path
 
     @property
     def memory(self) -> dict[str, int]:
-        """Lines of /proc/PID/status that are numbers: `VmRSS` and such in kB, `Threads`."""
+        """Numeric lines of /proc/PID/status: `VmRSS` and others in kB, `Threads`."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
         fields = ((name, value.split()) for name, _, value in (line.partition(":") for line in lines))
         return {name: int(value[0]) for name, value in fields if value and value[0].isdecimal()}
 
     @property
     def files(self) -> int:
-        """How many it has open."""
+        """Number of open file descriptors."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def end(self) -> int:
-        """Its status after SIGTERM."""
+        """Sends SIGTERM. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):  # then it is killed, and has the status of that
+        with suppress(subprocess.TimeoutExpired):  # a killed process has the status of SIGKILL
             return self.process.wait(END_S)
         self.process.kill()
         return self.process.wait()
@@ -122,7 +120,7 @@ class Server:
 
 @contextmanager
 def serving(settings: Settings) -> Iterator[Server]:
-    """A server that listens; it need not be ready."""
+    """Starts a server, and ends it at the exit."""
     with tempfile.TemporaryDirectory() as folder:
         shapes = Path(folder) / "shapes.json"
         err = Path(folder) / "stderr"
@@ -130,17 +128,14 @@ def serving(settings: Settings) -> Iterator[Server]:
         options = {
             "model": settings.model,
             "drafter": settings.drafter,
-            "shapes": shapes,
-            "page-size": PAGE_SIZE,
-            "pages": PAGES,
-            "queue-requests": QUEUE_REQUESTS,
-            "max-body-mb": BODY_MB,
-            "guard": "fail",
+            "compile": f"shapes={shapes}",
+            "memory": f"page_size={PAGE_SIZE},pages={PAGES}",
+            "limits": f"queue_requests={QUEUE_REQUESTS},body_mb={BODY_MB}",
             "port": 0,
         }
         named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "tilewright", "serve", *named]
-        # The same package as here, wherever this was started.
+        command = [sys.executable, "-m", "tilewright", "serve", "--wait-for-programs", *named]
+        # The server imports the same package as this process, from any working folder.
         path = os.pathsep.join([str(Path(tilewright.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
         with err.open("w", encoding="utf-8") as to:
             process = subprocess.Popen(
@@ -152,32 +147,32 @@ def serving(settings: Settings) -> Iterator[Server]:
                 env=os.environ | {"PYTHONPATH": path},
             )
         try:
-            shown = ["tilewright", "serve", *(part if part != str(shapes) else "SHAPES" for part in named)]
+            shown = ["tilewright", "serve", "--wait-for-programs", *(part.replace(str(shapes), "SHAPES") for part in named)]
             yield Server(process, shown, url_of(process, err), err)
         finally:
             process.kill()
             process.communicate()
 
 
-def url_of(process: subprocess.Popen[str], err: Path) -> Address:
-    """Where it listens, which it says once it is ready."""
+def url_of(process: subprocess.Popen[str], err: Path) -> str:
+    """Returns the URL that the server prints once it is ready."""
     assert process.stdout is not None
     line = process.stdout.readline()
     url = next((word for word in line.split() if word.startswith("http://")), None)
     if url is None:
-        raise ValueError(f"the server did not become ready: {err.read_text(encoding='utf-8')[-2000:] or line}")
-    found = Address.from_url(url)
-    return Address(found.secure, found.host, found.port, "")
+        raise ValueError(f"expected a URL from tilewright serve, found none: {err.read_text(encoding='utf-8')[-2000:] or line}")
+    return url
 
 
 @dataclass
 class Samples:
-    """What was measured over time.
+    """Measurements over time.
 
     Attributes:
-        rows: of the process and `/health`: seconds, resident and anonymous memory in MB, threads, open files, step age, seconds
-            that `/health` took, running and waiting requests, pages in use (a share), load average.
-        metrics: of `/metrics`, at the end.
+        rows: figures of the process and `/health`: seconds, resident and anonymous memory in MB, threads, open files, step
+            age, seconds of `/health`, running and waiting requests, share of pages in use, load average.
+        metrics: latest values of `/metrics`.
+        unhealthy: number of failed health checks.
     """
 
     COLUMNS = (
@@ -197,8 +192,8 @@ class Samples:
     metrics: dict[str, float] = field(default_factory=dict)
     unhealthy: int = 0
 
-    def of(self, column: str) -> list[Sample]:
-        place = self.COLUMNS.index(column)
+    def column(self, name: str) -> list[Sample]:
+        place = self.COLUMNS.index(name)
         return [Sample(row[0], row[place]) for row in self.rows]
 
     async def take(self, load: Load, server: Server) -> str:
@@ -235,14 +230,14 @@ class Samples:
 
 
 async def soak(settings: Settings, server: Server, show: Callable[[Load, Samples], None]) -> tuple[Load, Samples]:
-    """The load from its beginning to its end, and until the server has nothing to do."""
-    load = Load(server.address, limits_of(settings), settings.seed)
+    """Runs the load until its end and until the server is idle."""
+    load = Load(server.url, limits_of(settings), settings.seed)
     samples = Samples()
     prompts = [example.turns[0] for example in read_examples(packaged_prompts_file())]
     texts, chats = await load.texts(prompts)
     drawer = Drawer(settings.seed + 1, texts, chats, load.limits)
     repeated = canaries(texts, chats)
-    for name, wanted in repeated:  # alone, before anything runs beside them
+    for name, wanted in repeated:  # alone, before any other request runs
         await load.attempt(f"canary {name}", load.canary(name, wanted))
     load.ttft.clear()
     load.tpot.clear()
@@ -259,7 +254,7 @@ async def soak(settings: Settings, server: Server, show: Callable[[Load, Samples
             await reached(ended, settings.sample_s)
         ended.set()
     await load.attempt("end", idle(load, samples))
-    await load.connections.close()
+    await load.http.aclose()
     return load, samples
 
 
@@ -268,7 +263,7 @@ def limits_of(settings: Settings) -> Limits:
 
 
 async def idle(load: Load, samples: Samples) -> str:
-    """Takes the last metrics once nothing runs or waits: those whose clients have gone end with the next dispatch."""
+    """Waits until no request runs or waits, and reads the metrics. Cancelled requests end with the next dispatch."""
     until = time.monotonic() + IDLE_S
     while True:
         _, _, text = await load.exchange("GET", "/metrics")
@@ -280,11 +275,11 @@ async def idle(load: Load, samples: Samples) -> str:
 
 
 def verdict(load: Load, samples: Samples, length_s: float, status: int, err: str, bounds: Bounds) -> list[Check]:
-    """Every rule, with what was found."""
-    # A server that has gone says nothing, and breaks every rule about what it says.
+    """Checks every rule."""
+    # Metrics of a dead server are NaN, which breaks every rule on metrics.
     found = defaultdict(lambda: float("nan"), samples.metrics)
-    ages = [each.value for each in samples.of("step_age_s")]
-    ttft, tpot = ([Sample(*each) for each in of] for of in (load.ttft, load.tpot))
+    ages = [each.value for each in samples.column("step_age_s")]
+    ttft, tpot = ([Sample(*each) for each in values] for values in (load.ttft, load.tpot))
     reasons = ("stop", "length", "abort", "error")
     ended = {reason: found[f'vllm:request_success_total{{finished_reason="{reason}"}}'] for reason in reasons}
     success = ended["stop"] + ended["length"]
@@ -300,18 +295,18 @@ def verdict(load: Load, samples: Samples, length_s: float, status: int, err: str
         "refused": load.counts["refused"],
     }
     return [
-        equal_check("answers that are not as they must be", load.wrong, 0),
+        equal_check("wrong answers", load.wrong, 0),
         equal_check("health checks that failed", samples.unhealthy, 0),
         Check("oldest step", oldest <= bounds.step_age_s, f"{oldest:.2f} s", f"≤ {bounds.step_age_s} s"),
-        *memory_checks(samples.of("rss_mb"), length_s, bounds),
+        *memory_checks(samples.column("rss_mb"), length_s, bounds),
         latency_check("canaries' time to first token", ttft, length_s, bounds),
         latency_check("canaries' time per output token", tpot, length_s, bounds),
         equal_check("running and waiting at the end", busy, (0, 0)),
         equal_check("pages used at the end", found["vllm:kv_cache_usage_perc"], 0),
         equal_check("prompt tokens waiting at the end", found["tilewright_waiting_tokens"], 0),
         equal_check("compilations while serving", found['tilewright_xla_compilations_total{phase="serving"}'], 0),
-        equal_check("requests that the engine failed on", ended["error"], 0),
-        Check("requests that ended well", load.finished <= success <= most, f"{success:g}", f"{load.finished} to {most}"),
+        equal_check("requests that failed in the engine", ended["error"], 0),
+        Check("requests that succeeded", load.finished <= success <= most, f"{success:g}", f"{load.finished} to {most}"),
         *positive_checks(met),
         equal_check("status after SIGTERM", status, 0),
         lines_check(err),
@@ -319,12 +314,12 @@ def verdict(load: Load, samples: Samples, length_s: float, status: int, err: str
 
 
 def figures_of(settings: Settings, server: Server, load: Load, samples: Samples, checks: list[Check]) -> dict[str, Any]:
-    """All that is kept of a run."""
+    """Returns the JSON figures of a run."""
     length_s = settings.minutes * 60
-    half = between(samples.of("rss_mb"), length_s / 2, length_s)
+    half = between(samples.column("rss_mb"), length_s / 2, length_s)
     quarters = {
-        name: quarter_medians([Sample(*each) for each in of], length_s)
-        for name, of in (("rss_mb", samples.of("rss_mb")), ("ttft_s", load.ttft), ("tpot_s", load.tpot))
+        name: quarter_medians([Sample(*each) for each in values], length_s)
+        for name, values in (("rss_mb", samples.column("rss_mb")), ("ttft_s", load.ttft), ("tpot_s", load.tpot))
     }
     packages = ("tilewright", "jax", "uvicorn", "fastapi")
     timed = {"ttft_s": load.ttft, "tpot_s": load.tpot}
@@ -347,12 +342,12 @@ def figures_of(settings: Settings, server: Server, load: Load, samples: Samples,
         "metrics": {name: value for name, value in samples.metrics.items() if "_bucket" not in name and "_created" not in name},
         "columns": samples.COLUMNS,
         "samples": samples.rows,
-        **{name: [[round(at, 1), round(value, 5)] for at, value in of] for name, of in timed.items()},
+        **{name: [[round(at, 1), round(value, 5)] for at, value in values] for name, values in timed.items()},
     }
 
 
 def run(settings: Settings, console: Console) -> dict[str, Any]:
-    """A whole soak: the figures, with the verdict among them."""
+    """Runs a soak. Returns its figures with the verdict."""
     with serving(settings) as server:
         bar = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
         with Progress(*bar, console=console, disable=not console.is_terminal) as progress:
@@ -360,10 +355,14 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
 
             def show(load: Load, samples: Samples) -> None:
                 whole = sum(load.counts[each] for each in ("whole", "streamed", "read slowly"))
-                gone = sum(count for name, count in load.counts.items() if name.startswith("gone"))
-                canary, refused, away = (load.counts[each] for each in ("canaries", "refused", "turned away"))
-                said = f"{whole} answered, {canary} canaries, {refused} refused, {gone} gone, {away} turned away"
-                progress.update(row, completed=min(load.now, settings.minutes * 60), said=f"{said}, {load.wrong} wrong")
+                disconnected = sum(count for name, count in load.counts.items() if name.startswith("gone"))
+                canary, refused, rejected = (load.counts[each] for each in ("canaries", "refused", "turned away"))
+                progress_text = (
+                    f"{whole} answered, {canary} canaries, {refused} refused, {disconnected} gone, {rejected} turned away"
+                )
+                progress.update(
+                    row, completed=min(load.now, settings.minutes * 60), said=f"{progress_text}, {load.wrong} wrong"
+                )
 
             load, samples = asyncio.run(soak(settings, server, show))
         status = server.end()
@@ -382,7 +381,7 @@ def show_verdict(figures: dict[str, Any], console: Console) -> None:
 
 
 def lines_of(figures: dict[str, Any]) -> str:
-    """JSON with a line for each figure, and for each row of samples: thousands of them, which somebody may want to read."""
+    """Formats JSON with a line for each figure and for each row of samples."""
 
     def text(value: Any) -> str:
         if isinstance(value, list) and value:
@@ -404,20 +403,20 @@ def main(
     seed: int = Settings.seed,
     json_file: Annotated[JsonFile, Parameter(name="--json")] = None,
 ) -> int:
-    """Soaks a server.
+    """Runs a server under mixed load.
 
     Parameters
     ----------
     minutes
-        How long.
+        Minutes of load.
     model
         A folder, a Hugging Face id, or "demo".
     drafter
-        As for `tilewright serve`.
+        Drafter, as for `tilewright serve`.
     seed
-        Of all that is drawn.
+        Seed of all random choices.
     json_file
-        Where to write samples and verdict; "-" is standard output.
+        Write samples and verdict as JSON to this file, "-" for standard output.
     """
     if not minutes > 0:
         raise ValueError(f"expected --minutes above 0, found {minutes}")

@@ -1,4 +1,4 @@
-"""The load of a soak: what is asked of the server, good and bad, and what each answer must be."""
+"""Load of a soak: valid and invalid requests, and checks of every answer."""
 
 import asyncio
 import json
@@ -8,29 +8,32 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from tilewright.bench.http_client import READ, Address, Connections, Response, ServerDisconnected, read_head
-from tilewright.bench.sse import EventReader
+import httpx2
+
+from tilewright.bench.answer import EventDecoder
+from tilewright.bench.serving import http_client
 
 PATIENCE_S = 90.0
-"""How long any answer may take."""
+"""Maximum seconds of an answer."""
 THINK_S = 0.15
-"""How long a client waits between two requests, on average."""
+"""Mean seconds between two requests of a client."""
 KEPT_PROBLEMS = 50
 LOGPROB_TOLERANCE = 1e-3
 COMPLETIONS = "/v1/completions"
 CHATS = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 STOPS = ("\n\n", "return", "self", "):", "=")
 
 Json = dict[str, Any]
 
 
 class Wrong(Exception):
-    """An answer is not what it must be."""
+    """Raised for a wrong answer."""
 
 
 def expect(holds: bool, what: str) -> None:
@@ -40,7 +43,7 @@ def expect(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """The server's, as it was started: its model's name, positions of a request, requests that may wait, bytes of a body."""
+    """Limits of the server: name of the model, positions of a request, waiting requests, bytes of a body."""
 
     model: str
     context: int
@@ -50,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and its tokens, by the server's own tokeniser; `messages` where it is a conversation."""
+    """A prompt with its tokens from `/tokenize`; a conversation has `messages`."""
 
     text: str
     tokens: list[int]
@@ -59,7 +62,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request that is to be answered, and what its answer is checked against."""
+    """A valid request, with the prompts that its answer is checked against."""
 
     route: str
     body: Json
@@ -80,16 +83,16 @@ class Wanted:
 
 @dataclass
 class Choice:
-    """A choice of an answer, whole or put together from chunks."""
+    """A choice of an answer, whole or joined from chunks."""
 
     text: str = ""
     finish: str | None = None
     logprobs: list[float | None] | None = None
 
     def take(self, choice: Json) -> None:
-        """Takes a choice of a body or of a chunk."""
-        said = choice.get("message") or choice.get("delta") or {}
-        self.text += choice.get("text") or said.get("content") or ""
+        """Adds a choice of a body or of a chunk."""
+        message = choice.get("message") or choice.get("delta") or {}
+        self.text += choice.get("text") or message.get("content") or ""
         if choice.get("finish_reason") is not None:
             expect(self.finish is None, "a choice ended twice")
             self.finish = choice["finish_reason"]
@@ -104,7 +107,7 @@ class Answer:
     """An answer with status 200.
 
     Attributes:
-        arrivals: when chunks with text came, each with the tokens that had come by then.
+        arrivals: time of each chunk with text, and the number of tokens so far.
     """
 
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -120,7 +123,7 @@ class Answer:
 
     @property
     def facts(self) -> list[Any]:
-        """What must be the same each time; log-probabilities may differ by rounding."""
+        """Values that must be equal each time. Log-probabilities are not among them: they may differ by rounding."""
         ended = [(each.text, each.finish) for _, each in sorted(self.choices.items())]
         return [ended, (self.usage or {}).get("completion_tokens"), (self.usage or {}).get("prompt_tokens")]
 
@@ -130,7 +133,7 @@ class Answer:
 
 
 def check_answer(wanted: Wanted, answer: Answer) -> None:
-    """Raises `Wrong` where an answer is not what was asked for."""
+    """Raises `Wrong` if an answer does not fit its request."""
     body = wanted.body
     expect(sorted(answer.choices) == list(range(wanted.choices)), f"choices {sorted(answer.choices)}, not {wanted.choices}")
     expect(answer.done or not wanted.stream, "a stream without [DONE]")
@@ -150,7 +153,7 @@ def check_answer(wanted: Wanted, answer: Answer) -> None:
 
 
 def check_usage(wanted: Wanted, answer: Answer) -> None:
-    """Counts: of usage against the prompts, the limit, and the log-probabilities."""
+    """Checks the token counts of usage against prompts, limit and log-probabilities."""
     body = wanted.body
     usage = answer.usage
     if usage is None:
@@ -163,8 +166,8 @@ def check_usage(wanted: Wanted, answer: Answer) -> None:
     expect(0 < generated <= most, f"{generated} tokens of at most {most}")
     if all(choice.finish == "length" for choice in answer.choices.values()):
         expect(generated == most, f"{generated} tokens, ended by a length of {most}")
-    asked = body.get("logprobs")
-    if asked is not None and asked is not False:  # 0 asks too, for no alternatives
+    logprobs = body.get("logprobs")
+    if logprobs is not None and logprobs is not False:  # 0 requests log-probabilities without alternatives
         echoed = prompt * body.get("n", 1) if body.get("echo") else 0
         given = sum(len(choice.logprobs or ()) for choice in answer.choices.values())
         expect(given == generated + echoed, f"{given} log-probabilities for {generated + echoed} tokens")
@@ -172,7 +175,7 @@ def check_usage(wanted: Wanted, answer: Answer) -> None:
 
 @dataclass(frozen=True)
 class Bad:
-    """A request that is to be refused: the head, but for its length, and the body, with the status and the error's code."""
+    """An invalid request, with the expected status and error code."""
 
     name: str
     method: str
@@ -184,7 +187,7 @@ class Bad:
 
 
 def bad_requests(limits: Limits) -> list[Bad]:
-    """Bodies that are no JSON, fields that are wrong, what is too large, what is not there."""
+    """Returns requests with invalid JSON, invalid fields, oversized bodies and unknown routes."""
 
     def body(name: str, status: int, code: str | None, route: str = COMPLETIONS, **fields: Any) -> Bad:
         given = {"prompt": "x"} if route == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
@@ -241,7 +244,7 @@ def bad_requests(limits: Limits) -> list[Bad]:
 
 
 class Drawer:
-    """Draws requests that are to be answered."""
+    """Draws valid requests."""
 
     def __init__(self, seed: int, texts: Sequence[Text], chats: Sequence[Text], limits: Limits):
         self.draws = random.Random(seed)
@@ -250,7 +253,7 @@ class Drawer:
         self.limits = limits
 
     def sampling(self, chat: bool) -> Json:
-        """How to draw tokens, when to stop, and what to tell of them."""
+        """Draws fields for sampling, stop conditions and log-probabilities."""
         pick = self.draws
         fields: Json = {"temperature": 0}
         if pick.random() < 0.5:
@@ -273,7 +276,7 @@ class Drawer:
         return fields
 
     def wanted(self) -> Wanted:
-        """One or two prompts, or a conversation, short or long."""
+        """Draws a request with one or two prompts, or with a conversation."""
         pick = self.draws
         chat = self.draws.random() < 0.35
         fields = self.sampling(chat)
@@ -294,7 +297,7 @@ class Drawer:
         return made.streamed() if pick.random() < 0.5 else made
 
     def small(self) -> Wanted:
-        """Part of a burst."""
+        """Draws a request of a burst."""
         text = self.draws.choice(self.texts)
         fields = {"prompt": text.text, "temperature": 0, "max_tokens": self.draws.choice((4, 16, 40))}
         return Wanted(COMPLETIONS, fields, (text,))
@@ -307,7 +310,7 @@ class Drawer:
 
 
 def canaries(texts: Sequence[Text], chats: Sequence[Text]) -> list[tuple[str, Wanted]]:
-    """Requests whose answers never change; those that stream are timed."""
+    """Returns requests whose answers must not change. Streaming canaries are timed."""
     long = texts[0]
     short = texts[-1]
     chat = chats[0]
@@ -333,21 +336,22 @@ def canaries(texts: Sequence[Text], chats: Sequence[Text]) -> list[tuple[str, Wa
 
 
 class Load:
-    """Clients, and what they found.
+    """Clients and their findings.
 
     Attributes:
-        counts: requests by what was done with them; `refused` and `turned away` as they should be.
-        problems: what was not as it must be, with the time; only the first ones are kept, `wrong` counts all.
-        finished, abandoned: choices that came whole, and that were given up or turned away.
-        ttft, tpot: of canaries, with the time; seconds.
-        deviation: the furthest that a canary's log-probability was from its first one.
+        counts: number of requests by outcome; `refused` and `turned away` are correct outcomes.
+        problems: the first `KEPT_PROBLEMS` problems, with their times.
+        wrong: number of all problems.
+        finished, abandoned: completed choices, and choices that were cancelled or rejected.
+        ttft, tpot: time to first token and time per output token of canaries, in seconds, with the time of measurement.
+        deviation: largest difference of a canary's log-probability from that of its first answer.
     """
 
-    def __init__(self, address: Address, limits: Limits, seed: int):
-        self.address = address
+    def __init__(self, url: str, limits: Limits, seed: int):
+        self.url = httpx2.URL(url)
         self.limits = limits
         self.draws = random.Random(seed)
-        self.connections = Connections(address, {})
+        self.http = http_client(url)
         self.counts: Counter[str] = Counter()
         self.problems: list[Json] = []
         self.wrong = self.finished = self.abandoned = self.bursts = 0
@@ -363,7 +367,7 @@ class Load:
         return time.monotonic() - self.began
 
     async def texts(self, prompts: Sequence[str]) -> tuple[list[Text], list[Text]]:
-        """Prompts that share beginnings, the longest first, and conversations, with their tokens by `/tokenize`."""
+        """Returns prompts with common prefixes, longest first, and conversations, with their tokens from `/tokenize`."""
         shared = prompts[0][:250] + prompts[1][:250]
         texts = list[Text]()
         chats = list[Text]()
@@ -372,10 +376,10 @@ class Load:
             texts.append(Text(piece, (await self.json("/tokenize", {"prompt": piece}))["tokens"]))
         texts.sort(key=lambda each: -len(each.tokens))
         for number, piece in enumerate(prompts[18:24]):
-            said: list[Json] = [{"role": "system", "content": shared}] if number % 2 else []
-            said += [{"role": "user", "content": [{"type": "text", "text": piece[:150]}]}]
-            said += [{"role": "assistant", "content": piece[150:200]}, {"role": "user", "content": piece[200:300]}]
-            chats.append(Text("", (await self.json("/tokenize", {"messages": said}))["tokens"], said))
+            messages: list[Json] = [{"role": "system", "content": shared}] if number % 2 else []
+            messages += [{"role": "user", "content": [{"type": "text", "text": piece[:150]}]}]
+            messages += [{"role": "assistant", "content": piece[150:200]}, {"role": "user", "content": piece[200:300]}]
+            chats.append(Text("", (await self.json("/tokenize", {"messages": messages}))["tokens"], messages))
         return texts, chats
 
     async def json(self, route: str, body: Json) -> Json:
@@ -384,34 +388,37 @@ class Load:
         return json.loads(raw)
 
     async def exchange(self, method: str, route: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of an answer."""
-        async with asyncio.timeout(PATIENCE_S), self.connections.request(method, route, body) as response:
-            return response.status, dict(response.headers), await whole(response)
+        """Sends a request. Returns status, headers and body of the answer."""
+        async with asyncio.timeout(PATIENCE_S):
+            response = await self.http.request(method, route, content=body, headers=JSON)
+        return response.status_code, dict(response.headers), response.content
 
     async def attempt(self, kind: str, work: Awaitable[str]) -> None:
-        """Does one thing and counts it under what came of it; whatever goes wrong is a problem of the run."""
+        """Awaits `work` and counts its outcome. Errors are problems of the run."""
         try:
             self.counts[await work] += 1
-        except (Wrong, OSError, ValueError, LookupError, TypeError, asyncio.IncompleteReadError) as error:
+        except (Wrong, OSError, ValueError, LookupError, TypeError, httpx2.HTTPError) as error:
             what = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
             self.wrong += 1
             if len(self.problems) < KEPT_PROBLEMS:
                 self.problems.append({"at_s": round(self.now, 1), "kind": kind, "what": what[:500]})
 
+    def stream(self, wanted: Wanted) -> AbstractAsyncContextManager[httpx2.Response]:
+        return self.http.stream("POST", wanted.route, json=wanted.body)
+
     async def answered(self, wanted: Wanted) -> Answer | None:
-        """The answer, checked; None where the server was full, as it may be while there is a burst."""
+        """Sends a valid request. Returns its checked answer, or None if the server was full during a burst."""
         began = self.now
-        body = json.dumps(wanted.body).encode()
-        async with asyncio.timeout(PATIENCE_S), self.connections.request("POST", wanted.route, body) as response:
-            if response.status == 503:
-                self.check_full(began, dict(response.headers), json.loads(await whole(response)))
+        async with asyncio.timeout(PATIENCE_S), self.stream(wanted) as response:
+            if response.status_code == 503:
+                self.check_full(began, dict(response.headers), json.loads(await response.aread()))
                 self.abandoned += wanted.choices
                 return None
-            if response.status != 200:
-                raise Wrong(f"status {response.status}: {(await whole(response))[:200]!r} for {str(wanted.body)[:200]}")
+            if response.status_code != 200:
+                raise Wrong(f"status {response.status_code}: {(await response.aread())[:200]!r} for {str(wanted.body)[:200]}")
             answer = Answer()
             if not wanted.stream:
-                answer.take(json.loads(await whole(response)))
+                answer.take(json.loads(await response.aread()))
             else:
                 async for event in events(response):
                     self.take_event(wanted, answer, event)
@@ -433,7 +440,7 @@ class Load:
             answer.arrivals.append((time.monotonic(), chunk["usage"]["completion_tokens"]))
 
     def check_full(self, began: float, headers: dict[str, str], body: Json) -> None:
-        """A 503 is right with its code and `Retry-After`, and while a burst is on."""
+        """Checks a 503: its code, its `Retry-After`, and that a burst was running."""
         expect(body["error"]["code"] == "server_overloaded", f"503 {body['error']['code']}")
         expect(int(headers.get("retry-after", "0")) >= 1, "a 503 without Retry-After")
         expect(self.bursts > 0 or self.burst_ended >= began, "a 503 without a burst")
@@ -443,7 +450,7 @@ class Load:
         return "turned away" if answer is None else "streamed" if wanted.stream else "whole"
 
     async def canary(self, name: str, wanted: Wanted) -> str:
-        """Asks what was asked before, and compares."""
+        """Repeats a request and compares the answer with the first one."""
         began = time.monotonic()
         at = self.now
         answer = await self.answered(wanted)
@@ -451,77 +458,64 @@ class Load:
             return "turned away"
         first = self.first.setdefault(name, answer)
         expect(answer.facts == first.facts, f"canary {name}: {answer.facts} after {first.facts}")
-        apart = [abs(old - new) for old, new in zip(first.logprobs, answer.logprobs, strict=True)]
-        self.deviation = max([self.deviation, *apart])
+        differences = [abs(old - new) for old, new in zip(first.logprobs, answer.logprobs, strict=True)]
+        self.deviation = max([self.deviation, *differences])
         expect(self.deviation <= LOGPROB_TOLERANCE, f"canary {name}: log-probabilities differ by {self.deviation}")
         if answer.arrivals:
-            (come, had), (end, have) = answer.arrivals[0], answer.arrivals[-1]
-            self.ttft.append((at, come - began))
-            if have > had:
-                self.tpot.append((at, (end - come) / (have - had)))
+            (first_s, first_tokens), (last_s, last_tokens) = answer.arrivals[0], answer.arrivals[-1]
+            self.ttft.append((at, first_s - began))
+            if last_tokens > first_tokens:
+                self.tpot.append((at, (last_s - first_s) / (last_tokens - first_tokens)))
         return "canaries"
 
     async def refused(self, bad: Bad) -> str:
-        """A request that must be refused, in the form of OpenAI's errors; a full queue says so before it reads the prompt."""
+        """Sends an invalid request and checks the error. A full queue answers 503 before the server reads the prompt."""
         began = self.now
         try:
-            async with asyncio.timeout(PATIENCE_S), self.raw(bad.method, bad.route, bad.body, bad.media) as (reader, _):
-                response = await read_head(reader)
-                status = response.status
-                raw = await whole(response)
-        except (ServerDisconnected, ConnectionError):
-            # The answer to a body that nobody reads may be lost with what was still on its way.
+            async with asyncio.timeout(PATIENCE_S):
+                response = await self.http.request(bad.method, bad.route, content=bad.body, headers={"Content-Type": bad.media})
+        except httpx2.TransportError:
+            # The server closes the connection without reading the whole body, so its answer may be lost.
             expect(bad.status == 413, f"{bad.name}: the connection broke")
             return "refused"
+        status = response.status_code
         if status == 503:
-            self.check_full(began, dict(response.headers), json.loads(raw))
+            self.check_full(began, dict(response.headers), response.json())
             return "turned away"
-        expect(status == bad.status, f"{bad.name}: status {status}, not {bad.status}: {raw[:200]!r}")
-        error = json.loads(raw)["error"]
+        expect(status == bad.status, f"{bad.name}: status {status}, not {bad.status}: {response.content[:200]!r}")
+        error = response.json()["error"]
         expect(set(error) == {"message", "type", "param", "code"}, f"{bad.name}: {sorted(error)}")
         expect(bool(error["message"]) and bad.code in (None, error["code"]), f"{bad.name}: {error}")
         return "refused"
 
     @asynccontextmanager
-    async def raw(
-        self, method: str, route: str, body: bytes, media: str = "application/json", length: int | None = None, buffer: int = 0
-    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A connection of its own that a request was written to; `length` is what is announced, if that is another one.
-
-        Args:
-            buffer: of the system's, for what was received; 0 for its default.
-        """
-        receiving = socket.socket()
-        if buffer:
-            receiving.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        receiving.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(receiving, (self.address.host, self.address.port))
-        reader, writer = await asyncio.open_connection(sock=receiving, limit=buffer or READ)
+    async def unread(self, route: str, body: bytes, length: int | None = None) -> AsyncIterator[None]:
+        """Posts a request on a new connection and aborts it without reading; `length` replaces the length of the body."""
+        _, writer = await asyncio.open_connection(self.url.host, self.url.port)
         try:
-            head = f"{method} {route} HTTP/1.1\r\nHost: soak\r\nContent-Type: {media}\r\n"
+            head = f"POST {route} HTTP/1.1\r\nHost: soak\r\nContent-Type: application/json\r\n"
             head += f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
             writer.write(head.encode() + body)
-            yield reader, writer
+            yield
         finally:
             writer.transport.abort()
 
     async def leave(self, wanted: Wanted, after_s: float) -> str:
-        """Goes away after a while, without having read a thing: before the first token, in the queue, or anywhere."""
+        """Disconnects after `after_s` seconds without reading: before the first token, in the queue, or later."""
         self.abandoned += wanted.choices
-        async with self.raw("POST", wanted.route, json.dumps(wanted.body).encode()):
+        async with self.unread(wanted.route, json.dumps(wanted.body).encode()):
             await asyncio.sleep(after_s)
         return "gone early"
 
     async def leave_midway(self, wanted: Wanted, chunks: int) -> str:
-        """Goes away after some chunks of a stream."""
+        """Disconnects after some chunks of a stream."""
         self.abandoned += wanted.choices
         began = self.now
-        body = json.dumps(wanted.body).encode()
-        async with asyncio.timeout(PATIENCE_S), self.connections.request("POST", wanted.route, body) as response:
-            if response.status == 503:
-                self.check_full(began, dict(response.headers), json.loads(await whole(response)))
+        async with asyncio.timeout(PATIENCE_S), self.stream(wanted) as response:
+            if response.status_code == 503:
+                self.check_full(began, dict(response.headers), json.loads(await response.aread()))
                 return "turned away"
-            expect(response.status == 200, f"status {response.status}")
+            expect(response.status_code == 200, f"status {response.status_code}")
             async for _ in events(response):
                 chunks -= 1
                 if chunks <= 0:
@@ -529,22 +523,23 @@ class Load:
         return "gone midway"
 
     async def leave_in_body(self) -> str:
-        async with self.raw("POST", COMPLETIONS, b'{"prompt": "def ', length=1000):
+        async with self.unread(COMPLETIONS, b'{"prompt": "def ', length=1000):
             await asyncio.sleep(0.05)
         return "gone in the body"
 
     async def read_slowly(self, wanted: Wanted) -> str:
-        """Reads a stream through a small buffer, waiting now and then: the server must hold back, and lose nothing."""
+        """Reads a stream slowly through a small buffer. The server must wait and lose nothing."""
         began = self.now
+        small = httpx2.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])
         async with (
             asyncio.timeout(2 * PATIENCE_S),
-            self.raw("POST", wanted.route, json.dumps(wanted.body).encode(), buffer=4096) as (reader, _),
+            http_client(self.url, transport=small) as client,
+            client.stream("POST", wanted.route, json=wanted.body) as response,
         ):
-            response = await read_head(reader)
             answer = Answer()
-            if response.status == 503:
+            if response.status_code == 503:
                 self.abandoned += wanted.choices
-                self.check_full(began, dict(response.headers), json.loads(await whole(response)))
+                self.check_full(began, dict(response.headers), json.loads(await response.aread()))
                 return "turned away"
             await asyncio.sleep(2.0)
             async for event in events(response):
@@ -555,7 +550,7 @@ class Load:
         return "read slowly"
 
     async def round_trip(self, text: Text) -> str:
-        """Tokens and back."""
+        """Tokenises and detokenises a text."""
         tokens = (await self.json("/tokenize", {"prompt": text.text}))["tokens"]
         expect(tokens == text.tokens, "other tokens than before")
         expect((await self.json("/detokenize", {"tokens": tokens}))["prompt"] == text.text, "tokens do not give the text back")
@@ -568,7 +563,7 @@ class Load:
         return "looked up"
 
     async def client(self, drawer: Drawer, ended: asyncio.Event) -> None:
-        """One client, which does one thing after another until the end."""
+        """Runs a client that sends one request after another until the end."""
         pick = random.Random(self.draws.randrange(2**32))
         bad = bad_requests(self.limits)
         kinds: dict[str, tuple[int, Callable[[], Awaitable[str]]]] = {
@@ -589,7 +584,7 @@ class Load:
             await asyncio.sleep(pick.expovariate(1 / THINK_S))
 
     async def bursts_of(self, drawer: Drawer, every_s: float, ended: asyncio.Event) -> None:
-        """More requests at once than the queue holds, some of whose clients go while they wait."""
+        """Sends bursts of more requests than the queue holds. Some clients disconnect while they wait."""
         while not await reached(ended, every_s):
             self.bursts += 1
             count = 2 * self.limits.queue_requests
@@ -608,7 +603,7 @@ class Load:
 
 
 async def reached(ended: asyncio.Event, within_s: float) -> bool:
-    """Waits for so long, or for the end; whether that has come."""
+    """Waits for `within_s` seconds or the end. Returns True at the end."""
     try:
         await asyncio.wait_for(ended.wait(), within_s)
     except TimeoutError:
@@ -616,23 +611,16 @@ async def reached(ended: asyncio.Event, within_s: float) -> bool:
     return True
 
 
-async def whole(response: Response) -> bytes:
-    body = b""
-    while part := await response.read():
-        body += part
-    return body
-
-
-async def events(response: Response) -> AsyncIterator[str]:
-    """The data of a stream's events."""
-    reader = EventReader()
-    while part := await response.read():
-        for event in reader.feed(part):
+async def events(response: httpx2.Response) -> AsyncIterator[str]:
+    """Yields the data of a stream's events."""
+    decoder = EventDecoder()
+    async for part in response.aiter_raw():
+        for event in decoder.feed(part):
             yield event.data
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Prometheus' text by name, with the labels but the model's."""
+    """Parses Prometheus' text. Returns values by name with labels, without the label of the model."""
     found = re.findall(r"^([a-zA-Z_:]+)\{([^}]*)\} ([^ ]+)$", text, re.MULTILINE)
     labelled = ((name, re.sub(r'model_name="[^"]*",?', "", labels).strip(","), float(value)) for name, labels, value in found)
     return {name + (f"{{{labels}}}" if labels else ""): value for name, labels, value in labelled}

@@ -1,4 +1,4 @@
-"""What a soak's samples must show: the rules, apart from the server and the load that they come from."""
+"""Rules that the samples of a soak must meet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ QUARTERS = 4
 
 
 class Sample(NamedTuple):
-    """A figure, and when it was taken, in seconds since the load began."""
+    """A figure and its time, in seconds since the start of the load."""
 
     at_s: float
     value: float
@@ -18,15 +18,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What still counts as flat.
+    """Bounds on growth.
 
     Attributes:
-        slope_mb_per_min: of resident memory over the second half. Where the samples scatter by more than that makes over the
-            half, their scatter counts instead: it would hide the slope.
-        memory_ratio: the median of memory in the last quarter, over that in the second one.
-        latency_ratio: the same of a latency; generous, for machines are shared.
-        latency_slack_s: and so much more: a ratio of milliseconds says little.
-        step_age_s: how old the engine's last step may ever be.
+        slope_mb_per_min: slope of resident memory over the second half. A slope below the scatter of the samples is allowed.
+        memory_ratio: median memory of the last quarter over that of the second quarter.
+        latency_ratio: median latency of the last quarter over that of the second; generous, because machines are shared.
+        latency_slack_s: additional seconds, because ratios of milliseconds are noisy.
+        step_age_s: maximum age of the engine's last step.
     """
 
     slope_mb_per_min: float = 0.5
@@ -38,7 +37,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Check:
-    """One rule: whether it held, and what was found and expected, in words."""
+    """Result of a rule, with the found and the expected value as text."""
 
     name: str
     held: bool
@@ -47,13 +46,13 @@ class Check:
 
 
 def theil_sen(samples: Sequence[Sample]) -> float:
-    """The slope, per second: the median of those of all pairs, which a few samples far off do not move; 0 without pairs."""
+    """Returns the median slope of all pairs of samples, per second, which is robust to outliers; 0 without pairs."""
     slopes = [(b.value - a.value) / (b.at_s - a.at_s) for a, b in combinations(samples, 2) if b.at_s != a.at_s]
     return median(slopes) if slopes else 0.0
 
 
 def scatter(samples: Sequence[Sample], slope: float) -> float:
-    """How far samples lie from the line of this slope: the median distance."""
+    """Returns the median distance of the samples from a line with this slope."""
     if not samples:
         return 0.0
     rests = [each.value - slope * each.at_s for each in samples]
@@ -66,18 +65,18 @@ def between(samples: Sequence[Sample], begin_s: float, end_s: float) -> list[Sam
 
 
 def quarter(samples: Sequence[Sample], number: int, length_s: float) -> list[Sample]:
-    """Those of a quarter of the run, from 0 on."""
+    """Returns the samples of a quarter of the run, counted from 0."""
     return between(samples, number * length_s / QUARTERS, (number + 1) * length_s / QUARTERS)
 
 
 def quarter_medians(samples: Sequence[Sample], length_s: float) -> list[float | None]:
-    """The median of each quarter; None of one without samples."""
+    """Returns the median of each quarter, None for a quarter without samples."""
     quarters = (quarter(samples, number, length_s) for number in range(QUARTERS))
     return [median(each.value for each in found) if found else None for found in quarters]
 
 
 def memory_checks(samples_mb: Sequence[Sample], length_s: float, bounds: Bounds) -> list[Check]:
-    """Resident memory in its second half, and in the last quarter against the second."""
+    """Checks the slope of memory in the second half, and the last quarter against the second."""
     half = between(samples_mb, length_s / 2, length_s)
     per_s = theil_sen(half)
     noise = 2 * scatter(half, per_s) / max(length_s / 2, 1e-9)
@@ -92,7 +91,7 @@ def memory_checks(samples_mb: Sequence[Sample], length_s: float, bounds: Bounds)
 
 
 def latency_check(name: str, samples_s: Sequence[Sample], length_s: float, bounds: Bounds) -> Check:
-    """A latency's median in the last quarter against that in the second."""
+    """Checks the median latency of the last quarter against that of the second."""
     _, second, _, last = quarter_medians(samples_s, length_s)
     if second is None or last is None:
         return Check(name, False, "no samples", "some in each quarter")
@@ -109,12 +108,12 @@ def equal_check(name: str, found: Any, expected: Any) -> Check:
 
 
 def positive_checks(counts: dict[str, float]) -> list[Check]:
-    """That a run met what it is for: a soak without a preemption says nothing of preemption."""
-    return [Check(f"met: {name}", count > 0, f"{count:g}", "> 0") for name, count in counts.items()]
+    """Checks that the run covered its events: a soak without a preemption does not test preemption."""
+    return [Check(f"covered: {name}", count > 0, f"{count:g}", "> 0") for name, count in counts.items()]
 
 
 TRACES = ("Traceback", "Error", "Exception", "CRITICAL", "core dumped", "Segmentation")
-"""What a line of standard error has where something went wrong."""
+"""Words in lines of standard error that indicate a failure."""
 
 
 def suspicious(line: str, traces: Sequence[str] = TRACES) -> bool:
@@ -122,6 +121,6 @@ def suspicious(line: str, traces: Sequence[str] = TRACES) -> bool:
 
 
 def lines_check(text: str, wrong: Callable[[str], bool] = suspicious) -> Check:
-    """Standard error without anything that looks like a traceback."""
+    """Checks that standard error has no line that looks like a traceback."""
     found = [line for line in text.splitlines() if wrong(line)]
     return Check("standard error", not found, found[0][:120] if found else "nothing wrong", "no traceback")

@@ -1,4 +1,4 @@
-"""Decoding steps over weights in few bits: what they are made of, and on a TPU that is not here what they read and write.
+"""Decode steps with quantised weights, and their memory traffic on an absent TPU.
 
 Legend: I inputs, O outputs, K inputs of a block.
 """
@@ -25,7 +25,7 @@ from tilewright.runtime.cache import allocate
 from tilewright.runtime.state import Span, cached_attend
 
 GROUP = 128
-"""Inputs of a group in GPTQ's and AWQ's files, and of a block of FP8."""
+"""Inputs per group of GPTQ and AWQ files, and per block of FP8."""
 FORMATS: dict[str, Weights] = {
     "bfloat16": "auto",
     "int8": "int8",
@@ -34,9 +34,10 @@ FORMATS: dict[str, Weights] = {
     "int4": "int4",
     "int4 in groups": "int4",
 }
-"""Formats that are compared, and the bundle that computes with each: FP8 with a scale for each output or each block of 128
-inputs, and 4 bits as they are quantised at load, in blocks of 32 with a scale and a minimum, or as GPTQ has them
-without zero points."""
+"""Compared formats, and the `--weights` value of each.
+
+FP8 has a scale per output, or per block of 128 inputs. "int4" is the format of quantisation at load: blocks of 32 with a scale
+and a minimum. "int4 in groups" is GPTQ's format without zero points."""
 
 
 def shaped(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
@@ -44,7 +45,7 @@ def shaped(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
 
 
 def matrix(inputs: int, outputs: int, form: str) -> ScaledMatrix:
-    """A matrix of layers in a format, as it is prepared for XLA."""
+    """Returns an abstract matrix of a layer in a format, as prepared for XLA."""
     blocks = GROUP if inputs % GROUP == 0 else BLOCK
     if form in ("int8", "fp8"):
         dtype = jnp.int8 if form == "int8" else FP8
@@ -58,7 +59,7 @@ def matrix(inputs: int, outputs: int, form: str) -> ScaledMatrix:
 
 
 def weights(config: DecoderConfig, form: str) -> DecoderParams:
-    """A model's abstract arrays in a format, activations being bfloat16."""
+    """Returns the abstract weights of a model in a format, with bfloat16 activations."""
 
     def made(spec: ArraySpec) -> Any:
         if form == "bfloat16" or len(spec.shape) != 2:
@@ -75,19 +76,20 @@ def weights(config: DecoderConfig, form: str) -> DecoderParams:
 
 
 def bytes_held(array: Any) -> int:
-    """Bytes of an abstract array, integers of 4 bits packed."""
+    """Returns the bytes of an abstract array; 4-bit integers are packed."""
     return prod(array.shape) * (4 if array.dtype in (jnp.int4, jnp.uint4) else 8 * array.dtype.itemsize) // 8
 
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """A step that the TPU compiler made. Bytes are those of its schedule, not measured.
+    """A step compiled for a TPU. Bytes are those of the compiler's schedule, not measured.
 
     Attributes:
-        held: bytes of the weights in their format, an embedding that is not the head left out: the least that a step reads.
-        read, written: bytes of HBM in all: weights, caches, and what is between operations.
-        caches: bytes of the caches, of which a step reads all.
-        widened: arrays as large as a weight, in a dtype of activations: a copy of its weights, in whatever memory.
+        program: the compiled step.
+        held: bytes of the weights in their format, without an untied embedding: the minimum that a step reads.
+        read, written: total bytes of HBM: weights, caches and intermediate arrays.
+        caches: bytes of the caches, which a step reads whole.
+        widened: arrays of the size of a weight in a dtype of activations: converted copies of weights, in any memory.
     """
 
     program: Compiled
@@ -99,26 +101,26 @@ class WeightTraffic:
 
 
 def greedy_step(config: DecoderConfig, ops: Operations) -> Callable[..., tuple[Array, Any]]:
-    """A step `(weights, caches, tokens [B, 1], start [B]) -> (tokens, caches)`: the embedding's rows, layers, and the head's
-    most likely token."""
+    """Returns a step `(weights, caches, tokens [B, 1], start [B]) -> (tokens, caches)`: embedding, layers and the most likely
+    token."""
 
     def run(params: Any, caches: Any, tokens: Int[Array, "B 1"], start: Int[Array, " B"]) -> tuple[Array, Any]:
         span = Span(start, jnp.ones_like(start))
         ran = decoder.forward(config, ops, params, tokens, start[:, None], cached_attend, span, caches)
-        return decoder.most_likely(config, ops, params, ran.hidden), ran.kept
+        return decoder.most_likely(config, ops, params, ran.hidden), ran.caches
 
     return run
 
 
 def arguments(config: DecoderConfig, form: str, batch: int, positions: int) -> tuple[DecoderParams, Any, Any, Any]:
-    """The abstract arguments of `greedy_step` in a format."""
+    """Returns the abstract arguments of `greedy_step` in a format."""
     sizes = (config.num_layers, batch, config.num_kv_heads, positions, config.head_dim, jnp.bfloat16)
     caches = jax.eval_shape(lambda: allocate(*sizes))
     return weights(config, form), caches, shaped(jnp.int32, batch, 1), shaped(jnp.int32, batch)
 
 
 def step(config: DecoderConfig, form: str, batch: int, positions: int, chip: str, layers: int) -> WeightTraffic:
-    """Compiles `greedy_step` over some layers for a TPU."""
+    """Compiles `greedy_step` with `layers` layers for a TPU."""
     config = replace(config, num_layers=layers)
     held, caches, *places = arguments(config, form, batch, positions)
     run = greedy_step(config, operations("tpu", weights=FORMATS[form]))

@@ -1,10 +1,10 @@
-"""A decoding step over weights in few bits on the GPU that is here, as XLA compiles it, beside bfloat16 in turns.
+"""Times a decode step with quantised weights on this GPU, compiled by XLA, relative to bfloat16.
 
     python benchmarks/weights_gpu.py FILE [LAYERS]
 
-Layers of Llama-3-8B's shape with its head, eight rows over caches of 640 positions, weights drawn at random. `memory` is what
-the program takes between operations: a copy of weights in bfloat16 shows there. `off` is how far logits are from those of the
-same weights dequantised to bfloat16 before, over the largest of these.
+The model has layers of Llama-3-8B's shape with its head, eight rows, caches of 640 positions, and random weights. `memory` is
+the temporary memory of the program; a copy of the weights in bfloat16 would show there. `off` is the largest difference from
+the logits of the same weights dequantised to bfloat16, over the largest of those logits.
 """
 
 import json
@@ -36,7 +36,7 @@ SIZE = 0.02
 
 
 def drawn(array: Any, seed: int) -> jax.Array:
-    """Weights of about `SIZE`: integers of any bits, and scales to match."""
+    """Draws weights of about `SIZE`: integers with matching scales, or floats."""
     key = jax.random.key(seed)
     dtype = array.dtype
     if dtype.name in ("int8", "int4", "uint4"):
@@ -63,11 +63,11 @@ def dequantised(tree: Any) -> Any:
 
 
 def case(config: DecoderConfig, form: str) -> tuple[dict[str, Any], Callable[[], float]]:
-    """A format's record but for its times, and what takes the seconds of a step."""
+    """Returns the record of a format without times, and a function that measures the seconds per step."""
     ops, (weights, caches, *_) = operations("gpu", weights=FORMATS[form]), arguments(config, form, BATCH, POSITIONS)
     read = sum(map(bytes_held, jax.tree.leaves(replace(weights, embed=()))))
     params = filled(weights)
-    held = [filled(caches)]
+    cache_holder = [filled(caches)]
     tokens = jnp.arange(BATCH)[:, None] * 1000
     start = jnp.full(BATCH, POSITIONS - 1, jnp.int32)
 
@@ -77,22 +77,22 @@ def case(config: DecoderConfig, form: str) -> tuple[dict[str, Any], Callable[[],
         return decoder.logits(config, ops, params, ran.hidden).astype(jnp.float32)
 
     run = jax.jit(logits, static_argnums=0)
-    found = run(ops, params, held[0])
-    wanted = run(operations("gpu"), dequantised(params), held[0])
-    step = jax.jit(greedy_step(config, ops), donate_argnums=1).lower(params, held[0], tokens, start).compile()
+    found = run(ops, params, cache_holder[0])
+    expected = run(operations("gpu"), dequantised(params), cache_holder[0])
+    step = jax.jit(greedy_step(config, ops), donate_argnums=1).lower(params, cache_holder[0], tokens, start).compile()
     record = {
         "held": read,
         "memory": step.memory_analysis().temp_size_in_bytes,
-        "off": float(jnp.max(jnp.abs(found - wanted)) / jnp.max(jnp.abs(wanted))),
-        "same_most_likely": int(jnp.sum(jnp.argmax(found, -1) == jnp.argmax(wanted, -1))),
+        "off": float(jnp.max(jnp.abs(found - expected)) / jnp.max(jnp.abs(expected))),
+        "same_most_likely": int(jnp.sum(jnp.argmax(found, -1) == jnp.argmax(expected, -1))),
     }
 
     def seconds() -> float:
-        began = time.perf_counter()
+        begin = time.perf_counter()
         for _ in range(STEPS):
-            _, held[0] = step(params, held[0], tokens, start)
-        jax.block_until_ready(held[0])
-        return (time.perf_counter() - began) / STEPS
+            _, cache_holder[0] = step(params, cache_holder[0], tokens, start)
+        jax.block_until_ready(cache_holder[0])
+        return (time.perf_counter() - begin) / STEPS
 
     return record, seconds
 
@@ -100,10 +100,10 @@ def case(config: DecoderConfig, form: str) -> tuple[dict[str, Any], Callable[[],
 def main(file: Path, layers: int) -> None:
     config = replace(model_config("llama3-8b"), num_layers=layers)
     cases = {form: case(config, form) for form in FORMATS}
-    taken = alternate({form: seconds for form, (_, seconds) in cases.items()}, warm=True)
+    results = alternate({form: seconds for form, (_, seconds) in cases.items()}, warm=True)
     data = {}
-    for form, times in taken.items():
-        ratio = quotients(taken["bfloat16"], times)
+    for form, times in results.items():
+        ratio = quotients(results["bfloat16"], times)
         timed = {"step_ms": 1e3 * spread(times).median, "speedup": ratio.median, "speedup_range": list(ratio.range)}
         data[form] = cases[form][0] | timed
         print(form, data[form], flush=True)

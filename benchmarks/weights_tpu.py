@@ -1,6 +1,8 @@
-"""Bytes of weights that a decoding step reads on absent TPUs, in each format: `python benchmarks/weights_tpu.py FILE`.
+"""Estimates the bytes of weights that a decode step reads on absent TPUs, in each format.
 
-Needs the extra `tpu`. The JSON file has what is in the table of benchmarks/results/2026-11-26-weights-tpu.md.
+    python benchmarks/weights_tpu.py FILE
+
+Needs the extra `tpu`. The JSON file has the figures of the table in benchmarks/results/2026-11-26-weights-tpu.md.
 """
 
 import json

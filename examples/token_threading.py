@@ -24,7 +24,7 @@ ROWS = 16
 
 
 def loss(layers: list[jax.Array], x: jax.Array) -> jax.Array:
-    """Of one device's rows: the weights' rows are divided over "fsdp", their columns over "tp"."""
+    """Computes the loss of one device's rows. Rows of the weights are sharded over "fsdp", columns over "tp"."""
 
     def gather(layer: int, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         shard = layers[layer]
@@ -50,7 +50,7 @@ def main() -> None:
     x = jax.random.normal(keys[0], (ROWS, WIDTH))
     value, gradient = step(layers, x)
     print(f"loss {value:.4f}, gradient of {len(gradient)} matrices")
-    hlo = step.lower(layers, x).compile().as_text()
+    hlo = step.lower(layers, x).compile().as_text() or ""
     for line in re.findall(r" (all-gather|reduce-scatter)\(.*?collective_type=\"(\w+)\",stream_id=\"(\d)\"", hlo):
         print("{:15} {:16} stream {}".format(*line))
 

@@ -1,7 +1,7 @@
-"""Settings of every test: eight CPU devices, strict dtypes, shape annotations checked, programs made quickly.
+"""Settings of every test: eight CPU devices, strict dtypes, checked shape annotations, quick compilation.
 
-`--optimised` compiles them as users' programs are compiled, with optimisations that take XLA five times as long as all the rest
-and that programs run for a millisecond do not pay back. `.ci/run` asks for it where the same answer is at stake.
+`--optimised` compiles as users do. XLA's optimisations take five times as long as the rest of compiling, which programs of a
+millisecond do not pay back. `make test-all` uses the option for tests of exactness.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ import times
 import typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Programs hold no lines and paths of the source, so that one that is kept is known again in any checkout.
+# Programs have no lines and paths of the source, so that stored programs are found from any checkout.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-# A tenth or two of the tests' time goes there, so that `make test` leaves it to `.ci/run` and to whoever runs pytest.
+# The checks take a tenth or two of the tests' time, so `make test` leaves them out.
 if "TILEWRIGHT_UNCHECKED" not in os.environ:
     typecheck.install("tilewright")
 
@@ -42,36 +42,37 @@ settings.load_profile("tilewright")
 
 KEPT = Path(__file__).parent.parent / "build" / "tests"
 KEPT_BYTES = 4 << 30
-"""How much of what was compiled is kept: what was written first goes first."""
+"""Maximum bytes of stored programs; the oldest are deleted first."""
 HELD_BYTES = 3 << 30
-"""How much memory a process may hold after a module, before it lets go of what was traced and compiled."""
+"""Bytes of memory of a process after a module above which traced and compiled programs are dropped."""
 QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-"""XLA's MLIR emitters take most of the time of a compilation. JAX 0.10 can do without, 0.12 has no such flag. Code in one part
-rather than in parts for 32 threads takes a tenth less. Tried without gain: XLA's FAST_COMPILE preset, and leaving out the
-passes that move code out of loops and simplify them (rounds compile faster, prefills slower)."""
+"""Flags for quick compilation.
+
+XLA's MLIR emitters take most of the time; JAX 0.10 can turn them off, 0.12 has no such flag. Generating code in one part
+instead of 32 saves a tenth. No gain: XLA's FAST_COMPILE preset, and no loop passes (rounds compile faster, prefills slower)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
-    parser.addoption("--schedules", action="store_true", help="keep programs for TPUs that are not kept yet")
-    parser.addoption("--times", action="store_true", help="measure tests, and list anew those that `make test` leaves out")
-    parser.addoption("--shard", type=times.shard, metavar="K/N", help="run the slow tests of part K of N only, and all others")
-    parser.addoption("--products", action="store_true", help="run the cases of products that slow tests leave out, too")
+    parser.addoption("--schedules", action="store_true", help="store TPU programs that are not stored yet")
+    parser.addoption("--times", action="store_true", help="measure tests and rewrite the list of slow tests")
+    parser.addoption("--shard", type=times.shard, metavar="K/N", help="run the quick tests, and part K of N of the slow tests")
+    parser.addoption("--products", action="store_true", help="also run the cases of products that slow tests leave out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tracing makes objects by the million and hardly a cycle: Python's default looks for cycles a hundred times as often.
+    # Tracing creates millions of objects and few cycles, so the garbage collector runs a hundredth as often.
     gc.set_threshold(100_000, 20, 100)
     if config.getoption("times"):
         config.pluginmanager.register(times.Times(writes=not hasattr(config, "workerinput")))
     if not config.getoption("optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for processes that tests start
-        if not hasattr(config, "workerinput"):  # xdist's workers have them from the process that starts them
+        if not hasattr(config, "workerinput"):  # xdist workers inherit them
             os.environ["XLA_FLAGS"] += quick_flags(config)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # before tests are chosen by their marks, and then again after it
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # runs before and after tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     listed = {} if config.getoption("times") else times.listed()
     for item in items:
@@ -89,33 +90,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("tpu") and find_spec("libtpu") is None:
         pytest.skip("needs the tpu extra: libtpu")
     if times.left_out(item):
-        pytest.skip("left out without --products: every two values that it has are together in another case")
+        pytest.skip("runs only with --products: other cases cover every pair of its values")
 
 
 def quick_flags(config: pytest.Config) -> str:
-    """XLA's flags that make compiling quicker, of those that the installed XLA knows: it aborts the process at any other.
+    """Returns the flags for quick compilation that the installed XLA knows.
 
-    So a process of its own is asked, once for each version of jaxlib: pytest's cache keeps the answer.
+    XLA aborts the process at an unknown flag, so another process tries them, once per version of jaxlib. pytest's cache keeps
+    the result.
     """
     key = f"tilewright/xla_flags_{version('jaxlib')}{''.join(QUICK_FLAGS)}"
     cache = getattr(config, "cache", None)  # missing under `-p no:cacheprovider`
-    known = None if cache is None else cache.get(key, None)
-    if known is None:
-        known = [flag for flag in QUICK_FLAGS if jax_starts_with(flag)]
+    flags = None if cache is None else cache.get(key, None)
+    if flags is None:
+        flags = [flag for flag in QUICK_FLAGS if jax_starts_with(flag)]
         if cache is not None:
-            cache.set(key, known)
-    return "".join(f" {flag}" for flag in known)
+            cache.set(key, flags)
+    return "".join(f" {flag}" for flag in flags)
 
 
 def jax_starts_with(flag: str) -> bool:
-    """Whether a process in which JAX is given a flag of XLA's gets as far as its devices."""
+    """Returns True if JAX starts in a process with this flag of XLA."""
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     env = os.environ | {"XLA_FLAGS": flag}
     return subprocess.run(command, env=env, capture_output=True).returncode == 0
 
 
 def resident_bytes() -> float:
-    """Memory that this process holds; infinity where the system does not say."""
+    """Returns the resident memory of this process, infinity if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     except OSError:
@@ -123,7 +125,7 @@ def resident_bytes() -> float:
 
 
 def give_back_memory() -> None:
-    """Returns freed memory to the system. glibc keeps most of it, and other C libraries have no such function."""
+    """Returns freed memory to the system, which glibc otherwise keeps. No effect with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
@@ -131,9 +133,9 @@ def give_back_memory() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once() -> None:
-    """Programs are kept on disk, so that a test that needs one again, in any worker and any later session, reads it.
+    """Stores compiled programs on disk for all workers and later sessions.
 
-    JAX tells them apart by what they compute, its version and their options; the folder's name does so by the processor.
+    JAX's keys have the program, its version and options; the name of the folder has the processor.
     """
     from tilewright.compiled.cache import digest, prune  # not before the import hook
 
@@ -153,7 +155,7 @@ def _compiled_once() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _programs_for_tpus(pytestconfig: pytest.Config) -> None:
-    """What libtpu takes long for is read from the folder where it is kept."""
+    """Reads stored TPU programs instead of compiling them."""
     import tpu_programs  # not before the import hook
 
     tpu_programs.install(write=bool(pytestconfig.getoption("schedules")))
@@ -161,7 +163,7 @@ def _programs_for_tpus(pytestconfig: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def quick_compiles() -> Iterator[None]:
-    """For tests of rules and not of numbers: as without `--optimised`."""
+    """Compiles as without `--optimised`, for tests whose results do not depend on optimisations."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -170,8 +172,8 @@ def quick_compiles() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_let_go() -> Iterator[None]:
-    """Programs of a whole worker's modules together would take several gigabytes; what fits spares others a second trace."""
+    """Drops programs after a module if the process is large: a worker's modules together would take several gigabytes."""
     yield
     if resident_bytes() > HELD_BYTES:
         jax.clear_caches()
-        give_back_memory()  # else the process would look as large as before, and every later module would trace all anew
+        give_back_memory()  # else the process stays large, and every later module drops its programs too

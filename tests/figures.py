@@ -1,4 +1,4 @@
-"""Figures of documents, and the fields of committed results that they come from, as `docs/figures.toml` maps them."""
+"""Compares figures of documents with fields of committed results, which `docs/figures.toml` maps."""
 
 import json
 import re
@@ -17,20 +17,20 @@ UNITS = (
     r"%|×|times\b|(?:milli|micro)?seconds\b|ms\b|µs\b|[kKMG]i?B\b|(?:new )?tokens\b|requests\b|problems\b|steps\b|nats\b|"
     r"GFLOP/s|TFLOP/s"
 )
-"""What makes a whole number of prose a figure; one with a decimal point or a comma between its thousands is one anyway."""
+"""Units after which a whole number in prose is a figure. Numbers with a decimal point or thousands comma always are."""
 
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 
 
 def blocks(text: str) -> Iterator[str]:
-    """Paragraphs, code left out; a table together with the paragraph before it, which says what it shows."""
+    """Yields paragraphs without code; a table belongs to the paragraph before it."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"\n\n(?=\|)", "\n", text)
     return (block for block in re.split(r"\n{2,}", text) if block.strip())
 
 
 def figures(block: str) -> list[str]:
-    """The numbers of a block that somebody measured, counted or estimated: not those of names, versions, dates and code."""
+    """Returns the measured, counted or estimated numbers of a block, without those of names, versions, dates and code."""
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", block)
     text = re.sub(r"\b(?:Python|arXiv|Apache) [\d.]+|\b\d{4}-\d\d-\d\d\b", " ", text)
     text = re.sub(r"\b[A-Za-z][\w.-]*\d[\w.-]*", " ", text)  # Qwen3-0.6B, v5e
@@ -49,13 +49,13 @@ def figures(block: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the figures of a block come from.
+    """Sources of the figures of a block.
 
     Attributes:
-        document: from the root of the repository.
-        begins: the first words of the block.
-        files: results by the short names that fields have for them, from `benchmarks/results`.
-        fields: for each figure of the block, in order, the figure and an expression; see `value`.
+        document: path from the root of the repository.
+        begins: first words of the block.
+        files: results in `benchmarks/results`, by their short names in fields.
+        fields: each figure of the block, in order, with an expression (see `value`).
     """
 
     document: str
@@ -65,7 +65,7 @@ class Source:
 
 
 def read_sources(text: str) -> list[Source]:
-    """The blocks of `docs/figures.toml`, whose head says how they are written."""
+    """Parses `docs/figures.toml`, whose head describes the format."""
     found = []
     for document, entries in tomllib.loads(text).items():
         for entry in entries:
@@ -76,19 +76,19 @@ def read_sources(text: str) -> list[Source]:
 
 @cache
 def result(name: str) -> Any:
-    """A committed result."""
+    """Reads a committed result."""
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 def value(expression: str, files: Mapping[str, str]) -> float:
-    """The number that an expression stands for.
+    """Returns the value of an expression.
 
     `file:path` is a field, whose path has names with dots between them and, for a list, an index `[0]` or a selection
     `[drafter=auto,batch_size=1]`; `min`, `max` and `mean` take a path that selects several. ` * ` and ` / ` stand between
     fields and numbers.
 
     Raises:
-        ValueError: it stands for no number, or a path selects more or fewer than one.
+        ValueError: the expression has no number, or a path does not select exactly one.
     """
     first, *more = re.split(r" ([*/]) ", expression)
     factors = [term(first, files)]
@@ -98,10 +98,10 @@ def value(expression: str, files: Mapping[str, str]) -> float:
 
 
 def term(text: str, files: Mapping[str, str]) -> float:
-    """A number, a field, or one of several fields.
+    """Returns the value of a number, a field, or an aggregate of fields.
 
     Raises:
-        ValueError: as `value`.
+        ValueError: see `value`.
     """
     if re.fullmatch(NUMBER, text):
         return float(text)
@@ -119,7 +119,7 @@ def term(text: str, files: Mapping[str, str]) -> float:
 
 
 def selected(values: list[Any], path: str) -> list[Any]:
-    """What a path finds in each of the values."""
+    """Returns the values that a path selects."""
     for name, inside in re.findall(r"([^.\[\]]+)|\[([^\]]+)\]", path):
         if name:
             values = [one[name] for one in values if isinstance(one, dict) and name in one]
@@ -132,38 +132,38 @@ def selected(values: list[Any], path: str) -> list[Any]:
 
 
 def rounds_to(found: float, figure: str) -> bool:
-    """Whether a number, rounded to the digits that a figure shows, is that figure."""
+    """Returns True if a number rounds to a figure with the digits of the figure."""
     shown = float(figure.replace(",", ""))
     digits = len(figure.partition(".")[2])
     return abs(found - shown) <= 0.5000001 * 10**-digits
 
 
 def problems(documents: Mapping[str, str], sources: list[Source], whole: tuple[str, ...] = ()) -> list[str]:
-    """Figures that no field is named for, and those that their field does not round to.
+    """Lists figures without a field, and figures that differ from their field.
 
     Args:
-        documents: their text, by name.
-        sources: of blocks of theirs.
+        documents: texts by name.
+        sources: sources of blocks.
         whole: documents in which every block with a figure needs a source.
     """
     wrong = []
     used = []
     for document, text in documents.items():
         for block in blocks(text):
-            of = [one for one in sources if one.document == document and block.startswith(one.begins)]
-            used += of
+            matching = [one for one in sources if one.document == document and block.startswith(one.begins)]
+            used += matching
             found = figures(block)
-            if len(of) > 1:
-                wrong.append(f"{document}: {len(of)} entries for {block[:60]!r}")
-            elif of:
-                wrong += block_problems(found, of[0])
+            if len(matching) > 1:
+                wrong.append(f"{document}: {len(matching)} entries for {block[:60]!r}")
+            elif matching:
+                wrong += block_problems(found, matching[0])
             elif found and document in whole:
                 wrong.append(f"{document}: {', '.join(found)}: no entry for {block[:60]!r}")
     return wrong + [f"{one.document}: no block begins with {one.begins!r}" for one in sources if one not in used]
 
 
 def block_problems(found: list[str], source: Source) -> list[str]:
-    """The same of one block with its figures."""
+    """Lists the problems of one block."""
     named = [figure for figure, _ in source.fields]
     if found != named:
         return [f"{source.document}, {source.begins!r}: figures {found}, fields for {named}"]

@@ -44,10 +44,7 @@ FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torc
 IMPLEMENTATIONS = {"cpu", "xla", "pallas_tpu", "nki", "reference"}
 """Files of an operation's folder that compute it: `kernels/registry.py` picks one, `kernels/select.py` hands it out."""
 
-IMPORTERS = {
-    "bench/bandwidth.py": "measures what reading alone can do, and calls the kernel for it",
-    "bench/linear.py": "measures the implementations against each other",
-}
+IMPORTERS = {}
 """Files that import an implementation all the same, and why."""
 
 

@@ -1,7 +1,7 @@
-"""Processor seconds of each test, and what follows: which are left to `make test-all`, and which files come first.
+"""Processor seconds of the tests: selects the slow tests, and orders the files.
 
-The dearest are left out of `make test`, until the rest fits a budget. `make times` measures with nothing kept from before, and
-writes `slow.txt`. Any other run marks the tests of that list as slow.
+`make test` leaves out the most expensive tests, so that the rest fits a budget. `make times` measures without stored programs
+and writes `slow.txt`. Other runs mark the tests of that list as slow.
 """
 
 import os
@@ -16,27 +16,27 @@ import pytest
 
 LISTED = Path(__file__).with_name("slow.txt")
 BUDGET_S = 600 - 70.0
-"""Processor seconds of the tests that `make test` runs: 600, less those in which two workers start and collect.
+"""Processor seconds of the tests of `make test`: 600, minus the start of two workers.
 
-The next test of a file takes over the fixtures and programs of a test that is left out. So a new list leaves more than this:
-measure the rest again, and add to the list."""
+The fixtures and programs of a left-out test move to the next test of its file, so the remaining tests take longer than this.
+Measure again and extend the list."""
 KEPT_S = 2.0
-"""The cheapest test of each file stays, if it takes no longer than that."""
+"""Seconds up to which the cheapest test of each file stays."""
 PROPERTY = "processor_s"
 QUICK_S = 0.2
 SLOW_S = 2.0
-"""What a test is taken to need of which nothing more is known than that it is marked slow, or not."""
+"""Assumed seconds of an unmeasured test, without and with the mark slow."""
 
 
 def listed() -> dict[str, float]:
-    """Processor seconds of the tests in the list, by their ids."""
+    """Reads the processor seconds of the listed tests, by id."""
     lines = LISTED.read_text("utf-8").splitlines() if LISTED.exists() else []
     pairs = [line.split(maxsplit=1) for line in lines]
     return {test: float(seconds) for seconds, test in pairs}
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Orders whole files by what their tests need, so that at the end no worker is left alone with a long one."""
+    """Orders files by the seconds of their tests, longest first, so that no worker ends with a long file."""
     seconds: dict[str, float] = defaultdict(float)
     for item in items:
         seconds[file_of(item)] += needed(item)
@@ -44,7 +44,7 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def needed(item: pytest.Item) -> float:
-    """Seconds that a test is taken to need; none if it is left out."""
+    """Returns the expected seconds of a test, 0 if it is left out."""
     if left_out(item):
         return 0.0
     mark = item.get_closest_marker("slow")
@@ -52,12 +52,12 @@ def needed(item: pytest.Item) -> float:
 
 
 def left_out(item: pytest.Item) -> bool:
-    """True for a case of a product that only `--products` asks for."""
+    """Returns True for a case that runs only with `--products`."""
     return item.get_closest_marker("product") is not None and not item.config.getoption("products")
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Reads "2/3": the second of three parts."""
+    """Parses "2/3", the second of three parts."""
     part, parts = (int(number) for number in text.split("/"))
     if not 1 <= part <= parts:
         raise ValueError(f"expected K/N with 1 <= K <= N, found {text}")
@@ -65,7 +65,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def in_other_shard(item: pytest.Item, part: int, parts: int) -> bool:
-    """True for a slow test of a file that belongs to another part: files stay whole, for their fixtures."""
+    """Returns True for a slow test of a file in another part. Files stay whole, because their tests share fixtures."""
     return item.get_closest_marker("slow") is not None and zlib.crc32(file_of(item).encode()) % parts != part - 1
 
 
@@ -74,7 +74,7 @@ def file_of(item: pytest.Item) -> str:
 
 
 def chosen(seconds: Mapping[str, float], budget_s: float = BUDGET_S, kept_s: float = KEPT_S) -> list[str]:
-    """Ids of the dearest tests, without which the others take no longer than `budget_s`, the dearest first."""
+    """Returns the ids of the most expensive tests, in order, without which the others fit `budget_s`."""
     files: dict[str, list[str]] = defaultdict(list)
     for test in seconds:
         files[test.split("::")[0]].append(test)
@@ -91,13 +91,13 @@ def chosen(seconds: Mapping[str, float], budget_s: float = BUDGET_S, kept_s: flo
 
 
 def processor_s() -> float:
-    """Processor seconds of this process and of those that it waited for."""
+    """Returns the processor seconds of this process and its finished children."""
     children = os.times()
     return time.process_time() + children.children_user + children.children_system
 
 
 class Times:
-    """A plugin that measures, in whatever process runs a test, and writes the list at the end of the run."""
+    """A plugin that measures tests in every worker and writes the list at the end of the run."""
 
     def __init__(self, writes: bool):
         self.writes = writes

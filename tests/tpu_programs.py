@@ -1,7 +1,7 @@
-"""What libtpu makes of the tests' programs is kept in `tests/golden/tpu`, for it takes minutes.
+"""Stores the TPU programs of the tests in `tests/golden/tpu`, because compiling them takes minutes.
 
-A program is told by a digest of itself, the chip, the options and the versions of JAX and libtpu.
-One that is not there is compiled. `make schedules` compiles all of them anew; `--schedules` alone adds what is missing.
+The name of a file is a digest of the lowered program, the chip, the options and the versions of JAX and libtpu. Missing
+programs are compiled. `make schedules` recompiles all programs; `--schedules` alone adds the missing ones.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ from tilewright.compiled.aot import Compiled, read_record
 
 KEPT = Path(__file__).parent / "golden" / "tpu"
 LONG_SECONDS = 2.0
-"""What takes less is compiled each time."""
+"""Seconds of compiling below which a program is not stored."""
 Compile = Callable[[str, Any, Mapping[str, Any]], Compiled]
-"""As `aot.compile_lowered`: a chip, a lowered program, options."""
+"""Signature of `aot.compile_lowered`: chip, lowered program, options."""
 
 
 def kept(compile_live: Compile, write: bool) -> Compile:
-    """A `compile_lowered` that takes what is kept, and compiles the rest; with `write` it keeps of that what took long."""
+    """Returns a `compile_lowered` that reads stored programs and compiles the others; `write` stores slow ones."""
 
     def compile_or_read(chip: str, lowered: Any, options: Mapping[str, Any]) -> Compiled:
         path = KEPT / f"{digest(chip, lowered, options)}.xz"
@@ -40,7 +40,7 @@ def kept(compile_live: Compile, write: bool) -> Compile:
 
 
 def digest(chip: str, lowered: Any, options: Mapping[str, Any]) -> str:
-    """What tells a program. The names of its operations do; under `conftest.py` it has no files and lines."""
+    """Returns the digest of a program. The text has names of operations, but no files and lines (see `conftest.py`)."""
     try:
         compiler = version("libtpu")
     except PackageNotFoundError:
@@ -50,7 +50,7 @@ def digest(chip: str, lowered: Any, options: Mapping[str, Any]) -> str:
 
 
 def keep(path: Path, made: Compiled) -> None:
-    """Writes what the compiler said of a program; what we make of that is not kept."""
+    """Writes the compiler's output for a program, without figures derived from it."""
     part = path.with_suffix(".part")
     part.parent.mkdir(exist_ok=True)
     part.write_bytes(lzma.compress(json.dumps(made.record()).encode(), preset=9))
@@ -58,10 +58,10 @@ def keep(path: Path, made: Compiled) -> None:
 
 
 def read(chip: str, path: Path) -> Compiled:
-    """A program as `keep` wrote it."""
+    """Reads a program that `keep` wrote."""
     return read_record({**json.loads(lzma.decompress(path.read_bytes())), "chip": chip})
 
 
 def install(write: bool) -> None:
-    """From here on, this process compiles for TPUs by what is kept."""
+    """Makes this process read stored programs when it compiles for TPUs."""
     aot.compile_lowered = kept(aot.compile_lowered, write)

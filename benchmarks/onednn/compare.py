@@ -53,8 +53,8 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 def build(prefix: Path) -> ctypes.CDLL:
     """Compiles onednn.cc with the flags of the package's own kernels and registers it."""
     here = Path(__file__).parent
-    own = Path(native.__file__).parent
-    includes = ["-I", str(own), "-I", str(prefix / "include"), "-isystem", jax.ffi.include_dir()]
+    packed = Path(native.__file__).parent
+    includes = ["-I", str(packed), "-I", str(prefix / "include"), "-isystem", jax.ffi.include_dir()]
     link = ["-L", str(prefix / "lib"), "-ldnnl", f"-Wl,-rpath,{prefix / 'lib'}"]
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "onednn.so"
@@ -129,9 +129,9 @@ def steps(library: ctypes.CDLL, w: np.ndarray, half: bool, rows: int, copies: in
     layouts = {"onednn": PACKED_FOR}
     if not library.OnednnSameLayout(ctypes.c_int64(rows), *sizes(PACKED_FOR, w.shape, half)):
         layouts["onednn, packed for these rows"] = rows
-    own = cpu.pack(jnp.asarray(w))
+    packed = cpu.pack(jnp.asarray(w))
     found: dict[str, tuple[Callable, list[Any]]] = {
-        "own": (cpu.linear, [jax.tree.map(partial(jnp.array, copy=True), own) for _ in range(copies)])
+        "own": (cpu.linear, [jax.tree.map(partial(jnp.array, copy=True), packed) for _ in range(copies)])
     }
     for name, packed_for in layouts.items():
         packed = pack(library, w, half, packed_for)
@@ -150,8 +150,8 @@ def times(
     """Milliseconds a call for each contender, in turns. Each way runs once before it is timed."""
     programs = {}
     for name, (step, weights) in contenders.items():
-        taken = [weights[i % len(weights)] for i in range(calls)]
-        programs[name] = partial(seconds, partial(chained(step), x, taken), clock)
+        cycled = [weights[i % len(weights)] for i in range(calls)]
+        programs[name] = partial(seconds, partial(chained(step), x, cycled), clock)
     spent = alternate(programs, repetitions, warm=True)
     return {name: 1e3 * median / calls for name, median in medians(spent).items()}
 
@@ -162,19 +162,19 @@ def random_weight(rng: np.random.Generator, shape: tuple[int, int], half: bool) 
 
 
 def row_invariance(library: ctypes.CDLL, shape: tuple[int, int], half: bool) -> dict[str, Any]:
-    """For each number of rows whether its results have the bits that the same rows have among 512, and the largest error."""
+    """Compares the results of each number of rows bitwise with the same rows of 512. Adds the largest error."""
     rng = np.random.default_rng(1)
     w = random_weight(rng, shape, half)
     x = jnp.asarray(rng.standard_normal((max(ROWS), shape[0]), np.float32))
     rounded = x.astype(jnp.bfloat16) if half else x
     exact = np.asarray(rounded, np.float64) @ w.astype(np.float64)
     found: dict[str, Any] = {"layouts": {m: described(library, shape, half, m, m) for m in ROWS}}
-    own = cpu.pack(jnp.asarray(w))
+    packed = cpu.pack(jnp.asarray(w))
     for name in ("own", "onednn", "onednn, packed for these rows"):
         results = {}
         for m in ROWS:
             if name == "own":
-                results[m] = np.asarray(jax.jit(cpu.linear)(x[:m], own))
+                results[m] = np.asarray(jax.jit(cpu.linear)(x[:m], packed))
                 continue
             packed_for = PACKED_FOR if name == "onednn" else m
             packed = jnp.asarray(pack(library, w, half, packed_for))
@@ -190,7 +190,7 @@ def row_invariance(library: ctypes.CDLL, shape: tuple[int, int], half: bool) -> 
 
 
 def setup_seconds(library: ctypes.CDLL, shape: tuple[int, int], half: bool, rows: int) -> dict[str, float]:
-    """What making a primitive costs: generated for the first time, and found in oneDNN's own cache."""
+    """Measures the seconds of creating a primitive: generated for the first time, and from oneDNN's cache."""
     first = ctypes.c_double()
     again = ctypes.c_double()
     library.OnednnSetup(*sizes(rows, shape, half), ctypes.byref(first), ctypes.byref(again))
@@ -217,18 +217,18 @@ def measure(library: ctypes.CDLL, args: argparse.Namespace) -> dict[str, Any]:
                     continue
                 x = jnp.asarray(rng.standard_normal((rows, shape[0]), np.float32))
                 calls = 64 if small else copies
-                taken = times(steps(library, w, half, rows, copies), x, calls, args.repetitions, CLOCKS[args.clock])
-                found["times"].append({"shape": name, "dtype": dtype, "rows": rows, "mb": w.nbytes / 1e6, "ms": taken})
+                times_ms = times(steps(library, w, half, rows, copies), x, calls, args.repetitions, CLOCKS[args.clock])
+                found["times"].append({"shape": name, "dtype": dtype, "rows": rows, "mb": w.nbytes / 1e6, "ms": times_ms})
                 print(line(found["times"][-1], shape), flush=True)
     return found
 
 
 def line(row: dict[str, Any], shape: tuple[int, int]) -> str:
-    own = row["ms"]["own"]
+    packed = row["ms"]["own"]
     flops = 2e-6 * row["rows"] * shape[0] * shape[1]
-    rivals = "  ".join(f"{name} {ms:.4f} ms ({ms / own:.2f}x own)" for name, ms in row["ms"].items() if name != "own")
-    rate = f"{row['mb'] / own:.1f} GB/s {flops / own:.0f} GFLOP/s"
-    return f"{row['dtype']} {row['shape']} {row['rows']:4}  own {own:.4f} ms {rate}  {rivals}"
+    rivals = "  ".join(f"{name} {ms:.4f} ms ({ms / packed:.2f}x own)" for name, ms in row["ms"].items() if name != "own")
+    rate = f"{row['mb'] / packed:.1f} GB/s {flops / packed:.0f} GFLOP/s"
+    return f"{row['dtype']} {row['shape']} {row['rows']:4}  own {packed:.4f} ms {rate}  {rivals}"
 
 
 def main() -> None:

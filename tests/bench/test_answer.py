@@ -6,16 +6,22 @@ from typing import Any
 import pytest
 
 from bench.sse_server import completion_chunks
-from tilewright.bench.answer import Refused, StreamedAnswer, StreamedChunk, error_message
-from tilewright.bench.http_client import Malformed
-from tilewright.bench.sse import Event
+from tilewright.bench.answer import (
+    Event,
+    EventDecoder,
+    Malformed,
+    Refused,
+    StreamedAnswer,
+    StreamedChunk,
+    error_message,
+)
 
 
 def answer(*chunks: tuple[float, dict[str, Any] | str]) -> StreamedAnswer:
     """Chunks with the time at which each comes."""
     made = StreamedAnswer()
     for at, chunk in chunks:
-        made.take(Event("message", chunk if isinstance(chunk, str) else json.dumps(chunk)), at)
+        made.add(Event("message", chunk if isinstance(chunk, str) else json.dumps(chunk)), at)
     return made
 
 
@@ -151,7 +157,7 @@ def test_a_count_that_falls_is_no_count():
 )
 def test_errors_in_the_stream(event: Event, message: str):
     with pytest.raises(Refused, match=message) as caught:
-        StreamedAnswer().take(event, 1.0)
+        StreamedAnswer().add(event, 1.0)
     assert caught.value.kind == "error_event"
 
 
@@ -161,3 +167,31 @@ def test_errors_in_the_stream(event: Event, message: str):
 )
 def test_errors_of_other_forms(said: Any, message: str):
     assert error_message(said) == message
+
+
+def decoded(*parts: bytes) -> list[Event]:
+    decoder = EventDecoder()
+    return [event for part in parts for event in decoder.feed(part)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "events"),
+    [
+        (b"data: a\n\ndata:b\n\n", [("message", "a"), ("message", "b")]),
+        (b"data: a\ndata\ndata: b\r\n\r\n", [("message", "a\n\nb")]),
+        (b"event: error\ndata: {}\n\ndata: x\n\n", [("error", "{}"), ("message", "x")]),
+        (b": comment\n\n:\n\nid: 3\nretry: 10\ndata: a\n\n", [("message", "a")]),
+        (b"event: lost\n\ndata: a\n\n", [("message", "a")]),
+        (b"data: unfinished\n", []),
+        ("data: é\u2028∗\n\n".encode(), [("message", "é\u2028∗")]),
+    ],
+)
+def test_events(stream: bytes, events: list[tuple[str, str]]):
+    expected = [Event(*each) for each in events]
+    assert decoded(stream) == expected
+    assert decoded(*(bytes([each]) for each in stream)) == expected
+
+
+def test_bytes_that_are_not_utf8():
+    with pytest.raises(Malformed, match="not UTF-8"):
+        decoded(b"data: \xff\n")

@@ -3,13 +3,13 @@
 import itertools
 from types import SimpleNamespace
 
+import bandwidth
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bandwidth import DotProducts, MemoryBuffers
 
-from tilewright.bench import bandwidth
-from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
 from tilewright.kernels import native
 from tilewright.kernels.dot.cpu import PIECE, count_products
 from tilewright.kernels.read.cpu import read

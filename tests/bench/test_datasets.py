@@ -129,7 +129,7 @@ def test_a_model_without_a_template_reads_the_text_itself(tmp_path: Path):
         ({"prompt": " \n"}, "expected a text in 'prompt'"),
         ({"prompt": None}, "found None"),
         ({"prompt": ["x"] * 99}, r"found \['x', 'x'.*\.\.\.$"),
-        ({"prompt": "\ud83d"}, "half of a surrogate pair"),
+        ({"prompt": "\ud83d"}, "an unpaired surrogate"),
         ({"question": "x"}, "expected a prompt record like the first one, with 'prompt', found none"),
         ([], r"expected a JSON object, found \[\]"),
         ("prompt", "expected a JSON object"),

@@ -13,20 +13,20 @@ from reference.diffusion_folder import write_folder
 from reference.diffusion_model_numpy import softmax
 from tilewright.bench.diffusion import (
     DenoisingRun,
-    by_step,
     denoise,
     fitted_table,
+    make_variants,
+    mean_by_step,
     measure,
     rows,
     rows_in_all,
     run_figures,
     scalars_as_csv,
-    ways_of,
 )
 from tilewright.bench.diffusion_quality import beside, compare_with_dense, token_agreement
 from tilewright.bench.diffusion_replay import denoising_replay, plain
-from tilewright.diffusion.model import Denoised, DiffusionModel, StepReport, load
 from tilewright.diffusion.options import Denoising, Saliency
+from tilewright.llm.diffusion_model import Denoised, DiffusionModel, StepReport, load
 
 BASE = Denoising(16, block_length=8, seed=0, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [9, 4, 7, 7, 5], [11]]
@@ -39,13 +39,13 @@ def model(tmp_path_factory: pytest.TempPathFactory, quick_compiles: None) -> Dif
 
 
 def test_ways_are_told_apart_and_plain_dense_comes_first():
-    ways = ways_of(replace(BASE, steps=8), ("dual", "sparse"), (0.99, 0.5), (0.9,))
+    ways = make_variants(replace(BASE, steps=8), ("dual", "sparse"), (0.99, 0.5), (0.9,))
     assert [*ways] == ["dense", "dual", "sparse τ0.99", "sparse τ0.5", "dual p≥0.9", "sparse τ0.99 p≥0.9", "sparse τ0.5 p≥0.9"]
     assert [request.steps for request in ways.values()] == [8] * 4 + [None] * 3
     assert [request.threshold for request in ways.values()] == [None] * 4 + [0.9] * 3
     assert ways["sparse τ0.5 p≥0.9"].saliency.tau == 0.5
-    assert [*ways_of(BASE, ("dense", "prefix"))] == ["dense", "prefix"]
-    ways = ways_of(BASE, ("dual",), thresholds=(0.9,), suffixes=(32,))
+    assert [*make_variants(BASE, ("dense", "prefix"))] == ["dense", "prefix"]
+    ways = make_variants(BASE, ("dual",), thresholds=(0.9,), suffixes=(32,))
     assert [*ways] == ["dense", "dual", "dual p≥0.9", "dual +32", "dual p≥0.9 +32"]
     assert [request.suffix_window for request in ways.values()] == [None, None, None, 32, 32]
 
@@ -62,7 +62,7 @@ def run_by_hand() -> DenoisingRun:
         StepReport("response", np.asarray([3, 1]), np.asarray([[5, 0], [10, 5]])),
         StepReport("response", np.asarray([-1, 4]), np.asarray([[0, 0], [0, 20]])),
     ]
-    results = [Denoised([1] * 5, "", "length", 2, [2, 3]), Denoised([1] * 4, "", "stop", 3, [1, 1, 4])]
+    results = [Denoised("", [1] * 5, [2, 3], "length", 1), Denoised("", [1] * 4, [1, 1, 4], "eos", 1)]
     return DenoisingRun(results, [reports], [[10, 20]], 0.5, 1, computed_all=False)
 
 
@@ -80,8 +80,8 @@ def test_figures_of_a_run():
 
 
 def test_means_are_over_the_rows_that_took_a_step():
-    assert [x.tolist() for x in by_step([np.asarray([[1.0], [3.0]]), np.asarray([[2.0]])])] == [[1.5], [3.0]]
-    assert by_step([]) == []
+    assert [x.tolist() for x in mean_by_step([np.asarray([[1.0], [3.0]]), np.asarray([[2.0]])])] == [[1.5], [3.0]]
+    assert mean_by_step([]) == []
 
 
 def test_token_agreement():
@@ -133,7 +133,7 @@ def test_dense_steps_with_a_suffix_window_compute_what_is_visible(model: Diffusi
 
 
 def test_ways_are_measured_in_turns_and_nothing_compiles_meanwhile(model: DiffusionModel):
-    ways = ways_of(BASE, ("sparse",), (0.5,), (0.05,))
+    ways = make_variants(BASE, ("sparse",), (0.5,), (0.05,))
     told = []
     found = measure(model, ways, PROMPTS, batch_size=2, timed=2, compared=0, repetitions=2, on_row=told.append)
     assert sum(told) == rows_in_all(3, 3, timed=2, compared=0, repetitions=2) == 3 * (3 + 2 * 2)

@@ -26,10 +26,10 @@ from tilewright.bench.exact import (
     PathResult,
     Plain,
     agreeing,
+    derived_requests,
     digest,
-    made_of,
+    make_requests,
     mixed_lengths,
-    requests_of,
 )
 from tilewright.bench.exact_engine import ARRIVALS, Client, left_over
 from tilewright.bench.exact_paths import TEAM, Effort, Verification
@@ -77,7 +77,7 @@ def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str
     found = list(verification.findings(told.append))
     assert [each for each in found if not each.same] == []
     assert len(found) == verification.count()
-    plain = digest([verification.plain.answer(each) for each in verification.asked("mixed")])
+    plain = digest([verification.plain.answer(each) for each in verification.requests("mixed")])
     assert {each.sha256 for each in found} == {each.plain_sha256 for each in found} == {plain}
     assert agreeing(found, len(ASKED)) == (6, 6)
     paths = {(each.drafter, each.path): each for each in found}
@@ -91,7 +91,7 @@ def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str
         ("dflash", "batches of 3"),
         ("dflash", "engine, 1 at a time"),
         *(("dflash", name) for name in served),
-        (TEAM, "batches of 3, widths drawn"),
+        (TEAM, "batches of 3, random widths"),
         (TEAM, "engine, 1 at a time"),
         *((TEAM, name) for name in served),
     ]
@@ -101,7 +101,7 @@ def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str
         assert set(everything.exercised) >= {"rounds", "preemptions", "prefix tokens", "cancelled"}
     assert paths["dflash", "batches of 3"].exercised["accepted drafts"] > 0
     assert paths["dflash", "engine, everything"].lacking == []
-    assert set(paths[TEAM, "batches of 3, widths drawn"].exercised) >= {"of plain", "of dflash, block 4"}
+    assert set(paths[TEAM, "batches of 3, random widths"].exercised) >= {"of plain", "of dflash, block 4"}
     assert "dflash: the engine compiles" in told
 
 
@@ -110,7 +110,7 @@ def test_what_did_not_happen_is_told(lm: LanguageModel):
     effort = replace(EFFORT, alone=("greedy",), arrivals=(), max_new_tokens=1, batches=(1,))
     drafters: dict[str, Any] = {"ngram": lm.load_drafter("ngram", DrafterOptions(block_size=4))}
     found = list(Verification(lm, drafters, [[1, 2, 3], [4, 5]], effort, seed=1).findings())
-    assert [each.path for each in found] == ["one at a time", "one at a time", "batches of 1, widths drawn"]
+    assert [each.path for each in found] == ["one at a time", "one at a time", "batches of 1, random widths"]
     assert all(each.same for each in found)
     assert [list(each.lacking) for each in found] == [[], ["accepted drafts"], ["accepted drafts"]]
 
@@ -122,7 +122,7 @@ def test_a_wrong_token_is_found_where_it_is(lm: LanguageModel, drafters: dict[st
 
     def careless(target: Target, params: Any, state: DecodeState, block: Array, *rest: Any) -> Verified:
         verified = verify(target, params, state, block, *rest)
-        place = state.known[:, None] + 1 + jnp.arange(block.shape[1])[None]
+        place = state.last_position[:, None] + 1 + jnp.arange(block.shape[1])[None]
         wrongly = jnp.where(place == wrong, (verified.tokens + 1) % 12, verified.tokens)
         return verified._replace(tokens=wrongly.astype(verified.tokens.dtype))
 
@@ -130,7 +130,7 @@ def test_a_wrong_token_is_found_where_it_is(lm: LanguageModel, drafters: dict[st
     monkeypatch.setattr("tilewright.runtime.rounds.autoregressive_step", plain_step)
     effort = replace(EFFORT, alone=("greedy", "sampled"), widths=(2,), arrivals=())
     found = list(Verification(lm, drafters, ASKED, effort, seed=1).findings())
-    asked = requests_of(ASKED, "greedy", 1, NEW)
+    asked = make_requests(ASKED, "greedy", 1, NEW)
     reached = {each.number: wrong - len(each.prompt) for each in asked if len(each.prompt) <= wrong < each.end}
     assert 0 < len(reached) < len(asked), "some requests span the position"
     for each in found:
@@ -170,20 +170,20 @@ def test_prompts_are_cut_at_all_lengths():
 
 
 def test_requests_differ_in_limit_and_seed():
-    asked = requests_of(ASKED, "mixed", 2**63 - 2, NEW)
+    asked = make_requests(ASKED, "mixed", 2**63 - 2, NEW)
     assert {each.sampling.max_new_tokens for each in asked} == {NEW, 30, 16}
     assert [each.sampling.seed for each in asked] == [2**63 - 2, 2**63 - 1, *range(-(2**63), -(2**63) + 4)]
     ways = [KINDS[name] for name in ("greedy", "sampled", "penalised")] * 2
     assert [each.sampling.temperature for each in asked] == [way.temperature for way in ways]
     assert [bool(each.sampling.stop) for each in asked] == [False, False, False, True, False, False]
-    assert requests_of([[1]], "sampled", 0, 1)[0].sampling == replace(KINDS["sampled"], max_new_tokens=1, seed=0)
+    assert make_requests([[1]], "sampled", 0, 1)[0].sampling == replace(KINDS["sampled"], max_new_tokens=1, seed=0)
 
 
-def test_requests_made_of_others_begin_alike(lm: LanguageModel):
+def test_derived_requests_share_prefixes(lm: LanguageModel):
     plain = Plain(lm)
     asked = ExactRequest(2, tuple(ASKED[1]), Sampling(NEW))
     answer = plain.answer(asked)
-    again, like, following = made_of(plain, asked)
+    again, like, following = derived_requests(plain, asked)
     assert (again.prompt, again.about) == (asked.prompt, AGAIN)
     assert (like.prompt[:22], like.about) == (asked.prompt[:22], LIKE)
     assert like.prompt[22:] == asked.prompt[22:][::-1] != asked.prompt[22:]
@@ -259,7 +259,7 @@ def test_the_loop_is_for_float32_alone(lm: LanguageModel, monkeypatch: pytest.Mo
     other = copy(lm)
     other.dtype = "bfloat16"
     kept = copy(lm)
-    kept.weights = "int8"
+    kept.quantised = True
     assert [Plain(each).uncached for each in (lm, other, kept)] == [True, False, False]
     monkeypatch.setattr("tilewright.bench.exact.plain_tokens", lambda *_: pytest.fail("the loop ran"))
     plain = Plain(lm)
@@ -318,7 +318,7 @@ def clients(engine: DeadEngine, asked: Sequence[ExactRequest], arrivals: str = "
 def test_an_engine_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exact_engine, "PATIENCE_S", 0.01)
     engine = DeadEngine()
-    client = clients(engine, requests_of(ASKED, "greedy", 0, 4))
+    client = clients(engine, make_requests(ASKED, "greedy", 0, 4))
     client.run()
     assert "stuck" in client.problem
     assert engine.gave_up == len(ASKED)
@@ -326,26 +326,26 @@ def test_an_engine_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_request_that_the_engine_gives_up_is_told():
-    client = clients(DeadEngine(), requests_of(ASKED[:1], "greedy", 0, 4))
-    client.heard.put((0, RequestOutput(end="error", error="the request could not be computed")))
+    client = clients(DeadEngine(), make_requests(ASKED[:1], "greedy", 0, 4))
+    client.updates.put((0, RequestOutput(end="error", error="the request could not be computed")))
     client.run()
     assert client.problem == "the request could not be computed"
 
 
 def test_arrivals_wait_for_tokens_of_earlier_requests():
-    client = clients(DeadEngine(), requests_of(ASKED, "greedy", 0, 4), "staggered")
-    assert client.may_ask(), "nobody runs"
+    client = clients(DeadEngine(), make_requests(ASKED, "greedy", 0, 4), "staggered")
+    assert client.may_submit(), "nobody runs"
     client.tokens = [[]]
-    client.ask(0)
-    assert not client.may_ask()
+    client.submit_next(0)
+    assert not client.may_submit()
     client.since = ARRIVALS["staggered"].every
-    assert client.may_ask()
+    assert client.may_submit()
 
 
 def test_what_an_engine_holds_at_the_end_is_told():
-    assert left_over(DeadEngine(EngineStats(pages_used=5)), held=5) == ""
+    assert left_over(DeadEngine(EngineStats(pages_used=5)), reserved=5) == ""
     held = EngineStats(running=1, waiting=2, pages_used=8)
-    assert left_over(DeadEngine(held), held=5) == "1 running left over, 2 waiting left over, 3 pages left over"
+    assert left_over(DeadEngine(held), reserved=5) == "1 running left over, 2 waiting left over, 3 pages left over"
 
 
 def test_a_request_beyond_the_context_is_refused(lm: LanguageModel):

@@ -1,22 +1,23 @@
-"""The benchmark of linear layers: whose sizes, what takes turns, what a program really computes, and the arithmetic."""
+"""The benchmark of linear layers: sizes, alternation, what a program computes, the figures and the script's output."""
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bandwidth
 import jax
 import jax.numpy as jnp
+import linear_layers as linear
 import numpy as np
 import pytest
+from bandwidth import DotProducts, MemoryBuffers
 from hypothesis import given
 from hypothesis import strategies as st
-
-from models.sizes import decoder_config
-from tilewright.bench import linear
-from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
-from tilewright.bench.linear import (
+from linear_layers import (
     CALLS,
+    LinearOptions,
     Side,
     chain,
     copied,
@@ -24,10 +25,13 @@ from tilewright.bench.linear import (
     jax_side,
     measure,
     ready,
+    report,
     rotation,
     steps,
     summary,
 )
+
+from models.sizes import decoder_config
 from tilewright.kernels import native
 from tilewright.kernels.linear import xla
 from tilewright.kernels.linear.cases import CASES, LAYERS, LinearCase, named
@@ -287,3 +291,32 @@ def test_a_layer_is_measured_on_every_side(kernels: bool, monkeypatch: pytest.Mo
             assert one[f"ratio_to_{other}"] == pytest.approx(one[f"{other}_ms"] / one["median_ms"])
         if not kernels:
             assert one["ratio_to_xla_bfloat16"] == 1
+
+
+def test_the_script_prints_a_table_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 2**16)
+    monkeypatch.setattr(bandwidth, "DOT_PIECES", 1)
+    monkeypatch.setattr(linear, "RUN_S", 0.001)
+    monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "0")
+    options = LinearOptions(model=("demo",), layers=("k", "q"), rows=(1, 16), weights_mb=0.1, repetitions=1)
+    path = tmp_path / "figures.json"
+    report(options, str(path))
+    written = json.loads(path.read_text())
+    assert written["isa"] == native.kernels().isa
+    assert [(one["layer"], one["rows"]) for one in written["data"]] == [("k", 1), ("k", 16), ("q", 1), ("q", 16)]
+    assert all(one["weight_mb"] == 2 * 128 * 64 / 1e6 for one in written["data"] if one["layer"] == "k")
+    (verdict,) = written["summary"]
+    assert [one["name"] for one in verdict["criteria"]] == ["rows_16_over_rows_1", "share_of_copy_bandwidth_at_1_row"]
+    printed = capsys.readouterr().out
+    for one in written["data"]:
+        assert f"{one['ratio_to_xla_float32']:.2f}" in printed
+
+
+def test_without_kernels_only_xla_dtypes_are_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "no compiler"))
+    with pytest.raises(ValueError, match="q8_0 needs the CPU kernels, which cannot run here: no compiler"):
+        LinearOptions(dtype=("q8_0",)).cases()
+    with pytest.raises(ValueError, match="expected weights_mb above 0, found 0"):
+        LinearOptions(weights_mb=0).cases()

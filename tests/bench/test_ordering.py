@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from tilewright.bench import ordering
-from tilewright.bench.ordering import COMPILER, ORDERINGS, OWN, PROGRAM_ORDER, in_order, ordered_name, read_name
+from tilewright.bench.ordering import COMPILER, ORDERINGS, OWN, PROGRAM_ORDER, apply_ordering, ordered_name, read_name
 from tilewright.kernels.operations import Norm
 from tilewright.kernels.select import PLAIN
 from tilewright.parallel import rings
@@ -24,7 +24,7 @@ def traced(order: str, run: Callable[..., Array]) -> str:
     mesh = make_mesh({"tp": 4})
     whole = PartitionSpec()
     rows = PartitionSpec("tp")
-    inside = jax.shard_map(in_order(order, run), mesh=mesh, in_specs=(rows, whole), out_specs=whole, check_vma=False)
+    inside = jax.shard_map(apply_ordering(order, run), mesh=mesh, in_specs=(rows, whole), out_specs=whole, check_vma=False)
     return str(jax.make_jaxpr(inside)(jnp.ones((8, 4)), jnp.ones((4, 4))))
 
 
@@ -53,19 +53,19 @@ def test_program_order_comes_with_jax_0_12(monkeypatch: pytest.MonkeyPatch):
         return (x + y) * y
 
     if ordering.program_order() is not None:
-        run = in_order(PROGRAM_ORDER, add_and_multiply)
+        run = apply_ordering(PROGRAM_ORDER, add_and_multiply)
         assert BARRIER in jax.jit(run).lower(1.0, 2.0).as_text()
         assert run(1.0, 2.0) == 6
     monkeypatch.setattr(ordering, "program_order", lambda: None)
     with pytest.raises(ValueError, match="for program_order, found"):
-        in_order(PROGRAM_ORDER, add_and_multiply)
+        apply_ordering(PROGRAM_ORDER, add_and_multiply)
 
 
 def test_an_operation_is_a_unit():
     """One call in the program, whatever is in it; constants besides arrays stay what they are."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), jnp.float32)
     w = jnp.ones((4, 4))
-    ops = ordering.in_units(PLAIN)
+    ops = ordering.jit_units(PLAIN)
     norm = Norm(jnp.ones(4), 1e-5)
     program = jax.make_jaxpr(lambda x, w: ops.linear(x, w, jnp.float32, norm))(x, w)
     assert len(program.eqns) == 1

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from tilewright.bench import overlap
-from tilewright.bench.overlap import LAYERS, OverlapRun, OverlapSetup, Phase, runs_of, steady
+from tilewright.bench.overlap import LAYERS, OverlapRun, OverlapSetup, Phase, make_runs, steady
 from tilewright.hardware.links import Fabric, ring_of, torus_of
 from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import CHIPS
@@ -73,7 +73,7 @@ def test_what_auto_takes_is_compiled_once(asked: list[int]):
     setup = setup_of(9)
     vars(setup)["fabric"] = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (4, 2)), tuple(ring_of(product(range(4), range(2)))))
     vars(setup)["mesh"] = make_mesh({"tp": 8})
-    runs = runs_of(setup, DECODE, ["sync", AUTO, "ring"])
+    runs = make_runs(setup, DECODE, ["sync", AUTO, "ring"])
     assert [run.schedule for run in runs] == ["sync", AUTO, "ring"]
     assert (len(asked), runs[0].timeline is runs[1].timeline) == (2, True)
     assert "auto: sync for 1 rows" in runs[1].notes[0]

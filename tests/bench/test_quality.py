@@ -100,9 +100,9 @@ def test_records_go_on_where_they_were_and_refuse_other_settings(tmp_path: Path)
     quality.Records(path, {"model": "a"}).add("mbpp", "int8", 11, tokens=[1])
     again = quality.Records(path, {"model": "a"})
     again.add("mbpp", "int8", 12, tokens=[2])
-    assert {number: record["tokens"] for number, record in again.of("mbpp", "int8").items()} == {11: [1], 12: [2]}
+    assert {number: record["tokens"] for number, record in again.for_way("mbpp", "int8").items()} == {11: [1], 12: [2]}
     assert quality.Records(path, {"model": "a"}).found == again.found
-    with pytest.raises(ValueError, match=r"holds records of .*; expected"):
+    with pytest.raises(ValueError, match=r"expected records of .*, found"):
         quality.Records(path, {"model": "b"})
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from llm.support import build
 from reference.dflash_numpy import random_pair
-from tilewright.bench.replay import described, opinions_of, passage, replay, token_texts
+from tilewright.bench.replay import described, passage, replay, text_probabilities, token_texts
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
 from tilewright.report.replay import Passage, write_replay
@@ -106,7 +106,7 @@ def test_times_are_shared_evenly(lm: LanguageModel):
     assert shown.prompt == "t7 t1 t2 t7 t1 t2 t7"
 
 
-def test_opinions_are_the_targets(tmp_path: Path):
+def test_probabilities_are_the_targets(tmp_path: Path):
     """Against the softmax of its logits in float64, over a text without padding."""
     model = pair_of(tmp_path, kernels="xla")
     text = [3, 9, 4, 1, 30]
@@ -115,7 +115,7 @@ def test_opinions_are_the_targets(tmp_path: Path):
     params = model.model.models.target
     run = jax.jit(lambda tokens: decoder.logits(config, ops, params, decoder.forward_full(config, ops, params, tokens).hidden))
     rows = np.asarray(run(jnp.asarray([text])), np.float64)[0]
-    probability, margin = opinions_of(model, text)
+    probability, margin = text_probabilities(model, text)
     assert np.isnan(probability[0])
     for at in range(1, len(text)):
         logits = rows[at - 1]
@@ -128,7 +128,7 @@ def test_opinions_are_the_targets(tmp_path: Path):
 def test_tokens_are_described_in_their_places(lm: LanguageModel):
     result = lm.generate([PROMPT], Sampling(6))[0]
     told = described(lm, PROMPT, result)
-    probability, margin = opinions_of(lm, [*PROMPT, *result.tokens])
+    probability, margin = text_probabilities(lm, [*PROMPT, *result.tokens])
     assert [token.id for token in told] == result.tokens
     np.testing.assert_array_equal([token.probability for token in told], probability[len(PROMPT) :])
     np.testing.assert_array_equal([token.margin for token in told], margin[len(PROMPT) :])

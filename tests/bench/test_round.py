@@ -1,16 +1,20 @@
-"""The parts of a round: what each computes, what is counted, and the estimates for absent chips."""
+"""The parts of a round: programs, figures, the script's output, and the estimates for absent chips."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import bandwidth
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import round_compiled
+import round_parts as rounds
+from round_compiled import over_layers, whole
+from round_parts import RoundOptions, RoundSetup, load, main, programs, with_ratios
 
-from tilewright.bench import round as rounds
-from tilewright.bench import round_compiled
-from tilewright.bench.round import RoundSetup, load, programs, with_ratios
-from tilewright.bench.round_compiled import over_layers, whole
 from tilewright.models import decoder, dflash, params
 from tilewright.models.experts import Mixture
 from tilewright.models.published_configs import DFLASH_B16, MODELS
@@ -68,7 +72,7 @@ def test_the_parts_are_those_of_the_round():
     assert not cached[:, :, 101:].any()
     after, info = run["round"](models, SETUP.state())
     assert int(info.committed[0]) >= 1
-    assert int(after.known[0]) == 100  # every run does the same
+    assert int(after.last_position[0]) == 100  # every run does the same
     hidden = jax.random.normal(jax.random.key(1), (1, 4, 32))
     for name in ("draft_head", "verify_head"):
         _, best = run[name](models, state, hidden)
@@ -103,7 +107,7 @@ def test_a_block_reads_more_experts_than_a_step(monkeypatch: pytest.MonkeyPatch)
         (record,) = rounds.measure(models, [setup], 3)
         assert record["verify_weight_gb"] == step_bytes(models.target, block) / 1e9
         assert (record["verify_weight_gb"] > record["weight_gb"]) == (target is sparse)
-    assert rounds.given(jax.ShapeDtypeStruct((1, 5), jnp.int32)).tolist() == [[0, 1, 2, 3, 4]]
+    assert rounds.concrete(jax.ShapeDtypeStruct((1, 5), jnp.int32)).tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_measured_records(monkeypatch: pytest.MonkeyPatch):
@@ -155,3 +159,79 @@ def test_what_both_share_is_in_the_peak_once():
     assert (both.cycles, both.memory_cycles, both.peak_bytes) == (9, 18, 75)
     assert both.bound_cycles == 18
     assert both.record()["bound_cycles"] == 18
+
+
+TARGET_CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+DRAFTER_CONFIG = {
+    **TARGET_CONFIG,
+    "num_hidden_layers": 1,
+    "block_size": 4,
+    "num_target_layers": 3,
+    "dflash_config": {"mask_token_id": 255, "target_layer_ids": [0, 2]},
+}
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The options that name both configurations."""
+    paths = {"model_config": TARGET_CONFIG, "draft_config": DRAFTER_CONFIG}
+    for name, fields in paths.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(fields))
+    monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "0")
+    return {name: str(tmp_path / f"{name}.json") for name in paths}
+
+
+def test_the_script_prints_a_table_and_writes_json(
+    configs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 2**16)
+    monkeypatch.setattr(rounds, "RUN_S", 0.001)
+    path = tmp_path / "figures.json"
+    main(options=RoundOptions(**configs, block_size=(4, 8), context=(64,), repetitions=1), json_file=str(path))
+    written = json.loads(path.read_text())
+    assert (written["measured"], written["dtype"], written["repetitions"]) == (True, "bfloat16", 1)
+    assert [(one["context"], one["block_size"]) for one in written["data"]] == [(64, 4), (64, 8)]
+    printed = capsys.readouterr().out
+    for one in written["data"]:
+        assert f"({one['verify_ms_ratio']:.2f})" in printed
+
+
+@pytest.mark.tpu
+def test_estimates_for_an_absent_chip(configs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(round_compiled, "LAYERS_COMPILED", (1, 2))
+    path = tmp_path / "figures.json"
+    main(options=RoundOptions(**configs, block_size=(4,), context=(100,), chip=("v5e:1x1",)), json_file=str(path))
+    written = json.loads(path.read_text())
+    (one,) = written["data"]
+    assert (one["chip"], one["block_size"], one["extrapolated"], one["layers_compiled"]) == ("v5e:1x1", 4, True, [1, 2])
+    layer_bytes = 2 * (2 * 128 * 256 + 2 * 128 * 128 + 3 * 128 * 128)
+    assert one["verify_read_bytes"] > 3 * layer_bytes + 2 * 256 * 128
+    assert one["verify_head_kernel_cycles"] > 0
+    assert one["verify_head_xla_kernel_cycles"] == 0
+    assert one["verify_cycles_ratio"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"block_size": (1,)}, "expected block_size of at least 2, found 1"),
+        ({"context": (40960,)}, "within the model's 40960 positions, found 41088"),
+        ({"chip": ("v9:2x2",)}, "expected a TPU of v5e, v5p, v6e, found 'v9:2x2'"),
+        ({"model_config": "demo"}, "expected --model-config and --draft-config together"),
+        ({"model_config": "nowhere", "draft_config": "demo-drafter"}, "expected a config.json or 'demo', found 'nowhere'"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        RoundOptions(**options).setups()

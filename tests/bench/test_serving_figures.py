@@ -19,9 +19,8 @@ from tilewright.bench.serving_figures import (
     serving_figures,
     speculative_decoding,
     summed,
-    tokens_over_time,
 )
-from tilewright.bench.workload import Planned
+from tilewright.bench.workload import PlannedRequest
 from tilewright.metrics.serving import LATENCIES
 
 NAMES = [latency.name for latency in LATENCIES]
@@ -42,7 +41,7 @@ def outcome(
     made = [StreamedChunk(*chunk) for chunk in chunks]
     answer = StreamedAnswer(made, made[0].at_s if made else None, prompt, usage, drafts)
     failed = None if failure is None else Failure(failure, f"{failure} happened")
-    return Outcome(Planned(0, sent, "a prompt", 9), sent if due is None else due, held, sent, end, answer, failed)
+    return Outcome(PlannedRequest(0, sent, "a prompt", 9), sent if due is None else due, held, sent, end, answer, failed)
 
 
 RUN = [
@@ -125,7 +124,7 @@ def test_what_the_server_does_not_say_is_not_made_up():
 
 
 def test_the_length_of_a_prompt_of_ids_is_known():
-    ids = Outcome(Planned(0, 0.0, np.arange(5), 1), 0.0)
+    ids = Outcome(PlannedRequest(0, 0.0, np.arange(5), 1), 0.0)
     assert ids.prompt_tokens == 5
     ids.answer.prompt_tokens = 6
     assert ids.prompt_tokens == 6
@@ -166,16 +165,6 @@ def test_peak_concurrency(times: list[tuple[int, int, int, int]]):
     run = [outcome(a, [], a + b, failure="timeout") for a, b, _, _ in times]
     most = max((sum(each.sent_s <= at < each.end_s for each in run) for at in range(101)), default=0)
     assert peak_concurrency(run) == most
-
-
-@given(TIMES, st.integers(1, 300))
-def test_tokens_over_time_are_all_tokens(times: list[tuple[int, int, int, int]], bins: int):
-    run = [outcome(a, [(a + b, n), (a + b + c, n)], a + b + c, usage=2 * n) for a, b, c, n in times]
-    run += [outcome(a, [(a + b, None), (a + b, None)], a + b) for a, b, _, _ in times]
-    length, counts = tokens_over_time(run, bins)
-    assert sum(counts) == sum(each.answer.tokens for each in run)
-    assert len(counts) <= bins + 1
-    assert length > 0
 
 
 def test_one_that_came_at_once_meets_any_tpot():

@@ -15,7 +15,7 @@ from llm.support import build, state_of
 from reference.dflash_numpy import random_pair
 from tilewright.bench import speculative
 from tilewright.bench.datasets import Example
-from tilewright.bench.speculative import PARTS, DatasetPrompts, ask, encoded, measure, part_seconds, round_up_to
+from tilewright.bench.speculative import PARTS, DatasetPrompts, build_prompts, encoded, measure, part_seconds, round_up_to
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.interfaces import Variant
@@ -42,7 +42,7 @@ def example(*turns: str, category: str = "") -> Example:
 
 
 def test_a_later_turn_follows_the_answer_of_plain_decoding(lm: LanguageModel):
-    asked = ask(lm, "chat", [example("t1 t2", "t3", category="a"), example("t4", category="b")], None, SAMPLING)
+    asked = build_prompts(lm, "chat", [example("t1 t2", "t3", category="a"), example("t4", category="b")], None, SAMPLING)
     answer = lm.generate(["t1 t2"], SAMPLING, speculative=False)[0].tokens
     assert asked.prompts == [[1, 2], [1, 2, *answer, 3], [4]]
     assert (asked.name, asked.categories, asked.skipped) == ("chat", ["a", "a", "b"], 0)
@@ -52,7 +52,7 @@ def test_a_turn_that_does_not_fit_is_left_out_with_those_after_it(lm: LanguageMo
     """64 positions less 8 new tokens leave 56 for a prompt."""
     done: list[int] = []
     long = [example("t1 " * 57, "t2", "t3"), example("t1 " * 56), example("t1 " * 48, "t2", "t3"), example("t5")]
-    asked = ask(lm, "long", long, None, SAMPLING, lambda: done.append(1))
+    asked = build_prompts(lm, "long", long, None, SAMPLING, lambda: done.append(1))
     assert [len(prompt) for prompt in asked.prompts] == [56, 48, 1]
     assert asked.skipped == 3 + 2
     assert len(done) == 4
@@ -60,7 +60,7 @@ def test_a_turn_that_does_not_fit_is_left_out_with_those_after_it(lm: LanguageMo
 
 
 def test_a_template_words_every_turn(lm: LanguageModel):
-    asked = ask(lm, "chat", [example("t1", "t2")], TEMPLATE, SAMPLING)
+    asked = build_prompts(lm, "chat", [example("t1", "t2")], TEMPLATE, SAMPLING)
     answer = lm.generate([[9, 1]], SAMPLING, speculative=False)[0].tokens
     assert asked.prompts == [[9, 1], [9, 1, 9, *answer, 9, 2]]
 
@@ -119,7 +119,7 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
     known = np.asarray([len(prompt) - 1 for prompt in prompts])
     for part in (None, *PARTS, *PARTS):
         results[part] = session.apply(partial(round_up_to, part, own, model.model.target))
-        np.testing.assert_array_equal(state_of(session)[0].known, known)
+        np.testing.assert_array_equal(state_of(session)[0].last_position, known)
     whole.advance(1)
     info = results["other"]
     assert [row.accepted[0] for row in whole.rows] == np.asarray(info.accepted)[:2].tolist()
@@ -132,7 +132,7 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
 
 def chosen(lm: LanguageModel) -> Variant:
     assert lm.drafter is not None
-    return lm.drafter.turn(None)
+    return lm.drafter.variant(None)
 
 
 class Clock:

@@ -105,7 +105,7 @@ def test_one_category_is_the_dataset_itself():
 def test_runs_that_cannot_be_compared_are_refused():
     with pytest.raises(ValueError, match="one run for each dataset, batch size and drafter"):
         benchmark_rows(both_runs(drafter="none"))
-    with pytest.raises(ValueError, match="mt: expected as many responses with and without dflash, found 2 and 1"):
+    with pytest.raises(ValueError, match="mt: expected equal numbers of responses with and without dflash, found 2 and 1"):
         benchmark_rows(both_runs(responses=[result(4, 1)]))
 
 

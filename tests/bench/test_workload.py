@@ -32,13 +32,13 @@ def test_the_requests_of_a_trace():
         (1, 0.75, 40, 1),
         (2, 4.5, 6, 2),
     ]
-    fewer = trace_plan(TRACE, at_once(2), token_prompts(50, 1), scale=0.1, most_new_tokens=1)
+    fewer = trace_plan(TRACE, at_once(2), token_prompts(50, 1), scale=0.1, max_new_tokens=1)
     assert [(each.due_s, len(each.prompt), each.max_new_tokens) for each in fewer] == [(0, 10, 1), (0, 4, 1)]
 
 
 def test_times_without_a_trace_that_has_any():
     bare = RequestTrace(TRACE.prompts, TRACE.outputs, None)
-    with pytest.raises(ValueError, match="expected times of arrival in the trace"):
+    with pytest.raises(ValueError, match="expected arrival times in the trace"):
         trace_times(bare, 3, 1.0)
 
 

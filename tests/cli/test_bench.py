@@ -162,7 +162,7 @@ def test_a_folder_with_the_name_of_a_packaged_drafter_is_told_of(
     assert not capsys.readouterr().err
     (tmp_path / "dflash2").mkdir()
     assert options.drafter_source("dflash2") == "smollm2-dflash2"
-    told = "dflash2 is the drafter that comes with smollm2-135m; the folder of that name would be ./dflash2"
-    assert told in capsys.readouterr().err
+    message = "--drafter dflash2 is the packaged drafter of smollm2-135m; --drafter ./dflash2 is the folder"
+    assert message in capsys.readouterr().err
     assert options.drafter_source("./dflash2") == "./dflash2"
     assert not capsys.readouterr().err

@@ -10,9 +10,9 @@ import pytest
 from cli.conftest import Run
 from reference.diffusion_folder import write_folder
 from report.reading import Page, check_self_contained
-from tilewright.diffusion.model import DiffusionModel
+from tilewright.llm.diffusion_model import DiffusionModel
 
-SMALL = ["--new-tokens", 8, "--block-length", 4, "--problems", 2, "--timed", 1, "--repetitions", 1]
+SMALL = ["--new-tokens", 8, "--denoising", "block_length=4", "--problems", 2, "--timed", 1, "--repetitions", 1]
 PROMISED = set(
     "name mode threshold tau accuracy token_agreement argmax_agreement logit_kl_nats logit_kl_nats_by_step "
     "salient_share_by_layer salient_share_by_step_and_layer tokens_per_s tokens_per_forward seconds_per_step speedup "
@@ -36,8 +36,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_every_mode_gets_its_figures(run: Run, folder: Path, prompts: Path, tmp_path: Path):
     files = ["--csv", tmp_path / "figures.csv", "--html", tmp_path / "page.html", "--json", tmp_path / "figures.json"]
-    ways = ["--modes", "dense", "sparse", "--tau", 0.99, 0.9, "--full-steps", 8, "--beside", 1]
-    ran = run("bench", "diffusion", "--model", folder, "--prompt-file", prompts, *SMALL, *ways, *files)
+    ways = ["--modes", "dense", "sparse", "--tau", 0.99, 0.9, "--denoising", "block_length=4,full_steps=8", "--beside", 1]
+    ran = run("bench", "diffusion", "--model", folder, "--prompt-file", prompts, *SMALL[:2], *SMALL[4:], *ways, *files)
     assert ran.status == 0, ran.err
     figures = json.loads((tmp_path / "figures.json").read_text())
     names = ["dense", "sparse τ0.99", "sparse τ0.9"]
@@ -78,24 +78,31 @@ def test_a_card_names_the_task(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     (folder / "chat_template.jinja").write_text("t9 {{ messages[0]['content'] }} t8")
     ran = run("bench", "diffusion", "--model", folder, "--task", "arithmetic", "--chat", *SMALL)
     assert (ran.status, len(asked)) == (2, 2)
-    assert "expected --prompt-file with --chat: problems are asked as they are" in ran.err
+    assert "expected --prompt-file with --chat: arithmetic problems have no chat template" in ran.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "expected --prompt-file, or --task arithmetic for problems with answers that are checked"),
+        ([], "expected --prompt-file, or --task arithmetic for problems with checked answers"),
         (["--task", "prompts"], "expected --prompt-file, or --task arithmetic"),
         (
             ["--task", "arithmetic", "--new-tokens", 10],
             "expected new_tokens that are a multiple of the block_length 4, found 10",
         ),
-        (["--task", "arithmetic", "--steps", 3], "expected steps that the 2 blocks divide, found 3"),
+        (
+            ["--task", "arithmetic", "--denoising", "block_length=4,steps=3"],
+            "expected steps that are a multiple of the 2 blocks, found 3",
+        ),
         (["--task", "arithmetic", "--threshold", 2], "expected a threshold above 0, up to 1, found 2"),
         (["--task", "arithmetic", "--tau", 3], "expected a saliency threshold above 0, up to 2, found 3"),
         (["--task", "arithmetic", "--tau", 0.9, 0.9], "expected different tau, found 0.9, 0.9"),
-        (["--task", "arithmetic", "--modes", "dual", "--every", 3], "expected --modes sparse with --every, found dual"),
+        (
+            ["--task", "arithmetic", "--modes", "dual", "--denoising", "every=3"],
+            "expected --modes sparse with every, found dual",
+        ),
         (["--task", "arithmetic", "--modes", "dense", "dense"], "expected different modes, found dense, dense"),
+        (["--task", "arithmetic", "--denoising", "mode=dual"], "--denoising: expected --modes, which takes several values"),
         (["--task", "arithmetic", "--modes", "fast"], "fast"),
         (["--task", "arithmetic", "--problems", 0], "expected problems of at least 1, found 0"),
         (["--task", "arithmetic", "--beside", -1], "expected beside of at least 0, found -1"),

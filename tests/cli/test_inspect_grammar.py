@@ -19,7 +19,7 @@ def test_who_makes_masks_and_why(run: Run, tmp_path: Path):
         "[ab]{2}": "device",
         r"\w": "host",
     }
-    assert (rows[str(day)]["why"], rows[str(day)]["states"]) == ("the keys 'format'", None)
+    assert (rows[str(day)]["why"], rows[str(day)]["states"]) == ("the keywords 'format'", None)
     assert rows["[ab]{2}"]["brackets"] is None
     assert rows["[ab]{2}"]["states"] == 3
 

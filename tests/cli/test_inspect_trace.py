@@ -26,7 +26,7 @@ def test_a_trace_beside_its_prediction(run: Run, given: list[object], tmp_path: 
     ran = run(*given, "--chip", "v5e:2x2", "--hop-us", 0, "--draws", 4, "--top", 2, "--json", tmp_path / "trace.json")
     assert ran.status == 0, ran.err
     assert "m(7): predicted for v5e:2x2; measured on 1 x TPU v5 lite, 2 runs of 1,220 to 1,220 us" in ran.out
-    assert "2 of 3 operations, those that took longest" in ran.out
+    assert "The longest 2 of 3 operations" in ran.out
     (exposed,) = (line.split() for line in ran.out.splitlines() if line.split()[:1] == ["exposed"])
     assert exposed == ["exposed", "750", "900", "1.20", "73.8%"]
     assert "3 of 3 operations of the trace are in the program, with 100.0% of the measured time." in ran.out

@@ -134,9 +134,9 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     assert "transfers of layer 2" in ran.out
     page = files["html"].read_text()
     for shown in (ran.out, unescape(page)):
-        assert "starting one costs nothing" in " ".join(shown.split())
+        assert "starting a transfer costs nothing" in " ".join(shown.split())
         assert "at the full roofline: prefetch 1, delay 1 0 (0% of a layer's compute)" in " ".join(shown.split())
-    assert "What runs when in the step of 6 layers" in page
+    assert "Core and links in the step of 6 layers" in page
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"v5e:4x2 auto-sharded (GSPMD)"}
 
@@ -173,9 +173,9 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, share: float
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--prefetch-distance", "x"), "expected --prefetch-distance as numbers of layers, found 'x'"),
+        (("--prefetch-distance", "x"), "expected --prefetch-distance in whole layers, found 'x'"),
         (("--scatter-delay", ","), "expected scatter_delay, found none"),
-        (("--rings", "tokens"), "expected --rings of weights, gradients, activations or all, found tokens"),
+        (("--rings", "tokens"), "expected --rings among weights, gradients, activations or all, found tokens"),
         (("--layers", "3"), "expected from 4 to 6 layers"),
         (
             ("--prefetch-distance", "5", "--layers", "4"),

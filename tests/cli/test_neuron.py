@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,9 +41,9 @@ def embedded(page: Path) -> dict:
 def test_plan_inference(run: Run, model: Path, tmp_path: Path):
     page = tmp_path / "plan.html"
     names = ("sync", "sequence", "domino", "ring")
-    options = ["--model-config", model, "--cores", "2,4", "--batch", "2", "--input", "128,256", "--output", 16, "--html", page]
+    options = [model, "--cores", "2,4", "--batch", "2", "--input", "128,256", "--output", 16, "--html", page]
     options += ["--draws", 4]
-    ran = run("plan", "inference", *options, "--json", "-")
+    ran = run("plan", *options, "--json", "-")
     assert ran.status == 0, ran.err
     records = ran.json["data"]
     assert [(one["input_tokens"], one["cores"], one["schedule"]) for one in records] == [
@@ -70,9 +71,9 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
 
 
 def test_an_adaptive_plan_is_nowhere_slower(run: Run, model: Path):
-    options = ["--model-config", model, "--cores", "4", "--batch", "2", "--input", "128", "--output", 16, "--json", "-"]
+    options = [model, "--cores", "4", "--batch", "2", "--input", "128", "--output", 16, "--json", "-"]
     options += ["--schedule", "sync,ring", "--draws", 2]
-    plain, adaptive = (run("plan", "inference", *options, *more).json["data"] for more in ([], ["--adaptive"]))
+    plain, adaptive = (run("plan", *options, *more).json["data"] for more in ([], ["--adaptive"]))
     assert all(two["tpot_ms"] <= one["tpot_ms"] for one, two in zip(plain, adaptive, strict=True))
     assert any(two["decode"]["prefetch"] for two in adaptive)
 
@@ -80,8 +81,8 @@ def test_an_adaptive_plan_is_nowhere_slower(run: Run, model: Path):
 def test_plan_training(run: Run, model: Path, tmp_path: Path):
     page = tmp_path / "plan.html"
     options = [
-        "--model-config",
         model,
+        "--training",
         "--mesh",
         "tp=4,fsdp=4",
         "--prefetch-distance",
@@ -95,7 +96,7 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
         "--draws",
         3,
     ]
-    ran = run("plan", "training", *options, "--html", page, "--json", "-")
+    ran = run("plan", *options, "--html", page, "--json", "-")
     assert ran.status == 0, ran.err
     records = ran.json["data"]
     assert len(records) == 1 + 2 * 2
@@ -115,11 +116,11 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "command", [("train", "lm"), ("train", "diffusion"), ("inspect", "training"), ("plan", "training"), ("neuron", "simulate")]
+    "command", [("train", "lm"), ("train", "diffusion"), ("inspect", "training"), ("plan",), ("neuron", "simulate")]
 )
-def test_shifts_are_in_layers_in_every_command(run: Run, command: tuple[str, str]):
+def test_shifts_are_in_layers_in_every_command(run: Run, command: tuple[str, ...]):
     told = " ".join(run(*command, "--help", columns=400).out.split())
-    assert told.count("by how many layers") == 2
+    assert len(re.findall("layers by which|layers between|by how many layers", told)) == 2
 
 
 def test_simulate_writes_figures_a_page_and_a_trace(run: Run, model: Path, tmp_path: Path):
@@ -156,8 +157,8 @@ def test_other_programs(run: Run, model: Path, kind: str):
         2 if kind == "training" else 1,
         "--input",
         64,
-        "--nodes",
-        256,
+        "--graph",
+        "nodes=256",
     ]
     ran = run("neuron", "simulate", kind, *options, "--json", "-")
     assert ran.status == 0, ran.err
@@ -180,14 +181,14 @@ def test_scheduled_hlo(run: Run, tmp_path: Path):
     assert ran.status == 0, ran.err
     assert ran.json["busy_ms"]["tensor"] == pytest.approx(0.1 * 197 / 91.75, rel=0.01)
     assert ran.json["busy_ms"]["cc0"] > 4e6 / 51.6e6
-    assert "the compute of a TPU v5e, 2.15 times as long: by peaks" in ran.err
+    assert "compute times of a TPU v5e scaled by 2.15, the ratio of peaks" in ran.err
     hlo.write_text("no program")
     assert run("neuron", "simulate", "hlo", "--hlo", hlo).status == 2
 
 
 def test_without_simpy_the_extra_is_named():
     """In a process of its own, where nothing has imported it."""
-    code = "import sys; sys.modules['simpy'] = None; from tilewright.cli.main import main; main(['plan', 'inference'])"
+    code = "import sys; sys.modules['simpy'] = None; from tilewright.cli.main import main; main(['plan'])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert ran.returncode == 2
@@ -196,7 +197,7 @@ def test_without_simpy_the_extra_is_named():
 
 def test_commands_for_tpus_do_not_ask_for_simpy():
     """Nor do those that simulate nothing."""
-    names = ("inspect_overlap", "inspect_diff", "inspect_trace", "bench_round", "neuron_tools")
+    names = ("inspect_overlap", "inspect_diff", "inspect_trace", "neuron_tools")
     code = "import sys; sys.modules['simpy'] = None; " + "; ".join(f"import tilewright.cli.{name}" for name in names)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
@@ -239,27 +240,32 @@ def test_chips(run: Run):
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
-        (["plan", "inference", "--instance", "inf2.48large"], "found 'inf2.48large' (did you mean inf2.48xlarge"),
-        (["plan", "inference", "--cores", "25"], "expected 1 to 24 cores of inf2.48xlarge, found 25"),
-        (["plan", "inference", "--cores", "two"], "expected whole numbers with commas between them, found 'two'"),
-        (["plan", "inference", "--schedule", "dominoes"], "found 'dominoes' (did you mean domino?)"),
-        (["plan", "inference", "--batch", "1"], "expected batches of at least 2 rows for domino"),
-        (["plan", "inference", "--draws", "1"], "expected --draws from 2, found 1"),
-        (["plan", "inference", "--output", "0"], "expected output from 1, found 0"),
-        (["plan", "training", "--mesh", "pp=4"], "expected --mesh as tp=N,fsdp=N, found 'pp=4'"),
-        (["plan", "training", "--mesh", "tp=4,fsdp=32"], "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4"),
-        (["plan", "training", "--streams", "5"], "at most as many streams as the 4 collective cores"),
-        (["plan", "training", "--packet-size", "big"], "expected packet sizes of default, recommended; found 'big'"),
-        (["plan", "training", "--prefetch-distance", "9"], "expected --prefetch-distance from 0 to 4 layers, found 9"),
+        (["plan", "--instance", "inf2.48large"], "found 'inf2.48large' (did you mean inf2.48xlarge"),
+        (["plan", "--cores", "25"], "expected 1 to 24 cores of inf2.48xlarge, found 25"),
+        (["plan", "--cores", "two"], "expected whole numbers separated by commas, found 'two'"),
+        (["plan", "--schedule", "dominoes"], "found 'dominoes' (did you mean domino?)"),
+        (["plan", "--batch", "1"], "expected batches of at least 2 rows for domino"),
+        (["plan", "--draws", "1"], "expected --draws from 2, found 1"),
+        (["plan", "--output", "0"], "expected output from 1, found 0"),
+        (["plan", "--training", "--mesh", "pp=4"], "expected --mesh as tp=N,fsdp=N, found 'pp=4'"),
+        (["plan", "--training", "--mesh", "tp=4,fsdp=32"], "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4"),
+        (["plan", "--training", "--streams", "5"], "at most 4 streams, one per collective core"),
+        (["plan", "--training", "--packet-size", "big"], "expected packet sizes of default, recommended; found 'big'"),
+        (["plan", "--training", "--prefetch-distance", "9"], "expected --prefetch-distance from 0 to 4 layers, found 9"),
         (
-            ["plan", "training", "--scatter-delay", "0.25"],
+            ["plan", "--training", "--scatter-delay", "0.25"],
             "expected --scatter-delay in layers, in steps of half a layer, found '0.25'",
         ),
         (
             ["neuron", "simulate", "training", "--prefetch-distance", "one"],
             "expected --prefetch-distance in layers, in steps of half a layer",
         ),
-        (["neuron", "simulate", "decode", "--cc-packet-size", "131072"], "of 1 to 65536 bytes for collectives, found 131072"),
+        (
+            ["neuron", "simulate", "decode", "--runtime", "cc_packet_size=131072"],
+            "of 1 to 65536 bytes for collectives, found 131072",
+        ),
+        (["plan", "--mesh", "tp=4"], "--mesh is for training: add --training"),
+        (["plan", "--training", "--cores", "4"], "--cores is for inference: leave out --training"),
         (["neuron", "simulate", "hlo"], "expected --hlo with a file of scheduled HLO, found none"),
         (["neuron", "simulate", "decode", "--model-config", "llama9"], "expected a model of smollm2-135m, llama3-8b"),
         (["neuron", "env", "--train", "fsdp,pp"], "expected axes to train over of fsdp, tp; found 'pp'"),

@@ -20,21 +20,24 @@ from rich.console import Console
 
 from cli.conftest import Run
 from models.published_files import NAME, install
+from server.fake import FakeEngine
 from tilewright.cli import main as command_line
-from tilewright.cli.common import DeviceOptions, ModelOptions
+from tilewright.cli.common import DeviceOptions, DraftingSettings, MemorySettings, ModelOptions
 from tilewright.cli.options import TemplateOptions
 from tilewright.cli.serve import (
     DEMO_TEMPLATES,
+    ApiSettings,
     CapacityOptions,
+    CompileSettings,
     HttpOptions,
+    LimitSettings,
     ServedModelOptions,
-    SpeculationOptions,
     engine_of,
+    print_defaults,
     ready_line,
-    say_defaults,
     template_of,
 )
-from tilewright.cli.serve_diffusion import DenoisingOptions
+from tilewright.cli.serve_diffusion import ServedDenoising
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.server.api import Api
@@ -44,45 +47,23 @@ TABLE = {"batches": [1], "capacities": [128], "chunks": [16], "widths": []}
 
 
 @pytest.mark.parametrize(
-    ("given", "drafter", "block_size"),
-    [
-        ('{"method": "dflash", "model": "a/b", "num_speculative_tokens": 15}', "a/b", 16),
-        ('{"method": "eagle3", "model": "a/b"}', "a/b", None),
-        ('{"model": "a/b"}', "a/b", None),
-        ('{"method": "ngram", "num_speculative_tokens": 3}', "ngram", 4),
-        ('{"model": "[ngram]"}', "ngram", None),
-    ],
-)
-def test_vllms_way_of_naming_a_drafter_is_understood(given: str, drafter: str, block_size: int | None):
-    models = SpeculationOptions(given).applied(ModelOptions())
-    assert (models.drafter, models.block_size) == (drafter, block_size)
-
-
-@pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--speculative-config", "{"], "--speculative-config: not JSON"),
-        (["--speculative-config", "[]"], "--speculative-config: expected a JSON object, found []"),
-        (["--speculative-config", '{"method": "medusa", "model": "x"}'], "among dflash, dspark, eagle3, ngram, found 'medusa'"),
-        (["--speculative-config", '{"method": "dflash"}'], "folder or id as model, found None"),
-        (["--speculative-config", '{"model": "x", "num_speculative_tokens": 0}'], "of at least 1, found 0"),
-        (["--speculative-config", '{"model": "x", "draft_tensor_parallel_size": 1}'], "found 'draft_tensor_parallel_size'"),
-        (["--speculative-config", '{"model": "x"}', "--drafter", "ngram"], "leave --drafter and --block-size out"),
         (["a", "--model", "b"], "expected one model, found a and --model b"),
         (["--port", "70000"], "a port from 0 to 65535, found 70000"),
         (["--host", "203.0.113.1", "--port", "0"], "cannot listen at 203.0.113.1"),
-        (["--port", "0", "--drain", "-1"], "--drain of at least 0"),
-        (["--port", "0", "--deadline", "0"], "deadline_s above 0"),
-        (["--port", "0", "--max-body-mb", "0"], "expected --max-body-mb above 0, found 0"),
-        (["--port", "0", "--max-body-mb", "inf"], "expected --max-body-mb above 0, found inf"),
+        (["--port", "0", "--limits", "drain_s=-1"], "--limits: expected drain_s of at least 0"),
+        (["--port", "0", "--limits", "deadline_s=0"], "deadline_s above 0"),
+        (["--port", "0", "--limits", "body_mb=0"], "expected body_mb above 0, found 0"),
+        (["--port", "0", "--limits", "body_mb=inf"], "expected body_mb above 0, found inf"),
         (["--port", "0", "--api-key", ""], "API keys of printable characters"),
         (["--port", "0", "--lora", "sql"], "--lora: expected NAME=FOLDER, each name once, found 'sql'"),
         (["--port", "0", "--lora", "a=x", "--lora", "a=y"], "--lora: expected NAME=FOLDER, each name once, found 'a=y'"),
         (["--port", "0", "--lora", "demo=x"], "--lora: expected another name than the model's, found 'demo'"),
-        (["--port", "0", "--lora", "a=/none"], "adapter a: /none is no folder of an adapter"),
-        (["--port", "0", "--ssl-keyfile", "key.pem"], "expected --ssl-certfile beside --ssl-keyfile"),
-        (["--port", "0", "--otlp-traces-endpoint", "localhost"], "expected a URL of http or https"),
-        (["--port", "0", "--pooling", "cls"], "cls"),
+        (["--port", "0", "--lora", "a=/none"], "adapter a: expected adapter_config.json in /none, found none"),
+        (["--port", "0", "--tls", "key=key.pem"], "--tls: expected cert beside key, found none"),
+        (["--port", "0", "--log", "traces=localhost"], "expected a URL of http or https"),
+        (["--port", "0", "--api", "pooling=cls"], "--api: expected pooling=last|mean, found pooling=cls"),
     ],
 )
 def test_bad_options_are_said_before_anything_is_loaded(run: Run, arguments: list[str], said: str):
@@ -111,22 +92,24 @@ class HeldPort:
 
 def test_capacity_becomes_the_engines_options(tmp_path: Path):
     (tmp_path / "shapes.json").write_text(json.dumps(TABLE))
-    said = CapacityOptions(tmp_path / "shapes.json", page_size=32, pages=9, prefix_cache=False, guard="warn")
-    options = said.engine_options()
+    memory = MemorySettings(page_size=32, pages=9, prefix_cache=False)
+    capacity = CapacityOptions(memory=memory, compile=CompileSettings(tmp_path / "shapes.json", "warn"))
+    options = capacity.served_options(LimitSettings(queue_requests=7))
+    assert options.queue_requests == 7
     assert options.table == ShapeTable((1,), (128,), (16,), ())
     assert (options.page_size, options.pages, options.prefix_cache, options.guard) == (32, 9, False, "warn")
-    table = CapacityOptions(slots=3).engine_options().shapes(2048)
+    table = CapacityOptions(slots=3).served_options(LimitSettings()).shapes(2048)
     assert (table.batches, table.capacities) == ((1, 2, 3), (2048,))
-    assert CapacityOptions().engine_options().table is None
+    assert CapacityOptions().served_options(LimitSettings()).table is None
     with pytest.raises(ValueError, match="slots of at least 1, found 0"):
-        CapacityOptions(slots=0).engine_options()
+        CapacityOptions(slots=0).served_options(LimitSettings())
 
 
 def test_a_folder_is_served_under_its_name(tmp_path: Path):
     (tmp_path / "my-model").mkdir()
     assert HttpOptions().server_options(str(tmp_path / "my-model"), None).name == "my-model"
     assert HttpOptions().server_options("org/model", None).name == "org/model"
-    assert HttpOptions(served_model_name="x").server_options("org/model", None).name == "x"
+    assert HttpOptions(api=ApiSettings(name="x")).server_options("org/model", None).name == "x"
 
 
 def test_requests_draw_as_the_models_folder_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -137,11 +120,11 @@ def test_requests_draw_as_the_models_folder_says(tmp_path: Path, capsys: pytest.
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     found = HttpOptions().sampling(models, console)
     assert found == SamplingDefaults(temperature=0.6, top_k=20, max_new_tokens=2048)
-    assert HttpOptions(generation_config="none").sampling(models, console) == SamplingDefaults()
-    say_defaults(found, Console(stderr=True, width=500))
-    said_line = "default sampling: temperature 0.6, top_k 20, max_new_tokens 2048 (the model's own; --generation-config none"
-    assert said_line in capsys.readouterr().err
-    say_defaults(SamplingDefaults(), console)
+    assert HttpOptions(api=ApiSettings(generation_config="none")).sampling(models, console) == SamplingDefaults()
+    print_defaults(found, Console(stderr=True, width=500))
+    line = "default sampling of the model: temperature 0.6, top_k 20, max_new_tokens 2048 (--api generation_config=none"
+    assert line in capsys.readouterr().err
+    print_defaults(SamplingDefaults(), console)
     assert capsys.readouterr().err == ""
 
 
@@ -158,7 +141,7 @@ def test_requests_draw_as_the_models_folder_says(tmp_path: Path, capsys: pytest.
 def test_a_folder_that_asks_for_what_cannot_be_is_said(tmp_path: Path, said: dict[str, Any], message: str):
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=re.escape(message)):
-        SamplingDefaults.of_model(tmp_path)
+        SamplingDefaults.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("display", [True, False])
@@ -171,8 +154,7 @@ def test_the_page_opens_once_the_server_is_ready(
     monkeypatch.setattr("sys.platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.setenv(name, ":0") if display else monkeypatch.delenv(name, raising=False)
-    engine = Engine.__new__(Engine)  # of which only the context is said
-    engine.context = 128
+    engine: Any = FakeEngine(context=128)  # of which only the context is said
     api = object.__new__(Api)
     api.engine = engine
     api.options = HttpOptions().server_options("org/model", None)
@@ -259,7 +241,7 @@ def check_log(logged: str) -> None:
     """What a server says of its memory, and of each tenth of its programs, where nobody watches a bar."""
     sizes, *warming = [line.split(": ", 1)[1] for line in logged.splitlines()]
     assert re.match(
-        r"weights .* in float32 \(--dtype.*\); keys and values .* pages of 64 .*; context \d+, .*\(--context\)$", sizes
+        r"weights .* in float32 \(--dtype.*\), .*; KV cache .* pages of 64 .*; context \d+, .*\(--context\)$", sizes
     )
     done = [re.fullmatch(r"compiled (\d+) of (\d+) programs in [\d.]+ s", line) for line in warming]
     assert all(done)
@@ -270,7 +252,7 @@ def check_log(logged: str) -> None:
 
 def test_a_server_ends_with_status_0_when_told_to_after_what_runs(folders: tuple[Path, Path], tmp_path: Path):
     (tmp_path / "shapes.json").write_text(json.dumps(TABLE))
-    with process(folders[0], "--drafter", "none", "--shapes", tmp_path / "shapes.json") as server:
+    with process(folders[0], "--drafter", "none", "--compile", f"shapes={tmp_path / 'shapes.json'}") as server:
         line = server.wait_until_ready()
         assert line == f"target with no drafter at {server.url} (context 128)\n"
         with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as ready:
@@ -292,7 +274,7 @@ def test_a_server_that_is_told_to_end_while_it_warms_up_does(folders: tuple[Path
     """It listens from before the model is loaded, and answers as soon as programs are being compiled."""
     with HeldPort() as port:
         pass
-    with process(folders[0], "--drafter", "ngram", "--port", port, "--log-level", "warning") as server:
+    with process(folders[0], "--drafter", "ngram", "--port", port, "--log", "level=warning") as server:
         while server.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as health:
@@ -307,24 +289,27 @@ def test_a_server_that_is_told_to_end_while_it_warms_up_does(folders: tuple[Path
 
 
 def test_a_drafters_window_leaves_the_prefix_cache_out_and_says_so(
-    run: Run, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+    run: Run, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "0")
     caplog.set_level("INFO", "tilewright")
 
-    def started(capacity: CapacityOptions, **more: Any) -> tuple[bool, str]:
-        models = ModelOptions(model=str(folders[0]), drafter=str(folders[1]), compile_cache=False, **more)
+    def started(capacity: CapacityOptions, window: int | None = None) -> tuple[bool, str]:
+        models = ModelOptions(model=str(folders[0]), drafter=str(folders[1]), drafting=DraftingSettings(window))
         caplog.clear()
-        engine, _ = engine_of(models, DeviceOptions(), capacity, DenoisingOptions(), Console(quiet=True))
+        engine, _ = engine_of(models, DeviceOptions(), capacity, ServedDenoising(), LimitSettings(), Console(quiet=True))
         assert isinstance(engine, Engine)
-        return engine.prefix_cache, caplog.text
+        return engine.decoding.prefix_cache, caplog.text
 
     on, said = started(CapacityOptions())
     assert (on, "prefix cache" in said) == (True, False)
-    on, said = started(CapacityOptions(), draft_window=16)
+    on, said = started(CapacityOptions(), window=16)
     assert (on, said.count("no prefix cache: the drafter keeps a window of its last positions")) == (False, 1)
-    on, said = started(CapacityOptions(prefix_cache=False), draft_window=16)
+    on, said = started(CapacityOptions(memory=MemorySettings(prefix_cache=False)), window=16)
     assert (on, "prefix cache" in said) == (False, False)
-    ran = run("serve", folders[0], "--drafter", folders[1], "--draft-window", 16, "--prefix-cache", "--port", 0)
+    ran = run(
+        "serve", folders[0], "--drafter", folders[1], "--drafting", "window=16", "--memory", "prefix_cache=true", "--port", 0
+    )
     assert ran.status == 2
     assert "expected no prefix cache: the drafter keeps a window" in ran.err
 
@@ -335,16 +320,16 @@ def test_a_template_that_does_not_compile_has_chats_refused(tmp_path: Path, capl
     (tmp_path / "named.jinja").write_text("{{ messages[0].content }}")
     models = ServedModelOptions(model=str(tmp_path))
     console = Console(quiet=True)
-    template = template_of(models, TemplateOptions(), console)
+    template = template_of(models, TemplateOptions(), False, console)
     assert template is not None
     with pytest.raises(ValueError, match="does not compile"):
         template.render([{"role": "user", "content": "a"}])
-    assert "chats are refused, completions are not; --chat-template FILE takes another template" in caplog.text
-    named = template_of(models, TemplateOptions(chat_template=tmp_path / "named.jinja"), console)
+    assert "the server refuses chats. Name another template with --chat-template FILE" in caplog.text
+    named = template_of(models, TemplateOptions(chat_template=tmp_path / "named.jinja"), False, console)
     assert named is not None
     assert named.render([{"role": "user", "content": "a"}]) == "a"
     (tmp_path / "named.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match=r"named\.jinja: the chat template does not compile"):
-        template_of(models, TemplateOptions(chat_template=tmp_path / "named.jinja"), console)
+        template_of(models, TemplateOptions(chat_template=tmp_path / "named.jinja"), False, console)
     with pytest.raises(ValueError, match="--chat-template: expected a file, found missing"):
         TemplateOptions(chat_template=Path("missing"))

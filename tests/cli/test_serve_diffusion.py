@@ -10,11 +10,11 @@ from cli.conftest import Run
 from cli.test_serve import process
 from reference.diffusion_folder import write_folder
 from tilewright.cli.common import DeviceOptions
-from tilewright.cli.serve_diffusion import DenoisingOptions
+from tilewright.cli.serve_diffusion import ServedDenoising
 from tilewright.diffusion.engine_options import DENOISING, DiffusionEngineOptions
-from tilewright.diffusion.model import load
 from tilewright.diffusion.options import FAR, MODES, Denoising, Saliency
 from tilewright.diffusion.programs import DiffusionTable
+from tilewright.llm.diffusion_model import load
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +37,20 @@ SHARED = {"queue_requests": 5, "queue_tokens": 99, "guard": "warn"}
 
 
 def test_without_options_everything_is_the_engines_own():
-    found = DenoisingOptions().engine_options(None, {}, 4096)
+    found = ServedDenoising().engine_options(None, {}, 4096)
     own = DiffusionEngineOptions()
     assert (found.defaults, found.modes, found.table) == (DENOISING, MODES, own.shapes(4096))
 
 
 def test_options_become_the_engines():
-    options = DenoisingOptions(
+    options = ServedDenoising(
         mode="sparse",
         modes=("dense", "sparse"),
         threshold=0.9,
         tau=0.95,
         suffix_window=32,
         remasking="entropy",
-        new_tokens=16,
+        max_tokens=16,
         block_length=8,
         positions=(64, 128),
         responses=(32,),
@@ -64,10 +64,10 @@ def test_options_become_the_engines():
 
 
 def test_what_is_not_said_follows_from_what_is():
-    assert DenoisingOptions(modes=("dual", "sparse")).defaults.mode == "dual"
-    table = DenoisingOptions(positions=(300,)).engine_options(1, {}, 4096).table
+    assert ServedDenoising(modes=("dual", "sparse")).defaults.mode == "dual"
+    table = ServedDenoising(positions=(300,)).engine_options(1, {}, 4096).table
     assert table == DiffusionTable((1,), (300,), (128, 299), (32, FAR))
-    table = DenoisingOptions().engine_options(8, {}, 200).table
+    table = ServedDenoising().engine_options(8, {}, 200).table
     assert table == DiffusionTable((1, 4, 8), (200,), (128, 199), (32, FAR))
 
 
@@ -90,37 +90,17 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
         run,
         monkeypatch,
         folder,
-        "--modes",
-        "dense",
-        "sparse",
-        "--mode",
-        "sparse",
-        "--threshold",
-        0.9,
-        "--tau",
-        0.95,
-        "--suffix-window",
-        24,
-        "--remasking",
-        "entropy",
-        "--new-tokens",
-        16,
-        "--block-length",
-        8,
-        "--positions",
-        64,
-        128,
-        "--responses",
-        32,
-        "--blocks",
-        8,
-        16,
+        "--denoising",
+        "modes=dense,sparse,mode=sparse,threshold=0.9,tau=0.95,suffix_window=24,remasking=entropy,max_tokens=16,block_length=8,"
+        "positions=64,128,responses=32,blocks=8,16",
         "--slots",
         3,
-        "--guard",
-        "warn",
-        "--queue-requests",
-        7,
+        "--compile",
+        "guard=warn",
+        "--limits",
+        "queue_requests=7",
+        "--memory",
+        "pages=40,page_size=32",
         "--dtype",
         "bfloat16",
         "--tensor-parallel",
@@ -128,13 +108,26 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
         "--schedule",
         "ring",
     )
-    assert found["denoising"] == DenoisingOptions(
-        "sparse", ("dense", "sparse"), 0.9, 0.95, 24, "entropy", 16, 8, (64, 128), (32,), (8, 16)
+    assert found["denoising"] == ServedDenoising(
+        mode="sparse",
+        modes=("dense", "sparse"),
+        threshold=0.9,
+        tau=0.95,
+        suffix_window=24,
+        remasking="entropy",
+        max_tokens=16,
+        block_length=8,
+        positions=(64, 128),
+        responses=(32,),
+        blocks=(8, 16),
     )
-    assert (found["slots"], found["shared"]) == (3, {"queue_requests": 7, "queue_tokens": 262_144, "guard": "warn"})
+    assert (found["slots"], found["shared"]) == (
+        3,
+        {"queue_requests": 7, "queue_tokens": 262_144, "guard": "warn", "pages": 40, "page_size": 32},
+    )
     assert (found["models"].model, found["models"].dtype) == (str(folder), "bfloat16")
     assert found["devices"] == DeviceOptions(2, "ring")
-    assert caught(run, monkeypatch, "--model", folder)["denoising"] == DenoisingOptions()
+    assert caught(run, monkeypatch, "--model", folder)["denoising"] == ServedDenoising()
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -143,30 +136,33 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
     [
         (["--drafter", "ngram"], "--drafter is for models that decode token by token"),
         (["--drafter", "none"], "--drafter is for models that decode token by token"),
-        (["--speculative-config", '{"method": "ngram"}'], "--drafter is for models that decode token by token"),
         (["--block-size", "8"], "--block-size is for models that decode token by token"),
         (["--kv-dtype", "int8"], "--kv-dtype is for models that decode token by token"),
-        (["--drafter-dtype", "bfloat16"], "--drafter-dtype is for models that decode token by token"),
-        (["--pages", "9"], "--pages is for models that decode token by token; this one denoises"),
-        (["--page-size", "32"], "--page-size is for models that decode token by token; this one denoises"),
-        (["--no-prefix-cache"], "--prefix-cache is for models that decode token by token; this one denoises"),
-        (["--shapes", "shapes.json"], "--shapes is for models that decode token by token; this one denoises"),
-        (["--schedule", "ring"], "--schedule needs --tensor-parallel: on one device nothing is added up"),
-        (["--slots", "0"], "expected --slots of at least 1, found 0"),
-        (["--mode", "dense", "--modes", "dual", "sparse"], "expected a default mode among dual, sparse, found dense"),
-        (["--mode", "thin"], "thin"),
-        (["--threshold", "1.5"], "expected a threshold above 0, up to 1, found 1.5"),
-        (["--threshold", "0.5", "--remasking", "random"], "no threshold with random, which ranks by chance, found 0.5"),
-        (["--tau", "2.5"], "expected a saliency threshold above 0, up to 2, found 2.5"),
-        (["--suffix-window", "-1"], "expected a suffix_window of at least 0 positions, found -1"),
-        (["--block-length", "12"], "expected new_tokens that are a multiple of the block_length 12, found 128"),
-        (["--positions", "128", "64"], "expected positions to be sizes of at least 1 in ascending order"),
-        (["--positions", "64", "--responses", "64"], "expected responses shorter than the most positions 64, found 64"),
+        (["--drafting", "dtype=bfloat16"], "--drafting is for models that decode token by token"),
         (
-            ["--positions", "64"],
-            "--new-tokens, --block-length: expected responses of at most 63, the largest declared, found 128",
+            ["--memory", "prefix_cache=false"],
+            "--memory prefix_cache is for models that decode token by token; this one denoises",
         ),
-        (["--blocks", "16"], "--new-tokens, --block-length: expected blocks of at most 16, the largest declared, found 32"),
+        (["--compile", "shapes=shapes.json"], "--compile shapes is for models that decode token by token; this one denoises"),
+        (["--schedule", "ring"], "--schedule needs --tensor-parallel: one device has no partial results to sum"),
+        (["--slots", "0"], "expected --slots of at least 1, found 0"),
+        (["--denoising", "mode=dense,modes=dual,sparse"], "expected a default mode among dual, sparse, found dense"),
+        (["--denoising", "mode=thin"], "--denoising: expected mode=dense|prefix|dual|sparse, found mode=thin"),
+        (["--denoising", "threshold=1.5"], "expected a threshold above 0, up to 1, found 1.5"),
+        (["--denoising", "threshold=0.5,remasking=random"], "no threshold with random, which ranks by chance, found 0.5"),
+        (["--denoising", "tau=2.5"], "expected a saliency threshold above 0, up to 2, found 2.5"),
+        (["--denoising", "suffix_window=-1"], "expected a suffix_window of at least 0 positions, found -1"),
+        (["--denoising", "block_length=12"], "expected new_tokens that are a multiple of the block_length 12, found 128"),
+        (["--denoising", "positions=128,64"], "expected positions to be sizes of at least 1 in ascending order"),
+        (["--denoising", "positions=64,responses=64"], "expected responses shorter than the most positions 64, found 64"),
+        (
+            ["--denoising", "positions=64"],
+            "--denoising max_tokens, block_length: expected responses of at most 63, the largest declared, found 128",
+        ),
+        (
+            ["--denoising", "blocks=16"],
+            "--denoising max_tokens, block_length: expected blocks of at most 16, the largest declared, found 32",
+        ),
     ],
 )
 def test_what_a_diffusion_model_cannot_take_is_said_before_its_weights_are_read(
@@ -178,34 +174,18 @@ def test_what_a_diffusion_model_cannot_take_is_said_before_its_weights_are_read(
 
 
 @pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--mode", "sparse"],
-        ["--modes", "dense", "dual"],
-        ["--threshold", "0.9"],
-        ["--tau", "0.9"],
-        ["--suffix-window", "8"],
-        ["--remasking", "random"],
-        ["--new-tokens", "64"],
-        ["--block-length", "8"],
-        ["--positions", "64"],
-        ["--responses", "32"],
-        ["--blocks", "8"],
-    ],
-    ids=lambda given: given[0],
-)
-def test_a_model_that_decodes_token_by_token_takes_none_of_these(run: Run, folders: tuple[Path, Path], arguments: list[str]):
-    ran = run("serve", folders[0], "--port", 0, *arguments)
+@pytest.mark.parametrize("setting", ["mode=sparse", "modes=dense,dual", "threshold=0.9", "max_tokens=64", "positions=64"])
+def test_a_model_that_decodes_token_by_token_refuses_denoising(run: Run, folders: tuple[Path, Path], setting: str):
+    ran = run("serve", folders[0], "--port", 0, "--denoising", setting)
     assert (ran.status, ran.out) == (2, "")
-    assert f"{arguments[0]} is for diffusion models; this one decodes token by token" in ran.err
+    assert "--denoising is for diffusion models; this one decodes token by token" in ran.err
 
 
 @pytest.mark.slow
 def test_a_server_answers_as_the_model_does(folder: Path):
     (want,) = load(folder).generate("t1 t2 t3", Denoising(16, block_length=8, mode="sparse", threshold=0.5))
-    shapes = ("--positions", 64, "--responses", 16, "--blocks", 8, "--slots", 2, "--modes", "sparse")
-    with process(folder, *shapes, "--new-tokens", 16, "--block-length", 8, "--threshold", 0.5) as server:
+    denoising = "positions=64,responses=16,blocks=8,modes=sparse,max_tokens=16,block_length=8,threshold=0.5"
+    with process(folder, "--slots", 2, "--denoising", denoising) as server:
         line = server.wait_until_ready()
         assert line == f"{folder.name} with sparse steps at {server.url} (context 64)\n"
         found = server.post({"prompt": "t1 t2 t3"})

@@ -11,30 +11,9 @@ from safetensors.numpy import load_file
 import tilewright as tw
 from cli.conftest import Run as Command
 from cli.conftest import interrupt_at
-from tilewright.train import demo_text
-from tilewright.train import evaluate as train_evaluate
-from tilewright.train.clean import Cleaner
 from tilewright.train.data import read_documents, train_tokenizer
-from tilewright.train.demo_text import Dependency, is_held_out
 
-SIZES = [
-    "--vocab-size",
-    270,
-    "--hidden-size",
-    32,
-    "--layers",
-    1,
-    "--heads",
-    2,
-    "--kv-heads",
-    1,
-    "--head-dim",
-    16,
-    "--intermediate-size",
-    48,
-    "--context",
-    96,
-]
+SIZES = ["--sizes", "vocab_size=270,hidden_size=32,layers=1,heads=2,kv_heads=1,head_dim=16,intermediate_size=48,context=96"]
 LOOP = ["--batch-size", 2, "--sequence-length", 24, "--held-out", 0.3, "--evaluate-every", 4, "--save-every", 2]
 FIELDS = {
     "steps",
@@ -105,10 +84,11 @@ def test_a_language_model_resumes_where_it_was_interrupted(
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures.keys() == FIELDS
     assert [point["step"] for point in figures["curve"]] == [4, 8]
-    assert f"held-out loss {figures['held_out_loss_nats_per_token']:.3f} nats a token" in ran.out
+    assert f"held-out loss {figures['held_out_loss_nats_per_token']:.3f} nats/token" in ran.out
     kept = (tmp_path / "lm" / "tokenizer.json").read_bytes()
-    at = command.index("--vocab-size")
-    other = run(*command[:at], "--vocab-size", 265, *command[at + 2 :], "--learning-rate", 0.02)
+    at = command.index("--sizes")
+    resized = SIZES[1].replace("vocab_size=270", "vocab_size=265")
+    other = run(*command[:at], "--sizes", resized, *command[at + 2 :], "--learning-rate", 0.02)
     assert other.status == 2
     assert "learning_rate: checkpoint 0.0006, now 0.02; vocab_size: checkpoint 270, now 265" in " ".join(other.err.split())
     length = command.index("--sequence-length") + 1
@@ -117,10 +97,11 @@ def test_a_language_model_resumes_where_it_was_interrupted(
     assert "expected sequences of at most the model's context of 96 tokens, found 97" in " ".join(other.err.split())
     other = run(*command, "--tokenizer", other_tokenizer(text, tmp_path / "tokenizer"))
     assert other.status == 2
-    assert "--tokenizer has its own vocabulary, found --vocab-size as well" in other.err
-    other = run(*command[:at], *command[at + 2 :], "--tokenizer", tmp_path / "tokenizer")
+    assert "expected no vocabulary size with --tokenizer, found vocab_size in --sizes" in " ".join(other.err.split())
+    unsized = SIZES[1].removeprefix("vocab_size=270,")
+    other = run(*command[:at], "--sizes", unsized, *command[at + 2 :], "--tokenizer", tmp_path / "tokenizer")
     assert other.status == 2
-    assert "holds a run with another tokenizer" in other.err
+    assert "expected --out without a run of another tokenizer" in " ".join(other.err.split())
     assert (tmp_path / "lm" / "tokenizer.json").read_bytes() == kept
 
 
@@ -153,53 +134,32 @@ def test_a_language_model_goes_on_from_another(run: Command, text: Path, target:
     assert "resuming language model at step 1 of 1" in run(*command, start).out
     copytree(target, tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ other }}")
-    assert "belongs to another run" in " ".join(run(*command, tmp_path / "other", "--layers", 9).err.split())
+    assert "belongs to another run" in " ".join(run(*command, tmp_path / "other", "--sizes", "layers=9").err.split())
     assert (tmp_path / "more" / "chat_template.jinja").read_bytes() == (start / "chat_template.jinja").read_bytes()
     without = run(*command[:-1], *SIZES)
     assert without.status == 2
     assert "belongs to another run (start: checkpoint '" in " ".join(without.err.split())
     for arguments, problem in (
         (
-            [start, "--heads", 2, "--vocab-size", 300],
-            "its sizes and its tokenizer along, found --heads, --vocab-size as well",
+            [start, "--sizes", "heads=2,vocab_size=300"],
+            "expected no other sizes than layers and context with --start, found heads, vocab_size in --sizes",
         ),
-        ([start, "--context", 48], "a model grows from context 96, found 48"),
-        ([start, "--tokenizer", start], "--start takes its tokenizer along, found --tokenizer as well"),
+        ([start, "--sizes", "context=48"], "expected context of at least the model's 96, found 48"),
+        ([start, "--tokenizer", start], "expected --start or --tokenizer, found both"),
     ):
         other = run(*command, *arguments)
         assert other.status == 2
         assert problem in " ".join(other.err.split())
 
 
-def test_a_model_is_measured_on_the_demos_text(run: Command, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "held.py").write_text("".join(f"one_{n} = two({n})\n" for n in range(200)))
-    questions = "".join(json.dumps({"question": f"one {n}?", "answer": "two three " * 20}) + "\n" for n in range(200))
-    (tmp_path / "gsm8k.jsonl").write_text(questions)
-    needed = Dependency("pack", "1.0", "MIT", (("package.module_0", tmp_path / "held.py"),))
-    assert is_held_out("package.module_0")
-    monkeypatch.setattr(demo_text, "library_sources", lambda: ([], [tmp_path / "held.py"]))
-    monkeypatch.setattr(demo_text, "dependencies", lambda: [needed, Dependency("closed", "2.0", "Secret", ())])
-    small = {"BATCH": 2, "WINDOW": 16, "BATCHES": 2, "PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 6}
-    for name, value in small.items():
-        monkeypatch.setattr(train_evaluate, name, value)
-    monkeypatch.setattr(Cleaner, "without_duplicates", lambda self, lines, left_out: list(lines))
-    ran = run("train", "evaluate", target, "--gsm8k", tmp_path / "gsm8k.jsonl", "--json", "-")
-    assert ran.status == 0, ran.err
-    figures = json.loads(ran.out)
-    assert figures["held_out"].keys() == {"library", "dependencies", "questions"}
-    assert figures["held_out"]["library"] == figures["held_out"]["dependencies"] != figures["held_out"]["questions"]
-    assert figures["text"]["dependencies"] == ["pack 1.0 (MIT)"]
-    assert figures["text"]["dependencies_left_out"] == ["closed 2.0 (Secret)"]
-    assert f"held-out questions: {figures['held_out']['questions']['loss_nats_per_token']:.3f} nats a token" in ran.err
-
-
 def test_a_language_model_grows(run: Command, text: Path, target: Path, tmp_path: Path):
-    command = ["train", "lm", text, "--out", tmp_path / "deep", *LOOP, "--steps", 1, "--start", target, "--layers", 3]
-    ran = run(*command, "--context", 128)
+    command = ["train", "lm", text, "--out", tmp_path / "deep", *LOOP, "--steps", 1, "--start", target]
+    command += ["--sizes", "layers=3,context=128"]
+    ran = run(*command)
     assert ran.status == 0, ran.err
     lm = tw.load(tmp_path / "deep")
     assert (lm.target.num_layers, lm.target.max_position_embeddings) == (3, 128)
-    assert "resuming language model at step 1 of 1" in run(*command, "--context", 128).out
+    assert "resuming language model at step 1 of 1" in run(*command).out
 
 
 @pytest.mark.parametrize("regenerated", [pytest.param(0, marks=pytest.mark.slow), 12])
@@ -207,8 +167,8 @@ def test_a_drafter_is_trained_for_a_target_and_drafts(
     run: Command, text: Path, target: Path, tmp_path: Path, regenerated: int, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "drafter"
-    options = ["--block-size", 4, "--layers", 1, "--anchors", 4, "--steps", 6]
-    source = ["--regenerated", regenerated, "--prompt-tokens", 4, "--response-tokens", 20]
+    options = ["--sizes", "block_size=4,layers=1", "--loss", "anchors=4", "--steps", 6]
+    source = ["--regenerate", f"count={regenerated},prompt_tokens=4,response_tokens=20"]
     command = ["train", "drafter", text, "--target", target, "--out", out, *options, *source, *LOOP, "--json", "-"]
     with monkeypatch.context() as patched:
         interrupt_at(3, patched)
@@ -234,13 +194,13 @@ def test_a_drafter_is_trained_for_a_target_and_drafts(
 def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text: Path, target: Path, tmp_path: Path):
     first = tmp_path / "first"
     wider = tmp_path / "wider"
-    command = ["train", "drafter", text, "--target", target, "--regenerated", 0, "--layers", 1, "--anchors", 4, *LOOP]
-    assert run(*command, "--out", first, "--block-size", 4, "--steps", 3).status == 0
+    command = ["train", "drafter", text, "--target", target, "--regenerate", "count=0", "--loss", "anchors=4", *LOOP]
+    assert run(*command, "--out", first, "--sizes", "layers=1,block_size=4", "--steps", 3).status == 0
     fields = json.loads((first / "config.json").read_text())
     fields["dflash_config"]["last_tap_before_norm"] = True
     (first / "config.json").write_text(json.dumps(fields))
     hardly = ["--steps", 1, "--learning-rate", 1e-6]
-    ran = run(*command, *hardly, "--out", wider, "--block-size", 6, "--start", first)
+    ran = run(*command, *hardly, "--out", wider, "--sizes", "layers=1,block_size=6", "--start", first)
     assert ran.status == 0, ran.err
     begun, gone_on = (load_file(folder / "model.safetensors") for folder in (first, wider))
     for name, tensor in begun.items():
@@ -248,10 +208,10 @@ def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text:
     written = json.loads((wider / "config.json").read_text())
     assert (written["block_size"], written["dflash_config"]["last_tap_before_norm"]) == (6, True)
     for resumed_from in (["--start", wider], []):
-        other = run(*command, *hardly, "--out", wider, "--block-size", 6, *resumed_from)
+        other = run(*command, *hardly, "--out", wider, "--sizes", "layers=1,block_size=6", *resumed_from)
         assert other.status == 2
         assert "belongs to another run (" in (told := " ".join(other.err.split()))
         assert "start: checkpoint '" in told
-    other = run(*command, *hardly, "--out", tmp_path / "x", "--start", "demo-drafter")
+    other = run(*command, *hardly, "--out", tmp_path / "x", "--sizes", "layers=1", "--start", "demo-drafter")
     assert other.status == 2
     assert "expected --start to be a drafter of these sizes" in other.err

@@ -11,8 +11,9 @@ import tilewright as tw
 from cli.conftest import Run
 from tilewright.train.records import Records
 
-LOOP = ["--batch-size", 2, "--sequence-length", 16, "--held-out", 0.3, "--evaluate-every", 2, "--anchors", 4]
-SIZES = ["--kind", "dflash2", "--block-size", 4, "--layers", 1, "--selector-rank", 6, "--selector-top-k", 5, "--conv-group", 8]
+LOOP = ["--batch-size", 2, "--sequence-length", 16, "--held-out", 0.3, "--evaluate-every", 2]
+ANCHORS = ["--loss", "anchors=4"]
+SIZES = ["--kind", "dflash2", "--sizes", "block_size=4,layers=1,selector_rank=6,selector_top_k=5,conv_group=8"]
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     """Also on the backbone of a DFlash drafter."""
     target = folders[0]
     out = text / "drafter"
-    command = ["train", "drafter", text, "--target", target, *LOOP]
+    command = ["train", "drafter", text, "--target", target, *LOOP, *ANCHORS]
     ran = run(*command, *SIZES, "--out", out, "--steps", 2, "--json", "-")
     assert ran.status == 0, ran.err
     config = json.loads((out / "config.json").read_text())
@@ -40,7 +41,7 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     assert shown.status == 0, shown.err
     first = text / "first"
     second = text / "second"
-    assert run(*command, "--block-size", 4, "--layers", 1, "--out", first, "--steps", 1).status == 0
+    assert run(*command, "--sizes", "block_size=4,layers=1", "--out", first, "--steps", 1).status == 0
     ran = run(*command, *SIZES, "--out", second, "--steps", 1, "--learning-rate", 1e-6, "--start", first)
     assert ran.status == 0, ran.err
     begun, gone_on = (load_file(folder / "model.safetensors") for folder in (first, second))
@@ -55,8 +56,8 @@ def test_a_drafter_is_trained_on_a_file_of_records_with_kept_taps(run: Run, text
     made = [(rng.integers(1, 30, 4).tolist(), rng.integers(1, 30, 8 + n % 3).tolist()) for n in range(20)]
     data = text / "some.npz.xz"
     kept = text / "taps"
-    Records.of(made).save(data)
-    command = ["train", "drafter", data, "--target", folders[0], *LOOP, *SIZES, "--steps", 2, "--keep-taps", kept]
+    Records.from_pairs(made).save(data)
+    command = ["train", "drafter", data, "--target", folders[0], *LOOP, *ANCHORS, *SIZES, "--steps", 2, "--keep-taps", kept]
     runs = []
     for name in ("first", "second"):
         ran = run(*command, "--out", text / name, "--json", "-")
@@ -69,11 +70,18 @@ def test_a_drafter_is_trained_on_a_file_of_records_with_kept_taps(run: Run, text
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--selector-rank", 4], "--kind dflash does not take --selector-rank (for dflash2)"),
-        ([*SIZES, "--decay", 0.5], "--kind dflash2 does not take --decay (for eagle3)"),
-        ([*SIZES, "--selector-weight", -1], "expected a selector weight of at least 0, found -1.0"),
-        (["--kind", "dflash2", "--conv-group", 7], "conv_group_size 7 does not divide hidden_size 32"),
-        (["--kind", "dflash2", "--selector-top-k", 41], "selector_top_k 41 exceeds the 40 tokens that can be proposed"),
+        (
+            ["--sizes", "selector_rank=4"],
+            "expected --sizes of --kind dflash with keys among block_size, draft_vocab, taps, layers, mask_token_id, "
+            "found selector_rank (for dflash2)",
+        ),
+        (
+            [*SIZES, "--loss", "decay=0.5"],
+            "--kind dflash2 with keys among anchors, gamma, dpace, selector_weight, found decay (for eagle3)",
+        ),
+        ([*SIZES, "--loss", "selector_weight=-1"], "expected a selector weight of at least 0, found -1.0"),
+        (["--kind", "dflash2", "--sizes", "conv_group=7"], "conv_group_size 7 does not divide hidden_size 32"),
+        (["--kind", "dflash2", "--sizes", "selector_top_k=41"], "selector_top_k 41 exceeds the 40 tokens that can be proposed"),
     ],
 )
 def test_options_of_another_kind_or_out_of_range_end_with_status_2(

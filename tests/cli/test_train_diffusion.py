@@ -12,25 +12,10 @@ from cli.conftest import Run as Command
 from tilewright.cli import train_diffusion as cli
 from tilewright.models.diffusion import load_diffusion
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.train.data import MASK, Document
+from tilewright.train.data import MASK
 from tilewright.train.loop import TrainingRun
 
-SIZES = [
-    "--vocab-size",
-    290,
-    "--hidden-size",
-    32,
-    "--layers",
-    1,
-    "--heads",
-    2,
-    "--kv-heads",
-    1,
-    "--intermediate-size",
-    48,
-    "--context",
-    256,
-]
+SIZES = ["--sizes", "vocab_size=290,hidden_size=32,layers=1,heads=2,kv_heads=1,intermediate_size=48,context=256"]
 LOOP = ["--batch-size", 2, "--sequence-length", 240, "--evaluate-every", 2, "--save-every", 1]
 
 
@@ -85,30 +70,25 @@ def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, t
     more = ["train", "diffusion", "--out", tmp_path / "more", "--arithmetic", 1, *LOOP, "--steps", 1, "--start", out]
     assert run(*more).status == 0
     assert (tmp_path / "more" / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
-    sized = run(*more, "--layers", 2)
+    sized = run(*more, "--sizes", "layers=2")
     assert sized.status == 2
-    assert "--start takes its sizes and its tokenizer along, found --layers as well" in sized.err
+    assert "expected no sizes with --start, found layers in --sizes" in sized.err
     bpe.add_special_tokens(["<|another|>"])
     bpe.save(str(tmp_path / "more" / "tokenizer.json"))
-    assert f"{tmp_path / 'more'} holds a run with another tokenizer" in run(*more, columns=1000).err
+    assert (
+        f"expected --out without a run of another tokenizer, found one in {tmp_path / 'more'}" in run(*more, columns=1000).err
+    )
     assert load_tokenizer(tmp_path / "more").to_str() == bpe.to_str()
-
-
-def test_the_library_is_a_text_too(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cli, "library_sources", lambda: ([tmp_path / "known.py"], [tmp_path / "unknown.py"]))
-    monkeypatch.setattr(cli, "cleaned", lambda cleaner, paths: [Document(f"{path.stem} is\na file\n" * 40) for path in paths])
-    ran = run("train", "diffusion", "--library", "--out", tmp_path / "out", *SIZES, *LOOP, "--steps", 1)
-    assert ran.status == 0, ran.err
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "expected files or folders to train on, --library, or --arithmetic 1"),
+        ({}, "expected files or folders to train on, or --arithmetic 1"),
         ({"--arithmetic": 1.2}, "expected a share of arithmetic from 0 to 1, found 1.2"),
-        ({"--arithmetic": 1, "--hidden-size": 33}, "expected heads that make up the hidden size"),
-        ({"--arithmetic": 1, "--context": 128}, "sequences of at most the model's context of 128 tokens, found 240"),
-        ({"--arithmetic": 1, "--sequence-length": 20}, "expected sequences above a problem's"),
+        ({"--arithmetic": 1, "--sizes": "hidden_size=33,heads=2"}, "expected heads that make up the hidden size"),
+        ({"--arithmetic": 1, "--sizes": "context=128"}, "sequences of at most the model's context of 128 tokens, found 240"),
+        ({"--arithmetic": 1, "--sequence-length": 20}, "expected sequences longer than a problem's"),
     ],
 )
 def test_what_is_refused(run: Command, tmp_path: Path, changes: dict[str, Any], expected: str):
@@ -140,7 +120,7 @@ def test_a_mesh_is_handed_on_and_what_does_not_fit_is_refused(
 @pytest.mark.slow
 def test_a_mesh_gives_what_one_device_gives(run: Command, text: Path, tmp_path: Path):
     curves = []
-    for name, more in (("alone", []), ("mesh", ["--mesh", "fsdp=2,tp=2", "--prefetch-distance", "0,1"])):
+    for name, more in (("alone", []), ("mesh", ["--mesh", "fsdp=2,tp=2", "--sharding", "prefetch_distance=0,1"])):
         command = [
             "train",
             "diffusion",

@@ -24,7 +24,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_a_chain_is_trained_and_written(run: Run, text: Path, folders: tuple[Path, Path]):
     out = text / "drafter"
-    sizes = ["--block-size", 4, "--draft-vocab", 12, "--dtype", "bfloat16"]
+    sizes = ["--sizes", "block_size=4,draft_vocab=12", "--dtype", "bfloat16"]
     command = ["train", "drafter", text, "--target", folders[0], "--out", out, "--kind", "eagle3", *sizes, *LOOP, "--json", "-"]
     ran = run(*command)
     assert ran.status == 0, ran.err
@@ -44,14 +44,25 @@ def test_a_chain_is_trained_and_written(run: Run, text: Path, folders: tuple[Pat
     ("arguments", "problem"),
     [
         (
-            ["--kind", "eagle3", "--layers", 2, "--gamma", 3.0],
-            "--kind eagle3 does not take --layers (for dflash), --gamma (for",
+            ["--kind", "eagle3", "--sizes", "layers=2"],
+            "--sizes of --kind eagle3 with keys among block_size, draft_vocab, taps, found layers (for dflash, ",
         ),
-        (["--decay", 0.5], "--kind dflash does not take --decay (for eagle3)"),
-        (["--kind", "eagle3", "--decay", 0], "expected a decay above 0 and at most 1, found 0.0"),
-        (["--kind", "eagle3", "--draft-vocab", 41], "draft_vocab_size 41 exceeds vocab_size 40"),
-        (["--kind", "eagle3", "--block-size", 1], "block_size must be at least 2, found 1"),
-        (["--kind", "eagle3", "--taps", 0, "--taps", 5], "target_layer_ids [5] lie outside the target's 2 layers"),
+        (
+            ["--kind", "eagle3", "--loss", "gamma=3"],
+            "among decay, found gamma (for dflash, dflash2, dspark, lilicorr)",
+        ),
+        (
+            ["--kind", "eagle3", "--start", "demo-eagle3"],
+            "with a kind that drafts blocks, found --kind eagle3",
+        ),
+        (
+            ["--loss", "decay=0.5"],
+            "--kind dflash with keys among anchors, gamma, dpace, found decay (for eagle3)",
+        ),
+        (["--kind", "eagle3", "--loss", "decay=0"], "expected a decay above 0 and at most 1, found 0.0"),
+        (["--kind", "eagle3", "--sizes", "draft_vocab=41"], "draft_vocab_size 41 exceeds vocab_size 40"),
+        (["--kind", "eagle3", "--sizes", "block_size=1"], "block_size must be at least 2, found 1"),
+        (["--kind", "eagle3", "--sizes", "taps=0,5"], "target_layer_ids [5] lie outside the target's 2 layers"),
     ],
 )
 def test_options_of_another_kind_or_out_of_range_end_with_status_2(

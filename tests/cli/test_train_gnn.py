@@ -85,7 +85,7 @@ def test_parts_that_are_absent(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(train_gnn, "print_table", stopped)
     ran = run(*options, tmp_path / "unsplit.npz", "--out", tmp_path / "other", "--json", tmp_path / "figures.json")
-    said = "unsplit: no split in the data, so a random one: 34 nodes to train on, 0 to validate on, 0 to test on"
+    said = "unsplit: no split in the data, random split: 34 training, 0 validation, 0 test nodes"
     assert said in " ".join(ran.out.split())
     assert load_gnn(tmp_path / "other")[0].features == 34
     last = json.loads((tmp_path / "figures.json").read_text())["accuracy"]["after the last epoch"]
@@ -103,12 +103,10 @@ def test_features_with_signs_are_left_as_they_are(run: Run, tmp_path: Path):
     command = ["train", "gnn", "--data", tmp_path / "signs.npz", "--hidden", 2, "--epochs", 1]
     ran = run(*command)
     assert ran.status == 0, ran.err
-    assert "signs: features are taken as they are, for some are negative" in " ".join(ran.out.split())
+    assert "signs: features are not normalised, since some are negative" in " ".join(ran.out.split())
     refused = run(*command, "--normalise-features")
     assert refused.status == 2
-    assert "expected features of at least 0 to divide by their sums, found a negative one of node 5" in " ".join(
-        refused.err.split()
-    )
+    assert "expected features of at least 0 to normalise, found a negative one of node 5" in " ".join(refused.err.split())
 
 
 def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
@@ -142,19 +140,19 @@ def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--data", "nowhere.npz"], "nowhere.npz: expected 'karate', an .npz file or a folder of graphs, found nothing"),
-        (["--heads", "4"], "--heads is for gat, found --model gcn"),
+        (["--data", "nowhere.npz"], "nowhere.npz: expected 'karate', an .npz file or a folder of graphs, found no such file"),
+        (["--heads", "4"], "expected --heads with --model gat, found --model gcn"),
         (["--fan-out", "3,x"], "--fan-out: expected whole numbers with commas between them, -1 for all neighbours, found"),
         (["--fan-out", "-1"], "expected a fan-out for each of 2 layers, found 1: [-1]"),
         (["--fan-out", "-1,-1,-1,-1,-1,-1,-1", "--layers", "7"], "expected samples of less than 2^31 rows"),
         (["--fan-out", "3"], "expected a fan-out for each of 2 layers, found 1"),
         (
             ["--fan-out", "3,3", "--devices", "2"],
-            "--devices is for training on a whole graph",
+            "expected --devices or --fan-out, found both",
         ),
         (["--devices", "99"], "99"),
-        (["--fold", "2"], "--fold is for data of many graphs, and karate is one graph"),
-        (["--batch-size", "2"], "--batch-size is for sampled training"),
+        (["--fold", "2"], "expected --fold with data of many graphs, found one graph (karate)"),
+        (["--batch-size", "2"], "expected --batch-size with --fan-out or data of many graphs"),
         (["--seeds", "0"], "expected seeds of at least 1, found 0"),
         (["--epochs", "0"], "expected epochs above 0, found 0"),
         (["--hidden", "0"], "expected hidden of at least 1, found 0"),

@@ -11,12 +11,14 @@ import tilewright as tw
 from cli.conftest import Run
 from tilewright.speculation.drafters.load import DrafterOptions
 
-LOOP = ["--batch-size", 2, "--sequence-length", 16, "--held-out", 0.3, "--evaluate-every", 2, "--anchors", 4]
+LOOP = ["--batch-size", 2, "--sequence-length", 16, "--held-out", 0.3, "--evaluate-every", 2]
+ANCHORS = ["--loss", "anchors=4"]
 SIZES = {
-    "dspark": ["--kind", "dspark", "--block-size", 4, "--layers", 1, "--markov-rank", 6, "--markov-top-k", 5],
-    "lilicorr": ["--kind", "lilicorr", "--block-size", 4, "--layers", 1, "--lattice-top-k", 5, "--lattice-heads", 2],
+    "dspark": "block_size=4,layers=1,markov_rank=6,markov_top_k=5",
+    "lilicorr": "block_size=4,layers=1,lattice_top_k=5,lattice_heads=2",
 }
-MORE = {"dspark": ["--l1-weight", 0.5], "lilicorr": ["--lattice-conv"]}
+MORE = {"dspark": "", "lilicorr": ",lattice_conv=true"}
+LOSS = {"dspark": "anchors=4,l1_weight=0.5", "lilicorr": "anchors=4"}
 SAVED = {
     "dspark": {"architectures": ["Qwen3DSparkModel"], "block_size": 3, "markov_rank": 6, "candidate_top_k": 5},
     "lilicorr": {"architectures": ["LiLiCorrDraftModel"], "block_size": 4},
@@ -36,8 +38,9 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     """Also on from where another one ended, and with a draft vocabulary."""
     target = folders[0]
     out = text / "drafter"
-    command = ["train", "drafter", text, "--target", target, *LOOP, *SIZES[kind], *MORE[kind]]
-    ran = run(*command, "--out", out, "--steps", 2, "--draft-vocab", 12, "--json", "-")
+    sizes = ["--kind", kind, "--sizes", f"{SIZES[kind]}{MORE[kind]},draft_vocab=12", "--loss", LOSS[kind]]
+    command = ["train", "drafter", text, "--target", target, *LOOP, *sizes]
+    ran = run(*command, "--out", out, "--steps", 2, "--json", "-")
     assert ran.status == 0, ran.err
     config = json.loads((out / "config.json").read_text())
     assert SAVED[kind].items() <= config.items()
@@ -51,7 +54,7 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     shown = run("generate", "t1 t2", "--model", target, "--drafter", out, "--max-new-tokens", 4)
     assert shown.status == 0, shown.err
     on = text / "on"
-    more = ["--out", on, "--steps", 1, "--learning-rate", 1e-6, "--draft-vocab", 12, "--start", out]
+    more = ["--out", on, "--steps", 1, "--learning-rate", 1e-6, "--start", out]
     ran = run(*command, *more)
     assert ran.status == 0, ran.err
     begun, gone_on = (load_file(folder / "model.safetensors") for folder in (out, on))
@@ -63,12 +66,12 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_dflash_drafter_as_backbone(run: Run, text: Path, folders: tuple[Path, Path], kind: str):
     """Of LiLiCorr, which has its slots; not of DSpark, whose slots draft other positions."""
-    command = ["train", "drafter", text, "--target", folders[0], *LOOP, "--learning-rate", 1e-6, "--steps", 1]
+    command = ["train", "drafter", text, "--target", folders[0], *LOOP, *ANCHORS, "--learning-rate", 1e-6, "--steps", 1]
     first = text / "first"
     second = text / "second"
-    ran = run(*command, "--block-size", 5, "--layers", 1, "--out", first)
+    ran = run(*command, "--sizes", "block_size=5,layers=1", "--out", first)
     assert ran.status == 0, ran.err
-    ran = run(*command, *SIZES[kind], "--out", second, "--start", first)
+    ran = run(*command, "--kind", kind, "--sizes", SIZES[kind], "--out", second, "--start", first)
     if kind == "dspark":
         assert ran.status == 2
         assert "expected --start to be a drafter of these sizes: DSparkConfig" in " ".join(ran.err.split())
@@ -83,13 +86,16 @@ def test_a_dflash_drafter_as_backbone(run: Run, text: Path, folders: tuple[Path,
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--markov-rank", 4], "--kind dflash does not take --markov-rank (for dspark)"),
-        ([*SIZES["dspark"], "--lattice-size", 8], "--kind dspark does not take --lattice-size (for lilicorr)"),
-        ([*SIZES["lilicorr"], "--selector-rank", 8], "--kind lilicorr does not take --selector-rank (for dflash2)"),
-        ([*SIZES["lilicorr"], "--lattice-size", 7], "lilicorr_num_heads 2 does not divide lilicorr_hidden_size 7"),
-        ([*SIZES["dspark"], "--l1-weight", 2], "expected an L1 weight from 0 to 1, found 2.0"),
-        ([*SIZES["lilicorr"], "--penalty-weight", -1], "expected a penalty weight of at least 0, found -1.0"),
-        (["--kind", "dspark", "--markov-top-k", 41], "candidate_top_k 41 exceeds the 40 tokens that can be proposed"),
+        (["--sizes", "markov_rank=4"], "mask_token_id, found markov_rank (for dspark)"),
+        (["--kind", "dspark", "--sizes", "lattice_size=8"], "markov_top_k, found lattice_size (for lilicorr)"),
+        (["--kind", "lilicorr", "--sizes", "selector_rank=8"], "lattice_conv, found selector_rank (for dflash2)"),
+        (
+            ["--kind", "lilicorr", "--sizes", "lattice_heads=2,lattice_size=7"],
+            "lilicorr_num_heads 2 does not divide lilicorr_hidden_size 7",
+        ),
+        (["--kind", "dspark", "--loss", "l1_weight=2"], "expected an L1 weight from 0 to 1, found 2.0"),
+        (["--kind", "lilicorr", "--loss", "penalty_weight=-1"], "expected a penalty weight of at least 0, found -1.0"),
+        (["--kind", "dspark", "--sizes", "markov_top_k=41"], "candidate_top_k 41 exceeds the 40 tokens that can be proposed"),
     ],
 )
 def test_options_of_another_kind_or_out_of_range_end_with_status_2(

@@ -1,9 +1,6 @@
 """`tilewright train lm --mesh`: over several devices as over one, on over another mesh, and what does not fit."""
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +15,9 @@ from safetensors.numpy import load_file
 
 from cli.conftest import Run as Command
 from cli.conftest import interrupt_at
-from cli.test_launch import sources  # noqa: F401 (a fixture)
+from parallel.commands import run_together, started
 from tilewright.cli import train_drafter as cli_drafter
-from tilewright.cli.train import Beginning, MeshOptions, ModelSizes
+from tilewright.cli.train import InitialModel, MeshOptions, ModelSizes, ShardingSettings
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, save_params
@@ -34,22 +31,8 @@ from train.support import TARGET, silent
 GOLDEN = Path(__file__).parents[1] / "golden" / "decoders"
 
 OPTIONS = [
-    "--vocab-size",
-    264,
-    "--hidden-size",
-    32,
-    "--layers",
-    2,
-    "--heads",
-    2,
-    "--kv-heads",
-    1,
-    "--head-dim",
-    8,
-    "--intermediate-size",
-    32,
-    "--context",
-    32,
+    "--sizes",
+    "vocab_size=264,hidden_size=32,layers=2,heads=2,kv_heads=1,head_dim=8,intermediate_size=32,context=32",
     "--sequence-length",
     16,
     "--batch-size",
@@ -92,7 +75,7 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         assert run(*command, "--mesh", "fsdp=4,tp=2").status != 0
-    ran = run(*command, "--mesh", "fsdp=8", "--prefetch-distance", "0,2", "--no-remat")
+    ran = run(*command, "--mesh", "fsdp=8", "--sharding", "prefetch_distance=0,2,remat=false")
     assert ran.status == 0, ran.err
     assert "resuming language model at step 2 of 3" in ran.out
     np.testing.assert_allclose(curve(tmp_path / "mesh.json"), curve(tmp_path / "alone.json"), rtol=1e-4)
@@ -111,15 +94,15 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
         (["--mesh", "fsdp=4,tp=4"], "expected from 1 to 8 devices"),
         (["--mesh", "tp=4"], "expected devices that divide 2 heads"),
         (
-            ["--mesh", "fsdp=4", "--prefetch-distance", "3"],
+            ["--mesh", "fsdp=4", "--sharding", "prefetch_distance=3"],
             "expected the prefetch distance of attention from 0 to the 2 layers, found 3",
         ),
         (
-            ["--mesh", "fsdp=4", "--scatter-delay", "x"],
-            "expected --scatter-delay as a number of layers, or two for attention and MLP, found 'x'",
+            ["--mesh", "fsdp=4", "--sharding", "scatter_delay=1,2,3"],
+            "expected scatter_delay as one number of layers, or two for attention and MLP, found 3",
         ),
-        (["--mesh", "fsdp=4", "--accumulate", 3], "that fsdp=4 × 3 parts divide, found 8"),
-        (["--prefetch-distance", "0", "--rings"], "expected --mesh with --prefetch-distance, --rings, found none"),
+        (["--mesh", "fsdp=4", "--sharding", "accumulate=3"], "that fsdp=4 × 3 parts divide, found 8"),
+        (["--sharding", "rings=true"], "expected --mesh with --sharding, found none"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(
@@ -146,15 +129,15 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
     """
     copytree(GOLDEN / name, tmp_path / "start")
     train_tokenizer([Document("one two")], 258).save(str(tmp_path / "start" / "tokenizer.json"))
-    over = MeshOptions(mesh=axes, remat=False)
+    devices = MeshOptions(mesh=axes, sharding=ShardingSettings(remat=False))
     options = TextOptions(steps=1, batch_size=8, sequence_length=8, learning_rate=1e-12)
-    begin: Any = Beginning.choose(str(tmp_path / "start"), None, ModelSizes(), over, silent())
-    setup: Any = over.setup(begin.config, options)
-    assert jax.tree.map(lambda leaf: leaf.sharding, begin.params) == setup.shardings
+    initial: Any = InitialModel.load(str(tmp_path / "start"), None, ModelSizes(), devices, silent())
+    setup: Any = devices.setup(initial.config, options)
+    assert jax.tree.map(lambda leaf: leaf.sharding, initial.params) == setup.shardings
     text = TokenStream(np.random.default_rng(0).integers(0, 96, 400).astype(np.int32), np.ones(400, bool))
-    result = train_lm(begin.config, text, text, options, tmp_path / "training", silent(), begin.params, setup=setup)
-    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(begin.params)), "their memory went into the step"
-    config = begin.config
+    result = train_lm(initial.config, text, text, options, tmp_path / "training", silent(), initial.params, setup=setup)
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(initial.params)), "their memory went into the step"
+    config = initial.config
     save_params(tmp_path / "out", decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)
     found, params = load_decoder(tmp_path / "out", jnp.float32)
     assert found == config
@@ -194,7 +177,7 @@ def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tm
     assert params.layers[0].o.sharding.shard_shape(params.layers[0].o.shape) == tuple(n // 2 for n in params.layers[0].o.shape)
     for more, problem in (
         (["--mesh", "fsdp=8"], "expected a batch that fsdp=8 divides, found 4"),
-        (["--mesh", "fsdp=2", "--regenerated", 4], "expected --mesh or text by the target, found both"),
+        (["--mesh", "fsdp=2", "--regenerate", "count=4"], "expected --mesh or text by the target, found both"),
         (["--mesh", "dp=2"], "expected the axes fsdp and tp, found dp"),
         (["--sequence-length", 129], "expected sequences of at most the model's context of 128 tokens, found 129"),
     ):
@@ -206,11 +189,10 @@ def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tm
 def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="expected --mesh for 2 processes, found none"):
-        MeshOptions().of(TARGET)
+        MeshOptions().build_mesh(TARGET)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("sources")
 def test_two_processes_are_killed_and_one_goes_on_and_gives_what_one_gives(run: Command, text: Path, tmp_path: Path):
     """Two devices each. The first process alone prints and writes; what both wrote goes on over eight devices of one."""
     options = [12 if before == "--steps" else word for before, word in pairwise([None, *OPTIONS])]
@@ -220,20 +202,17 @@ def test_two_processes_are_killed_and_one_goes_on_and_gives_what_one_gives(run: 
         return list(map(str, words))
 
     def two(name: str) -> list[str]:
-        launched = ["launch", "-n", "2", "--devices-per-process", "2", "--", *command(name, "--mesh", "fsdp=2,tp=2")]
-        return [sys.executable, "-m", "tilewright", *launched]
+        return command(name, "--mesh", "fsdp=2,tp=2")
 
     alone = run(*command("alone"))
     assert alone.status == 0, alone.err
-    whole = subprocess.run(two("whole"), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    whole = run_together(*two("whole"))
     assert whole.returncode == 0, whole.stderr
-    assert whole.stdout.count("nats a token") == 1
-    with subprocess.Popen(two("parts"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
-        while not list(tmp_path.glob("parts/training/sharded/[1-9]")) and started.poll() is None:
+    assert whole.stdout.count("nats/token") == 1
+    with started(*two("parts")) as processes:
+        while not list(tmp_path.glob("parts/training/sharded/[1-9]")) and processes[0].poll() is None:
             time.sleep(0.01)
-        started.send_signal(signal.SIGTERM)
-        said = started.communicate()
-    assert started.returncode == 128 + signal.SIGTERM, said
+        assert processes[0].poll() is None, processes[0].communicate()
     assert not (tmp_path / "parts" / "model.safetensors").exists()
     ran = run(*command("parts", "--mesh", "fsdp=8"))
     assert ran.status == 0, ran.err

@@ -11,7 +11,7 @@ from cli.conftest import Run
 from tilewright.train.records import Records
 
 LOOP = ["--batch-size", 2, "--sequence-length", 40, "--held-out", 0.3, "--evaluate-every", 2, "--steps", 2]
-SIZES = ["--block-size", 4, "--layers", 1, "--anchors", 4, "--draft-vocab", 9, "--dpace", 0.5]
+SIZES = ["--sizes", "block_size=4,layers=1,draft_vocab=9", "--loss", "anchors=4,dpace=0.5"]
 TEMPLATE = "{% for m in messages %}t1 {{ m.content }} t2 {% endfor %}{% if add_generation_prompt %}t3 {% endif %}"
 
 
@@ -33,10 +33,10 @@ def test_the_target_writes_what_its_drafter_learns(run: Run, target: Path, promp
     measured = tmp_path / "measured.jsonl"
     measured.write_text(json.dumps({"prompt": "T4, t7, t6!"}) + "\n")
     command = ["train", "drafter", "--target", target, *LOOP, *SIZES]
-    writing = ["--self-instruct", 3, "--exclude", measured, "--slots", 2, "--out", tmp_path / "out"]
+    writing = ["--self-instruct", "count=3,slots=2", "--exclude", measured, "--out", tmp_path / "out"]
     ran = run(*command, prompts, *writing, "--json", "-")
     assert ran.status == 0, ran.err
-    assert "1 prompt in what is measured on" in " ".join(ran.err.split())
+    assert "1 prompt of the excluded files" in " ".join(ran.err.split())
     records = Records.load(tmp_path / "out" / "training" / "records.npz.xz")
     written = [json.loads(line) for line in (tmp_path / "out" / "training" / "messages.jsonl").read_text().splitlines()]
     assert len(written) == len(records) > 4
@@ -57,25 +57,24 @@ def test_the_target_writes_what_its_drafter_learns(run: Run, target: Path, promp
     assert both[0] == both[1]
 
 
-def test_a_drafter_learns_in_bfloat16_what_waves_wrote(run: Run, target: Path, prompts: Path, tmp_path: Path):
+def test_a_drafter_learns_in_bfloat16_what_follows_openings(run: Run, target: Path, prompts: Path, tmp_path: Path):
     openings = tmp_path / "openings.jsonl"
     openings.write_text(json.dumps({"begin": "t7 t8", "end": " t9"}) + "\n")
     command = ["train", "drafter", prompts, "--target", target, *LOOP, *SIZES, "--compute-dtype", "bfloat16"]
-    ran = run(*command, "--self-instruct", 8, "--waves", 4, "--openings", openings, "--out", tmp_path / "out")
+    ran = run(*command, "--self-instruct", f"count=8,slots=4,openings={openings}", "--out", tmp_path / "out")
     assert ran.status == 0, ran.err
     written = [json.loads(line) for line in (tmp_path / "out" / "training" / "messages.jsonl").read_text().splitlines()]
     assert any("t4 t5 t6" in each["prompt"] for each in written), "given prompts are answered"
-    records = Records.load(tmp_path / "out" / "training" / "records.npz.xz")
-    assert (records.ends - records.starts - records.prompts).max() <= 25
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--self-instruct", -1], "expected self_instruct of at least 0, found -1"),
-        (["--self-instruct", 1, "--slots", 0], "expected slots of at least 1, found 0"),
-        (["--self-instruct", 1, "--waves", -1], "expected waves of at least 0, found -1"),
-        (["--self-instruct", 1, "--regenerated", 2], "expected --regenerated or --self-instruct, found both"),
+        (["--self-instruct", "count=-1"], "expected count of at least 0, found -1"),
+        (["--self-instruct", "count=1,slots=0"], "expected slots of at least 1, found 0"),
+        (["--self-instruct", "slots=8"], "expected count=INTEGER with slots or openings, found none"),
+        (["--self-instruct", "count=1", "--regenerate", "count=2"], "expected --regenerate or --self-instruct, found both"),
+        (["--exclude", "some.jsonl"], "expected --self-instruct with --exclude, found none"),
     ],
 )
 def test_options_that_do_not_go_together(
@@ -88,9 +87,11 @@ def test_options_that_do_not_go_together(
 
 def test_what_cannot_be_answered_or_read(run: Run, folders: tuple[Path, Path], prompts: Path, tmp_path: Path):
     command = ["train", "drafter", "--target", folders[0], "--out", tmp_path / "out", *LOOP, *SIZES]
-    ran = run(*command, prompts, "--self-instruct", 1)
+    ran = run(*command, prompts, "--self-instruct", "count=1")
     assert ran.status == 2
-    assert "--self-instruct needs a model with a chat template" in " ".join(ran.err.split())
+    assert "expected a target with a chat template for --self-instruct" in " ".join(ran.err.split())
     (tmp_path / "some.npz.xz").write_bytes(b"")
     assert "expected a file of records" in " ".join(run(*command, tmp_path / "some.npz.xz").err.split())
-    assert "for it holds records; found other data" in " ".join(run(*command, tmp_path / "some.npz.xz", prompts).err.split())
+    assert "expected no other data beside the records of" in " ".join(
+        run(*command, tmp_path / "some.npz.xz", prompts).err.split()
+    )

@@ -39,7 +39,7 @@ def test_all_is_well(run: Run, asked: list[object], tmp_path: Path, monkeypatch:
     assert set(written["plain"]) == {"greedy", "sampled"}
     rows = written["findings"]
     assert {row["drafter"] for row in rows} == {"none", "ngram", "auto"}
-    paths = ["one at a time", "batches of 2", "one at a time", "batches of 2", "batches of 2, widths drawn"]
+    paths = ["one at a time", "batches of 2", "one at a time", "batches of 2", "batches of 2, random widths"]
     assert [row["path"] for row in rows if row["sampling"] == "greedy"] == paths
     for row in rows:
         assert row["same"]
@@ -63,7 +63,7 @@ def test_a_wrong_token_is_shown(run: Run, asked: list[object], monkeypatch: pyte
 
     def careless(target: Target, params: Any, state: DecodeState, block: Array, *rest: Any) -> Verified:
         verified = verify(target, params, state, block, *rest)
-        place = state.known[:, None] + 1 + jnp.arange(block.shape[1])[None]
+        place = state.last_position[:, None] + 1 + jnp.arange(block.shape[1])[None]
         return verified._replace(tokens=jnp.where(place == 30, (verified.tokens + 1) % 40, verified.tokens))
 
     monkeypatch.setattr("tilewright.runtime.rounds.verify", careless)
@@ -117,7 +117,7 @@ def test_the_demos_drafters_are_its_own(run: Run, folders: tuple[Path, Path]):
         ran = run("verify-exact", model, "--drafter", "dflash")
         assert ran.status == 2
         known = f"expected a folder, a Hugging Face id, auto, {last} as drafter of {model}"
-        assert f"{known}, found dflash, which comes with demo" in ran.err
+        assert f"{known}, found dflash, which belongs to demo" in ran.err
 
 
 def test_more_requests_than_the_file_has(run: Run, asked: list[object]):

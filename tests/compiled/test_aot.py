@@ -100,6 +100,6 @@ def test_options_reach_the_compiler():
 
 @pytest.mark.tpu
 def test_the_texts_of_these_tests_are_what_the_compiler_says():
-    """Not the words, which change with its version: the bytes."""
+    """Compares bytes, since the text changes with the compiler's version."""
     fresh = compile_for("v5e:2x2", lambda x, y: jnp.tanh(x) * y, shaped(1024, 1024), shaped(1024, 1024))
     assert fresh.traffic().total == aot.memory_traffic(tpu("elementwise")).total

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: whose folder it is, what they are told apart by, and that the next process loads them."""
+"""Compiled programs on disk: access rights of the folder, its name, and loading by the next process."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SETTINGS = (
 
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
-    """Without a cache at first; as it was in the end."""
+    """Disables the cache before the test and restores it afterwards."""
     before = {name: jax.config.values[name] for name in SETTINGS}
     jax.config.update("jax_compilation_cache_dir", None)
     yield
@@ -32,7 +32,7 @@ def _own_settings() -> Iterator[None]:
 
 
 def compile_once() -> Ledger:
-    """Compiles, or loads, one program that is always the same."""
+    """Compiles or loads the same program each time."""
 
     def kept_on_disk(x):
         return x * 3
@@ -56,7 +56,7 @@ def test_what_was_compiled_is_loaded(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "garbled", "one bit"])
-def test_a_damaged_entry_is_compiled_anew_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
+def test_a_damaged_entry_is_recompiled_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
     folder = cache.enable(tmp_path)
     assert folder is not None
     compile_once()
@@ -71,13 +71,13 @@ def test_a_damaged_entry_is_compiled_anew_once(tmp_path: Path, caplog: pytest.Lo
     cache.enable(tmp_path)  # as another process does
     assert [compile_once().loaded for _ in range(3)] == [0, 1, 1]
     assert [record.getMessage() for record in caplog.records if record.name == "tilewright.compiled"] == [
-        f"compiled programs in {folder} are damaged; they are compiled anew"
+        f"compiled programs in {folder} are damaged; they are recompiled"
     ]
     assert list(folder.iterdir()) == [entry], "nothing half-written is left"
 
 
-def test_what_cannot_be_loaded_though_undamaged_is_compiled_anew_once(tmp_path: Path):
-    """As what another version of XLA has written: JAX by itself would never replace it."""
+def test_what_cannot_be_loaded_though_undamaged_is_recompiled_once(tmp_path: Path):
+    """Simulates an entry of another version of XLA, which JAX by itself would never replace."""
     folder = cache.enable(tmp_path)
     assert folder is not None
     compile_once()

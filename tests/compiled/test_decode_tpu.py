@@ -1,4 +1,4 @@
-"""Decoding steps that the TPU compiler made: what they do with their caches. Skipped without it."""
+"""KV caches in decode steps compiled for TPUs. Skipped without the TPU compiler."""
 
 from dataclasses import replace
 from math import prod
@@ -10,19 +10,19 @@ from tilewright.compiled.aot import compile_for
 from tilewright.compiled.hlo import read_module
 from tilewright.kernels.select import operations
 from tilewright.models.published_configs import model_config
-from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED_AXES
+from tilewright.parallel.strategies import TensorParallel
 
 LAYERS = 3
 POSITIONS = 1024
 MOVES = ("copy", "transpose", "fusion")
-"""Operations of which one with a whole cache for its result has copied it; what appends writes some entries in place."""
+"""Operations that copy a cache if a whole cache is their result; an append writes some entries in place."""
 
 pytestmark = pytest.mark.tpu
 
 
 def copied(hlo: str, cache_bytes: int) -> list[str]:
-    """Operations that write an array of bfloat16 which is as large as a cache."""
+    """Returns the operations that write a bfloat16 array as large as a cache."""
     return [
         f"{op.opcode} {op.name} {output.dims}"
         for computation in read_module(hlo).computations.values()
@@ -35,7 +35,7 @@ def copied(hlo: str, cache_bytes: int) -> list[str]:
 @pytest.mark.parametrize("batch", [8, 1])
 @pytest.mark.parametrize("chip", ["v5e:4x2", "v5p:2x2x2", "v6e:4x2", "v5e:2x2", "v5e:1x1"])
 def test_a_step_copies_no_cache(chip: str, batch: int):
-    """With one key/value head to a chip, with two, and with all of them."""
+    """Tests one, two and all key/value heads per chip."""
     config = model_config("llama3-8b")
     setup = OverlapSetup(chip, "llama3-8b", config, LAYERS)
     phase = Phase("decode", batch, POSITIONS)

@@ -1,4 +1,4 @@
-"""The reader of HLO text, against types written out by hand and programs that the TPU compiler made (`hlo/make.py`)."""
+"""The HLO parser, checked with hand-written types and programs from the TPU compiler (`hlo/make.py`)."""
 
 from math import prod
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_scan_has_its_trip_count():
     assert run.notes == ()
 
 
-def test_a_loop_over_data_counts_once_and_says_so():
+def test_a_loop_over_data_counts_once_and_adds_a_note():
     run = execution(read_module(tpu("while")), nothing)
     assert {step.times for step in run.steps} == {1}
     assert run.notes == ("while: trip count unknown, counted as one iteration",)

@@ -1,4 +1,4 @@
-"""The ledger against programs that are really compiled. Every test makes its own functions: a fresh one is never in memory."""
+"""Tests of the ledger with real compiles. Every test makes its own functions, since a new function is never in memory."""
 
 import threading
 import warnings
@@ -25,7 +25,7 @@ from tilewright.compiled.ledger import (
 
 @pytest.fixture(autouse=True)
 def _compiled_anew() -> Iterator[None]:
-    """What an earlier run kept would come from disk."""
+    """Disables the disk cache, which could supply programs of an earlier run."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -34,7 +34,7 @@ def _compiled_anew() -> Iterator[None]:
 
 
 def fresh(name: str) -> Callable[[np.ndarray], Array]:
-    """A jitted function that no other test has compiled, under a name of its own."""
+    """Makes a jitted function with a unique name that no other test has compiled."""
 
     def double(x: Array) -> Array:
         return x * 2
@@ -118,7 +118,7 @@ def test_ledgers_nest_and_overlap():
 
 
 def test_one_ledger_cannot_be_opened_twice():
-    with Ledger() as ledger, pytest.raises(ValueError, match="open already"):
+    with Ledger() as ledger, pytest.raises(ValueError, match="active already"):
         ledger.__enter__()
     with Ledger() as again:
         fresh("f")(row(3))
@@ -146,7 +146,7 @@ def test_compiles_in_other_threads_are_recorded():
 
 @pytest.fixture
 def _disk_cache(tmp_path: Path) -> Iterator[None]:
-    """JAX keeps programs in a folder of this test alone."""
+    """Points JAX's compilation cache at a folder of this test."""
     settings = {
         "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path),
@@ -227,7 +227,7 @@ def test_guard_leaves_another_error_alone():
 
 
 def test_guard_refuses_an_unknown_mode():
-    with pytest.raises(ValueError, match="must be one of off, warn, fail, found 'strict'"), no_compile_guard("strict"):
+    with pytest.raises(ValueError, match="guard of off, warn, fail, found 'strict'"), no_compile_guard("strict"):
         pass
 
 
@@ -289,7 +289,7 @@ def test_a_placement_that_differs_is_named():
     assert cause == f"tokens is float32[2,3] on {jax.devices()[1]}, was float32[2,3]"
 
 
-def test_what_no_argument_explains_is_said_too():
+def test_equal_arguments_are_reported_as_the_cause():
     with Ledger() as ledger:
         for _ in range(2):
             fresh("again")(row(3))
@@ -324,7 +324,7 @@ def arguments(**types: str) -> tuple[Argument, ...]:
     [
         (arguments(x="a"), [], "the first program of this name"),
         (arguments(x="a", y="b"), [arguments(x="a")], "y is new, b"),
-        (arguments(x="a"), [arguments(x="a", y="b")], "y is gone, was b"),
+        (arguments(x="a"), [arguments(x="a", y="b")], "y is missing, was b"),
         (arguments(x="a"), [arguments(x="b"), arguments(x="c")], "x is a, was c"),  # as close: the later
         (
             arguments(v="a", w="a", x="a", y="a", z="a"),

@@ -1,4 +1,4 @@
-"""Arrays that go to memory and come back, in programs whose arrays are known, from this machine's compiler and the TPU's."""
+"""Round trips in programs with known arrays, from this machine's compiler and the TPU's."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def here(f: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], int, int]]:
-    """Dimensions without ones, bytes and times of each, as this machine's compiler has it."""
+    """Returns dimensions other than 1, bytes and times of each round trip, compiled for this machine."""
     compiled: Any = jax.jit(f).lower(*args).compile()
     trips = round_trips(compiled.as_text())
     return [(tuple(size for size in trip.dims if size > 1), trip.bytes, trip.times) for trip in trips]
@@ -30,7 +30,7 @@ SQUARE = shaped(64, 64)
 ONCE = [((64, 64), 64 * 64 * 4, 1)]
 
 
-def test_what_is_fused_makes_none():
+def test_fused_values_make_no_round_trip():
     assert here(lambda x: jnp.sin(x) * 2 + 1, SQUARE) == []
 
 

@@ -1,4 +1,4 @@
-"""Taking turns: the order, what is left out, and what becomes of the values."""
+"""Alternating runs: their order, the discarded warm-up, and the statistics of the results."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ from tilewright.compiled.timing import Spread, alternate, medians, quotients, sp
 
 
 def runs(order: list[str], **values: Sequence[float]) -> dict[str, Callable[[], float]]:
-    """A run for each name, which notes its name and gives its values one after the other."""
+    """Makes one run per name, which logs its name and returns its values in order."""
 
     def run(name: str, waiting: Sequence[float]) -> Callable[[], float]:
         given = iter(waiting)
@@ -15,7 +15,7 @@ def runs(order: list[str], **values: Sequence[float]) -> dict[str, Callable[[], 
     return {name: run(name, waiting) for name, waiting in values.items()}
 
 
-def test_all_take_turns_and_every_second_turn_is_reversed():
+def test_runs_alternate_and_every_second_repetition_is_reversed():
     order: list[str] = []
     done: list[int] = []
     taken = alternate(runs(order, a=[5, 1, 2], b=[7, 9, 8], c=[0, 0, 0]), 3, lambda: done.append(len(order)))
@@ -25,7 +25,7 @@ def test_all_take_turns_and_every_second_turn_is_reversed():
     assert medians(taken) == {"a": 2, "b": 8, "c": 0}
 
 
-def test_a_warm_up_is_a_turn_of_its_own_that_gives_nothing():
+def test_a_warm_up_is_an_extra_repetition_whose_results_are_discarded():
     order: list[str] = []
     done: list[int] = []
     taken = alternate(runs(order, a=[99, 1, 2], b=[99, 3, 4]), 2, lambda: done.append(1), warm=True)
@@ -40,6 +40,6 @@ def test_a_spread_keeps_the_range():
 
 
 def test_quotients_are_of_the_same_repetition():
-    """A machine that is half as fast from the second repetition on changes no quotient."""
+    """Quotients do not change if the machine slows down by half after the first repetition."""
     assert quotients([4, 8, 8], [2, 4, 4]) == Spread(2, 2, 2)
     assert quotients([1, 6, 8], [2, 2, 2]) == Spread(3, 0.5, 4)

@@ -1,4 +1,4 @@
-"""Memory traffic, against bytes worked out by hand: of programs from the TPU compiler (`hlo/make.py`) and from this machine's.
+"""Memory traffic of programs from the TPU compiler (`hlo/make.py`) and from this machine's, against bytes computed by hand.
 
 A scalar takes 512 bytes on a TPU, the padding of its tile; `heavy` leaves scalars out.
 """
@@ -28,7 +28,7 @@ def tpu(name: str) -> Traffic:
 
 
 def here(f: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> tuple[Traffic, float]:
-    """The account of a program compiled for this machine, and the bytes of XLA's own cost analysis."""
+    """Returns the traffic of a program compiled for this machine, and the bytes of XLA's own cost analysis."""
     compiled: Any = jax.jit(f, donate_argnums=donate).lower(*shapes).compile()
     return memory_traffic(compiled.as_text()), compiled.cost_analysis()["bytes accessed"]
 

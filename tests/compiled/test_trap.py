@@ -1,4 +1,4 @@
-"""The trap against programs that are really asked for: who asks is stopped at once, and JAX goes on as if nothing had been."""
+"""Tests that the trap stops requests for real programs at once and leaves JAX intact."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ from tilewright.compiled.ledger import CompileError, CompileTrap, CompileWarning
 
 
 def fresh(name: str) -> Callable[[np.ndarray | Array], Array]:
-    """A jitted function that no other test has compiled, under a name of its own."""
+    """Makes a jitted function with a unique name that no other test has compiled."""
 
     def triple(x: Array) -> Array:
         return x * 3
@@ -42,7 +42,7 @@ def _none_stays_open() -> Iterator[None]:
     assert ledger_module._announcements.traps == ()
 
 
-def test_who_asks_is_stopped_at_once_and_told_why():
+def test_a_request_fails_at_once_with_the_cause():
     f = fresh("decode_round")
     f(row(3))
     with CompileTrap("fail", "serving") as trap:
@@ -57,7 +57,7 @@ def test_who_asks_is_stopped_at_once_and_told_why():
 
 
 def test_xla_compiles_nothing_that_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """The end of a compile is announced too, also of one that fails: there is none."""
+    """JAX announces the end of every compile, even a failed one; here no announcement follows."""
     ends: list[float] = []
     monkeypatch.setattr(ledger_module._announcements, "record", lambda name, seconds: ends.append(seconds))
     f = fresh("f")
@@ -68,7 +68,7 @@ def test_xla_compiles_nothing_that_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert len(ends) == 1
 
 
-def test_what_was_refused_compiles_later_and_is_told_from_what_ran():
+def test_a_refused_program_compiles_later_and_the_cause_compares_it_with_compiled_ones():
     f = fresh("later")
     with Ledger() as whole:
         trap = CompileTrap("fail")
@@ -95,7 +95,7 @@ def test_donated_arrays_live_on():
     assert f(x).tolist() == [2, 2, 2]
 
 
-def test_what_was_lowered_before_is_trapped_when_it_is_to_be_compiled():
+def test_a_program_lowered_earlier_is_trapped_when_it_compiles():
     lowered = jax.jit(lambda x: x * 5).lower(row(3))
     with CompileTrap("fail") as trap:
         jax.jit(lambda x: x * 7).lower(row(3))  # asks the compiler for nothing
@@ -120,7 +120,7 @@ def test_eager_operations_count():
 
 @pytest.fixture
 def _disk_cache(tmp_path: Path) -> Iterator[None]:
-    """JAX keeps programs in a folder of this test alone."""
+    """Points JAX's compilation cache at a folder of this test."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -149,7 +149,7 @@ def test_a_program_that_is_on_disk_is_trapped_too():
 
 
 def test_opened_in_one_thread_and_trapped_in_others():
-    """Some ask for what is ready while others ask for what is not, some of them for the same."""
+    """Threads request ready and missing programs, some of them the same one."""
     ready = fresh("ready")
     others = [fresh(f"other_{n}") for n in range(4)]
     shared = fresh("shared")
@@ -169,20 +169,20 @@ def test_opened_in_one_thread_and_trapped_in_others():
         return str(caught.value)
 
     with ThreadPoolExecutor(10) as pool:
-        trap = pool.submit(CompileTrap("fail", "the test").open).result()
+        trap = pool.submit(CompileTrap("fail", "the test").arm).result()
         serving = [pool.submit(serve) for _ in range(2)]
         messages = list(pool.map(refused, [*others, *[shared] * 4]))
         time.sleep(0.01)
         assert all(f(row(3)).tolist() == [3, 3, 3] for f in [ready] * 3)
         stop.set()
         assert all(future.result() > 0 for future in serving)
-        pool.submit(trap.close).result()
+        pool.submit(trap.disarm).result()
         assert all(f(row(5)).tolist() == [3] * 5 for f in [*others, shared])
     assert [message.split(" had")[0] for message in messages] == [f"jit(other_{n})" for n in range(4)] + ["jit(shared)"] * 4
     assert sorted(told(trap)) == [(f"jit(other_{n})", True) for n in range(4)] + [("jit(shared)", True)] * 4
 
 
-def test_warning_goes_on():
+def test_warn_compiles_the_program():
     f = fresh("warned")
     with CompileTrap("warn", "warming") as trap:
         with pytest.warns(
@@ -206,7 +206,7 @@ def test_off_only_counts():
 
 
 def test_several_at_once():
-    """The strictest decides, and every ledger hears of it."""
+    """The strictest trap decides, and every ledger records the program."""
     f = fresh("f")
     counting = CompileTrap("off")
     warning = CompileTrap("warn", "w")
@@ -216,23 +216,23 @@ def test_several_at_once():
             f(row(3))
         with pytest.warns(CompileWarning, match="during w,"):
             f(row(3))
-        warning.close()
+        warning.disarm()
         f(row(4))
     assert [len(each.programs) for each in (ledger, counting.ledger, warning.ledger, failing.ledger)] == [3, 3, 2, 1]
     assert told(counting) == [("jit(f)", True), ("jit(f)", False), ("jit(f)", False)]
 
 
-def test_opened_again_it_goes_on():
+def test_a_reopened_trap_continues_its_ledger():
     f = fresh("f")
     trap = CompileTrap("off")
     for length in (3, 4):
         with trap:
             f(row(length))
         f(row(length + 10))
-        trap.close()
+        trap.disarm()
     assert trap.ledger.compilations == 2
-    with trap, pytest.raises(ValueError, match="open already"):
-        trap.open()
+    with trap, pytest.raises(ValueError, match="active already"):
+        trap.arm()
 
 
 def test_beside_the_guard_of_a_block():
@@ -245,5 +245,5 @@ def test_beside_the_guard_of_a_block():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="must be one of off, warn, fail, found 'strict'"):
+    with pytest.raises(ValueError, match="guard of off, warn, fail, found 'strict'"):
         CompileTrap("strict")

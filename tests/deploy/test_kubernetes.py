@@ -65,7 +65,7 @@ def test_an_option_that_there_is_not_would_be_seen():
 def test_a_pod_has_time_to_drain(pod: dict[str, Any], container: dict[str, Any]):
     lifecycle = container["lifecycle"]
     (_, slept) = ("sleep", "0") if lifecycle is None else lifecycle["preStop"]["exec"]["command"]
-    assert pod["terminationGracePeriodSeconds"] > int(slept) + int(options(container)["drain"])
+    assert pod["terminationGracePeriodSeconds"] > int(slept) + int(options(container)["limits"].partition("drain_s=")[2])
 
 
 @pytest.mark.parametrize("name", [ONE_HOST, SLICE])

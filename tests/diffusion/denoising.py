@@ -15,12 +15,13 @@ from llm.support import prompts
 from reference.diffusion_cases import MASK
 from reference.diffusion_folder import write_model
 from runtime.support import Heard
-from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.diffusion.decoding import MaskedDenoising
 from tilewright.diffusion.engine_options import DiffusionEngineOptions
-from tilewright.diffusion.model import Denoised, DiffusionModel, load
 from tilewright.diffusion.options import MODES, Denoising, Mode
 from tilewright.diffusion.programs import DiffusionTable
 from tilewright.diffusion.request import DenoisingRequest
+from tilewright.llm.diffusion_model import Denoised, DiffusionModel, load
+from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import RequestHandle
 
 TABLE = DiffusionTable(batches=(1, 3), positions=(32,), responses=(16,), blocks=(8,), buckets=(12,))
@@ -79,14 +80,14 @@ def expected(model: DiffusionModel, asks: Sequence[DenoisingRequest]) -> list[De
 
 def check_same(heard: Heard, handle: RequestHandle, want: Denoised) -> None:
     """The same tokens, text, end and number of steps; the model leaves the end of the sequence out."""
-    assert heard.end == ("eos" if want.finish_reason == "stop" else "length")
+    assert heard.end == want.finish_reason
     assert (heard.tokens[:-1] if heard.end == "eos" else heard.tokens) == want.tokens
     assert heard.text == want.text
     assert handle.steps == want.steps
     assert sum(int(each.choice.removesuffix(" steps")) for update in heard.updates for each in update.rounds) == want.steps
 
 
-def check_empty(engine: DiffusionEngine) -> None:
+def check_empty(engine: Engine) -> None:
     """No slot is taken, nobody waits, and nothing was compiled."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.waiting_tokens, stats.compilations) == (0, 0, 0, 0)
@@ -94,20 +95,24 @@ def check_empty(engine: DiffusionEngine) -> None:
     assert not engine.flight
 
 
-def engine_like(warm: DiffusionEngine, steps: Callable[[], int], **more: Any) -> DiffusionEngine:
+def engine_like(warm: Engine, steps: Callable[[], int], **more: Any) -> Engine:
     """Another engine with the programs of one that is warm; its options may differ in all but what is compiled.
 
     Args:
         steps: how many the next dispatch may have, for the clock is not to decide it.
     """
-    engine = DiffusionEngine(warm.model, replace(warm.options, **more))
-    engine.programs.compiled = warm.programs.compiled
-    engine.clear()
-    engine.pace.most = lambda seconds, hurry: steps()  # type: ignore[method-assign]
+    engine = model_engine(warm, replace(warm.options, **more))
+    engine.runner.reset()
+    engine.decoding.pace.most = lambda seconds, hurry: steps()  # type: ignore[method-assign]
     return engine
 
 
-def run(engine: DiffusionEngine) -> None:
+def model_engine(warm: Engine, options: Any) -> Engine:
+    """Another engine with the programs of one."""
+    return Engine(MaskedDenoising(warm.decoding.programs, warm.tokenizer, options), options)
+
+
+def run(engine: Engine) -> None:
     """Steps until there is nothing to do."""
     while engine.step():
         pass

@@ -5,9 +5,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tilewright.diffusion.model import DiffusionModel, load
 from tilewright.diffusion.options import Denoising, Mode, Saliency
 from tilewright.diffusion.programs import DiffusionTable
+from tilewright.llm.diffusion_model import DiffusionModel, load
 from tilewright.models.hub import PACKAGED
 from tilewright.train.arithmetic import is_right, problems
 

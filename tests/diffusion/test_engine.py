@@ -4,19 +4,34 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from diffusion.denoising import BY_ITSELF, OPTIONS, TABLE, check_empty, check_same, engine_like, expected, model_of, requests
+from diffusion.denoising import (
+    BY_ITSELF,
+    OPTIONS,
+    TABLE,
+    check_empty,
+    check_same,
+    engine_like,
+    expected,
+    model_engine,
+    model_of,
+    requests,
+)
 from diffusion.support import build, needs_native
 from runtime.support import Heard, drive
-from tilewright.diffusion.engine import DiffusionEngine
+from runtime.test_lockstep import Messages
 from tilewright.diffusion.engine_options import DiffusionEngineOptions
-from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising, Mode
 from tilewright.diffusion.programs import DiffusionKey
 from tilewright.diffusion.state import SPANS
+from tilewright.llm.diffusion_model import DiffusionModel
 from tilewright.parallel.mesh import make_mesh
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.lockstep import Lockstep
+from tilewright.runtime.runner import ProgramRunner
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -33,9 +48,9 @@ def model(request: pytest.FixtureRequest) -> DiffusionModel:
 
 
 @pytest.fixture(scope="module")
-def warm(model: DiffusionModel) -> DiffusionEngine:
+def warm(model: DiffusionModel) -> Engine:
     positions = (20, 32) if model.config.family == "llada" else (32,)
-    engine = DiffusionEngine(model, replace(OPTIONS, table=replace(TABLE, positions=positions)))
+    engine = model.engine(replace(OPTIONS, table=replace(TABLE, positions=positions), page_size=8))
     engine.warm()
     return engine
 
@@ -47,38 +62,39 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def engine(warm: DiffusionEngine, rng: np.random.Generator) -> Iterator[DiffusionEngine]:
+def engine(warm: Engine, rng: np.random.Generator) -> Iterator[Engine]:
     engine = engine_like(warm, lambda: int(rng.integers(1, 7)))
     yield engine
     engine.stop()
 
 
 def test_the_tokens_and_steps_are_those_of_the_model_alone(
-    model: DiffusionModel, engine: DiffusionEngine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    model: DiffusionModel, engine: Engine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ):
     """Requests of every kind come at random between steps, and some are given up on the way; the last come one by one.
 
-    Where few rows run, or short ones, they are taken out of the pool and put back.
+    Rows are taken out of pages of 8 positions, and put back.
     """
     asks = requests(0, 54)
     cancelled = [7, 20, 31]
     want = expected(model, asks)
     ran = set()
-    get = engine.programs.get
+    run = engine.runner.run
 
-    def noted(key: DiffusionKey) -> Any:
+    def noted(key: DiffusionKey, *inputs: Any) -> Any:
+        assert key.shape is not None
         ran.add((key.shape.batch, key.shape.positions))
-        return get(key)
+        return run(key, *inputs)
 
-    monkeypatch.setattr(engine.programs, "get", noted)
-    engine.open()
+    monkeypatch.setattr(engine.runner, "run", noted)
+    engine.accept_requests()
     heard, handles = drive(engine, asks[:45], rng, cancelled)
     for each in asks[45:]:
         (one,), (handle,) = drive(engine, [each], rng)
         heard = [*heard, one]
         handles = [*handles, handle]
     check_empty(engine)
-    assert ran == {(shape.batch, shape.positions) for shape in engine.programs.sizes}
+    assert ran == {(shape.batch, shape.positions) for shape in engine.decoding.programs.shapes}
     for n, (each, handle) in enumerate(zip(heard, handles, strict=True)):
         assert handle.result is not None
         assert each.tokens == handle.result.tokens
@@ -92,9 +108,35 @@ def test_the_tokens_and_steps_are_those_of_the_model_alone(
     assert ended["eos"] > 0
 
 
-def test_every_step_is_counted(model: DiffusionModel, engine: DiffusionEngine, rng: np.random.Generator):
+def test_every_set_of_programs_gives_the_tokens_of_the_model_alone(
+    model: DiffusionModel, engine: Engine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    """With the largest program alone, and with half of the others."""
+    asks = requests(3, 16)
+    want = expected(model, asks)
+    programs = engine.decoding.programs
+    existing = set(engine.decoding.first_keys())
+    run = engine.runner.run
+
+    def checked(key: DiffusionKey, *inputs: Any) -> Any:
+        assert key in existing
+        return run(key, *inputs)
+
+    monkeypatch.setattr(engine.runner, "run", checked)
+    engine.accept_requests()
+    for begin, added in ((0, 0), (8, len(programs.keys) // 2)):
+        existing |= {programs.keys[n] for n in rng.permutation(len(programs.keys))[:added]}
+        engine.decoding.use(existing)
+        heard, handles = drive(engine, asks[begin : begin + 8], rng)
+        for each, handle, wanted in zip(heard, handles, want[begin : begin + 8], strict=True):
+            check_same(each, handle, wanted)
+        assert engine.runner.missed or added
+    check_empty(engine)
+
+
+def test_every_step_is_counted(model: DiffusionModel, engine: Engine, rng: np.random.Generator):
     asks = requests(1, 9)
-    engine.open()
+    engine.accept_requests()
     heard, handles = drive(engine, asks, rng)
     stats = engine.stats()
     assert stats.row_rounds == sum(handle.steps for handle in handles)
@@ -107,12 +149,11 @@ def test_every_step_is_counted(model: DiffusionModel, engine: DiffusionEngine, r
     assert model.context == engine.context == 32
 
 
-def test_one_thread_of_its_own_serves_them_too(model: DiffusionModel, warm: DiffusionEngine):
+def test_one_thread_of_its_own_serves_them_too(model: DiffusionModel, warm: Engine):
     """With as many steps to a dispatch as the clock allows."""
-    engine = DiffusionEngine(model, warm.options)
+    engine = model_engine(warm, warm.options)
     asks = requests(2, 12)
-    engine.programs.compiled = warm.programs.compiled
-    engine.clear()
+    engine.runner.reset()
     want = expected(model, asks)
     engine.start()
     heard = [Heard() for _ in asks]
@@ -123,18 +164,37 @@ def test_one_thread_of_its_own_serves_them_too(model: DiffusionModel, warm: Diff
     check_empty(engine)
 
 
+def test_a_process_that_is_told_each_program_has_the_same_state(
+    engine: Engine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    messages = Messages()
+    told = Lockstep(engine.runner.programs, engine.decoding.program_keys(), messages)
+    monkeypatch.setattr(engine.runner, "lockstep", told)
+    engine.runner.reset()
+    engine.accept_requests()
+    drive(engine, requests(3, 7), rng)
+    follower = ProgramRunner(engine.runner.programs)
+    told.end()
+    ran = []
+    for key, inputs in Lockstep(engine.runner.programs, engine.decoding.program_keys(), messages).received():
+        ran.append(key.name)
+        follower.reset() if key.name == "allocate" else follower.run(key, *inputs)
+    assert (ran[0], {*ran}, len(messages.kept)) == ("allocate", {"allocate", "steps"}, 0)
+    for own, wanted in zip(jax.tree.leaves(follower.state), jax.tree.leaves(engine.runner.state), strict=True):
+        np.testing.assert_array_equal(own, wanted)
+
+
 def test_an_engine_of_dense_steps_alone_takes_no_caches(rng: np.random.Generator):
     model = build("tiny", table=BY_ITSELF)
     asks = requests(6, 12, ("dense",))
     assert any(ask.denoising.suffix_window is not None for ask in asks)
     want = expected(model, asks)
-    engine = DiffusionEngine(model, replace(OPTIONS, modes=("dense",)))
+    engine = model.engine(replace(OPTIONS, modes=("dense",)))
     engine.warm()
-    engine.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
-    engine.open()
+    engine.decoding.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
+    engine.accept_requests()
     heard, handles = drive(engine, asks, rng)
-    assert engine.pool is not None
-    assert engine.pool.caches == ()
+    assert engine.runner.state.target_cache == ()
     check_empty(engine)
     engine.stop()
     for each, handle, alone in zip(heard, handles, want, strict=True):
@@ -152,14 +212,13 @@ def test_four_devices_give_what_one_does(rng: np.random.Generator, schedule: str
     asks = requests(4, 12, modes)
     want = expected(one, asks)
     table = replace(TABLE, batches=(1, 2), buckets=())
-    engine = DiffusionEngine(four, DiffusionEngineOptions(table=table, modes=modes, defaults=Denoising(mode="sparse")))
+    engine = four.engine(DiffusionEngineOptions(table=table, modes=modes, defaults=Denoising(mode="sparse")))
     engine.warm()
-    engine.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
-    engine.open()
+    engine.decoding.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
+    engine.accept_requests()
     heard, handles = drive(engine, asks, rng)
-    assert engine.pool is not None
-    keys = engine.pool.caches[0].k
-    assert keys.sharding.shard_shape(keys.shape)[2] == 1, "each device holds the keys of its own head"
+    keys = engine.runner.state.target_cache[0][0].k
+    assert keys.sharding.shard_shape(keys.shape)[2] == keys.shape[2] // 4, "each device holds the keys of its own head"
     check_empty(engine)
     engine.stop()
     for each, handle, alone in zip(heard, handles, want, strict=True):

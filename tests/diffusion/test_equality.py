@@ -24,9 +24,9 @@ from diffusion.support import (
     together,
 )
 from reference.diffusion_cases import PROMPT
-from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising, Saliency
 from tilewright.diffusion.programs import DiffusionTable
+from tilewright.llm.diffusion_model import DiffusionModel
 
 PROMPTS = [PROMPT, [4], [7, 7, 21, 2, 35, 9, 13], [31, 5]]
 SPARSE: list[dict[str, Any]] = [
@@ -125,11 +125,11 @@ def test_an_end_of_sequence_token_ends_a_row_unless_it_is_to_be_ignored(made: tu
     results = session.results()
     for row, each in enumerate(compared):
         stopped = EOS[family] in each.want.output and not requests[row].ignore_eos
-        assert results[row].finish_reason == ("stop" if stopped else "length")
+        assert results[row].finish_reason == ("eos" if stopped else "length")
         if each.all:
             assert results[row].tokens == (each.want.output[:-1] if stopped else each.want.output)
             assert results[row].steps == each.steps
-    stops = [result.finish_reason == "stop" for result in results[:6:2]]
+    stops = [result.finish_reason == "eos" for result in results[:6:2]]
     assert any(stops)
     assert results[0].steps < results[1].steps
 

@@ -12,13 +12,14 @@ from jax import Array
 from diffusion.support import REPAIRED, asking, build, needs_native
 from products import cases
 from reference.diffusion_cases import PROMPT
-from tilewright.diffusion.model import DiffusionModel, DiffusionSession
 from tilewright.diffusion.programs import DiffusionTable
 from tilewright.diffusion.state import DiffusionState
 from tilewright.diffusion.steps import block_logits
+from tilewright.llm.diffusion_model import DenoisingStream, DiffusionModel
 from tilewright.models.decoder import DecoderParams
-from tilewright.parallel.auto import AUTO, SCHEDULES
+from tilewright.parallel.auto import AUTO, STRATEGIES
 from tilewright.parallel.mesh import make_mesh
+from tilewright.runtime.placement import WHOLE
 
 TABLE = DiffusionTable(batches=(2,), positions=(32,), responses=(16,), blocks=(4,), buckets=(12,))
 PROMPTS = [PROMPT, PROMPT[:3]]
@@ -44,7 +45,7 @@ def made(family: str, kernels: str = "xla", schedule: str | None = None, devices
     return build(family, kernels, TABLE, mesh=mesh, schedule=schedule)
 
 
-def ran(model: DiffusionModel, way: str) -> DiffusionSession:
+def ran(model: DiffusionModel, way: str) -> DenoisingStream:
     session = model.start(PROMPTS, asking(**WAYS[way]))
     while not session.finished:
         session.advance()
@@ -52,11 +53,11 @@ def ran(model: DiffusionModel, way: str) -> DiffusionSession:
 
 
 @cache
-def alone(family: str, way: str) -> DiffusionSession:
+def alone(family: str, way: str) -> DenoisingStream:
     return ran(made(family), way)
 
 
-def same(one: DiffusionSession, other: DiffusionSession) -> None:
+def same(one: DenoisingStream, other: DenoisingStream) -> None:
     """Tokens, spans and salient sets; margins between choices are wide beside the rounding of sums in another order."""
     assert one.tokens() == other.tokens()
     assert len(one.reports) == len(other.reports) > 3
@@ -65,7 +66,7 @@ def same(one: DiffusionSession, other: DiffusionSession) -> None:
         np.testing.assert_array_equal(ours.salient, theirs.salient)
 
 
-EVERY = list(cases(QUICK, ("llada", "dream"), WAYS, (*SCHEDULES, AUTO), (2, 4)))
+EVERY = list(cases(QUICK, ("llada", "dream"), WAYS, (*STRATEGIES, AUTO), (2, 4)))
 
 
 @pytest.mark.parametrize("family, way, schedule, devices", EVERY)
@@ -74,9 +75,11 @@ def test_several_devices_give_what_one_does(family: str, way: str, schedule: str
     same(alone(family, way), session)
     if way == "dense":
         return
-    layer = session.state.caches[0]
+    programs = session.engine.decoding.programs
+    layer = programs.get(programs.allocate_key)()[0][0][0]
     heads = 4 if family == "llada" else 2
-    assert layer.k.sharding.shard_shape(layer.k.shape)[2] == max(1, heads // devices), "each device holds its own heads' keys"
+    share = max(1, heads // devices) / heads
+    assert layer.k.sharding.shard_shape(layer.k.shape)[2] == layer.k.shape[2] * share, "each device holds its own heads' keys"
     assert layer.context.sharding.shard_shape(layer.context.shape)[2] == layer.context.shape[2] // devices
 
 
@@ -91,16 +94,19 @@ def test_so_do_the_cpu_kernels(family: str, way: str, schedule: str, devices: in
 
 def logits_of(model: DiffusionModel) -> np.ndarray:
     """Of a dense step over both prompts, with all masks."""
-    programs = model.programs
     asked = [asking(mode="dense")] * len(PROMPTS)
-    shape = programs.table.shape(len(PROMPTS), [len(prompt) for prompt in PROMPTS], asked)
-    state = programs.state(shape, PROMPTS, asked, ())
+    shape = model.table.shape(len(PROMPTS), [len(prompt) for prompt in PROMPTS], asked)
+    programs = model.programs_of(shape)
+    state = programs.batch(shape, PROMPTS, asked)
     how = programs.denoiser(shape)
+    assert model.target.mesh is not None
 
-    def run(params: DecoderParams, state: DiffusionState, _: Array) -> tuple[DiffusionState, Array]:
-        return state, block_logits(how, "whole", params, state).logits
+    def run(params: DecoderParams, state: DiffusionState) -> Array:
+        return block_logits(how, "whole", params, state).logits
 
-    return np.asarray(jax.jit(programs.sharded(run, state))(programs.params, state, np.int32(0))[1])
+    parts = jax.tree.map(lambda x: x.sharding.spec, model.params)
+    run = jax.shard_map(run, mesh=model.target.mesh, in_specs=(parts, WHOLE), out_specs=WHOLE, check_vma=False)
+    return np.asarray(jax.jit(run)(model.params, state))
 
 
 @pytest.mark.parametrize("family", ["llada", pytest.param("dream", marks=pytest.mark.slow)])
@@ -135,7 +141,7 @@ def test_a_mesh_that_does_not_fit(devices: int, settings: dict[str, Any], said: 
 def test_schedules_that_cannot_run():
     with pytest.raises(ValueError, match="expected a mesh of one axis, found 2: rows, tp"):
         build("llada", mesh=make_mesh({"rows": 2, "tp": 2}))
-    with pytest.raises(ValueError, match="a schedule needs several devices: expected a mesh beside 'ring', found none"):
+    with pytest.raises(ValueError, match="expected a mesh of several devices for the schedule 'ring', found none"):
         build("llada", schedule="ring")
     single = build("llada", "xla", DiffusionTable((1,), (32,), (16,), (4,)), mesh=make_mesh({"tp": 2}), schedule="domino")
     with pytest.raises(ValueError, match="expected a batch that 2 micro-batches divide, found 1 rows"):

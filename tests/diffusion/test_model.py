@@ -10,9 +10,9 @@ import pytest
 from diffusion.support import EOS, MODELS, asking, build, needs_native
 from reference.diffusion_cases import MASK
 from reference.diffusion_folder import write_model
-from tilewright.diffusion.model import DiffusionModel, load
 from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.programs import DiffusionTable
+from tilewright.llm.diffusion_model import DiffusionModel, load
 
 TABLE = DiffusionTable((1, 2), (32,), (16,), (16,), ())
 
@@ -91,9 +91,10 @@ def test_what_cannot_be_denoised_is_said(model: DiffusionModel, prompts: Any, re
             call(prompts, requests)
 
 
-def test_a_batch_holds_no_more_rows_than_the_table(model: DiffusionModel):
-    with pytest.raises(ValueError, match="expected rows of at most 2, the largest declared, found 3"):
-        model.start([[1], [2], [3]], asking())
+def test_more_rows_than_the_table_has_wait_for_one_another(model: DiffusionModel):
+    prompts = [[1], [2], [3]]
+    together = [result.tokens for result in model.generate(prompts, asking())]
+    assert together == [model.generate([prompt], asking())[0].tokens for prompt in prompts]
 
 
 def test_a_prompt_may_fill_the_context(model: DiffusionModel):

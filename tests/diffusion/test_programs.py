@@ -13,17 +13,17 @@ from diffusion import support
 from diffusion.support import REPAIRED, asking, build, needs_native
 from llm.support import prompts
 from tilewright.compiled.ledger import CompileError, Ledger, no_compile_guard
-from tilewright.diffusion import model as module
-from tilewright.diffusion.model import DiffusionModel
+from tilewright.diffusion import decoding as module
 from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
 from tilewright.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.diffusion.window import LayerCache
+from tilewright.llm.diffusion_model import DiffusionModel
 
 ASKED = prompts(0, [n % 44 + 1 for n in range(64)], support.MASK)
 """64 prompts of 44 lengths."""
 TABLE = DiffusionTable(batches=(1, 4), positions=(32, 64), responses=(16,), blocks=(8,), buckets=(4, 8))
-PROGRAMS = {"jit(allocate)", "jit(denoise)"}
+PROGRAMS = {"jit(allocate)", "jit(steps)"}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -55,7 +55,7 @@ def test_prompts_of_all_lengths_compile_at_most_the_table(model: DiffusionModel)
         first = [result.tokens for result in model.generate(ASKED, requests)]
     assert {program.name for program in ledger.programs} == PROGRAMS
     assert 0 < ledger.compilations <= len(PROGRAMS) * len(list(TABLE.shapes(64, ["sparse"])))
-    assert ledger.compilations == len(model.programs.compiled)
+    assert ledger.compilations == sum(len(programs.compiled) for programs in model.programs.values())
     with no_compile_guard("fail", "the second call"):
         assert [result.tokens for result in model.generate(ASKED, requests)] == first
 
@@ -66,7 +66,7 @@ def test_a_warm_table_compiles_no_more():
     jax.clear_caches()
     with Ledger() as ledger:
         model.warm(("sparse", "dense"))
-    assert Counter(program.name for program in ledger.programs) == {"jit(allocate)": 4, "jit(denoise)": 4}
+    assert Counter(program.name for program in ledger.programs) == {"jit(allocate)": 4, "jit(steps)": 4}
     with no_compile_guard("fail", "calls after the warming"):
         model.generate(ASKED, mixed("sparse"))
         model.generate(ASKED[:8], mixed("dense", 8))
@@ -79,7 +79,7 @@ def test_a_warm_table_compiles_no_more():
 
 def test_the_guard_sees_a_mode_that_was_not_ready(model: DiffusionModel):
     model.generate([[1, 2]], asking())
-    with pytest.raises(CompileError, match=r"jit\((allocate|denoise)\)"), no_compile_guard("fail"):
+    with pytest.raises(CompileError, match=r"jit\((allocate|steps)\)"), no_compile_guard("fail"):
         model.generate([[1, 2]], asking(mode="sparse"))
 
 
@@ -111,20 +111,24 @@ def test_a_dispatch_runs_many_steps_and_the_host_waits_for_none(
     """It reads once after the dispatch: what all of its steps report."""
     calls: list[str] = []
     session = model.start([[1, 2, 3]], asking(mode="sparse", saliency=REPAIRED))
-    program = Counted(model.programs.get(DiffusionKey("denoise", session.shape)), calls)
-    monkeypatch.setattr(model.programs, "get", lambda key: program)
+    session.prefill()
+    key = DiffusionKey("steps", session.shape)
+    programs = model.programs_of(session.shape)
+    session.engine.runner.called[key] = Counted(programs.get(key), calls), model.params
     monkeypatch.setattr(module, "np", Counted(np, calls))
     while not session.finished:
         session.advance(steps)
-    assert calls == ["dispatch", "read"] * dispatches
+    assert calls == ["dispatch", *["read"] * 3] * dispatches
     assert len(session.reports) == 12
 
 
 def test_more_steps_than_a_dispatch_has_take_another():
     model = build("tiny", table=DiffusionTable((1,), (128,), (80,), (80,), ()))
     session = model.start([[1, 2, 3]], asking(new_tokens=STEPS_PER_DISPATCH + 6, block_length=None))
-    assert [len(session.advance(1000)), session.finished] == [STEPS_PER_DISPATCH, False]
-    assert [len(session.advance()), session.finished] == [6, True]
+    session.advance()
+    assert [len(session.reports), session.finished] == [STEPS_PER_DISPATCH, False]
+    session.advance()
+    assert [len(session.reports), session.finished] == [STEPS_PER_DISPATCH + 6, True]
     assert session.advance() == []
 
 
@@ -133,7 +137,9 @@ def program(request: pytest.FixtureRequest) -> tuple[str, jax.stages.Compiled, A
     """One that looks at all, at responses and at blocks, with the caches that it is given."""
     made = build("dream", request.param, DiffusionTable((3,), (48,), (16,), (8,), (4, 24)))
     session = made.start([[1, 2]] * 3, [asking(mode="dual"), asking(mode="sparse"), asking()])
-    return request.param, made.programs.get(DiffusionKey("denoise", session.shape)), session.state.caches
+    session.prefill()
+    compiled = made.programs_of(session.shape).get(DiffusionKey("steps", session.shape))
+    return request.param, compiled, session.engine.runner.state.target_cache
 
 
 def test_a_program_never_calls_the_host(program: Any):

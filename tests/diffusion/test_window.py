@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from diffusion.support import BACKENDS, EXACT, PLAIN, REPAIRED, TABLE, asking, build, decided, request_of, wanted
 from reference.diffusion_cases import PROMPT
-from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising, Saliency
 from tilewright.diffusion.state import DiffusionState, plan
-from tilewright.diffusion.steps import Denoiser, candidates, look, predicted, step_span
+from tilewright.diffusion.steps import Denoiser, candidates, predicted, run_pass, step_span
 from tilewright.diffusion.window import bucket_sizes, on_picked, pick
 from tilewright.kernels.select import PLAIN as OPERATIONS
+from tilewright.llm.diffusion_model import DiffusionModel
 
 PROMPTS = [PROMPT, [4], [7, 7, 21, 2, 35, 9, 13], [31, 5]]
 SIZED = replace(TABLE, batches=(4,))
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 def watched(how: Denoiser, params: Any, state: DiffusionState) -> tuple[DiffusionState, Seen]:
     """A step of the whole sequence, which rows of all kinds may take."""
     what = plan(state, how.config.shifted)
-    x, begin, _, trace = look(how, "whole", params, state, what)
+    x, begin, _, trace = run_pass(how, "whole", params, state, what)
     positions, masked = candidates(state, how)
     logits = predicted(how, params, x, begin, what.first, positions)
     after, info = step_span(how, "whole", params, state)
@@ -48,11 +48,11 @@ def watched(how: Denoiser, params: Any, state: DiffusionState) -> tuple[Diffusio
 
 def follow(model: DiffusionModel, requests: list[Denoising], **changes: Any) -> Iterator[tuple[np.ndarray, Seen]]:
     """The tokens before each step, and the step."""
-    programs = model.programs
     prompts = PROMPTS[: len(requests)]
     shape = replace(model.table.shape(len(prompts), [len(prompt) for prompt in prompts], requests), narrow=True)
+    programs = model.programs_of(shape)
     how = replace(programs.denoiser(shape), **changes)
-    state = programs.state(shape, prompts, requests, programs.allocate(replace(shape, dense=how.dense)))
+    state = programs.batch(replace(shape, dense=how.dense), prompts, requests)
     while not np.asarray(state.done).all():
         before = np.asarray(state.tokens)
         state, seen = watched(how, programs.params, state)
@@ -142,7 +142,7 @@ def in_buckets(buckets: tuple[int, ...], counts: bool, mask: Any, x: Any) -> Any
         assert (count is None) != counts
         return 3 * rows, jnp.full((len(rows), 1), float(len(rows)))
 
-    return on_picked(replace(OPERATIONS, counts=counts), buckets, tripled, pick(OPERATIONS, mask), x)
+    return on_picked(replace(OPERATIONS, skips_uncounted=counts), buckets, tripled, pick(OPERATIONS, mask), x)
 
 
 @pytest.mark.parametrize(("buckets", "counts"), [((3, 8), False), ((), False), ((1, 2, 3, 4, 5), False), ((3,), True)])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tilewright.grammar import trial
+from tilewright.grammar import sandbox
 from tilewright.grammar.grammar import LONGEST, MOST_CHOICES, Grammar
-from tilewright.grammar.matcher import KEPT, REFUSED, Compiler
-from tilewright.grammar.trial import Refusal
+from tilewright.grammar.matcher import CACHED_GRAMMARS, CACHED_REFUSALS, Compiler
+from tilewright.grammar.sandbox import Refusal
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.constraints import ALL, ConstraintState, words
@@ -38,7 +38,7 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
 
 
 def allowed(state: ConstraintState, drafts: Sequence[int] = ()) -> tuple[list[set[int]], int]:
-    """The tokens of each mask that means something, and how many drafts were kept."""
+    """Returns the tokens of each valid mask, and the number of allowed drafts."""
     masks = np.full((len(drafts) + 1, words(VOCAB)), ALL, np.uint32)
     kept = state.fill(drafts, masks)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
@@ -46,7 +46,7 @@ def allowed(state: ConstraintState, drafts: Sequence[int] = ()) -> tuple[list[se
 
 
 def drawn(state: ConstraintState, rng: np.random.Generator, most: int = 400) -> list[int] | None:
-    """Tokens drawn from all that may come, shorter ones rather, without the end; None if it does not come."""
+    """Samples allowed tokens up to the end of the text, preferring low ids; None if the text does not end."""
     tokens: list[int] = []
     while len(tokens) < most:
         (may,), _ = allowed(state)
@@ -162,7 +162,7 @@ def test_what_is_no_grammar_is_refused():
         (lambda: Grammar.json_schema("true"), "a schema that is an object, found bool"),
         (lambda: Grammar.json_schema("[1]"), "a schema that is an object, found list"),
         (lambda: Grammar.json_schema("{"), "a schema that is JSON"),
-        (lambda: Grammar.json_schema('{"const": "\\ud83d"}'), "a grammar that is text"),
+        (lambda: Grammar.json_schema('{"const": "\\ud83d"}'), "a grammar that is valid UTF-8"),
         (lambda: Grammar.json_schema({"const": float("nan")}), "a schema that is JSON"),
         (lambda: Grammar.regex(""), f"1 to {LONGEST} characters, found 0"),
         (lambda: Grammar.regex("a" * (LONGEST + 1)), f"found {LONGEST + 1}"),
@@ -178,12 +178,12 @@ def test_compiled_grammars_are_kept_and_not_for_ever(compiler: Compiler):
     first = Grammar.regex("a")
     kept = compiler.compile(first)
     assert compiler.compile(first) is kept
-    assert compiler.is_kept(first)
-    for n in range(KEPT):
+    assert compiler.is_cached(first)
+    for n in range(CACHED_GRAMMARS):
         compiler.compile(Grammar.regex(f"a{{{n + 1}}}"))
-    assert not compiler.is_kept(first)
+    assert not compiler.is_cached(first)
     assert compiler.compile(first) is not kept
-    assert len(compiler.kept) == KEPT
+    assert len(compiler.cache) == CACHED_GRAMMARS
 
 
 HOSTILE = Grammar.json_schema({"allOf": [{"type": "string", "pattern": f"[a-z]{{0,50}}x{n}"} for n in range(60)]})
@@ -201,14 +201,14 @@ def test_a_grammar_that_takes_too_long_is_ended(compiler: Compiler):
         grammar = Grammar.regex("tried|and kept")
         assert compiler.compile(grammar, seconds=30.0) is compiler.compile(grammar)
     finally:
-        compiler.trial.close()
+        compiler.sandbox.close()
 
 
 def test_what_is_refused_is_not_tried_again(compiler: Compiler, monkeypatch: pytest.MonkeyPatch):
-    """By the matcher, or beyond its seconds of a processor; what took too long by the clock may do better another time."""
+    """Refusals by the matcher and at the CPU limit are cached; refusals at the wall-clock limit are not."""
     bad = Grammar.regex("(never")
     tried = list[Grammar]()
-    real = compiler.trial.refusal
+    real = compiler.sandbox.refusal
 
     def refusal(grammar: Grammar, seconds: float) -> Refusal:
         tried.append(grammar)
@@ -222,24 +222,24 @@ def test_what_is_refused_is_not_tried_again(compiler: Compiler, monkeypatch: pyt
             said.add(str(caught.value))
         return said
 
-    monkeypatch.setattr(compiler.trial, "refusal", refusal)
-    compiler.refused.clear()  # of other tests
+    monkeypatch.setattr(compiler.sandbox, "refusal", refusal)
+    compiler.refusals.clear()  # of other tests
     try:
-        monkeypatch.setattr(trial, "PATIENCE", 1000)
+        monkeypatch.setattr(sandbox, "WALL_PER_CPU", 1000)
         assert len(refused(bad, 30.0, 2)) == len(refused(HOSTILE, 0.05, 2)) == 1
         assert tried == [bad, HOSTILE]
-        monkeypatch.setattr(trial, "PATIENCE", 0)
+        monkeypatch.setattr(sandbox, "WALL_PER_CPU", 0)
         assert len(refused(HOSTILE, 0.5, 2)) == 1, "with another bound"
         assert tried == [bad, *[HOSTILE] * 3]
-        for n in range(REFUSED):
+        for n in range(CACHED_REFUSALS):
             with pytest.raises(ValueError, match="unclosed"):
                 compiler.compile(Grammar.regex(f"({n}"))
-        assert len(compiler.refused) == REFUSED
-        assert (bad, 30.0) not in compiler.refused
+        assert len(compiler.refusals) == CACHED_REFUSALS
+        assert (bad, 30.0) not in compiler.refusals
     finally:
-        compiler.trial.close()
+        compiler.sandbox.close()
 
 
 def test_a_model_without_an_end_has_no_grammars(tokenizer: Tokenizer):
-    with pytest.raises(ValueError, match="a token which ends a text"):
+    with pytest.raises(ValueError, match="a model with an end-of-sequence token"):
         Compiler(tokenizer, VOCAB, ())

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.grammar.dfa import ByteAutomaton, Deadline, byte_automaton, byte_ranges
-from tilewright.grammar.regular import LAST, NotRegular, others, parsed, united
-from tilewright.grammar.schema import closed, schema_node
+from tilewright.grammar.regular import LAST, NotRegular, complement, merge_ranges, parse_regex
+from tilewright.grammar.schema import close_objects, schema_node
 
 ATOMS = st.sampled_from(["a", "b", "ä", "€", "[ab]", "[^a]", "[a-ä]", r"\.", "x?", "[b-]", "😀"])
 EXPRESSIONS = st.recursive(
@@ -25,13 +25,13 @@ EXPRESSIONS = st.recursive(
 
 
 def automaton(expression: str) -> ByteAutomaton:
-    return byte_automaton(parsed(expression), Deadline(20.0))
+    return byte_automaton(parse_regex(expression), Deadline(20.0))
 
 
 def accepts(found: ByteAutomaton, text: bytes) -> bool:
     state = 0
     for byte in text:
-        state = found.after[state, byte]
+        state = found.transitions[state, byte]
         if state < 0:
             return False
     return bool(found.accepts[state])
@@ -52,7 +52,7 @@ def test_every_state_reaches_the_end(expression: str):
     before = None
     while before is None or live.sum() > before:
         before = live.sum()
-        live |= np.any((found.after >= 0) & live[found.after], axis=1)
+        live |= np.any((found.transitions >= 0) & live[found.transitions], axis=1)
     assert live.all()
 
 
@@ -72,9 +72,9 @@ def test_bytes_of_ranges(one: int, other: int, points: list[int]):
 
 
 def test_ranges():
-    assert united([(5, 6), (1, 2), (3, 3), (6, 9)]) == ((1, 3), (5, 9))
-    assert others(((0, 9), (20, 0xD7FF))) == ((10, 19), (0xE000, LAST))
-    assert others(others(((3, 4),))) == ((3, 4),)
+    assert merge_ranges([(5, 6), (1, 2), (3, 3), (6, 9)]) == ((1, 3), (5, 9))
+    assert complement(((0, 9), (20, 0xD7FF))) == ((10, 19), (0xE000, LAST))
+    assert complement(complement(((3, 4),))) == ((3, 4),)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_ranges():
 )
 def test_what_is_outside_is_refused(expression: str):
     with pytest.raises(NotRegular):
-        parsed(expression)
+        parse_regex(expression)
 
 
 @pytest.mark.parametrize("expression", ["((){10000}){10000}", "(.*a.{20}){3}", "([ab]*a[ab]{14})"])
@@ -121,7 +121,7 @@ def test_what_is_too_large_is_refused(expression: str):
 
 def test_time_is_bounded():
     with pytest.raises(NotRegular, match="takes too long"):
-        byte_automaton(parsed("[a-z]{1000}"), Deadline(0.0))
+        byte_automaton(parse_regex("[a-z]{1000}"), Deadline(0.0))
 
 
 PERSON = {
@@ -176,10 +176,10 @@ def test_texts_go_beyond_an_automaton_behind_one_more_bracket_than_it_has():
         assert accepts(found, inside.encode())
         state = 0
         for byte in beyond.encode():
-            assert not found.beyond[state]
-            state = found.after[state, byte]
-        assert found.beyond[state]
-        assert (found.after[state] == state).all()
+            assert not found.undescribed[state]
+            state = found.transitions[state, byte]
+        assert found.undescribed[state]
+        assert (found.transitions[state] == state).all()
 
 
 @given(EXPRESSIONS)
@@ -189,7 +189,7 @@ def test_no_two_states_of_an_automaton_are_alike(expression: str):
     apart = found.accepts[:, None] != found.accepts[None]
     apart = np.pad(apart, (0, 1), constant_values=True)  # and from the state behind bytes that may not come
     apart[-1, -1] = False
-    after = np.unique(np.pad(found.after, ((0, 1), (0, 0)), constant_values=-1), axis=1)
+    after = np.unique(np.pad(found.transitions, ((0, 1), (0, 0)), constant_values=-1), axis=1)
     before = None
     while before is None or apart.sum() > before:
         before = apart.sum()
@@ -204,23 +204,23 @@ DOUBLED = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 4} for n in range(
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ({"type": "object", "required": ["a"]}, "not described"),
-        ({"type": "object", "properties": [], "additionalProperties": False}, "no object"),
-        ({"type": "string", "format": "date"}, "the keys 'format'"),
+        ({"type": "object", "required": ["a"]}, "not declared"),
+        ({"type": "object", "properties": [], "additionalProperties": False}, "another type than object"),
+        ({"type": "string", "format": "date"}, "the keywords 'format'"),
         ({"type": "string", "pattern": "a"}, "without anchors"),
         ({"type": "string", "pattern": '^"$'}, "JSON escapes"),
-        ({"type": "string", "pattern": "^a|b$"}, "the keys 'pattern'"),
+        ({"type": "string", "pattern": "^a|b$"}, "the keywords 'pattern'"),
         ({"const": "a\nb"}, "JSON escapes"),
-        ({"const": 1.5}, "no plain value"),
-        ({"type": "integer", "minimum": 0.5}, "no integer"),
-        ({"type": "integer", "minimum": 3, "maximum": 2}, "the first is larger"),
-        ({"$ref": "x#"}, "another place"),
-        ({"$ref": "#"}, "too deep"),
-        ({"$ref": "#/$defs/b"}, "nothing"),
+        ({"const": 1.5}, "not a scalar"),
+        ({"type": "integer", "minimum": 0.5}, "not an integer"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "above the upper bound"),
+        ({"$ref": "x#"}, "another document"),
+        ({"$ref": "#"}, "too deeply"),
+        ({"$ref": "#/$defs/b"}, "unresolved"),
         ({"$ref": "#/$defs/0", "$defs": DOUBLED}, "too large"),
-        ({"type": "array", "items": {"type": "null"}, "maxItems": 0}, "without items"),
-        ({"anyOf": []}, "no list"),
-        ({"not": {}}, "the keys 'not'"),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 0}, "allows no items"),
+        ({"anyOf": []}, "non-empty array"),
+        ({"not": {}}, "the keywords 'not'"),
     ],
 )
 def test_other_schemas_are_refused(schema: dict[str, object], why: str):
@@ -240,7 +240,7 @@ def test_schemas_are_closed_where_each_object_stands_by_itself():
         ({"$ref": "#/$defs/p", "$defs": {"p": point}}, {"$ref": "#/$defs/p", "$defs": {"p": shut}}),
         ({"properties": {"a": point}}, {"properties": {"a": shut}, "additionalProperties": False}),
     ):
-        assert closed(schema) == want
+        assert close_objects(schema) == want
     for mixed in (
         {"allOf": [point, {"properties": {"y": {}}}]},
         {**point, "anyOf": [{"properties": {"y": {}}}, {}]},
@@ -249,4 +249,4 @@ def test_schemas_are_closed_where_each_object_stands_by_itself():
         {**point, "required": [[]]},
         {"properties": []},
     ):
-        assert closed(mixed) == mixed
+        assert close_objects(mixed) == mixed

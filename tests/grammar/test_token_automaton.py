@@ -16,8 +16,8 @@ from tilewright.grammar.dfa import Deadline
 from tilewright.grammar.grammar import Grammar, Tagged
 from tilewright.grammar.matcher import Compiler, Matcher
 from tilewright.grammar.regular import NotRegular
-from tilewright.grammar.thinking import AfterThought, end_of_thought
-from tilewright.grammar.token_automaton import PARTS, Vocabulary, automaton_of, deepest_automaton
+from tilewright.grammar.thinking import AfterThinking, thinking_end_token
+from tilewright.grammar.token_automaton import PARTS, Vocabulary, build_automaton, deepest_automaton
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.automata import ALL, BEYOND, words
@@ -38,27 +38,27 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
 
 
 def of_automaton(state: ConstraintState) -> np.ndarray:
-    """The mask that the automaton has where a row stands."""
+    """Returns the automaton's mask in a state."""
     assert state.automaton is not None
     automaton, at = state.automaton
     return automaton.masks[automaton.mask_of[at]]
 
 
 def of_matcher(state: ConstraintState) -> np.ndarray:
-    """The mask that the host would make there."""
+    """Returns the host's mask in a state."""
     masks = np.full((1, words(VOCAB)), ALL, np.uint32)
     assert state.fill([], masks) == 0
     return masks[0]
 
 
 def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24, liked: Sequence[int] = ()) -> int:
-    """Goes along tokens that may come, with both masks compared wherever the text is in its automaton.
+    """Advances by random allowed tokens and compares the masks of automaton and matcher while the text is in its automaton.
 
     Args:
-        liked: tokens of which every other one is.
+        liked: tokens from which every other token is chosen.
 
     Returns:
-        how many were forced.
+        the number of forced tokens.
     """
     state = constraint.begin()
     forced = 0
@@ -164,7 +164,7 @@ def test_automata_of_open_and_recursive_schemas(compiler: Compiler, name: str):
 def test_a_text_leaves_its_automaton_where_that_ends_and_comes_back(
     compiler: Compiler, tokenizer: Tokenizer, name: str, levels: int
 ):
-    """What it goes through meanwhile has brackets in strings, too."""
+    """The text outside the automaton has brackets in strings, too."""
     within = {"json_object": '"]\\"}\\\\"', "tree": '{"n": null}', "open tree": '{"n": null, "}": "["}'}[name]
     deep = '{"n": null, "of": [' * levels + within + "]}" * levels
     found = compiler.compile(Grammar.json_schema(OPEN[name]))
@@ -189,17 +189,17 @@ def test_an_automaton_goes_as_deep_as_there_is_room_for(name: str, least: int):
     text = json.dumps(OPEN[name])
     deadline = Deadline(20.0)
     found, brackets = deepest_automaton("json_schema", text, 700, deadline)
-    assert len(found.after) <= 700
+    assert len(found.transitions) <= 700
     assert brackets is not None
     assert brackets >= least
-    assert deepest_automaton("json_schema", text, len(found.after) - 1, deadline)[1] == brackets - 1
+    assert deepest_automaton("json_schema", text, len(found.transitions) - 1, deadline)[1] == brackets - 1
     assert deepest_automaton("json_schema", text, 1, deadline)[1] == 0, "there is an automaton, whatever the room"
 
 
 def test_an_automaton_that_describes_all_texts_has_no_depth():
     found, brackets = deepest_automaton("json_schema", '{"enum": [1, 2]}', 1, Deadline(20.0))
     assert brackets is None
-    assert len(found.after) > 1
+    assert len(found.transitions) > 1
 
 
 @pytest.mark.parametrize(("bound", "most"), [("FITTING_MASKS", 9), ("MOST_ENTRIES", 600)])
@@ -250,23 +250,23 @@ def test_other_grammars_have_none(compiler: Compiler, grammar: Grammar):
 def test_an_automaton_that_says_something_else_is_dropped(
     compiler: Compiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
-    vocabulary = Vocabulary.of(compiler.tokenizer, VOCAB, EOS)
-    right = token_automaton.node_of
+    vocabulary = Vocabulary.from_tokenizer(compiler.tokenizer, VOCAB, EOS)
+    right = token_automaton.grammar_node
 
     def made(wrong: str) -> None:
-        monkeypatch.setattr(token_automaton, "node_of", lambda kind, _, most: right(kind, wrong, most))
-        automaton_of(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 20.0)
+        monkeypatch.setattr(token_automaton, "grammar_node", lambda kind, _, most: right(kind, wrong, most))
+        build_automaton(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 20.0)
 
     made("(a|b)ccc")
     for wrong in ("[ab]c{2}", "[ab]c{3,}", "[abd]c{3}", "[ab]c{3}d?"):
-        with pytest.raises(NotRegular, match="the matcher has other texts"):
+        with pytest.raises(NotRegular, match="the byte automaton differs from the matcher"):
             made(wrong)
     with pytest.raises(NotRegular, match="takes too long"):
-        automaton_of(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 0.0)
+        build_automaton(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 0.0)
     monkeypatch.undo()
     other = Vocabulary([b"" if token in (*EOS, 70) else own for token, own in enumerate(bytes_of(compiler))], EOS)
-    with pytest.raises(NotRegular, match="the matcher has other tokens"):
-        automaton_of(compiler.tokenizer, other, "regex", ".*", 20.0)
+    with pytest.raises(NotRegular, match="the token automaton differs from the matcher"):
+        build_automaton(compiler.tokenizer, other, "regex", ".*", 20.0)
 
 
 def bytes_of(compiler: Compiler) -> list[bytes]:
@@ -278,28 +278,28 @@ def test_automata_of_strangers_come_from_the_process_that_tries_their_grammars(t
     careful = Compiler(tokenizer, VOCAB, EOS)
     try:
         grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3})
-        here = trusting.compile(grammar).made
-        there = careful.compile(grammar, seconds=30.0).made
+        here = trusting.compile(grammar).token_automaton
+        there = careful.compile(grammar, seconds=30.0).token_automaton
         assert here is not None
         assert there is not None
         for part, (_, names) in PARTS.items():
             for name in names:
                 np.testing.assert_array_equal(getattr(getattr(here, part), name), getattr(getattr(there, part), name))
-        np.testing.assert_array_equal(here.states, there.states)
+        np.testing.assert_array_equal(here.byte_states, there.byte_states)
         assert here.brackets == there.brackets
         assert careful.compile(Grammar.lark('start: "a"'), seconds=30.0).automaton is None
     finally:
-        careful.trial.close()
+        careful.sandbox.close()
 
 
 MARK = 7
 WORD_TOKEN = 300
-"""Of a model whose thoughts end with some token."""
+"""A token of the thinking block."""
 
 
-def thoughtful(compiler: Compiler) -> tuple[Matcher, AfterThought]:
+def thoughtful(compiler: Compiler) -> tuple[Matcher, AfterThinking]:
     matcher = compiler.compile(Grammar.json_schema({"enum": ["red", "green"]}))
-    return matcher, matcher.after_thought(MARK)
+    return matcher, matcher.after_thinking(MARK)
 
 
 def test_a_grammar_begins_behind_a_thought(compiler: Compiler):
@@ -321,7 +321,7 @@ def test_a_grammar_begins_behind_a_thought(compiler: Compiler):
         token = int(np.flatnonzero(np.unpackbits(of_matcher(plain).view(np.uint8), bitorder="little"))[0])
         state.advance([token])
         plain.advance([token])
-    assert matcher.after_thought(MARK) is rule
+    assert matcher.after_thinking(MARK) is rule
 
 
 def test_a_grammar_begins_inside_a_block(compiler: Compiler, tokenizer: Tokenizer):
@@ -356,5 +356,5 @@ def test_prompts_say_whether_an_answer_begins_with_a_thought(tokenizer: Tokenize
         ([5, 6], True, end),
         ([begin, 6, end, 6], True, None),
     ):
-        assert end_of_thought(marked, prompt, asked) == want, (prompt, asked)
-    assert end_of_thought(tokenizer, [5, 6], True) is None
+        assert thinking_end_token(marked, prompt, asked) == want, (prompt, asked)
+    assert thinking_end_token(tokenizer, [5, 6], True) is None

@@ -225,7 +225,7 @@ def test_an_extremes_gradient_is_shared_by_ties(layout: str, order: str, reduce:
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_no_program_scatters(layout: str, reduce: str):
     """As it is handed to the compiler, for which a scatter would be a loop on a CPU. JAX's own gradient of a gather has one."""
-    if layout == "csr" and not select.reduces_lists():
+    if layout == "csr" and not select.has_csr_kernels():
         pytest.skip("lists are reduced by XLA's segment sums, which scatter, where there are no CPU kernels")
     ids, weights, x = drawn(1)
     table = NeighborTable.from_edges(ids, NODES, layout=layout, order="rcm", limit=4)
@@ -267,13 +267,17 @@ def test_bad_input():
     for message, args, how in [
         (r"features without NaN, found one at \[1, 1\]", (spoilt,), {}),
         (r"weights without NaN, found one at \[1\]", (x,), {"weights": weights}),
-        (r"values of 3 nodes, found 4: this is another graph's table", (np.ones((4, 2), np.float32),), {}),
+        (r"values of 3 nodes, found 4: the table belongs to another graph", (np.ones((4, 2), np.float32),), {}),
         (r"features within float32, found 1e\+300 at \[1, 1\]", (np.where(spoilt == 1, 1, 1e300),), {}),
         (r"shape \[3, F\], found \[4, 2\]", (np.ones((4, 2), np.float32),), {"permuted": True}),
         (r"a weight for each of 2 edges, found shape \[3\]", (x,), {"weights": jnp.ones(3)}),
         (r"one of sum, mean, max, min, found 'median'", (x, "median"), {}),
-        (r"symmetric or row, of a sum, found 'symmetric' with reduce='max'", (x, "max"), {"normalisation": "symmetric"}),
-        (r"symmetric or row, of a sum, found 'both'", (x,), {"normalisation": "both"}),
+        (
+            r"symmetric or row with reduce='sum', found 'symmetric' with reduce='max'",
+            (x, "max"),
+            {"normalisation": "symmetric"},
+        ),
+        (r"symmetric or row with reduce='sum', found 'both'", (x,), {"normalisation": "both"}),
         (r"float32 or bfloat16, found float16", (jnp.ones((3, 2), jnp.float16),), {}),
     ]:
         with pytest.raises(ValueError, match=message):

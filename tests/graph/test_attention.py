@@ -138,7 +138,7 @@ def test_large_scores_and_bfloat16(layout: str):
 @pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])
 def test_no_program_scatters_and_no_edge_has_features(layout: str, monkeypatch: pytest.MonkeyPatch):
     """As it is handed to the compiler: features are gathered for some slots at a time, never for all edges."""
-    if layout == "csr" and not select.reduces_lists():
+    if layout == "csr" and not select.has_csr_kernels():
         pytest.skip("lists are reduced by XLA's segment sums, which scatter, where there are no CPU kernels")
     monkeypatch.setattr(rows, "CHUNK", 1000)
     table = table_of(random_edges(7, NODES, EDGES), layout, "rcm")

@@ -40,7 +40,7 @@ def of_padding(batch: GraphBatch, x: jax.Array) -> jax.Array:
 def test_graphs_of_a_batch_are_reduced_as_if_alone(layout: str):
     data = random_graphs(seed=1)
     batches = np.array([[3, 0, PADDING], [7, 7, 1], [PADDING, 5, 2]])
-    capacity = Capacity.of(data, batches)
+    capacity = Capacity.from_batches(data, batches)
     packed = pack(data, batches, capacity)
     features = jnp.asarray(data.features)
 
@@ -76,7 +76,7 @@ def test_graphs_of_a_batch_are_reduced_as_if_alone(layout: str):
 def test_rows_and_shapes_are_those_of_the_capacity():
     data = random_graphs()
     batches = np.array([[[3, 0], [1, 2]], [[4, 5], [6, 7]]])
-    capacity = Capacity.of(data, batches)
+    capacity = Capacity.from_batches(data, batches)
     packed = pack(data, batches, capacity)
     assert packed.nodes.shape == (2, 2, capacity.nodes)
     assert packed.sources.shape == (2, 2, capacity.edges)
@@ -94,8 +94,8 @@ def test_capacities_come_on_a_coarse_scale():
 
 def test_what_does_not_fit_is_refused():
     data = random_graphs()
-    capacity = Capacity.of(data, np.array([[0, 1]]))
-    with pytest.raises(ValueError, match="graph 8 is none of the 8 graphs"):
+    capacity = Capacity.from_batches(data, np.array([[0, 1]]))
+    with pytest.raises(ValueError, match="expected graph ids from 0 to 7, found 8"):
         pack(data, np.array([8]), capacity)
     with pytest.raises(ValueError, match="expected at most 2 graphs, found 3"):
         pack(data, np.array([0, 1, 2]), capacity)

@@ -281,9 +281,9 @@ def test_a_block_is_usable_within_a_shard_map_of_ones_own():
 def test_wrong_arrays_are_refused():
     table = table_of("ring", "csr")
     x = table.permute(features())
-    with pytest.raises(ValueError, match="expected values of 37 nodes, found 36: this is another graph's table"):
+    with pytest.raises(ValueError, match="expected values of 37 nodes, found 36: the table belongs to another graph"):
         table.permute(features(36))
-    with pytest.raises(ValueError, match=rf"expected {table.num_nodes} rows, as `permute` makes them, found 37"):
+    with pytest.raises(ValueError, match=rf"expected the {table.num_nodes} rows of `permute`, found 37"):
         table.aggregate(jnp.asarray(features()))
     with pytest.raises(ValueError, match=rf"expected {table.num_nodes} rows, found 37"):
         table.unpermute(jnp.asarray(features()))

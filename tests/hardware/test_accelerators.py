@@ -1,4 +1,4 @@
-"""Chips of several makers, and what follows from their figures."""
+"""Chips of several makers and their rooflines."""
 
 from dataclasses import fields
 
@@ -19,7 +19,7 @@ def test_a_core_s_peak_is_its_array_s():
 @pytest.mark.parametrize(
     ("name", "chips", "tflop_per_s", "hbm_gib", "hbm_gb_per_s"),
     [
-        # Of instances as published: 12 x 190 TFLOP/s, 9,840 GiB/s; 16 x 190; 10.7 PFLOP/s, 46.4 TB/s; four of those.
+        # Published instances: 12 x 190 TFLOP/s, 9,840 GiB/s; 16 x 190; 10.7 PFLOP/s, 46.4 TB/s; four of those.
         ("inf2.48xlarge", 12, 2280, 384, 9840 * 2**30 / 1e9),
         ("trn1.32xlarge", 16, 3040, 512, 16 * 820 * 2**30 / 1e9),
         ("trn2.48xlarge", 16, 10700, 1536, 46400),
@@ -35,7 +35,7 @@ def test_instances_add_up_to_what_is_published(name: str, chips: int, tflop_per_
 
 
 def test_links_add_up_to_what_is_published():
-    """GB/s a chip, both directions."""
+    """GB/s per chip, both directions."""
     found = {name: ACCELERATORS[name].links_gb_per_s for name in ACCELERATORS}
     assert found["Inferentia2"] == pytest.approx(192 * 2**30 / 1e9)
     assert (found["Trainium1"], found["Trainium2"]) == (384, 1024)
@@ -43,12 +43,12 @@ def test_links_add_up_to_what_is_published():
 
 
 def test_the_source_s_comparison_follows_from_the_specs():
-    """300 to 600 operations a communicated byte for TPUs and GPUs of that generation; 225 for Inferentia2 holds of memory."""
+    """TPUs and GPUs of that generation do 300 to 600 operations per link byte. Inferentia2's 225 is per memory byte."""
     for name in ("TPU v4", "TPU v5e", "TPU v5p", "A100", "MI250X"):
         assert 300 <= (ACCELERATORS[name].flops_per_link_byte or 0) <= 600
     for name in ("Inferentia2", "Trainium1"):
         assert ACCELERATORS[name].flops_per_memory_byte == pytest.approx(225, rel=0.05)
-        assert (ACCELERATORS[name].flops_per_link_byte or 0) > 400, "by link bytes the statement does not hold"
+        assert (ACCELERATORS[name].flops_per_link_byte or 0) > 400, "225 is not per link byte"
 
 
 def test_the_roofline_is_the_slowest_of_three():
@@ -59,7 +59,7 @@ def test_the_roofline_is_the_slowest_of_three():
     ridge = chip.flops_per_memory_byte
     assert chip.roofline(1.01 * ridge, 1).limit == "compute"
     assert chip.roofline(0.99 * ridge, 1).limit == "memory"
-    with pytest.raises(ValueError, match="CPU has none; found 5"):
+    with pytest.raises(ValueError, match="CPU has no links; found 5"):
         ACCELERATORS["CPU"].roofline(1, 1, 5)
 
 

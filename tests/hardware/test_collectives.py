@@ -1,4 +1,4 @@
-"""What a step and a whole transfer cost, and that no closed form of a layer escapes it."""
+"""Costs of a step and of a whole transfer, and their effect on the closed form of a layer."""
 
 from dataclasses import replace
 
@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.hardware.collectives import CollectiveCosts, CollectiveStep, ring_chunks, touched_share
-from tilewright.hardware.layers import ESTIMATES, Costs, divided_layer
+from tilewright.hardware.layers import ESTIMATES, StrategyCosts, sharded_layer
 from tilewright.hardware.links import Fabric, ring_of, torus_of
 from tilewright.hardware.tpu import CHIPS
 
-LAYER = divided_layer(4096, 32, 8, 128, 14336, 8)
+LAYER = sharded_layer(4096, 32, 8, 128, 14336, 8)
 
 
 def fabric(chip: str, **costs: float) -> Fabric:
@@ -58,13 +58,13 @@ def test_slow_memory_bounds_collectives_and_permutes():
 def test_no_schedule_escapes_what_transfers_cost(chip: str, name: str, rows: int, cost: str, more: float):
     plain = fabric(chip)
     dear = replace(plain, **{cost: getattr(plain, cost) + more})  # type: ignore[arg-type]
-    before, after = (ESTIMATES[name](Costs(links), rows, LAYER) for links in (plain, dear))
+    before, after = (ESTIMATES[name](StrategyCosts(links), rows, LAYER) for links in (plain, dear))
     assert after.total_s >= before.total_s - 1e-12
 
 
 @settings(max_examples=30)
 @given(chip=st.sampled_from(["v5e", "v6e"]), rows=st.sampled_from([8, 128, 4096]), start=st.floats(0, 20))
 def test_hops_that_nothing_hides_are_no_cheaper_than_a_collective(chip: str, rows: int, start: float):
-    costs = Costs(fabric(chip, start_us=start))
+    costs = StrategyCosts(fabric(chip, start_us=start))
     size = 2.0 * rows * LAYER.hidden
     assert costs.hops * costs.hop_s(rows, LAYER) >= costs.fabric.collective("all-gather", [range(8)], size).seconds - 1e-12

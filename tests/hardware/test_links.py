@@ -83,7 +83,7 @@ def test_links_of_the_chip_with_fewest(sizes: tuple[int, ...], wrap: bool, links
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("directions", [1, 2])
 def test_the_share_of_an_all_to_all_is_that_of_all_its_pairs(size: int, directions: int):
-    """Half of what is as far either way goes each way."""
+    """Data that is equally far both ways goes half each way."""
     passed: Counter[int] = Counter()
     for chip, hops in product(range(size), range(1, size)):
         back = directions == 2 and 2 * hops > size
@@ -91,7 +91,7 @@ def test_the_share_of_an_all_to_all_is_that_of_all_its_pairs(size: int, directio
         for hop in range(size - hops if back else hops):
             passed[(chip + hop) % size] += 0 if back else 1 if both else 2
     forward = max(passed.values()) / (2 * size)
-    # Of an odd ring both ways carry the same; of an even one the halves meet.
+    # Both directions of an odd ring carry the same; those of an even ring share the middle.
     assert ring_share("all-to-all", size, directions) == pytest.approx(forward)
 
 
@@ -102,7 +102,7 @@ def test_the_times_of_a_ring_of_eight():
     assert ring_seconds(V5E, "reduce-scatter", whole, (8,), 2) == pytest.approx(whole * 7 / 16 / rate + 4e-6)
     assert ring_seconds(V5E, "all-reduce", whole, (8,), 2) == pytest.approx(whole * 7 / 8 / rate + 8e-6)
     assert ring_seconds(V5E, "all-to-all", whole, (8,), 2) == pytest.approx(whole / rate + 4e-6)
-    # Along two axes of four: twice the links, and hops on one after the other.
+    # Two axes of four: twice the links, and sequential hops.
     assert ring_seconds(V5E, "all-gather", whole, (4, 4), 2, hop_us=0.5) == pytest.approx(whole * 15 / 16 / 4 / rate + 2e-6)
     assert ring_seconds(V5E, "all-gather", whole, (1,)) == 0
     with pytest.raises(ValueError, match=r"expected a collective of all-reduce, .*, found 'sum'"):
@@ -132,7 +132,7 @@ def test_permutes_share_links_with_what_passes_through():
     fabric = Fabric(V5E, torus_of(V5E, (4, 1)), tuple(chips((4, 1))))
     ring = [(0, 1), (1, 2), (2, 3), (3, 0)]
     load = fabric.permute(ring, 50e6)
-    assert load.seconds == pytest.approx(1e-3 + 3e-6)  # the one that goes back passes three links
+    assert load.seconds == pytest.approx(1e-3 + 3e-6)  # the hop from the last chip to the first passes three links
     assert len(load.busy_s) == 6
     far = fabric.permute([(0, 2), (1, 3)], 50e6)
     assert far.seconds == pytest.approx(2e-3 + 2e-6)  # both pass the link in the middle

@@ -11,7 +11,7 @@ from tilewright.hardware.tpu import CHIPS, chip_of
 def test_the_implied_clock_is_a_plausible_one(kind: str, ghz: float):
     assert CHIPS[kind].clock_ghz == pytest.approx(ghz, rel=0.01)
     fitted = replace(CHIPS[kind], bf16_tflop_per_s=100.0)
-    assert fitted.clock_ghz == CHIPS[kind].clock_ghz, "a fitted rate of products is no other clock"
+    assert fitted.clock_ghz == CHIPS[kind].clock_ghz, "a fitted peak keeps the clock"
 
 
 def test_a_roofline_is_the_slower_of_memory_and_compute():

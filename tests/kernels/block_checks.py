@@ -1,4 +1,4 @@
-"""What holds for products with weights in blocks on every instruction set; see `linear_checks.py`."""
+"""Checks of block-quantised matmuls for every instruction set; see `linear_checks.py`."""
 
 from typing import Any, get_args
 
@@ -50,7 +50,7 @@ def rounded(x: np.ndarray, kind: BlockFormat) -> np.ndarray:
 
 
 def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
-    """The float64 product of what both hold, and a bound on the float32 error.
+    """Returns the float64 product of the quantised operands, and a bound on the float32 error.
 
     The products of a block are exact, or of each half that has a scale. They take two roundings of scales and one of each sum;
     those of 16-bit inputs one more, which makes them float32.
@@ -90,7 +90,7 @@ def check_product(seed: int, rows: int, shape: tuple[int, int], kind: BlockForma
 
 
 def check_rows(kind: BlockFormat, dtype: Any) -> None:
-    """A row gets the same bits, and the same index, alone and as the last of up to 40, plain and gated."""
+    """Checks that a row gets the same bits and index alone and as the last of up to 40, plain and gated."""
     rng = np.random.default_rng(1)
     first, second = (drawn(rng, 3, 77, kind) for _ in range(2))
     x = normal(rng, ROWS, 3 * BLOCK).astype(dtype)  # in NumPy, whose slices are no programs
@@ -99,7 +99,7 @@ def check_rows(kind: BlockFormat, dtype: Any) -> None:
 
     @jax.jit
     def run(parts: list[jax.Array], plain: cpu.PackedMatrix, gated: cpu.PackedMatrix) -> list[tuple[jax.Array, ...]]:
-        return [(cpu.linear(x, plain), cpu.linear(x, gated), *cpu.linear_argmax(x, plain)) for x in parts]
+        return [(cpu.linear(x, plain), cpu.linear(x, gated), *cpu.head_argmax(x, plain)) for x in parts]
 
     *found, whole = run([*(x[-n:] for n in range(1, ROWS)), x], plain, gated)
     for n, results in enumerate(found, 1):
@@ -108,14 +108,14 @@ def check_rows(kind: BlockFormat, dtype: Any) -> None:
 
 
 def check_largest(kind: BlockFormat) -> None:
-    """The largest outputs and their places are those of all outputs, bit for bit."""
+    """Checks that the largest outputs and their indices equal those of all outputs, bit for bit."""
     rng = np.random.default_rng(2)
     w = cpu.pack(drawn(rng, 2, 300, kind))
     x = jnp.asarray(normal(rng, 9, 2 * BLOCK))
 
     @jax.jit
     def run(x: jax.Array, w: cpu.PackedMatrix) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        return cpu.linear(x, w), cpu.linear_argmax(x, w), cpu.linear_top_k(x, w, 16)
+        return cpu.linear(x, w), cpu.head_argmax(x, w), cpu.head_top_k(x, w, 16)
 
     outputs, (index, value), (places, values) = run(x, w)
     order = np.argsort(-np.asarray(outputs), axis=1, kind="stable")[:, :16]

@@ -1,4 +1,4 @@
-"""What holds for grouped products on every instruction set: a group's rows have the bits that a product of theirs alone has."""
+"""Checks of grouped matmuls for every instruction set: a group's rows have the bits of a separate matmul."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ROWS = 40
 
 
 def check_groups(seed: int, sizes: list[int], dims: tuple[int, int], kind: cpu.Format, gated: bool, dtype: Any) -> None:
-    """Bit for bit what `linear` gives for each group by itself; zeros behind the last group's rows."""
+    """Checks that results equal `linear` for each group bit for bit, with zeros behind the last group's rows."""
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.standard_normal((ROWS, dims[0]), np.float32), dtype)
     weights = [rng.standard_normal((len(sizes), *dims), np.float32) for _ in range(2 if gated else 1)]

@@ -1,4 +1,4 @@
-"""What holds for the CPU's linear kernels on every instruction set. `test_linear.py` draws shapes for these checks at random;
+"""Checks of the CPU's linear kernels for every instruction set. `test_linear.py` draws shapes for these checks at random;
 `test_instruction_sets.py` runs this file as a program for each instruction set, because a process keeps the one it began with.
 """
 
@@ -12,22 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import block_checks, grouped_checks, paged_checks, quantised_checks, window_cases
+from kernels import block_checks, grouped_checks, paged_checks, quantised_checks, sparse_cases
+from kernels.attention_checks import attend_in_rows, by_lengths
 from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
 from tilewright.kernels.heads.xla import rotate_halves
 from tilewright.kernels.linear import blocks, cpu
 from tilewright.kernels.linear.blocks import BLOCK
+from tilewright.kernels.operations import Norm
 from tilewright.kernels.rms_norm import cpu as rms_norm
 from tilewright.kernels.rms_norm import reference as plain_norm
-from tilewright.kernels.window_attention import cpu as window_attention
+from tilewright.kernels.sparse_attention import cpu as sparse_attention
 
 FORMATS: tuple[cpu.Format, ...] = ("float32", "bfloat16", "q8_0")
 COUNTS = range(1, 71)
 """Numbers of rows: every way of dividing them into tiles of 1, 2, 4, 8, 16 and 32 rows."""
 SHAPES = [(70, 100), (128, 112)]
-"""Inputs and outputs for those numbers of rows: that fill no block or tile of 32 inputs and no panel of 16 outputs, or do."""
+"""Inputs and outputs for those numbers of rows: with and without whole blocks of 32 inputs and panels of 16 outputs."""
 ONE_BLOCK = (30, 100)
 """Inputs and outputs of products in blocks that are exact but for scaling."""
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
@@ -56,7 +58,7 @@ def operands(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> tuple[np.ndarray
 
 
 def product(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> tuple[np.ndarray, np.ndarray]:
-    """The float64 product of what the format holds, and a bound on the float32 error.
+    """Returns the float64 product of the rounded operands, and a bound on the float32 error.
 
     Each step of a chain of K float32 sums errs by a unit of what has been added up so far (Higham, Accuracy and Stability of
     Numerical Algorithms, section 3.1). For blocks see `block_checks.bounded`.
@@ -129,7 +131,7 @@ def check_largest(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format
 
     @jax.jit
     def run(x: jax.Array, w: cpu.PackedMatrix) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        return cpu.linear(x, w), cpu.linear_argmax(x, w), cpu.linear_top_k(x, w, top)
+        return cpu.linear(x, w), cpu.head_argmax(x, w), cpu.head_top_k(x, w, top)
 
     outputs, (found, largest), (places, values) = run(jnp.asarray(x), packed)
     np.testing.assert_array_equal(found, np.argmax(np.asarray(outputs), axis=1))
@@ -151,7 +153,7 @@ def check_rows(seed: int, sizes: tuple[int, int], kind: cpu.Format) -> np.ndarra
     def run(
         first: list[jax.Array], last: list[jax.Array], w: cpu.PackedMatrix, gated: cpu.PackedMatrix
     ) -> list[list[jax.Array]]:
-        calls = (lambda x: cpu.linear(x, w), lambda x: cpu.linear(x, gated), lambda x: cpu.linear_argmax(x, w)[0])
+        calls = (lambda x: cpu.linear(x, w), lambda x: cpu.linear(x, gated), lambda x: cpu.head_argmax(x, w)[0])
         return [[call(part) for part in parts] for call in calls for parts in (first, last)]
 
     found = run([x[:n] for n in COUNTS], [x[-n:] for n in COUNTS], w, gated)
@@ -164,7 +166,7 @@ def check_rows(seed: int, sizes: tuple[int, int], kind: cpu.Format) -> np.ndarra
 
 
 def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format, dtype: Any) -> None:
-    """What stands around a product, in the same call, gives the bits that it gives apart; in either dtype, without converts."""
+    """Checks that operations fused with a matmul give the bits of separate calls, in either dtype, without converts."""
     rng = np.random.default_rng(seed)
     x, norm = (jnp.asarray(normal(rng, *shape), dtype) for shape in ((rows, sizes[0]), (sizes[0],)))
     matrices = [jnp.asarray(normal(rng, sizes[0], outputs)) for outputs in (sizes[1], 16, 20)]
@@ -178,7 +180,7 @@ def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.F
         h = rms_norm.rms_norm(x, norm, 1e-5)
         sums = [cpu.linear(h, part, jnp.float32) for part in parts]
         joined = jnp.concatenate(sums, axis=1)
-        index, value = cpu.linear_argmax(h, parts[0])
+        index, value = cpu.head_argmax(h, parts[0])
         last = [jnp.concatenate(sums[1:], axis=1), cpu.linear(x, parts[1], jnp.float32)]
         return [
             joined,
@@ -192,10 +194,10 @@ def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.F
 
     @jax.jit
     def together(x: jax.Array, whole: cpu.PackedMatrix, first: cpu.PackedMatrix, gated: cpu.PackedMatrix) -> list[jax.Array]:
-        call = partial(cpu.linear, x, norm=norm, eps=1e-5)
+        call = partial(cpu.linear, x, norm=Norm(norm, 1e-5))
         sums = call(whole, jnp.float32), call(whole), call(whole, add=add), call(whole, jnp.float32, parts=(1, 3))
         one = cpu.linear(x, whole, jnp.float32, parts=(1, 2))
-        return [*sums, one, call(gated), *cpu.linear_argmax(x, first, norm=norm, eps=1e-5)]
+        return [*sums, one, call(gated), *cpu.head_argmax(x, first, norm=Norm(norm, 1e-5))]
 
     lowered = together.lower(x, whole, parts[0], gated)
     assert "stablehlo.convert" not in lowered.as_text()
@@ -228,8 +230,8 @@ def check_attention(dtype: Any) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(normal(rng, *s), dtype) for s in ((2, 5, 4, 32), (2, 2, 40, 32), (2, 2, 40, 32)))
     lengths = jnp.asarray(rng.integers(0, 41, (2, 5)), jnp.int32)
-    actual = jax.jit(attention.prefix_attention)(q, k, v, lengths)
-    expected = jax.jit(plain_attention.prefix_attention)(q, k, v, lengths)
+    actual = jax.jit(by_lengths(attention.attend))(q, k, v, lengths)
+    expected = jax.jit(by_lengths(plain_attention.attend))(q, k, v, lengths)
     np.testing.assert_allclose(
         actual.astype(jnp.float32), expected.astype(jnp.float32), atol=2 * UNIT[jnp.dtype(dtype).name] + 1e-5
     )
@@ -237,7 +239,7 @@ def check_attention(dtype: Any) -> None:
 
 @dataclass(frozen=True)
 class Appended:
-    """A case of `append_attend`: 2 key heads of 3 queries each, two thirds of a cache filled.
+    """A case of `attend_projected`: 2 key heads of 3 queries each, two thirds of a cache filled.
 
     Attributes:
         norms: whether queries and keys are normalised.
@@ -268,13 +270,11 @@ class Appended:
 
 
 def run_append(case: dict[str, Any], heads: int = 6) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return jax.jit(partial(attention.append_attend, heads=heads, kv_heads=2, head_dim=case["cos"].shape[2] * 2, eps=1e-5))(
-        **case
-    )
+    return jax.jit(partial(attend_in_rows, heads=heads))(**case)
 
 
 def plain_append(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same by the plain operations, one after the other; what means nothing is NaN."""
+    """Runs the plain operations one after the other; undefined values are NaN."""
     b, t, h = case["cos"].shape
     q, k, v = jnp.split(case["qkv"].reshape(b, t, 10, 2 * h), [6, 8], axis=2)
     if case["q_norm"] is not None:
@@ -288,7 +288,7 @@ def plain_append(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarr
             cache[row, :, first : first + count] = np.asarray(new[row, :count].astype(jnp.float32)).transpose(1, 0, 2)
     lengths = case["start"][:, None] + 1 + jnp.arange(t)[None]
     keys, values = (jnp.asarray(cache, q.dtype) for cache in caches)
-    out = plain_attention.prefix_attention(q, keys, values, lengths)
+    out = by_lengths(plain_attention.attend)(q, keys, values, lengths)
     attended = np.array(out.astype(jnp.float32)).reshape(b, t, -1)
     attended[np.arange(t)[None] >= np.asarray(case["count"])[:, None]] = np.nan
     return attended, caches[0], caches[1]
@@ -365,8 +365,8 @@ def main(isa: str, tiles: str = "") -> None:
         check_attention(dtype)
         for extras in (0, 7):
             paged_checks.check_attention(dtype, 32, extras)
-        for sizes in () if tiles else window_cases.SIZES:
-            window_cases.check(jax.jit(window_attention.window_attention), sizes.draw(0, dtype))
+        for sizes in () if tiles else sparse_cases.SIZES:
+            sparse_cases.check(jax.jit(sparse_attention.sparse_attention), sizes.draw(0, dtype))
     print(digest.hexdigest())
 
 

@@ -1,4 +1,4 @@
-"""What NKI 0.6 documents of the operations that the kernels use, in NumPy: for machines without AWS's packages.
+"""NumPy emulation of the NKI 0.6 operations that the kernels use, for machines without AWS's packages.
 
 A kernel that is right here agrees with the documentation as this file reads it (docstrings of `nki.isa` and `nki.language` in
 aws-neuron/aws-neuron-sdk, August 2026). It does NOT prove that
@@ -37,7 +37,7 @@ DTYPES: dict[str, Any] = {
 
 
 class NkiError(Exception):
-    """A rule that the documentation states does not hold."""
+    """Error for a violated rule of NKI's documentation."""
 
 
 def demand(holds: bool, message: str) -> None:

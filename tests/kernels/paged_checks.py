@@ -1,18 +1,17 @@
-"""What the tests of pages share: caches cut into shuffled pages and put together again, and checks for each instruction set."""
+"""Helpers for tests of pages: splitting caches into shuffled pages and back, and checks for each instruction set."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.attention_checks import attend_in_pages, attend_in_rows, by_lengths, over_pages
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.operations import UNMAPPED, KeyValuePages
-from tilewright.kernels.paged import cpu as paged
 
 SPARE = 3
-"""Pages that no row has. They hold NaN, which whatever reads them would show."""
+"""Pages that no row has. They hold NaN, so that reads of them are detected."""
 
 
 def cut(seed: int, caches: tuple[Any, Any], entries: int, needed: Any = None) -> tuple[KeyValuePages, np.ndarray]:
@@ -52,7 +51,7 @@ def spare(pages: Any, table: np.ndarray) -> np.ndarray:
 
 
 def same_bits(pool: KeyValuePages, table: np.ndarray, caches: tuple[Any, Any]) -> None:
-    """Whether pages hold what caches hold, and nothing was written to those of no row."""
+    """Checks that pages hold the entries of caches, and that unmapped pages are unchanged."""
     for pages, cache in zip(pool, caches, strict=True):
         wide = np.asarray(cache.astype(jnp.float32))
         held = together(pages, table)
@@ -62,22 +61,18 @@ def same_bits(pool: KeyValuePages, table: np.ndarray, caches: tuple[Any, Any]) -
 
 
 def check_appended(case: dict[str, Any], entries: int, seed: int = 0) -> None:
-    """A case of `append_attend` over pages, none of which is there without need, gives the bits that it gives over caches."""
-    heads = 6
-    kv_heads = 2
-    head_dim = case["cos"].shape[2] * 2
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-5}
-    want, *caches = jax.jit(partial(attention.append_attend, **sizes))(**case)
+    """Checks that `attend_projected` over as few pages as possible gives the bits that it gives over contiguous caches."""
+    want, *caches = jax.jit(attend_in_rows)(**case)
     needed = np.where(np.asarray(case["count"]) > 0, np.asarray(case["start"] + case["count"]), 0)
     pool, table = cut(seed, (case["k_cache"], case["v_cache"]), entries, needed)
     rest = {name: x for name, x in case.items() if not name.endswith("cache")}
-    out, after = jax.jit(partial(paged.append_attend, **sizes))(**rest, pool=pool, table=table)
+    out, after = jax.jit(attend_in_pages)(**rest, pool=pool, table=table)
     np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32)), np.asarray(want.astype(jnp.float32)))
     same_bits(after, table, tuple(caches))
 
 
 def check_attention(dtype: Any, entries: int, extras: int, seed: int = 0) -> None:
-    """The same for queries that see any number of entries, and `own` keys of their own."""
+    """Checks `attend` likewise, for queries that see any number of entries and have `block_kv` keys."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> jax.Array:
@@ -90,6 +85,6 @@ def check_attention(dtype: Any, entries: int, extras: int, seed: int = 0) -> Non
     lengths[1] = 0
     extra = (draw(3, 2, extras, 48), draw(3, 2, extras, 48)) if extras else None
     pool, table = cut(seed, (k, v), entries, lengths.max(axis=1))
-    found = jax.jit(paged.prefix_attention)(q, pool, table, lengths, extra)
-    want = jax.jit(attention.prefix_attention)(q, k, v, lengths, extra)
+    found = jax.jit(over_pages(attention.attend))(q, pool, table, lengths, extra)
+    want = jax.jit(by_lengths(attention.attend))(q, k, v, lengths, extra)
     np.testing.assert_array_equal(np.asarray(found.astype(jnp.float32)), np.asarray(want.astype(jnp.float32)))

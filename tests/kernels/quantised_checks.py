@@ -1,4 +1,4 @@
-"""Checks of keys and values in 8 bits that every implementation and every instruction set has to pass."""
+"""Checks of 8-bit keys and values for every implementation and instruction set."""
 
 import math
 from collections.abc import Callable
@@ -8,38 +8,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.attention_checks import attend_in_pages, heads_of
 from tilewright.kernels.heads import xla as heads_xla
-from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages, Norm, Quantised
-from tilewright.kernels.paged import cpu, xla
+from tilewright.kernels.masks import causal_from
+from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages, PagedCache, Quantised
+from tilewright.kernels.select import PLAIN
 
 HEADS = 6
 KV_HEADS = 2
-EPS = 1e-5
 SPARE = 3
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 Run = Callable[[dict[str, Any], KeyValuePages, Any], tuple[Any, KeyValuePages]]
-"""`append_attend` of one implementation, of a case of `linear_checks.Appended`."""
+"""`attend_projected` of one implementation, of a case of `linear_checks.Appended`."""
 
 
 @jax.jit
 def by_cpu(case: dict[str, Any], pool: KeyValuePages, table: Any) -> tuple[Any, KeyValuePages]:
     rest = {name: x for name, x in case.items() if not name.endswith("cache")}
-    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": case["cos"].shape[2] * 2, "eps": EPS}
-    return cpu.append_attend(**rest, **sizes, pool=pool, table=table)
+    return attend_in_pages(**rest, pool=pool, table=table)
 
 
 @jax.jit
 def by_xla(case: dict[str, Any], pool: KeyValuePages, table: Any) -> tuple[Any, KeyValuePages]:
-    return xla.append_attend(*projected(case), pool, table, case["start"], case["count"], heads=heads_xla.heads)
+    mask = causal_from(case["start"], case["count"])
+    out, after = PLAIN.attend_projected(PLAIN, *projected(case), PagedCache(pool, jnp.asarray(table)), mask)
+    return out, after.pool
 
 
 def projected(case: dict[str, Any]) -> tuple[tuple[Any, ...], Heads]:
-    """A case's queries, keys and values, and how they become heads."""
+    """Returns a case's joined projection and its heads."""
     size = case["cos"].shape[2] * 2
-    q_norm, k_norm = (None if case[name] is None else Norm(case[name], EPS) for name in ("q_norm", "k_norm"))
     parts = jnp.split(case["qkv"], [HEADS * size, (HEADS + KV_HEADS) * size], axis=2)
-    return tuple(parts), Heads(size, q_norm, k_norm, (case["cos"], case["sin"]))
+    return tuple(parts), heads_of(case)
 
 
 def drawn_pool(case: dict[str, Any], entries: int, seed: int) -> tuple[KeyValuePages, np.ndarray]:
@@ -76,7 +77,7 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int) -> np.nda
 
 
 def check(run: Run, case: dict[str, Any], entries: int, seed: int) -> tuple[Any, KeyValuePages, KeyValuePages, np.ndarray]:
-    """Against float64: what was written is its vector within half a step, and what came out is attention over what is held."""
+    """Checks with float64 that written vectors are within half a step, and that attention uses the quantised entries."""
     pool, table = drawn_pool(case, entries, seed)
     out, after = run(case, pool, table)
     q, *new = (np.asarray(x.astype(jnp.float32), np.float64) for x in heads_xla.heads(*projected(case)))
@@ -88,11 +89,11 @@ def check(run: Run, case: dict[str, Any], entries: int, seed: int) -> tuple[Any,
         want = in_rows(before, table)
         for row, (first, counted) in enumerate(zip(start, count, strict=True)):
             written = slice(first, first + counted) if counted else slice(0)
-            own = vectors[row, :, :counted]
+            block_kv = vectors[row, :, :counted]
             found = kept[row, :, written]
-            largest = np.max(np.abs(own), axis=-1, keepdims=True)
+            largest = np.max(np.abs(block_kv), axis=-1, keepdims=True)
             # Half a step, as far as the vector is known: norm and rotation round, too.
-            assert (np.abs(found - own) <= largest / 254 + 12 * unit * (1 + largest)).all()
+            assert (np.abs(found - block_kv) <= largest / 254 + 12 * unit * (1 + largest)).all()
             want[row, :, written] = found
             if counted:
                 assert np.isfinite(kept[row, :, : first + counted]).all()
@@ -110,7 +111,7 @@ def check(run: Run, case: dict[str, Any], entries: int, seed: int) -> tuple[Any,
 
 
 def check_cpu(case: dict[str, Any], entries: int, seed: int = 0) -> None:
-    """`check`; and one position after the other, each row alone, the same bits come out and are held."""
+    """Runs `check`, and checks that single positions of single rows give and store the same bits."""
     out, pool, after, table = check(by_cpu, case, entries, seed)
     for row, count in enumerate(np.asarray(case["count"])):
         part: dict[str, Any] = {n: x if n.endswith("norm") else x[row : row + 1] for n, x in case.items()}

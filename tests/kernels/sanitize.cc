@@ -29,11 +29,11 @@ namespace rms_norm {
 #include "../../src/tilewright/kernels/rms_norm/cpu.cc"
 }  // namespace rms_norm
 
-namespace causal_attention {
+namespace self_attention {
 #undef TilewrightIsa
-#define TilewrightIsa TilewrightCausalIsa
-#include "../../src/tilewright/kernels/causal_attention/cpu.cc"
-}  // namespace causal_attention
+#define TilewrightIsa TilewrightSelfIsa
+#include "../../src/tilewright/kernels/self_attention/cpu.cc"
+}  // namespace self_attention
 
 namespace gather_reduce {
 #undef TilewrightIsa
@@ -41,11 +41,11 @@ namespace gather_reduce {
 #include "../../src/tilewright/kernels/gather_reduce/cpu.cc"
 }  // namespace gather_reduce
 
-namespace appending {
+namespace writing {
 #undef TilewrightIsa
-#define TilewrightIsa TilewrightAppendIsa
-#include "../../src/tilewright/kernels/append/cpu.cc"
-}  // namespace appending
+#define TilewrightIsa TilewrightWriteIsa
+#include "../../src/tilewright/kernels/write/cpu.cc"
+}  // namespace writing
 
 namespace gathering {
 #undef TilewrightIsa
@@ -71,11 +71,11 @@ namespace scattering {
 #include "../../src/tilewright/kernels/scatter_rows/cpu.cc"
 }  // namespace scattering
 
-namespace window_attention {
+namespace sparse_attention {
 #undef TilewrightIsa
 #define TilewrightIsa TilewrightWindowIsa
-#include "../../src/tilewright/kernels/window_attention/cpu.cc"
-}  // namespace window_attention
+#include "../../src/tilewright/kernels/sparse_attention/cpu.cc"
+}  // namespace sparse_attention
 
 namespace {
 
@@ -550,7 +550,7 @@ void check_normalise(int64_t rows, int64_t size) {
 // Two rows of a batch without norms and rotation; values and the gradient of all three against plain loops. With norms and rotation it only
 // has to stay within its buffers: other tests have their gradient.
 template <class T>
-void check_causal(int64_t t, int64_t heads, int64_t group, int64_t d, bool turned) {
+void check_self_attention(int64_t t, int64_t heads, int64_t group, int64_t d, bool turned) {
   const int64_t b = 2, n = heads * group, width = (n + 2 * heads) * d;
   Exact<T> qkv(b * t * width), out(b * t * n * d), due(b * t * n * d), back(b * t * width);
   Exact<float> cosines(b * t * (d / 2)), sines(b * t * (d / 2)), sums(b * n * t), norm(turned ? d : 0), q_due(norm.count), k_due(norm.count);
@@ -562,11 +562,16 @@ void check_causal(int64_t t, int64_t heads, int64_t group, int64_t d, bool turne
   const Buffer xb(type, qkv, {b, t, width}), ob(type, out, {b, t, n * d}), gb(type, due, {b, t, n * d}), rb(type, back, {b, t, width});
   const Buffer cb(XLA_FFI_DataType_F32, cosines, {b, t, d / 2}), sb(XLA_FFI_DataType_F32, sines, {b, t, d / 2}), lb(XLA_FFI_DataType_F32, sums, {b, n, t});
   const Buffer nb(XLA_FFI_DataType_F32, norm, {norm.count}), qb(XLA_FFI_DataType_F32, q_due, {norm.count}), kb(XLA_FFI_DataType_F32, k_due, {norm.count});
-  const ffi::Error ran = causal_attention::CausalAttention(pool(), xb.as<Any>(), nb.as<F32>(), nb.as<F32>(), cb.as<F32>(), sb.as<F32>(), ob.as<Any>(), lb.as<F32>(), 1e-6f);
-  const ffi::Error graded = causal_attention::CausalAttentionGrad(pool(), xb.as<Any>(), nb.as<F32>(), nb.as<F32>(), cb.as<F32>(), sb.as<F32>(), ob.as<Any>(),
+  // Of two texts in each row, a query sees its own.
+  Exact<int32_t> firsts(b * t);
+  for (int64_t i = 0; i < firsts.count; ++i) firsts[i] = i % t < t / 3 ? 0 : t / 3;
+  const Buffer fb(XLA_FFI_DataType_S32, firsts, {b, t});
+  const ffi::Error ran = self_attention::SelfAttention(pool(), xb.as<Any>(), nb.as<F32>(), nb.as<F32>(), cb.as<F32>(), sb.as<F32>(), fb.as<S32>(), ob.as<Any>(), lb.as<F32>(),
+                                                         1e-6f);
+  const ffi::Error graded = self_attention::SelfAttentionGrad(pool(), xb.as<Any>(), nb.as<F32>(), nb.as<F32>(), cb.as<F32>(), sb.as<F32>(), fb.as<S32>(), ob.as<Any>(),
                                                                   lb.as<F32>(), gb.as<Any>(), rb.as<Any>(), qb.as<F32>(), kb.as<F32>(), 1e-6f);
-  check(ran.success() && graded.success(), "causal", t, d, n);
-  for (int64_t i = 0; i < back.count; ++i) check(std::isfinite(worth(back[i])), "causal, finite", t, d, n);
+  check(ran.success() && graded.success(), "self-attention", t, d, n);
+  for (int64_t i = 0; i < back.count; ++i) check(std::isfinite(worth(back[i])), "self-attention, finite", t, d, n);
   if (turned) return;
   const double bound = sizeof(T) == 4 ? 1e-4 : 0x1p-5;
   std::vector<double> expected(b * t * width);
@@ -575,9 +580,10 @@ void check_causal(int64_t t, int64_t heads, int64_t group, int64_t d, bool turne
     for (int64_t head = 0; head < n; ++head)
       for (int64_t q = 0; q < t; ++q) {
         const int64_t key = n + head / group, value = key + heads;
+        const int64_t least = firsts[row * t + q];
         std::vector<double> weights(q + 1), products(q + 1);
         double total = 0, shared = 0;
-        for (int64_t s = 0; s <= q; ++s) {
+        for (int64_t s = least; s <= q; ++s) {
           double score = 0;
           for (int64_t i = 0; i < d; ++i) score += double(worth(qkv[at(row, q, head, i)])) * worth(qkv[at(row, s, key, i)]);
           total += weights[s] = std::exp(score / std::sqrt(double(d)));
@@ -585,52 +591,60 @@ void check_causal(int64_t t, int64_t heads, int64_t group, int64_t d, bool turne
         const int64_t mine = ((row * t + q) * n + head) * d;
         for (int64_t i = 0; i < d; ++i) {
           double sum = 0;
-          for (int64_t s = 0; s <= q; ++s) sum += weights[s] / total * worth(qkv[at(row, s, value, i)]);
-          check(std::abs(worth(out[mine + i]) - sum) < bound, "causal", t, d, n);
+          for (int64_t s = least; s <= q; ++s) sum += weights[s] / total * worth(qkv[at(row, s, value, i)]);
+          check(std::abs(worth(out[mine + i]) - sum) < bound, "self-attention", t, d, n);
         }
-        for (int64_t s = 0; s <= q; ++s) {
+        for (int64_t s = least; s <= q; ++s) {
           for (int64_t i = 0; i < d; ++i) {
             products[s] += double(worth(due[mine + i])) * worth(qkv[at(row, s, value, i)]);
             expected[at(row, s, value, i)] += weights[s] / total * worth(due[mine + i]);
           }
           shared += weights[s] / total * products[s];
         }
-        for (int64_t s = 0; s <= q; ++s)
+        for (int64_t s = least; s <= q; ++s)
           for (int64_t i = 0; i < d; ++i) {
             const double blame = weights[s] / total * (products[s] - shared) / std::sqrt(double(d));
             expected[at(row, q, head, i)] += blame * worth(qkv[at(row, s, key, i)]);
             expected[at(row, s, key, i)] += blame * worth(qkv[at(row, q, head, i)]);
           }
       }
-  for (int64_t i = 0; i < back.count; ++i) check(std::abs(worth(back[i]) - expected[i]) < 4 * bound * (1 + std::abs(expected[i])), "causal, gradient", t, d, n);
+  for (int64_t i = 0; i < back.count; ++i) check(std::abs(worth(back[i]) - expected[i]) < 4 * bound * (1 + std::abs(expected[i])), "self-attention, gradient", t, d, n);
 }
 
 // One row of the batch and one key head with `group` query heads.
 template <class T>
 void check_attention(int64_t queries, int64_t group, int64_t size, int64_t capacity, int64_t own) {
   Exact<T> q(queries * group * size), out(queries * group * size), k(capacity * size), v(capacity * size), own_k(own * size), own_v(own * size);
-  Exact<int32_t> lengths(queries);
+  Exact<int32_t> lengths(queries), firsts(queries);
+  Exact<uint32_t> bits(queries * ((own + 31) / 32));
   for (Exact<T>* keys : {&q, &k, &v, &own_k, &own_v})
     for (int64_t i = 0; i < keys->count; ++i) (*keys)[i] = stored<T>(normal());
-  for (int64_t t = 0; t < queries; ++t) lengths[t] = std::uniform_int_distribution<int>(0, capacity)(generator);
+  for (int64_t t = 0; t < queries; ++t) lengths[t] = std::uniform_int_distribution<int>(0, capacity)(generator), firsts[t] = std::uniform_int_distribution<int>(0, lengths[t])(generator);
+  for (int64_t i = 0; i < bits.count; ++i) bits[i] = generator();
   const auto type = type_of<T>();
   const Buffer qb(type, q, {1, queries, group, size}), kb(type, k, {1, 1, capacity, size}), vb(type, v, {1, 1, capacity, size});
   const Buffer lb(XLA_FFI_DataType_S32, lengths, {1, queries}), okb(type, own_k, {1, 1, own, size}), ovb(type, own_v, {1, 1, own, size});
-  const Buffer ob(type, out, {1, queries, group, size});
-  const ffi::Error done = attention::Attention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), lb.as<S32>(), okb.as<Any>(), ovb.as<Any>(), ob.as<Any>());
+  const Buffer ob(type, out, {1, queries, group, size}), fb(XLA_FFI_DataType_S32, firsts, {1, queries}), mb(XLA_FFI_DataType_U32, bits, {1, queries, (own + 31) / 32});
+  Exact<int32_t> no_table(0);
+  const Buffer nb(XLA_FFI_DataType_S32, no_table, {0});
+  const ffi::Error done = attention::Attention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), nb.as<S32>(), lb.as<S32>(), fb.as<S32>(), okb.as<Any>(), ovb.as<Any>(),
+                                               mb.as<U32>(), ob.as<Any>(), 0);
   check(done.success(), done.message().c_str(), queries, size, capacity);
   for (int64_t row = 0; row < queries * group; ++row) {
-    const int64_t seen = lengths[row / group], keys = seen + own;
+    const int64_t query = row / group, seen = lengths[query], keys = seen + own;
+    const auto denied = [&](int64_t s) {
+      return s < seen ? s < firsts[query] : (bits[query * ((own + 31) / 32) + (s - seen) / 32] >> (s - seen) % 32 & 1) == 0;
+    };
     std::vector<double> weights(keys), sums(size);
     double total = 0;
     for (int64_t s = 0; s < keys; ++s) {
       const T* key = s < seen ? &k[s * size] : &own_k[(s - seen) * size];
       double score = 0;
       for (int64_t i = 0; i < size; ++i) score += double(worth(q[row * size + i])) * worth(key[i]);
-      total += weights[s] = std::exp(score / std::sqrt(double(size)));
+      total += weights[s] = denied(s) ? 0 : std::exp(score / std::sqrt(double(size)));
     }
     for (int64_t s = 0; s < keys; ++s)
-      for (int64_t i = 0; i < size; ++i) sums[i] += weights[s] / total * worth(s < seen ? v[s * size + i] : own_v[(s - seen) * size + i]);
+      for (int64_t i = 0; i < size; ++i) if (!denied(s)) sums[i] += weights[s] / total * worth(s < seen ? v[s * size + i] : own_v[(s - seen) * size + i]);
     const double bound = sizeof(T) == 4 ? 1e-4 : 0x1p-6;
     for (int64_t i = 0; i < size; ++i) check(std::abs(worth(out[row * size + i]) - sums[i]) < bound, "attention", queries, size, capacity);
   }
@@ -652,7 +666,7 @@ void check_window(int64_t window, int64_t positions, int64_t heads, int64_t grou
   const Buffer qb(type, q, {b, window, n, d}), kb(type, k, {b, positions, heads, d}), vb(type, v, {b, positions, heads, d});
   const Buffer cb(type, change, {b, changes, positions, heads, d}), pb(type, before, {b, window, n * d}), ob(type, out, {b, window, n * d});
   const Buffer lb(XLA_FFI_DataType_S32, lengths, {b}), ib(XLA_FFI_DataType_S32, kinds, {b, window}), sb(XLA_FFI_DataType_F32, sums, {b, window, 3});
-  const ffi::Error done = window_attention::WindowAttention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), cb.as<Any>(), lb.as<S32>(), ib.as<S32>(),
+  const ffi::Error done = sparse_attention::SparseAttention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), cb.as<Any>(), lb.as<S32>(), ib.as<S32>(),
                                                             pb.as<Any>(), ob.as<Any>(), sb.as<F32>());
   check(done.success(), done.message().c_str(), window, positions, d);
   for (int64_t i = 0; i < b * window; ++i) {
@@ -741,11 +755,14 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
   const Buffer okb(type, own_k, {2, heads, queries, size}), ovb(type, own_v, {2, heads, queries, size});
   const Buffer cb(XLA_FFI_DataType_F32, cosines, {2, queries, size / 2}), sb(XLA_FFI_DataType_F32, sines, {2, queries, size / 2});
   const Buffer first(XLA_FFI_DataType_S32, start, {2}), kept(XLA_FFI_DataType_S32, count, {2});
+  Exact<int32_t> no_firsts(0);
+  Exact<uint32_t> no_bits(0);
+  const Buffer no_s32(XLA_FFI_DataType_S32, no_firsts, {0}), no_u32(XLA_FFI_DataType_U32, no_bits, {0});
   const ffi::Error rotated = attention::NormRotate(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), qb.as<Any>(),
                                                    okb.as<Any>(), ovb.as<Any>(), 1e-6f);
   const ffi::Error done =
-      attention::AppendAttend(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
-                              kb.as<Any>(), vb.as<Any>(), ob.as<Any>(), kb.as<Any>(), vb.as<Any>(), 1e-6f, 0, 0);
+      attention::AttendProjected(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
+                              kb.as<Any>(), vb.as<Any>(), no_s32.as<S32>(), ob.as<Any>(), kb.as<Any>(), vb.as<Any>(), 1e-6f, 0, 0);
   check(rotated.success() && done.success(), "append", queries, size, capacity);
   for (int64_t i = 0; i < k.count; ++i) {
     const int64_t row = i / (heads * capacity * size), head = i / (capacity * size), t = i / size % capacity - start[row];
@@ -756,7 +773,7 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
   Exact<T> plain(q.count);
   for (int64_t i = 0; i < lengths.count; ++i) lengths[i] = i % queries < count[i / queries] ? start[i / queries] + i % queries + 1 : 0;
   const Buffer lb(XLA_FFI_DataType_S32, lengths, {2, queries}), pb(type, plain, {2, queries, heads * group, size}), empty(type, none, {2, heads, 0, size});
-  attention::Attention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), lb.as<S32>(), empty.as<Any>(), empty.as<Any>(), pb.as<Any>());
+  attention::Attention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), no_s32.as<S32>(), lb.as<S32>(), no_s32.as<S32>(), empty.as<Any>(), empty.as<Any>(), no_u32.as<U32>(), pb.as<Any>(), 0);
   for (int64_t i = 0; i < out.count; ++i) check(out[i] == plain[i], "attended", queries, size, capacity);
   // The same in pages, together and one after the other.
   Exact<T> paged(out.count), alone(out.count);
@@ -764,18 +781,19 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
   const Buffer kp(type, k_pages.data, k_pages.dims()), vp(type, v_pages.data, k_pages.dims()), ap(type, apart.data, k_pages.dims());
   const Buffer one(type, alone, {2, queries, heads * group, size});
   const ffi::Error appended =
-      attention::PagedAppendAttend(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
+      attention::AttendProjected(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
                                    kp.as<Any>(), vp.as<Any>(), table.as<S32>(), to.as<Any>(), kp.as<Any>(), vp.as<Any>(), 1e-6f,
                                    capacity, 0);  // a window over all of it
   const ffi::Error attended =
-      attention::PagedAttention(pool(), qb.as<Any>(), kp.as<Any>(), vp.as<Any>(), table.as<S32>(), lb.as<S32>(), empty.as<Any>(), empty.as<Any>(), one.as<Any>());
-  const ffi::Error copied = appending::PagedAppend(ap.as<Any>(), okb.as<Any>(), first.as<S32>(), kept.as<S32>(), table.as<S32>(), ap.as<Any>());
+      attention::Attention(pool(), qb.as<Any>(), kp.as<Any>(), vp.as<Any>(), table.as<S32>(), lb.as<S32>(), no_s32.as<S32>(), empty.as<Any>(),
+                                empty.as<Any>(), no_u32.as<U32>(), one.as<Any>(), 0);
+  const ffi::Error copied = writing::Write(ap.as<Any>(), okb.as<Any>(), first.as<S32>(), kept.as<S32>(), table.as<S32>(), ap.as<Any>());
   check(appended.success() && attended.success() && copied.success(), "pages", queries, size, capacity);
   for (int64_t i = 0; i < out.count; ++i) check(paged[i] == out[i] && alone[i] == out[i], "attended in pages", queries, size, capacity);
   for (int64_t i = 0; i < k.count; ++i)
     if (k_pages.at(i) != nullptr) check(*k_pages.at(i) == k[i] && *v_pages.at(i) == v[i] && *apart.at(i) == k[i], "appended in pages", queries, size, capacity);
   k_pages.table[0] = -1;
-  check(appending::PagedAppend(ap.as<Any>(), okb.as<Any>(), first.as<S32>(), kept.as<S32>(), table.as<S32>(), ap.as<Any>()).success() == (start[0] >= 16),
+  check(writing::Write(ap.as<Any>(), okb.as<Any>(), first.as<S32>(), kept.as<S32>(), table.as<S32>(), ap.as<Any>()).success() == (start[0] >= 16),
         "a page that is not there", queries, size, capacity);
 }
 
@@ -803,7 +821,7 @@ void check_eight_bits(int64_t queries, int64_t heads, int64_t group, int64_t siz
   const Buffer first(XLA_FFI_DataType_S32, start, {1}), kept(XLA_FFI_DataType_S32, count, {1}), tb(XLA_FFI_DataType_S32, table, {1, pages});
   const ffi::Error rotated = attention::NormRotate(pool(), all_b.as<Any>(), nothing.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), qb.as<Any>(),
                                                    okb.as<Any>(), ovb.as<Any>(), 1e-6f);
-  const ffi::Error done = attention::QuantisedAppendAttend(
+  const ffi::Error done = attention::QuantisedAttendProjected(
       pool(), all_b.as<Any>(), nothing.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(), kb.as<Any>(), ksb.as<F32>(),
       vb.as<Any>(), vsb.as<F32>(), tb.as<S32>(), ob.as<Any>(), kb.as<Any>(), ksb.as<F32>(), vb.as<Any>(), vsb.as<F32>(), 1e-6f,
       window, 0);
@@ -875,7 +893,9 @@ void check_moves(int64_t batch, int64_t heads, int64_t slots, int64_t added, int
   const Buffer cb(type, cache, {batch, heads, slots, size}), fb(type, fresh, {batch, heads, added, size}), sb(XLA_FFI_DataType_S32, start, {batch}),
       nb(XLA_FFI_DataType_S32, count, {batch}), table(type, cache, {batch * heads * slots, size}), ib(XLA_FFI_DataType_S32, index, {batch}),
       tb(type, taken, {batch, size});
-  check(appending::Append(cb.as<Any>(), fb.as<Any>(), sb.as<S32>(), nb.as<S32>(), cb.as<Any>()).success(), "append", batch, slots, added);
+  Exact<int32_t> no_table(0);
+  const Buffer none(XLA_FFI_DataType_S32, no_table, {0});
+  check(writing::Write(cb.as<Any>(), fb.as<Any>(), sb.as<S32>(), nb.as<S32>(), none.as<S32>(), cb.as<Any>()).success(), "append", batch, slots, added);
   for (int64_t i = 0; i < batch * heads * slots * size; ++i) {
     const int64_t slot = i / size % slots, b = i / (size * slots * heads);
     check(cache[i] == static_cast<T>(slot >= start[b] ? 255 : i % 251), "append", batch, slots, added);
@@ -1044,8 +1064,8 @@ int main() {
     }
   for (const int64_t t : {1, 15, 61})
     for (const bool turned : {false, true}) {
-      check_causal<float>(t, 1, 3, 16, turned), check_causal<float>(t, 2, 1, 48, turned), join();
-      check_causal<uint16_t>(t, 1, 2, 64, turned), join();
+      check_self_attention<float>(t, 1, 3, 16, turned), check_self_attention<float>(t, 2, 1, 48, turned), join();
+      check_self_attention<uint16_t>(t, 1, 2, 64, turned), join();
     }
   for (const int64_t queries : {1, 3, 16})
     for (const int64_t size : {16, 48}) {

@@ -11,16 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import linear_checks
+from kernels.attention_checks import attend_in_rows, by_lengths
 from tilewright.kernels import native
 from tilewright.kernels.attention import cpu, reference, xla
 from tilewright.kernels.attention.xla import KeyValues
+from tilewright.kernels.heads.cpu import norm_rotate
 
 seeds = st.integers(0, 2**31 - 1)
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 IMPLEMENTATIONS = [
-    pytest.param(reference.prefix_attention, id="reference"),
-    pytest.param(xla.prefix_attention, id="xla"),
-    pytest.param(cpu.prefix_attention, id="cpu", marks=needs_native),
+    pytest.param(by_lengths(reference.attend), id="reference"),
+    pytest.param(by_lengths(xla.attend), id="xla"),
+    pytest.param(by_lengths(cpu.attend), id="cpu", marks=needs_native),
 ]
 
 
@@ -39,10 +41,10 @@ def attention_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndar
     mask = np.broadcast_to(mask, (b, t, k.shape[2]))
     out = np.zeros((b, t, n, d))
     for row, at, head in np.ndindex(b, t, n):
-        seen = mask[row, at]
-        if seen.any():
-            keys = k[row, head // (n // heads)][seen].astype(np.float64)
-            values = v[row, head // (n // heads)][seen].astype(np.float64)
+        is_visible = mask[row, at]
+        if is_visible.any():
+            keys = k[row, head // (n // heads)][is_visible].astype(np.float64)
+            values = v[row, head // (n // heads)][is_visible].astype(np.float64)
             out[row, at, head] = softmax(keys @ q[row, at, head].astype(np.float64) / math.sqrt(d)) @ values
     return out
 
@@ -62,7 +64,7 @@ def attention_cases(draw: st.DrawFn):
 
 @given(attention_cases())
 def test_attention(case: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]):
-    """All group sizes and masks."""
+    """Tests all group sizes and masks."""
     q, k, v, mask = (jnp.asarray(a) for a in case)
     actual = np.asarray(xla.attention(q, k, v, mask))
     np.testing.assert_allclose(actual, attention_float64(*case), atol=2e-5, rtol=0)
@@ -78,9 +80,9 @@ def test_attention_over_parts_is_attention_over_their_union(
     np.testing.assert_allclose(xla.attention_over(q, parts), xla.attention(q, k, v, mask), atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("run", [reference.prefix_attention, xla.prefix_attention])
+@pytest.mark.parametrize("run", [by_lengths(reference.attend), by_lengths(xla.attend)], ids=["reference", "xla"])
 def test_a_query_that_sees_nothing_has_no_gradient(run):
-    """And keeps the gradients of what is computed beside it: they are those that it has alone."""
+    """Other queries keep the gradients that they have alone."""
     q, k, v, _, _ = prefix_case(np.random.default_rng(3), 1, 2, 1, 2, 5, 0, 8)
     grad = jax.jit(jax.grad(lambda q, k, v, lengths: jnp.sum(jnp.square(run(q, k, v, lengths))), argnums=(0, 1, 2)))
     dq, dk, dv = grad(q, k, v, jnp.asarray([[0, 4]]))
@@ -120,7 +122,7 @@ def test_group_rows_puts_a_group_beside_its_key_head():
 
 
 def prefix_case(rng: np.random.Generator, b: int, t: int, heads: int, group: int, s: int, extras: int, d: int):
-    """Queries, a cache, lengths that include 0 and the whole cache, and own keys."""
+    """Queries, a cache, lengths that include 0 and the whole cache, and block keys."""
     q = normal(rng, b, t, heads * group, d)
     k = normal(rng, b, heads, s, d)
     v = normal(rng, b, heads, s, d)
@@ -146,7 +148,7 @@ def prefix_expected(q, k, v, lengths, extra) -> np.ndarray:
     seeds,
     st.sampled_from([(1, 1, 2, 2, 40, 0, 64), (3, 5, 1, 3, 17, 5, 16), (2, 16, 2, 2, 33, 16, 32), (1, 3, 3, 1, 1, 1, 48)]),
 )
-def test_prefix_attention(run, seed: int, sizes: tuple[int, ...]):
+def test_attention_by_lengths(run, seed: int, sizes: tuple[int, ...]):
     q, k, v, lengths, extra = prefix_case(np.random.default_rng(seed), *sizes)
     arrays = None if extra is None else tuple(jnp.asarray(x) for x in extra)
     actual = jax.jit(run)(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths), arrays)
@@ -161,7 +163,7 @@ def test_the_cpu_kernels_take_and_give_one_dtype_without_converts(dtype):
     case = linear_checks.Appended(dtype, 2, True, (2,)).draw(0)
     assert "stablehlo.convert" not in append.lower(**case).as_text()
     q, k, v = (x.astype(dtype) for x in prefix_case(np.random.default_rng(0), 1, 2, 2, 2, 40, 0, 32)[:3])
-    lowered = jax.jit(cpu.prefix_attention).lower(q, k, v, jnp.asarray([[3, 4]]))
+    lowered = jax.jit(by_lengths(cpu.attend)).lower(q, k, v, jnp.asarray([[3, 4]]))
     assert "stablehlo.convert" not in lowered.as_text()
     assert lowered.compile()(q, k, v, jnp.asarray([[3, 4]])).dtype == dtype
 
@@ -169,11 +171,11 @@ def test_the_cpu_kernels_take_and_give_one_dtype_without_converts(dtype):
 @needs_native
 @given(seeds, st.sampled_from([jnp.float32, jnp.bfloat16]))
 def test_a_query_gets_the_same_bits_alone(seed: int, dtype):
-    """Alone, at another place in the block, beside rows that reach further, and with another batch row beside it."""
+    """Compares a query alone, at another place in the block, with longer rows, and with another batch row."""
     q, k, v, lengths, extra = prefix_case(np.random.default_rng(seed), 2, 16, 2, 2, 50, 7, 32)
     assert extra is not None
     cast = [jnp.asarray(x, dtype) for x in (q, k, v, *extra)]
-    run = jax.jit(lambda q, k, v, own_k, own_v, lengths: cpu.prefix_attention(q, k, v, lengths, (own_k, own_v)))
+    run = jax.jit(lambda q, k, v, own_k, own_v, lengths: by_lengths(cpu.attend)(q, k, v, lengths, (own_k, own_v)))
     whole = np.asarray(run(*cast, jnp.asarray(lengths)).astype(jnp.float32))
     for row, at in ((0, 0), (0, 3), (1, 15)):
         one = [x[row : row + 1] for x in cast]
@@ -185,7 +187,7 @@ def test_a_query_gets_the_same_bits_alone(seed: int, dtype):
 def test_stale_entries_beyond_the_lengths_have_no_influence():
     q, k, v, lengths, _ = prefix_case(np.random.default_rng(5), 2, 4, 2, 2, 40, 0, 32)
     lengths = np.minimum(lengths, 21)
-    run = jax.jit(cpu.prefix_attention)
+    run = jax.jit(by_lengths(cpu.attend))
     clean = run(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths))
     k[:, :, 21:] = 1e6
     v[:, :, 21:] = -1e6
@@ -196,10 +198,10 @@ def test_stale_entries_beyond_the_lengths_have_no_influence():
 def test_a_length_beyond_the_cache_is_refused():
     q, k, v, lengths, _ = prefix_case(np.random.default_rng(6), 1, 1, 1, 1, 16, 0, 16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of range"):
-        jax.block_until_ready(jax.jit(cpu.prefix_attention)(q, k, v, lengths + 1))
+        jax.block_until_ready(jax.jit(by_lengths(cpu.attend))(q, k, v, lengths + 1))
 
 
-append = jax.jit(partial(cpu.append_attend, heads=6, kv_heads=2, head_dim=48, eps=1e-5))
+append = jax.jit(attend_in_rows, static_argnames="heads")
 
 
 @needs_native
@@ -212,16 +214,16 @@ def test_appending_and_attending_is_what_the_plain_operations_give(case: linear_
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("norms", [False, True])
 def test_norm_and_rotation_give_what_is_appended(dtype, norms: bool):
-    """Bit for bit: the drafter's block and the target's cache hold the same keys. Also without any queries."""
+    """The drafter's block and the target's cache hold bitwise equal keys, also without queries."""
     case = linear_checks.Appended(dtype, 5, norms, (5, 5)).draw(1) | {"start": jnp.zeros(2, jnp.int32)}
     rest = {name: case[name] for name in ("q_norm", "k_norm", "cos", "sin")}
-    run = jax.jit(partial(cpu.norm_rotate, kv_heads=2, head_dim=48, eps=1e-5), static_argnames="heads")
+    run = jax.jit(partial(norm_rotate, kv_heads=2, head_dim=48, eps=1e-5), static_argnames="heads")
     q, k, v = run(case["qkv"], heads=6, **rest)
     out, k_cache, v_cache = append(**case)
     np.testing.assert_array_equal(k, k_cache[:, :, :5])
     np.testing.assert_array_equal(v, v_cache[:, :, :5])
     lengths = jnp.tile(jnp.arange(1, 6), (2, 1))
-    np.testing.assert_array_equal(jax.jit(cpu.prefix_attention)(q, k, v, lengths).reshape(2, 5, -1), out)
+    np.testing.assert_array_equal(jax.jit(by_lengths(cpu.attend))(q, k, v, lengths).reshape(2, 5, -1), out)
     none, k_only, v_only = run(case["qkv"][..., 6 * 48 :], heads=0, **rest)
     assert none.shape == (2, 5, 0, 48)
     np.testing.assert_array_equal(k_only, k)
@@ -239,7 +241,7 @@ def test_entries_are_appended_without_queries():
 
 @needs_native
 def test_caches_are_written_in_place():
-    """In a loop on the device over donated caches, no instruction copies one, and the buffers stay what they were."""
+    """No instruction of a loop over donated caches copies one, and the buffers stay the same."""
     case = linear_checks.Appended(jnp.bfloat16, 1, True, (1, 1)).draw(0) | {"start": jnp.asarray([0, 50])}
     rest = {name: x for name, x in case.items() if not name.endswith("cache")}
 
@@ -253,7 +255,7 @@ def test_caches_are_written_in_place():
 
     compiled = run.lower(case["k_cache"], case["v_cache"], rest).compile()
     text = compiled.as_text() or ""
-    assert "tilewright_append_attend" in text
+    assert "tilewright_attend_projected" in text
     assert not [line for line in text.splitlines() if "copy(" in line and "bf16[2,2,60,48]" in line]
     before = [case[name].unsafe_buffer_pointer() for name in ("k_cache", "v_cache")]
     assert [x.unsafe_buffer_pointer() for x in compiled(case["k_cache"], case["v_cache"], rest)] == before

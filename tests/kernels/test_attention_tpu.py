@@ -1,6 +1,7 @@
-"""The TPU kernel for attention: interpreted against the reference, and compiled for TPUs that are not there."""
+"""The TPU kernel for attention: interpreted against the reference, and compiled for absent TPUs."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.attention_checks import by_lengths
 from tilewright.compiled.aot import compile_for
 from tilewright.kernels.attention import pallas_tpu, reference
+from tilewright.kernels.masks import AttentionMask
+from tilewright.kernels.operations import KeyValueRows
 
 Case = tuple[jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]
 
@@ -25,7 +29,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(case: Case) -> np.ndarray:
-    return np.asarray(jax.jit(partial(pallas_tpu.prefix_attention, interpret=True))(*case).astype(jnp.float32))
+    return np.asarray(jax.jit(by_lengths(partial(pallas_tpu.attend, interpret=True)))(*case).astype(jnp.float32))
 
 
 def case_of(seed: int, sizes: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Case:
@@ -42,15 +46,15 @@ def case_of(seed: int, sizes: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -
 
 @given(st.integers(0, 2**31 - 1), st.sampled_from(SIZES))
 def test_equals_the_reference(seed: int, sizes: tuple[int, ...]):
-    """Lengths from nothing, which gives zeros, to the whole cache."""
+    """Tests lengths from 0, which gives zeros, to the whole cache."""
     case = case_of(seed, sizes)
     # Sums of up to 48 weighted values of size 1 in float32, in another order.
-    np.testing.assert_allclose(run(case), reference.prefix_attention(*case), atol=4e-6, rtol=0)
+    np.testing.assert_allclose(run(case), by_lengths(reference.attend)(*case), atol=4e-6, rtol=0)
 
 
 def test_bfloat16_stays_close():
     case = case_of(3, SIZES[2], jnp.bfloat16)
-    np.testing.assert_allclose(run(case), reference.prefix_attention(*case).astype(jnp.float32), atol=0.03, rtol=0)
+    np.testing.assert_allclose(run(case), by_lengths(reference.attend)(*case).astype(jnp.float32), atol=0.03, rtol=0)
 
 
 def test_what_no_query_sees_has_no_influence():
@@ -66,13 +70,18 @@ def test_what_no_query_sees_has_no_influence():
 
 def test_what_fits():
     q, k, _, _, extra = case_of(5, SIZES[1])
-    assert not pallas_tpu.refuses(q, k, extra)
-    assert not pallas_tpu.refuses(q, k, None)
-    assert pallas_tpu.refuses(q[..., :64], k[..., :64], None)
-    assert pallas_tpu.refuses(q.astype(jnp.bfloat16), k, None)
+
+    def refused(q: jax.Array, k: jax.Array, block_kv: Any, window: int | None = None) -> str:
+        return pallas_tpu.refuses(q, KeyValueRows(k, k), AttentionMask(jnp.zeros((3, 1), jnp.int32), window=window), block_kv)
+
+    assert not refused(q, k, extra)
+    assert not refused(q, k, None)
+    assert refused(q[..., :64], k[..., :64], None)
+    assert refused(q.astype(jnp.bfloat16), k, None)
+    assert refused(q, k, None, window=5)
     assert extra is not None
-    wide = jnp.zeros((3, 1, pallas_tpu.EXTRA_ENTRIES + 1, 128))
-    assert pallas_tpu.refuses(q, k, (wide, wide))
+    wide = jnp.zeros((3, 1, pallas_tpu.BLOCK_KEYS + 1, 128))
+    assert refused(q, k, (wide, wide))
 
 
 @pytest.mark.tpu
@@ -83,6 +92,6 @@ def test_on_a_tpu_the_scores_are_never_in_memory(monkeypatch: pytest.MonkeyPatch
     keys = (shaped((1, 8, 1152, 128)),) * 2
     extra = (shaped((1, 8, extras, 128)),) * 2 if extras else None
     lengths = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    compiled = compile_for("v5e:1x1", pallas_tpu.prefix_attention, shaped((1, 128, 32, 128)), *keys, lengths, extra)
+    compiled = compile_for("v5e:1x1", by_lengths(pallas_tpu.attend), shaped((1, 128, 32, 128)), *keys, lengths, extra)
     assert any("tpu_custom_call" in name for name in compiled.without_cycles)
     assert not compiled.traffic().contains_shape((8, 512, 1152))

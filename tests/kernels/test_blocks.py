@@ -1,4 +1,4 @@
-"""Weights in blocks of 4 and 8 bits: a file's bits stay what they are, and products are those of the quantised numbers."""
+"""Weights in blocks of 4 and 8 bits: a file's bits are kept, and matmuls use the quantised numbers."""
 
 from typing import Any
 
@@ -52,9 +52,18 @@ def test_packing_keeps_every_bit(kind: BlockFormat, seed: int, shape: tuple[int,
         np.testing.assert_array_equal(bits_of(kept[:, : given_bits.shape[1]]), bits_of(given_bits), err_msg=name)
 
 
+@formats
+def test_panels_written_in_parts_are_those_written_at_once(kind: BlockFormat, monkeypatch: pytest.MonkeyPatch):
+    found = drawn(np.random.default_rng(0), 9, 70, kind)
+    monkeypatch.setattr(blocks, "CACHED", 1 << 30)
+    whole = blocks.panels_of(found)
+    monkeypatch.setattr(blocks, "CACHED", 2 * whole[0].size)  # two panels at a time, and one
+    np.testing.assert_array_equal(blocks.panels_of(found), whole)
+
+
 @given(seeds, st.sampled_from([4, 5, 6, 8]))
 def test_integers_side_by_side_are_found_again(seed: int, bits: int):
-    """And lie where the kernel looks: four bits of two inputs to a byte, and those above of four inputs in four bytes."""
+    """Checks the layout: four bits of two inputs per byte, and the higher bits of four inputs in four bytes."""
     units = np.random.default_rng(seed).integers(0, 1 << bits, (3, 32), np.uint8)
     found = blocks.joined_bits(units, bits)
     assert found.shape == (3, 4 * bits)
@@ -124,7 +133,7 @@ def test_the_largest_outputs_are_those_of_all_outputs(kind: BlockFormat):
 @needs_native
 @formats
 def test_outputs_are_the_same_permuted_joined_and_gated(kind: BlockFormat):
-    """Outputs in another order come in that order, and of matrices side by side those of each."""
+    """Permuted outputs keep their order, and concatenated matrices keep their own outputs."""
     rng = np.random.default_rng(2)
     first = drawn(rng, 4, 48, kind)
     second = drawn(rng, 4, 50, kind)
@@ -214,7 +223,7 @@ def test_few_bits_do_not_hide_an_input_that_is_no_number(kind: BlockFormat):
 
 
 def test_what_blocks_cannot_hold_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"a\.w: expected weights below 32768, as blocks hold them, found larger ones or NaN"):
+    with pytest.raises(ValueError, match=r"a\.w: expected weights below 32768 for block formats, found larger weights or NaN"):
         cpu.pack(jnp.full((2, 3), 1e5), "q4_1", "a.w")
     with pytest.raises(ValueError, match=r"a\.w: expected weights below 32768"):
         cpu.pack(jnp.full((2, 3), jnp.nan), "q8_0", "a.w")

@@ -1,4 +1,4 @@
-"""Products of a counted number of rows, and of some of the matrices that were joined: what a sparse pass asks of a bundle."""
+"""Matmuls of a counted number of rows, and of some joined matrices, as sparse denoising needs."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_the_rows_that_count_have_the_bits_that_all_would_give(
 
     @jax.jit
     def run(x: jax.Array, w: cpu.PackedMatrix, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return cpu.linear(x, w, norm=norm, eps=1e-5), cpu.linear(x, w, norm=norm, eps=1e-5, count=count)
+        return cpu.linear(x, w, norm=Norm(norm, 1e-5)), cpu.linear(x, w, norm=Norm(norm, 1e-5), count=count)
 
     whole, counted = run(x, w, jnp.int32(count))
     np.testing.assert_array_equal(counted[:count].astype(jnp.float32), whole[:count].astype(jnp.float32))
@@ -121,7 +121,7 @@ def test_queries_alone_and_keys_and_values_alone_are_those_of_all(make: Any, bia
 @BUNDLES
 @pytest.mark.parametrize("biased", [False, True])
 def test_counted_keys_and_values_are_those_of_all(make: Any, biased: bool):
-    """In a batch of one, as gathered rows are."""
+    """Uses a batch of one, like gathered rows."""
     ops = make()
     case = drawn(ops, jnp.float32, biased)
     case |= {"x": case["x"].reshape(1, ROWS, -1), "rope": tuple(x.reshape(1, ROWS, -1) for x in case["rope"])}

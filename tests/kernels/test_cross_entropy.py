@@ -1,4 +1,4 @@
-"""The loss under a head: the reference against NumPy in float64; in blocks, with its gradient, against the reference."""
+"""Cross-entropy: the reference against NumPy in float64, and the blocks with their gradient against the reference."""
 
 from functools import partial
 from typing import Any

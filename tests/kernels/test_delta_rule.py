@@ -58,7 +58,7 @@ def test_equals_numpy(form: str, length: int):
 
 @pytest.mark.parametrize("form", [reference.delta_rule, partial(xla.in_chunks, chunk=4)], ids=["reference", "chunks"])
 def test_gradient_is_that_of_numpy(form: Any):
-    """Along directions of all operands, over several chunks of which the last is not full: against central differences."""
+    """Compares directional derivatives with central differences, over several chunks with an incomplete last one."""
     operands = drawn(3, 1, 11, d=4, e=3)
     rng = np.random.default_rng(0)
     due = [rng.standard_normal(x.shape) for x in (operands[2], operands[5])]
@@ -83,7 +83,7 @@ PADDED = [jax.jit(form) for form in (reference.delta_rule, partial(xla.in_chunks
 
 @given(st.integers(0, 2**16), st.lists(st.integers(1, PIECE), min_size=1, max_size=4))
 def test_a_text_in_pieces_is_the_text(seed: int, pieces: list[int]):
-    """In every form, each piece filled up with positions that change nothing."""
+    """Tests every form, with each piece padded by positions that change nothing."""
     operands = drawn(seed, 2, sum(pieces), k=1)
     want = in_numpy(*operands)
     ends = np.cumsum(pieces)
@@ -101,7 +101,7 @@ def test_a_text_in_pieces_is_the_text(seed: int, pieces: list[int]):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_positions_without_decay_and_beta_leave_the_state(form: str):
-    """To the bit: so rows of other lengths, and drafts that were refused, are left out."""
+    """Bitwise, so that shorter rows and rejected drafts can be skipped."""
     operands = single(drawn(3, 2, 7))
     still = [jnp.zeros_like(x) for x in operands[3:5]]
     _, state = FORMS[form](*operands[:3], *still, operands[5])

@@ -54,7 +54,7 @@ SIZES = [
 
 
 def expected(x: np.ndarray, lists: list[np.ndarray], weights: list[np.ndarray] | None, reduce: Reduce) -> np.ndarray:
-    """In float64, row by row."""
+    """Computes the result row by row in float64."""
     out = np.zeros((len(lists), x.shape[1]))
     for row, sources in enumerate(lists):
         messages = x[sources].astype(np.float64)
@@ -81,7 +81,7 @@ def draw(seed: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
 
 
 def check(actual: jax.Array, x: np.ndarray, lists: list[np.ndarray], weights: list[np.ndarray] | None, sizes: Sizes) -> None:
-    """Within what sums of so many terms may lose."""
+    """Compares within the rounding error of sums of this length."""
     assert actual.dtype == sizes.dtype
     error = np.abs(np.asarray(actual, np.float64) - expected(x, lists, weights, sizes.reduce))
     size = expected(np.abs(x), lists, None if weights is None else [np.abs(w) for w in weights], "sum")
@@ -107,7 +107,7 @@ def test_rows(run, sizes: Sizes, seed: int):
 @pytest.mark.parametrize("sizes", SIZES)
 @given(seed=st.integers(0, 2**31 - 1))
 def test_lists(run, sizes: Sizes, seed: int):
-    """The same rows, one after another, and some entries behind the last that belong to none."""
+    """Tests the same rows in compressed form, with further entries that belong to no row."""
     x, sources, degrees, weights = draw(seed, sizes)
     lists = short(sources, degrees)
     spare = sources.size - degrees.sum()

@@ -187,7 +187,7 @@ def test_messages_are_read_once_on_a_tpu():
 
 
 def run_nki(module: Any, *operands: Any) -> tuple[np.ndarray, nki_emulation.Counts | None]:
-    """In AWS's simulator where it is installed, which counts nothing, and emulated elsewhere."""
+    """Runs in AWS's simulator if installed (without counts), else emulated."""
     if gather_nki.nki is None:
         return nki_emulation.run(module, module.kernel, *operands)
     return np.asarray(gather_nki.nki.simulate(module.kernel)(*operands)), None
@@ -196,7 +196,7 @@ def run_nki(module: Any, *operands: Any) -> tuple[np.ndarray, nki_emulation.Coun
 @pytest.mark.parametrize("model", ["sage", "gcn", "gin"])
 @given(seed=st.integers(0, 2**31 - 1), sizes=st.sampled_from([(5, 3, 7, f32), (150, 20, 30, f32), (130, 5, 30, bf16)]))
 def test_on_trainium(model: str, seed: int, sizes: tuple[int, int, int, Any]):
-    """One kernel: a mean, a weighted sum, a sum."""
+    """Tests a mean, a weighted sum and a sum with one kernel."""
     rows, slots, features, dtype = sizes
     case = case_of(rows, slots, features, dtype, model == "gcn", seed)
     reduce = "mean" if model == "sage" else "sum"

@@ -126,7 +126,7 @@ def transpose(g: Graph, nodes: int) -> tuple[Graph, Graph]:
 
 
 def check_grads(grads: Sequence[jax.Array], given: Sequence[np.ndarray], dy: np.ndarray, g: Graph, unit: float) -> None:
-    """Each along a random direction, by a difference of float64 results."""
+    """Returns directional derivatives along random directions, by differences of float64 results."""
     for place, grad in enumerate(grads):
         direction = np.random.default_rng(place).standard_normal(grad.shape)
         moved = [[a + step * direction if i == place else a for i, a in enumerate(given)] for step in (1e-6, -1e-6)]
@@ -154,7 +154,7 @@ def everything(
 
 
 def check(seed: int, g: Graph, nodes: int, shape: tuple[int, int], dtype: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Every operation; returns the results without weights, and all."""
+    """Checks every operation; returns the results without weights, and all results."""
     (heads, features), rows = shape, len(g[0]) - 1
     x = normal(seed, nodes, heads * features, dtype=dtype)
     dy = normal(seed + 1, rows, heads * features, dtype=dtype)

@@ -19,10 +19,16 @@ needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.ke
 
 def tpu_kernel(x: jax.Array, head: jax.Array, transposed: bool = False) -> tuple[jax.Array, jax.Array]:
     """The kernel as JAX interprets it on any platform."""
-    return interpreted(x, head, transposed)
+    return interpreted(x, Transposed(head) if transposed else head)
 
 
-interpreted = jax.jit(partial(pallas_tpu.head_argmax, interpret=True), static_argnums=2)
+interpreted = jax.jit(partial(pallas_tpu.head_argmax, interpret=True))
+
+
+def by_xla(
+    x: jax.Array, head: jax.Array, transposed: bool = False, masks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    return xla.head_argmax(x, Transposed(head) if transposed else head, masks=masks)
 
 
 def packed(
@@ -34,7 +40,7 @@ def packed(
 
 IMPLEMENTATIONS = [
     pytest.param(reference.head_argmax, id="reference"),
-    pytest.param(xla.head_argmax, id="xla"),
+    pytest.param(by_xla, id="xla"),
     pytest.param(tpu_kernel, id="pallas_tpu"),
     pytest.param(packed, id="cpu", marks=needs_native),
 ]
@@ -80,10 +86,10 @@ def test_masks_are_bits_by_token(vocab: int):
     np.testing.assert_array_equal(xla.allowed(jnp.asarray(logits), bits(may)), np.where(may, logits, -np.inf))
 
 
-@pytest.mark.parametrize("run", [pytest.param(xla.head_argmax, id="xla"), pytest.param(packed, id="cpu", marks=needs_native)])
+@pytest.mark.parametrize("run", [pytest.param(by_xla, id="xla"), pytest.param(packed, id="cpu", marks=needs_native)])
 @given(seed=st.integers(0, 2**31 - 1), sizes=st.sampled_from(SIZES), share=st.sampled_from([0.001, 0.03, 0.5, 1.0]))
 def test_first_of_the_largest_that_masks_allow(run, seed: int, sizes: tuple[int, int, int, bool, jnp.dtype], share: float):
-    """Of few tokens and of many; the first row may take none, and takes the first one at minus infinity."""
+    """Masks allow few or many tokens; the first row allows none and gets index 0 with minus infinity."""
     rows, hidden, vocab, transposed, dtype = sizes
     rng = np.random.default_rng(seed)
     x = rng.integers(-1, 2, (rows, hidden))

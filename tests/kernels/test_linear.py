@@ -16,7 +16,7 @@ from kernels import linear_checks
 from kernels.linear_checks import normal
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu, reference, scaled, xla
-from tilewright.kernels.operations import Joined, Transposed
+from tilewright.kernels.operations import Joined, Norm, Transposed
 
 seeds = st.integers(0, 2**31 - 1)
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -117,7 +117,7 @@ def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(kind: cpu.Format, 
 @formats
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_blocks_of_many_rows_give_the_bits_of_few(kind: cpu.Format, dtype: Any):
-    """Thousands of rows run in blocks, in float32 by tiles of their own; seven rows do not. What is added comes along."""
+    """Thousands of rows run in blocks (float32 in other tiles), seven rows do not. Includes an added term."""
     rng = np.random.default_rng(0)
     count = 1540
     few = 7
@@ -152,10 +152,10 @@ def test_argmax_of_what_is_no_number_stays_in_range(case: str):
     """Outputs that are all minus infinity tie; a row of NaN has no largest output."""
     w = np.full((8, 21), -np.inf if case == "infinity" else np.nan if case == "nan" else 1.0, np.float32)
     x = jnp.full((3, 8), np.nan if case == "inputs" else 1.0)
-    index, value = jax.jit(cpu.linear_argmax)(x, cpu.pack(jnp.asarray(w)))
+    index, value = jax.jit(cpu.head_argmax)(x, cpu.pack(jnp.asarray(w)))
     assert (np.asarray(index) == 0).all()
     assert np.isneginf(value).all()
-    index, value = jax.jit(cpu.linear_top_k, static_argnums=2)(x, cpu.pack(jnp.asarray(w)), 4)
+    index, value = jax.jit(cpu.head_top_k, static_argnums=2)(x, cpu.pack(jnp.asarray(w)), 4)
     np.testing.assert_array_equal(index, [[0, 1, 2, 3]] * 3)
     assert np.isneginf(value).all()
 
@@ -190,7 +190,7 @@ def test_the_largest_weight_of_an_output_becomes_127():
         (
             jnp.full((2, 3), jnp.nan),
             "q8_0",
-            "model.w: expected weights below 32768, as blocks hold them, found larger ones or NaN",
+            "model.w: expected weights below 32768 for block formats, found larger weights or NaN",
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_packing_refuses_by_name():
         cpu.pack_gated(jnp.ones((2, 3)), jnp.full((2, 3), jnp.inf), "q8_0", "blocks.0.gate")
     with pytest.raises(ValueError, match=r"blocks\.0\.qkv\[1\]: expected weights below 32768"):
         cpu.pack_joined([jnp.ones((2, 3)), jnp.full((2, 3), jnp.inf)], "q8_0", "blocks.0.qkv")
-    with pytest.raises(ValueError, match=r"qkv: expected matrices of as many inputs, found \(2, 3\), \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"qkv: expected matrices with equal inputs, found \(2, 3\), \(4, 3\)"):
         cpu.pack_joined([jnp.ones((2, 3)), jnp.ones((4, 3))], name="qkv")
 
 
@@ -259,7 +259,7 @@ def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @given(seeds, st.sampled_from([(1, 1), (7, 40), (100, 33)]), st.sampled_from([5, 16, 90]), st.sampled_from(range(4)))
 def test_products_of_either_type_lie_either_way(dtype: Any, seed: int, sizes: tuple[int, int], columns: int, way: int):
-    """Sums of the operands as they are, rounded once to the result's type."""
+    """Sums use the unrounded operands and are rounded once to the result's type."""
     rng = np.random.default_rng(seed)
     a, b = (jnp.asarray(normal(rng, *shape), dtype) for shape in (sizes, (sizes[1], columns)))
     wide_a, wide_b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
@@ -336,7 +336,7 @@ def broken(w: cpu.PackedMatrix) -> dict[str, tuple[cpu.PackedMatrix, str]]:
 
 
 @needs_native
-@pytest.mark.parametrize("run", [cpu.linear, cpu.linear_argmax, partial(cpu.linear_top_k, k=2)])
+@pytest.mark.parametrize("run", [cpu.linear, cpu.head_argmax, partial(cpu.head_top_k, k=2)])
 @pytest.mark.parametrize("case", ["inputs", "outputs", "panels", "lanes", "type", "rank"])
 @pytest.mark.parametrize("kind", ["bfloat16", "q8_0"])
 def test_weights_that_do_not_fit_are_refused(run, case: str, kind: cpu.Format):
@@ -350,16 +350,16 @@ def test_weights_that_do_not_fit_are_refused(run, case: str, kind: cpu.Format):
 @pytest.mark.parametrize(
     ("operands", "complaint"),
     [
-        ({"norm": jnp.ones(32, jnp.bfloat16)}, "input and norm in one type"),
+        ({"norm": Norm(jnp.ones(32, jnp.bfloat16), 1e-5)}, "input and norm in one type"),
         ({"add": jnp.ones((2, 20), jnp.bfloat16)}, "like it"),
         ({"out_dtype": jnp.float16}, "an output in float32 or bfloat16"),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(operands: dict[str, Any], complaint: str):
     out_dtype = operands.pop("out_dtype", None)
-    run = jax.jit(lambda x, w, operands: cpu.linear(x, w, out_dtype, **operands))
+    run = jax.jit(lambda x, w: cpu.linear(x, w, out_dtype, **operands))
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=complaint):  # the latter from a program that ran at once
-        jax.block_until_ready(run(jnp.ones((2, 32)), cpu.pack(jnp.ones((32, 20))), operands))
+        jax.block_until_ready(run(jnp.ones((2, 32)), cpu.pack(jnp.ones((32, 20)))))
 
 
 @needs_native

@@ -1,4 +1,4 @@
-"""Building the CPU kernels, finding them, and saying why there are none."""
+"""Building and finding the CPU kernels, and reasons for missing ones."""
 
 import os
 import re
@@ -19,7 +19,7 @@ INCLUDE = Path(jax.ffi.include_dir())
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> str:
-    """Stands in for a compiler: writes a line for each call, and an empty library."""
+    """Makes a fake compiler that logs a line per call and writes an empty library."""
     script = tmp_path / "cc"
     script.write_text(f'#!/bin/sh\necho called >> {tmp_path}/calls\nfor last; do :; done\n: > "$last"\n')
     script.chmod(0o755)
@@ -61,7 +61,7 @@ def test_a_library_is_built_once(tmp_path: Path, compiler: str):
 
 
 def test_first_use_compiles_for_the_instruction_set_that_runs_here(bare: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
-    """And another one is compiled once it is asked for; the libraries of each are kept."""
+    """Another instruction set is compiled when requested; libraries of both stay in the cache."""
     monkeypatch.setattr(native, "find_compiler", lambda: compiler)
     calls = bare.parent / "calls"
     found = {}
@@ -158,7 +158,7 @@ def test_kernels_may_be_unwanted(monkeypatch: pytest.MonkeyPatch):
 def test_a_variable_with_a_value_that_it_cannot_have_is_an_error(
     bare: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, problem: str
 ):
-    """Not a reason to leave everything to XLA."""
+    """An invalid value must not fall back to XLA silently."""
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"expected {name} {problem}"):
         native.kernels.__wrapped__()
@@ -173,7 +173,7 @@ def test_an_instruction_set_that_the_machine_lacks_is_an_error(monkeypatch: pyte
     monkeypatch.setattr(native.ctypes, "CDLL", lambda path: library)
     assert native.isa_of(Path("isa.so")) == "avx2"
     monkeypatch.setenv("TILEWRIGHT_CPU_ISA", "amx")
-    with pytest.raises(ValueError, match="to name what this machine has, plain, avx2; found 'amx'"):
+    with pytest.raises(ValueError, match="to name an instruction set of this machine, plain, avx2; found 'amx'"):
         native.isa_of(Path("isa.so"))
 
 
@@ -185,7 +185,7 @@ def test_instruction_sets_are_those_of_the_sources():
 @pytest.mark.parametrize(("value", "said"), [("1", True), ("True", True), ("0", False), ("false", False), ("", False)])
 def test_a_switch_reads_as_the_command_line_has_it(monkeypatch: pytest.MonkeyPatch, value: str, said: bool):
     monkeypatch.setenv("TILEWRIGHT_NO_NATIVE", value)
-    assert build.unwanted() == said
+    assert build.native_disabled() == said
 
 
 def test_kernels_of_the_installation_need_no_compiler(bare: Path):
@@ -201,7 +201,7 @@ def test_kernels_of_another_installation_are_refused_or_rebuilt(bare: Path, comp
         (bare / f"{operation}-0123456789abcdef.so").touch()
     found = native.kernels.__wrapped__()
     assert found.isa is None
-    assert found.reason.startswith("those built at installation do not fit")
+    assert found.reason.startswith("the installed libraries do not fit")
     monkeypatch.setattr(native, "find_compiler", lambda: compiler)
     paths = native.libraries()
     assert {path.parent for path in paths.values()} == {build.cache_folder()}
@@ -243,7 +243,7 @@ def own_cache(tmp_path: Path) -> Path:
 
 
 def loaded(cache: Path, compiler: str) -> subprocess.CompletedProcess[str]:
-    """What another process says that loads all kernels."""
+    """Returns the output of another process that loads all kernels."""
     code = "from tilewright.kernels import native; print(native.kernels())"
     settings = {"TILEWRIGHT_CACHE": str(cache), "CXX": compiler, "JAX_PLATFORMS": "cpu"}
     return subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True, check=False)
@@ -251,7 +251,7 @@ def loaded(cache: Path, compiler: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("damage", [truncated, garbled])
 def test_a_damaged_library_in_the_cache_is_built_anew(own_cache: Path, tmp_path: Path, damage: Callable[..., None]):
-    """Damage would end the process by a signal, or leave it without kernels for ever."""
+    """Otherwise damage would crash the process or leave it without kernels for ever."""
     library = next(own_cache.glob("gather_rows-*.so"))
     whole = shutil.copy(library, tmp_path / "whole.so")
     compiler = tmp_path / "cc"  # compiling takes a minute
@@ -261,7 +261,7 @@ def test_a_damaged_library_in_the_cache_is_built_anew(own_cache: Path, tmp_path:
     first, second = (loaded(own_cache, str(compiler)) for _ in range(2))
     assert (first.returncode, first.stdout) == (0, f"{replace(native.kernels(), folder=own_cache)}\n"), first.stderr
     (line,) = first.stderr.splitlines()
-    assert line == f"{library} is damaged: its digest is not the one noted when it was built; kernels are built anew"
+    assert line == f"{library} is damaged: its digest differs from the one recorded when it was built; rebuilding the kernels"
     assert (second.returncode, second.stdout, second.stderr) == (0, first.stdout, "")
     assert library.read_bytes() == Path(whole).read_bytes()
 

@@ -16,32 +16,43 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kernels import linear_checks, paged_checks
+from kernels.attention_checks import attend_in_pages, over_pages
 from kernels.paged_checks import cut, spare, together
 from kernels.test_attention import needs_native, prefix_case, prefix_expected, seeds
 from tilewright.compiled.aot import compile_for, tpu_topology
+from tilewright.kernels.attention import cpu
+from tilewright.kernels.attention import reference as attention_reference
+from tilewright.kernels.attention import xla as attention_xla
 from tilewright.kernels.bundles.tpu import TPU
-from tilewright.kernels.operations import PLAIN_SCORES, UNMAPPED, KeyValuePages, Scores
-from tilewright.kernels.paged import cpu, pallas_tpu, reference, xla
+from tilewright.kernels.masks import causal_from
+from tilewright.kernels.operations import PLAIN_SCORES, UNMAPPED, KeyValuePages, KeyValueRows, PagedCache, Scores
+from tilewright.kernels.paged import pallas_tpu, reference, xla
+from tilewright.kernels.write import cpu as write_cpu
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
 ENTRIES = st.sampled_from([16, 32])
+xla_attention = over_pages(attention_xla.attend)
 
 
 def reference_append(pool: KeyValuePages, table: Any, k: Any, v: Any, start: Any, count: Any) -> KeyValuePages:
-    return KeyValuePages(*(reference.append(pages, table, new, start, count) for pages, new in zip(pool, (k, v), strict=True)))
+    return KeyValuePages(*(reference.write(pages, table, new, start, count) for pages, new in zip(pool, (k, v), strict=True)))
 
 
 def tpu_attention(q: Any, pool: KeyValuePages, *rest: Any) -> Any:
-    return TPU.paged_attention(q, paired(pool), *rest)
+    return over_pages(TPU.attend)(q, paired(pool), *rest)
+
+
+def cpu_write(pool: KeyValuePages, table: Any, *rest: Any) -> KeyValuePages:
+    return write_cpu.write(PagedCache(pool, table), *rest).pool
 
 
 def paired(pool: KeyValuePages) -> pallas_tpu.PairedPages:
     """The pool in the layout of the TPU's kernel."""
     pages, heads, entries, d = pool.k.shape
-    empty = pallas_tpu.empty(pages, heads, entries, d, pool.k.dtype)
+    empty = pallas_tpu.pages(pages, heads, entries, d, pool.k.dtype)
     start = jnp.zeros(pages, jnp.int32)
     count = jnp.full(pages, entries, jnp.int32)
-    return pallas_tpu.append(empty, jnp.arange(pages)[:, None], *pool, start, count)
+    return empty.write(jnp.arange(pages)[:, None], *pool, start, count)
 
 
 def apart(pool: pallas_tpu.PairedPages) -> KeyValuePages:
@@ -51,14 +62,14 @@ def apart(pool: pallas_tpu.PairedPages) -> KeyValuePages:
 
 APPENDS = [
     pytest.param(reference_append, id="reference"),
-    pytest.param(xla.append, id="xla"),
-    pytest.param(cpu.append, id="cpu", marks=needs_native),
-    pytest.param(lambda pool, *rest: apart(pallas_tpu.append(paired(pool), *rest)), id="tpu"),
+    pytest.param(xla.write, id="xla"),
+    pytest.param(cpu_write, id="cpu", marks=needs_native),
+    pytest.param(lambda pool, *rest: apart(paired(pool).write(*rest)), id="tpu"),
 ]
 ATTENTIONS = [
-    pytest.param(reference.prefix_attention, id="reference"),
-    pytest.param(xla.prefix_attention, id="xla"),
-    pytest.param(cpu.prefix_attention, id="cpu", marks=needs_native),
+    pytest.param(over_pages(attention_reference.attend), id="reference"),
+    pytest.param(xla_attention, id="xla"),
+    pytest.param(over_pages(cpu.attend), id="cpu", marks=needs_native),
     pytest.param(tpu_attention, id="tpu"),
 ]
 
@@ -104,7 +115,7 @@ def test_without_a_page_nothing_is_written(append: Any):
 @pytest.mark.parametrize("attend", ATTENTIONS)
 @given(seeds, st.sampled_from([(1, 1, 2, 2, 96, 0, 64), (3, 5, 1, 3, 32, 5, 16), (2, 16, 2, 2, 64, 16, 32)]), ENTRIES)
 def test_attention_over_pages(attend: Any, seed: int, sizes: tuple[int, ...], entries: int):
-    """Of rows that have no more pages than their queries see; one of them may see nothing."""
+    """Rows have no more pages than their queries see; a row may see nothing."""
     q, k, v, lengths, extra = prefix_case(np.random.default_rng(seed), *sizes)
     pool, table = cut(seed, (k, v), entries, lengths.max(axis=1))
     arrays = None if extra is None else tuple(jnp.asarray(x) for x in extra)
@@ -133,34 +144,34 @@ def test_attention_over_several_blocks(attend: Any, sizes: tuple[int, ...]):
 @pytest.mark.parametrize("attend", BY_BLOCKS)
 @pytest.mark.parametrize(("longest", "blocks"), [(0, 0), (1, 1), (512, 1), (513, 2), (1500, 3)])
 def test_blocks_behind_the_longest_row_are_not_read(monkeypatch: pytest.MonkeyPatch, attend: Any, longest: int, blocks: int):
-    """Of 64 blocks: run outside of any program, where each turn of the loop can be seen."""
+    """Runs 64 blocks outside of jit, so that loop iterations can be counted."""
     read: list[np.ndarray] = []
     for module in (xla, pallas_tpu):
 
-        def seen(pages: Any, table: Any, in_rows: Any = module.in_rows) -> Any:
+        def is_visible(pages: Any, table: Any, in_rows: Any = module.in_rows) -> Any:
             read.append(np.asarray(table))
             return in_rows(pages, table)
 
-        monkeypatch.setattr(module, "in_rows", seen)
+        monkeypatch.setattr(module, "in_rows", is_visible)
     pool = KeyValuePages(*(jnp.ones((4, 1, 64, 128)) for _ in range(2)))
     table = np.full((2, 512), UNMAPPED, np.int32)
     lengths = np.asarray([[longest], [0]], np.int32)
     table[0, : -(-longest // 64)] = 2
     with jax.disable_jit():
         attend(jnp.ones((2, 1, 2, 128)), pool, jnp.asarray(table), jnp.asarray(lengths))
-    of_keys = read[:: 2 if attend is xla.prefix_attention else 1]  # XLA's values come in a call of their own
+    of_keys = read[:: 2 if attend is xla_attention else 1]  # XLA's values come in a call of their own
     assert [part.shape for part in of_keys] == [(2, 8)] * blocks
     assert np.concatenate([table[:, :0], *of_keys], axis=1).tolist() == table[:, : 8 * blocks].tolist()
 
 
 def test_the_program_has_room_for_a_block_and_not_for_the_whole_table():
-    """Neither in one array nor altogether."""
+    """Checks single arrays and their total."""
 
     def compiled(columns: int) -> Any:
         shapes = ((3, 4, 8, 64), jnp.float32), ((3, columns), jnp.int32), ((3, 4), jnp.int32)
         q, table, lengths = (jax.ShapeDtypeStruct(*each) for each in shapes)
-        pool = jax.eval_shape(lambda: xla.empty(9, 2, 64, 64, jnp.float32))
-        return jax.jit(xla.prefix_attention).lower(q, pool, table, lengths).compile()
+        pool = jax.eval_shape(lambda: xla.pages(9, 2, 64, 64, jnp.float32))
+        return jax.jit(xla_attention).lower(q, pool, table, lengths).compile()
 
     short = compiled(16)
     long = compiled(512)
@@ -172,7 +183,7 @@ def test_a_row_gets_the_same_bits_beside_longer_ones():
     rng = np.random.default_rng(0)
     q, k, v, _, _ = prefix_case(rng, 2, 3, 2, 2, 2048, 0, 64)
     pool, table = cut(0, (k, v), 64)
-    attend = jax.jit(xla.prefix_attention)
+    attend = jax.jit(xla_attention)
     found = [
         np.asarray(attend(jnp.asarray(q), pool, table, np.asarray([[90, 91, 92], [other] * 3], np.int32)))[0]
         for other in (1, 600, 2048)
@@ -200,15 +211,14 @@ def test_pools_are_written_in_place():
     case = replace(linear_checks.Appended(jnp.bfloat16, 1, True, (1, 1)), capacity=64).draw(0)
     pool, table = cut(0, (case["k_cache"], case["v_cache"]), 16)
     rest = {name: x for name, x in case.items() if not name.endswith("cache")} | {"table": jnp.asarray(table)}
-    append = partial(cpu.append_attend, heads=6, kv_heads=2, head_dim=48, eps=1e-5)
 
     @partial(jax.jit, donate_argnums=0)
     def run(pool: KeyValuePages, rest: dict[str, Any]) -> KeyValuePages:
         fresh = jnp.ones((2, 2, 1, 48), jnp.bfloat16)
 
         def body(i: Any, pool: KeyValuePages) -> KeyValuePages:
-            pool = append(pool=pool, **(rest | {"start": rest["start"] % 32 + i}))[1]
-            return cpu.append(pool, rest["table"], fresh, fresh, rest["start"] % 32 + i, rest["count"])
+            pool = attend_in_pages(pool=pool, **(rest | {"start": rest["start"] % 32 + i}))[1]
+            return cpu_write(pool, rest["table"], fresh, fresh, rest["start"] % 32 + i, rest["count"])
 
         return jax.lax.fori_loop(0, 1 + rest["count"][0], body, pool)
 
@@ -236,7 +246,7 @@ def test_what_cannot_be_appended_is_refused(change: dict[str, Any], complaint: s
     pool, table = cut(0, (case["k_cache"], case["v_cache"]), 16)
     rest = {name: x for name, x in case.items() if not name.endswith("cache")}
     operands = rest | {"start": jnp.asarray([40, 30]), "pool": pool, "table": table} | change
-    run = jax.jit(partial(cpu.append_attend, heads=6, kv_heads=2, head_dim=48, eps=1e-5))
+    run = jax.jit(attend_in_pages)
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=complaint):
         jax.block_until_ready(run(**operands))
 
@@ -247,8 +257,8 @@ def test_what_cannot_be_seen_or_written_is_refused():
     table = np.asarray([[2, UNMAPPED]], np.int32)
     q = jnp.ones((1, 1, 1, 16))
     new = jnp.ones((1, 1, 4, 16))
-    attend = jax.jit(cpu.prefix_attention)
-    append = jax.jit(cpu.append)
+    attend = jax.jit(over_pages(cpu.attend))
+    append = jax.jit(cpu_write)
     for length, complaint in ((17, "row 0 has no page for its entry 16"), (33, "a length is out of range: 33")):
         with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=complaint):
             jax.block_until_ready(attend(q, pool, table, np.asarray([[length]], np.int32)))
@@ -258,7 +268,7 @@ def test_what_cannot_be_seen_or_written_is_refused():
 
 
 def jax_reference(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, **rest: Any) -> Any:
-    """What JAX itself says that its kernel means, in the place of the kernel, which no interpreter takes."""
+    """JAX's reference implementation of its kernel, which interpret mode does not support."""
     operands = q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs
     kernel.dynamic_validate_inputs(*operands, **rest)
     meant = {name: rest[name] for name in ("sm_scale", "sliding_window", "soft_cap")}
@@ -274,11 +284,11 @@ def jax_reference(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_l
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rule", [PLAIN_SCORES, Scores(window=20, scale=0.2, softcap=3.0)], ids=["plain", "window"])
+@pytest.mark.parametrize("rule", [(PLAIN_SCORES, None), (Scores(scale=0.2, softcap=3.0), 20)], ids=["plain", "window"])
 def test_queries_reach_the_ragged_kernel_as_it_takes_them(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], counts: tuple[int, ...], rule: Scores
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], counts: tuple[int, ...], rule: tuple[Scores, int | None]
 ):
-    """Heads that it takes as they are, and smaller ones that share its heads, evenly or not."""
+    """Tests heads of the kernel's size, and smaller heads packed evenly or unevenly."""
     monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", jax_reference)
     rng, (n, k, d) = np.random.default_rng(0), heads
     q = jnp.asarray(rng.standard_normal((3, 4, n, d)), jnp.bfloat16)
@@ -287,10 +297,10 @@ def test_queries_reach_the_ragged_kernel_as_it_takes_them(
     start = np.asarray([60, 31, 0], np.int32)
     # The pages of no row hold NaN: with a count of 0 the kernel reads one of the pool's, for a result that is not used.
     pool, table = cut(0, (caches[0], caches[1]), 16, np.where(count > 0, start + count, 0))
-    found = pallas_tpu.causal_attention(q, paired(pool), jnp.asarray(table), jnp.asarray(start), jnp.asarray(count), rule)
+    found = pallas_tpu.ragged_attention(q, paired(pool), jnp.asarray(table), jnp.asarray(start), jnp.asarray(count), *rule)
     at = np.arange(4)[None]
-    lengths = np.where(at < count[:, None], start[:, None] + at + 1, 0)
-    want = reference.prefix_attention(q, KeyValuePages(*caches), jnp.arange(3)[:, None], jnp.asarray(lengths), None, rule)
+    mask = causal_from(jnp.asarray(start), jnp.asarray(count), rule[1])
+    want = attention_reference.attend(q, KeyValueRows(*caches), mask, scores=rule[0])
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(want, np.float32), atol=0.03)
     assert (np.asarray(found, np.float32)[at >= count[:, None]] == 0).all()
 
@@ -305,7 +315,7 @@ def test_smaller_heads_share_the_ragged_kernels():
 
 @pytest.mark.parametrize(("name", "heads", "more"), [("Llama-3.2-1B", (8, 64), 1.0), ("SmolLM2-135M", (3, 64), 4 / 3)])
 def test_what_packed_pages_hold(name: str, heads: tuple[int, int], more: float):
-    """Bytes against those of the keys and values themselves."""
+    """Compares bytes with those of unpacked keys and values."""
     (count, size), entries = heads, 64
     pool = jax.eval_shape(lambda: TPU.pages(10, count, entries, size, jnp.bfloat16))
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(pool)) == more * 10 * entries * 2 * count * size
@@ -330,13 +340,13 @@ def test_on_a_tpu_the_ragged_kernel_reads_the_pool_where_it_is(chip: str, heads:
         queries = shaped((4, t, n, d))
         rows = (whole((4, 9)), whole((4,)), whole((4,)))
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            compiled = compile_for(chip, pallas_tpu.causal_attention, queries, pool, *rows)
+            compiled = compile_for(chip, pallas_tpu.ragged_attention, queries, pool, *rows)
         assert any("ragged_paged_attention" in name for name in compiled.without_cycles)
         assert not compiled.traffic().contains_shape((4, 9, *pool.kv.shape[1:]))
     extra = (shaped((4, k, 16, d)),) * 2
     for columns in (8, 128):
         rows = whole((4, columns)), whole((4, 16))
-        compiled = compile_for(chip, TPU.paged_attention, shaped((4, 16, n, d)), pool, *rows, extra)
+        compiled = compile_for(chip, over_pages(TPU.attend), shaped((4, 16, n, d)), pool, *rows, extra)
         kernel = any("tpu_custom_call" in name for name in compiled.without_cycles)
         assert kernel == (columns == 8 and d == 128), "a table of one block is for the kernel that takes rows of 128 lanes"
         assert compiled.temp_bytes < math.prod(pool.kv.shape) * 2, "less than the pool"

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import linear_checks, quantised_checks
+from kernels.attention_checks import over_pages
 from kernels.quantised_checks import attended
 from kernels.test_attention import needs_native, seeds
 from kernels.test_select import sizes
 from tilewright.compiled.aot import compile_for
 from tilewright.kernels import select
+from tilewright.kernels.attention import xla as attention_xla
 from tilewright.kernels.bundles.tpu import TPU
 from tilewright.kernels.operations import KeyValuePages, Quantised
 from tilewright.kernels.paged import xla
@@ -28,7 +30,7 @@ CASES = [
     linear_checks.Appended(jnp.float32, 3, True, (2, 3), head_dim=144),
 ]
 CUT = list(zip(CASES, (16, 48, 16, 32), strict=True))
-"""With the entries of a page."""
+"""Cases with the number of entries per page."""
 
 
 @given(seeds, st.sampled_from([1e-20, 1.0, 1e20]), st.sampled_from([jnp.float32, jnp.bfloat16]))
@@ -60,14 +62,14 @@ def test_xla_attends_to_what_is_held(case: linear_checks.Appended, entries: int)
 @needs_native
 @pytest.mark.parametrize(("case", "entries"), CUT, ids=str)
 def test_the_cpu_kernel_attends_to_what_is_held(case: linear_checks.Appended, entries: int):
-    """And gives a row the same bits, whatever stands beside it and however its positions are cut into calls."""
+    """A row gets the same bits for any other rows and any split of its positions into calls."""
     quantised_checks.check_cpu(replace(case, capacity=96).draw(1), entries, 1)
 
 
 @needs_native
 @given(seeds)
 def test_both_write_the_same(seed: int):
-    """But for a number that lies in the middle between two steps."""
+    """Numbers in the middle between two steps are excepted."""
     case = replace(CASES[1], capacity=96).draw(seed)
     pool, table = quantised_checks.drawn_pool(case, 16, seed)
     cpu, by_xla = (run(case, pool, table)[1] for run in (quantised_checks.by_cpu, quantised_checks.by_xla))
@@ -90,7 +92,7 @@ def test_what_8_bits_cost_an_output(seed: int):
 
 
 def test_xla_gives_a_row_the_same_bits_beside_longer_ones():
-    """Over tables of several blocks."""
+    """Tests page tables of several blocks."""
     rng = np.random.default_rng(0)
     table = jnp.asarray(np.random.default_rng(1).permutation(40)[:40].reshape(2, 20), jnp.int32)
 
@@ -99,7 +101,7 @@ def test_xla_gives_a_row_the_same_bits_beside_longer_ones():
 
     pool = KeyValuePages(held(), held())
     q = jnp.asarray(rng.standard_normal((2, 3, 4, 32)), jnp.float32)
-    attend = jax.jit(xla.prefix_attention)
+    attend = jax.jit(over_pages(attention_xla.attend))
     lengths = [np.asarray([[90, 91, 92], [other] * 3], np.int32) for other in (1, 600, 1280)]
     found = [np.asarray(attend(q, pool, table, each))[0] for each in lengths]
     assert (found[0] == found[1]).all()
@@ -126,19 +128,19 @@ def test_pages_of_other_scales_are_refused():
 
 
 def test_on_a_tpu_xla_computes_over_8_bits():
-    """The ragged kernel has one scale for all keys; it is said why it does not run."""
+    """The ragged kernel has one scale for all keys; its refusal has the reason."""
     made = jax.eval_shape(lambda: TPU.pages(4, 8, 16, 128, jnp.int8))
     assert isinstance(made, KeyValuePages)
     assert made.k.values.dtype == jnp.int8
     assert made.k.scale.shape == (4, 8, 16)
     (choice,) = select.implementations(sizes(128), jnp.bfloat16, "tpu", operations=("paged attention",), kv_dtype="int8")
     assert choice.runs == "XLA"
-    assert "one scale for all keys" in choice.lost
+    assert "one scale for all keys" in choice.unavailable
 
 
 @pytest.mark.parametrize("case", CASES[1:3], ids=str)
 def test_xlas_way_is_lowered_for_gpus(case: linear_checks.Appended):
-    """For CUDA and ROCm, without either: pools of 8 bits go in, and there are operations of XLA's alone."""
+    """Lowers for CUDA and ROCm without a GPU: 8-bit pools are operands, and all operations are XLA's."""
     drawn = replace(case, capacity=96).draw(0)
     pool, table = quantised_checks.drawn_pool(drawn, 16, 0)
     text = quantised_checks.by_xla.trace(drawn, pool, table).lower(lowering_platforms=("cuda", "rocm")).as_text()
@@ -155,8 +157,8 @@ def test_a_tpu_copies_8_bits_out_of_the_pool():
     size = 128
     shapes = ((2, 1, 32, size), jnp.bfloat16), ((2, 64), jnp.int32), ((2, 1), jnp.int32)
     q, table, lengths = (jax.ShapeDtypeStruct(*each) for each in shapes)
-    pool = jax.eval_shape(lambda: xla.empty(pages, heads, 64, size, jnp.int8))
-    compiled = compile_for("v5e:1x1", xla.prefix_attention, q, pool, table, lengths)
+    pool = jax.eval_shape(lambda: xla.pages(pages, heads, 64, size, jnp.int8))
+    compiled = compile_for("v5e:1x1", over_pages(attention_xla.attend), q, pool, table, lengths)
     whole = f"[{pages},{heads},64,{size}]"
     block = f"[2,8,{heads},64,{size}]"
     assert f"s8{whole}" in compiled.hlo

@@ -1,4 +1,4 @@
-"""Which implementation runs, as it is said and as it is: both by one list."""
+"""The reported implementation is the one that runs, as both follow one list."""
 
 import os
 import subprocess
@@ -13,7 +13,8 @@ import pytest
 
 from kernels.test_attention import needs_native
 from tilewright.kernels import native, registry, select
-from tilewright.kernels.operations import KeyValuePages
+from tilewright.kernels.masks import AttentionMask
+from tilewright.kernels.operations import KeyValuePages, KeyValueRows, Operations, PagedCache
 
 IMPORTED = """
 import sys
@@ -41,30 +42,42 @@ def choices(head_dim: int, dtype: Any, **more: Any) -> dict[str, select.Selectio
     return {choice.operation: choice for choice in select.implementations(sizes(head_dim), dtype, **more)}
 
 
-def test_candidates_are_listed_from_those_of_a_chip_to_one_that_takes_anything():
+def test_implementations_are_listed_from_those_of_a_chip_to_one_that_takes_anything():
     folder = Path(registry.__file__).parent
-    for operation, candidates in registry.CANDIDATES.items():
-        *kernels, last = candidates
+    for operation, listed in registry.IMPLEMENTATIONS.items():
+        *kernels, last = listed
         assert all(each.chip for each in kernels), operation
         assert last.chip is None, operation
-        assert not hasattr(last.module, "refuses"), operation
-        assert all((folder / f"{each.path.replace('.', '/')}.py").is_file() for each in candidates), operation
+        assert last.refusal(operation) is None, operation
+        assert all((folder / f"{each.path.replace('.', '/')}.py").is_file() for each in listed), operation
+        for each in listed:
+            assert operation not in Operations.__dataclass_fields__ or callable(getattr(each.module, operation)), each
+
+
+def test_bundles_are_what_the_registry_returns():
+    chips: list[tuple[registry.Chip | None, Operations]] = [(None, select.PLAIN), ("tpu", select.operations("tpu"))]
+    if native.kernels().isa is not None:
+        chips.append(("cpu", select.operations()))
+    for chip, ops in chips:
+        for name, function in registry.operations_for(chip).items():
+            assert getattr(ops, name) is function, name
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_a_candidate_says_whether_it_takes_operands(dtype: Any):
-    for operation, operands in registry.typical_operands(sizes(20), dtype).items():
-        reasons = {each.name: each.refuses(*operands) for each in registry.CANDIDATES[operation]}
-        assert reasons["XLA"] == ""
+def test_an_implementation_says_whether_it_takes_operands(dtype: Any):
+    for shown, operands in registry.typical_operands(sizes(20), dtype, "tpu", "auto", dtype).items():
+        operation = registry.SHOWN[shown]
+        reasons = {(each.name, each.chip): each.refuses(operation, *operands) for each in registry.IMPLEMENTATIONS[operation]}
+        assert reasons["XLA", None] == ""
         assert all(isinstance(reason, str) for reason in reasons.values())
         if dtype == jnp.float16:  # which no kernel of a TPU takes
-            assert all(reason.startswith("it ") for name, reason in reasons.items() if "Pallas" in name)
+            assert all(reason for (name, _), reason in reasons.items() if "Pallas" in name)
 
 
-def test_every_operation_has_a_candidate_for_any_chip():
-    for operation in registry.CANDIDATES:
+def test_every_operation_has_an_implementation_for_any_chip():
+    for shown in registry.SHOWN:
         for chip in ("cpu", "gpu", "tpu"):
-            (said,) = select.implementations(sizes(12), jnp.float16, chip, "xla", (operation,))
+            (said,) = select.implementations(sizes(12), jnp.float16, chip, "xla", (shown,))
             assert said.runs == "XLA"
 
 
@@ -84,12 +97,11 @@ def test_the_cpu_kernels_run_where_it_is_said(head_dim: int):
     said = choices(head_dim, jnp.float32)
     q = jnp.zeros((1, 1, 2, head_dim))
     cache = jnp.zeros((1, 1, 32, head_dim))
-    pool = KeyValuePages(cache, cache)
-    table = jnp.zeros((1, 1), jnp.int32)
-    lengths = jnp.ones((1, 1), jnp.int32)
+    paged = PagedCache(KeyValuePages(cache, cache), jnp.zeros((1, 1), jnp.int32))
+    mask = AttentionMask(jnp.ones((1, 1), jnp.int32))
     for name, run, operands in (
-        ("attention", ops.prefix_attention, (q, cache, cache, lengths)),
-        ("paged attention", ops.paged_attention, (q, pool, table, lengths)),
+        ("attention", ops.attend, (q, KeyValueRows(cache, cache), mask)),
+        ("paged attention", ops.attend, (q, paged, mask)),
     ):
         native_call = "ffi_call" in str(jax.make_jaxpr(run)(*operands))
         assert said[name].runs == ("C++" if native_call else "XLA")
@@ -102,19 +114,21 @@ def test_what_does_not_run_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
 
     assert line(128, jnp.bfloat16, chip="tpu") == ""
     assert line(128, jnp.float32, chip="tpu") == (
-        "computed by XLA, for a faster kernel does not run: "
-        "paged attention (ragged Pallas: it multiplies in bfloat16, and keys and values are float32)"
+        "computed by XLA because a faster kernel does not run: "
+        "paged attention (ragged Pallas: multiplies in bfloat16, while keys and values are float32)"
     )
     assert "paged attention" not in line(64, jnp.bfloat16, chip="tpu")
     assert line(64, jnp.bfloat16, chip="gpu") == "", "a GPU has no kernels of its own"
     monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
     alone = line(128, jnp.float32, chip="cpu")
-    assert alone.endswith("attention, paged attention, appending, head's argmax, head's top-k (C++: there is no C++ compiler)")
-    assert line(128, jnp.float32, chip="cpu", kernels="xla") == "", "who switches them off knows"
+    assert alone.endswith(
+        "attention, paged attention, cache writes, head's argmax, head's top-k (C++: there is no C++ compiler)"
+    )
+    assert line(128, jnp.float32, chip="cpu", kernels="xla") == "", "kernels that are switched off need no remark"
 
 
 def test_implementations_are_imported_when_they_are_asked_for():
-    """None but XLA's by the door itself, and on a CPU no accelerator's, neither to generate nor to serve."""
+    """`select` imports only XLA's implementations; on a CPU, generating and serving import none for accelerators."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ran = subprocess.run([sys.executable, "-c", IMPORTED], env=environment, capture_output=True, text=True, check=False)
     assert ran.stdout.strip().splitlines() == ["[]", "[]"], ran.stderr

@@ -1,4 +1,4 @@
-"""What the tests of decoding share: small models on disk and in memory, prompts, and the equality that they check."""
+"""Small models, prompts and comparisons for tests of decoding."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,19 +16,19 @@ from tilewright.runtime.output import Piece, Result
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import Shape, ShapeTable
-from tilewright.runtime.state import DecodeState, Models, StepInfo, Target, commit, known_token, verify
+from tilewright.runtime.state import DecodeState, Models, StepInfo, Target, commit, last_token, verify
 
 TABLE = ShapeTable(batches=(1, 4, 8), capacities=(64, 128), chunks=(8, 32))
 
 
 def build(folder: Path, pair: Pair, **settings: Any) -> LanguageModel:
-    """The pair as a language model, read back from `folder`. `settings` are those of `load`; blocks are the drafter's own."""
+    """Saves the pair to `folder` and loads it as a language model with `settings`. Blocks have the drafter's size."""
     target, drafter = as_folders(folder, pair)
     return load(target, drafter, **{"table": TABLE, "block_size": pair.drafter_config["block_size"], **settings})
 
 
 def prompts(seed: int, lengths: Sequence[int], vocab: int = 40) -> list[list[int]]:
-    """Random tokens."""
+    """Returns prompts of random tokens."""
     rng = np.random.default_rng(seed)
     return [[int(token) for token in rng.integers(0, vocab, length)] for length in lengths]
 
@@ -42,31 +42,31 @@ def run(session: Stream, steps: int = 64) -> list[Piece]:
 
 
 def state_of(stream: Stream) -> tuple[DecodeState, list[int]]:
-    """The state of the rows that have slots, as their rounds see it, and which rows they are."""
-    held: list[DecodeState] = []
+    """Returns the state of the running rows, as rounds get it, and their numbers."""
+    states: list[DecodeState] = []
 
     def look(models: Models, state: DecodeState, slots: Any, table: Any) -> tuple[DecodeState, None]:
-        held.append(rows_of(state, jnp.asarray(slots), jnp.asarray(table)))
+        states.append(rows_of(state, jnp.asarray(slots), jnp.asarray(table)))
         return state, None
 
     stream.apply(look)
-    return held[0], [running.sequence.number for running in stream.engine.scheduler.running]
+    return states[0], [running.sequence.number for running in stream.engine.scheduler.running]
 
 
 def plain_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """A step of plain decoding, whatever becomes of the package's own functions meanwhile."""
-    verified = verify(target, models.target, state, known_token(state), ())
-    none = jnp.zeros_like(state.known)
+    """Runs a step of plain decoding, independent of patches of the package's functions."""
+    verified = verify(target, models.target, state, last_token(state), ())
+    none = jnp.zeros_like(state.last_position)
     state, committed = commit(target, verified.state, verified.tokens, none)
     return state, StepInfo(verified.tokens, committed, none, none, verified.logprobs)
 
 
 def share_programs(lm: LanguageModel, other: LanguageModel) -> None:
-    """The parameters are arguments of programs: models of equal configurations share them."""
-    own = lm.programs_for
+    """Shares compiled programs between models of equal configurations."""
+    original = lm.programs_for
 
     def programs_for(drafter: Drafter | None, shape: Shape) -> Programs:
-        programs = own(drafter, shape)
+        programs = original(drafter, shape)
         programs.compiled = other.programs_for(None if drafter is None else other.drafter, shape).compiled
         return programs
 
@@ -74,7 +74,7 @@ def share_programs(lm: LanguageModel, other: LanguageModel) -> None:
 
 
 def tokens_of(lm: LanguageModel, asked: Sequence[Any], sampling: Any, speculative: bool, batch: int = 8) -> list[list[int]]:
-    """The tokens that each prompt gives, `batch` prompts at a time."""
+    """Returns the tokens of each prompt, decoded `batch` prompts at a time."""
     each = lm.each_sampling(asked, sampling)
     groups = [slice(i, i + batch) for i in range(0, len(asked), batch)]
     return [result.tokens for g in groups for result in lm.generate(asked[g], each[g], speculative)]
@@ -98,7 +98,7 @@ def check_same_as_autoregressive(
 
 
 def result(*added: int, drafts: int = 3, tokens: list[int] | None = None, **known: list[int]) -> Result:
-    """A result whose rounds added so many tokens each, and accepted one fewer unless `accepted` says more."""
+    """Returns a result whose rounds added these numbers of tokens, and by default accepted one fewer."""
     tokens = list(range(sum(added))) if tokens is None else tokens
     drafted = known.get("drafted", [drafts] * len(added))
     accepted = known.get("accepted", [n - 1 for n in added])

@@ -140,7 +140,7 @@ def test_a_warm_table_compiles_no_more(tmp_path: Path):
 
 
 def test_warming_needs_what_it_names(lm: LanguageModel):
-    with pytest.raises(ValueError, match="speculative decoding needs a drafter; none was loaded"):
+    with pytest.raises(ValueError, match="expected a drafter for speculative decoding, found none"):
         lm.with_drafter(None).warm(speculative=True)
 
 

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from reference.dflash_numpy import as_folders, random_pair
 from reference.diffusion_folder import write_folder
-from tilewright.diffusion import model as diffusion
 from tilewright.kernels import native
+from tilewright.llm import diffusion_model as diffusion
 from tilewright.llm.language_model import load
 from tilewright.models.checkpoint import chosen_dtype, stored_dtype
-from tilewright.models.stored import finite
+from tilewright.models.stored import is_finite
 
 FAST = native.kernels().isa is not None
 
@@ -77,9 +77,9 @@ def test_a_diffusion_model_does_too(tmp_path: Path):
 def test_a_single_number_that_is_none_is_found(dtype: type, value: float):
     values = np.full((3, 5), ml_dtypes.finfo(dtype).max, dtype)
     values[1] = -values[1]
-    assert finite(values)
+    assert is_finite(values)
     values[2, 4] = value
-    assert not finite(values)
+    assert not is_finite(values)
 
 
 def test_weights_with_nan_are_refused_by_name(tmp_path: Path):
@@ -87,5 +87,5 @@ def test_weights_with_nan_are_refused_by_name(tmp_path: Path):
     tensors = load_file(target / "model.safetensors")
     tensors["model.norm.weight"][3] = np.nan
     save_file(tensors, target / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.norm\.weight holds infinity or NaN"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: expected finite numbers, found infinity or NaN"):
         load(target)

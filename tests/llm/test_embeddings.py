@@ -58,7 +58,7 @@ def test_embeddings_beside_generation(lm: LanguageModel) -> None:
     """They need no program of their own, find prefixes that were computed, leave some, and hold no page in the end."""
     engine = lm.engine(ENGINE)
     engine.warm()
-    engine.open()
+    engine.accept_requests()
     heard = []
     cached = []
     asked: list[Pooling | None] = ["last", None, "last", "mean"]
@@ -93,5 +93,7 @@ def test_what_is_no_request_for_an_embedding(lm: LanguageModel) -> None:
     with pytest.raises(ValueError, match="expected pooling to be one of last, mean, found 'cls'"):
         wrong.__post_init__()
     context = lm.target.max_position_embeddings
-    with pytest.raises(ValueError, match=f"a prompt has {context + 1} tokens; the model's context is {context}"):
+    with pytest.raises(
+        ValueError, match=f"expected prompts of at most the model's context of {context} tokens, found {context + 1}"
+    ):
         lm.embed([[1] * (context + 1)])

@@ -15,7 +15,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.interfaces import Proposal
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import Shape, ShapeTable
-from tilewright.runtime.state import DecodeState, Models, Target, known_token
+from tilewright.runtime.state import DecodeState, Models, Target, last_token
 from tilewright.speculation.drafters.dflash import DFlash
 
 NEW = 32
@@ -119,14 +119,14 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: dict[int, list[int
     mistakes = np.random.default_rng(0).random(texts.shape) < 0.15
 
     def look_up(drafter: DFlash, target: Target, models: Models, state: DecodeState) -> Proposal:
-        later = jnp.arange(128)[None, None] > state.known[:, None, None]
+        later = jnp.arange(128)[None, None] > state.last_position[:, None, None]
         fits = jnp.all((state.tokens[:, None] == texts[None]) | later, axis=2) & (state.end[:, None] == ends[None])
         row = jnp.argmax(fits, axis=1)
         wrong = jnp.take(jnp.asarray(mistakes), row, axis=0) & state.ignore_eos[:, None]
         text = (jnp.take(jnp.asarray(texts), row, axis=0) + wrong.astype(jnp.int32)) % target.config.vocab_size
-        slots = state.known[:, None] + jnp.arange(1, drafter.block_size)[None]
-        block = jnp.concatenate([known_token(state), jnp.take_along_axis(text, slots, axis=1)], axis=1)
-        return Proposal(block, jnp.full(state.known.shape, drafter.block_size - 1))
+        slots = state.last_position[:, None] + jnp.arange(1, drafter.block_size)[None]
+        block = jnp.concatenate([last_token(state), jnp.take_along_axis(text, slots, axis=1)], axis=1)
+        return Proposal(block, jnp.full(state.last_position.shape, drafter.block_size - 1))
 
     lm = build(tmp_path_factory.mktemp("informed"), random_pair(0, **SIZES), table=TABLE)
     with pytest.MonkeyPatch.context() as patch:

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llm.divergence import difference
 from llm.support import prompts
 from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Target, as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
+from tilewright.bench.exact import ExactRequest, Plain
+from tilewright.bench.exact_paths import AlonePath
+from tilewright.bench.exact_plain import next_logits, top_margin
 from tilewright.kernels.select import Weights
 from tilewright.llm.language_model import Kernels, LanguageModel, load
 from tilewright.runtime.sampling import Sampling
@@ -73,7 +75,7 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
 
 @pytest.mark.slow(seconds=40)
 def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
-    """Dispatches that do whatever they like, in no order, against decoding one row at a time."""
+    """Rounds with randomly chosen drafters and widths equal decoding one row at a time."""
     folder, dflash = as_folders(tmp_path, SMALL)
     eagle3 = as_folder(tmp_path / "eagle3", *random_eagle3(0, SMALL.target_config, taps=[0, 1], draft_vocab_size=20))
     table = replace(SMALL_TABLE, widths=(2,))
@@ -82,27 +84,17 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
         pytest.skip("no CPU kernels here")
     assert isinstance(lm.drafter, Team)
     assert not lm.drafter.masked
-    rng = np.random.default_rng(0)
-    for group in (slice(0, 8), slice(8, 16)):
-        asked = SMALL_ASKED[20:][group]
-        each = SMALL_REQUESTS[group]
-        session = lm.start(asked, each)
-        while not session.finished:
-            session.advance(int(rng.integers(1, 4)), lm.drafter.choices[rng.integers(len(lm.drafter.choices))])
-        assert [r.tokens for r in session.results()] == [r.tokens for r in lm.generate(asked, each, speculative=False)]
+    requests = [ExactRequest(n, tuple(SMALL_ASKED[20 + n]), SMALL_REQUESTS[n]) for n in range(16)]
+    ran = AlonePath(lm, 8, 0)(requests)
+    assert not ran.lacking
+    assert not [found for found in map(Plain(lm).difference, ran.answers) if found is not None]
 
 
-def test_where_two_texts_part_and_the_margin_there(tmp_path: Path):
+def test_the_margin_of_the_next_token(tmp_path: Path):
     lm = load(as_folders(tmp_path, SMALL)[0], table=SMALL_TABLE)
     prompt = [3, 1, 4]
     text = [1, 5, 9, 2, 6]
     logits = np.sort(Target(SMALL.target_config, SMALL.target_tensors).run([*prompt, *text])[0], axis=1)
     for at in range(5):
-        found = difference(lm, prompt, text, [*text[:at], 30, 30])
-        assert found is not None
-        assert found.at == at
-        assert found.margin == pytest.approx(logits[2 + at, -1] - logits[2 + at, -2], rel=1e-4, abs=1e-4)
-    assert difference(lm, prompt, text, text) is None
-    cut_short = difference(lm, prompt, text[:2], text)
-    assert cut_short is not None
-    assert cut_short.at == 2
+        margin = top_margin(next_logits(lm, [*prompt, *text[:at]]))
+        assert margin == pytest.approx(logits[2 + at, -1] - logits[2 + at, -2], rel=1e-4, abs=1e-4)

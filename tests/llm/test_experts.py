@@ -171,7 +171,7 @@ def test_gpt_oss_over_two_devices(schedule: str, tokenizer: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "devices", "schedule", "said"),
     [
-        ("gpt-oss", 2, "exact", "the schedule exact sums 8 parts: expected sizes that they divide, found 6 experts"),
+        ("gpt-oss", 2, "exact", "the schedule exact sums 8 parts: expected sizes that are multiples of 8, found 6 experts"),
         (
             "qwen3-moe-sparse",
             3,

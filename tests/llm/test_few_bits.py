@@ -17,9 +17,9 @@ from tilewright.kernels import native
 from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.select import Weights
 from tilewright.llm.language_model import Kernels, LanguageModel, load
-from tilewright.models.checkpoint import kept_formats, load_decoder
+from tilewright.models.checkpoint import load_decoder, native_formats
 from tilewright.models.decoder import declare
-from tilewright.parallel.auto import SCHEDULES
+from tilewright.parallel.auto import STRATEGIES
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.memory import held_bytes, step_bytes, weight_bytes
 from tilewright.runtime.sampling import Sampling
@@ -80,7 +80,7 @@ def test_bytes_are_known_before_weights_are_read(folder: tuple[Path, Path], weig
     """By each format, of a file in few bits and of another: no less than the arrays take, and hardly more."""
     for path in folder:
         lm = loaded(path, weights)
-        said = weight_bytes(declare(lm.target, lm.ops.own_head), None, 4, lm.ops, kept_formats(path))
+        said = weight_bytes(declare(lm.target, lm.ops.separate_head), None, 4, lm.ops, native_formats(path))
         taken = held_bytes(lm.model.models.target)
         assert taken <= said < 1.1 * taken
 
@@ -92,7 +92,7 @@ def fits(weights: Weights, schedule: str, kernels: Kernels) -> bool:
 
 QUICK = [("int4", "sync", "xla"), ("int8", "sequence", "xla")]
 MESHES = [
-    *cases(QUICK, ("int8", "int4"), SCHEDULES, ("xla", "auto"), fits=fits),
+    *cases(QUICK, ("int8", "int4"), STRATEGIES, ("xla", "auto"), fits=fits),
     pytest.param("fp8", "sync", "xla", marks=pytest.mark.slow),  # to a mesh the same as 8-bit integers
 ]
 
@@ -124,5 +124,5 @@ def test_the_cpu_kernels_divide_4_bits(folder: tuple[Path, Path]):
         for mesh in (None, make_mesh({"tp": 2}))
     ]
     assert found[0] == found[1]
-    with pytest.raises(ValueError, match=r"^FP8 weights are XLA's: expected kernels 'xla'"):
+    with pytest.raises(ValueError, match=r"^FP8 weights need XLA: expected kernels 'xla'"):
         load(folder[1], weights="fp8")

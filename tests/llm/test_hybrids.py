@@ -29,7 +29,7 @@ from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime import programs as programs_module
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Proposal
-from tilewright.runtime.layout import restored, rows_of
+from tilewright.runtime.layout import restore_states, rows_of
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import placement_over
 from tilewright.runtime.programs import allocate_caches, empty_state
@@ -55,7 +55,7 @@ def hybrid(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Languag
 def engine_of(lm: LanguageModel, **options: Any) -> Engine:
     engine = lm.engine(EngineOptions(page_size=16, table=lm.table, slots=lm.table.batches[-1], guard="off", **options))
     engine.warm()
-    engine.open()
+    engine.accept_requests()
     return engine
 
 
@@ -72,7 +72,7 @@ def test_requests_come_and_go_and_the_newest_gives_way(hybrid: LanguageModel):
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.accepted > 0, "drafts that are accepted are what there is to roll back to"
-    assert (engine.prefix_cache, stats.prefix_hits) == (True, 0), "prompts so short do not pay for a snapshot"
+    assert (engine.decoding.prefix_cache, stats.prefix_hits) == (True, 0), "prompts so short do not pay for a snapshot"
     check_empty(engine)
     assert not jax.tree.leaves(engine.runner.state.target_cache[0].pending)  # type: ignore[union-attr]
 
@@ -85,13 +85,13 @@ def test_a_rollback_that_is_forgotten_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A drafter of random weights, all of whose drafts are refused; with the rollback, tokens are those of transformers."""
-    settle = DeltaState.settle
+    commit = DeltaState.commit
 
-    def settle_all(kept: DeltaState, ops: Operations, count: Array) -> DeltaState:
-        return kept if kept.pending is None else settle(kept, ops, jnp.full_like(count, kept.pending.k.shape[1]))
+    def commit_all(kept: DeltaState, ops: Operations, count: Array) -> DeltaState:
+        return kept if kept.pending is None else commit(kept, ops, jnp.full_like(count, kept.pending.k.shape[1]))
 
     if forgotten:
-        monkeypatch.setattr(DeltaState, "settle", settle_all)
+        monkeypatch.setattr(DeltaState, "commit", commit_all)
     folder = copied(tmp_path / "target", "qwen3-next", tokenizer)
     lm = load(folder, random_drafter(tmp_path / "drafter", decoder_config(folder)), table=TABLE, block_size=4)
     engine, (requests, want) = engine_of(lm), requests_of("qwen3-next", [0, 1])
@@ -110,7 +110,7 @@ def test_a_round_passes_the_target_once(hybrid: LanguageModel, monkeypatch: pyte
         return forward(config, ops, params, tokens, *rest)
 
     monkeypatch.setattr(decoder, "forward", counted)
-    programs = hybrid.engine(EngineOptions(page_size=16, table=TABLE, slots=2)).programs
+    programs = hybrid.engine(EngineOptions(page_size=16, table=TABLE, slots=2)).decoding.programs
     target = programs.target
     models = programs.models
     layout = programs.layout
@@ -232,7 +232,7 @@ def over(devices: int) -> jax.sharding.Mesh:
         (
             2,
             "exact",
-            "the schedule exact sums 8 parts: expected sizes that they divide, found 4 value heads of linear attention",
+            "the schedule exact sums 8 parts: expected sizes that are multiples of 8, found 4 value heads of linear attention",
         ),
         (4, None, "expected devices that divide 4 heads, .*, 2 key heads of linear attention"),
     ],
@@ -281,7 +281,7 @@ def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: Languag
 @pytest.mark.slow
 def test_a_stale_snapshot_is_seen(hybrid: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     def restored_of_another(caches: Any, own: Any, rows: Array) -> Any:
-        return restored(caches, own, jnp.where(rows < 0, rows, rows - 1))
+        return restore_states(caches, own, jnp.where(rows < 0, rows, rows - 1))
 
     monkeypatch.setattr(programs_module, "restored", restored_of_another)
     engine = engine_of(hybrid)
@@ -302,6 +302,6 @@ def test_snapshots_are_counted_and_without_any_a_prefix_cache_is_refused(hybrid:
     assert {each.row_bytes for each in sizes} == {layers * sum(leaf.nbytes for leaf in jax.tree.leaves(one))}
     taken = [state_bytes(target, None, each.layout, jnp.float32) for each in sizes]
     assert taken[2] - taken[1] == 7 * sizes[0].row_bytes
-    assert "2 rows and 4 snapshots (--slots, --state-snapshots)" in hybrid.engine(options).sizes_line
-    with pytest.raises(ValueError, match="expected no prefix cache: layers of linear attention keep a state of each row, of"):
+    assert "2 rows and 4 snapshots (--slots, --memory state_snapshots)" in hybrid.engine(options).decoding.sizes_line
+    with pytest.raises(ValueError, match="layers of linear attention keep a state of each row, without snapshots"):
         engine_of(hybrid, prefix_cache=True, state_snapshots=0)

@@ -1,5 +1,6 @@
 """4-bit weights: a GGUF file's bits are those that products read, speculative decoding stays exact, and a step reads less."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from llm.support import check_same_as_autoregressive, tokens_of
 from models.test_gguf import CONFIGS, make
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu
-from tilewright.kernels.linear.blocks import FORMS, BlockFormat, PackedTable
+from tilewright.kernels.linear.blocks import FORMS, BlockFormat, PackedTable, QuantisedMatrix
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models import stored
 from tilewright.models.checkpoint import load_decoder
 from tilewright.runtime.memory import held_bytes, step_bytes
 from tilewright.runtime.sampling import Sampling
@@ -47,7 +49,7 @@ def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: 
     """Every matrix, unpacked, is what llama.cpp's library makes of the file's, in the order of rows that rotation wants."""
     file, _ = make(tmp_path, CONFIGS[family], kind)
     _, want = load_decoder(file, jnp.float32)
-    found = load(file, dtype="float32", weights="int4").model.models.target
+    found = load(file, dtype="float32").model.models.target
     assert formats(found) == {FORMS[BLOCK_FORMATS[kind]].group_bytes}
     for got, layer in zip(found.layers, want.layers, strict=True):
         for one, matrix in ((got.o, layer.o), (got.down, layer.down)):
@@ -60,9 +62,50 @@ def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: 
     assert isinstance(found.embed, PackedTable) == (want.head is None)
     if want.head is None:
         assert found.embed.panels is found.head.panels
-        rows = select.operations(weights="int4").gather_rows(found.embed, jnp.arange(len(want.embed)))
+        rows = select.operations().gather_rows(found.embed, jnp.arange(len(want.embed)))
         np.testing.assert_array_equal(rows, want.embed)
         assert held_bytes(found) == step_bytes(found)
+
+
+@needs_native
+def test_by_default_matrices_are_as_in_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A quantised file keeps its bits unless it is to be dequantised; other files keep their dtype."""
+    file, folder = make(tmp_path, CONFIGS["llama"], Kind.Q4_1)
+    caplog.set_level("INFO", "tilewright.models")
+    kept = load(file)
+    assert kept.quantised
+    assert re.search(r"keeping quantised: \d+ Q4_1 matrices", caplog.text)
+    assert re.search(r"weights in the file's formats, \d\.\d\d bits a weight \(bfloat16\), no drafter", repr(kept))
+    assert "dequantising" not in caplog.text
+    asked = load(file, weights="dequantised")
+    assert not asked.quantised
+    assert "dequantising to bfloat16: " in caplog.text
+    assert "weights in bfloat16, no drafter" in repr(asked)
+    assert not load(folder).quantised
+    _, want = load_decoder(file, jnp.bfloat16)
+    np.testing.assert_array_equal(cpu.unpack(asked.model.models.target.layers[0].o), want.layers[0].o)
+
+
+@needs_native
+def test_a_format_that_no_matmul_reads_is_dequantised_beside_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Joined matrices are then multiplied one by one, where only some of them are in blocks."""
+    file, _ = make(tmp_path, CONFIGS["llama"], Kind.Q4_1)
+    read = stored.read_blocks
+
+    def without_keys(files: Any, tensor: stored.StoredTensor, rows: slice = slice(None)) -> QuantisedMatrix | None:
+        return None if "k_proj" in tensor.name else read(files, tensor, rows)
+
+    monkeypatch.setattr(stored, "read_blocks", without_keys)
+    lm = load(file, dtype="float32", table=ShapeTable(batches=(1,), capacities=(64,), chunks=(16,)))
+    assert re.search(r"dequantising to float32, because .*: \d Q4_1 matrices. Use --weights int8 or int4", caplog.text)
+    _, want = load_decoder(file, jnp.float32)
+    q, k, v = lm.model.models.target.layers[0].qkv.parts
+    assert [part.in_blocks for part in (q, k, v)] == [True, False, True]
+    for got, matrix in zip((q, k, v), want.layers[0].qkv.parts, strict=True):
+        np.testing.assert_array_equal(cpu.unpack(got)[: len(matrix)], matrix)
+    assert len(tokens_of(lm, ["hello"], Sampling(4), speculative=False, batch=1)[0]) == 4
 
 
 @needs_native
@@ -95,7 +138,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
     for kind in KINDS:
         file, _ = make(tmp_path_factory.mktemp(kind.name), CONFIGS["qwen3"], kind)
         table = ShapeTable(capacities=(128,), chunks=(16,))
-        made[kind.name] = load(file, "ngram", block_size=6, dtype="bfloat16", weights="int4", table=table)
+        made[kind.name] = load(file, "ngram", block_size=6, dtype="bfloat16", table=table)
     return made
 
 

@@ -67,7 +67,7 @@ def test_a_prompt_in_pieces_is_the_prompt_in_one(tmp_path: Path, dtype: str):
             stream.advance(4)
             state, rows = state_of(stream) if not stream.finished else (None, [])
             if state is not None and rows == [0, 1, 2]:
-                held = [held_entries(cache, state.known) for cache in state.target_cache]
+                held = [held_entries(cache, state.last_position) for cache in state.target_cache]
         found.append((held, [result.tokens for result in stream.generation()]))
     (caches, tokens), (others, other_tokens) = found
     assert caches
@@ -94,7 +94,7 @@ def test_a_prefix_that_is_shared_gives_what_it_gives_alone(tmp_path: Path):
     want = [lm.generate([tokens], Sampling(NEW))[0].tokens for tokens in asked]
     engine = lm.engine(EngineOptions(table=lm.table, page_size=16, pages=5, guard="off"))
     engine.runner.reset()
-    engine.open()
+    engine.accept_requests()
     heard, _ = drive(engine, [GenerateRequest(tokens, Sampling(NEW)) for tokens in asked], np.random.default_rng(0))
     assert [each.tokens for each in heard] == want
     stats = engine.stats()
@@ -128,8 +128,8 @@ def test_a_page_takes_about_half_of_bfloat16():
 
 
 def test_the_server_says_what_it_keeps(tmp_path: Path):
-    assert "in int8 (--kv-dtype)" in small(tmp_path, dtype="float32").engine(EngineOptions(pages=4)).sizes_line
-    assert "in float32 (--kv-dtype)" in small(tmp_path, kv_dtype="auto").engine(EngineOptions(pages=4)).sizes_line
+    assert "in int8 (--kv-dtype)" in small(tmp_path, dtype="float32").engine(EngineOptions(pages=4)).decoding.sizes_line
+    assert "in float32 (--kv-dtype)" in small(tmp_path, kv_dtype="auto").engine(EngineOptions(pages=4)).decoding.sizes_line
 
 
 def test_another_format_is_refused():

@@ -13,7 +13,8 @@ import pytest
 
 from llm.support import TABLE, build, prompts, state_of, tokens_of
 from reference.dflash_numpy import Pair, as_folders, random_pair
-from tilewright.llm.language_model import LanguageModel, check_messages, listed, load
+from tilewright.llm.conversation import check_messages
+from tilewright.llm.language_model import LanguageModel, listed, load
 from tilewright.runtime.model import token_ids
 from tilewright.runtime.sampling import Sampling
 
@@ -56,7 +57,10 @@ def test_token_ids_of_other_kinds_of_integers():
 
 @pytest.mark.parametrize(
     ("prompts", "problem"),
-    [({"role": "user", "content": "t1"}, "`chat` takes a list of them"), (5, "expected a prompt or a list of them, found 5")],
+    [
+        ({"role": "user", "content": "t1"}, "use `chat` with a list of messages"),
+        (5, "expected a prompt or a list of prompts, found 5"),
+    ],
 )
 def test_what_is_no_list_of_prompts_is_told(prompts: object, problem: str):
     with pytest.raises(ValueError, match=re.escape(problem)):
@@ -67,7 +71,7 @@ def test_what_is_no_list_of_prompts_is_told(prompts: object, problem: str):
     ("messages", "problem"),
     [
         ("t1", "expected a list of messages, as [{"),
-        ({"role": "user", "content": "t1"}, "found a message alone"),
+        ({"role": "user", "content": "t1"}, "found a single message"),
         ([], "found []"),
         ([{"content": "t1"}], "message 1: expected an object with a role"),
         ([{"role": "user", "content": "t1"}, "t2"], "message 2: expected an object with a role, found 't2'"),
@@ -150,7 +154,7 @@ def test_a_model_without_a_drafter(tmp_path: Path, lm: LanguageModel):
     alone = load(target, table=TABLE)
     assert alone.drafter is None
     assert alone.generate([[1, 2]], NEW)[0].tokens == lm.generate([[1, 2]], NEW, speculative=False)[0].tokens
-    with pytest.raises(ValueError, match="speculative decoding needs a drafter; none was loaded"):
+    with pytest.raises(ValueError, match="expected a drafter for speculative decoding, found none"):
         alone.generate([[1, 2]], NEW, speculative=True)
 
 
@@ -194,13 +198,13 @@ def test_a_drafter_in_bfloat16_changes_no_token(tmp_path: Path, lm: LanguageMode
         ([], NEW, "expected at least one prompt, found none"),
         ([[1, 40]], NEW, "expected token ids below the vocabulary size 40, found 40"),
         ([[-1]], NEW, "expected token ids below the vocabulary size 40, found -1"),
-        ([[1] * 512], NEW, "the prompt has 512 tokens; the model's context is 512"),
+        ([[1] * 512], NEW, "expected a prompt shorter than the model's context of 512 tokens, found 512"),
         (
             [[1], [1] * 507],
             NEW,
             "a prompt of 507 tokens leaves room for 5 in the model's context of 512; max_new_tokens is 6",
         ),
-        ([[1] * 124], NEW, "no declared shape holds 1 rows of 130 positions; the largest has 8 rows of 128 positions"),
+        ([[1] * 124], NEW, "expected at most 8 rows of 128 positions, as declared, found 1 rows of 130 positions"),
         ([[1], [2]], [NEW], "expected one sampling for each of 2 prompts, found 1"),
     ],
 )
@@ -232,7 +236,7 @@ def test_the_last_positions_of_the_longest_capacity_can_be_used(tmp_path: Path, 
     for drafted in (False, True):
         got = tight.generate(asked, [Sampling(10), Sampling(4)], drafted)
         assert [result.tokens for result in got] == want
-    with pytest.raises(ValueError, match="no declared shape holds 1 rows of 65 positions"):
+    with pytest.raises(ValueError, match="as declared, found 1 rows of 65 positions"):
         tight.generate(asked[:1], Sampling(11))
 
 
@@ -310,7 +314,7 @@ def drop(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("which", "change", "message"),
     [
-        ("target", drop("tokenizer.json"), "is a folder without a tokenizer"),
+        ("target", drop("tokenizer.json"), "has no tokenizer: expected tokenizer.json"),
         ("target", drop("config.json"), r"it has no config\.json"),
         ("target", drop("model.safetensors"), r"expected model\.safetensors"),
         ("target", change_config(model_type="gpt2"), "model_type must be one of qwen3, qwen3_moe, qwen2, .*, found 'gpt2'"),
@@ -343,4 +347,4 @@ def test_a_drafter_with_a_foreign_tensor_is_refused(tmp_path: Path):
 def test_a_long_context_has_shapes_to_its_end(tmp_path: Path):
     pair = random_pair(0, vocab_size=24, target_layers=1, drafter_layers=1, taps=[0], max_position_embeddings=300_000)
     lm = load(as_folders(tmp_path, pair)[0])
-    assert lm.start([[1, 2, 3]], Sampling(200_000)).engine.programs.layout.capacity == 262_144
+    assert lm.start([[1, 2, 3]], Sampling(200_000)).engine.decoding.programs.layout.capacity == 262_144

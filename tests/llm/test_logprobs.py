@@ -130,7 +130,7 @@ def decode(lm: LanguageModel, rows: Sequence[int] = range(len(ASKED))) -> list[T
     table = replace(TABLE, batches=(1,) if len(rows) == 1 else (ROWS,))
     engine = lm.engine(EngineOptions(table, 16, prefix_cache=False, guard="off", dispatch_s=1e-3))
     engine.runner.reset()
-    engine.open()
+    engine.accept_requests()
     heard = [Heard() for _ in rows]
     for n, listen in zip(rows, heard, strict=True):
         engine.submit(GenerateRequest(ASKED[n], REQUESTS[n], MOST_ALTERNATIVES if ASKING[n] else None), listen)

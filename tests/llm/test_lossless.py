@@ -162,7 +162,7 @@ def emitted(lm: LanguageModel, vocab: int, batches: int) -> tuple[dict[str, NDAr
     stream.prefill()
     runner = stream.engine.runner
     scheduler = stream.engine.scheduler
-    running, _ = scheduler.make_room(scheduler.running, length, stream.engine.programs.width(None))
+    running, _ = scheduler.make_room(scheduler.running, length, stream.engine.decoding.programs.width(None))
     first = jax.tree.map(np.array, runner.state)
     digits = vocab ** np.arange(length)[::-1]
     for batch in range(batches):

@@ -149,7 +149,7 @@ def test_what_auto_takes_is_said():
     lm = build("llama", "none", 1, **over(2, "auto"))
     assert told(lm, "greedy", 1) == alone("llama", "none", "auto", "greedy", 1)[0]
     assert lm.placement is not None
-    assert "sync for 8 rows: no figures of the links" in (lm.placement.why(8) or "")
+    assert "sync for 8 rows: the bandwidth of the links" in (lm.placement.why(8) or "")
     assert build("llama", "none", 1, **over(2, "ring")).placement.why(8) is None  # type: ignore[union-attr]
 
 
@@ -215,8 +215,8 @@ def test_each_device_packs_its_own_heads_into_a_tpus_pages():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"compiler_options": True}, "compiler options are for several devices: expected a mesh beside them, found none"),
-        ({"schedule": "ring"}, "a schedule needs several devices: expected a mesh beside 'ring', found none"),
+        ({"compiler_options": True}, "expected a mesh of several devices for compiler options, found none"),
+        ({"schedule": "ring"}, "expected a mesh of several devices for the schedule 'ring', found none"),
         (over(2, "star"), "expected a schedule among sync, sequence, ring, domino, column, exact, auto, found 'star'"),
         ({"mesh": make_mesh({"dp": 2, "tp": 2})}, "expected a mesh of one axis, found 2: dp, tp"),
         (
@@ -227,7 +227,7 @@ def test_each_device_packs_its_own_heads_into_a_tpus_pages():
         (over(8), "1, 2, 4; found 8"),
         (
             over(2) | {"drafter_dtype": "bfloat16"},
-            "expected a drafter in float32, as the model whose output head lies over a mesh",
+            "expected a drafter in float32, the dtype of the output head over a mesh, found another",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def observer(lm: LanguageModel) -> Callable[..., Any]:
 
         target = Decoding(lm.target, replace(lm.ops, head_argmax=record, head_top_k=record_top), Recording(seen))
         block = drafter.propose(target, models, state).block
-        span = Span(state.known, jnp.full_like(state.known, block.shape[1]))
+        span = Span(state.last_position, jnp.full_like(state.last_position, block.shape[1]))
         ran = run_target(target, models.target, state, block, span, ())
         (draft_logits,) = seen
         return block, draft_logits, decoder.logits(lm.target, lm.ops, models.target, ran.hidden)
@@ -107,7 +107,7 @@ def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: i
     while not session.finished:
         state, numbers = state_of(session)
         at = {number: place for place, number in enumerate(numbers)}
-        known = np.asarray(state.known)
+        known = np.asarray(state.last_position)
         blocks, draft_logits, target_logits = (np.asarray(x) for x in observe(lm.model.models, state))
         pieces = session.advance(1)
         for i, generation in enumerate(want):
@@ -214,7 +214,7 @@ def test_rounds_with_a_draft_vocabulary_equal_the_reference(tmp_path: Path, kind
     session = lm.start(ASKED, Sampling(NEW))
     session.prefill()
     assert lm.drafter is not None
-    propose = jax.jit(partial(lm.drafter.turn(None).propose, lm.model.target))
+    propose = jax.jit(partial(lm.drafter.variant(None).propose, lm.model.target))
     number = 0
     while not session.finished:
         state, rows = state_of(session)
@@ -272,7 +272,7 @@ def test_padding_rows_stay_as_they_are(tmp_path: Path, drafted: bool):
     while not session.finished:
         assert runner.state is not None
         assert bool(runner.state.done[3])
-        assert int(runner.state.known[3]) == 0
+        assert int(runner.state.last_position[3]) == 0
         session.advance(5)
     assert len(session.results()) == 3
 

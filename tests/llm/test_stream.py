@@ -208,9 +208,9 @@ def test_seconds_are_counted(lm: LanguageModel):
 @pytest.mark.parametrize("drafted", [False, True])
 def test_logits_that_are_not_finite_are_an_error(lm: LanguageModel, drafted: bool, monkeypatch: pytest.MonkeyPatch):
     stream = lm.start(ASKED, Sampling(NEW), drafted)
-    models = stream.engine.programs.models
+    models = stream.engine.decoding.programs.models
     broken = replace(models.target, embed=models.target.embed.at[ASKED[1][3]].set(np.nan))
-    monkeypatch.setattr(stream.engine.programs, "models", replace(models, target=broken))
+    monkeypatch.setattr(stream.engine.decoding.programs, "models", replace(models, target=broken))
     with pytest.raises(ArithmeticError, match="the target's logits are not finite"):
         run(stream)
 
@@ -225,7 +225,7 @@ def test_steps_that_no_dispatch_runs(lm: LanguageModel, steps: int):
 def test_an_engine_that_reports_no_log_probabilities_refuses_to_be_asked_for_them(lm: LanguageModel):
     engine = lm.start(ASKED, Sampling(NEW)).engine
     engine.check(GenerateRequest([1], Sampling(1)))
-    with pytest.raises(ValueError, match="expected no logprobs: the rounds that run here report none"):
+    with pytest.raises(ValueError, match="expected no logprobs, since the compiled rounds report none"):
         engine.check(GenerateRequest([1], Sampling(1), logprobs=0))
 
 
@@ -254,7 +254,7 @@ def test_a_stream_that_is_left_early_gives_its_memory_back(lm: LanguageModel, wa
     assert live_bytes() == before
     assert sum(len(result.tokens) for result in stream.results()) == len(pieces) > 0
     assert [result.finish_reason for result in stream.results()] == ["interrupted"] * len(ASKED)
-    with pytest.raises(RuntimeError, match="expected a stream that goes on, found one that was closed"):
+    with pytest.raises(RuntimeError, match="expected an open stream, found a closed one"):
         stream.advance()
     with pytest.raises(ArithmeticError), lm.start(ASKED, Sampling(NEW)) as stream:
         stream.advance(1)
@@ -268,7 +268,7 @@ def test_more_prompts_than_rows_wait_for_one(lm: LanguageModel, want: list[Gener
     asked = ASKED * 7
     limits = [NEW - n % 5 for n in range(len(asked))]
     stream = lm.start(asked, [Sampling(limit) for limit in limits], drafted)
-    assert stream.engine.programs.layout.batch == max(TABLE.batches) < len(asked)
+    assert stream.engine.decoding.programs.layout.batch == max(TABLE.batches) < len(asked)
     pieces = run(stream, 3)
     check_stream(pieces, stream.results())
     for row, result in enumerate(stream.results()):
@@ -318,7 +318,7 @@ def test_the_single_step_gives_what_the_loop_gives(
 
 def test_the_single_step_has_no_loop_that_depends_on_data(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """Loops of a fixed number of turns are `scan` in a trace."""
-    programs = lm.start(ASKED, Sampling(NEW)).engine.programs
+    programs = lm.start(ASKED, Sampling(NEW)).engine.decoding.programs
     counted = {}
     state = jax.eval_shape(lambda: programs.empty_state(*programs.get(ProgramKey("allocate"))()))
     for loops, masked in product((True, False), repeat=2):

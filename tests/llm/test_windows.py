@@ -29,7 +29,7 @@ WINDOW = 9
 def engine_of(lm: LanguageModel, slots: int = 2, **options: object) -> Engine:
     engine = lm.engine(EngineOptions(page_size=PAGE, table=TABLE, slots=slots, guard="off", **options))  # type: ignore[arg-type]
     engine.warm()
-    engine.open()
+    engine.accept_requests()
     return engine
 
 
@@ -67,7 +67,7 @@ def test_pages_before_the_window_are_given_up(mistral: LanguageModel):
     bound = window_pages(WINDOW, look_ahead(16, 4), PAGE, CONTEXT)
     assert max(held) <= bound < max(whole) // 2
     # And memory is taken for no more: of the layers here all have the window.
-    sizes = engine.sizes
+    sizes = engine.decoding.sizes
     assert sizes is not None
     assert sizes.held_bytes == 2 * 2 * mistral.model.target.config.head_dim * 2 * 4 * PAGE * bound
     check_empty(engine)

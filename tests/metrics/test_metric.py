@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewright.metrics.metric import Metric, chosen, significant
+from tilewright.metrics.metric import Metric, select_metrics, significant
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_significant_digits(value: float, digits: int, text: str):
     ],
 )
 def test_values_as_tables_show_them(metric: Metric, value: float | str | None, text: str | None):
-    assert metric.of({metric.name: value, "other": 1}) == text
+    assert metric.row_text({metric.name: value, "other": 1}) == text
 
 
 def test_metrics_are_chosen_by_name_in_the_order_asked_for():
     group = (Metric("a"), Metric("b"), Metric("c"))
-    assert chosen(group, "c a") == (group[2], group[0])
+    assert select_metrics(group, "c a") == (group[2], group[0])
     with pytest.raises(KeyError, match="d"):
-        chosen(group, "a d")
+        select_metrics(group, "a d")

@@ -43,7 +43,7 @@ def test_the_terminal_has_a_line_for_each_row_below_its_group():
 def test_words_stand_on_the_left_and_an_empty_line_where_a_field_changes():
     data = Metric("data", head="data", words=True)
     way = Metric("name", head="way", words=True)
-    table = FigureTable("Speed", "", {"": ROWS}, (data, way, SHARE), apart="data", unknown="none")
+    table = FigureTable("Speed", "", {"": ROWS}, (data, way, SHARE), section_by="data", unknown="none")
     assert [line.strip(" ─") for line in lines_of(table)][2:] == [
         "data     way    share",
         "",

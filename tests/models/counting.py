@@ -12,7 +12,7 @@ READ: list[tuple[str, int]] = []
 
 
 class CountedPart:
-    """What `get_slice` gives: shape and dtype for nothing, entries at their price."""
+    """Slice that counts the entries that are read; shape and dtype cost nothing."""
 
     def __init__(self, name: str, part: Any):
         self.name = name

@@ -51,7 +51,7 @@ GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""Of layers whose halves are normed behind, too."""
+"""Tensor names of layers with norms after their sublayers."""
 
 
 def file_name(name: str, family: Family) -> str:

@@ -15,7 +15,7 @@ from tilewright.models.quantised import quantised_layout
 GROUP = 32
 """Inputs that share a scale, where a method lets a checkpoint choose."""
 SIZE = 0.01
-"""Of a unit of the integers, about."""
+"""Approximate scale of a unit of the integers."""
 
 
 class Method(NamedTuple):
@@ -97,7 +97,7 @@ METHODS: dict[str, Method] = {
     "fp8 in blocks": Method({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, floats_in_blocks),
     "mxfp4": Method(compressed("mxfp4-pack-quantized", type="float", **GROUPED), mxfp4),
 }
-"""By name: AutoGPTQ's, AutoAWQ's, compressed-tensors', and FP8 as DeepSeek's and Qwen's checkpoints have it."""
+"""Published layouts by name: AutoGPTQ's, AutoAWQ's, compressed-tensors', and FP8 of DeepSeek's and Qwen's checkpoints."""
 
 
 def quantise_folder(folder: Path, name: str) -> dict[str, np.ndarray]:

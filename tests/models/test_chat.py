@@ -58,7 +58,7 @@ def test_a_template_is_told_what_it_is_given_and_nothing_else(tmp_path: Path):
     values = {"enable_thinking": False, "effort": "low", "flags": [1, 2]}
     assert template.render(HELLO, values=values) == "True low 2["
     for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
-        with pytest.raises(ValueError, match=f"of which {name} is none"):
+        with pytest.raises(ValueError, match=f"found the reserved {name}"):
             template.render(HELLO, values={name: 1})
 
 
@@ -75,7 +75,7 @@ def test_a_last_message_may_be_continued(tmp_path: Path):
     assert looks.render([{"role": "assistant", "content": "so"}], False, True) == "2:so", "it does not tell where a mark stands"
     empty = load(tmp_path, "{{ bos_token }}", bos_token="[")
     for made, content in ((template, " "), (empty, "so")):
-        with pytest.raises(ValueError, match="to be continued"):
+        with pytest.raises(ValueError, match="to continue it"):
             made.render([{"role": "assistant", "content": content}], False, True)
 
 

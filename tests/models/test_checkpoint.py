@@ -204,7 +204,7 @@ def test_absent_shard_is_named(tmp_path: Path):
     make(tmp_path, QWEN)
     shard(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"index\.json names files that are not there: model-00002-of-00002\.safetensors$"):
+    with pytest.raises(ValueError, match=r"index\.json names files that do not exist: model-00002-of-00002\.safetensors$"):
         load_decoder(tmp_path, jnp.float32)
 
 
@@ -297,7 +297,7 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path, layers: str, h
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_saved_without_its_head(tmp_path: Path, tied: bool, prefix: str, caplog: pytest.LogCaptureFixture):
-    """As models of embeddings are: no `model.` before the names, and no head even where the configuration promises one."""
+    """Embedding models have no `model.` before the names, and no head even if the configuration declares one."""
     base = replace(LLAMA, tie_word_embeddings=tied)
     params = make(tmp_path, base)
     stored = tensors_of(tmp_path)

@@ -97,7 +97,7 @@ QWEN25: dict[str, Any] = {
 
 
 def problems(fields: dict[str, Any]) -> list[str]:
-    """What the error lists, one by one."""
+    """Lists the problems of the error."""
     with pytest.raises(ValueError, match=r"^some/config\.json: ") as caught:
         config_from_hf(fields, where="some/config.json")
     return str(caught.value).partition(": ")[2].split("; ")
@@ -395,7 +395,7 @@ def test_configs_that_transformers_wrote(name: str):
 
 @pytest.mark.parametrize(("name", "kept"), [("gemma2-tied", False), ("gemma3-tied", True), ("mistral-window", False)])
 def test_a_window_that_no_context_comes_to_the_end_of(name: str, kept: bool):
-    """It hides nothing, but layers that have one may rotate by a base of their own."""
+    """A window as long as the context hides nothing, but its layers may have their own rotary base."""
     fields = json.loads((GOLDENS / name / "config.json").read_text())
     whole = GOLDEN_CONFIGS[name]
     context = whole.sliding_window
@@ -421,7 +421,7 @@ def test_older_spelling_of_the_same(name: str, type_key: str):
 
 
 def test_defaults():
-    """Of what a configuration may leave out; a Qwen3 head has 128 by default, a Llama head hidden / heads."""
+    """Default fields: a Qwen3 head has 128 entries, a Llama head hidden / heads."""
     short = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     kept = (*short, "max_position_embeddings")
     llama = config_from_hf({name: LLAMA31[name] for name in kept})
@@ -541,7 +541,7 @@ def test_yarn_needs_no_original_length():
 
 @pytest.mark.parametrize(("declared", "original"), [(32768, 32768), (131072, 32768), (40960, 4096)])
 def test_yarn_lengthens_a_context_that_was_declared_without_it(declared: int, original: int):
-    """As vLLM takes Qwen2.5's advice for long texts: the scaling is added, and the context left as it was."""
+    """Qwen2.5's advice for long texts, as vLLM reads it: the scaling is added, and the context stays unchanged."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": original, "finetuned": True}
     read = config_from_hf({**QWEN3, "max_position_embeddings": declared, "rope_scaling": scaling})
     assert read.max_position_embeddings == max(declared, 4 * original)

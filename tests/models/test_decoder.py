@@ -18,7 +18,7 @@ from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, causal_attend, declare, forward, forward_full
 from tilewright.models.params import abstract, count, initialise, spec_leaves, to_tensors
-from tilewright.models.stack import SINGLE_DEVICE, TRACED_ONCE, Schedule
+from tilewright.models.stack import SINGLE_DEVICE, TRACED_ONCE, Strategy
 from tilewright.models.stored import read_headers, stacked
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
@@ -186,19 +186,19 @@ def test_a_head_of_bfloat16_is_not_rounded_to_it():
 
 
 @pytest.mark.parametrize(("schedule", "times"), [(SINGLE_DEVICE, 2), (TRACED_ONCE, 1)])
-def test_each_layer_attends_in_order_with_rotated_keys(schedule: Schedule, times: int):
+def test_each_layer_attends_in_order_with_rotated_keys(schedule: Strategy, times: int):
     """Layers that are alike may be traced once."""
     tokens = jnp.arange(6).reshape(2, 3)
     positions = jnp.broadcast_to(jnp.arange(3), (2, 3))
     traced = []
 
-    def attend(ops: Any, projection: Any, heads: Any, seen: Any, kept: Array) -> tuple[Array, Any]:
+    def attend(ops: Any, projection: Any, heads: Any, attn_metadata: Any, kv_cache: Array) -> tuple[Array, Any]:
         q, k, v = ops.heads(projection, heads)
         traced.append((q.shape, k.shape, v.shape))
-        return causal_attend(ops, projection, heads, seen, kept)[0], (kept + seen, k)
+        return causal_attend(ops, projection, heads, attn_metadata, kv_cache)[0], (kv_cache + attn_metadata, k)
 
     def kept(params: DecoderParams, at: Array) -> Any:
-        return forward(SMALL, PLAIN, params, tokens, at, attend, jnp.int32(10), (0, 1), schedule=schedule).kept
+        return forward(SMALL, PLAIN, params, tokens, at, attend, jnp.int32(10), (0, 1), schedule=schedule).caches
 
     here, there = (jax.jit(kept)(drawn(SMALL), positions + moved) for moved in (0, 1))
     assert traced == [((2, 3, 4, 8), (2, 2, 3, 8), (2, 2, 3, 8))] * times
@@ -212,7 +212,7 @@ def test_each_layer_attends_in_order_with_rotated_keys(schedule: Schedule, times
 def test_something_kept_for_each_layer():
     zeros = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="zip"):
-        jax.eval_shape(lambda p: forward(SMALL, PLAIN, p, zeros, zeros, causal_attend, kept=(None,)), drawn(SMALL))
+        jax.eval_shape(lambda p: forward(SMALL, PLAIN, p, zeros, zeros, causal_attend, caches=(None,)), drawn(SMALL))
 
 
 def test_declaration_is_the_checkpoint(golden: Golden):
@@ -322,3 +322,14 @@ def test_initialise():
     for unlike in (second, other.layers[0]):
         assert float(jnp.mean(jnp.abs(first.gate_up.parts[0] - unlike.gate_up.parts[0]))) > 0.01
     assert spec_leaves(specs.layers[0].down)[0].scale == pytest.approx(0.02 / math.sqrt(2 * SMALL.num_layers))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scaled_embedding_is_rounded_before_it_is_added(dtype: str):
+    """Programs of other widths would contract product and sum to one rounding in other places."""
+    config = DecoderConfig(**{**vars(SMALL), "embedding_scale": 25.298})
+    rng = np.random.default_rng(0)
+    embedded, added = (jnp.asarray(rng.standard_normal((1, 16, 640)), dtype) for _ in range(2))
+    found = jax.jit(lambda x, y: decoder.scaled(config, x) + y)(embedded, added)
+    product = np.asarray(embedded) * np.asarray(config.embedding_scale, embedded.dtype)
+    np.testing.assert_array_equal(found, product + np.asarray(added))

@@ -19,10 +19,10 @@ ROWS = 3
 BLOCK = 5
 
 
-class Seen(NamedTuple):
+class Positions(NamedTuple):
     start: Any
     count: Any
-    open_ended: bool = False
+    uncommitted: bool = False
 
 
 def weights(dtype: Any = jnp.float32) -> DeltaWeights:
@@ -35,12 +35,12 @@ def inputs(seed: int, length: int, dtype: Any = jnp.float32) -> DeltaInputs:
     return DeltaInputs(*(jnp.asarray(rng.standard_normal((ROWS, length, width)), dtype) for width in widths))
 
 
-@partial(jax.jit, static_argnames="open_ended")
-def passed(kept: DeltaState, new: DeltaInputs, start: Any, count: Any, open_ended: bool) -> Any:
-    return attend_delta(SIZES, PLAIN, weights(new.qkv.dtype), 1e-6, new, Seen(start, count, open_ended), kept)
+@partial(jax.jit, static_argnames="uncommitted")
+def passed(kept: DeltaState, new: DeltaInputs, start: Any, count: Any, uncommitted: bool) -> Any:
+    return attend_delta(SIZES, PLAIN, weights(new.qkv.dtype), 1e-6, new, Positions(start, count, uncommitted), kept)
 
 
-settled = jax.jit(lambda kept, count: kept.settle(PLAIN, count))
+committed = jax.jit(lambda kept, count: kept.commit(PLAIN, count))
 
 
 def at(new: DeltaInputs, begin: int, end: int) -> DeltaInputs:
@@ -60,10 +60,10 @@ def test_a_block_leaves_what_its_accepted_positions_would_have_left(dtype: Any, 
     kept, start = begun(dtype)
     new = inputs(2, BLOCK, dtype)
     count = jnp.asarray(accepted, jnp.int32)
-    out, open_ended = passed(kept, new, start, jnp.full_like(start, BLOCK), True)
-    for held, before in zip((open_ended.state, open_ended.before), (kept.state, kept.before), strict=True):
+    out, uncommitted = passed(kept, new, start, jnp.full_like(start, BLOCK), True)
+    for held, before in zip((uncommitted.state, uncommitted.before), (kept.state, kept.before), strict=True):
         np.testing.assert_array_equal(held, before)
-    after = settled(open_ended, count)
+    after = committed(uncommitted, count)
     one_by_one = kept
     outs = []
     for n in range(BLOCK):

@@ -78,7 +78,7 @@ MUSE = {
 def test_a_published_configuration():
     config = dflash2.config_from_hf(MUSE)
     assert config.windows == (2048,) * 5
-    assert (config.block_size, config.conv_kernel_size, convolution.groups_of(config)) == (16, 2, 416)
+    assert (config.block_size, config.conv_kernel_size, convolution.num_groups(config)) == (16, 2, 416)
     assert (config.output_multiplier, config.final_logit_softcapping) == (0.19611613513818404, 20.0)
     assert config.target_layer_ids == (1, 13, 25, 37, 49)
     assert dflash2.config_from_hf(dflash2.config_to_hf(config)) == config
@@ -221,9 +221,9 @@ def test_fresh_parameters_do_what_dflash_does(model: tuple[DFlash2Config, DFlash
     x = jax.random.normal(jax.random.key(1), (2, 4, 32))
     positions = jnp.arange(4)[None] + jnp.zeros((2, 1), jnp.int32)
 
-    def attend(ops: Any, projection: Any, heads: Any, seen: Any, kept: Any) -> tuple[jax.Array, Any]:
+    def attend(ops: Any, projection: Any, heads: Any, attn_metadata: Any, kv_cache: Any) -> tuple[jax.Array, Any]:
         q = ops.heads(projection, heads)[0]
-        return q.reshape(*q.shape[:2], -1), kept
+        return q.reshape(*q.shape[:2], -1), kv_cache
 
     arguments = (x, positions, (None, None), attend, None)
     got = convolution.run_block(config, PLAIN, params, *arguments)

@@ -182,7 +182,7 @@ def test_scores_equal_the_reference(tmp_path: Path):
 
 
 def test_the_serial_logits_are_those_of_the_candidates(tmp_path: Path):
-    """What training adds for all tokens is what drafting adds for some."""
+    """Training adds the serial head for all tokens, drafting only for the candidates."""
     _, params = loaded(tmp_path)
     before = jnp.asarray([[3, 1, 15]], jnp.int32)
     whole = dspark.serial_logits(PLAIN, params.selector, before)

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from reference.dflash_numpy import Target, random_pair
 from reference.eagle3_numpy import Chain, Draft, as_folder, random_eagle3
 from tilewright.kernels import native
-from tilewright.kernels.operations import Operations
+from tilewright.kernels.masks import AttentionMask
+from tilewright.kernels.operations import KeyValueRows, Operations
 from tilewright.kernels.select import PLAIN, operations
 from tilewright.models import decoder, draft_vocab, eagle3
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
@@ -85,7 +86,8 @@ def draft(
             q, k, v = ops.heads(projection, heads)
             own.append((k, v))
             mine = tuple(jnp.concatenate(parts, axis=2) for parts in zip(*own, strict=True))
-            return ops.prefix_attention(q, *cache, known[:, None] - 1, (mine[0], mine[1])).reshape(*q.shape[:2], -1)
+            mask = AttentionMask(known[:, None] - 1, "full")
+            return ops.attend(q, KeyValueRows(*cache), mask, (mine[0], mine[1])).reshape(*q.shape[:2], -1)
 
         h = eagle3.step(config, ops, params, h, table[token], at, attend)
         scores = eagle3.draft_logits(config, ops, params, h)[:, 0]
@@ -281,9 +283,9 @@ def test_maps_and_ids_are_the_same_thing(size: int, seed: int):
         ({"d2t": None}, "expected the tensor d2t, as draft_vocab_size 24 is not vocab_size 40"),
         ({"d2t": np.zeros(23, np.int64)}, r"expected d2t to hold 24 integers, found int64 \[23\]"),
         ({"d2t": np.zeros(24, np.float32)}, r"expected d2t to hold 24 integers, found float32 \[24\]"),
-        ({"d2t": -np.arange(24)}, "expected d2t to lead to 24 different ids below 40"),
-        ({"d2t": np.full(24, 17)}, "expected d2t to lead to 24 different ids below 40"),
-        ({"t2d": np.ones(40, bool)}, "expected t2d to be true for the 24 ids that d2t leads to, found 40"),
+        ({"d2t": -np.arange(24)}, "expected d2t to map to 24 different ids below 40"),
+        ({"d2t": np.full(24, 17)}, "expected d2t to map to 24 different ids below 40"),
+        ({"t2d": np.ones(40, bool)}, "expected t2d to be true for the 24 ids that d2t maps to, found 40"),
         ({"norm.weight": None, "extra.weight": np.zeros(3, np.float32)}, r"1 missing: norm.weight; 1 unknown: extra.weight"),
         ({"fc.weight": np.zeros((32, 64), np.float32)}, r"fc.weight \(expected \[32, 96\], found \[32, 64\]\)"),
         ({"midlayer.self_attn.q_norm.weight": np.ones(16, np.float32)}, "1 unknown: midlayer.self_attn.q_norm.weight"),
@@ -320,7 +322,7 @@ CONFIG = random_eagle3(0, PAIR.target_config)[0]
         ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm=True is not supported"),
         ({"eagle_config": {"surprise": 1, "another": 2}}, "eagle_config has unknown fields: another, surprise"),
         ({"eagle_config": [1]}, r"eagle_config must be an object, found \[1\]"),
-        ({"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 5]}, "must stand in eagle_config"),
+        ({"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": [2, 5]}, "must be in eagle_config"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1]}}, r"must be a token id or a list of them, found \[-1\]"),
         ({"eagle_config": {"block_size": 1}}, "block_size must be at least 2, found 1"),
         ({"draft_vocab_size": 41}, "draft_vocab_size 41 exceeds vocab_size 40"),
@@ -333,7 +335,7 @@ def test_what_is_not_supported_is_named(change: dict[str, Any], problem: str):
 
 
 def test_fields_of_published_configurations_are_read():
-    """As training tools write them: unused fields, no taps, or the taps with flags that say what is always done."""
+    """Fields of training tools: unused ones, no taps, or taps with flags for the only supported behaviour."""
     fields = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "attention_bias": False,

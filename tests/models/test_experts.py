@@ -47,7 +47,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 @settings(max_examples=25)
 @given(st.integers(0, 2**31 - 1), st.integers(1, EXPERTS), st.booleans(), st.floats(0.1, 30))
 def test_routing(seed: int, chosen: int, normalised: bool, scale: float):
-    """As Qwen3-MoE has it: the softmax of all, the largest of these, made to add up to one or not."""
+    """Qwen3-MoE's routing: softmax of all scores, the largest of these, normalised or not."""
     scores = (scale * np.random.default_rng(seed).standard_normal((ROWS, EXPERTS))).astype(np.float32)
     experts, weights = jax.jit(functools.partial(route, Mixture(EXPERTS, chosen, SIZE, normalised)))(scores)
     shares = softmax(scores.astype(np.float64))
@@ -101,8 +101,8 @@ def test_experts_that_rows_are_expected_to_read():
     mixture = Mixture(16, 3, SIZE)
     rng = np.random.default_rng(0)
     drawn = [len(set(np.concatenate([rng.permutation(16)[:3] for _ in range(5)]))) for _ in range(2000)]
-    assert mixture.read(5) == pytest.approx(np.mean(drawn), rel=0.02)
-    assert (mixture.read(0), mixture.read(1)) == (0, pytest.approx(3))
+    assert mixture.expected_experts(5) == pytest.approx(np.mean(drawn), rel=0.02)
+    assert (mixture.expected_experts(0), mixture.expected_experts(1)) == (0, pytest.approx(3))
 
 
 def test_more_experts_for_a_token_than_there_are():
@@ -140,7 +140,7 @@ def drawn(family: str, dtype: Any = jnp.float32) -> tuple[Any, Any]:
 
 @functools.cache
 def layer(family: str, ops: Operations, dtype: Any) -> Any:
-    """What a layer's experts compute for rows `[R, H]`, and the same by the plain operations."""
+    """Returns a layer's experts for rows `[R, H]`, computed by these operations and by the plain ones."""
     specs, params = drawn(family, dtype)
     plain = functools.partial(mixture_mlp, PLAIN, params.router, params.gate_up, params.down)
     made = ops.prepare(specs, params)

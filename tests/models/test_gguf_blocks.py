@@ -1,5 +1,6 @@
 """Blocks of GGUF files: any bits of a block are read as llama.cpp's own library reads them, and kept."""
 
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilewright.kernels import native
 from tilewright.kernels.linear import blocks
 from tilewright.kernels.select import operations
-from tilewright.models.checkpoint import say_dequantised
+from tilewright.models.checkpoint import log_converted
 from tilewright.models.gguf_blocks import READERS, read_blocks
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "MXFP4": ()}
@@ -54,23 +56,42 @@ def test_mxfp4_whose_scales_half_precision_does_not_hold_is_dequantised():
     assert read_blocks(rows, "MXFP4") is None
 
 
+KEPT = "matrices. Use --weights int4 to keep them quantised."
+
+
 @pytest.mark.parametrize(
     ("formats", "weights", "said"),
     [
-        (
-            [("Q4_1", "q4_1")],
-            "auto",
-            "4-bit file, running in bfloat16; add --weights int4 to keep its bits (matrices: 1 in Q4_1)",
-        ),
-        ([("Q4_1", "q4_1")], "int8", "4-bit file, running in int8 and bfloat16; add --weights int4 to keep its bits"),
-        ([*[("Q4_K", "q4_z")] * 2, ("Q6_K", "q6_k")], "auto", "4-bit file, running in bfloat16; add --weights int4 to keep"),
-        ([("IQ2_XS", "")], "auto", "2-bit file, running in bfloat16 (matrices: 1 in IQ2_XS)"),
-        ([("IQ2_XS", "")], "int4", "matrices are dequantised, then quantised anew, for no product reads them"),
+        ([("Q4_1", "q4_1")], "auto", f"dequantising to bfloat16: 1 Q4_1 {KEPT}"),
+        ([("Q4_1", "q4_1")], "int8", "converting to int8: 1 Q4_1 matrices. Use --weights int4 to keep their bits."),
+        ([*[("Q4_K", "q4_z")] * 2, ("Q6_K", "q6_k")], "auto", f"dequantising to bfloat16: 2 Q4_K, 1 Q6_K {KEPT}"),
+        ([("FP8", "fp8")], "auto", "dequantising to bfloat16: 1 FP8 matrices. Use --weights fp8 to keep them quantised."),
+        ([("IQ2_XS", "")], "auto", "dequantising to bfloat16: 1 IQ2_XS matrices."),
+        ([("IQ2_XS", "")], "int4", "quantising again, because no matmul reads their format"),
     ],
 )
 def test_a_file_whose_bits_are_not_kept_says_what_keeps_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, formats: list[tuple[str, str]], weights: Any, said: str
 ):
     (file := tmp_path / "model.gguf").touch()
-    say_dequantised(file, Counter(formats), operations(weights=weights, kernels="xla"), "bfloat16")
+    log_converted(file, Counter(formats), operations(weights=weights, kernels="xla"), "bfloat16")
     assert f"{file}: {said}" in caplog.text
+
+
+def test_dequantising_on_request_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for ops in (None, operations(weights="dequantised")):
+        log_converted(tmp_path, Counter([("Q4_1", "q4_1")]), ops, "bfloat16")
+    assert all(record.levelno < logging.WARNING for record in caplog.records)  # another test may have set the level
+    with caplog.at_level("INFO", "tilewright.models"):
+        log_converted(tmp_path, Counter([("Q4_1", "q4_1")]), None, "bfloat16")
+    assert "dequantising to bfloat16: 1 Q4_1 matrices" in caplog.text
+
+
+@pytest.mark.skipif(native.kernels().isa is None, reason="needs the CPU kernels")
+def test_what_the_cpu_kernels_cannot_keep_names_other_formats(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    log_converted(tmp_path, Counter([("Q2_K", "")]), operations(), "bfloat16")
+    assert "dequantising to bfloat16, because no CPU kernel reads their format" in caplog.text
+    assert "1 Q2_K matrices. Use --weights int8 or int4 to quantise them again." in caplog.text
+    caplog.clear()
+    log_converted(tmp_path, Counter([("Q4_1", "q4_1")]), operations(weights="int8"), "bfloat16")
+    assert "converting to int8: 1 Q4_1 matrices. Use --weights auto to keep their bits." in caplog.text

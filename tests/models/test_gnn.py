@@ -216,7 +216,7 @@ def test_sparse_features_give_the_scores_of_dense_ones(family: str, layout: str)
     x[3] = 0
     row, column = np.nonzero(x)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=NODES))]).astype(np.int32)
-    sparse = SparseFeatures.of(SparseRows(indptr, column.astype(np.int32), x[row, column], FEATURES), layout)
+    sparse = SparseFeatures.from_rows(SparseRows(indptr, column.astype(np.int32), x[row, column], FEATURES), layout)
     graph = DenseNeighbours.of(edges_for(family), NODES)
 
     @jax.jit
@@ -272,11 +272,11 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="expected the statistics of 2 layers as the state, found 0"):
         gnn.apply(config, params, graph, x)
     nothing = np.zeros(0, np.int32)
-    sparse = SparseFeatures.of(SparseRows(np.zeros(NODES + 1, np.int32), nothing, nothing.astype(np.float32), FEATURES))
+    sparse = SparseFeatures.from_rows(SparseRows(np.zeros(NODES + 1, np.int32), nothing, nothing.astype(np.float32), FEATURES))
     with pytest.raises(ValueError, match="expected dense features"):
         gnn.apply(config, params, graph, sparse, state, pool=graph)
     if native.kernels().isa:
-        with pytest.raises(ValueError, match="expected matrices as they are for sparse features"):
+        with pytest.raises(ValueError, match="expected unprepared matrices for sparse features"):
             gnn.apply(config, params, graph, sparse, state, ops=select.operations())
 
 

@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], said: str):
 
 
 def test_a_published_checkpoint_of_experts(tmp_path: Path):
-    """It gives what the same tensors give by the names of the text half alone."""
+    """The result equals that of the same tensors under the names of the text model alone."""
     folder = GOLDENS / "qwen3.5-moe"
     stored = load_file(folder / "model.safetensors")
     fields = json.loads((folder / "config.json").read_text())

@@ -14,7 +14,7 @@ from tilewright.kernels.heads.xla import rotate_by_product, rotate_halves
 from tilewright.kernels.operations import Joined
 from tilewright.kernels.select import PLAIN
 from tilewright.models import layers
-from tilewright.models.config import within
+from tilewright.models.config import for_context
 from tilewright.models.decoder import config_from_hf, config_to_hf
 from tilewright.models.layers import Llama3Scaling
 
@@ -64,7 +64,7 @@ def test_swiglu(seed: int, rows: int, hidden: int, inner: int):
 
 
 def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling) -> np.ndarray:
-    """By wavelength bands, as the Llama 3.1 release states it: keep the short, stretch the long, blend in between."""
+    """Llama 3.1's bands of wavelengths: keep the short, stretch the long, blend in between."""
     frequencies = 1 / theta ** (np.arange(0, head_dim, 2) / head_dim)
     wavelengths = 2 * np.pi / frequencies
     longest_kept = scaling.original_max_position_embeddings / scaling.high_freq_factor
@@ -173,7 +173,7 @@ def test_longrope_goes_by_the_declared_context(kind: str):
     fields = {**PHI4_MINI, "rope_scaling": {**PHI4_MINI["rope_scaling"], "type": kind}}
     whole = config_from_hf(fields)
     for context, length in ((None, 131072), (200000, 131072), (4097, 4097), (4096, 4096), (100, 100)):
-        config = within(whole, context)
+        config = for_context(whole, context)
         frequencies, attention = longrope(fields, length)
         np.testing.assert_allclose(config.rope_frequencies, frequencies, rtol=1e-12)
         cos, sin = config.rope_tables(jnp.asarray([[0, 3]]))["global"]
@@ -183,4 +183,4 @@ def test_longrope_goes_by_the_declared_context(kind: str):
         if context is None:
             assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
     plain = config_from_hf({**fields, "rope_scaling": None})
-    assert within(plain, 100) is plain, "nothing follows from its context"
+    assert for_context(plain, 100) is plain, "nothing follows from its context"

@@ -14,7 +14,7 @@ from reference.lora_numpy import config_of, merged, random_adapter, write_adapte
 from tilewright.kernels.operations import Joined, Norm, with_gates_apart
 from tilewright.kernels.select import operations
 from tilewright.models.decoder import Layer, config_from_hf, declare
-from tilewright.models.lora import Adapter, Adapters, LowRankPair, adapted_operations, changeable, module_of, own_columns
+from tilewright.models.lora import Adapter, Adapters, LowRankPair, adapted_operations, changeable, module_of, row_ranks
 from tilewright.models.lora_files import read_adapter, read_adapters
 from tilewright.models.params import matrix
 
@@ -62,7 +62,7 @@ def test_products_of_adapted_matrices(kernels: Any, weights: Any) -> None:
     x = jnp.asarray(rng.normal(size=(ROWS, 2, INPUTS)), jnp.float32)
     norm = Norm(jnp.asarray(rng.uniform(0.5, 1.5, INPUTS), jnp.float32), 1e-6)
     add = jnp.ones((ROWS, 2, OUTPUTS))
-    own = own_columns(jnp.asarray(adapters.columns), jnp.arange(ROWS, dtype=jnp.int32))
+    own = row_ranks(jnp.asarray(adapters.columns), jnp.arange(ROWS, dtype=jnp.int32))
     adapted = adapted_operations(ops, own)
 
     def field(spec: Any, base: Any) -> Any:
@@ -121,7 +121,7 @@ def test_numbers_and_ranks_of_adapters() -> None:
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_published_adapter_is_read(tmp_path: Path, rslora: bool) -> None:
-    """What is read, added to a weight, is that weight merged by PEFT's formula."""
+    """An adapter added to a weight equals the weight merged by PEFT's formula."""
     rng = np.random.default_rng(1)
     name = "model.layers.0.mlp.up_proj.weight"
     model = {name: rng.normal(size=(48, 32)).astype(np.float32)}
@@ -150,7 +150,7 @@ def test_joined_tensors_of_a_checkpoint_are_divided() -> None:
     adapters = Adapters((Adapter("a", 2, {"model.layers.0.self_attn.qkv_proj": both}),))
     adapters.each[0].check_fit(modules)
     for spec, first in zip(layer.qkv.parts, (0, 32, 64), strict=True):
-        a, b = adapters.beside(spec)
+        a, b = adapters.matrices(spec)
         assert a.shape == (32, 2)
         assert b[0].tolist() == list(range(first, first + 32))
 
@@ -184,12 +184,12 @@ def test_what_a_configuration_asks_for_besides_is_refused_by_name(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("base_model.model.lm_head.lora_embedding_A", np.ones((4, 6)), "lora_embedding_A, which is of embeddings"),
-        (f"{UP}.lora_magnitude_vector", np.ones(8), "which is of DoRA"),
+        ("base_model.model.lm_head.lora_embedding_A", np.ones((4, 6)), "lora_embedding_A, part of embeddings"),
+        (f"{UP}.lora_magnitude_vector", np.ones(8), "part of DoRA"),
         (f"{UP}.lora_A.weight", np.ones((3, 6)), r"expected \[4, inputs\], found \[3, 6\]"),
         (f"{UP}.lora_A.weight", np.full((4, 6), np.nan), "infinity or NaN"),
         (f"{UP}.lora_A.weight", np.ones((4, 6), np.int8), "expected F32, F16, BF16"),
-        (f"{UP.replace('0', '1')}.lora_A.weight", np.ones((4, 6)), "one alone of model.layers.1.mlp.up_proj"),
+        (f"{UP.replace('0', '1')}.lora_A.weight", np.ones((4, 6)), "only one for model.layers.1.mlp.up_proj"),
     ],
 )
 def test_tensors_that_are_no_low_rank_products_are_refused(tmp_path: Path, name: str, value: np.ndarray, said: str) -> None:
@@ -201,7 +201,7 @@ def test_tensors_that_are_no_low_rank_products_are_refused(tmp_path: Path, name:
 
 
 def test_folders_that_are_no_adapters(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"it has no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"expected adapter_config\.json in .*, found none"):
         read_adapters({"mine": tmp_path})
     (tmp_path / "adapter_config.json").write_text(json.dumps(config_of(["up_proj"], 4, 8)))
     (tmp_path / "adapter_model.bin").write_bytes(b"")
@@ -222,6 +222,6 @@ def test_an_adapter_of_another_model_is_refused() -> None:
     ops = operations(kernels="xla")
     for module, said in (("model.layers.7.mlp.up_proj", "found model.layers.7.mlp.up_proj"), ("lm_head", "found lm_head")):
         with pytest.raises(ValueError, match=said):
-            Adapters((Adapter("a", 2, {module: pair(rng, 2)}),)).applied(ops, specs, params, jnp.float32)
+            Adapters((Adapter("a", 2, {module: pair(rng, 2)}),)).apply(ops, specs, params, jnp.float32)
     with pytest.raises(ValueError, match=r"up_proj: expected A \[2, 32\] and B \[48, 2\], found A \[2, 32\] and B \[47, 2\]"):
-        Adapters((Adapter("a", 2, {"model.layers.0.mlp.up_proj": pair(rng, 2, 47)}),)).applied(ops, specs, params, jnp.float32)
+        Adapters((Adapter("a", 2, {"model.layers.0.mlp.up_proj": pair(rng, 2, 47)}),)).apply(ops, specs, params, jnp.float32)

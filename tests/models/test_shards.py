@@ -32,7 +32,7 @@ def placed(axes: Sizes, rules: Rules = RULES) -> DecoderParams:
 
 
 def assert_equal(got: DecoderParams, want: DecoderParams, on: DecoderParams) -> None:
-    """The same values under these shardings."""
+    """Asserts equal values, with these shardings."""
     for a, b, sharding in zip(*map(jax.tree.leaves, (got, want, on)), strict=True):
         assert (a.dtype, a.sharding) == (b.dtype, sharding)
         np.testing.assert_array_equal(a, b)
@@ -110,7 +110,7 @@ def test_shards_are_drawn_as_the_whole_would_be(params: DecoderParams):
 
 
 def test_no_device_draws_a_whole_array():
-    """Of the embedding a device of the compiled program holds its share and nothing larger, in any shape."""
+    """A device of the compiled program holds its share of the embedding, and no larger part in any shape."""
     on = placed({"fsdp": 4, "tp": 2})
     shard = on.embed.shard_shape(SPECS.embed.shape)
     size = int(np.prod(SPECS.embed.shape))
@@ -135,7 +135,7 @@ def test_abstract_shapes_have_the_shardings_of_arrays(params: DecoderParams):
 
 
 def test_a_loaded_replica_is_a_copy(folder: Path):
-    """What was read once lies on several devices; giving all of it away writes into none of the others."""
+    """Donating a loaded replica leaves the replicas on other devices unchanged."""
     on = placed({"fsdp": 1, "tp": 8})
     loaded = load_decoder(folder, jnp.float32, shard=lambda _: on)[1]
     first = loaded.norm.addressable_shards[0].data

@@ -1,4 +1,4 @@
-"""What a schedule may rely on: parts that give partial sums, products that it can take over, heads that say value and index."""
+"""Contract between models and schedules: partial sums, replaceable operations, and the values of heads."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ class Sharded(SingleDevice):
     """Tensor parallelism on one device: every part runs once for each shard, and the partial sums are added up."""
 
     def run(
-        self, stack: Stack, x: Array, rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
+        self, stack: Stack, x: Array, rows: Rows, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
         ops = stack.ops
         after = []
@@ -48,7 +48,7 @@ class Sharded(SingleDevice):
             x = x + sum(stack.output(ops, shard, out) for shard, out in zip(shards, outs, strict=True))
             x = x + sum(stack.mlp(ops, shard, x) for shard in shards)
             after.append(x)
-        return x, tuple(after[tap] for tap in taps), kept
+        return x, tuple(after[tap] for tap in taps), caches
 
     def head_argmax(self, ops: Any, x: Array, head: Any, norm: Any = None, masks: Any = None) -> Array:
         """Each shard of the vocabulary gives its best; the largest wins, the first of equals."""
@@ -67,13 +67,13 @@ class Tiled(SingleDevice):
     tiles: int = 4
 
     def run(
-        self, stack: Stack, x: Array, rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
+        self, stack: Stack, x: Array, rows: Rows, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
         def linear(x: Array, w: Array, out_dtype: Any = None, norm: Any = None, add: Any = 0, count: Any = None) -> Array:
             pairs = zip(jnp.split(x, self.tiles, axis=-1), jnp.split(w, self.tiles), strict=True)
             return sum((stack.ops.linear(part, tile) for part, tile in pairs), start=jnp.float32(0)) + add
 
-        return super().run(replace(stack, ops=replace(stack.ops, linear=linear)), x, rows, kept, taps)
+        return super().run(replace(stack, ops=replace(stack.ops, linear=linear)), x, rows, caches, taps)
 
 
 def drawn() -> tuple[Any, Array]:

@@ -319,12 +319,12 @@ def test_what_a_tokenizer_lacks_is_said(tmp_path: Path, qwen2: Tokenizer):
     with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt are no tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "merges.txt").unlink()
-    with pytest.raises(ValueError, match=r"no tokenizer\.json, and of vocab\.json, .*, which would do, not merges\.txt"):
+    with pytest.raises(ValueError, match=r"expected tokenizer\.json, or vocab\.json, .*; found no merges\.txt"):
         load_tokenizer(tmp_path)
 
 
 def test_load_errors(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"is a folder without a tokenizer: it has no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer: expected tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):

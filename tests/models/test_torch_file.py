@@ -67,7 +67,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: 
 
 
 def test_what_is_no_plain_tensor_is_named(tmp_path: Path):
-    for name, message in (("columns", "a tensor whose numbers do not lie row after row"), ("module", "the instruction NEWOBJ")):
+    for name, message in (("columns", "a tensor that is not contiguous"), ("module", "the instruction NEWOBJ")):
         with pytest.raises(ValueError, match=f"{name}.pt: expected plain tensors, found {message}"):
             load_tensors(GOLDEN / f"{name}.pt")
     with pytest.raises(ValueError, match="a description of more than 1,048,576 bytes"):
@@ -95,7 +95,7 @@ def test_files_that_are_damaged(tmp_path: Path):
         [
             ({"0": b"short"}, "not a readable"),
             ({"0": None}, "not a readable"),
-            ({"byteorder": b"big"}, "highest byte comes first"),
+            ({"byteorder": b"big"}, "big-endian numbers"),
             ({"compress": zipfile.ZIP_DEFLATED}, "numbers that are compressed"),
         ]
     ):

@@ -1,4 +1,4 @@
-"""What tests of walks through candidates share: many walks, drawn in the engine's way, and rules that draw them wrongly."""
+"""Helpers of tests of walks through candidates: many draws of the engine, and wrong rules for comparison."""
 
 from collections.abc import Callable
 from typing import Any

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tilewright.bench.bandwidth import MemoryBuffers  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from bandwidth import MemoryBuffers  # noqa: E402
+
 from tilewright.compiled.timing import alternate, quotients  # noqa: E402
 from tilewright.kernels import select  # noqa: E402
 from tilewright.kernels.operations import Operations  # noqa: E402
@@ -76,7 +79,7 @@ def state_of(tokens: np.ndarray) -> DecodeState:
     text[:, CONTEXT] = tokens
     return DecodeState(
         tokens=jnp.asarray(text),
-        known=rows + CONTEXT,
+        last_position=rows + CONTEXT,
         end=rows + CAPACITY,
         done=rows > 0,
         ignore_eos=rows == 0,
@@ -91,7 +94,7 @@ def step_program(ops: Operations, models: Models, tokens: np.ndarray) -> tuple[A
 
     def step(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
         after, info = autoregressive_step(Target(CONFIG, ops), models, state)
-        return replace(after, known=state.known, done=state.done), info
+        return replace(after, last_position=state.last_position, done=state.done), info
 
     state = state_of(tokens)
     return jax.jit(step, donate_argnums=1).lower(models, state).compile(), state

@@ -1,28 +1,30 @@
-"""`tilewright bench linear` with torch's bfloat16 `linear` beside it: the same options, two more columns.
+"""`benchmarks/linear_layers.py` with torch's bfloat16 `linear` as two more columns.
 
-torch runs with as many threads as XLA's pool has, and with one: its threads wait for one another in a busy loop, so that on a
-machine with other work two of them can be far slower than one. The summary goes by the better of the two. Needs the `oracle`
-extra:
+torch runs with the number of threads of XLA's pool, and with one thread: torch's threads spin while they wait, so that on a
+busy machine two threads can be far slower than one. The summary uses the better of both. Needs the `oracle` extra:
 
     python tests/oracle/bench_linear.py [--model NAME ...] [--rows N ...] [--json FILE] ...
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from cyclopts import App
 
-from tilewright.bench.linear import Side, copied
-from tilewright.cli.bench_linear import LinearOptions, report
 from tilewright.cli.outputs import JsonFile
 from tilewright.compiled.machine import cores
 from tilewright.kernels.linear.cases import LinearCase
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from linear_layers import LinearOptions, Side, copied, report
+
 
 def torch_bfloat16(threads: int, name: str, case: LinearCase, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
-    """Weights lie as `torch.nn.Linear` keeps them, `[O, I]`; a gated layer is two products."""
+    """Stores weights in the layout of `torch.nn.Linear`, `[O, I]`. A gated layer is two matmuls."""
     weights = [torch.from_numpy(w).T.contiguous().to(torch.bfloat16) for w in matrices]
     nbytes = sum(w.nbytes for w in weights)
     groups = copied(nbytes, weights_mb, lambda: [w.clone() for w in weights])

@@ -81,7 +81,7 @@ def reference() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    return tw.load(FILE, dtype="float32", table=TABLE)
+    return tw.load(FILE, dtype="float32", weights="dequantised", table=TABLE)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
-from tilewright.models.lora import preparing
+from tilewright.models.lora import operations_for_adapters
 from tilewright.models.lora_files import read_adapters
 
 torch = pytest.importorskip("torch")
@@ -62,8 +62,8 @@ def test_logits_are_pefts(tmp_path: Path, name: str) -> None:
     wrapped.save_pretrained(tmp_path / "saved")
     adapters = read_adapters({each: tmp_path / "saved" / each for each in ("one", "two")})
     assert adapters is not None
-    ours, params = load_decoder(tmp_path / "model", jnp.float32, ops=preparing(PLAIN, adapters))
-    params = adapters.applied(PLAIN, decoder.declare(ours), params, jnp.float32)
+    ours, params = load_decoder(tmp_path / "model", jnp.float32, ops=operations_for_adapters(PLAIN, adapters))
+    params = adapters.apply(PLAIN, decoder.declare(ours), params, jnp.float32)
     tokens = np.random.default_rng(SEED).integers(0, SIZES["vocab_size"], (3, 17))
     positions = jnp.broadcast_to(jnp.arange(17), (3, 17))
     numbers = jnp.arange(3, dtype=jnp.int32)

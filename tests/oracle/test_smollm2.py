@@ -40,9 +40,9 @@ MARGIN = 2 * TOLERANCE
 SAMPLING = tw.Sampling(max_new_tokens=NEW)
 TABLE = ShapeTable(batches=(8,), capacities=(512,), chunks=(64,), widths=(4,))
 FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
+    "float32": {"dtype": "float32", "weights": "dequantised"},
     "int8": {"dtype": "bfloat16", "weights": "int8"},
-    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16": {"dtype": "bfloat16", "weights": "dequantised"},
 }
 CODE = """def total(prices, discounts):
     result = 0

@@ -11,28 +11,28 @@ from jax.sharding import PartitionSpec
 
 from models.sizes import decoder_config
 from tilewright.compiled.hlo import read_module
-from tilewright.hardware.layers import divided_layer
+from tilewright.hardware.layers import sharded_layer
 from tilewright.hardware.links import Fabric, Torus
 from tilewright.hardware.tpu import CHIPS
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.params import initialise
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
-from tilewright.parallel.auto import Auto, fabric_of
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
+from tilewright.parallel.auto import Auto, mesh_fabric
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
 
 CONFIG = decoder_config("llama", 64, 32, 64, 2, 4, 4, 8)
-SLOW = divided_layer(4096, 32, 8, head_dim=128, mlp=14336, devices=4)
+SLOW = sharded_layer(4096, 32, 8, head_dim=128, mlp=14336, devices=4)
 FABRIC = Fabric(CHIPS["v5e"], Torus((4, 1), (False, False)), ((0, 0), (1, 0), (2, 0), (3, 0)))
 
 
-def logits(schedule: Schedule, params: Any, tokens: Any) -> Any:
+def logits(schedule: Strategy, params: Any, tokens: Any) -> Any:
     ran = decoder.forward_full(CONFIG, PLAIN, params, tokens, (), schedule)
     return decoder.logits(CONFIG, PLAIN, params, ran.hidden, schedule)
 
 
-def over_four(schedule: Schedule, rows: int) -> tuple[Any, set[str]]:
+def over_four(schedule: Strategy, rows: int) -> tuple[Any, set[str]]:
     """The logits of so many rows of eight positions, and the kinds of collectives that gave them."""
     mesh = make_mesh({"tp": 4})
     whole = PartitionSpec()
@@ -82,7 +82,7 @@ def test_rows_choose():
 
 
 def test_where_nothing_is_known_of_the_links():
-    assert fabric_of(make_mesh({"tp": 4})) is None
+    assert mesh_fabric(make_mesh({"tp": 4})) is None
     found = Auto("tp", SLOW, None).choice(4096, True)
     assert found.name == "sync"
-    assert "no figures of the links" in found.why
+    assert "the bandwidth of the links" in found.why

@@ -18,7 +18,7 @@ from tilewright.compiled.hlo import Module, read_module
 from tilewright.kernels.bundles.tpu import TPU
 from tilewright.models import decoder
 from tilewright.models.params import abstract
-from tilewright.models.stack import Rows, Schedule
+from tilewright.models.stack import Rows, Strategy
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
@@ -32,7 +32,7 @@ CONFIG = decoder_config("llama", 1024, 2048, 4096, LAYERS, 16, 8, 128)
 pytestmark = pytest.mark.tpu
 
 
-def compiled(schedule: Schedule, backward: bool = False) -> Module:
+def compiled(schedule: Strategy, backward: bool = False) -> Module:
     """The layers of a model, without embedding and head."""
     mesh = make_mesh({"tp": None}, tpu_topology(CHIP).devices)
     specs = decoder.declare(CONFIG).layers

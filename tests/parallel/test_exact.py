@@ -17,11 +17,11 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.params import initialise
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
-from tilewright.parallel.exact import Exact, one_after_another, tree_sum
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
+from tilewright.parallel.exact import Exact, head_by_head_operations, tree_sum
 from tilewright.parallel.mesh import make_mesh
-from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.parallel.strategies import TensorParallel
 from tilewright.runtime.cache import allocate
 from tilewright.runtime.state import Span, cached_attend
 
@@ -39,26 +39,26 @@ def drawn(family: str) -> DecoderParams:
     return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, params)
 
 
-def answers(family: str, schedule: Schedule, params: DecoderParams, tokens: Array) -> Any:
+def answers(family: str, schedule: Strategy, params: DecoderParams, tokens: Array) -> Any:
     """Logits of a whole sequence, and of prefill and a step over caches; and the most likely tokens."""
     config = CONFIGS[family]
     rows = len(tokens)
     ran = decoder.forward_full(config, PLAIN, params, tokens, (), schedule)
     found = [decoder.logits(config, PLAIN, params, ran.hidden, schedule)]
     heads = params.layers[0].qkv.parts[1].shape[1] // config.head_dim
-    kept = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32)
+    caches = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32)
     start = jnp.arange(rows, dtype=jnp.int32)
     for part in (tokens, tokens[:, :1]):
         span = Span(start, jnp.full(rows, part.shape[1], jnp.int32))
         places = start[:, None] + jnp.arange(part.shape[1])
-        ran = decoder.forward(config, PLAIN, params, part, places, cached_attend, span, kept, schedule=schedule)
-        kept = ran.kept
+        ran = decoder.forward(config, PLAIN, params, part, places, cached_attend, span, caches, schedule=schedule)
+        caches = ran.caches
         start = start + part.shape[1]
         found.append(decoder.logits(config, PLAIN, params, ran.hidden, schedule))
     return found, decoder.most_likely(config, PLAIN, params, ran.hidden, schedule)
 
 
-def over(family: str, schedule: Schedule, devices: int, batch: int = 3) -> Any:
+def over(family: str, schedule: Strategy, devices: int, batch: int = 3) -> Any:
     config = CONFIGS[family]
     tokens = jnp.arange(batch * 7).reshape(batch, 7) * 11 % 256
     mesh = grouped_mesh(make_mesh({"tp": devices}), "tp", heads=config.num_heads, kv_heads=config.num_kv_heads)
@@ -97,7 +97,7 @@ def test_the_same_bits_on_any_number_of_devices(family: str, batch: int):
 
 @cache
 def hybrid_over(devices: int, batch: int) -> Any:
-    return round_over("qwen3_next", Exact(GROUPED_AXES), devices, batch, ops=one_after_another(PLAIN))
+    return round_over("qwen3_next", Exact(GROUPED_AXES), devices, batch, ops=head_by_head_operations(PLAIN))
 
 
 @pytest.mark.parametrize(("devices", "batch"), [(4, 1), *(pytest.param(n, 3, marks=pytest.mark.slow) for n in (2, 8))])
@@ -137,5 +137,5 @@ def test_parts_that_do_not_fit():
         Exact(parts=6)
     with pytest.raises(ValueError, match="expected devices that divide the 4 parts of an exact sum, found 8"):
         over("qwen3", Exact(GROUPED_AXES, 4), 8)
-    with pytest.raises(ValueError, match=r"expected a matrix that 512 blocks divide along its dim 1, found one \[64, 256\]"):
+    with pytest.raises(ValueError, match=r"divides into 512 blocks along its dim 1, found one \[64, 256\]"):
         jax.eval_shape(partial(answers, "llama", Exact(parts=512)), drawn("llama"), jnp.zeros((1, 4), jnp.int32))

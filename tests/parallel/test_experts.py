@@ -18,7 +18,15 @@ from jax.sharding import Mesh, PartitionSpec
 from models.sizes import decoder_config
 from parallel.test_tensor_parallel import close, tokens
 from tilewright.compiled.hlo import read_module
-from tilewright.hardware.layers import ESTIMATES, Costs, Product, divided_layer, expert_capacity, expert_exchange, visited_share
+from tilewright.hardware.layers import (
+    ESTIMATES,
+    MatmulShape,
+    StrategyCosts,
+    expert_capacity,
+    expert_exchange,
+    sharded_layer,
+    visited_share,
+)
 from tilewright.hardware.links import Fabric, ring_of, torus_of
 from tilewright.hardware.tpu import CHIPS
 from tilewright.kernels.operations import Operations
@@ -26,13 +34,13 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.experts import ClampedGate, Mixture
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.exact import Exact
-from tilewright.parallel.experts import own_experts
+from tilewright.parallel.experts import with_local_experts
 from tilewright.parallel.mesh import make_mesh
-from tilewright.parallel.schedules import CollectiveMatmul, Sequence, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.parallel.strategies import CollectiveMatmul, Sequence, TensorParallel
 from tilewright.runtime.placement import exchange_of
 
 CONFIGS = {
@@ -51,7 +59,7 @@ CONFIGS = {
         sliding_layers=(0,),
     ),
 }
-SCHEDULES: dict[str, Schedule] = {
+SCHEDULES: dict[str, Strategy] = {
     "sync": TensorParallel(GROUPED_AXES),
     "sequence": Sequence(GROUPED_AXES),
     "sequence, exchanged": Sequence(GROUPED_AXES, capacity=3),
@@ -75,7 +83,7 @@ def drawn(family: str) -> DecoderParams:
     return jax.tree.map(draw, decoder.declare(CONFIGS[family]))
 
 
-def loss(config: DecoderConfig, ops: Operations, schedule: Schedule, params: DecoderParams, batch: Array) -> Any:
+def loss(config: DecoderConfig, ops: Operations, schedule: Strategy, params: DecoderParams, batch: Array) -> Any:
     """Something that all logits are part of; the logits."""
     ran = decoder.forward_full(config, ops, params, batch, (0,), schedule)
     logits = decoder.logits(config, ops, params, ran.hidden, schedule)
@@ -86,13 +94,13 @@ def mesh_of(config: DecoderConfig, devices: int) -> Mesh:
     return grouped_mesh(make_mesh({"tp": devices}), "tp", heads=config.num_heads, kv_heads=config.num_kv_heads)
 
 
-def divided(family: str, schedule: Schedule, devices: int) -> tuple[Any, DecoderParams]:
+def divided(family: str, schedule: Strategy, devices: int) -> tuple[Any, DecoderParams]:
     """`loss` over so many devices, and parameters that lie there."""
     config = CONFIGS[family]
     mesh = mesh_of(config, devices)
     params = jax.device_put(drawn(family), shardings(decoder.declare(config), mesh, GROUPED))
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
-    inside = partial(loss, config, own_experts(PLAIN), schedule)
+    inside = partial(loss, config, with_local_experts(PLAIN), schedule)
     return jax.shard_map(inside, mesh=mesh, in_specs=(specs, WHOLE), out_specs=WHOLE, check_vma=False), params
 
 
@@ -163,7 +171,7 @@ def exchanged(capacity: int | None) -> Any:
 
     def inside(layer: Any, x: Array) -> Array:
         schedule = Sequence(GROUPED_AXES, capacity=capacity)
-        ops = schedule.sharded_ops(own_experts(PLAIN), (1, DEVICES * ROWS, config.hidden_size))
+        ops = schedule.sharded_ops(with_local_experts(PLAIN), (1, DEVICES * ROWS, config.hidden_size))
         return mlp(ops, layer, x[None])[0]
 
     over = PartitionSpec(GROUPED_AXES)
@@ -195,7 +203,9 @@ def test_collectives_of_an_exchange():
     specs = jax.tree.map(lambda x: x.spec, shardings(decoder.declare(config), mesh, GROUPED))
 
     def inside(params: DecoderParams, batch: Array) -> Array:
-        return decoder.forward_full(config, own_experts(PLAIN), params, batch, (), SCHEDULES["sequence, exchanged"]).hidden
+        return decoder.forward_full(
+            config, with_local_experts(PLAIN), params, batch, (), SCHEDULES["sequence, exchanged"]
+        ).hidden
 
     run = jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=(specs, WHOLE), out_specs=WHOLE, check_vma=False))
     program: Any = run.lower(one, tokens(4, 8)).compile()
@@ -212,9 +222,9 @@ def test_what_cannot_be_exchanged():
         jax.eval_shape(run, params, tokens(4, 8))
 
 
-def costs(*sizes: int) -> Costs:
+def costs(*sizes: int) -> StrategyCosts:
     places = ring_of(np.ndindex(*sizes))
-    return Costs(Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], sizes), tuple(places)))
+    return StrategyCosts(Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], sizes), tuple(places)))
 
 
 @pytest.mark.parametrize("experts, chosen, devices", [(8, 1, 4), (8, 3, 2), (8, 3, 8), (12, 2, 3)])
@@ -246,18 +256,18 @@ def test_rows_are_gathered_where_that_is_cheaper():
 
 
 def test_a_layer_with_experts_reads_more_of_them_for_more_rows():
-    layer = divided_layer(2048, 32, 4, 128, 8 * 768, 8, 128, 8)
-    begins, ends = layer.halves[1]
+    layer = sharded_layer(2048, 32, 4, 128, 8 * 768, 8, 128, 8)
+    begins, ends = layer.sublayers[1]
     assert (layer.experts, layer.chosen, begins.columns, ends.inputs) == (128, 8, 2 * 768, 768)
-    assert [begins.read(rows) for rows in (1, 10**6)] == [pytest.approx(1), pytest.approx(16)]
-    assert Product(2048, 1536).read(77) == pytest.approx(1)
+    assert [begins.weight_reads(rows) for rows in (1, 10**6)] == [pytest.approx(1), pytest.approx(16)]
+    assert MatmulShape(2048, 1536).weight_reads(77) == pytest.approx(1)
     of = costs(4, 2)
     assert of.product_s(8, begins) > 6 * of.product_s(1, begins), "a step's time is that of reading"
-    assert of.product_s(1, Product(*begins[:2])) == pytest.approx(of.product_s(1, begins))
-    layers = (divided_layer(2048, 32, 4, 128, 2 * 768, 8, *experts) for experts in ((), (8, 2)))
+    assert of.product_s(1, MatmulShape(*begins[:2])) == pytest.approx(of.product_s(1, begins))
+    layers = (sharded_layer(2048, 32, 4, 128, 2 * 768, 8, *experts) for experts in ((), (8, 2)))
     plain, cheaper = (ESTIMATES["sequence"](of, 4096, layer) for layer in layers)
     assert cheaper.exposed_s < 0.8 * plain.exposed_s, "rows are sent where they are needed"
-    beside = replace(divided_layer(2048, 32, 4, 128, 2 * 768, 8, 8, 2), shared=True)
+    beside = replace(sharded_layer(2048, 32, 4, 128, 2 * 768, 8, 8, 2), shared=True)
     assert ESTIMATES["sequence"](of, 4096, beside).exposed_s == plain.exposed_s, "and gathered for a shared expert"
     assert exchange_of(Sequence(GROUPED_AXES, fabric=of.fabric), beside, 4096) is None
     assert of.product_s(512, begins, 8) > 4 * of.product_s(512, begins), "tiles read experts again"

@@ -86,7 +86,7 @@ def test_one_that_does_not_follow_is_told_of(monkeypatch: pytest.MonkeyPatch):
     first = HostBroadcast(Store(), 2, 0)
     for _ in range(8):
         first.send(b"anything")
-    with pytest.raises(ProcessLost, match=r"process 1 has not followed for 0\.01 s"):
+    with pytest.raises(ProcessLost, match=r"process 1 has not read messages for 0\.01 s"):
         first.send(b"more")
 
 
@@ -97,7 +97,7 @@ def test_others_wait_as_long_as_nothing_is_said_and_no_longer_than_the_first_is_
 
     def follow(own: HostBroadcast) -> None:
         found.append(own.receive())
-        with pytest.raises(ProcessLost, match="the first process has gone") as lost:
+        with pytest.raises(ProcessLost, match="the first process has ended") as lost:
             own.receive()
         found.append(lost.type)
 

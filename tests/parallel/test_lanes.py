@@ -1,4 +1,4 @@
-"""Collectives that queue for the ways round a ring: what they give, and which hop goes when."""
+"""Collectives that queue for the directions of a ring: results, and the order of hops."""
 
 from collections.abc import Callable
 
@@ -33,18 +33,18 @@ def test_collectives_in_a_queue_give_what_they_give_alone(devices: int, bidirect
 
     def inside(own: Array) -> Array:
         lanes = Lanes("ring", bidirectional)
-        came = {0: own[:1]}
+        received = {0: own[:1]}
         sums = []
         place = jax.lax.axis_index("ring")
 
-        def part(at: int, *came: Array) -> Array:
-            return sum(came, jax.lax.dynamic_slice_in_dim(own, (place + at) % devices, 1))
+        def part(at: int, *received: Array) -> Array:
+            return sum(received, jax.lax.dynamic_slice_in_dim(own, (place + at) % devices, 1))
 
-        gather(lanes, came, due=1)
-        scatter(lanes, lanes.ways(), part, due=0, then=sums.append)
-        lanes.wait(lambda: len(came) == devices and bool(sums))
+        gather(lanes, received, deadline=1)
+        scatter(lanes, lanes.hop_counts(), part, deadline=0, then=sums.append)
+        lanes.wait(lambda: len(received) == devices and bool(sums))
         assert all(lane.hops == 0 and not lane.queue for lane in lanes.lanes.values())
-        return jnp.concatenate([*(came[at] for at in range(devices)), *sums])
+        return jnp.concatenate([*(received[at] for at in range(devices)), *sums])
 
     found = over(devices, inside, x).reshape(devices, devices + 1, 4)
     first = x.reshape(devices, devices, 4)[:, 0]
@@ -64,11 +64,11 @@ def traced(inside: Callable[[Lanes, Array], None], devices: int = 8, intensity: 
 
 def test_the_longer_way_is_the_one_with_less_queued():
     def inside(lanes: Lanes, own: Array) -> None:
-        lengths = []
+        counts = []
         for _ in range(3):
-            lengths.append(lanes.ways())
-            gather(lanes, {0: own}, due=0)
-        assert lengths == [{1: 4, -1: 3}, {-1: 4, 1: 3}, {1: 4, -1: 3}]
+            counts.append(lanes.hop_counts())
+            gather(lanes, {0: own}, deadline=0)
+        assert counts == [{1: 4, -1: 3}, {-1: 4, 1: 3}, {1: 4, -1: 3}]
         assert {step: lane.hops for step, lane in lanes.lanes.items()} == {1: 11, -1: 10}
 
     traced(inside)
@@ -78,66 +78,66 @@ def test_two_hops_of_different_collectives_are_on_a_lane():
     """One gathering alone has one on each: what it sends next is what arrives."""
 
     def inside(lanes: Lanes, own: Array) -> None:
-        came: list[Rows] = [{0: own}, {0: own}]
-        for rows, under in zip(came, (1, 2), strict=True):
-            gather(lanes, rows, due=0)
-            assert {len(lane.under) for lane in lanes.lanes.values()} == {under}
+        received: list[Rows] = [{0: own}, {0: own}]
+        for rows, under in zip(received, (1, 2), strict=True):
+            gather(lanes, rows, deadline=0)
+            assert {len(lane.in_flight) for lane in lanes.lanes.values()} == {under}
         seen = []
-        while any(len(rows) < 8 for rows in came):
-            lanes.worked(10.0 * own.nbytes)
-            lanes.beside(())
-            seen.append(tuple(map(len, came)))
+        while any(len(rows) < 8 for rows in received):
+            lanes.count_compute(10.0 * own.nbytes)
+            lanes.overlap(())
+            seen.append(tuple(map(len, received)))
         assert seen == [(3, 1), (3, 3), (5, 3), (5, 5), (7, 5), (7, 7), (8, 8)]
 
     traced(inside, intensity=10.0)
 
 
-def test_of_what_waits_that_goes_which_is_needed_first():
+def test_the_hop_with_the_earliest_deadline_departs_first():
     """Between two hops of another collective, too."""
 
     def inside(lanes: Lanes, own: Array) -> None:
-        came: list[Rows] = [{0: own} for _ in range(3)]
-        for rows, due in zip(came, (5, 3, 2), strict=True):
-            gather(lanes, rows, due)
+        received: list[Rows] = [{0: own} for _ in range(3)]
+        for rows, deadline in zip(received, (5, 3, 2), strict=True):
+            gather(lanes, rows, deadline)
         seen = []
-        while len(came[0]) < 8:
-            lanes.worked(10.0 * own.nbytes)
-            lanes.beside(())
-            seen.append(tuple(map(len, came)))
+        while len(received[0]) < 8:
+            lanes.count_compute(10.0 * own.nbytes)
+            lanes.overlap(())
+            seen.append(tuple(map(len, received)))
         assert seen[:7] == [(3, 1, 1), (3, 3, 1), (3, 3, 3), (3, 5, 3), (3, 5, 5), (3, 7, 5), (3, 7, 7)]
         assert seen[7:] == [(4, 8, 7), (5, 8, 8), (7, 8, 8), (8, 8, 8)]
 
     traced(inside, intensity=10.0)
 
 
-def test_a_hop_is_tied_when_as_much_was_computed_as_it_takes():
+def test_a_hop_is_tied_to_as_much_compute_as_it_takes():
     def inside(lanes: Lanes, own: Array) -> None:
-        came: Rows = {0: own}
-        gather(lanes, came, due=0)
+        received: Rows = {0: own}
+        gather(lanes, received, deadline=0)
         hop = 10.0 * own.nbytes
-        lanes.worked(hop / 4)
-        lanes.beside(())
-        assert len(came) == 1, "a quarter of what it takes is too little"
-        lanes.worked(hop / 4)
-        lanes.beside((), following=hop)
-        assert len(came) == 3, "after another tile it would be farther from what it takes"
-        assert {lane.under[0].until for lane in lanes.lanes.values()} == {2 * hop}, "the link is free when this one has passed"
+        lanes.count_compute(hop / 4)
+        lanes.overlap(())
+        assert len(received) == 1, "a quarter of what it takes is too little"
+        lanes.count_compute(hop / 4)
+        lanes.overlap((), following=hop)
+        assert len(received) == 3, "one more tile would overshoot the time of the hop"
+        assert {lane.in_flight[0].until for lane in lanes.lanes.values()} == {2 * hop}, "the link is free after this hop"
 
     traced(inside, intensity=10.0)
 
 
-def test_beside_a_long_operation_all_arrive_that_are_on_the_lane():
+def test_all_hops_in_flight_arrive_beside_a_long_operation():
     """What departs when they have arrived has not had it beside itself."""
 
     def inside(lanes: Lanes, own: Array) -> None:
-        came: list[Rows] = [{0: own}, {0: own}]
-        for rows in came:
-            gather(lanes, rows, due=0)
-        lanes.worked(10 * 10.0 * own.nbytes)
-        lanes.beside(())
-        assert [len(rows) for rows in came] == [3, 3]
-        lanes.beside(())
-        assert [len(rows) for rows in came] == [3, 3]
+        received: list[Rows] = [{0: own}, {0: own}]
+        for rows in received:
+            gather(lanes, rows, deadline=0)
+        lanes.count_compute(10 * 10.0 * own.nbytes)
+        lanes.overlap(())
+        assert [len(rows) for rows in received] == [3, 3]
+        lanes.overlap(())
+        assert [len(rows) for rows in received] == [3, 3]
 
     traced(inside, intensity=10.0)
 
@@ -146,7 +146,7 @@ def test_products_count_with_the_loading_of_their_weights():
     def inside(own: Array) -> Array:
         lanes = Lanes("ring", True, loading=16)
         weights = {"matrix": jnp.zeros((8, 4)), "bias": jnp.zeros(4), "other": jnp.zeros((8, 2))}
-        assert lanes.of_products(weights, 32) == 2 * (32 + 16) * 8 * (4 + 2)
+        assert lanes.matmul_operations(weights, 32) == 2 * (32 + 16) * 8 * (4 + 2)
         return own
 
     over(2, inside, numbers(2, 4))
@@ -155,38 +155,38 @@ def test_products_count_with_the_loading_of_their_weights():
 @pytest.mark.parametrize(
     "size, bidirectional, order", [(8, True, [4, 3, 5, 2, 6, 1, 7, 0]), (3, False, [1, 2, 0]), (1, True, [0])]
 )
-def test_parts_are_asked_for_from_the_farthest_on(size: int, bidirectional: bool, order: list[int]):
-    asked: list[int] = []
+def test_parts_are_computed_from_the_farthest_device_on(size: int, bidirectional: bool, order: list[int]):
+    called: list[int] = []
 
     def inside(own: Array) -> Array:
         lanes = Lanes("ring", bidirectional)
 
-        def part(at: int, *came: Array) -> Array:
-            asked.append(at)
-            return sum(came, own)
+        def part(at: int, *received: Array) -> Array:
+            called.append(at)
+            return sum(received, own)
 
-        lengths = lanes.ways()
-        assert farthest_first(lengths, size) == order
-        scatter(lanes, lengths, part, due=0, then=lambda total: None)
-        lanes.wait(lambda: len(asked) == size)
+        counts = lanes.hop_counts()
+        assert farthest_first(counts, size) == order
+        scatter(lanes, counts, part, deadline=0, then=lambda total: None)
+        lanes.wait(lambda: len(called) == size)
         return own
 
     over(size, inside, numbers(size, 4))
-    assert asked == order
+    assert called == order
 
 
 def test_waiting_moves_the_clock_to_the_arrival():
     """So that what departs then is tied to what is computed from then on."""
 
     def inside(lanes: Lanes, own: Array) -> None:
-        came: Rows = {0: own}
-        gather(lanes, came, due=0)
+        received: Rows = {0: own}
+        gather(lanes, received, deadline=0)
         hop = 10.0 * own.nbytes
-        lanes.wait(lambda: len(came) == 3)
-        assert lanes.work == hop
-        lanes.worked(hop)
-        lanes.beside(())
-        assert len(came) == 5
+        lanes.wait(lambda: len(received) == 3)
+        assert lanes.clock == hop
+        lanes.count_compute(hop)
+        lanes.overlap(())
+        assert len(received) == 5
 
     traced(inside, intensity=10.0)
 
@@ -196,13 +196,13 @@ def test_what_was_computed_comes_before_the_next_arrival():
 
     def inside(own: Array) -> Array:
         lanes = Lanes("ring", True)
-        came = {0: own}
-        gather(lanes, came, due=0)
+        received = {0: own}
+        gather(lanes, received, deadline=0)
         before = held[0] = own + 1
-        lanes.loose.append((held, 0))
-        lanes.wait(lambda: len(came) == 3)
+        lanes.untied.append((held, 0))
+        lanes.wait(lambda: len(received) == 3)
         assert held[0] is not before
-        assert not lanes.loose
+        assert not lanes.untied
         return held[0]
 
     mesh = make_mesh({"ring": 8})
@@ -216,8 +216,8 @@ def test_what_was_computed_comes_before_the_next_arrival():
 def test_passes_through_memory_count():
     def inside(own: Array) -> Array:
         lanes = Lanes("ring", True, moving=5.0)
-        lanes.moved({"x": own, "y": own}, 3)
-        assert lanes.work == 5.0 * 3 * 2 * own.nbytes
+        lanes.count_traffic({"x": own, "y": own}, 3)
+        assert lanes.clock == 5.0 * 3 * 2 * own.nbytes
         return own
 
     over(2, inside, numbers(2, 4))

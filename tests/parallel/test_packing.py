@@ -17,13 +17,13 @@ from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Weights, operations
 from tilewright.models import decoder
 from tilewright.models.params import initialise
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.exact import Exact
 from tilewright.parallel.mesh import make_mesh
-from tilewright.parallel.packing import on_each_device
-from tilewright.parallel.schedules import CollectiveMatmul, TensorParallel
+from tilewright.parallel.packing import preparing_shards
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.parallel.strategies import CollectiveMatmul, TensorParallel
 from tilewright.runtime.cache import allocate
 from tilewright.runtime.state import Span, cached_attend
 
@@ -37,7 +37,7 @@ def drawn() -> Any:
     return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, initialise(SPECS, jax.random.key(0)))
 
 
-def answers(ops: Operations, schedule: Schedule, params: Any) -> Any:
+def answers(ops: Operations, schedule: Strategy, params: Any) -> Any:
     """Of prefill: logits, the most likely tokens, and the hidden states."""
     heads = CONFIG.num_kv_heads if isinstance(schedule, type(SINGLE_DEVICE)) else params.layers[0].qkv.parts[1] // 16
     kept = allocate(2, 4, heads, 16, 16, jnp.float32)
@@ -48,10 +48,10 @@ def answers(ops: Operations, schedule: Schedule, params: Any) -> Any:
     return logits, decoder.most_likely(CONFIG, ops, params, ran.hidden, schedule), ran.hidden
 
 
-def over(weights: Weights, schedule: Schedule, devices: int) -> tuple[Any, Any]:
+def over(weights: Weights, schedule: Strategy, devices: int) -> tuple[Any, Any]:
     """The answers, and the prepared parameters."""
     mesh = grouped_mesh(make_mesh({"tp": devices}), "tp", heads=CONFIG.num_heads, kv_heads=CONFIG.num_kv_heads)
-    ops = on_each_device(operations(weights=weights), mesh)
+    ops = preparing_shards(operations(weights=weights), mesh)
     params = decoder.prepare(CONFIG, ops, jax.device_put(drawn(), shardings(SPECS, mesh, GROUPED)))
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
     inside = partial(answers, ops, schedule)

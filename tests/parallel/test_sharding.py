@@ -14,7 +14,6 @@ from tilewright.models import decoder, dflash, eagle3
 from tilewright.models.params import ArraySpec, matrix, spec_leaves
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import (
-    FULLY_SHARDED,
     FULLY_SHARDED_TENSOR_PARALLEL,
     GROUPED,
     GROUPED_AXES,
@@ -111,7 +110,7 @@ def test_devices_that_do_not_fit_a_model(devices: int, sizes: dict[str, int], me
 @pytest.mark.parametrize(
     ("axes", "rules"),
     [
-        ({"fsdp": 4}, FULLY_SHARDED),
+        ({"fsdp": 4, "tp": 1}, FULLY_SHARDED_TENSOR_PARALLEL),
         ({"fsdp": 4, "tp": 2}, FULLY_SHARDED_TENSOR_PARALLEL),
         ({"fsdp": 1, "tp": 4}, FULLY_SHARDED_TENSOR_PARALLEL),
     ],
@@ -200,4 +199,4 @@ def test_a_mesh_axis_divides_one_dim(rules: Rules):
 
 def test_a_square_matrix_of_one_axis():
     with pytest.raises(ValueError, match=r"found 'hidden' over fsdp, 'hidden' over fsdp$"):
-        partition(ArraySpec("w", (4, 4), ("hidden", "hidden")), MESH.shape, FULLY_SHARDED)
+        partition(ArraySpec("w", (4, 4), ("hidden", "hidden")), MESH.shape, {"hidden": "fsdp"})

@@ -22,14 +22,14 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.delta import DeltaSizes, DeltaState
 from tilewright.models.experts import Mixture
 from tilewright.models.params import initialise
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.exact import Exact
-from tilewright.parallel.experts import own_experts
+from tilewright.parallel.experts import with_local_experts
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import Route
-from tilewright.parallel.schedules import CollectiveMatmul, Sequence, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.parallel.strategies import CollectiveMatmul, Sequence, TensorParallel
 from tilewright.runtime.cache import allocate
 from tilewright.runtime.state import Span, cached_attend
 
@@ -109,7 +109,7 @@ def close(found: Any, wanted: Any, config: DecoderConfig) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=share * float(jnp.max(jnp.abs(other))))
 
 
-def loss(config: DecoderConfig, schedule: Schedule, params: DecoderParams, batch: Array) -> tuple[Array, Any]:
+def loss(config: DecoderConfig, schedule: Strategy, params: DecoderParams, batch: Array) -> tuple[Array, Any]:
     """Something that all logits are part of; the logits, and the stream after a layer."""
     ran = decoder.forward_full(config, PLAIN, params, batch, (0,), schedule)
     logits = decoder.logits(config, PLAIN, params, ran.hidden, schedule)
@@ -123,7 +123,7 @@ def placed(family: str, devices: int) -> tuple[Mesh, DecoderParams]:
     return mesh, jax.device_put(drawn(family), shardings(decoder.declare(config), mesh, GROUPED))
 
 
-def divided(family: str, schedule: Schedule, devices: int) -> tuple[Any, DecoderParams]:
+def divided(family: str, schedule: Strategy, devices: int) -> tuple[Any, DecoderParams]:
     """`loss` over so many devices, and parameters that lie there."""
     mesh, params = placed(family, devices)
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
@@ -163,23 +163,23 @@ def test_prefill_and_gradient_equal_those_of_a_single_device(family: str, schedu
     assert all(float(jnp.max(jnp.abs(leaf))) > 1e-4 for leaf in jax.tree.leaves(wanted[1]))
 
 
-def over_caches(config: DecoderConfig, schedule: Schedule, params: DecoderParams, batch: Array, steps: int) -> Any:
+def over_caches(config: DecoderConfig, schedule: Strategy, params: DecoderParams, batch: Array, steps: int) -> Any:
     """Prefill from each row's place on, of which five are kept, and a step of decoding: logits, and what the caches hold."""
     rows = len(batch)
     start = jnp.arange(rows, dtype=jnp.int32) % 3
     heads = params.layers[0].qkv.parts[1].shape[1] // config.head_dim
-    kept = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32)
+    caches = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32)
     found = []
     for n in range(1 + steps):
         count = min(batch.shape[1], 5)
         span = Span(start, jnp.full(rows, count, jnp.int32))
         places = start[:, None] + jnp.arange(batch.shape[1])
-        ran = decoder.forward(config, PLAIN, params, batch, places, cached_attend, span, kept, schedule=schedule)
-        kept = ran.kept
+        ran = decoder.forward(config, PLAIN, params, batch, places, cached_attend, span, caches, schedule=schedule)
+        caches = ran.caches
         start = start + count
         found.append(decoder.logits(config, PLAIN, params, ran.hidden, schedule))
         batch = batch[:, :1] + n
-    return found, kept
+    return found, caches
 
 
 @cache
@@ -221,7 +221,7 @@ def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: i
 
 
 def through_a_round(
-    config: DecoderConfig, schedule: Schedule, step: bool, params: DecoderParams, batch: Array, ops: Operations = PLAIN
+    config: DecoderConfig, schedule: Strategy, step: bool, params: DecoderParams, batch: Array, ops: Operations = PLAIN
 ) -> Any:
     """Logits of a prefill, of a block of which two positions stay, and of a step behind these; what layers keep."""
     rows = len(batch)
@@ -234,17 +234,17 @@ def through_a_round(
         heads = layer.qkv.parts[1].shape[1] // config.head_dim
         return allocate(1, rows, heads, 16, config.head_dim, jnp.float32)[0]
 
-    kept = tuple(map(empty, params.layers))
-    for length, count, stay, open_ended in ((8, 6, 6, False), (4, 4, 2, True), (1, 1, 1, False))[: 3 if step else 2]:
-        span = Span(start, jnp.full(rows, count, jnp.int32), open_ended)
+    caches = tuple(map(empty, params.layers))
+    for length, count, stay, uncommitted in ((8, 6, 6, False), (4, 4, 2, True), (1, 1, 1, False))[: 3 if step else 2]:
+        span = Span(start, jnp.full(rows, count, jnp.int32), uncommitted)
         places = start[:, None] + jnp.arange(length)
         now = (batch[:, :length] + len(found)) % config.vocab_size
-        ran = decoder.forward(config, ops, params, now, places, cached_attend, span, kept, schedule=schedule)
+        ran = decoder.forward(config, ops, params, now, places, cached_attend, span, caches, schedule=schedule)
         stays = jnp.full(rows, stay)
-        kept = tuple(each.settle(ops, stays) if isinstance(each, DeltaState) else each for each in ran.kept)
+        caches = tuple(each.commit(ops, stays) if isinstance(each, DeltaState) else each for each in ran.caches)
         start += stay
         found.append(decoder.logits(config, ops, params, ran.hidden, schedule)[:, :count])
-    return found, tuple(each.state for each in kept if isinstance(each, DeltaState))
+    return found, tuple(each.state for each in caches if isinstance(each, DeltaState))
 
 
 @cache
@@ -253,13 +253,13 @@ def round_alone(family: str, batch: int) -> Any:
 
 
 def round_over(
-    family: str, schedule: Schedule, devices: int, batch: int, step: bool = True, ops: Operations = PLAIN
+    family: str, schedule: Strategy, devices: int, batch: int, step: bool = True, ops: Operations = PLAIN
 ) -> tuple[list[Array], tuple[Array, ...]]:
     """`through_a_round` of so many devices."""
     mesh, params = placed(family, devices)
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
     run = jax.shard_map(
-        partial(through_a_round, config_of(family), schedule, step, ops=own_experts(ops)),
+        partial(through_a_round, config_of(family), schedule, step, ops=with_local_experts(ops)),
         mesh=mesh,
         in_specs=(specs, WHOLE),
         out_specs=(WHOLE, PartitionSpec(None, GROUPED_AXES)),
@@ -304,7 +304,7 @@ def test_tiles_of_several_devices_rows(devices: int):
 
 def test_one_row_without_a_cache_cannot_be_divided():
     run, params = divided("llama", Domino(GROUPED_AXES), 2)
-    with pytest.raises(ValueError, match="2 micro-batches divide, found 1 rows whose 8 positions cannot be divided: no cache"):
+    with pytest.raises(ValueError, match="found 1 rows whose 8 positions cannot be divided: later positions need a cache"):
         jax.eval_shape(run, params, tokens(1, 8))
     with pytest.raises(ValueError, match="found 3 rows and 7 positions, which they do not divide either"):
         jax.eval_shape(run, params, tokens(3, 7))
@@ -323,7 +323,7 @@ def test_columns_that_cannot_be_cut():
 def test_what_is_exchanged_is_what_the_schedule_says():
     """Collectives of a whole pass over four devices, the embedding's and the head's included."""
 
-    def exchanged(schedule: Schedule) -> Counter[str]:
+    def exchanged(schedule: Strategy) -> Counter[str]:
         run, params = divided("llama", schedule, 4)
         text: Any = jax.jit(run).lower(params, tokens(2, 8)).compile().as_text()
         ops = [op for each in read_module(text).computations.values() for op in each.ops]
@@ -362,7 +362,7 @@ def test_a_sum_by_hops_sends_no_more_than_its_numbers_however_few_its_rows():
 
 
 @pytest.mark.parametrize("schedule", [Sequence(GROUPED_AXES), CollectiveMatmul(GROUPED_AXES)], ids=["sequence", "ring"])
-def test_rows_that_the_devices_do_not_divide_are_summed_as_they_are(schedule: Schedule):
+def test_rows_that_the_devices_do_not_divide_are_summed_as_they_are(schedule: Strategy):
     """Six rows over four devices: no bytes but theirs, in one sum after each half."""
     run, params = divided("llama", schedule, 4)
     program: Any = jax.jit(run).lower(params, tokens(2, 3)).compile()

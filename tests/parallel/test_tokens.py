@@ -226,7 +226,7 @@ def test_a_jax_that_cannot_be_told_what_is_unread_runs_more_and_says_so(monkeypa
     without = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(without)
     monkeypatch.undo()
-    with pytest.warns(UserWarning, match=r"has no dce_rules: what runs again includes collectives whose results nothing reads"):
+    with pytest.warns(UserWarning, match=r"has no dce_rules: recomputation includes collectives with unused results"):
         found = order(compiled(gradient(looped(without.thread, without.checkpoint), 2), *LAYERS))
     assert found == [kind for kind, _ in groupby(FORWARD + FORWARD + BACKWARD)]
 

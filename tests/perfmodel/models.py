@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from tilewright.hardware.neuron import instance_of
-from tilewright.perfmodel.machine import Machine, Settings, machine_of, with_figures
+from tilewright.perfmodel.machine import Machine, Settings, machine_of, with_machine_constants
 
 
 @dataclass(frozen=True)
@@ -39,4 +39,4 @@ def trainium(**settings: object) -> Machine:
 def without_limits(machine: Machine) -> Machine:
     """No latency, and all bandwidth that there could be."""
     free = {"hop_us": 0.0, "pass_us": 0.0, "signal_us": 0.0, "dma_gb_per_s": inf, "hbm_gb_per_s": inf, "link_gb_per_s": inf}
-    return with_figures(machine, free)
+    return with_machine_constants(machine, free)

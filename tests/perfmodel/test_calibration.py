@@ -27,9 +27,9 @@ from tilewright.perfmodel.calibration import (
 from tilewright.perfmodel.calibration_neuron import PUBLISHED, calibrate_neuron
 from tilewright.perfmodel.estimate import estimate
 from tilewright.perfmodel.inference import Work, inference_program
-from tilewright.perfmodel.machine import HOP_US, machine_constants, with_figures
+from tilewright.perfmodel.machine import HOP_US, machine_constants, with_machine_constants
 from tilewright.perfmodel.plan_inference import InferencePlan, compare, sweeps, winner
-from tilewright.perfmodel.uncertainty import swept
+from tilewright.perfmodel.uncertainty import sweep_constants
 
 V5E = CHIPS["v5e"]
 TRUE = {"start_us": 3.0, "hop_us": 2.0, "ici_gb_per_s": 40.0, "bf16_tflop_per_s": 150.0, "hbm_gb_per_s": 700.0}
@@ -84,7 +84,7 @@ def test_ranges_of_predictions_cover_what_was_not_fitted():
     def predict(changes: Any) -> dict[str, float]:
         return dict(zip(sizes, tpu_times(V5E)({**fit.constants, **changes}, list(sizes.values())), strict=True))
 
-    ranges = swept(predict, {**fit.constants, "model_error": fit.model_error})
+    ranges = sweep_constants(predict, {**fit.constants, "model_error": fit.model_error})
     true = dict(zip(sizes, tpu_times(V5E)(TRUE, list(sizes.values())), strict=True))
     held = [ranges.range(name)[0] < true[name] < ranges.range(name)[1] for name in sizes]
     assert sum(held) >= 5
@@ -100,7 +100,7 @@ def test_what_no_time_depends_on_stays():
     found = calibrate("made up", rows, times, {"delay": 1.0, "rate": 1e3, "unused": 3.0})
     assert found.unconstrained == ("unused",)
     assert found.constants == {"delay": pytest.approx(10, rel=1e-3), "rate": pytest.approx(1e4, rel=1e-3)}
-    with pytest.raises(ValueError, match="don't depend on them"):
+    with pytest.raises(ValueError, match="do not depend on them"):
         calibrate("made up", rows, lambda changes, measured: [1.0] * len(measured), {"delay": 1.0})
     with pytest.raises(ValueError, match="at least 4 points"):
         calibrate("made up", rows[:3], times, {"delay": 1.0})
@@ -145,7 +145,7 @@ def test_fitted_constants_move_every_headline_of_a_plan():
 def test_a_decoding_step_takes_many_times_as_long_by_the_fitted_curve_as_by_the_pages():
     """Of Llama 3 8B on 24 cores: some 8 ms, and some 95. That is why plans have the wide ranges that they have."""
     took = []
-    for machine in (inferentia(24), with_figures(inferentia(24), published().constants)):
+    for machine in (inferentia(24), with_machine_constants(inferentia(24), published().constants)):
         build = partial(inference_program, LLAMA_8B, machine, Work("decode", 8, 1280), "sync")
         took.append(estimate(32, (1, 3), build, machine).total_s)
     assert took[1] > 5 * took[0]

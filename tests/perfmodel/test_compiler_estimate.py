@@ -18,5 +18,5 @@ def test_a_kernel_counts_by_the_roofline_of_what_it_declares():
     chip = CHIPS["v5e"]
     declared = '{"custom_call_config":{"cost_estimate":{"flops":"12","transcendentals":"0","bytes_accessed":"819000000"}}}'
     assert kernel_cycles(chip, CALL.replace("{COST}", declared)) == pytest.approx(1e6 * chip.clock_ghz)
-    with pytest.raises(ValueError, match="declares its cost, found call without"):
+    with pytest.raises(ValueError, match="with a cost estimate, found call without"):
         kernel_cycles(chip, CALL.replace("{COST}", "{}"))

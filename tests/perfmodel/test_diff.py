@@ -8,7 +8,7 @@ import pytest
 from perfmodel.test_schedule import ARRAY, BYTES, GROUPS, compute, done, joined, program
 from tilewright.compiled.aot import Compiled, read_compiled, read_record
 from tilewright.metrics.diff import DIFF
-from tilewright.perfmodel.diff import COMPILER, OpChange, ProgramFigures, Site, WayChange, diff
+from tilewright.perfmodel.diff import COMPILER, ExecutionChange, OpChange, ProgramTotals, Site, diff
 
 SUM = Site("all-reduce", "jit(f)/layer/psum")
 AT_SUM = 'metadata={op_name="jit(f)/layer/psum"}'
@@ -37,20 +37,20 @@ OFFLOADED = made(
 
 
 def test_each_figure_of_a_program_is_declared():
-    assert [metric.name for metric in DIFF] == [one.name for one in fields(ProgramFigures)]
+    assert [metric.name for metric in DIFF] == [one.name for one in fields(ProgramTotals)]
 
 
 def test_a_program_does_not_differ_from_itself():
     for one in (SYNCHRONOUS, ASYNCHRONOUS, OFFLOADED):
         found = diff("step", one, read_record(one.record()))
-        assert (found.before, found.ways, found.ops) == (found.after, (), ())
+        assert (found.before, found.executions, found.ops) == (found.after, (), ())
         assert all(found.rise(name) == 0 for name in vars(found.before))
 
 
 def test_a_sum_that_became_asynchronous():
     found = diff("step", SYNCHRONOUS, ASYNCHRONOUS)
-    assert found.ways == (WayChange(SUM, {"synchronous": 1}, {"asynchronous": 1}),)
-    assert (found.ways[0].gained("asynchronous"), found.ways[0].gained("synchronous")) == (1, -1)
+    assert found.executions == (ExecutionChange(SUM, {"synchronous": 1}, {"asynchronous": 1}),)
+    assert (found.executions[0].gained("asynchronous"), found.executions[0].gained("synchronous")) == (1, -1)
     assert found.ops == ()
     assert (found.before.synchronous_bytes, found.after.asynchronous_bytes) == (BYTES, BYTES)
     assert (found.before.asynchronous, found.after.synchronous) == (0, 0)
@@ -61,7 +61,7 @@ def test_a_sum_that_became_asynchronous():
 def test_a_sum_that_went_to_a_sparse_core():
     """And none that is only called so in the Python program."""
     found = diff("step", SYNCHRONOUS, OFFLOADED)
-    assert found.ways == (WayChange(SUM, {"synchronous": 1}, {"SparseCore": 1}),)
+    assert found.executions == (ExecutionChange(SUM, {"synchronous": 1}, {"SparseCore": 1}),)
     assert (found.after.sparse_core, found.after.asynchronous_bytes) == (1, BYTES)
     plain = made(compute("c", "x1"), f"  %d = {ARRAY} all-reduce(%x0), {GROUPS}, {AT_SUM.replace('layer', 'sparsecore')}")
     assert diff("step", plain, plain).after.sparse_core == 0
@@ -75,14 +75,14 @@ def test_a_gather_that_went_to_a_sparse_core():
     updated = f"  %u = (({ARRAY}), {ARRAY}) call-update(%s, %x0)"
     offloaded = made(begun, updated, compute("c", "x1"), done("d", "u", "call-done"))
     found = diff("step", made(compute("c", "x1"), compute("d", "x0")), offloaded)
-    assert found.ways == (WayChange(gather, {}, {"SparseCore": 1}),)
+    assert found.executions == (ExecutionChange(gather, {}, {"SparseCore": 1}),)
     assert (found.after.prefetches, found.after.sparse_core, found.before.fusions - found.after.fusions) == (0, 0, 1)
 
 
 def test_a_copy_that_appeared_and_a_fusion_that_went():
     copied = made(f"  %c = {ARRAY} copy(%x1)", f"  %d = {ARRAY} all-reduce(%x0), {GROUPS}, {AT_SUM}")
     found = diff("step", SYNCHRONOUS, copied)
-    assert found.ways == ()
+    assert found.executions == ()
     changes = {change.site.kind: change for change in found.ops}
     assert changes["copy"] == OpChange(Site("copy", COMPILER), 0, 1, 0, 2 * BYTES)
     assert (changes["fusion"].before, changes["fusion"].after) == (1, 0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tilewright.hardware.links import Fabric, torus_of
 from tilewright.hardware.tpu import CHIPS
 from tilewright.perfmodel.schedule import Node, ScheduledTransfer, ScheduleGraph, read_schedule
-from tilewright.perfmodel.timeline import Sums, Timeline, simulate, trace
+from tilewright.perfmodel.timeline import Timeline, TimelineTotals, simulate, trace
 
 V5E = CHIPS["v5e"]
 SQUARE = Fabric(V5E, torus_of(V5E, (2, 2)), ((0, 0), (1, 0), (1, 1), (0, 1)), hop_us=0.0)
@@ -51,7 +51,7 @@ def laid_out(text: str, fabric: Fabric = SQUARE) -> Timeline:
     return simulate(read_schedule(text, V5E, layer_of), fabric)
 
 
-def ms(sums: Sums) -> tuple[float, float, float, float]:
+def ms(sums: TimelineTotals) -> tuple[float, float, float, float]:
     """Total, exposed, hidden, waiting for memory."""
     return tuple(1e3 * each for each in (sums.total_s, sums.exposed_s, sums.hidden_s, sums.memory_wait_s))  # type: ignore[return-value]
 
@@ -202,7 +202,7 @@ def test_every_spelling(before: str, lines: Sequence[str], expected: tuple[float
 
 
 def test_transfers_over_the_same_links_share_their_bandwidth():
-    def both(second: str, fabric: Fabric = SQUARE) -> Sums:
+    def both(second: str, fabric: Fabric = SQUARE) -> TimelineTotals:
         lines = (
             permute("s", "x0"),
             permute("t", "x1", second),
@@ -370,14 +370,14 @@ def test_what_cannot_be_read_is_refused():
         read_schedule(program(compute("c", "x0")).replace(", is_scheduled=true", ""), V5E)
     with pytest.raises(ValueError, match="expected d to wait for a transfer that was started before it"):
         read_schedule(program(done("d", "x0")), V5E)
-    with pytest.raises(ValueError, match="expected devices below 4, as many as the slice has, found 5"):
+    with pytest.raises(ValueError, match="expected devices below 4, the size of the slice, found 5"):
         laid_out(program(permute("s", "x0", "{{0,5}}"), done("d", "s")))
     for groups, ways in (("(0)", "as lists or as an array"), ("mesh[a]", "by the axes of a mesh")):
         with pytest.raises(ValueError, match=f"expected replica groups {ways}"):
             read_schedule(program(f"  %r = {ARRAY} all-reduce(%x0), replica_groups={groups}", inputs=1), V5E)
     unknown = laid_out(program(f"  %r = {ARRAY} collective-broadcast(%x0), {GROUPS}", inputs=1))
-    assert unknown.graph.notes == ("r: the time of a collective-broadcast is not modelled, and counted as none",)
-    assert unknown.whole() == Sums()
+    assert unknown.graph.notes == ("r: the time of a collective-broadcast is not modelled and counts as 0",)
+    assert unknown.whole() == TimelineTotals()
 
 
 STEPS = st.lists(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import tpu_programs
 from perfmodel.test_schedule import ARRAY, V5E, compute, done, joined, laid_out, permute, program
-from perfmodel.traces import Event, plane, write_trace
+from perfmodel.traces import Event, gpu_plane, plane, write_trace
 from tilewright.hardware.links import slice_fabric
 from tilewright.metrics.traced import OPERATIONS, PARTS, TRACED
 from tilewright.parallel import rings
@@ -22,7 +22,7 @@ from tilewright.parallel.mesh import make_mesh
 from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.timeline import Timeline, simulate
 from tilewright.perfmodel.traced import TraceComparison, compare, module_name, program_in
-from tilewright.perfmodel.xplane import own_times, read_trace
+from tilewright.perfmodel.xplane import read_trace, self_times
 
 # Nanobind's iterators have no module, which Python 3.13 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute")
@@ -134,7 +134,7 @@ def test_another_programs_operations_are_not_taken_for_its_own(tmp_path: Path):
     """Neither by name nor, where the trace has the text, by shape."""
     other = HIDING.replace(ARRAY, "f32[64]{0}")
     trace = write_trace(tmp_path, runs(other, (0,), 100, ("c", 0, 10), ("d", 10, 20)))
-    with pytest.raises(ValueError, match=r"of 2 operations of m\(7\) in the trace, 0 are in it .* with 0% of the time"):
+    with pytest.raises(ValueError, match=r"found m\(7\): 0 of 2 traced operations match .* with 0% of the time"):
         compared(HIDING, trace)
     ops = ("c", 0, 30), ("fusion.99", 30, 10), ("d", 40, 5)
     found = compared(HIDING, write_trace(tmp_path, runs(HIDING, (0,), 100, *ops)))
@@ -147,7 +147,7 @@ def test_a_program_is_found_by_its_name(tmp_path: Path):
     planes[1] = planes[1].replace("TPU:0", "TPU:1")
     programs = read_trace(write_trace(tmp_path, *planes))
     assert module_name(HIDING) == "m"
-    with pytest.raises(ValueError, match=r"expected one program m in the trace, found m\(1\), m\(2\): name one"):
+    with pytest.raises(ValueError, match=r"expected one program m in the trace, found m\(1\), m\(2\): choose one"):
         program_in(programs, "m")
     assert program_in(programs, "m", "m(2)").name == "m(2)"
     with pytest.raises(ValueError, match=r"expected the program step in the trace, found m\(1\), m\(2\)"):
@@ -165,6 +165,24 @@ def test_what_is_no_trace_is_refused(tmp_path: Path):
     file.write_bytes(b"no protocol buffer")
     with pytest.raises(ValueError, match=r"to be a trace of jax\.profiler"):
         read_trace(file)
+
+
+def test_kernels_of_a_gpus_streams_are_one_run(tmp_path: Path):
+    """Lines other than streams repeat the kernels' times, and copies outside of programs name no instruction."""
+    streams = {
+        "Stream #13(Compute)": [("gemm", 0, 10, "dot.1"), ("loop_add", 20, 5, "fusion.2"), ("gemm", 30, 12, "dot.1")],
+        "Stream #14(MemcpyD2H)": [("memcpy", 2, 40, "copy.3"), ("memcpy", 50, 9, "")],
+        "XLA Ops": [("gemm", 0, 10, "dot.1")],
+    }
+    host = plane("/host:CPU", {"python": [("call", 0, 100)]})
+    (program,) = read_trace(write_trace(tmp_path, gpu_plane(0, streams), host)).values()
+    assert (program.name, program.device_kind, program.devices, len(program.runs)) == ("m(7)", "GPU", 1, 1)
+    assert {name: op.calls for name, op in program.ops.items()} == {"dot.1": 2, "fusion.2": 1, "copy.3": 1}
+    assert program.self_seconds(["dot.1"]) == pytest.approx(22e-6)
+    assert program.self_seconds(program.ops) == pytest.approx(67e-6)
+    assert program.seconds == pytest.approx(42e-6)
+    two = read_trace(write_trace(tmp_path / "two", gpu_plane(0, streams), gpu_plane(1, streams)))["m(7)"]
+    assert (two.devices, len(two.runs)) == (2, 2)
 
 
 def predicted_events(timeline: Timeline, hlo: str) -> list[Event]:
@@ -197,14 +215,14 @@ def test_what_the_compiler_writes_is_found_again(number: int, tmp_path: Path):
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
-def test_own_times_cover_a_line_once(spans: list[tuple[int, int]]):
+def test_self_times_cover_a_line_once(spans: list[tuple[int, int]]):
     """Of events that lie in one another or apart, as a core's do; others are cut to that here."""
     nested: list[SimpleNamespace] = []
     for begin, taken in sorted(spans, key=lambda span: (span[0], -span[1])):
         around = [one.start_ns + one.duration_ns for one in nested if one.start_ns + one.duration_ns > begin]
         nested.append(SimpleNamespace(start_ns=begin, duration_ns=min([begin + taken, *around]) - begin))
     covered = {at for one in nested for at in range(one.start_ns, one.start_ns + one.duration_ns)}
-    assert sum(own for _, own in own_times(nested)) == len(covered)
+    assert sum(self_ns for _, self_ns in self_times(nested)) == len(covered)
 
 
 def test_a_program_that_runs_here(tmp_path: Path):
@@ -232,3 +250,15 @@ def test_a_program_that_runs_here(tmp_path: Path):
     parts = {part["name"]: part["measured_us"] for part in found.parts()}
     assert min(parts["exposed"], parts["compute"]) > 0
     assert not found.untraced
+
+
+def test_a_small_program_runs_on_pythons_thread(tmp_path: Path):
+    compiled = jax.jit(lambda x: jnp.sin(x @ x).sum()).lower(np.ones((4, 4), np.float32)).compile()
+    x = jnp.ones((4, 4))
+    jax.block_until_ready(compiled(x))
+    with jax.profiler.trace(tmp_path):
+        for _ in range(2):
+            jax.block_until_ready(compiled(x))
+    program = program_in(read_trace(tmp_path), module_name(str(compiled.as_text())))
+    assert len(program.runs) == 2
+    assert program.seconds > 0

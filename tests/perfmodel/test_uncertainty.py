@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tilewright.hardware.ranged import Ranged, ranged
 from tilewright.hardware.tpu import CHIPS
-from tilewright.perfmodel.uncertainty import MODEL_ERROR, Basis, latin_hypercube, rank_correlation, swept
+from tilewright.perfmodel.uncertainty import MODEL_ERROR, Basis, latin_hypercube, rank_correlation, sweep_constants
 
 RATE = Ranged(10.0, 5.0, 20.0)
 DELAY = Ranged(1.0, 4.0)
@@ -29,7 +29,7 @@ def test_each_part_of_each_range_has_one_draw(draws: int, dimensions: int, seed:
 
 
 def test_a_sweep_says_how_far_what_is_first_and_what_decides():
-    found = swept(two_ways, {"rate": RATE, "delay": DELAY}, draws=200, basis=Basis("a curve", 0.04, 0.25))
+    found = sweep_constants(two_ways, {"rate": RATE, "delay": DELAY}, draws=200, basis=Basis("a curve", 0.04, 0.25))
     assert found.predicted == {"by rate": 3, "by delay": 2}
     # Even in the logarithm: the tenth and ninetieth percentile of 5 to 20 are 5.74 and 17.4.
     low, high = found.range("by rate")
@@ -42,28 +42,28 @@ def test_a_sweep_says_how_far_what_is_first_and_what_decides():
     assert 60 < found.first["by delay"] < 140
     text = " ".join(found.text)
     assert f"by delay first in {found.first['by delay']} of 200" in text
-    assert "calibrated against a curve; times held out of the fit are 4.0% off; up to 25% of the compute time" in text
+    assert "calibrated against a curve; error on held-out times 4.0%; up to 25% of the compute time" in text
     record = found.record()
     assert record["constants"]["rate"] == [5, 10, 20]
     assert record["predictions"]["by rate"]["range"] == [low, high]
 
 
 def test_the_same_seed_draws_the_same_and_another_one_others():
-    one, same, other = (swept(two_ways, {"rate": RATE}, draws=9, seed=seed) for seed in (3, 3, 4))
+    one, same, other = (sweep_constants(two_ways, {"rate": RATE}, draws=9, seed=seed) for seed in (3, 3, 4))
     np.testing.assert_array_equal(one.drawn, same.drawn)
     assert not np.array_equal(one.drawn, other.drawn)
 
 
 def test_without_ranges_a_prediction_is_its_range():
-    found = swept(two_ways, {}, draws=5)
+    found = sweep_constants(two_ways, {}, draws=5)
     assert found.range("by rate") == (3, 3)
     assert (found.decides("by rate"), found.first) == (None, {"by delay": 5, "by rate": 0})
     with pytest.raises(ValueError, match="at least 2 draws, found 1"):
-        swept(two_ways, {}, draws=1)
+        sweep_constants(two_ways, {}, draws=1)
 
 
 def test_the_error_of_a_fit_widens_all_predictions_alike():
-    found = swept(two_ways, {MODEL_ERROR: Ranged(1.0, 0.5, 2.0)}, draws=100)
+    found = sweep_constants(two_ways, {MODEL_ERROR: Ranged(1.0, 0.5, 2.0)}, draws=100)
     assert found.decides("by rate") == (MODEL_ERROR, pytest.approx(1))
     ratios = found.outcomes["by rate"] / found.outcomes["by delay"]
     np.testing.assert_allclose(ratios, 1.5)

@@ -32,6 +32,32 @@ def plane(name: str, lines: Mapping[str, Sequence[Event]], kind: str = "TPU v5 l
     return f'planes {{ name: "{name}" {" ".join([*metadata, told, stat, *shown])} }}'
 
 
+def gpu_plane(number: int, streams: Mapping[str, Sequence[tuple[str, float, float, str]]]) -> str:
+    """A GPU's plane: events of lines with the kernel, its begin and time in microseconds, and its instruction ("" for none).
+
+    All events belong to the program `m`, number 7.
+    """
+    stats = "".join(
+        f'stat_metadata {{ key: {key} value {{ id: {key} name: "{name}" }} }} '
+        for key, name in enumerate(("hlo_op", "hlo_module", "program_id"), 1)
+    )
+    kernels = dict.fromkeys(kernel for events in streams.values() for kernel, *_ in events)
+    numbers = {kernel: number for number, kernel in enumerate(kernels, 1)}
+    metadata = "".join(
+        f'event_metadata {{ key: {key} value {{ id: {key} name: "{kernel}" }} }} ' for kernel, key in numbers.items()
+    )
+    lines = ""
+    for name, events in streams.items():
+        shown = ""
+        for kernel, begin, taken, op in events:
+            about = f'stats {{ metadata_id: 1 str_value: "{op}" }} ' if op else ""
+            about += 'stats { metadata_id: 2 str_value: "m" } stats { metadata_id: 3 uint64_value: 7 }'
+            times = f"offset_ps: {round(1e6 * begin)} duration_ps: {round(1e6 * taken)}"
+            shown += f"events {{ metadata_id: {numbers[kernel]} {times} {about} }} "
+        lines += f'lines {{ name: "{name}" {shown}}} '
+    return f'planes {{ name: "/device:GPU:{number}" {metadata}{stats}{lines}}}'
+
+
 def _quoted(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
 

@@ -1,4 +1,4 @@
-"""A second reading of DFlash 2, in NumPy float64: forward, walk and loss, written from the description of the method.
+"""Reference of DFlash 2, in NumPy float64: forward, walk and loss, written from the description of the method.
 
 What DFlash and its engine have in common is in `dflash_numpy.py`. One sequence at a time, slot by slot, no caches.
 
@@ -69,7 +69,7 @@ class Walker(Drafter):
         return sorted(self.ids, key=lambda token: -logits[token])[: self.top_k]
 
     def chooser(self, hidden: Array, features: Array, start: int) -> Choose:
-        """What is chosen from in a block.
+        """Returns the function that scores the candidates of each slot of a block.
 
         Args:
             hidden: normalised, of the slots that draft.
@@ -81,7 +81,7 @@ class Walker(Drafter):
     def block_hidden(
         self, known: int, features: Array, start: int, window: int | None = None, block_size: int | None = None
     ) -> Array:
-        """What the head reads of every slot that drafts, normalised."""
+        """Returns the normalised hidden state of every drafting slot, the input of the head."""
         slots = (block_size or self.block_size) - 1 + self.first_slot
         return self.normed(self.hidden(known, features, start, window, slots))[self.first_slot :]
 
@@ -166,19 +166,19 @@ class Drafter2(Walker):
         return x
 
     def logits(self, hidden: Array) -> Array:
-        """What the selector starts from, of hidden states that are normalised already."""
+        """Returns the logits that the selector adds its scores to, from normalised hidden states."""
         u = self.target.head(hidden) * self.field("output_multiplier", 1.0)
         cap = self.field("final_logit_softcapping", 0.0)
         return cap * np.tanh(u / cap) if cap > 0 else u
 
     def pair_score(self, hidden: Array, before: int, token: int) -> float:
-        """Of a token in a slot with this hidden state `[H]`, after the token in the slot before."""
+        """Scores a token in a slot with this hidden state `[H]`, given the token of the slot before."""
         gate = self.tensor("candidate_selector.hidden_projection.weight") @ hidden
         predecessor, successor = (self.tensor(f"candidate_selector.{name}_codebook") for name in ("predecessor", "successor"))
         return float(np.sum(predecessor[before] * gate * successor[self.ids.index(token)]))
 
     def choices(self, hidden: Array, logits: Array, before: int) -> tuple[list[int], Array]:
-        """The candidates of a slot, and their scores after `before`."""
+        """Returns the candidates of a slot and their scores after the token `before`."""
         tokens = self.candidates(logits)
         return tokens, np.array([logits[token] + self.pair_score(hidden, before, token) for token in tokens])
 
@@ -189,7 +189,7 @@ class Drafter2(Walker):
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one block: sums over its slots of weight times cross-entropy in nats, and of the weights."""
+    """Sums over the slots of a block: weight times cross-entropy in nats, and weights."""
 
     backbone: float
     selector: float

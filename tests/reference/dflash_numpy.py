@@ -1,4 +1,4 @@
-"""A second reading of DFlash speculative decoding, in NumPy float64, for the engine to be compared with.
+"""Reference of DFlash speculative decoding in NumPy float64, which tests compare with the engine.
 
 A Qwen3 target, a DFlash drafter and the greedy loop, written from the description of the method and not from the engine. There
 are no caches: every round starts again from the tokens. One sequence at a time, so arrays have no batch dim.
@@ -55,7 +55,7 @@ def attention(q: Array, k: Array, v: Array, visible: NDArray[np.bool_]) -> Array
 
 @dataclass(frozen=True)
 class Layer:
-    """One Qwen3 layer; target and drafter use the same arrays and differ in what attends to what."""
+    """A Qwen3 layer. Target and drafter have the same arrays and differ in their attention masks."""
 
     config: Mapping[str, Any]
     tensors: Tensors
@@ -85,7 +85,7 @@ class Layer:
         return attended @ self.weight("self_attn.o_proj").T
 
     def mlp_inner(self, x: Array) -> Array:
-        """What `down_proj` reads: `silu(gate(h)) * up(h)`, h being `x` after its norm."""
+        """Returns the input of `down_proj`: `silu(gate(h)) * up(h)` with h = norm(x)."""
         h = self.norm(x, "post_attention_layernorm")
         gate = h @ self.weight("mlp.gate_proj").T
         return gate / (1 + np.exp(-gate)) * (h @ self.weight("mlp.up_proj").T)
@@ -210,7 +210,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Round:
-    """One draft and one verification.
+    """A draft and its verification.
 
     Attributes:
         start: position of the known token, which is the last one at hand.

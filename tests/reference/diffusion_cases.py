@@ -1,4 +1,4 @@
-"""Models and requests that tests of diffusion decoding share, and what it takes to call two generations equal."""
+"""Models and requests of tests of diffusion decoding, and the comparison of two generations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ def run(model: Model, asked: Request, mode: Mode = Dense, prompt: Sequence[int] 
 
 
 def one_layer(model: Model) -> Model:
-    """Its keys and values are functions of the tokens at their positions alone."""
+    """Keeps one layer, whose keys and values depend only on the tokens at their positions."""
     return replace(model, layers=model.layers[:1])
 
 

@@ -1,4 +1,4 @@
-"""LLaDA and Dream as small transformers in NumPy float64, and their checkpoints: what `diffusion_numpy.py` denoises with.
+"""LLaDA and Dream as small transformers in NumPy float64, and their checkpoints, for `diffusion_numpy.py`.
 
 Legend: n positions, r rows (positions that are computed), H hidden, N query heads, K key/value heads, D head size, I inner,
 V vocabulary. Weights are `[out, in]`, as checkpoints hold them.
@@ -162,7 +162,7 @@ def random_model(
 
 @dataclass
 class Caches:
-    """What one layer keeps of all n positions: keys after RoPE and values `[n, K, D]`, contexts before the output projection
+    """Caches of a layer for all n positions: keys after RoPE and values `[n, K, D]`, contexts before the output projection
     `[n, N * D]`, FFN outputs `[n, H]`; and `base`, the values that `keep_prompt_updates` compares with."""
 
     k: Array
@@ -173,7 +173,7 @@ class Caches:
 
 
 def dense(model: Model, tokens: Sequence[int] | Rows, length: int | None = None) -> tuple[Array, list[Caches]]:
-    """Logits `[n, V]`, not shifted, and what each layer computed. All rows see the first `length` positions; None: all."""
+    """Returns unshifted logits `[n, V]` and the caches of each layer. Rows see the first `length` positions (None: all)."""
     rows = np.arange(len(tokens))
     x = model.embed[list(tokens)]
     caches = []
@@ -199,7 +199,7 @@ OUTER = {
 }
 """Names in a checkpoint: of a layer's tensors, in the order of `FIELDS`; of embedding, final norm, head and layers."""
 COUNTS = (("n_layers", "num_hidden_layers"), ("n_heads", "num_attention_heads"))
-"""How many layers and heads there are, in the words of LLaDA's and of Dream's `config.json`."""
+"""Names of the numbers of layers and heads in `config.json` of LLaDA and of Dream."""
 
 
 def checkpoint(model: Model, mask: int, eos: int) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:

@@ -1,4 +1,4 @@
-"""A second reading of how masked-diffusion language models denoise, in NumPy float64, for the engine to be compared with.
+"""Reference of denoising by masked-diffusion language models in NumPy float64, which tests compare with the engine.
 
 Dense generation as LLaDA and Dream publish it, Fast-dLLM's prefix and dual cache, and DyLLM's sparse steps, written from the
 description of the methods and not from the engine: one sequence at a time, whole arrays, loops. The models are in
@@ -83,8 +83,8 @@ Uniform = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Call:
-    """What a forward is told: its step and block step, where the block lies, the rows committed in the step before, and whether
-    it sees more positions than the block before did."""
+    """Arguments of a forward pass: step and block step, first and end position of the block, rows committed in the step before,
+    and True in `shows_more` if it sees more positions than the block before."""
 
     step: int
     block_step: int
@@ -96,7 +96,7 @@ class Call:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """One layer of a sparse step: the positions that entered as salient, those that left as salient, and `cosine` `[r]`."""
+    """A layer of a sparse step: salient positions of its input and of its output, and `cosine` `[r]`."""
 
     incoming: Rows
     salient: Rows
@@ -105,7 +105,7 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward over rows `first`, `first + 1`, ...; `logits` `[r, V]`, not shifted."""
+    """A forward pass over rows `first`, `first + 1`, ...; `logits` are `[r, V]`, not shifted."""
 
     kind: str
     first: int
@@ -125,7 +125,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class CachedMode:
-    """Fast-dLLM; see the module's text."""
+    """Settings of Fast-dLLM; see the module docstring."""
 
     kind: Literal["prefix", "dual"]
     shift_boundary: bool = True
@@ -135,7 +135,7 @@ class CachedMode:
 
 
 class Cached:
-    """One stream of Fast-dLLM."""
+    """A stream of Fast-dLLM."""
 
     def __init__(self, model: Model, mode: CachedMode):
         self.model = model
@@ -184,7 +184,7 @@ class SparseMode:
 
 
 class Sparse:
-    """One stream of DyLLM; `caches` are in place after the first forward, which is full."""
+    """A stream of DyLLM. The first forward pass is full and fills `caches`."""
 
     def __init__(self, model: Model, mode: SparseMode, prompt_length: int):
         self.model = model
@@ -210,7 +210,7 @@ class Sparse:
     def layer(
         self, layer: Layer, cache: Caches, x: Array, rows: Rows, incoming: Rows, changed: Rows
     ) -> tuple[Array, LayerTrace]:
-        """One layer of a sparse step: the residual stream `[r, H]` after it; the caches advance."""
+        """Runs a layer of a sparse step. Returns the residual stream `[r, H]` and updates the caches."""
         first = rows[0]
         before = cache.v.copy()
         q = self.model.queries(layer, x, rows)
@@ -233,7 +233,7 @@ class Sparse:
 
 
 def cosines(a: Array, b: Array) -> Array:
-    """Of each row of `a` with that of `b`; 0 where one is zero."""
+    """Returns the cosine similarity of each row of `a` with that of `b`, 0 for zero rows."""
     norms = np.sqrt(np.sum(a * a, axis=1)) * np.sqrt(np.sum(b * b, axis=1))
     return np.sum(a * b, axis=1) / np.maximum(norms, 1e-30)
 
@@ -246,7 +246,7 @@ DREAM_RULES = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for; `quota` None is "even" for LLaDA's rules and "timesteps" for Dream's."""
+    """Settings of a generation; `quota` None is "even" for LLaDA's rules and "timesteps" for Dream's."""
 
     mask: int
     gen_length: int
@@ -289,7 +289,7 @@ class Request:
         return 1.0 if block_step == self.block_steps - 1 else float(1 - times[block_step + 1] / times[block_step])
 
     def count(self, block_step: int, masks: int) -> int:
-        """How many of the block's remaining `masks` a step commits by quota."""
+        """Returns the number of the block's remaining `masks` that a step commits by quota."""
         if self.quotas == "timesteps":
             return int(masks * self.share(block_step))
         base, remainder = divmod(self.block_length, self.block_steps)
@@ -346,7 +346,7 @@ def commits(choices: Sequence[Choice], request: Request, block_step: int) -> lis
 
 @dataclass(frozen=True)
 class Step:
-    """One forward and its commit.
+    """A forward pass and its commit.
 
     Attributes:
         kind: "full", "whole", "response", "prefix" or "dual".
@@ -367,9 +367,9 @@ class Step:
     layers: list[LayerTrace]
 
     def margin(self, request: Request) -> float:
-        """How much rounding of noisy logits, scores and probabilities no choice of this step would notice.
+        """Returns the rounding error of noisy logits, scores and probabilities below which no choice of the step changes.
 
-        Not covered: the edge of the nucleus, and cosines near tau.
+        The edge of the nucleus and cosines near tau are not covered.
         """
         taken = np.isin(self.candidates, self.committed)
         score = np.array([choice.score for choice in self.choices])

@@ -1,4 +1,4 @@
-"""A second reading of DSpark, in NumPy float64: forward, walk and loss, written from the description of the method.
+"""Reference of DSpark, in NumPy float64: forward, walk and loss, written from the description of the method.
 
 What it has in common with DFlash, and with the other drafters that walk, is in `dflash_numpy.py` and `dflash2_numpy.py`.
 
@@ -25,7 +25,7 @@ class DSpark(Walker):
         return self.field("candidate_top_k", 16)
 
     def serial(self, before: int) -> Array:
-        """What the serial head adds to the logits of the tokens that can be proposed, `[W]`."""
+        """Returns the serial head's addition to the logits of the proposable tokens, `[W]`."""
         first, second = (
             self.tensors[name if name in self.tensors else f"{name}.weight"].astype(np.float64)
             for name in ("markov_head.markov_w1", "markov_head.markov_w2")
@@ -44,7 +44,7 @@ class DSpark(Walker):
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one block: sums over its slots of weight times cross-entropy in nats, of weight times L1 distance, of the weights."""
+    """Sums over the slots of a block: weight times cross-entropy in nats, weight times L1 distance, and weights."""
 
     nll: float
     l1: float

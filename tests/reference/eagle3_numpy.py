@@ -1,4 +1,4 @@
-"""A second reading of EAGLE-3 chain drafting, in NumPy float64, for the engine to be compared with.
+"""Reference of EAGLE-3 chain drafting in NumPy float64, which tests compare with the engine.
 
 Written from the description of the method and not from the engine. There are no caches: every draft step runs the drafter's
 layer again over the whole sequence of pairs. One sequence at a time, so arrays have no batch dim.
@@ -24,10 +24,10 @@ from reference.dflash_numpy import Array, Target, Tensors, attention, random_mat
 
 @dataclass(frozen=True)
 class Draft:
-    """What a chain gives, one entry for each of its steps.
+    """Result of a chain, one entry per step.
 
     Attributes:
-        tokens: what it proposes, as ids of the target.
+        tokens: drafts, as ids of the target.
         logits: over the draft vocabulary, `[steps, W]`.
         outputs: the layer's output before the final norm, which the next step reads, `[steps, H]`.
     """
@@ -38,7 +38,7 @@ class Draft:
 
 
 class Chain:
-    """An EAGLE-3 drafter: one layer that reads, at position t, what is known of position t and the token at t + 1."""
+    """An EAGLE-3 drafter: one layer that reads, at position t, the features of position t and the token at t + 1."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors, target: Target):
         """`tensors` are named without a `model.` prefix; where they hold no embedding, the target's is read."""

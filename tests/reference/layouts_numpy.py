@@ -1,7 +1,7 @@
-"""Drafters of every published layout, in NumPy float64: what each layout's fields mean, by hand.
+"""Reference drafters of every published layout in NumPy float64.
 
-A pair whose drafter has any of the variations that published checkpoints have, written in any of the layouts that these come
-in. What a drafter does is said by `Rules`, in this file's words, and what its files say by the functions that write them.
+A drafter can have every variation of published checkpoints, and its files every published layout. `Rules` describes the
+drafter; one function per layout writes its files.
 
 Sources: z-lab/dflash of September 2026, vLLM's `qwen3_dflash.py` and `configs/speculators`, speculators 0.9, and transformers'
 `muse_glimmer_assistant`.
@@ -21,16 +21,16 @@ from reference.dspark_numpy import DSpark
 
 @dataclass(frozen=True)
 class Rules:
-    """What a drafter does, whatever its files call it.
+    """Behaviour of a drafter, independent of the layout of its files.
 
     Attributes:
-        taps: the layers whose outputs are read.
+        taps: target layers whose outputs the drafter reads.
         block: slots of a block.
         mask: the mask token.
-        windows, causal: layer by layer; a window of w shows the w - 1 positions before a query's own.
+        windows, causal: per layer; a window of w shows the w - 1 positions before a query's own.
         first_slot: the first slot that drafts.
-        rotated: how many of a head's entries turn.
-        value_scale: of the values.
+        rotated: number of rotated entries of a head.
+        value_scale: factor of the values.
     """
 
     taps: Sequence[int]
@@ -44,7 +44,7 @@ class Rules:
 
 
 class Shared(Target):
-    """The target, with the embedding and the head that the drafter has of its own, and what it has for the mask."""
+    """The target, with the drafter's own embedding, head and mask embedding."""
 
     def __init__(self, target: Target, rules: Rules, tensors: Tensors):
         super().__init__(target.config, target.tensors)

@@ -1,4 +1,4 @@
-"""A second reading of LiLiCorr, in NumPy float64: forward, walk and loss, written from the description of the method.
+"""Reference of LiLiCorr, in NumPy float64: forward, walk and loss, written from the description of the method.
 
 What it has in common with DFlash, and with the other drafters that walk, is in `dflash_numpy.py` and `dflash2_numpy.py`. Here
 every node and every pair of nodes is worked out by itself.
@@ -17,7 +17,7 @@ from reference.dflash2_numpy import Choose, Drafter2, Walker, as_dflash2, softma
 from reference.dflash_numpy import Array, Pair, Target, random_matrix, random_norm, rms_norm
 
 EPS = 1e-5
-"""Of the LayerNorm."""
+"""Epsilon of the LayerNorm."""
 
 
 def silu(x: Array) -> Array:
@@ -49,7 +49,7 @@ class LiLiCorr(Drafter2):
         return rms_norm(x, self.tensor(f"lilicorr.{name}.weight"), self.config["rms_norm_eps"])
 
     def features(self, log_probs: Array, rank: int) -> Array:
-        """Of the candidate with this rank in its slot, through LayerNorm and MLP."""
+        """Returns the features of the candidate with this rank in its slot, after LayerNorm and MLP."""
         own = log_probs[rank]
         part = rank / (len(log_probs) - 1) if len(log_probs) > 1 else 0.0
         x = np.array([own, math.exp(own), own - log_probs.max(), part, float(rank == 0)])
@@ -88,7 +88,7 @@ class LiLiCorr(Drafter2):
         return v / max(float(np.linalg.norm(v)), self.field("lilicorr_vector_eps"))
 
     def scores(self, hidden: Array, logits: Array, anchor: Array | None) -> Scores:
-        """Of a block, from its slots' hidden states, the head's logits, and the anchor's feature if there is one."""
+        """Scores a block from its slots' hidden states, the head's logits and the anchor's feature (None: no anchor)."""
         count = len(hidden)
         top_k = self.top_k
         nodes = []
@@ -131,11 +131,13 @@ class LiLiCorr(Drafter2):
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one block: sums over its slots.
+    """Sums over the slots of a block.
 
     Attributes:
-        backbone, weight: of weight times cross-entropy in nats, and of the weights.
-        lattice, penalty, count: of the lattice's cross-entropy and of its penalty, and how many slots count there.
+        backbone: weight times cross-entropy in nats.
+        weight: weights.
+        lattice, penalty: cross-entropy and penalty of the lattice.
+        count: number of slots in the loss of the lattice.
     """
 
     backbone: float

@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from, worked out in NumPy float64 by sorting and counting; and a chi-square test."""
+"""Reference of sampling distributions in NumPy float64, by sorting and counting, and a chi-square test."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -49,12 +49,12 @@ def warped(
 
 
 def gumbel_of(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
-    """Gumbel noise of the middle of the interval of 2**-32 that 32 random bits name; it grows with them."""
+    """Returns Gumbel noise of 32 random bits: that of the middle of their interval of size 2**-32. Increases with the bits."""
     return -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**32))
 
 
 def boundary_gap(logits: NDArray[Any], temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> float:
-    """How near any token is to being kept or not by top-p or min-p: float32 decides no less than its rounding."""
+    """Returns the smallest distance of a token from the threshold of top-p or min-p, which float32 rounding must not exceed."""
     p = warped(logits, temperature, 1.0, top_k)
     levels = np.unique(p)[::-1]
     mass = np.min(np.abs([p[p >= level].sum() - top_p for level in levels])) if top_p < 1 else np.inf

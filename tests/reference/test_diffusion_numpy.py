@@ -44,7 +44,7 @@ def test_rotation_and_attention_are_those_of_the_other_reference():
 
 
 def test_a_single_position_by_hand():
-    """With one key attention gives its value, whatever the queries; what is left is short enough to write out."""
+    """Attention over one key returns its value for all queries, so the test writes out the rest."""
     model = one_layer(DREAM)
     layer = model.layers[0]
     x = model.embed[4]
@@ -287,7 +287,7 @@ def test_an_end_needs_all_before_it():
 
 
 def replayed(free: Generation, eos: int) -> tuple[int, list[int], list[int]]:
-    """How many steps, which tokens and which output are left of a generation without EOS, if `eos` now is one."""
+    """Returns the steps, tokens and output of a generation without EOS after cutting it at the token `eos`."""
     tokens = [*PROMPT, *[MASK] * (len(free.tokens) - len(PROMPT))]
     prompt = len(PROMPT)
     for count, step in enumerate(free.steps, 1):

@@ -25,7 +25,7 @@ def features(drafter: Chain) -> Any:
 
 
 def test_a_single_pair_by_hand():
-    """With one key attention gives its value, whatever the queries; what is left is short enough to write out."""
+    """Attention over one key returns its value for all queries, so the test writes out the rest."""
     drafter = chain()
     weight = {name.removesuffix(".weight"): tensor.astype(np.float64) for name, tensor in drafter.tensors.items()}
     tapped = [x[:1] for x in drafter.target.run(TOKENS)[1]]

@@ -78,14 +78,14 @@ def test_the_page_is_one_file_with_all_its_data(tmp_path: Path):
         "commits from p 0.9",
     ):
         assert shown in page.text, shown
-    assert "Logits beside dense ones" in page.text
+    assert "Logits compared with dense steps" in page.text
 
 
 def test_prompts_without_answers_and_dense_alone_make_a_page(tmp_path: Path):
     rows = [row("dense", correct=None, accuracy=None)]
     write_diffusion(tmp_path / "page.html", replace(sample(), records=rows))
     page = Page(tmp_path / "page.html")
-    assert "Logits beside dense ones" not in page.text
+    assert "Logits compared with dense steps" not in page.text
     assert "Salient positions" not in page.text
     with pytest.raises(ValueError, match="at least one row"):
         replace(sample(), records=[])

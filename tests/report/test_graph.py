@@ -91,7 +91,7 @@ def test_the_terminal_has_a_table_for_each_place():
     measured, estimated = terminal_tables(sample().records)
     assert (measured.title, estimated.title) == ("a machine", "v5e:1x1")
     assert [metric.head for metric in measured.metrics[:3]] == ["ms", "speedup", "of bandwidth"]
-    assert [metric.of(sample().records[1]) for metric in measured.metrics][-2:] == ["68,126", "93,705"]
+    assert [metric.row_text(sample().records[1]) for metric in measured.metrics][-2:] == ["68,126", "93,705"]
 
 
 def test_tables_fit_a_narrow_page(tmp_path: Path):

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from report.reading import Page
-from tilewright.report.neuron import alike_layers, by_cores, engines_chart, inference_verdict, merged, write_simulation
+from tilewright.report.neuron import alike_layers, core_charts, engines_chart, inference_verdict, merged, write_simulation
 
 LANES = [("tensor", [(0.0, 1.0, "compute"), (3.0, 4.0, "compute")]), ("cc0", [(1.0, 3.0, "tp"), (2.0, 3.5, "fsdp")])]
 RECORD = {
@@ -50,9 +50,9 @@ def test_a_chart_has_no_more_lines_than_colours():
         for rows in (4, 8)
         for cores in (2, 4)
     ]
-    (first, second) = by_cores("t", "ms", "ms", records)
+    (first, second) = core_charts("t", "ms", "ms", records)
     assert [len(chart.series) for chart in (first, second)] == [4, 4]
-    (together,) = by_cores("t", "ms", "ms", [one for one in records if one["batch_rows"] == 4])
+    (together,) = core_charts("t", "ms", "ms", [one for one in records if one["batch_rows"] == 4])
     assert [series.name for series in together.series] == [f"{name}, batch 4" for name in ("sync", "domino", "column", "ring")]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.report.overlap import OverlapReport, cropped, lane_chart, layer_bars, layer_lanes, verdict_of, write_overlap
+from tilewright.report.overlap import OverlapReport, cropped, lane_chart, layer_bars, layer_lanes, report_verdict, write_overlap
 
 TIMES = {
     "compute_ms": 2.0,
@@ -65,7 +65,7 @@ def test_the_page_holds_the_figures_and_escapes_names(tmp_path: Path):
     write_overlap(path, OverlapReport("A title", [RECORD], {"v5e:4x2 decode:8x64": [ROW]}, {"model": "a & b"}))
     page = path.read_text()
     words = ("One of 32 layers, the middle", "<td>1.90</td><td>1.00</td><td>60.8</td>", "2.38\nnot steady", "25.0%")
-    words += ("starting one costs nothing, and links take nothing from", "&lt;ring&gt; 536 (38% of a layer")
+    words += ("starting a transfer costs nothing, and transfers use", "&lt;ring&gt; 536 (38% of a layer")
     words += ("Least time for a layer: &lt;ring&gt; on v5e:4x2 decode:8x64 (2.38 ms).", "Settings; nothing ran")
     for shown in (*words, "v5e:4x2 decode:8x64", "a &amp; b", "&lt;ring&gt;"):
         assert shown in page
@@ -96,7 +96,7 @@ def test_a_layer_like_its_neighbours_is_drawn_alone():
         "layer_begins_ms": [],
     }
     assert (
-        layer_lanes("x", [{**RECORD, "steady": True}], [row]).title == "What runs when in a layer, x: core above, links below"
+        layer_lanes("x", [{**RECORD, "steady": True}], [row]).title == "Core and links in a layer, x: core above, links below"
     )
     assert layer_lanes("x", [RECORD], [row]).longest == 2.5, "all of them where it is not steady"
 
@@ -105,7 +105,7 @@ def test_the_verdict_names_the_fastest_at_each_place_and_how_sure_that_is():
     sync = {**RECORD, "schedule": "sync", "total_ms": 3.0}
     ranges = {"draws": 24, "predictions": {"<ring>": {"first": 20}, "sync": {"first": 4}}}
     report = OverlapReport("t", [sync, RECORD, {**sync, "phase": "prefill"}], {}, {}, {"decode": ranges})
-    assert verdict_of(report, lambda one: one["phase"], "schedule") == (
+    assert report_verdict(report, lambda one: one["phase"], "schedule") == (
         "Least time for a layer: <ring> on decode (2.38 ms, 21% less than sync; best in 20 of 24 draws of the constants), "
         "sync on prefill (3.00 ms)."
     )

@@ -185,7 +185,7 @@ def test_everything_is_on_the_page(tmp_path: Path):
         "--data 'a & b'",
         "Acceptance by position",
         "τ along the text",
-        "Where a round's time goes",
+        "Time of a round by part",
         "ngram, slot in the block 2: 50.0 %",
         "gsm8k · a [long] name of 24 chars",
     ):
@@ -199,7 +199,7 @@ def test_everything_is_on_the_page(tmp_path: Path):
 def test_sections_without_figures_are_left_out(tmp_path: Path):
     page = written(tmp_path, sample([PLAIN]))
     assert "Acceptance by position" not in page.text
-    assert "Where a round's time goes" not in page.text
+    assert "Time of a round by part" not in page.text
     assert not page.named("figure")
 
 

@@ -36,23 +36,6 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in row[1:-1]] for row in rows]
 
 
-def test_bars_are_scaled_to_the_largest_and_shares_add_up():
-    lines = terminal.histogram_lines([5, 0, 10, 1, 984], width=40)
-    assert [line.split()[0] for line in lines] == ["0", "1", "2", "3", "4"]
-    assert lines[4].count("█") == 40
-    assert lines[2].count("█") == 0
-    assert "▏" in lines[2], "a few are not none"
-    assert "▏" not in lines[1]
-    assert [line.split()[-2:] for line in lines] == [["5", "0%"], ["0", "0%"], ["10", "1%"], ["1", "0%"], ["984", "98%"]]
-    assert len({len(line) for line in lines}) == 1, "the columns stand below each other"
-    assert terminal.histogram_lines([30, 10], width=9)[1].count("█") == 3
-
-
-def test_a_histogram_of_nothing_has_no_bars():
-    assert terminal.histogram_lines([0, 0, 0]) == ["  0", "  1", "  2"]
-    assert terminal.histogram_lines([]) == []
-
-
 def test_comparison_table_shows_the_figures():
     assert cells(shown(terminal.comparison_table(FIGURES))) == [
         ["autoregressive", "1,234.6 tokens/s"],

@@ -1,4 +1,4 @@
-"""What the tests of the engine share: small models, requests of all kinds, and a driver that steps."""
+"""Requests of all kinds for tests of the engine, and a driver that steps it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -9,29 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.autoregressive import Autoregressive
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.pace import Pace
 from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
-from tilewright.runtime.service import Service
 
 
 @dataclass
 class Heard:
-    """What one request was told.
+    """Listener of a request.
 
     Attributes:
-        updates: all of them, in order.
+        updates: all outputs, in order.
     """
 
     updates: list[RequestOutput] = field(default_factory=list)
 
     def __call__(self, update: RequestOutput) -> None:
-        assert not self.ended, "something came behind the end"
+        assert not self.ended, "expected no output after the end"
         self.updates.append(update)
 
     @property
@@ -52,7 +51,7 @@ class Heard:
 
 
 def samplings(rng: np.random.Generator, count: int, longest: int) -> list[Sampling]:
-    """Greedy, drawn, filtered and penalised requests of mixed lengths, each drawn one with its seed."""
+    """Draws greedy, sampled, filtered and penalised settings of mixed lengths, each with its seed."""
     kinds: tuple[dict[str, Any], ...] = (
         {},
         {},
@@ -70,24 +69,24 @@ def samplings(rng: np.random.Generator, count: int, longest: int) -> list[Sampli
 
 
 def expected(lm: LanguageModel, asks: Sequence[GenerateRequest]) -> list[list[int]]:
-    """The tokens that plain decoding gives for each request by itself."""
+    """Returns the tokens of plain decoding for each request alone."""
     return [lm.generate([list(ask.prompt)], ask.sampling, speculative=False)[0].tokens for ask in asks]
 
 
-def pace_of(engine: Service) -> Pace:
-    pace = engine.pace if isinstance(engine, DiffusionEngine) else engine.chooser if isinstance(engine, Engine) else None
+def pace_of(engine: Engine) -> Pace:
+    pace = engine.decoding.chooser if isinstance(engine.decoding, Autoregressive) else getattr(engine.decoding, "pace", None)
     assert isinstance(pace, Pace)
     return pace
 
 
 @contextmanager
-def paced_by(engine: Service, rng: np.random.Generator) -> Iterator[Callable[[], bool]]:
-    """Its step, with dispatches of drawn numbers of rounds.
+def paced_by(engine: Engine, rng: np.random.Generator) -> Iterator[Callable[[], bool]]:
+    """Yields a step with dispatches of random numbers of rounds.
 
-    An engine takes as many as its seconds allow: pages would do on one machine, and requests give way on another.
+    By default the numbers depend on the speed of the machine, and with them preemptions.
     """
     pace = pace_of(engine)
-    own = (pace.dispatch_s, pace.longest)
+    settings = (pace.dispatch_s, pace.longest)
     pace.dispatch_s = math.inf
 
     def step() -> bool:
@@ -97,16 +96,16 @@ def paced_by(engine: Service, rng: np.random.Generator) -> Iterator[Callable[[],
     try:
         yield step
     finally:
-        pace.dispatch_s, pace.longest = own
+        pace.dispatch_s, pace.longest = settings
 
 
 def drive(
-    engine: Service,
+    engine: Engine,
     asks: Sequence[GenerateRequest | DenoisingRequest],
     rng: np.random.Generator,
     cancelled: Sequence[int] = (),
 ) -> tuple[list[Heard], list[RequestHandle]]:
-    """Asks in random portions between steps until all have ended; some requests are given up on the way."""
+    """Submits requests in random portions between steps until all have ended. Cancels some of them."""
     heard = [Heard() for _ in asks]
     handles: list[RequestHandle] = []
     with paced_by(engine, rng.spawn(1)[0]) as step:
@@ -124,7 +123,7 @@ def drive(
 
 
 def sent_and_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What an engine does from now on: the names of the programs that it sends, and the types of what it reads."""
+    """Records the names of the programs that an engine dispatches, and the types of the results that it reads."""
     run = engine.runner.run
     read = engine.read
     events = list[str]()
@@ -143,10 +142,10 @@ def sent_and_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def check_empty(engine: Engine) -> None:
-    """No page and no slot is held, and nobody waits."""
+    """Checks that no request runs or waits and no page is referenced."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.waiting_tokens, stats.pages_used) == (0, 0, 0, 0)
     assert stats.compilations == 0 or engine.options.guard == "off"
-    pages = engine.pages
+    pages = engine.scheduler.pages
     assert not any(pages.ref_counts)
     assert sorted([*pages.empty, *pages.evictable]) == list(range(pages.count))

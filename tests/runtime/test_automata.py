@@ -15,7 +15,7 @@ from tilewright.runtime.automaton_table import (
     AutomatonTables,
     Followed,
     advance_committed,
-    anything,
+    allow_all,
     follow,
     places,
 )
@@ -45,7 +45,7 @@ def followed(
     table: AutomatonTable, place: Array, state: Array, drafts: Array, counts: Array
 ) -> tuple[Followed, Array]:  # once, for all examples
     found = follow(table, place, state, drafts, counts)
-    return found, table.of(place, found.states)
+    return found, table.masks_at(place, found.states)
 
 
 advanced = jax.jit(advance_committed)
@@ -69,7 +69,7 @@ def test_blocks_follow_their_automata(seed: int):
     committed = np.zeros(4, np.int32)
     want = np.asarray(state)
     for row, each in enumerate(rows):
-        own = each or anything(VOCAB)
+        own = each or allow_all(VOCAB)
         at = int(state[row])
         kept = 0
         for slot in range(6):
@@ -134,7 +134,7 @@ def test_states_on_the_host():
     assert reached is not None
     state = AutomatonState(automaton, reached)
     assert AutomatonState(automaton, 0).advance([0, 0]) == state
-    with pytest.raises(ValueError, match=rf"a token that may come in state 0, found {EOS}"):
+    with pytest.raises(ValueError, match=rf"a token that is allowed in state 0, found {EOS}"):
         state.advance([EOS])
     leaving = int(np.flatnonzero(automaton.after[0, automaton.classes] == BEYOND)[0])
     assert state.advance([leaving, EOS]) is None, "what comes behind is not the automaton's"

@@ -14,8 +14,9 @@ from runtime.dance import EOS, VOCAB, Dance, with_automaton
 from runtime.support import Heard, check_empty, drive, expected, samplings
 from tilewright.bench.exact_plain import draw_scores, next_logits
 from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.autoregressive import fixed_rounds
 from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, fill_blocks, forced_first
-from tilewright.runtime.engine import Engine, fixed_rounds
+from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.request import GenerateRequest
@@ -82,14 +83,14 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def warm(lm: LanguageModel) -> Engine:
     engine = lm.engine(EngineOptions(table=TABLE, page_size=PAGE, pages=9, constraints=True))
-    engine.programs.warm(engine.programs.declared(constraints=True))
+    engine.decoding.programs.warm(engine.decoding.programs.declared(constraints=True))
     return engine
 
 
 @pytest.fixture
 def engine(lm: LanguageModel, warm: Engine) -> Iterator[Engine]:
-    engine = lm.engine(warm.options)
-    engine.programs.compiled = warm.programs.compiled
+    engine = lm.engine(warm.decoding.options)
+    engine.decoding.programs.compiled = warm.decoding.programs.compiled
     engine.runner.reset()
     yield engine
     engine.stop()
@@ -139,7 +140,7 @@ def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
     plainly = {"host": range(16), "both": (2, 10)}.get(source, ())
     automata = leaving if source == "left" else known
     asks = requests(0, 16, lambda n: n % 2 == 0, lambda n: Dance(least=20) if n in plainly else automata[n // 2 % 2])
-    engine.open()
+    engine.accept_requests()
     heard, handles = drive(engine, asks, np.random.default_rng(1))
     for n, each in enumerate(heard):
         assert each.tokens == wanted[n], n
@@ -160,15 +161,15 @@ def test_rows_under_masks_of_the_device_run_many_rounds_to_a_dispatch(
     lm: LanguageModel, engine: Engine, known: list[Dance], monkeypatch: pytest.MonkeyPatch
 ):
     """With the drafts that they have in dispatches of one round: the device keeps them from one to the next."""
-    engine.chooser = fixed_rounds(engine.runner, math.inf)
+    engine.decoding.chooser = fixed_rounds(engine.runner, math.inf)
     asks = [GenerateRequest([1, 2, 3], Sampling(40, temperature, seed=5), constraint=known[0]) for temperature in (0.0, 1.0)]
     want = [plain(lm, ask) for ask in asks]
-    engine.open()
+    engine.accept_requests()
     heard, handles = drive(engine, asks, np.random.default_rng(0))
     assert [each.tokens for each in heard] == want
     stats = engine.stats()
     assert stats.automaton_rounds == stats.rounds > 3 * stats.dispatches
-    monkeypatch.setattr(engine.chooser, "under_masks", lambda *_: 1)
+    monkeypatch.setattr(engine.decoding.chooser, "under_masks", lambda *_: 1)
     again = drive(engine, asks, np.random.default_rng(0))[1]
     assert engine.stats().rounds - stats.rounds <= engine.stats().dispatches - stats.dispatches
     for one, other in zip(handles, again, strict=True):
@@ -195,14 +196,14 @@ def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
         return run(key, *inputs)
 
     monkeypatch.setattr(engine.runner, "run", running)
-    take = engine.take
+    take = engine.deliver_dispatch
 
     def taking(sent: SentRounds, *told: Any) -> None:
         waiting.append(len(engine.flight))
         take(sent, *told)
 
-    monkeypatch.setattr(engine, "take", taking)
-    engine.open()
+    monkeypatch.setattr(engine, "deliver_dispatch", taking)
+    engine.accept_requests()
     heard = [Heard() for _ in asks]
     for ask, each in zip(asks, heard, strict=True):
         engine.submit(ask, each)
@@ -216,14 +217,14 @@ def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
 
 def test_rows_that_leave_their_automaton_go_on_under_masks_of_the_host(lm: LanguageModel, engine: Engine):
     """In the middle of a dispatch of many rounds; one of them with its last token."""
-    engine.chooser = fixed_rounds(engine.runner, math.inf)
+    engine.decoding.chooser = fixed_rounds(engine.runner, math.inf)
     ask = GenerateRequest([1, 2, 3], Sampling(40, 1.0, seed=5), constraint=Dance(least=20))
     want = plain(lm, ask)
     rule = with_automaton(20, leaving=want[7:8])
     leaves = want.index(want[7]) + 1
     sizes = (leaves, leaves + 1, leaves + 20)
     asks = [replace(ask, sampling=Sampling(size, 1.0, seed=5), constraint=rule) for size in sizes]
-    engine.open()
+    engine.accept_requests()
     heard, handles = drive(engine, asks, np.random.default_rng(0))
     assert [each.tokens for each in heard] == [want[:size] for size in sizes]
     assert [handle.masks for handle in handles] == [{"device"}, {"device", "host"}, {"device", "host"}]
@@ -235,7 +236,7 @@ def test_stop_strings_do_not_cut_an_answer_under_masks(lm: LanguageModel, engine
     want = plain(lm, ask)
     whole = lm.tokenizer.decode(want)
     stop = whole[len(whole) // 2 :][:2]
-    engine.open()
+    engine.accept_requests()
     heard, _ = drive(engine, [replace(ask, sampling=Sampling(40, stop=(stop,))), ask], np.random.default_rng(0))
     assert heard[0].end == "eos"
     assert stop in heard[0].text
@@ -248,7 +249,7 @@ def test_a_constraint_that_cannot_go_on_ends_its_request_alone(lm: LanguageModel
     (want,) = expected(lm, [ask])
     bad = Heard()
     good = Heard()
-    engine.open()
+    engine.accept_requests()
     engine.submit(GenerateRequest([1, 2, 3], Sampling(30), constraint=Dance(breaks=4)), bad)
     engine.submit(ask, good)
     while engine.step():
@@ -262,7 +263,7 @@ def test_a_constraint_that_cannot_go_on_ends_its_request_alone(lm: LanguageModel
 def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, engine: Engine, known: list[Dance], source: str):
     heard = Heard()
     prompt = [1, 2, 3]
-    engine.open()
+    engine.accept_requests()
     constraint = known[0] if source == "device" else Dance()
     engine.submit(GenerateRequest(prompt, Sampling(8), logprobs=20, constraint=constraint), heard)
     while engine.step():
@@ -284,7 +285,7 @@ def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, en
 
 def test_rounds_under_masks_are_one_program_for_each_number_of_rows(lm: LanguageModel):
     """Whoever makes the masks."""
-    programs = lm.engine(EngineOptions(constraints=True, context=CAPACITY)).programs
+    programs = lm.engine(EngineOptions(constraints=True, context=CAPACITY)).decoding.programs
     without = list(programs.declared())
     keys = list(programs.declared(constraints=True))
     assert not any(key.masked for key in without)
@@ -293,7 +294,7 @@ def test_rounds_under_masks_are_one_program_for_each_number_of_rows(lm: Language
 
 def test_what_is_refused(lm: LanguageModel, engine: Engine):
     for sampling in (Sampling(8, ignore_eos=True), Sampling(8, min_tokens=2)):
-        with pytest.raises(ValueError, match="a constraint to end as it says"):
+        with pytest.raises(ValueError, match="neither ignore_eos nor min_tokens with a constraint"):
             GenerateRequest([1], sampling, constraint=Dance())
     without = lm.engine(EngineOptions(table=TABLE, page_size=PAGE, pages=9))
     with pytest.raises(ValueError, match="no programs for one"):

@@ -84,7 +84,7 @@ def warm(lm: LanguageModel, options: EngineOptions) -> Engine:
     """An engine whose programs the others use too."""
     engine = lm.engine(options)
     if options.guard == "fail":
-        engine.programs.warm(engine.programs.declared())
+        engine.decoding.programs.warm(engine.decoding.programs.declared())
     return engine
 
 
@@ -97,16 +97,16 @@ def engines(
 
     def make(**more: Any) -> Engine:
         engine = lm.engine(replace(options, **more))
-        engine.programs.compiled = warm.programs.compiled
+        engine.decoding.programs.compiled = warm.decoding.programs.compiled
         engine.runner.reset()
         rng = np.random.default_rng(5)
 
         def plan(rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
-            choices = engine.programs.choices
+            choices = engine.decoding.programs.choices
             return choices[rng.integers(len(choices))], int(rng.integers(1, 7))
 
-        monkeypatch.setattr(engine.chooser, "next", plan)
-        monkeypatch.setattr(engine.chooser, "observe", lambda *given: None)
+        monkeypatch.setattr(engine.decoding.chooser, "next", plan)
+        monkeypatch.setattr(engine.decoding.chooser, "observe", lambda *given: None)
         made.append(engine)
         return engine
 
@@ -135,7 +135,7 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engin
     asks = requests(seed, count)
     want = expected(lm, asks)
     cancelled = [n for n in (7, 20, 41) if n < count]
-    engine.open()
+    engine.accept_requests()
     heard, handles = drive(engine, asks, np.random.default_rng(seed), cancelled)
     for n, (each, handle) in enumerate(zip(heard, handles, strict=True)):
         assert handle.result is not None
@@ -166,7 +166,7 @@ def test_rounds_are_those_of_the_standalone_loop(lm: LanguageModel, engine: Engi
         pytest.skip("whose rounds are drawn here")
     asks = requests(3, 6)
     wanted = [lm.generate([list(ask.prompt)], ask.sampling)[0] for ask in asks]
-    engine.open()
+    engine.accept_requests()
     for ask, want in zip(asks, wanted, strict=True):
         heard = Heard()
         handle = engine.submit(ask, heard)
@@ -188,7 +188,7 @@ def test_a_long_prompt_goes_piece_by_piece(
     heard = Heard()
     other = Heard()
     (want,) = expected(lm, [short])
-    engine.open()
+    engine.accept_requests()
     handle = engine.submit(GenerateRequest([3] * 90, Sampling(4), pooling=pooling), heard)
     engine.step()
     engine.submit(short, other)
@@ -211,7 +211,7 @@ def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: 
     stop = whole[9:12]
     want = lm.generate([prompt], Sampling(30, ignore_eos=True, stop=(stop,)), speculative=False)[0]
     heard = Heard()
-    engine.open()
+    engine.accept_requests()
     engine.submit(GenerateRequest(prompt, Sampling(30, ignore_eos=True, stop=(stop,))), heard)
     while engine.step():
         pass
@@ -221,9 +221,9 @@ def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: 
 
 
 def test_what_is_refused(engine: Engine):
-    with pytest.raises(Stopped, match="takes no requests"):
+    with pytest.raises(Stopped, match="accepts no requests"):
         engine.submit(GenerateRequest([1], Sampling(4)), Heard())
-    engine.open()
+    engine.accept_requests()
     for ask, message in (
         (GenerateRequest([]), "at least one token, found an empty one"),
         (GenerateRequest([VOCAB + 99]), "below the vocabulary size"),
@@ -240,7 +240,7 @@ def test_what_is_refused(engine: Engine):
 def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., Engine]):
     engine = engines(queue_requests=3, queue_tokens=40)
     few = Sampling(4)
-    engine.open()
+    engine.accept_requests()
     heard = [Heard() for _ in range(3)]
     engine.submit(GenerateRequest([1] * 30, few), heard[0])
     with pytest.raises(Overloaded, match="at most 40 tokens of prompts") as caught:
@@ -258,7 +258,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., E
 
 
 def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine):
-    engine.open()
+    engine.accept_requests()
     heard = [Heard() for _ in range(6)]
     for n, each in enumerate(heard):
         engine.submit(GenerateRequest([1, 2], Sampling(60, ignore_eos=True), deadline_s=None if n == 3 else 1e-9), each)
@@ -276,7 +276,7 @@ def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, eng
     ask = GenerateRequest([1, 2], Sampling(20, ignore_eos=True))
     good = Heard()
     (want,) = expected(lm, [ask])
-    engine.open()
+    engine.accept_requests()
     engine.submit(GenerateRequest([3, 4], Sampling(40, ignore_eos=True)), fails)
     engine.submit(ask, good)
     while engine.step():
@@ -291,13 +291,13 @@ def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine
     good = Heard()
     bad = Heard()
     (want,) = expected(lm, [ask])
-    engine.open()
+    engine.accept_requests()
     engine.submit(GenerateRequest([3, 4], Sampling(40, ignore_eos=True)), bad)
 
     def broken(*given: object) -> str:
         raise RuntimeError("no such text")
 
-    monkeypatch.setattr(engine.asked[0].processor.decoder, "push", broken)
+    monkeypatch.setattr(engine.submitted[0].processor.decoder, "push", broken)
     engine.submit(ask, good)
     while engine.step():
         pass
@@ -326,7 +326,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
         return real(batch, *given)
 
     monkeypatch.setattr(engine.runner, "rounds", rounds)
-    engine.open()
+    engine.accept_requests()
     for number in range(2):
         good = Heard()
         bad = Heard()
@@ -354,7 +354,7 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, e
         return real(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine.runner, "rounds", flaky)
-    engine.open()
+    engine.accept_requests()
     failing = {3}
     heard, _ = drive(engine, asks, np.random.default_rng(0))
     assert [each.tokens for each in heard] == want
@@ -385,12 +385,12 @@ def test_it_steps_on_a_thread_and_ends_what_it_has(lm: LanguageModel, engine: En
 
 
 def test_what_has_not_ended_when_it_stops_is_cancelled(engine: Engine):
-    engine.open()
+    engine.accept_requests()
     heard = Heard()
     engine.submit(GenerateRequest([1, 2], Sampling(60, ignore_eos=True)), heard)
     engine.step()
     assert not engine.stop()
-    assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine has stopped")
+    assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine was stopped")
     check_empty(engine)
 
 
@@ -423,7 +423,7 @@ def test_changed_logits_and_ends_are_those_of_plain_decoding(lm: LanguageModel, 
     if isinstance(lm.drafter, DFlash):
         drafted = [lm.generate([list(ask.prompt) for ask in asks[n : n + 4]], samplings[n : n + 4]) for n in (0, 4)]
         assert [result for part in drafted for result in ended(part)] == ended(plain[:8])
-    engine.open()
+    engine.accept_requests()
     heard, handles = drive(engine, asks, rng)
     assert [each.tokens for each in heard] == [result.tokens for result in plain]
     for ask, handle, result in zip(asks, handles, plain, strict=True):
@@ -460,7 +460,7 @@ def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, e
         GenerateRequest(list(ask.prompt), ask.sampling, logprobs=3 if n % 2 else None, prompt_logprobs=n % 4 == 1)
         for n, ask in enumerate(requests(8, 24))
     ]
-    engine.open()
+    engine.accept_requests()
     heard, _ = drive(engine, asks, np.random.default_rng(1))
     assert engine.stats().preemptions > 0
     check_empty(engine)
@@ -489,7 +489,7 @@ def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, eng
     """Whenever it comes: while the prompt is computed, while rounds are on their way, and later."""
     ask = GenerateRequest(prompts(9, [40], vocab=VOCAB)[0], Sampling(30, ignore_eos=True), logprobs=0, prompt_logprobs=True)
     told = []
-    engine.open()
+    engine.accept_requests()
     for steps in (0, 1, 2, 4):
         heard = Heard()
         engine.submit(ask, heard)

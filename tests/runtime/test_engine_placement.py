@@ -36,7 +36,7 @@ def test_requests_get_what_one_device_gives_them(schedule: str, devices: int, sa
     lm = build(tmp_path, PAIR, table=TABLE, mesh=make_mesh({"tp": devices}), schedule=schedule)
     engine = lm.engine(EngineOptions(table=TABLE, page_size=16))
     engine.warm()
-    engine.open()
+    engine.accept_requests()
     heard, _ = drive(engine, asks, np.random.default_rng(0))
     assert [each.tokens for each in heard] == wanted
     assert engine.runner.state is not None
@@ -56,7 +56,7 @@ def test_masks_of_the_device_are_those_of_one_device(tmp_path: Path):
         lm = build(tmp_path / str(mesh is None), pair, table=TABLE, mesh=mesh)
         engine = lm.engine(EngineOptions(table=TABLE, page_size=16, constraints=True))
         engine.warm()
-        engine.open()
+        engine.accept_requests()
         heard, handles = drive(engine, asks, np.random.default_rng(0))
         assert [handle.masks for handle in handles] == [{"device"}] * 2
         found.append([each.tokens for each in heard])

@@ -45,13 +45,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     options = EngineOptions(table=TABLE, page_size=16, guard="off")
     made = build(tmp_path_factory.mktemp("pair"), PAIR, table=TABLE).engine(options)
     made.warm()
-    made.open()
+    made.accept_requests()
     yield made
     made.stop()
 
 
 def lockstep(engine: Engine, messages: Messages) -> Lockstep:
-    return Lockstep(engine.programs, engine.programs.declared(engine.runner.sampling), messages)
+    return Lockstep(engine.decoding.programs, engine.decoding.programs.declared(engine.runner.sampling), messages)
 
 
 def test_a_runner_that_is_told_all_has_the_state_of_the_one_that_tells(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -64,10 +64,10 @@ def test_a_runner_that_is_told_all_has_the_state_of_the_one_that_tells(engine: E
     asks = [GenerateRequest(tokens, kind, logprobs=2) for tokens, kind in zip(prompts(0, [20, 5, 13]), kinds, strict=True)]
     heard, _ = drive(engine, asks, np.random.default_rng(0))
     assert sum(len(each.tokens) for each in heard) > 6
-    follower = ModelRunner(engine.programs, engine.runner.sampling)
+    follower = ModelRunner(engine.decoding.programs, engine.runner.sampling)
     told.end()
     ran: list[str] = []
-    for key, inputs in lockstep(engine, messages).heard():
+    for key, inputs in lockstep(engine, messages).received():
         ran.append(key.name)
         follower.reset() if key.name == "allocate" else follower.run(key, *inputs)
     assert (ran[0], {*ran}, len(messages.kept)) == ("allocate", {"allocate", "prefill", "rounds"}, 0)
@@ -77,14 +77,14 @@ def test_a_runner_that_is_told_all_has_the_state_of_the_one_that_tells(engine: E
 
 def test_a_failure_that_may_not_be_everybodys_ends_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine.runner, "lockstep", lockstep(engine, Messages()))
-    with pytest.raises(ProcessLost, match="that several processes share"):
+    with pytest.raises(ProcessLost, match="in one of several processes"):
         engine.recover(OSError("connection reset"))
 
 
 def test_what_is_free_is_the_least_of_all_processes(monkeypatch: pytest.MonkeyPatch):
     here = mesh.make_mesh({"here": 2})
-    assert (mesh.least_bytes(None, 12345), mesh.least_bytes(here, 12345)) == (12345, 12345)
+    assert (mesh.min_over_processes(None, 12345), mesh.min_over_processes(here, 12345)) == (12345, 12345)
     monkeypatch.setattr(Mesh, "is_multi_process", True)
     both = mesh.make_mesh({"both": 2})  # a mesh remembers what it was asked
     monkeypatch.setattr(mesh.multihost_utils, "process_allgather", lambda own: np.asarray([own, own - 1, own + 7]))
-    assert mesh.least_bytes(both, 10 << 40) == (10 << 40) - (1 << 20)
+    assert mesh.min_over_processes(both, 10 << 40) == (10 << 40) - (1 << 20)

@@ -36,7 +36,7 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel):
         for n, tokens in enumerate(prompts(0, [20, 700, 505, 1100], vocab=24))
     ]
     engine.runner.reset()
-    engine.open()
+    engine.accept_requests()
     heard, _ = drive(engine, asks, np.random.default_rng(0))
     assert [each.tokens for each in heard] == expected(lm, asks)
     check_empty(engine)
@@ -48,7 +48,7 @@ def test_a_program_has_room_for_a_block_and_not_for_the_whole_context(lm: Langua
     def temp_bytes(context: int) -> int:
         engine = lm.engine(EngineOptions(table=replace(TABLE, capacities=(context,)), pages=16))
         key = ProgramKey(name, 1, chunk=64) if name == "prefill" else ProgramKey(name, rows=3, positions=context)
-        memory: Any = engine.programs.get(key).memory_analysis()
+        memory: Any = engine.decoding.programs.get(key).memory_analysis()
         return memory.temp_size_in_bytes
 
     assert temp_bytes(8192) < 1.5 * temp_bytes(1024)

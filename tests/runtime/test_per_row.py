@@ -103,8 +103,8 @@ def check_each(
     asking: NDArray[np.bool_],
     jitted: Any = each_jitted,
 ) -> None:
-    lengths = np.maximum(history.known - 5, 1)
-    history = agreeing(requests, logits, history, positions, lengths, int(history.known[0]))
+    lengths = np.maximum(history.last_position - 5, 1)
+    history = agreeing(requests, logits, history, positions, lengths, int(history.last_position[0]))
     got = np.asarray(jitted(logits, row_sampling(requests, lengths), history, positions, asking))
     best = np.asarray(logits).argmax(axis=-1)
     greedy = [request.temperature == 0 and not changes_logits(request) for request in requests]
@@ -208,7 +208,7 @@ def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots:
     requests = [Sampling(**kind) for kind in KINDS[:rows]]
     whole = problem(0, slots, rounded=False)
     logits, history, positions = jax.tree.map(lambda x: x[:rows], whole)
-    asked = row_sampling(requests, history.known), history, positions, np.ones(rows, bool)
+    asked = row_sampling(requests, history.last_position), history, positions, np.ones(rows, bool)
     hlo = jax.jit(sample_each).lower(logits, *asked).compile().as_text()
     assert hlo is not None
     of_draws = {"xor", "log"}

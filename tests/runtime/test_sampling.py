@@ -215,7 +215,7 @@ def test_a_row_has_places_for_so_many_tokens():
     asked = Sampling(logit_bias=tuple((n, 1.0) for n in range(300)), min_tokens=1, stop_token_ids=tuple(range(300, 428)))
     adjusting = row_sampling([asked], [1], eos=range(500, 584))
     assert sorted(np.asarray(adjusting.adjusted)[0].tolist()) == [*range(428), *range(500, 584)]
-    with pytest.raises(ValueError, match="at most 512 tokens"):
+    with pytest.raises(ValueError, match="at most 512 biased and ending tokens"):
         row_sampling([asked], [1], eos=range(500, 585))
     with pytest.raises(ValueError, match="end-of-sequence tokens"):
         row_sampling([asked], [1])

@@ -102,7 +102,7 @@ class Simulation:
             for chunk in chunks:
                 assert chunk.size == chunks[0].size
                 assert chunk.count <= chunk.size
-                assert chunk.count > 0 or not chunk.running.begun, "only the first one may have no position"
+                assert chunk.count > 0 or not chunk.running.started, "only the first one may have no position"
                 self.write(chunk.running, chunk.start, chunk.count)
                 scheduler.on_prefilled(chunk)
         sent = self.send()
@@ -118,10 +118,10 @@ class Simulation:
             reach = self.scheduler.reach(running, rounds, WIDTH)
             for group, row in zip(self.scheduler.groups, running.groups, strict=True):
                 assert len(row.columns) * PAGE >= reach, "a block reaches a page that is not there"
-                first = running.known // PAGE
+                first = running.last_position // PAGE
                 assert all(group.pages.ref_counts[page] == 1 for page in row.columns[first:]), "somebody else reads there"
-            self.check_window(running, running.known)
-        self.scheduler.on_dispatched(batch, rounds, WIDTH)
+            self.check_window(running, running.last_position)
+        self.scheduler.on_dispatched(batch, rounds, rounds * WIDTH)
         self.flight.append((batch, rounds))
         return True
 
@@ -133,7 +133,9 @@ class Simulation:
             committed = [] if processor.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
             here = self.scheduler.slots[running.slot] is running
             before = running.sequence.length
-            self.scheduler.on_completed(running, rounds, WIDTH, len(committed), "eagle3" if self.rng.integers(2) else "ngram")
+            self.scheduler.on_completed(
+                running, rounds, rounds * WIDTH, len(committed), "eagle3" if self.rng.integers(2) else "ngram"
+            )
             if not committed:
                 continue
             processor.add_round(committed, 0, 0, ())
@@ -162,8 +164,8 @@ class Simulation:
             assert chunk.start == 0 or before == text[: chunk.start], "a state of something else"
             self.states[slot] = text[: chunk.start + chunk.count]
         for chunk in chunks:
-            if chunk.kept != UNMAPPED:
-                self.copies[chunk.kept] = self.states[chunk.running.slot]
+            if chunk.saved != UNMAPPED:
+                self.copies[chunk.saved] = self.states[chunk.running.slot]
 
     def check_reads(self, running: RunningSequence, until: int) -> None:
         """What was found in pages is what this text would compute."""
@@ -175,7 +177,7 @@ class Simulation:
     def check_window(self, running: RunningSequence, at: int) -> None:
         """What a query at a position sees through windows is what this text would compute."""
         tokens = tuple(running.sequence.tokens)
-        computed = running.known if running.prefilled else running.filled
+        computed = running.last_position if running.prefilled else running.filled
         for n, group in enumerate(self.scheduler.groups[1:], 1):
             assert group.window is not None
             for position in range(max(0, at - group.window + 1), min(at, computed)):
@@ -346,8 +348,8 @@ def test_a_context_that_fell_behind_keeps_no_page_beyond_it():
     scheduler.wait(first)
     (running,) = scheduler.admit()
     prefill(scheduler)
-    scheduler.on_dispatched([running], 2, WIDTH)
-    scheduler.on_completed(running, 2, WIDTH, 8, "ngram")
+    scheduler.on_dispatched([running], 2, 2 * WIDTH)
+    scheduler.on_completed(running, 2, 2 * WIDTH, 8, "ngram")
     first.processor.add_round(list(range(9, 17)), 0, 0, ())
     scheduler.leave(running)
     again = sequence(1, list(range(17)), 4)

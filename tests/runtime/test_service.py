@@ -9,9 +9,9 @@ import pytest
 from runtime.support import Heard
 from server.fake import FakeEngine
 from tilewright.runtime.collect import NotFinite
+from tilewright.runtime.engine import FAULTS
 from tilewright.runtime.request import GenerateRequest, Stopped
 from tilewright.runtime.sampling import Sampling
-from tilewright.runtime.service import FAULTS
 
 LONG = GenerateRequest([1, 2, 3], Sampling(600, ignore_eos=True))
 
@@ -53,7 +53,7 @@ def steps(engine: FakeEngine) -> None:
 def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: int):
     engine = FakeEngine()
     heard = Heard()
-    engine.open()
+    engine.accept_requests()
     engine.submit(GenerateRequest([1, 2], Sampling(4)), Heard())
 
     def come_and_go() -> None:
@@ -62,14 +62,14 @@ def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: in
     engine.wake = Watched(come_and_go, release)
     steps(engine)
     assert heard.end == "cancelled"
-    assert (len(engine.there), engine.stats().running, engine.stats().waiting) == (0, 0, 0)
+    assert (len(engine.live_sequences), engine.stats().running, engine.stats().waiting) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("release", range(1, 5))
 def test_a_request_that_was_asked_before_may_be_given_up_at_any_time(release: int):
     engine = FakeEngine()
     heard = Heard()
-    engine.open()
+    engine.accept_requests()
     handle = engine.submit(LONG, heard)
     engine.wake = Watched(lambda: elsewhere(lambda: engine.cancel(handle)), release)
     steps(engine)
@@ -96,7 +96,7 @@ def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyP
 
     for name in ("wait", "drop", "preempt"):
         monkeypatch.setattr(real, name, watched(name))
-    engine.open()
+    engine.accept_requests()
     engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
     for _ in range(3):
         engine.step()
@@ -112,7 +112,7 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
     """Whoever looks while a request goes from what was asked into the queue finds it in exactly one of them."""
     engine = FakeEngine()
     found = list[tuple[int, int]]()
-    engine.open()
+    engine.accept_requests()
     for _ in range(3):
         engine.submit(LONG, Heard())
     wait = engine.scheduler.wait
@@ -129,7 +129,7 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
         wait(sequence)
 
     monkeypatch.setattr(engine.scheduler, "wait", waited)
-    monkeypatch.setattr(engine, "fill", lambda: 0)
+    monkeypatch.setattr(engine, "fill", lambda everything: 0)
     engine.step()
     for each in looks:
         each.join(20)
@@ -142,8 +142,7 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
 def test_failures_that_another_request_caused_are_not_counted(monkeypatch: pytest.MonkeyPatch, error: Exception, end: str):
     engine = FakeEngine()
     heard = Heard()
-    monkeypatch.setattr(engine, "clear", lambda: None)
-    engine.open()
+    engine.accept_requests()
     engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
     for _ in range(FAULTS):
         engine.step()
@@ -156,9 +155,9 @@ def test_failures_that_another_request_caused_are_not_counted(monkeypatch: pytes
 def test_an_engine_that_was_stopped_does_not_begin():
     engine = FakeEngine()
     assert engine.stop()
-    with pytest.raises(Stopped, match="stopped before it began"):
+    with pytest.raises(Stopped, match="stopped before it started"):
         engine.start()
-    with pytest.raises(Stopped, match="takes no requests"):
+    with pytest.raises(Stopped, match="accepts no requests"):
         engine.submit(LONG, Heard())
     assert (engine.ready, engine.thread) == (False, None)
 
@@ -193,7 +192,7 @@ def test_a_request_given_up_while_the_thread_sleeps_is_ended_at_once(monkeypatch
     engine = FakeEngine()
     heard = Heard()
     slept = threading.Event()
-    monkeypatch.setattr("tilewright.runtime.service.IDLE_S", 3600.0)
+    monkeypatch.setattr("tilewright.runtime.engine.IDLE_S", 3600.0)
     ended = threading.Event()
     real = engine.step
 

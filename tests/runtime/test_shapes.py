@@ -65,7 +65,7 @@ def test_shapes_that_requests_may_run_in(positions: int, capacities: list[int]):
 
 @pytest.mark.parametrize(("rows", "positions"), [(5, 10), (1, 65)])
 def test_a_call_that_no_shape_holds(rows: int, positions: int):
-    message = f"no declared shape holds {rows} rows of {positions} positions; the largest has 4 rows of 64 positions"
+    message = f"expected at most 4 rows of 64 positions, as declared, found {rows} rows of {positions} positions"
     with pytest.raises(ValueError, match=message):
         ShapeTable((1, 4), (32, 64), (16,)).shape(rows, positions)
 
@@ -73,11 +73,11 @@ def test_a_call_that_no_shape_holds(rows: int, positions: int):
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        (((), (32,), (16,)), "batches must be increasing positive numbers, found ()"),
-        (((2, 1), (32,), (16,)), "batches must be increasing positive numbers, found (2, 1)"),
-        (((1,), (32, 32), (16,)), "capacities must be increasing positive numbers, found (32, 32)"),
-        (((1,), (32,), (0, 16)), "chunks must be increasing positive numbers, found (0, 16)"),
-        (((1,), (32, 40), (8, 16)), "every capacity must be a multiple of the largest chunk, 16"),
+        (((), (32,), (16,)), "expected batches that are increasing positive numbers, found ()"),
+        (((2, 1), (32,), (16,)), "expected batches that are increasing positive numbers, found (2, 1)"),
+        (((1,), (32, 32), (16,)), "expected capacities that are increasing positive numbers, found (32, 32)"),
+        (((1,), (32,), (0, 16)), "expected chunks that are increasing positive numbers, found (0, 16)"),
+        (((1,), (32, 40), (8, 16)), "expected capacities that are multiples of the largest chunk 16, found 40"),
     ],
 )
 def test_errors(lists: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], message: str):

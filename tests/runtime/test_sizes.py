@@ -82,18 +82,18 @@ def test_memory_bounds_the_pool_and_the_pool_the_context(lm: LanguageModel, monk
     found = sized(lm, monkeypatch, free, memory_fraction=0.5)
     assert (found.pages, found.context, found.free) == (3, 3 * 64 - 1, free)
     assert found.table.capacities == (256,)
-    with pytest.raises(ValueError, match="no memory for keys and values: of "):
+    with pytest.raises(ValueError, match="too little memory for the KV cache: "):
         sized(lm, monkeypatch, 2 * besides, memory_fraction=0.5)
 
 
 def test_tables_of_automata_are_counted(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     engine = lm.engine(EngineOptions(pages=4, constraints=True))
-    tables = AutomatonTables(engine.programs.layout.batch, engine.vocab_size, jnp.asarray)
+    tables = AutomatonTables(engine.decoding.programs.layout.batch, engine.vocab_size, jnp.asarray)
     table, _ = tables.placed([])
-    assert engine.sizes is not None
-    found = engine.sizes.automata_bytes
+    assert engine.decoding.sizes is not None
+    found = engine.decoding.sizes.automata_bytes
     assert found == 2 * sum(each.nbytes for each in table)
-    assert f"automata of grammars {amount(found)} (--structured-output)" in engine.sizes_line
+    assert f"automata of grammars {amount(found)} (--compile structured_output)" in engine.decoding.sizes_line
     plain = sized(lm, monkeypatch, 0)
     assert plain.automata_bytes == 0
     fixed = state_bytes(lm.model.target, None, replace(plain.layout, pages=1), lm.model.dtype) - plain.page_bytes
@@ -110,34 +110,37 @@ def test_a_shorter_context_makes_shorter_slots(lm: LanguageModel, monkeypatch: p
 
 
 def test_the_line_says_all_three_and_what_would_change_them(lm: LanguageModel):
-    line = lm.engine(EngineOptions(pages=4)).sizes_line
+    line = lm.engine(EngineOptions(pages=4)).decoding.sizes_line
     for said in (
         "weights",
-        "of them read in a plain step",
+        "of which a plain step reads",
         "float32",
         "--dtype",
         "4 pages of 64",
-        "--pages",
-        "--memory-fraction",
+        "--memory pages",
+        "--memory fraction",
         "--slots",
     ):
         assert said in line
-    assert f"context 255, what the pages hold; the model's is {CONTEXT:,} (--context)" in line
+    assert f"context 255, limited by the pages, the model's is {CONTEXT:,} (--context)" in line
 
 
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ("auto", "of them read in a plain step) in float32 (--dtype, --weights); keys"),
-        ("int4", "with matrices in 4 bits or those of their file (--weights int4), the rest in float32 (--dtype); keys"),
-        ("int8", "with matrices in 8 bits (--weights int8), the rest in float32 (--dtype); keys"),
+        ("auto", " in float32 (--dtype, --weights), of which a plain step reads"),
+        (
+            "int4",
+            "with matrices in 4 bits or those of their file (--weights int4), the rest in float32 (--dtype), of which",
+        ),
+        ("int8", "with matrices in 8 bits (--weights int8), the rest in float32 (--dtype), of which a plain step reads"),
     ],
 )
 def test_the_line_says_what_the_weights_are_held_in(lm: LanguageModel, weights: Any, said: str):
     engine = lm.engine(EngineOptions(pages=4))
-    assert engine.sizes is not None
-    target = replace(engine.model.target, ops=operations(weights=weights, kernels="xla"))
-    assert said in sizes_line(engine.sizes, engine.model.models, target, "float32", "float32", CONTEXT)
+    assert engine.decoding.sizes is not None
+    target = replace(engine.decoding.model.target, ops=operations(weights=weights, kernels="xla"))
+    assert said in sizes_line(engine.decoding.sizes, engine.decoding.model.models, target, "float32", "float32", CONTEXT)
 
 
 @given(st.integers(1, 40), st.integers(2, 9000))
@@ -151,9 +154,9 @@ def test_capacities_are_whole_pages_and_whole_chunks(pages: int, context: int):
 def test_a_small_pool_leaves_room_for_a_block_under_masks(lm: LanguageModel):
     table = ShapeTable(batches=(1,), capacities=(64,), chunks=(16,))
     engine = lm.engine(EngineOptions(pages=2, page_size=16, table=table, constraints=True))
-    width = engine.programs.width(None, masked=True)
+    width = engine.decoding.programs.width(None, masked=True)
     assert (width, engine.context) == (FORCED, 32 - FORCED)
-    assert engine.scheduler.pages_for(engine.context + width) == engine.pages.count
+    assert engine.scheduler.pages_for(engine.context + width) == engine.scheduler.pages.count
 
 
 def test_a_small_pool_takes_whatever_fits_into_its_context(lm: LanguageModel):
@@ -163,7 +166,7 @@ def test_a_small_pool_takes_whatever_fits_into_its_context(lm: LanguageModel):
     with pytest.raises(ValueError, match="leaves room for 26 in the context of 31"):
         engine.check(GenerateRequest([1] * 5, Sampling(engine.context - 4)))
     engine.warm()
-    engine.open()
+    engine.accept_requests()
     heard = Heard()
     handle = engine.submit(GenerateRequest([1] * 5, Sampling(26, ignore_eos=True)), heard)
     while handle.result is None:
@@ -204,5 +207,5 @@ def test_wrong_options_are_said(wrong: dict[str, float], said: str):
 def test_a_pool_too_small_for_a_token_is_said(lm: LanguageModel):
     table = ShapeTable(batches=(1,), capacities=(256,), chunks=(16,))
     drafting = lm.with_drafter(*lm.load_drafter("ngram", DrafterOptions(block_size=16)))
-    with pytest.raises(ValueError, match="pages for at least 18 positions, found room for 16"):
+    with pytest.raises(ValueError, match="pages for at least 18 positions, found pages for 16"):
         drafting.engine(EngineOptions(pages=1, page_size=16, table=table))

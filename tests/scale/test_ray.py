@@ -73,8 +73,20 @@ def served(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[
     target, _ = as_folders(folder, pair)
     (shapes := folder / "shapes.json").write_text(table_text(TABLE), encoding="utf-8")
     port = free_port()
-    words = [sys.executable, str(ROOT / "deploy" / "ray_serve.py"), str(target), "--shapes", str(shapes), "--pages", "256"]
-    words += ["--cpus", "0.5", "--port", str(port), "--dtype", "float32", "--log-level", "warning", *options]
+    words = [sys.executable, str(ROOT / "deploy" / "ray_serve.py"), str(target), "--compile", f"shapes={shapes}"]
+    words += [
+        "--memory",
+        "pages=256",
+        "--cpus",
+        "0.5",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--log",
+        "level=warning",
+        *options,
+    ]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "deploy")])
     started = subprocess.Popen(words, env=os.environ | PATIENT | {"PYTHONPATH": path})
     found = f"http://127.0.0.1:{port}"

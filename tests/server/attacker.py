@@ -32,7 +32,7 @@ def post(path: str, body: Any, *headers: bytes, version: bytes = b"1.1") -> byte
 
 
 def rest(connection: socket.socket) -> bytes:
-    """All that comes until the server ends the connection."""
+    """Reads until the server ends the connection."""
     found = bytearray()
     try:
         while part := connection.recv(65536):

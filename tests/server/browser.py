@@ -13,7 +13,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 60
-"""How long anything may take."""
+"""Timeout in seconds of every operation."""
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -36,7 +36,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 def find() -> str | None:
-    """Where the browser is, if there is one."""
+    """Finds a browser; None without one."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -112,7 +112,7 @@ class Page:
         self.wait("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What JavaScript gives."""
+        """Evaluates JavaScript."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
@@ -150,7 +150,7 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def complaints(self) -> list[str]:
-        """What went wrong in the page: violations of its policy, exceptions that nothing caught."""
+        """Errors in the page: violations of its policy and uncaught exceptions."""
         self.value("0")
         own = [each for each in self.browser.told if each.get("sessionId") == self.session]
         entries = [each["params"]["entry"] for each in own if each["method"] == "Log.entryAdded"]

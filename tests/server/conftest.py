@@ -13,11 +13,11 @@ from starlette.testclient import TestClient
 import tilewright as tw
 from server.fake import FakeEngine
 from tilewright.models.chat import ChatTemplate
-from tilewright.runtime.service import Service
+from tilewright.runtime.engine import Engine
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.app import make_app
 from tilewright.server.connections import MOST_CONNECTIONS, HttpServer
-from tilewright.server.run import listen, url_of
+from tilewright.server.run import listen, server_url
 
 TEMPLATE = ChatTemplate.compiled(
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}\n{% endfor %}",
@@ -53,7 +53,7 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[TestClient]:
-    """One application for tests that leave nothing behind in it."""
+    """Application shared by tests that leave no state in it."""
     engine = FakeEngine(context=256)
     engine.start()
     yield TestClient(make_app(Api(engine, ServerOptions("demo", tw.__version__, TEMPLATE))), raise_server_exceptions=False)
@@ -71,14 +71,14 @@ class Real:
 
 
 @contextmanager
-def on_a_port(engine: Service, most: int = MOST_CONNECTIONS, **options: Any) -> Iterator[Real]:
+def on_a_port(engine: Engine, most: int = MOST_CONNECTIONS, **options: Any) -> Iterator[Real]:
     """Serves an engine that is ready, in a thread."""
     api = Api(engine, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
     http = HttpServer(make_app(api), most, api.options.tls)
     listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve([listening])), daemon=True)
     thread.start()
-    yield Real(url_of(listening, api.options.tls is not None), engine, api, http)
+    yield Real(server_url(listening, api.options.tls is not None), engine, api, http)
     http.should_exit = True
     thread.join(20)
     assert not thread.is_alive(), "the server did not end"

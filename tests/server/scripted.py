@@ -22,7 +22,7 @@ class Asked:
 
 @dataclass
 class Script:
-    """What the server does.
+    """Behaviour of the server.
 
     Attributes:
         answers: of the routes that generate, one after another; each writes its own.
@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 Rounds = Sequence[tuple[Sequence[tuple[str, bool]], int, str]]
-"""Of an answer: the tokens of each round, how many drafts it ran, and what it was."""
+"""Rounds of a response: tokens, number of drafts, and choice."""
 
 
 def chunk(path: str, text: str, **more: Any) -> dict[str, Any]:

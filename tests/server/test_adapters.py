@@ -22,7 +22,7 @@ def with_adapters(*names: str) -> FakeEngine:
     engine = FakeEngine()
     made = object.__new__(Model)
     vars(made).update({**vars(model_without_weights()), "adapters": names})
-    engine.model = made
+    engine.decoding.model = made
     return engine
 
 
@@ -57,5 +57,5 @@ def test_adapters_are_listed_with_their_parent(adapted: tuple[TestClient, FakeEn
 
 
 def test_an_adapter_has_another_name_than_the_model(client: Client) -> None:
-    with pytest.raises(ValueError, match="adapters of other names than the model's, found 'demo'"):
+    with pytest.raises(ValueError, match="adapter names other than the model's, found 'demo'"):
         client(with_adapters("demo"))

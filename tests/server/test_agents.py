@@ -13,7 +13,7 @@ from server.test_chat import chat, prompt_of
 from server.test_messages import TOOLS
 from server.test_responses import CALLING
 from tilewright.models.chat import ChatTemplate
-from tilewright.server.parse import asked_grammar
+from tilewright.server.parse import requested_grammar
 from tilewright.server.protocol import ChatBody
 from tilewright.server.tools import tool_use
 
@@ -105,7 +105,7 @@ def test_thoughts_of_earlier_messages_are_shown(client: Client):
 
 
 def test_opencodes_requests(client: Client):
-    """As OpenCode 1.18 sent them in its second turn, shortened; its titles have no tools."""
+    """Requests of the second turn of OpenCode 1.18, shortened; its requests for titles have no tools."""
     call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": '{"filePath":"a.py"}'}}
     said = [
         {"role": "system", "content": "You are a coding agent."},
@@ -192,11 +192,11 @@ SCHEMA = {
 def test_an_answer_is_calls_or_has_its_form():
     """Tools beside a response format."""
     llguidance = pytest.importorskip("llguidance")
-    from tilewright.grammar.worker import compiled
+    from tilewright.grammar.worker import compile_matcher
 
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = ChatBody.model_validate({"messages": HELLO, "tools": [READ], "response_format": form})
-    asked = asked_grammar(body, tool_use(body.tools, body.tool_choice, None, CALLING))
+    asked = requested_grammar(body, tool_use(body.tools, body.tool_choice, None, CALLING))
     assert asked is not None
     assert asked.param == "response_format.json_schema.schema"
     call = '<tool_call>\n{"name": "read", "arguments": {"filePath": "a"}}\n</tool_call>'
@@ -209,7 +209,7 @@ def test_an_answer_is_calls_or_has_its_form():
         (f'{call}\n{{"city": "Oslo"}}', False),
         ('{"city": "Oslo"}\n{"city": "Oslo"}', False),
     ):
-        matcher, why = compiled(llguidance.LLTokenizer("byte"), asked.grammar.kind, asked.grammar.text)
+        matcher, why = compile_matcher(llguidance.LLTokenizer("byte"), asked.grammar.kind, asked.grammar.text)
         assert not why
         taken = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())
         assert (taken and matcher.is_accepting()) == right, text
@@ -220,4 +220,4 @@ def test_only_json_stands_beside_tools(client: Client):
     body = {"model": "demo", "messages": HELLO, "tools": [READ], "structured_outputs": {"regex": "a"}}
     answer = app.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
-    assert "expected JSON beside tools" in json.dumps(answer.json())
+    assert "expected a JSON format together with tools" in json.dumps(answer.json())

@@ -70,12 +70,12 @@ def well(url: str) -> bool:
 SERVER = """
 from server.fake import FakeEngine
 from tilewright.server.api import Api, ServerOptions
-from tilewright.server.run import Server, listen, url_of
+from tilewright.server.run import Server, listen, server_url
 class Warm(FakeEngine):
-    def prepare(self, console):
+    def warm(self, console, wait_for_programs):
         return 0
 with listen("127.0.0.1", 0) as listening:
-    say = lambda: print(url_of(listening), flush=True)
+    say = lambda: print(server_url(listening), flush=True)
     Server(Api(Warm(), ServerOptions("demo", "0")), 0.0, say).run(listening)
 """
 LIMITED = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))\n"
@@ -153,7 +153,7 @@ def test_an_accept_that_fails_is_logged_once(monkeypatch: pytest.MonkeyPatch, ca
     with serving() as server:
         assert well(server.url)
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "no connection can be accepted: [Errno 24] Too many open files"
+        "cannot accept connections: [Errno 24] Too many open files"
     ]
     assert tries[4] - tries[0] > 3.9 * connections.RETRY_S, "it does not go round and round"
 

@@ -1,4 +1,4 @@
-"""What bad input gets: a 4xx in OpenAI's form that names the field, whatever the bytes are; never a 5xx."""
+"""Bad input gets a 4xx in OpenAI's format that names the field, for any bytes, and never a 5xx."""
 
 import json
 from typing import Any
@@ -248,10 +248,10 @@ def test_an_unknown_model_route_or_method_is_said_so(client: Client):
     error = refused(client(), "/v1/completions", {"prompt": "a", "model": "gpt-9"}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert client().get("/v1/models/gpt-9").json()["error"]["code"] == "model_not_found"
-    assert refused(client(), "/v1/nothing", {}, 404)["message"] == "there is no /v1/nothing"
+    assert refused(client(), "/v1/nothing", {}, 404)["message"] == "unknown route: /v1/nothing"
     answer = client().get("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    assert answer.json()["error"]["message"] == "GET is not a method of this route"
+    assert answer.json()["error"]["message"] == "/v1/completions does not support the method GET"
 
 
 def test_a_body_above_the_limit_is_a_413_whatever_length_it_announces(client: Client):

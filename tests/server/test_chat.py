@@ -23,7 +23,7 @@ def chat(client: TestClient, **body: Any) -> dict[str, Any]:
 
 
 def prompt_of(engine: FakeEngine) -> str:
-    return engine.model.tokenizer.decode(list(engine.taken[-1].prompt))
+    return engine.decoding.model.tokenizer.decode(list(engine.taken[-1].prompt))
 
 
 def test_an_answer_is_a_message(client: Client):
@@ -188,7 +188,7 @@ def test_a_template_that_refuses_is_quoted_and_one_that_fails_is_not(client: Cli
 def test_parts_that_are_no_text_are_refused(client: Client, kind: str):
     answer = client().post(ROUTE, json={"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]})
     assert answer.status_code == 400
-    assert "not offered" in answer.json()["error"]["message"]
+    assert "not supported" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "messages[0].content"
 
 

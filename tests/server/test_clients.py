@@ -96,26 +96,26 @@ def test_openai_raises_what_went_wrong(client: openai.OpenAI, real: Real):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError, match="'verbosity' is not offered"):
+    with pytest.raises(openai.BadRequestError, match="'verbosity' is not supported"):
         client.chat.completions.create(model="demo", messages=HELLO, verbosity="low")
 
 
 def test_openai_sees_an_error_in_a_stream(client: openai.OpenAI, real: Real):
     engine: FakeEngine = real.engine
-    engine.ends = ("error", 1)
+    engine.decoding.ends = ("error", 1)
     try:
         stream = client.completions.create(model="demo", prompt="a b c d", max_tokens=50, stream=True)
         with pytest.raises(openai.APIError, match="the engine failed"):
             list(stream)
     finally:
-        engine.ends = None
+        engine.decoding.ends = None
 
 
 def test_openai_comes_back_to_a_full_server_when_it_is_told_to(
     client: openai.OpenAI, real: Real, monkeypatch: pytest.MonkeyPatch
 ):
     engine: FakeEngine = real.engine
-    monkeypatch.setattr("tilewright.runtime.service.RETRY_AFTER_S", 2.0)
+    monkeypatch.setattr("tilewright.runtime.engine.RETRY_AFTER_S", 2.0)
     monkeypatch.setattr(engine, "options", replace(engine.options, queue_requests=1))
     engine.go.clear()
     try:
@@ -127,7 +127,7 @@ def test_openai_comes_back_to_a_full_server_when_it_is_told_to(
         assert time.monotonic() - began > 1.5, "the client waits as long as it is told to"
     finally:
         engine.go.set()
-        assert until(lambda: not engine.there)
+        assert until(lambda: not engine.live_sequences)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -143,12 +143,12 @@ def test_a_client_that_goes_away_ends_its_requests(real: Real, stream: bool, gen
     host, port = real.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        assert until(lambda: len(engine.there) == 2)
+        assert until(lambda: len(engine.live_sequences) == 2)
         if generated:
-            assert until(lambda: all(len(sequence.processor.tokens) > 3 for sequence in list(engine.there)))
-    assert until(lambda: all(sequence.handle.given_up for sequence in list(engine.there)))
+            assert until(lambda: all(len(sequence.processor.tokens) > 3 for sequence in list(engine.live_sequences)))
+    assert until(lambda: all(sequence.handle.cancelled for sequence in list(engine.live_sequences)))
     engine.go.set()
-    assert until(lambda: not engine.there)
+    assert until(lambda: not engine.live_sequences)
     assert engine.cancelled == before + 2
     engine.pause_s = 0.0
 

@@ -200,7 +200,7 @@ def test_special_tokens_may_be_kept(client: Client):
 
 
 def test_a_prompt_may_be_given_back_and_nothing_more(client: Client):
-    """As lm-eval may ask for likelihoods: no token is generated, so that the prompt may fill the context."""
+    """lm-eval may request likelihoods so: no token is generated, so that the prompt may fill the context."""
     tokens = tokens_of(TEXT)
     found = complete(client(), echo=True, max_tokens=0, logprobs=1)
     (choice,) = found["choices"]
@@ -265,7 +265,7 @@ def test_without_alternatives_there_is_the_token_itself(client: Client):
 
 
 def test_echo_gives_the_prompt_back_with_its_logprobs(client: Client):
-    """As lm-eval asks for likelihoods: exactly one token comes behind the prompt, whose first has no probability."""
+    """lm-eval requests likelihoods so: one token after the prompt, whose first token has no probability."""
     tokens = tokens_of(TEXT)
     for prompt in (TEXT, tokens):
         found = complete(client(), prompt=prompt, echo=True, logprobs=1, max_tokens=1)["choices"][0]

@@ -12,11 +12,10 @@ from starlette.testclient import TestClient
 
 from diffusion.denoising import model_of
 from server.conftest import Real, on_a_port
-from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.engine_options import DiffusionEngineOptions
-from tilewright.diffusion.model import Denoised, DiffusionModel
 from tilewright.diffusion.options import MODES, Denoising, Saliency
 from tilewright.diffusion.programs import DiffusionTable
+from tilewright.llm.diffusion_model import Denoised, DiffusionModel
 from tilewright.models.tokenizer import decode_after
 from tilewright.server.answers import Chat, Completion
 
@@ -29,7 +28,7 @@ ROUTES = {"/v1/completions": {"prompt": [1, 2]}, "/v1/chat/completions": {"messa
 
 @pytest.fixture(scope="module")
 def model() -> DiffusionModel:
-    """What the server is compared with; it is warm, for nothing compiles beside a server."""
+    """Reference of the server, warmed up because nothing compiles beside a server."""
     made = model_of("dream", table=replace(TABLE, batches=(1,)))
     made.warm(MODES)
     return made
@@ -37,10 +36,10 @@ def model() -> DiffusionModel:
 
 @pytest.fixture(scope="module")
 def real(model: DiffusionModel) -> Iterator[Real]:
-    """Its dispatches have two steps each."""
-    engine = DiffusionEngine(model, OPTIONS)
+    """Dispatches have two steps each."""
+    engine = model.engine(OPTIONS)
     engine.warm()
-    engine.pace.most = lambda seconds, hurry: 2  # type: ignore[method-assign]
+    engine.decoding.pace.most = lambda seconds, hurry: 2  # type: ignore[method-assign]
     engine.start()
     with on_a_port(engine) as server:
         yield server
@@ -74,10 +73,10 @@ def words(prompt: list[int]) -> str:
 
 def check_answer(answer: dict[str, Any], text: str, want: Denoised, prompt: list[int]) -> None:
     """The model's own text, end and steps; the end of the sequence counts as a token."""
-    ended = want.finish_reason == "stop"
+    ended = want.finish_reason == "eos"
     count = len(want.tokens) + ended
     assert text == want.text
-    assert answer["choices"][0]["finish_reason"] == want.finish_reason
+    assert answer["choices"][0]["finish_reason"] == ("stop" if ended else "length")
     usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
     told = {"steps": want.steps, "tokens_per_step": pytest.approx(count / want.steps)}
@@ -104,7 +103,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_what_is_served_is_what_the_model_gives_alone(
     http: httpx2.Client, model: DiffusionModel, fields: dict[str, Any], changes: dict[str, Any]
 ):
-    """By both routes, whole and streamed; what is not said is as the server was started, and what is said matters."""
+    """Compares both routes, whole and streamed, with the server's defaults and with fields of the request."""
     found = []
     for prompt in PROMPTS:
         (want,) = model.generate([prompt], replace(DEFAULTS, **changes))
@@ -130,7 +129,9 @@ def test_a_response_of_any_length_is_cut_from_whole_blocks(http: httpx2.Client, 
         (whole,) = model.generate([prompt], replace(DEFAULTS, new_tokens=4 * blocks))
         cut = len(whole.tokens) >= max_tokens
         kept = whole.tokens[:max_tokens]
-        reason, count = ("length", max_tokens) if cut else (whole.finish_reason, len(whole.tokens) + 1)
+        reason, count = (
+            ("length", max_tokens) if cut else ("stop" if whole.finish_reason == "eos" else "length", len(whole.tokens) + 1)
+        )
         asked = {"max_tokens": max_tokens}
         answer = complete(http, prompt=prompt, **asked)
         assert answer["choices"][0]["text"] == decode_after(model.tokenizer, prompt, kept)
@@ -204,6 +205,19 @@ def test_stop_strings_and_echo(http: httpx2.Client, model: DiffusionModel):
     assert choice["text"] == words(PROMPTS[0]) + want.text[: want.text.index(stop)]
 
 
+def test_log_probabilities_come_with_each_token(http: httpx2.Client):
+    plain = complete(http, prompt=PROMPTS[0])
+    told = complete(http, prompt=PROMPTS[0], logprobs=2)["choices"][0]
+    assert told["text"] == plain["choices"][0]["text"]
+    logprobs = told["logprobs"]
+    assert len(logprobs["token_logprobs"]) == plain["usage"]["completion_tokens"]
+    assert all(value <= 0 for value in logprobs["token_logprobs"])
+    assert all(len(each) >= 2 for each in logprobs["top_logprobs"])
+    said = {"messages": [{"role": "user", "content": words(PROMPTS[0])}], "logprobs": True, "top_logprobs": 1}
+    answer = http.post("/v1/chat/completions", json=said).json()["choices"][0]
+    assert [len(each["top_logprobs"]) for each in answer["logprobs"]["content"]] == [1] * len(answer["logprobs"]["content"])
+
+
 def test_what_changes_nothing_is_taken(http: httpx2.Client):
     plain = complete(http, prompt=PROMPTS[0])["choices"]
     nothing = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0.0}
@@ -230,22 +244,22 @@ def refused(http: httpx2.Client | TestClient, route: str, body: dict[str, Any]) 
     return answer.json()["error"]
 
 
-MANY = "is not offered for a diffusion model, which commits many tokens at once"
+MANY = "is not supported for a diffusion model, which commits several tokens at once"
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"top_k": 5}, "top_k", "'top_k' is not offered for a diffusion model; it may be 0"),
-        ({"min_p": 0.1}, "min_p", "'min_p' is not offered for a diffusion model; it may be 0"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "it may be 0"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty", "it may be 0"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", "it may be 1"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "it may be empty"),
-        ({"min_tokens": 3}, "min_tokens", "it may be 0"),
-        ({"stop_token_ids": [5]}, "stop_token_ids", "it may be empty"),
-        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "it may be false"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "it may be true"),
+        ({"top_k": 5}, "top_k", "'top_k' is not supported for a diffusion model, except 0"),
+        ({"min_p": 0.1}, "min_p", "'min_p' is not supported for a diffusion model, except 0"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "except 0"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty", "except 0"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "except 1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "except empty"),
+        ({"min_tokens": 3}, "min_tokens", "except 0"),
+        ({"stop_token_ids": [5]}, "stop_token_ids", "except empty"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "except false"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "except true"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", MANY),
         ({"mode": "thin"}, "mode", "'dense', 'prefix', 'dual' or 'sparse', found \"thin\""),
         ({"mode": "prefix"}, None, "expected a mode among dense, dual, sparse, found prefix"),
@@ -259,8 +273,8 @@ MANY = "is not offered for a diffusion model, which commits many tokens at once"
         ({"steps": 2.5}, "steps", "found 2.5"),
         ({"suffix_window": -1}, "suffix_window", "greater than or equal to 0, found -1"),
         ({"block_length": 0}, "block_length", "greater than or equal to 1, found 0"),
-        ({"max_tokens": 10, "steps": 10}, None, "expected steps that the 3 blocks divide, found 10"),
-        ({"steps": 7}, None, "expected steps that the 3 blocks divide, found 7"),
+        ({"max_tokens": 10, "steps": 10}, None, "expected steps that are a multiple of the 3 blocks, found 10"),
+        ({"steps": 7}, None, "expected steps that are a multiple of the 3 blocks, found 7"),
         ({"steps": 15}, None, "expected steps of at most one a token, 12, found 15"),
         ({"steps": 6, "threshold": 0.5}, None, "expected steps or a threshold, not both"),
         ({"threshold": 0.5, "remasking": "random"}, None, "expected no threshold with random, which ranks by chance"),
@@ -280,23 +294,24 @@ def test_a_bad_field_is_named_by_both_routes(http: httpx2.Client, fields: dict[s
 @pytest.mark.parametrize(
     ("route", "fields", "param", "said"),
     [
-        ("/v1/completions", {"logprobs": 0}, "logprobs", f"'logprobs' {MANY}"),
-        ("/v1/completions", {"logprobs": 3, "echo": True}, "logprobs", f"'logprobs' {MANY}"),
+        (
+            "/v1/completions",
+            {"logprobs": 3, "echo": True},
+            None,
+            "'echo' with 'logprobs' is not supported for a diffusion model",
+        ),
         ("/v1/completions", {"prompt": [1, 39]}, "prompt", "a prompt without the mask token 39, found one"),
         ("/v1/completions", {"prompt": "t1 t39"}, "prompt", "a prompt without the mask token 39, found one"),
-        ("/v1/completions", {"prompt": [1] * 40}, "prompt", "has 48 positions; the prompt has 40 tokens, and at least 12 are"),
-        ("/v1/completions", {"prompt": [1] * 40, "max_tokens": 24}, "prompt", "and at least 24 are to be generated"),
+        ("/v1/completions", {"prompt": [1] * 40}, "prompt", "has 48 positions; the prompt has 40 tokens, and at least 12 new"),
+        ("/v1/completions", {"prompt": [1] * 40, "max_tokens": 24}, "prompt", "and at least 24 new tokens are required"),
         (
             "/v1/completions",
             {"prompt": [1] * 41, "max_tokens": 7},
             None,
             "room for 7 in the context of 48; new_tokens is 8, in blocks of 4",
         ),
-        ("/v1/chat/completions", {"logprobs": True}, "logprobs", f"'logprobs' {MANY}"),
-        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2}, "logprobs", f"'logprobs' {MANY}"),
-        ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", f"'top_logprobs' {MANY}"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "t39"}]}, "messages", "without the mask token 39"),
-        ("/v1/chat/completions", {"max_completion_tokens": 48}, "messages", "and at least 48 are to be generated"),
+        ("/v1/chat/completions", {"max_completion_tokens": 48}, "messages", "and at least 48 new tokens are required"),
     ],
     ids=str,
 )

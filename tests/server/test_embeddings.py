@@ -14,7 +14,6 @@ from diffusion.support import build
 from server.conftest import Client, on_a_port
 from server.fake import DIMENSIONS, FakeEngine
 from server.test_openapi import DENOISING
-from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.tokenizer import encode
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.app import make_app
@@ -75,7 +74,7 @@ def test_only_declared_dimensions_are_cut_to(http: TestClient, engine: FakeEngin
         np.testing.assert_allclose(got["embedding"], whole[:size] / np.linalg.norm(whole[:size]), rtol=1e-6)
     refused = http.post("/v1/embeddings", json={"input": TEXTS[2], "dimensions": 3})
     assert refused.status_code == 400
-    assert "expected one that this model has, 2, 4, 8, found 3" in refused.json()["error"]["message"]
+    assert "expected one of 2, 4, 8, found 3" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_scores_need_as_many_texts(http: TestClient) -> None:
 
 
 def test_openais_client_gets_embeddings(engine: FakeEngine) -> None:
-    """It asks for base64 by itself, and decodes it."""
+    """OpenAI's client requests base64 and decodes it."""
     with on_a_port(engine) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         found = client.embeddings.create(model="demo", input=TEXTS)
         for each, text in zip(found.data, TEXTS, strict=True):
@@ -144,7 +143,7 @@ def test_openais_client_gets_embeddings(engine: FakeEngine) -> None:
 
 
 def test_a_model_that_denoises_has_none() -> None:
-    app = make_app(Api(DiffusionEngine(build("tiny"), DENOISING), ServerOptions("demo", "0.1")))
+    app = make_app(Api(build("tiny").engine(DENOISING), ServerOptions("demo", "0.1")))
     assert TestClient(app).post("/v1/embeddings", json={"input": "a"}).status_code == 404
 
 

@@ -39,7 +39,7 @@ Alone = tuple[list[Result], list[str]]
 
 @pytest.fixture(scope="module")
 def alone(lm: LanguageModel) -> Alone:
-    """What the model gives without a server: of the first prompt by each sampling, and of each prompt."""
+    """Outputs of the model without a server: for the first prompt with each sampling, and for each prompt."""
     by_sampling = [result for sampling in SAMPLINGS for result in lm.generate(PROMPT, sampling)]
     return by_sampling, [result.text for prompt in PROMPTS for result in lm.generate(prompt, Sampling(24))]
 

@@ -12,7 +12,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.server.call_forms import HERMES, LLAMA3, CallForm
 from tilewright.server.errors import ApiError
 from tilewright.server.tool_calls import Arguments, Called, CallParser
-from tilewright.server.tools import Tool, form_of, told, tool_use
+from tilewright.server.tools import Tool, find_call_form, inline_tool_fields, tool_use
 from tilewright.server.xml_calls import XML
 
 CHATML = """
@@ -106,7 +106,7 @@ ENDS: dict[str, tuple[str, ...]] = {
     "phi4": ("<|end|><|assistant|>",) * 3,
     "gpt_oss": ("<|end|><|start|>assistant",) * 3,
 }
-"""What a prompt ends with: by default, with `enable_thinking` true and false."""
+"""End of the prompt: by default, and with `enable_thinking` true and false."""
 FORMS: dict[str, CallForm | None] = {
     "qwen3": HERMES,
     "qwen3-instruct": HERMES,
@@ -159,12 +159,12 @@ def with_tools(family: str, messages: list[dict[str, Any]]) -> str:
     made = template(family)
     use = tool_use([WEATHER], "auto", None, made)
     assert use is not None
-    return made.render(messages, tools=use.described) if made.takes_tools else made.render(told(messages, use))
+    return made.render(messages, tools=use.for_template) if made.takes_tools else made.render(inline_tool_fields(messages, use))
 
 
 @pytest.mark.parametrize("family", [family for family, form in FORMS.items() if form is not None and family != "gemma2"])
 def test_a_model_is_told_of_tools_and_what_it_called(family: str):
-    assert form_of(template(family)) is FORMS[family]
+    assert find_call_form(template(family)) is FORMS[family]
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"place": "Rome"}}}
     called = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call, call]}]
     results = [{"role": "tool", "content": "Sunny."}, {"role": "tool", "content": "Rain."}, {"role": "user", "content": "Why?"}]
@@ -189,7 +189,7 @@ def test_calls_that_a_template_wrote_are_read_as_they_were(family: str):
     use = tool_use([Tool.model_validate({"type": "function", "function": function})], "auto", None, made)
     assert use is not None
     talk = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    said = made.render(talk, tools=use.described, add_generation_prompt=False).rpartition("<|im_start|>assistant\n")[2]
+    said = made.render(talk, tools=use.for_template, add_generation_prompt=False).rpartition("<|im_start|>assistant\n")[2]
     called, *arguments = CallParser(use).push(said.removesuffix("<|im_end|>\n"), last=True)
     assert called == Called("weather")
     assert json.loads("".join(part.text for part in arguments if isinstance(part, Arguments))) == values
@@ -197,7 +197,7 @@ def test_calls_that_a_template_wrote_are_read_as_they_were(family: str):
 
 @pytest.mark.parametrize("family", [family for family, form in FORMS.items() if form is None])
 def test_calls_in_a_form_that_is_not_known_are_refused(family: str):
-    with pytest.raises(ApiError, match="the form in which this model calls them is not known here"):
+    with pytest.raises(ApiError, match="the tool call format of this model's chat template is unknown"):
         tool_use([WEATHER], "auto", None, template(family))
 
 
@@ -206,7 +206,7 @@ def test_what_a_template_does_not_take_is_refused_in_its_words():
         with_tools("gemma2", ASK)
     for family in ("gemma2", "gemma3"):
         with pytest.raises(ValueError, match="Roles must alternate"):
-            template(family).render(told([*ASK, *ASK], None))
+            template(family).render(inline_tool_fields([*ASK, *ASK], None))
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -1,4 +1,4 @@
-"""Who may ask, how much, and what is told when the engine is full, slow, failing or ending."""
+"""API keys, limits, and errors while the engine is full, slow, failing or ending."""
 
 import threading
 import time
@@ -76,7 +76,7 @@ def test_two_keys_at_once_are_none(client: Client):
     [
         ({"api_keys": ("",)}, "printable"),
         ({"api_keys": ("a\n",)}, "printable"),
-        ({"name": ""}, "a name"),
+        ({"name": ""}, "a model name"),
         ({"max_body_bytes": 0}, "max_body_bytes above 0, found 0"),
         ({"deadline_s": -1.0}, "deadline_s above 0"),
         ({"stale_s": float("nan")}, "stale_s above 0"),
@@ -117,7 +117,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(client: Client):
     engine.go.clear()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(app.post, "/v1/completions", json=ASK)
-        while not engine.there:
+        while not engine.live_sequences:
             time.sleep(0.001)
         answer = app.post("/v1/completions", json=ASK)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -129,11 +129,11 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(client: Client):
 
 
 def test_a_burst_is_turned_away_before_it_is_tokenised(client: Client, monkeypatch: pytest.MonkeyPatch):
-    """Those that are being tokenised count, though the engine does not know of them yet."""
+    """Requests that are being tokenised count before the engine knows them."""
     engine = FakeEngine(room=3)
     tokenised = []
     go = threading.Event()
-    real = engine.model.encode
+    real = engine.decoding.model.encode
 
     def slowly(prompt: object) -> list[int]:
         tokenised.append(prompt)
@@ -168,7 +168,7 @@ def test_a_prompts_tokens_are_looked_at_once(
     engine = FakeEngine()
     looks = list[object]()
     app = client(engine)
-    real = engine.model.encode
+    real = engine.decoding.model.encode
 
     def counted(prompt: Any) -> list[int]:
         looks.append(prompt)
@@ -195,7 +195,7 @@ def test_what_was_submitted_is_given_up_when_the_rest_is_refused(client: Client,
 
     def submit(*given: Any, **named: Any) -> RequestHandle:
         handle = real(*given, **named)
-        if len(engine.there) == 2:  # somebody else comes in between
+        if len(engine.live_sequences) == 2:  # somebody else comes in between
             real(GenerateRequest([1, 2], Sampling(4)), lambda update: None)
         return handle
 
@@ -240,7 +240,7 @@ def test_an_error_of_the_servers_own_is_logged_and_not_told(
     answer = app.post("/v1/completions", json=ASK)
     assert answer.status_code == 500
     assert answer.json()["error"] == {
-        "message": "the server failed on this request",
+        "message": "internal server error",
         "type": "server_error",
         "param": None,
         "code": "internal_error",
@@ -260,7 +260,7 @@ def test_while_warming_or_stopping_nothing_is_generated(client: Client):
     assert app.post("/tokenize", json={"prompt": "a"}).status_code == 200
     engine.start()
     assert app.get("/ready").json() == {"status": "ready"}
-    assert app.get("/health").json() == {"status": "ok", "step_age_s": 0.0}
+    assert app.get("/health").json() == {"status": "ok", "step_age_s": 0.0, "programs_ready": 5, "programs_declared": 5}
     engine.stop()
     answer = app.post("/v1/completions", json=ASK)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_stopping")
@@ -269,7 +269,7 @@ def test_while_warming_or_stopping_nothing_is_generated(client: Client):
 def test_health_is_bad_when_the_engine_is_stuck(client: Client):
     engine = FakeEngine(step_age_s=0.5)
     app = client(engine, stale_s=10.0)
-    assert app.get("/health").json() == {"status": "ok", "step_age_s": 0.5}
+    assert app.get("/health").json() == {"status": "ok", "step_age_s": 0.5, "programs_ready": 5, "programs_declared": 5}
     engine.step_age_s = 11.0
     answer = app.get("/health")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stuck")

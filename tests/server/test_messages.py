@@ -135,7 +135,7 @@ def test_arguments_that_are_cut_off_or_no_json_lose_nothing(client: Client):
             {"type": "text", "text": 'add {"a" 1}', "citations": None},
         ),
     ):
-        tokens = len(FakeEngine().model.tokenizer.encode(said).ids)
+        tokens = len(FakeEngine().decoding.model.tokenizer.encode(said).ids)
         found = message(served, messages=[{"role": "user", "content": said}], tools=TOOLS, max_tokens=tokens)
         assert without_ids(found["content"][:1]) == [block]
 

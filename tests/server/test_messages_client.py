@@ -61,13 +61,13 @@ def test_anthropic_streams_text_and_calls(client: anthropic.Anthropic):
 def test_anthropic_raises_what_went_wrong(client: anthropic.Anthropic, real: Real):
     with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
         client.messages.create(model="other", max_tokens=1, messages=HELLO)
-    with pytest.raises(anthropic.BadRequestError, match=r"container.* is not offered") as bad:
+    with pytest.raises(anthropic.BadRequestError, match=r"container.* is not supported") as bad:
         client.messages.create(model="demo", max_tokens=1, messages=HELLO, container="x")
     assert bad.value.request_id
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
     engine: FakeEngine = real.engine
-    engine.ends = ("error", 1)
+    engine.decoding.ends = ("error", 1)
     try:
         with (
             pytest.raises(anthropic.APIStatusError, match="the engine failed"),
@@ -75,4 +75,4 @@ def test_anthropic_raises_what_went_wrong(client: anthropic.Anthropic, real: Rea
         ):
             stream.until_done()
     finally:
-        engine.ends = None
+        engine.decoding.ends = None

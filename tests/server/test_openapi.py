@@ -11,7 +11,6 @@ from schemathesis import GenerationMode
 from diffusion.support import build
 from server.conftest import TEMPLATE
 from server.fake import FakeEngine
-from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.engine_options import DiffusionEngineOptions
 from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.programs import DiffusionTable
@@ -44,7 +43,7 @@ def app() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def denoising() -> Any:
     """The application over a small diffusion model that is not warm: it is described, and serves nothing."""
-    return make_app(Api(DiffusionEngine(build("tiny"), DENOISING), ServerOptions("demo", "0.1", TEMPLATE)))
+    return make_app(Api(build("tiny").engine(DENOISING), ServerOptions("demo", "0.1", TEMPLATE)))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def description(app: Any) -> Any:
 
 
 def described(app: Any) -> Any:
-    """What Schemathesis makes of an application's description."""
+    """Loads an application's OpenAPI schema into Schemathesis."""
     config = schemathesis.Config()
     project = config.projects.default
     project.checks.positive_data_acceptance.expected_statuses = ["200", "400", "404"]
@@ -94,6 +93,18 @@ def test_the_description_knows_the_model(description: Any):
     assert schemas["CompletionBody"]["additionalProperties"] is False
 
 
+def test_every_field_of_a_request_body_is_described(description: Any, denoising: Any):
+    for schemas in (each.raw_schema["components"]["schemas"] for each in (description, described(denoising))):
+        for name, schema in schemas.items():
+            if name.endswith("Body") and not name.endswith("ErrorBody"):
+                missing = [field for field, about in schema["properties"].items() if "description" not in about]
+                assert not missing, name
+                assert "Attributes:" not in schema["description"]
+    chat = description.raw_schema["components"]["schemas"]["ChatBody"]["properties"]
+    assert chat["temperature"]["description"] == "Sampling temperature; 0 is greedy."
+    assert chat["user"]["description"] == "Accepted and ignored."
+
+
 def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denoising: Any, description: Any):
     schemas = described(denoising).raw_schema["components"]["schemas"]
     plain = description.raw_schema["components"]["schemas"]
@@ -114,7 +125,7 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
         assert own["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
         assert own["properties"]["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 0}
         assert f"{route}Body" not in schemas
-    assert schemas["DenoisingCompletionBody"]["properties"]["logprobs"]["type"] == "null"
+    assert schemas["DenoisingCompletionBody"]["properties"]["prompt_logprobs"]["type"] == "null"
 
 
 def check_all(description: Any, label: str, mode: GenerationMode, examples: int) -> list[int]:
@@ -176,7 +187,7 @@ def test_what_the_schema_says_holds_at_length(description: Any, path: str):
 
 @pytest.fixture(scope="module")
 def denoiser() -> Iterator[Any]:
-    engine = DiffusionEngine(build("tiny"), DENOISING)
+    engine = build("tiny").engine(DENOISING)
     engine.warm()
     engine.start()
     yield described(make_app(Api(engine, ServerOptions("demo", "0.1", TEMPLATE))))

@@ -148,7 +148,7 @@ def test_a_blank_page_has_three_examples(page: Page, script: Script):
 
 def test_settings_show_the_models_defaults(page: Page):
     shown = "[...document.querySelectorAll('#settings label input')].map((each) => each.placeholder)"
-    assert page.value(shown) == ["", "0.2", "0.9", "512", "drawn"]
+    assert page.value(shown) == ["", "0.2", "0.9", "512", "random"]
 
 
 def test_tau_is_explained_in_a_tooltip(page: Page):
@@ -156,7 +156,7 @@ def test_tau_is_explained_in_a_tooltip(page: Page):
     assert page.value(visible) == "hidden"
     page.value("document.querySelector('.tip').focus()")
     assert page.value(visible) == "visible"
-    assert "number of tokens that a round adds" in page.text("#about-tau")
+    assert "mean number of tokens per decoding round" in page.text("#about-tau")
     box = "document.querySelector('#about-tau').getBoundingClientRect()"
     assert page.value(f"{box}.left >= 0 && {box}.top >= 0 && {box}.right <= innerWidth")
 
@@ -201,7 +201,7 @@ def test_the_last_answer_can_be_given_anew(page: Page, script: Script):
         page.wait("!document.querySelector('#send').hidden")
         assert page.texts("article .text") == texts
         assert script.asked[-1].body["messages"] == script.asked[1].body["messages"]
-    assert page.texts(".wrong") == ["the server ended the answer before its end"], "and the answer before it stays"
+    assert page.texts(".wrong") == ["the server closed the stream before its end"], "and the answer before it stays"
     say(page, "three")
     told = [each["content"] for each in script.asked[-1].body["messages"]]
     assert told == ["one", "Hello, world!\n", "two", "Hel", "three"]
@@ -217,7 +217,7 @@ def test_a_full_context_offers_to_drop_the_oldest_turns(page: Page, script: Scri
         say(page, text)
     say(page, "four")
     assert page.texts(".wrong button") == ["New chat", "Drop the oldest turns and send"]
-    assert page.text(".wrong").startswith("The conversation does not fit the model's context of 2,048 tokens any more")
+    assert page.text(".wrong").startswith("The conversation exceeds the model's context of 2,048 tokens.")
     script.counts = [1800, 1536]
     page.click(".wrong button:last-of-type")
     page.wait("document.querySelectorAll('article').length === 4 && !document.querySelector('#send').hidden")
@@ -227,7 +227,7 @@ def test_a_full_context_offers_to_drop_the_oldest_turns(page: Page, script: Scri
     ]
     assert [each["content"] for each in script.asked[-1].body["messages"]] == ["three", "Hello, world!\n", "four"]
     assert page.texts(".left-out.said") == ["one", "two"]
-    assert page.texts(".note") == ["The 2 turns above were dropped to make room: the model does not see them any more."]
+    assert page.texts(".note") == ["The 2 turns above were dropped. The model no longer sees them."]
     assert page.value("document.querySelector('.note').nextElementSibling.textContent") == "three"
     assert page.texts(".said") == ["one", "two", "three", "four"]
     assert page.value("document.querySelector('#said').value") == ""
@@ -236,14 +236,14 @@ def test_a_full_context_offers_to_drop_the_oldest_turns(page: Page, script: Scri
 def test_an_answer_that_fills_the_context_offers_the_same(page: Page, script: Script):
     script.answers = [stream(HELLO, reason="length", prompt_tokens=2041), stream(HELLO, reason="length")]
     say(page, "one")
-    assert page.text(".wrong").startswith("The model's context of 2,048 tokens is full: the answer was cut off.")
+    assert page.text(".wrong").startswith("The model's context of 2,048 tokens is full. The answer was cut off.")
     page.click(".wrong button:last-of-type")
     page.wait("document.querySelector('.dropped') && !document.querySelector('#send').hidden")
-    assert page.texts(".note") == ["The turn above was dropped to make room: the model does not see it any more."]
-    assert page.text("#state") == "the oldest turn is dropped"
+    assert page.texts(".note") == ["The turn above was dropped. The model no longer sees it."]
+    assert page.text("#state") == "dropped the oldest turn"
     say(page, "two")
     assert script.asked[-1].body["messages"] == [{"role": "user", "content": "two"}]
-    assert page.texts(".cost")[1].endswith(" · cut off at 7 tokens (Settings: most tokens)")
+    assert page.texts(".cost")[1].endswith(" · cut off at 7 tokens (Settings: Max tokens)")
     assert len(page.texts(".note")) == 1
 
 
@@ -254,7 +254,7 @@ def test_a_message_that_never_fits_drops_nothing(page: Page, script: Script):
     say(page, "long")
     page.click(".wrong button:last-of-type")
     page.wait("document.querySelectorAll('.wrong').length === 2 && !document.querySelector('#send').hidden")
-    assert page.texts(".wrong")[1] == "There is no room for an answer even without all turns: send something shorter."
+    assert page.texts(".wrong")[1] == "No answer fits, even without all earlier turns. Send a shorter message."
     page.click(".wrong button")
     assert page.texts("#log > *") == page.texts("#blank"), "a new chat"
     page.press("Enter")
@@ -325,19 +325,19 @@ def test_an_error_within_the_answer(page: Page, script: Script):
 def test_an_answer_that_breaks_off(page: Page, script: Script):
     script.answers = [stream(HELLO[:1], end=lambda _: None), stream(HELLO)]
     say(page, "Hi")
-    check_left_out(page, script, "the server ended the answer before its end")
+    check_left_out(page, script, "the server closed the stream before its end")
 
 
 def test_an_error_without_words(page: Page, script: Script):
     script.answers = [lambda handler: handler.send(502, "text/html", b"<p>Bad gateway"), stream(HELLO)]
     say(page, "Hi")
-    check_left_out(page, script, "the server answers 502")
+    check_left_out(page, script, "HTTP status 502")
 
 
 def test_a_model_without_a_chat_template_continues_the_text(page: Page, script: Script):
     script.answers = [lambda handler: handler.error(400, "small has none", "no_chat_template"), stream(HELLO), stream(HELLO)]
     say(page, "def f():")
-    assert page.texts(".note:not(.wrong)") == ["This model has no chat template: it continues the text of all turns."]
+    assert page.texts(".note:not(.wrong)") == ["This model has no chat template. It continues the conversation as plain text."]
     page.click("#more")
     page.fill("#system", "# code")
     say(page, "def g():")
@@ -542,9 +542,9 @@ def test_it_chats_with_the_server_itself(chromium: Browser):
         tab.fill("#max_tokens", "6")
         tab.wait("document.title.startsWith('demo')")
         say(tab, "a b c")
-        tokens = engine.model.encode("a b c\n")
+        tokens = engine.decoding.model.encode("a b c\n")
         assert tab.texts(".wrong") == []
-        assert tab.text(".text") == engine.model.tokenizer.decode([*tokens, *tokens][:6])
+        assert tab.text(".text") == engine.decoding.model.tokenizer.decode([*tokens, *tokens][:6])
         assert len(tab.texts(".text .accepted")) == 4
         assert (tab.text("#tau"), tab.text("#width")) == ("3.00", "ngram, 4")
         assert tab.complaints() == []

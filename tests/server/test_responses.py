@@ -127,13 +127,13 @@ def test_a_response_belongs_to_a_key(client: Client):
 def test_the_store_is_bounded():
     store = ResponsesStore(3, 100)
     for n in range(5):
-        store.put(0, str(n), Stored(b"x" * 10, b"y" * 10))
-    assert [name for _, name in store.kept] == ["2", "3", "4"]
-    store.put(0, "large", Stored(b"x" * 50, b"y" * 40))
-    assert ([name for _, name in store.kept], store.size) == (["large"], 90)
-    store.put(0, "too large", Stored(b"x" * 101, b""))
-    assert (len(store.kept), store.size) == (0, 0)
-    store.put(0, "a", Stored(b"x", b""))
+        store.add(0, str(n), Stored(b"x" * 10, b"y" * 10))
+    assert [name for _, name in store.responses] == ["2", "3", "4"]
+    store.add(0, "large", Stored(b"x" * 50, b"y" * 40))
+    assert ([name for _, name in store.responses], store.size) == (["large"], 90)
+    store.add(0, "too large", Stored(b"x" * 101, b""))
+    assert (len(store.responses), store.size) == (0, 0)
+    store.add(0, "a", Stored(b"x", b""))
     assert store.delete(0, "a")
     assert not store.delete(0, "a")
     assert store.size == 0
@@ -185,7 +185,7 @@ def test_calls_go_back_as_they_came(client: Client, name: str, arguments: str, s
     served = client(engine, template=ChatTemplate.compiled(template, "a test's"))
     said = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}'
     said += "" if arguments.endswith("cut") else "}\n</tool_call>"
-    length = len(engine.model.tokenizer.encode(said).ids)
+    length = len(engine.decoding.model.tokenizer.encode(said).ids)
     asked = {"role": "user", "content": said}
     tools = [{"type": "function", "function": {"name": "add"}}]
     answer = served.post("/v1/chat/completions", json={"messages": [asked], "tools": tools, "max_tokens": length}).json()

@@ -37,7 +37,7 @@ def test_a_server_told_to_stop_as_its_engine_begins_ends_in_peace(monkeypatch: p
     engine = Startled()
     said = list[str]()
     api = Api(engine, ServerOptions("demo", tw.__version__))
-    monkeypatch.setattr(engine, "warm", lambda console: None)
+    monkeypatch.setattr(engine, "warm", lambda console, wait_for_programs: None)
     monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done
     with run.listen("127.0.0.1", 0) as listening:
         run.Server(api, 0.0, lambda: said.append("ready")).run(listening)
@@ -66,7 +66,7 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
             raise error
 
     api = Api(engine, ServerOptions("demo", tw.__version__, constrain=Failing()))
-    monkeypatch.setattr(engine, "warm", lambda console: told.append("warm"))
+    monkeypatch.setattr(engine, "warm", lambda console, wait_for_programs: told.append("warm"))
     monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done
     with run.listen("127.0.0.1", 0) as listening:
         run.Server(api, 0.0, lambda: told.append("ready")).run(listening)
@@ -77,7 +77,7 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
     assert said[0][1].endswith(str(error))
 
 
-def test_a_new_grammar_delays_nobody_whose_grammar_is_kept():
+def test_a_new_grammar_delays_nobody_whose_grammar_is_cached():
     engine = FakeEngine()
     compiling = threading.Event()
     go_on = threading.Event()
@@ -87,12 +87,12 @@ def test_a_new_grammar_delays_nobody_whose_grammar_is_kept():
         def __init__(self) -> None:
             """Without a model."""
 
-        def is_kept(self, grammar: Grammar) -> bool:
+        def is_cached(self, grammar: Grammar) -> bool:
             return grammar == Grammar.regex("kept")
 
         def __call__(self, grammar: Grammar) -> Matcher:
             threads.append(threading.current_thread().name.rpartition("_")[0])
-            if not self.is_kept(grammar):
+            if not self.is_cached(grammar):
                 compiling.set()
                 assert go_on.wait(20)
             raise ValueError(f"not with {grammar.text}")
@@ -113,7 +113,7 @@ def test_a_new_grammar_delays_nobody_whose_grammar_is_kept():
         go_on.set()
         await new
 
-    engine.open()
+    engine.accept_requests()
     asyncio.run(ask())
     api.close()
     assert threads == ["grammars", "tokenise", "long-prompts"]
@@ -123,7 +123,7 @@ class Broken(FakeEngine):
     """Finds its device gone with the first request, and nothing to go on with."""
 
     def fill(self, everything: bool = False) -> int:
-        if self.there:
+        if self.live_sequences:
             raise OSError("the device has gone")
         return super().fill(everything)
 
@@ -134,7 +134,7 @@ class Broken(FakeEngine):
 def test_a_server_whose_engine_cannot_go_on_ends_and_says_why(monkeypatch: pytest.MonkeyPatch):
     engine = Broken()
     api = Api(engine, ServerOptions("demo", tw.__version__))
-    monkeypatch.setattr(engine, "warm", lambda console: None)
+    monkeypatch.setattr(engine, "warm", lambda console, wait_for_programs: None)
     ended: list[str | None] = []
 
     def ready() -> None:
@@ -148,7 +148,7 @@ def test_a_server_whose_engine_cannot_go_on_ends_and_says_why(monkeypatch: pytes
 def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: pytest.MonkeyPatch):
     """A thread submits while the event loop cancels."""
     engine = FakeEngine()
-    engine.open()
+    engine.accept_requests()
     api = Api(engine, ServerOptions("demo", tw.__version__))
     submitting = threading.Event()
     gone = threading.Event()
@@ -172,7 +172,7 @@ def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: py
     monkeypatch.setattr(engine, "submit", submit)
     asyncio.run(leave())
     api.threads.shutdown()
-    assert [handle.given_up for handle in handles] == [True, True]
+    assert [handle.cancelled for handle in handles] == [True, True]
     while engine.step():
         continue
     assert engine.stats().ended == {"cancelled": 2}

@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tilewright.bench.http_client import Address
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 soak: Any = importlib.import_module("soak")
 soak_load: Any = importlib.import_module("soak_load")
@@ -109,7 +107,7 @@ METRICS = {
 
 def judged(metrics: dict[str, float], change: Callable[[Any, Any], None] = lambda load, samples: None) -> set[str]:
     """The rules that a run breaks which is right but for these metrics, or this change."""
-    load = soak_load.Load(Address(False, "127.0.0.1", 1, ""), soak_load.Limits("demo", 512, 32, 1000), 0)
+    load = soak_load.Load("http://127.0.0.1:1", soak_load.Limits("demo", 512, 32, 1000), 0)
     load.counts.update({"turned away": 1, "refused": 1})
     load.finished = 10
     load.abandoned = 4
@@ -127,10 +125,10 @@ def judged(metrics: dict[str, float], change: Callable[[Any, Any], None] = lambd
         ("vllm:num_requests_running", 1.0, "running and waiting at the end"),
         ("tilewright_waiting_tokens", 3.0, "prompt tokens waiting at the end"),
         ('tilewright_xla_compilations_total{phase="serving"}', 1.0, "compilations while serving"),
-        ('vllm:request_success_total{finished_reason="error"}', 1.0, "requests that the engine failed on"),
-        ('vllm:request_success_total{finished_reason="stop"}', 4.0, "requests that ended well"),
-        ('vllm:request_success_total{finished_reason="stop"}', 10.0, "requests that ended well"),
-        ("vllm:num_preemptions_total", 0.0, "met: preemptions"),
+        ('vllm:request_success_total{finished_reason="error"}', 1.0, "requests that failed in the engine"),
+        ('vllm:request_success_total{finished_reason="stop"}', 4.0, "requests that succeeded"),
+        ('vllm:request_success_total{finished_reason="stop"}', 10.0, "requests that succeeded"),
+        ("vllm:num_preemptions_total", 0.0, "covered: preemptions"),
     ],
 )
 def test_what_is_left_behind_breaks_its_rule(metric: str, value: float, rule: str):
@@ -151,7 +149,7 @@ def test_what_clients_and_samples_found_breaks_its_rule():
         samples.unhealthy = 1
         samples.rows[7] = (*samples.rows[7][:5], 9.0, *samples.rows[7][6:])
 
-    assert judged({}, wrong) == {"answers that are not as they must be", "health checks that failed", "oldest step"}
+    assert judged({}, wrong) == {"wrong answers", "health checks that failed", "oldest step"}
 
 
 def test_metrics_are_read_by_name_and_label():
@@ -195,7 +193,7 @@ def test_a_wrong_answer_is_seen(changes: dict[str, Any], problem: str | None):
 
 
 def test_a_503_is_right_only_while_there_is_a_burst():
-    load = soak_load.Load(Address(False, "127.0.0.1", 1, ""), soak_load.Limits("demo", 512, 32, 1000), 0)
+    load = soak_load.Load("http://127.0.0.1:1", soak_load.Limits("demo", 512, 32, 1000), 0)
     full = {"error": {"code": "server_overloaded"}}
     with pytest.raises(soak_load.Wrong, match="without a burst"):
         load.check_full(5.0, {"retry-after": "1"}, full)

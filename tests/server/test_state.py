@@ -69,11 +69,12 @@ def test_special_tokens_are_told(client: Client):
 
 def test_metrics_have_vllms_names_and_our_own(client: Client):
     engine = FakeEngine()
-    engine.counted.widths = {"ngram, 4": 3, "plain": 2}
-    engine.counted.accepted_at = [5, 2]
-    engine.counted.row_rounds = 6
-    engine.counted.padding_rows = 2
-    engine.pages.take(64)
+    engine.counters.widths = {"ngram, 4": 3, "plain": 2}
+    engine.counters.accepted_at = [5, 2]
+    engine.counters.row_rounds = 6
+    engine.counters.programs_declared = 9
+    engine.counters.padding_rows = 2
+    engine.scheduler.pages.take(64)
     app = client(engine)
     app.post("/v1/completions", json={"prompt": "a b c", "max_tokens": 7, "stop": "none"})
     answer = app.get("/metrics")
@@ -102,6 +103,8 @@ def test_metrics_have_vllms_names_and_our_own(client: Client):
         ("tilewright_xla_compilations_total", "warm"): 5,
         ("tilewright_xla_compilations_total", "serving"): 0,
         ("tilewright_warm_seconds",): 1.5,
+        ("tilewright_programs_ready",): 5,
+        ("tilewright_programs_declared",): 9,
         ("tilewright_padding_ratio",): 0.25,
         ("tilewright_engine_step_age_seconds",): 0,
     }

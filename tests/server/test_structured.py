@@ -63,7 +63,7 @@ Plain = list[str]
 
 @pytest.fixture(scope="module")
 def plain(lm: LanguageModel) -> Plain:
-    """What plain decoding gives under a schema, for each temperature."""
+    """Outputs of plain decoding under a schema, for each temperature."""
     grammar = Grammar.json_schema(SCHEMA)
     samplings = [Sampling(60, temperature, seed=3) for temperature in (0.0, 1.0)]
     return [result.text for result in lm.generate([PROMPT] * 2, samplings, speculative=False, grammar=grammar)]
@@ -78,7 +78,7 @@ def real(lm: LanguageModel, plain: Plain) -> Iterator[Real]:
         yield server
     assert engine.stop(20.0)
     assert lm.compiler is not None
-    lm.compiler.trial.close()
+    lm.compiler.sandbox.close()
     stats = engine.stats()
     assert (stats.compilations, stats.running, stats.waiting, stats.pages_used) == (0, 0, 0, 0)
 
@@ -131,7 +131,7 @@ NESTED = Grammar.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "arra
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stops_do_not_cut_an_answer_that_follows_a_grammar(client: openai.OpenAI, temperature: float):
-    """Masks of the device and of the host, stop tokens of words and of single characters."""
+    """StructuredOutputMetrics of the device and of the host, stop tokens of words and of single characters."""
     for schema in (SCHEMA, {**SCHEMA, "properties": {**SCHEMA["properties"], "age": {"type": "number", "maximum": 9}}}):
         asked: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 150, "temperature": temperature, "seed": 3}
         more = {"response_format": schema_format(schema), "return_token_ids": True}
@@ -170,7 +170,7 @@ def test_masks_of_the_device_give_the_answers_of_the_hosts(lm: LanguageModel, re
     for temperature, one, other, bias in (
         (0.0, found, host, ()),
         (1.0, found, host, ()),
-        (1.0, found.after_thought(mark), host.after_thought(mark), ((mark, 4.0),)),
+        (1.0, found.after_thinking(mark), host.after_thinking(mark), ((mark, 4.0),)),
     ):
         sampling = Sampling(80, temperature, seed=number, logit_bias=bias)
         asks = [GenerateRequest(prompt, sampling, constraint=each) for each in (one, other)]
@@ -202,7 +202,7 @@ PAIR = record({"of": {"anyOf": [{"$ref": "#/$defs/pair"}, {"type": "null"}]}})
 
 
 def test_answers_come_back_into_their_automaton(lm: LanguageModel, real: Real, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(token_automaton, "OPEN_CLASSES", token_automaton.MOST_ENTRIES)  # no bracket more than there must be
+    monkeypatch.setattr(token_automaton, "UNBOUNDED_CLASSES", token_automaton.MOST_ENTRIES)  # the least possible depth
     schema = {"type": "array", "items": {"$ref": "#/$defs/pair"}, "minItems": 3, "maxItems": 3, "$defs": {"pair": PAIR}}
     found = lm.constrain(Grammar.json_schema(schema))
     prompt = lm.encode(PROMPT)
@@ -259,7 +259,7 @@ def test_answers_follow_random_schemas(lm: LanguageModel, client: openai.OpenAI,
         count = 500
 
     def asked(n: int) -> str:
-        """What became of one, and where its masks come from if no other request keeps them from there."""
+        """Outcome of a request, and the source of its masks if no other request prevents it."""
         schema, kind = one_of_many(n)
         try:
             answer: Any = client.chat.completions.create(
@@ -370,12 +370,16 @@ HOSTILE = {"allOf": [{"type": "string", "pattern": f"[a-z]{{0,50}}x{n}"} for n i
         ({"response_format": schema_format(DEEP)}, "schema", "recursion limit"),
         ({"structured_outputs": {"json": {"const": "x" * 2**18}}}, "json", "a grammar of 1 to 262144 characters"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "expected json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "should be"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "expected 'text'"),
         ({"structured_outputs": {}}, "structured_outputs", "found none of them"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "nothing beside"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "only one grammar"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "a schema that is JSON"),
-        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, None, "a constraint to end as it says"),
+        (
+            {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
+            None,
+            "neither ignore_eos nor min_tokens with a constraint",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused(client: openai.OpenAI, more: dict[str, Any], param: str | None, message: str):
@@ -448,7 +452,7 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
 
 @pytest.mark.slow
 def test_a_hundred_forced_calls_are_valid(client: openai.OpenAI):
-    """Of ten pairs of functions, one of which is named or either may be called."""
+    """Calls of ten pairs of functions, with one function named or with either allowed."""
 
     def asked(n: int) -> str:
         schemas = {name: a_schema(np.random.default_rng(2 * (n // 10) + place)) for place, name in enumerate(("look", "find"))}

@@ -102,14 +102,14 @@ def test_clients_may_have_to_have_a_certificate(made: Made) -> None:
 
 def test_files_that_cannot_be_used_are_named(made: Made, tmp_path: Path) -> None:
     assert tls_context(None) is None
-    with pytest.raises(ValueError, match="expected --ssl-certfile beside --ssl-keyfile"):
+    with pytest.raises(ValueError, match="--tls: expected cert beside key"):
         tls_context(None, made.key)
-    with pytest.raises(ValueError, match=r"--ssl-certfile: .*none\.pem"):
+    with pytest.raises(ValueError, match=r"--tls cert: .*none\.pem"):
         tls_context(tmp_path / "none.pem")
-    with pytest.raises(ValueError, match="--ssl-certfile: expected a certificate and its key"):
+    with pytest.raises(ValueError, match="--tls cert: expected a certificate and its key"):
         tls_context(made.key, made.cert)
-    with pytest.raises(ValueError, match="--ssl-ca-certs and an --ssl-cert-reqs of 1 or 2 together"):
+    with pytest.raises(ValueError, match="--tls: expected client_ca and client_cert=optional or required together"):
         tls_context(made.cert, made.key, cert_reqs=2)
     (tmp_path / "empty.pem").write_text("")
-    with pytest.raises(ValueError, match="--ssl-ca-certs: expected certificates in PEM"):
+    with pytest.raises(ValueError, match="--tls client_ca: expected certificates in PEM"):
         tls_context(made.cert, made.key, tmp_path / "empty.pem", 1)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.grammar.worker import matcher_of
+from tilewright.grammar.worker import make_matcher
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.call_forms import HERMES, LLAMA3, CallForm, object_end
 from tilewright.server.choice_text import ChoiceText
 from tilewright.server.errors import ApiError
 from tilewright.server.tool_calls import Arguments, CallParser, Content, Part
-from tilewright.server.tools import NamedTool, Tool, ToolUse, form_of, told, tool_use
+from tilewright.server.tools import NamedTool, Tool, ToolUse, find_call_form, inline_tool_fields, tool_use
 from tilewright.server.xml_calls import XML
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}<tool_call>\\"{", "b": [1, {"c": 2}]}}\n</tool_call>'
@@ -156,7 +156,7 @@ def test_parts_of_a_text_that_comes_character_by_character(family: str):
 
 
 def test_a_chunk_has_one_entry_for_a_call():
-    """Some clients look at the first entry alone."""
+    """Some clients read only the first entry."""
     (call,) = ChoiceText(ToolUse(TOOLS, "auto", True, HERMES)).push(CALL, last=True).calls
     assert (call.function.name, call.function.arguments) == ("f", ARGUMENTS)
 
@@ -171,8 +171,8 @@ def test_any_text_without_its_end_is_a_value(text: str, cuts: list[int]):
 
 
 def accepts(use: ToolUse, text: str) -> bool:
-    """Whether a forced answer may be this text, and end with it."""
-    matcher = matcher_of(llguidance.LLTokenizer("byte"), "lark", use.grammar().text)
+    """Returns True if a forced response may be this text, and end after it."""
+    matcher = make_matcher(llguidance.LLTokenizer("byte"), "lark", use.grammar().text)
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -214,7 +214,7 @@ def test_forced_calls_follow_their_schemas_and_are_read_as_such():
         ({"anyOf": [{"required": ["a"]}]}, "anyOf"),
         ({"properties": {"a": {"type": "string", "pattern": "b+"}}}, "a: .*pattern"),
         ({"properties": {"a": {"enum": ["</parameter>"]}}}, "a: expected texts without </parameter>"),
-        ({"properties": {"a": {"type": "string", "minLength": "1}/"}}}, "a: expected lengths"),
+        ({"properties": {"a": {"type": "string", "minLength": "1}/"}}}, "a: expected minLength and maxLength"),
         ({"properties": {"a b": {"type": "string"}}}, "'a b'"),
         ({"additionalProperties": {"type": "integer"}}, "additionalProperties"),
     ],
@@ -238,11 +238,11 @@ def template(source: str) -> ChatTemplate:
 
 
 def test_forms_are_known_by_templates():
-    assert form_of(template("{{ messages[0].content }}")) is HERMES
-    assert form_of(template("{{ tools }} <tool_call>")) is HERMES
-    assert form_of(template('{{ tools }} "parameters" ipython')) is LLAMA3
-    assert form_of(template("{{ tools }} <tool_call><function=")) is XML
-    assert form_of(template("{{ tools }} [TOOL_CALLS]")) is None
+    assert find_call_form(template("{{ messages[0].content }}")) is HERMES
+    assert find_call_form(template("{{ tools }} <tool_call>")) is HERMES
+    assert find_call_form(template('{{ tools }} "parameters" ipython')) is LLAMA3
+    assert find_call_form(template("{{ tools }} <tool_call><function=")) is XML
+    assert find_call_form(template("{{ tools }} [TOOL_CALLS]")) is None
 
 
 def test_which_tools_may_be_called():
@@ -271,11 +271,11 @@ def test_a_template_without_tools_is_told_of_them_in_messages():
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
     ]
-    found = told(messages, use)
+    found = inline_tool_fields(messages, use)
     assert [message["role"] for message in found] == ["system", "user", "assistant", "user"]
     assert '"name": "f"' in found[0]["content"]
     assert found[2] == {"role": "assistant", "content": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'}
     assert found[3]["content"] == "<tool_response>\n42\n</tool_response>"
-    system = told([{"role": "system", "content": "Be kind."}, *messages], use)
+    system = inline_tool_fields([{"role": "system", "content": "Be kind."}, *messages], use)
     assert len(system) == 4
     assert system[0]["content"].startswith("Be kind.\n\nYou can call")

@@ -128,7 +128,7 @@ def test_a_collector_gets_spans_over_otlp(
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "none")
     url, received = collector
-    tracer = Tracer.to(url, "0.1")
+    tracer = Tracer.for_endpoint(url, "0.1")
     http = client(FakeEngine(), tracer=tracer)
     assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     tracer.close()
@@ -141,7 +141,7 @@ def test_a_collector_gets_spans_over_otlp(
 
 def test_an_endpoint_is_a_url() -> None:
     with pytest.raises(ValueError, match="expected a URL of http or https, found 'localhost:4318'"):
-        Tracer.to("localhost:4318", "0.1")
+        Tracer.for_endpoint("localhost:4318", "0.1")
 
 
 def test_nothing_is_imported_without_an_endpoint() -> None:

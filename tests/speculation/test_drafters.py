@@ -254,7 +254,7 @@ def reference_drafts(chain: Chain, text: list[int], window: int | None, steps: i
 def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], window: int | None) -> list[int]:
     """Holds every round of every row against the reference. Returns how many drafts each accepted."""
     assert lm.drafter is not None
-    drafter = lm.drafter.turn(None)
+    drafter = lm.drafter.variant(None)
     seen = []
     propose = jax.jit(partial(drafter.propose, lm.model.target))
     session = lm.start(asked, GREEDY)

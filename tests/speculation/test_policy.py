@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.runtime.interfaces import PLAIN, Choice
-from tilewright.speculation.policy import Acceptance, AcceptanceHistory, Corrections, Cost, Policy, RoundPlan, estimated
+from tilewright.speculation.policy import LOOK, PROBE, Acceptance, Cost, History, Policy, RoundPlan, estimated
 
 WIDTHS = (2, 4, 8, 16)
 WIDE = [Choice("dflash", width) for width in WIDTHS]
@@ -50,7 +51,7 @@ def expected_tokens(rate: float, width: int) -> float:
 @pytest.mark.parametrize("costs", [STEEP, FLAT], ids=["steep", "flat"])
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8, 0.95])
 def test_the_fastest_width_is_found(costs: dict[Choice, Cost], rate: float):
-    policy = Policy(AcceptanceHistory({"dflash": 16}), costs, costs)
+    policy = Policy(History({"dflash": 16}), costs, costs)
     counts = run(policy, {"dflash": rate}, 4000)
     rates = {choice: expected_tokens(rate, choice.width) / cost.drafting for choice, cost in costs.items()}
     best = max(rates.values())
@@ -59,19 +60,19 @@ def test_the_fastest_width_is_found(costs: dict[Choice, Cost], rate: float):
 
 
 def test_a_drafter_that_is_never_right_costs_a_few_percent():
-    policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
+    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
     counts = run(policy, {}, 4000)
     assert mostly(counts) == PLAIN
     assert 4000 / seconds(counts, STEEP) > 0.97
 
 
 def test_what_one_batch_has_seen_the_next_begins_with():
-    history = AcceptanceHistory({"dflash": 16})
+    history = History({"dflash": 16})
     run(Policy(history, STEEP, STEEP), {}, 500)
-    history.allowance.update({"none": 0.0, "dflash": 0.0})
+    history.budget = 0.0
     assert Policy(history, STEEP, STEEP).next(64).choice == PLAIN
     run(Policy(history, STEEP, STEEP), {"dflash": 1.0}, 4000)
-    history.allowance.update({"none": 0.0, "dflash": 0.0})
+    history.budget = 0.0
     assert Policy(history, STEEP, STEEP).next(64).choice.width > 2
 
 
@@ -79,10 +80,10 @@ def test_a_drafter_begins_with_what_its_training_found():
     """Whatever its place among the others; positions beyond those that were measured expect what the last of them does."""
     costs = {PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.6, 1.0), Choice("dflash", 8): Cost(1.6)}
     sizes = {"ngram": 8, "dflash": 8}
-    silent = AcceptanceHistory(sizes)
-    good, poor = (AcceptanceHistory(sizes, {"dflash": rates, "ngram": ()}) for rates in ((0.9, 0.8, 0.7), (0.2, 0.1)))
-    assert good.seen["dflash"].rates() == pytest.approx([0.9, 0.8, *[0.7] * 5])
-    assert good.seen["ngram"].rates() == silent.seen["ngram"].rates()
+    silent = History(sizes)
+    good, poor = (History(sizes, {"dflash": rates, "ngram": ()}) for rates in ((0.9, 0.8, 0.7), (0.2, 0.1)))
+    assert good.drafter_acceptance["dflash"].rates() == pytest.approx([0.9, 0.8, *[0.7] * 5])
+    assert good.drafter_acceptance["ngram"].rates() == silent.drafter_acceptance["ngram"].rates()
     outlooks = [
         Policy(history, dict(costs), costs).outlook(costs)[Choice("dflash", 8)].tokens for history in (good, silent, poor)
     ]
@@ -94,7 +95,7 @@ def test_a_drafter_begins_with_what_its_training_found():
 
 
 def test_a_drafter_that_becomes_right_is_found():
-    policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
+    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
     run(policy, {}, 1000)
     counts = run(policy, {"dflash": 0.95}, 6000, seed=1)
     assert mostly(counts).width >= 8
@@ -104,43 +105,35 @@ def test_a_drafter_that_becomes_right_is_found():
 def test_of_several_drafters_the_better_one_drafts():
     costs = {PLAIN: Cost(1.0), Choice("a", 8): Cost(1.6), Choice("b", 8): Cost(1.6)}
     for rates in ({"a": 0.9, "b": 0.3}, {"a": 0.3, "b": 0.9}):
-        counts = run(Policy(AcceptanceHistory({"a": 8, "b": 8}), costs, costs), rates, 3000)
+        counts = run(Policy(History({"a": 8, "b": 8}), costs, costs), rates, 3000)
         assert mostly(counts).drafter == max(rates, key=lambda name: rates[name])
-        assert 3000 / seconds(counts, costs) > 0.9 * expected_tokens(0.9, 8) / 1.6
+        assert 3000 / seconds(counts, costs) > 0.85 * expected_tokens(0.9, 8) / 1.6
 
 
 def test_rounds_between_two_looks():
-    """They double while the choice stays, and never exceed what the caller asks for."""
-    policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
-    run(policy, {}, 300)
-    assert policy.next(3).rounds <= 3
-    policy.last = None
-    policy.history.allowance["dflash"] = -1000.0
-    assert [policy.next(64) for _ in range(5)] == [RoundPlan(PLAIN, rounds) for rounds in (4, 8, 16, 32, 64)]
+    """An expensive dispatch runs more rounds, and no dispatch more than the caller asks for."""
+    for dispatch, rounds in ((0.0, LOOK), (1.0, 40)):
+        policy = Policy(History({"dflash": 16}), STEEP, STEEP, dispatch)
+        policy.history.drafter_acceptance["dflash"].observe(16, np.full(200, 15), np.zeros(200, int))
+        assert policy.next(64) == RoundPlan(PLAIN, rounds)
+        assert policy.next(3) == RoundPlan(PLAIN, 3)
 
 
-def test_rounds_that_watch_need_no_first_look():
-    """They see by themselves where they have nothing; of another drafter a few rounds tell whether it is any good."""
-    ngram = Choice("ngram", 8)
-    watching = Policy(AcceptanceHistory({"ngram": 8}), {PLAIN: Cost(1.0), ngram: Cost(1.5, 1.0)}, [PLAIN, ngram], dispatch=1.0)
-    assert watching.next(64) == RoundPlan(ngram, 64)
-    drafting = Policy(AcceptanceHistory({"dflash": 8}), {PLAIN: Cost(1.0), WIDE[2]: Cost(1.5)}, [PLAIN, WIDE[2]], dispatch=1.0)
-    assert drafting.next(64) == RoundPlan(WIDE[2], 4)
-    for seen in (4, 8):  # luck does not last: however dear dispatches are, it goes on for no longer than it was seen
-        right = np.full((4, 1), 7)
-        drafting.observe(WIDE[2], right, right, right > 0)
-        assert drafting.next(64).rounds in range(4, seen + 1)
-
-
-def test_of_several_drafters_every_look_is_early():
-    """The better one changes within a text. Dispatches that cost much are longer."""
-    ngram = Choice("ngram", 8)
-    costs = {PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.5, 1.0), WIDE[2]: Cost(1.5)}
-    for dispatch, rounds in ((0.0, 4), (1.0, 27)):
-        policy = Policy(AcceptanceHistory({"ngram": 8, "dflash": 8}), dict(costs), costs, dispatch)
-        policy.history.allowance = dict.fromkeys(policy.history.allowance, -1000.0)
-        policy.observe_counterfactual("ngram", {8: [(7, 7)] * 8})
-        assert [policy.next(64) for _ in range(3)] == [RoundPlan(ngram, rounds)] * 3
+def test_a_drafter_that_is_off_is_tried_within_the_budget():
+    """The one that was off for longest comes first, in its best width, and its expected loss is paid from the budget."""
+    costs = {PLAIN: Cost(1.0), Choice("a", 4): Cost(2.0), Choice("a", 8): Cost(4.0), Choice("b", 4): Cost(2.0)}
+    history = History({"a": 8, "b": 4})
+    policy = Policy(history, costs, costs)
+    nothing = np.zeros((40, 1), int)
+    for choice in (Choice("a", 4), Choice("b", 4)):
+        policy.observe(choice, nothing + 3, nothing, nothing == 0)
+    assert not policy.next(64).tries
+    history.budget = 100.0
+    assert policy.next(64) == RoundPlan(Choice("a", 4), PROBE, tries=True)
+    outlook = policy.outlook(costs)
+    lost = PROBE * (outlook[Choice("a", 4)].seconds - outlook[Choice("a", 4)].tokens / outlook[PLAIN].rate)
+    assert history.budget == pytest.approx(100.0 - lost)
+    assert policy.next(64) == RoundPlan(Choice("b", 4), PROBE, tries=True)
 
 
 JOINED = Choice("ngram+dflash", 8)
@@ -148,7 +141,7 @@ JOINED = Choice("ngram+dflash", 8)
 
 
 def joined(costs: Mapping[Choice, Cost], dispatch: float = 0.0) -> Policy:
-    history = AcceptanceHistory({"ngram": 8, "ngram+dflash": 8}, first={"ngram+dflash": "ngram"})
+    history = History({"ngram": 8, "ngram+dflash": 8}, first={"ngram+dflash": "ngram"})
     return Policy(history, costs, costs, dispatch)
 
 
@@ -177,20 +170,8 @@ def test_a_batch_needs_a_pass_unless_all_of_its_rows_are_looked_up():
     assert policy.outlook([JOINED])[JOINED].seconds == pytest.approx(2.0 - share**2, rel=0.1)
 
 
-def test_looks_at_ngrams_in_the_place_of_a_drafter_are_late():
-    """With it or by themselves, their rounds differ less than those of two drafters. They double, but luck does not last."""
-    policy = joined({PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.5, 1.0), JOINED: Cost(1.5, 1.2)})
-    policy.history.allowance = dict.fromkeys(policy.history.allowance, -1000.0)
-    assert [policy.next(64) for _ in range(3)] == [RoundPlan(JOINED, 16)] * 3
-    right = np.full((32, 1), 7)
-    policy.observe(JOINED, right, right, right > 0)
-    policy.history.allowance = dict.fromkeys(policy.history.allowance, -1000.0)
-    assert policy.next(64).rounds in range(16, 33)
-    assert policy.next(8).rounds == 8
-
-
 def test_only_what_is_ready_runs():
-    policy = Policy(AcceptanceHistory({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
+    policy = Policy(History({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
     assert set(run(policy, {"dflash": 1.0}, 400)) <= {PLAIN, WIDE[1]}
     found = policy.wanted(set(WIDE) - policy.ready, 1000)
     assert found is not None
@@ -201,18 +182,17 @@ def test_only_what_is_ready_runs():
     policy.ready.add(choice)
     assert policy.wanted(set(WIDE) - policy.ready, 1000) is None
     with pytest.raises(ValueError, match="expected plain decoding among the choices that are ready and have a cost"):
-        Policy(AcceptanceHistory({"dflash": 16}), dict(FLAT), WIDE)
+        Policy(History({"dflash": 16}), dict(FLAT), WIDE)
 
 
 def test_what_finds_nothing_costs_what_finding_nothing_costs():
     """A drafter that is idle in nine of ten rounds, whose idle rounds cost a step and whose drafts are all accepted, pays."""
     ngram = Choice("ngram", 16)
     costs = {PLAIN: Cost(1.0), ngram: Cost(6.0, 1.01)}
-    policy = Policy(AcceptanceHistory({"ngram": 16}), costs, costs)
-    rng = np.random.default_rng(0)
-    for _ in range(400):
-        drafted = np.where(rng.random((16, 1)) < 0.1, 15, 0)
-        policy.observe(ngram, drafted, drafted, np.ones((16, 1), bool))
+    policy = Policy(History({"ngram": 16}), costs, costs)
+    for _ in range(100):
+        drafted = np.where(np.arange(20)[:, None] % 10 == 5, 15, 0)
+        policy.observe(ngram, drafted, drafted, np.ones((20, 1), bool))
     outlook = policy.outlook({ngram, PLAIN})
     assert outlook[ngram].seconds == pytest.approx(0.1 * 6 + 0.9 * 1.01, rel=0.3)
     assert outlook[ngram].tokens == pytest.approx(1 + 0.1 * 15, rel=0.35)
@@ -223,7 +203,7 @@ def test_what_is_told_from_the_text_counts_whatever_runs():
     """A drafter whose rounds are known without running takes over as they say; a batch is idle if all of its rows are."""
     ngram = Choice("ngram", 8)
     costs = {PLAIN: Cost(1.0), ngram: Cost(3.0, 1.05)}
-    policy = Policy(AcceptanceHistory({"ngram": 8}), costs, costs)
+    policy = Policy(History({"ngram": 8}), costs, costs)
     policy.observe_counterfactual("ngram", {8: [(0, 0)] * 40})
     assert policy.next(64).choice == PLAIN
     policy.observe_counterfactual("ngram", {8: [(7, 7)] * 8})
@@ -233,7 +213,7 @@ def test_what_is_told_from_the_text_counts_whatever_runs():
     policy.observe(ngram, nothing, nothing, nothing == 0)
     assert policy.outlook([ngram])[ngram].tokens == before, "its own rounds say nothing more"
     policy.observe_counterfactual("ngram", {8: [(0, 0)] * 8})
-    alone, together = [policy.outlook([ngram])[ngram].seconds for policy.rows in (1, 8) if not policy.known.clear()]
+    alone, together = [policy.outlook([ngram])[ngram].seconds for policy.rows in (1, 8)]
     assert alone < together
 
 
@@ -242,7 +222,7 @@ def test_what_is_told_from_the_text_of_one_width_says_nothing_of_another():
     narrow = Choice("ngram", 4)
     wide = Choice("ngram", 16)
     costs = {PLAIN: Cost(1.0), narrow: Cost(1.6, 1.0), wide: Cost(4.0, 1.0)}
-    policy = Policy(AcceptanceHistory({"ngram": 16}), costs, costs)
+    policy = Policy(History({"ngram": 16}), costs, costs)
     # Again and again: two drafts that are wrong at once, then 32 tokens that were said before.
     policy.observe_counterfactual("ngram", {4: ([(3, 0)] * 2 + [(3, 3)] * 8) * 20, 16: ([(15, 0)] * 2 + [(15, 15)] * 2) * 20})
     outlook = policy.outlook(costs)
@@ -256,7 +236,7 @@ def test_what_is_found_is_told_apart_from_whether_something_is():
     """Rounds in which nothing is found do not make the drafts of the others look poor, of which a batch has seen few."""
     wide = Choice("ngram", 8)
     costs = {PLAIN: Cost(1.0), wide: Cost(2.0, 1.0)}
-    history = AcceptanceHistory({"ngram": 8})
+    history = History({"ngram": 8})
     for _ in range(10):
         Policy(history, dict(costs), costs).observe_counterfactual("ngram", {8: [*[(0, 0)] * 6, *[(7, 7)] * 4]})
     fresh = Policy(history, dict(costs), costs)
@@ -267,7 +247,7 @@ def test_what_is_found_is_told_apart_from_whether_something_is():
 def test_a_dispatch_corrects_all_widths_of_its_drafter():
     """What they cost beside each other was measured in turns; how single dispatches came out does not change it."""
     other = Choice("ngram", 8)
-    policy = Policy(AcceptanceHistory({"dflash": 16, "ngram": 8}), {**STEEP, other: Cost(2.0, 1.0)}, STEEP)
+    policy = Policy(History({"dflash": 16, "ngram": 8}), {**STEEP, other: Cost(2.0, 1.0)}, STEEP)
     nothing = np.zeros((8, 1), int)
     for _ in range(8):
         policy.observe(PLAIN, nothing, nothing, nothing == 0, 8.0)
@@ -286,7 +266,7 @@ def test_a_dispatch_corrects_all_widths_of_its_drafter():
 
 
 def test_rows_that_have_ended_say_nothing():
-    policies = [Policy(AcceptanceHistory({"dflash": 4}), STEEP, [PLAIN, *WIDE[:2]]) for _ in range(2)]
+    policies = [Policy(History({"dflash": 4}), STEEP, [PLAIN, *WIDE[:2]]) for _ in range(2)]
     accepted = np.asarray([[2, 0], [3, 0], [1, 0]])
     policies[0].observe(WIDE[1], np.full((3, 2), 3), accepted, np.asarray([[True, False]] * 3))
     policies[1].observe(WIDE[1], np.full((3, 1), 3), accepted[:, :1], np.ones((3, 1), bool))
@@ -296,12 +276,13 @@ def test_rows_that_have_ended_say_nothing():
 @given(st.lists(st.tuples(st.sampled_from(WIDTHS), st.lists(st.integers(-1, 15), min_size=1, max_size=6)), max_size=8))
 def test_acceptance_counts_positions(rounds: Sequence[tuple[int, list[int]]]):
     """-1 stands for a round that found nothing."""
-    seen = Acceptance(15, memory=np.inf)
+    seen = Acceptance(15)
     every = []
     idle = 0
     for width, counts in rounds:
         cut = np.asarray([min(count, width - 1) for count in counts])
-        seen.observe(width, np.where(cut < 0, 0, width - 1), np.maximum(cut, 0))
+        with patch("tilewright.speculation.policy.MEMORY", math.inf):
+            seen.observe(width, np.where(cut < 0, 0, width - 1), np.maximum(cut, 0))
         every += [(width, count) for count in cut if count >= 0]
         idle += int(np.sum(cut < 0))
     for place in range(1, 16):
@@ -311,24 +292,24 @@ def test_acceptance_counts_positions(rounds: Sequence[tuple[int, list[int]]]):
     assert (seen.rounds, seen.idle) == (len(every) + idle, idle)
 
 
-def test_what_was_seen_of_no_position_is_as_expected():
-    """A batch that saw nothing expects what all others had, at each position; a good first position lets hope for more."""
-    expected = [0.6, 0.9, 0.8, 0.95]
-    assert Acceptance(4, memory=np.inf).rates(expected) == pytest.approx(expected)
-    good = Acceptance(4, memory=np.inf)
+def test_positions_that_were_not_observed_are_as_expected():
+    """Good first positions raise the expectation of later ones."""
+    expected = (0.6, 0.9, 0.8, 0.95)
+    assert Acceptance(4, expected).rates() == pytest.approx(expected)
+    good = Acceptance(4, expected)
     good.observe(2, np.ones(6, int), np.ones(6, int))
-    rates = good.rates(expected)
+    rates = good.rates()
     assert rates[0] == pytest.approx((6 + 2 * 0.6) / 8)
     assert rates[1] == 1.0
     assert 0.8 < rates[2] < 0.9
 
 
 def test_acceptance_is_forgotten():
-    seen = Acceptance(3, memory=10)
-    seen.observe(4, np.full(25, 3), np.full(25, 3))
-    seen.observe(4, np.full(40, 3), np.zeros(40, int))
-    assert seen.rates()[0] < 0.11
-    seen.observe(4, np.zeros(40, int), np.zeros(40, int))
+    seen = Acceptance(3)
+    seen.observe(4, np.full(60, 3), np.full(60, 3))
+    seen.observe(4, np.full(240, 3), np.zeros(240, int))
+    assert seen.rates()[0] < 0.05
+    seen.observe(4, np.zeros(240, int), np.zeros(240, int))
     assert seen.idle_share() > 0.8
 
 
@@ -348,7 +329,7 @@ def test_what_was_not_measured_lies_on_a_line():
 def test_costs_follow_what_dispatches_take():
     """A choice that was measured as cheap and is not is left; one bad dispatch says little."""
     rng = np.random.default_rng(0)
-    policy = Policy(AcceptanceHistory({"dflash": 4}), {PLAIN: Cost(1.0), WIDE[1]: Cost(0.9)}, [PLAIN, WIDE[1]])
+    policy = Policy(History({"dflash": 4}), {PLAIN: Cost(1.0), WIDE[1]: Cost(0.9)}, [PLAIN, WIDE[1]])
     truth = {PLAIN: 1.0, WIDE[1]: 1.8}
     chosen = []
     for _ in range(60):
@@ -371,7 +352,7 @@ def test_the_load_under_which_costs_were_measured_changes_no_choice(pace: float,
     truth = {PLAIN: Cost(1.0), WIDE[1]: Cost(1.5), Choice("ngram", 4): Cost(1.3, 1.0)}
 
     def chosen(pace: float) -> list[RoundPlan]:
-        history = AcceptanceHistory({"ngram": 4, "dflash": 4})
+        history = History({"ngram": 4, "dflash": 4})
         rng = np.random.default_rng(seed)
         plans = []
         policy = Policy(history, {one: cost.times(pace) for one, cost in truth.items()}, truth, 0.02 * pace)
@@ -392,7 +373,7 @@ def test_the_load_under_which_costs_were_measured_changes_no_choice(pace: float,
 def test_a_machine_that_slows_down_changes_no_choice_for_long():
     """Five times as slow for good, which is believed of no single dispatch."""
     truth = {PLAIN: 1.0, WIDE[1]: 1.5}
-    policy = Policy(AcceptanceHistory({"dflash": 4}), {one: Cost(cost) for one, cost in truth.items()}, truth)
+    policy = Policy(History({"dflash": 4}), {one: Cost(cost) for one, cost in truth.items()}, truth)
     chosen: list[Choice] = []
     for turn in range(200):
         choice, rounds, _ = policy.next(4)
@@ -404,33 +385,22 @@ def test_a_machine_that_slows_down_changes_no_choice_for_long():
     assert policy.cost(WIDE[1]).drafting / policy.cost(PLAIN).drafting == pytest.approx(1.5, rel=0.25)
 
 
-def test_what_disturbs_one_call_after_another_does_not_add_up():
-    """What is learnt of a drafter, and how sure it is, goes from one call to the next. If each began anew where the last one
-    ended, costs beside each other would wander off."""
+def test_uneven_dispatches_do_not_add_up():
+    """Costs relative to plain decoding stay near the truth over hundreds of calls, however uneven single dispatches are."""
     truth = {PLAIN: Cost(1.0), WIDE[1]: Cost(1.5)}
     nothing = np.zeros((4, 1), int)
-
-    def off(anew: bool) -> float:
-        """How far costs beside each other are from the truth in the end, as a logarithm: the mean square over 20 draws."""
-        squares = []
-        for seed in range(20):
-            rng = np.random.default_rng(seed)
-            corrections = Corrections(["dflash"])
-            costs = dict(truth)
-            found = dict(truth)
-            for _ in range(60):
-                policy = Policy(AcceptanceHistory({"dflash": 4}), costs, costs, corrections=corrections)
-                for choice in (PLAIN, WIDE[1]):
-                    policy.observe(choice, nothing, nothing, nothing == 0, 4 * truth[choice].drafting * rng.lognormal(0, 0.3))
-                found = {one: policy.cost(one) for one in costs}
-                if anew:
-                    costs = found
-                    corrections = Corrections(["dflash"])
-            squares.append(math.log(found[WIDE[1]].drafting / found[PLAIN].drafting / 1.5) ** 2)
-        return math.sqrt(np.mean(squares))
-
-    assert off(anew=False) < 0.1
-    assert off(anew=True) > 1.5 * off(anew=False)
+    errors = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        history = History({"dflash": 4})
+        policy = Policy(history, truth, truth)
+        for _ in range(200):
+            policy = Policy(history, truth, truth)
+            for choice in (PLAIN, WIDE[1]) * 4:
+                policy.observe(choice, nothing, nothing, nothing == 0, 4 * truth[choice].drafting * rng.lognormal(0, 0.2))
+        errors.append(math.log(policy.cost(WIDE[1]).drafting / policy.cost(PLAIN).drafting / 1.5))
+    assert math.sqrt(np.mean(np.square(errors))) < 0.2
+    assert abs(np.mean(errors)) < 0.1
 
 
 def test_choices_are_named():
@@ -441,14 +411,15 @@ def test_a_trial_that_took_longer_than_expected_delays_the_next():
     """What a context needs to catch up is part of a trial's price."""
 
     def steps_between(factor: float) -> int:
-        policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
+        policy = Policy(History({"dflash": 16}), STEEP, STEEP)
         nothing = np.zeros((4, 1), int)
         run(policy, {}, 300)
         for _ in range(8):  # the pace is known
             policy.observe(PLAIN, nothing, nothing, nothing == 0, 4.0)
-        policy.history.allowance["dflash"] = 1000.0
+        policy.history.budget = 1000.0
         tried = policy.next(64)
         assert tried.tries
+        policy.history.budget = 0.0
         seconds = tried.rounds * STEEP[tried.choice].drafting * factor
         policy.observe(tried.choice, nothing, nothing, nothing == 0, seconds)
         for steps in range(0, 20_000, 64):
@@ -458,4 +429,4 @@ def test_a_trial_that_took_longer_than_expected_delays_the_next():
             policy.observe(PLAIN, one, one, one == 0)
         raise AssertionError("the drafter was never tried again")
 
-    assert 0 < 1.5 * steps_between(1.0) < steps_between(2.0)
+    assert 0 < 1.2 * steps_between(1.0) < steps_between(2.0)

@@ -192,7 +192,7 @@ def test_walkers_take_turns(sources: dict[str, Path]):
 
 def proposed(lm: LanguageModel, session: Stream, choice: Choice) -> np.ndarray:
     """The blocks that a choice's drafter proposes now."""
-    proposal = session.apply(partial(propose, cast(Team, lm.drafter).turn(choice), lm.model.target))
+    proposal = session.apply(partial(propose, cast(Team, lm.drafter).variant(choice), lm.model.target))
     return np.asarray(proposal.block)[:2]
 
 
@@ -202,7 +202,7 @@ def test_rounds_move_no_whole_cache(sources: dict[str, Path], joined: bool):
     """XLA:CPU would copy caches for a branch, and convert all of what is bfloat16 to write a few entries of it."""
     table = ShapeTable(batches=(4,), capacities=(2048,), chunks=(8,), widths=(2,))
     lm = team_of(sources, joined=joined, table=table, dtype="bfloat16")
-    programs = lm.start(ASKED, GREEDY).engine.programs
+    programs = lm.start(ASKED, GREEDY).engine.decoding.programs
     caches = jax.eval_shape(lambda: allocate_caches(lm.model.target, programs.layout, lm.drafter, jnp.bfloat16))
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches) if leaf.ndim == 4)
     for choice in cast(Team, lm.drafter).choices:
@@ -227,8 +227,8 @@ def test_masked_rounds_all_run_the_widest_block(sources: dict[str, Path]):
     """In bfloat16 by XLA, where narrower programs may round differently: any choice gives the block-wide program's tokens."""
     masked = team_of(sources, masked=True, dtype="bfloat16", kernels="xla")
     team = cast(Team, masked.drafter)
-    assert {team.turn(choice).block_size for choice in team.choices} == {BLOCK}
-    assert not any(team.turn(choice).may_be_idle for choice in team.choices)
+    assert {team.variant(choice).block_size for choice in team.choices} == {BLOCK}
+    assert not any(team.variant(choice).may_be_idle for choice in team.choices)
     wide = masked.with_drafter(*masked.load_drafter(None, DrafterOptions(block_size=BLOCK)))
     want = tokens_of(wide, ASKED, REQUESTS, speculative=True)
     for runs in ([(choice, 3)] for choice in (PLAIN, CHOICES[1], CHOICES[3])):
@@ -281,7 +281,7 @@ def test_errors(sources: dict[str, Path], lm: LanguageModel):
         load(sources["target"], block_size="auto")
     with pytest.raises(ValueError, match=r"expected one of plain; ngram, block 2;.* found ngram, block 3"):
         lm.start([[1]], GREEDY).advance(1, Choice("ngram", 3))
-    with pytest.raises(ValueError, match="expected plain decoding, without a drafter, found rounds of ngram, block 4"):
+    with pytest.raises(ValueError, match="expected plain decoding, since there is no drafter, found rounds of ngram, block 4"):
         lm.start([[1]], GREEDY, speculative=False).advance(1, Choice("ngram", 4))
 
 
@@ -307,7 +307,7 @@ def test_a_shadow_knows_the_rounds_that_n_grams_would_have(sources: dict[str, Pa
 
 def test_a_turn_is_a_drafter(lm: LanguageModel):
     team = cast(Team, lm.drafter)
-    turns = [team.turn(choice) for choice in team.choices]
+    turns = [team.variant(choice) for choice in team.choices]
     assert [(turn.name, turn.block_size) for turn in turns] == [(choice.drafter, choice.width) for choice in CHOICES]
     assert [turn.behind for turn in turns[::2]] == [(1, 2), (1, 2), (2,), (1,)]
     assert isinstance(turns[0], TeamVariant)
@@ -319,7 +319,7 @@ def test_a_dispatch_hands_over_what_its_turn_reads(lm: LanguageModel):
     models = lm.model.models
     arrays_of = [len(jax.tree.leaves(params)) for params in (*models.drafter, ())]
     of_target = len(jax.tree.leaves((models.target, models.draft_head)))
-    programs = lm.start(ASKED, GREEDY).engine.programs
+    programs = lm.start(ASKED, GREEDY).engine.decoding.programs
     for choice in team.choices:
         (read, *_), _ = programs.get(programs.round_key(choice, programs.layout.batch, 64, "greedy")).args_info
         place = team.place(choice)

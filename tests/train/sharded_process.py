@@ -15,11 +15,11 @@ initialise_processes(sys.argv[1], 2, int(sys.argv[2]), timeout=60)
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from tilewright.cli.train import agreed_tokenizer  # noqa: E402
+from tilewright.cli.train import broadcast_tokenizer  # noqa: E402
 from tilewright.parallel.exchanges import FullyShardedPlan  # noqa: E402
 from tilewright.train import checkpoint  # noqa: E402
 from tilewright.train.data import Document, train_tokenizer  # noqa: E402
-from tilewright.train.sharded import ShardedSetup, on_mesh  # noqa: E402
+from tilewright.train.sharded import ShardedSetup, place_batch  # noqa: E402
 from tilewright.train.text import TextOptions, Windows  # noqa: E402
 from train.sharded_support import counted, setup  # noqa: E402
 from train.support import random_stream  # noqa: E402
@@ -32,7 +32,7 @@ OPTIONS = TextOptions(steps=4, batch_size=8, sequence_length=8)
 
 
 def batch_of(of: ShardedSetup | None) -> tuple[np.ndarray, np.ndarray]:
-    rows = None if of is None else of.own_rows(OPTIONS.batch_size)
+    rows = None if of is None else of.local_rows(OPTIONS.batch_size)
     windows = Windows(random_stream(400), random_stream(200, seed=1), 9, OPTIONS, rows)
     return next(windows.batches(2))
 
@@ -54,7 +54,7 @@ over_both, over_rows, over_columns = (setup("qwen2", *sizes, FullyShardedPlan())
 for of, own in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
     cut = batch_of(of)
     assert len(cut[0]) == own
-    require_shards(on_mesh(of, cut), batch_of(None))
+    require_shards(place_batch(of, cut), batch_of(None))
 print("batches divided")
 
 checkpoint.write(folder, divided(over_both), 3, {"curve.loss": np.array([2.5], np.float32)}, {"run": 1})
@@ -64,5 +64,5 @@ assert (step, figures["curve.loss"].tolist()) == (3, [2.5])
 print("checkpoint read")
 
 own_words = ["one two three " * 9, "one two three four five six " * 9][index]
-agreed = agreed_tokenizer(train_tokenizer([Document(own_words)], 300))
+agreed = broadcast_tokenizer(train_tokenizer([Document(own_words)], 300))
 print("tokenizer", agreed.get_vocab_size(), len(agreed.encode("one two three four").ids))

@@ -1,4 +1,4 @@
-"""What the tests of training share: a tiny language model, a drafter for it, and texts for both."""
+"""A tiny language model, a drafter and texts for tests of training."""
 
 import io
 from dataclasses import replace
@@ -69,15 +69,15 @@ OPTIONS = TextOptions(
 
 
 def target_params(config: DecoderConfig = TARGET, seed: int = 0) -> Any:
-    """Random parameters, larger than those that training starts from, so that logits differ visibly."""
+    """Returns random parameters that are larger than initial ones, so that logits differ visibly."""
     params = initialise(decoder.declare(config), jax.random.key(seed))
     return jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, params)
 
 
 @cache
 def kept_target() -> Any:
-    """`target_params()` for tests that only read it. Made when it is first asked for: collecting tests compiles nothing."""
-    with jax.ensure_compile_time_eval():  # who asks first may be in the middle of a trace
+    """Returns cached `target_params()` for tests that only read it. Collecting tests must not compile."""
+    with jax.ensure_compile_time_eval():  # the first caller may be inside a trace
         return target_params()
 
 
@@ -92,7 +92,7 @@ def random_stream(n: int = 200, seed: int = 0, vocab: int = 24) -> TokenStream:
 
 
 def counting_stream(n: int = 400, period: int = 7) -> TokenStream:
-    """1, 2, ... `period`, 1, 2, ...: every token follows from the one before."""
+    """Returns 1, 2, ... `period`, 1, 2, ..., in which every token follows from the one before."""
     return TokenStream((1 + np.arange(n) % period).astype(np.int32), np.ones(n, bool))
 
 

@@ -33,7 +33,7 @@ def test_rates_are_those_of_a_plain_loop(made: list[list[tuple[int, int]]]):
 
 
 def test_prompts_are_held_out_ones():
-    records = Records.of([([1, 2], [3]), ([1, 2], [4]), ([5], [6]), ([], [7]), ([8, 9], [1])])
+    records = Records.from_pairs([([1, 2], [3]), ([1, 2], [4]), ([5], [6]), ([], [7]), ([8, 9], [1])])
     assert held_out_prompts(records, 2, 10) == [[1, 2], [5]]
     assert held_out_prompts(records, 9, 10) == [[1, 2], [5], [8, 9]]
     stretches = held_out_prompts(counting_stream(40), 5, 30)

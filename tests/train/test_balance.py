@@ -16,7 +16,7 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.experts import Mixture, RouterLoad, balancing_loss, router_load
 from tilewright.models.params import count, initialise
-from tilewright.parallel.experts import watched
+from tilewright.parallel.experts import with_router_callback
 from tilewright.train.flops import token_flops
 from tilewright.train.lm import hidden_matrices, next_token_loss, train_lm
 from train.support import TARGET, counting_stream, options, silent
@@ -80,7 +80,7 @@ def test_it_comes_on_top_of_the_cross_entropy():
     @jax.jit
     def run(params: Any) -> Any:
         noted: list[jax.Array] = []
-        decoder.forward_full(SPARSE, watched(PLAIN, noted.append), params, tokens[:, :-1])
+        decoder.forward_full(SPARSE, with_router_callback(PLAIN, noted.append), params, tokens[:, :-1])
         losses = [next_token_loss(replace(SPARSE, balance=weight), PLAIN, params, tokens, in_loss)[0] for weight in (0.3, 0.0)]
         return noted, losses
 
@@ -112,7 +112,7 @@ def test_training_spreads_rows(tmp_path: Path):
         result = train_lm(config, stream, stream, chosen, tmp_path / f"{weight}", silent())
         assert result.last("held_out_loss") < 0.5 * result.curve["held_out_loss"][0]
         noted: list[jax.Array] = []
-        decoder.forward_full(config, watched(PLAIN, noted.append), result.params, tokens)
+        decoder.forward_full(config, with_router_callback(PLAIN, noted.append), result.params, tokens)
         uneven[weight] = load_balancing(list(map(np.asarray, noted)), 2)
     assert uneven[1.0] < uneven[0.0]
     assert uneven[1.0] == pytest.approx(2, rel=0.05)

@@ -104,7 +104,7 @@ def test_what_is_no_record_is_named(tmp_path: Path, content: bytes, problem: str
 
 def test_what_is_no_text_is_named(tmp_path: Path):
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"bad\.txt: not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"bad\.txt: expected UTF-8 text"):
         read_documents([tmp_path])
     with pytest.raises(ValueError, match="absent: no such file or folder"):
         read_documents([tmp_path / "absent"])
@@ -180,13 +180,13 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 def test_a_text_too_short_for_a_batch_is_refused():
     require_windows(numbered(50), 10, 4, "the text")
-    with pytest.raises(ValueError, match="the text has 49 tokens; a batch of 4 windows of 10 needs 50"):
+    with pytest.raises(ValueError, match="expected at least 50 tokens in the text, for a batch of 4 windows of 10, found 49"):
         require_windows(numbered(49), 10, 4, "the text")
 
 
 def test_a_text_with_nothing_to_learn_is_refused():
     given = TokenStream(np.arange(50, dtype=np.int32), np.zeros(50, bool))
-    with pytest.raises(ValueError, match="the text has no token to be predicted: its 50 are all given"):
+    with pytest.raises(ValueError, match="expected tokens in the loss in the text, found none among 50"):
         require_windows(given, 10, 4, "the text")
 
 
@@ -282,7 +282,7 @@ def test_a_folder_says_what_it_passes_over(tmp_path: Path):
     (tmp_path / "data").write_text("text")
     (tmp_path / "settings.json").write_text('{"a": [1]}')
     (tmp_path / "names.json").write_text('["a"]')
-    with pytest.raises(ValueError, match=r"expected a text to learn in .*, found none"):
+    with pytest.raises(ValueError, match=r"expected text to train on in .*, found none"):
         read_documents([tmp_path])
     (tmp_path / "a.TXT").write_text("one")
     (tmp_path / "b.txt").write_text(" ")
@@ -342,7 +342,7 @@ def test_the_assistants_messages_are_in_the_loss():
     assert list(cut.tokens).count(stop) == 2 + 4
     plain = encode_documents(tokenizer, [document], END)
     assert in_the_loss(tokenizer, plain) == ["yo", f"ok{END_OF_TEXT}"]
-    given = Document("", "", replace(document.chat or Chat(()), given=2))
+    given = Document("", "", replace(document.chat or Chat(()), context_messages=2))
     assert in_the_loss(tokenizer, encode_documents(tokenizer, [given], END, template, (stop,))) == ["ok<|im_end|>"]
 
 
@@ -383,5 +383,5 @@ def test_the_name_of_a_special_token_is_text():
 
 def test_a_tokenizer_without_an_end_is_refused():
     assert TOKENIZER.token_to_id(END_OF_TEXT) == END
-    with pytest.raises(ValueError, match=r"lacks the token <\|endoftext\|>"):
+    with pytest.raises(ValueError, match=r"expected a tokenizer with the token <\|endoftext\|>"):
         end_of_text(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))

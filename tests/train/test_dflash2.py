@@ -16,7 +16,7 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, dflash2
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import to_tensors
-from tilewright.train.dflash2 import DFlash2Options, drafter_losses, hidden_matrices, start_of, train_dflash2
+from tilewright.train.dflash2 import DFlash2Options, drafter_losses, hidden_matrices, initial_params, train_dflash2
 from tilewright.train.drafter import Frozen, draw_blocks
 from train.support import DRAFTER, TARGET, counting_stream, kept_target, options, silent
 
@@ -87,7 +87,7 @@ def test_a_batch_without_anchors_has_loss_zero():
 
 def test_a_fresh_drafter_starts_as_dflash_and_learns_everywhere():
     """Its selector says nothing yet, so that its gradient begins with the successors."""
-    params = start_of(TARGET, CONFIG, kept_target(), jax.random.key(3))
+    params = initial_params(TARGET, CONFIG, kept_target(), jax.random.key(3))
     np.testing.assert_array_equal(params.backbone.norm, kept_target().norm)
     tokens = jnp.asarray(batch_of(6, rows=2)[0])
     batch = (tokens, jnp.ones(tokens.shape, bool))

@@ -128,7 +128,7 @@ def test_long_lines_and_long_records_are_cut_and_counted(tokenizer: Tokenizer):
     documents = [Document(line), Document("x"), Document("long " * 50, "given "), Document("b", "given " * 50)]
     pairs = Pairs.encode(tokenizer, documents, 48, left_out=left_out)
     assert left_out == {
-        "stretches of a single token": 1,
+        "excerpts of a single token": 1,
         "prompts that fill 48 tokens": 1,
         "ends of responses beyond 48 tokens": 1,
     }
@@ -172,11 +172,9 @@ def test_few_texts_are_held_out_by_pairs(tokenizer: Tokenizer):
     pairs = Pairs.encode(tokenizer, [TEXT], 48)
     trained, held_out = pairs.split(0.02, 0)
     assert (len(trained.starts), len(held_out.starts)) == (len(pairs.starts) - 1, 1)
-    both = trained + held_out
-    assert sorted(both[n][0].tolist() for n in range(len(both.starts))) == sorted(
-        pairs[n][0].tolist() for n in range(len(pairs.starts))
-    )
-    with pytest.raises(ValueError, match=r"expected at least 2 stretches of text, .* found 1"):
+    both = [part[n][0].tolist() for part in (trained, held_out) for n in range(len(part.starts))]
+    assert sorted(both) == sorted(pairs[n][0].tolist() for n in range(len(pairs.starts)))
+    with pytest.raises(ValueError, match=r"expected at least 2 excerpts of text, .* found 1"):
         held_out.split(0.02, 0)
 
 
@@ -247,7 +245,7 @@ def test_what_cannot_be_trained_on(tokenizer: Tokenizer):
     with pytest.raises(ValueError, match=r"expected a share of arithmetic from 0 to 1, found 1\.5"):
         examples(tokenizer, 1.5)
     empty = Pairs.encode(tokenizer, [], 48)
-    with pytest.raises(ValueError, match="the training text has no prompt and response that fit 48 tokens"):
+    with pytest.raises(ValueError, match="expected a prompt and response within 48 tokens in the training text"):
         Examples(tokenizer, empty, empty, 0.0, 0, OPTIONS)
-    with pytest.raises(ValueError, match=r"expected sequences above a problem's 2\d\d tokens, found 48"):
+    with pytest.raises(ValueError, match=r"expected sequences longer than a problem's 2\d\d tokens, found 48"):
         Examples(tokenizer, empty, empty, 1.0, 0, OPTIONS)

@@ -40,7 +40,7 @@ from tilewright.train.drafter import (
     drafter_loss,
     draw_anchors,
     draw_blocks,
-    frozen_of,
+    frozen_inputs,
     hidden_matrices,
     train_drafter,
     warm_start,
@@ -366,7 +366,7 @@ def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
     [
         ({"anchors": 16}, "expected fewer anchors than the sequence length 16, found 16"),
         ({"vocab_size": 25}, "vocab_size is 25 but the target's is 24"),
-        ({"text": "short"}, "the training text has 30 tokens"),
+        ({"text": "short"}, "expected at least 48 tokens in the training text"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):
@@ -427,7 +427,7 @@ def test_weights_follow_the_drafts_that_are_expected_to_be_accepted(seed: int, s
 def test_only_tokens_of_the_draft_vocabulary_are_learnt():
     config = replace(DRAFTER, draft_vocab_size=6)
     text = TokenStream(np.asarray([1, 2, 3, 4, 5, 6] * 30 + [9, 10] * 5, np.int32), np.ones(190, bool))
-    frozen = frozen_of(config, TARGET_PARAMS, text)
+    frozen = frozen_inputs(config, TARGET_PARAMS, text)
     assert frozen.vocab is not None
     assert np.asarray(frozen.vocab.ids).tolist() == [1, 2, 3, 4, 5, 6]
     np.testing.assert_array_equal(frozen.head, TARGET_PARAMS.embed.T[:, 1:7])
@@ -435,10 +435,10 @@ def test_only_tokens_of_the_draft_vocabulary_are_learnt():
     batch = (tokens, jnp.ones(tokens.shape, bool))
     blocks = draw_blocks(TARGET, config, DFlashOptions(anchors=7), batch, jax.random.key(0), frozen.vocab)
     whole = draw_blocks(TARGET, config, DFlashOptions(anchors=7), batch, jax.random.key(0))
-    known = np.isin(whole.wanted, range(1, 7))
+    known = np.isin(whole.labels, range(1, 7))
     np.testing.assert_array_equal(blocks.weights, np.where(known, whole.weights, 0))
     np.testing.assert_array_equal(blocks.missed, ~known & (np.asarray(whole.weights) > 0))
-    assert (np.asarray(frozen.vocab.ids)[np.asarray(blocks.wanted)] == np.asarray(whole.wanted))[known].all()
+    assert (np.asarray(frozen.vocab.ids)[np.asarray(blocks.labels)] == np.asarray(whole.labels))[known].all()
     logits = draft_logits(TARGET, config, PLAIN, frozen, drafter_params(config), batch, blocks.anchors)
     every = draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, drafter_params(config), batch, blocks.anchors)
     np.testing.assert_allclose(logits, every[..., 1:7], rtol=1e-5, atol=1e-5)

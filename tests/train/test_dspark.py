@@ -18,7 +18,7 @@ from tilewright.models.checkpoint import read_config
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.params import initialise, to_tensors
 from tilewright.speculation.drafters.load import load_dflash
-from tilewright.train.drafter import Frozen, draw_blocks, frozen_of, save_drafter
+from tilewright.train.drafter import Frozen, draw_blocks, frozen_inputs, save_drafter
 from tilewright.train.dspark import DSparkOptions, drafter_losses, hidden_matrices, train_dspark
 from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
 
@@ -117,7 +117,7 @@ def test_a_draft_vocabulary_leaves_out_what_it_has_not():
     small = replace(CONFIG, draft_vocab_size=6)
     whole = replace(CONFIG, draft_vocab_size=24)
     for config in (small, whole):
-        frozen = frozen_of(config, TARGET_PARAMS, stream)
+        frozen = frozen_inputs(config, TARGET_PARAMS, stream)
         chosen = DSparkOptions(anchors=4)
         losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
         found = [float(x) for x in losses(random_params(config), frozen, batch, jax.random.key(7))]
@@ -128,7 +128,7 @@ def test_a_draft_vocabulary_leaves_out_what_it_has_not():
         else:
             assert frozen.vocab is not None
             blocks = draw_blocks(TARGET, CONFIG, chosen, batch, jax.random.key(7))
-            known = np.isin(blocks.wanted, np.asarray(frozen.vocab.ids))
+            known = np.isin(blocks.labels, np.asarray(frozen.vocab.ids))
             assert found[2] == pytest.approx(float(np.sum(known * np.asarray(blocks.weights))), rel=1e-5)
 
 

@@ -302,7 +302,7 @@ def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Pat
         ({"vocab_size": 25}, "vocab_size is 25 but the target's is 24"),
         ({"own_embedding": True}, "expected a drafter that reads its target's embedding"),
         ({"block_size": 16}, "expected a sequence length above the block size 16, found 16"),
-        ({"text": "short"}, "the training text has 30 tokens"),
+        ({"text": "short"}, "expected at least 48 tokens in the training text"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):

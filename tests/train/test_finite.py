@@ -127,5 +127,5 @@ def test_nobody_waits_for_the_last_steps(monkeypatch: pytest.MonkeyPatch):
     for step in range(1, IN_FLIGHT + 4):
         watch.note(step, Finite(jnp.ones(1, bool), ()))
     assert read == [1, 2, 3]
-    watch.settle()
+    watch.check_all()
     assert read == list(range(1, IN_FLIGHT + 4))

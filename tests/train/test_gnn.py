@@ -20,15 +20,15 @@ from tilewright.parallel.mesh import make_mesh
 from tilewright.train.gnn import (
     GNNOptions,
     accuracy,
-    at_best_validation,
     best_run,
     content_fingerprint,
     make_optimizer,
     mean_loss,
+    metric_at_best_validation,
 )
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import TrainingRun, TrainResult, train
-from tilewright.train.nodes import full_graph_task, sampled_task, sampler_of, whole_graph
+from tilewright.train.nodes import full_graph_task, make_sampler, sampled_task, whole_graph
 from train.support import silent
 
 OPTIONS = GNNOptions(epochs=60, save_every=20, batch_size=4, iterations=3)
@@ -132,7 +132,7 @@ def test_self_loops_count_alike_in_samples(family: str):
     config = FAMILIES[family](3, 2, layers=1)
     params, state = gnn.init(config, jax.random.key(0))
     graph = whole_graph(config, data)
-    sample = sampler_of(config, data, (ALL,), 4).sample(ids, 0)
+    sample = make_sampler(config, data, (ALL,), 4).sample(ids, 0)
     wanted = graph.table.unpermute(gnn.apply(config, params, graph.table, graph.x, state)[0])
     found, _ = gnn.apply(config, params, sample.layers, jnp.asarray(features[sample.nodes]), state, rows=sample.rows)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -166,7 +166,7 @@ def test_the_weights_that_validate_best_are_kept():
     assert (val[-1] < val.max(0)).any(), "the last epoch is not the best"
     measured = made.evaluate(result.params, 40)
     np.testing.assert_array_equal(measured["val"], val.max(0))
-    np.testing.assert_array_equal(measured["test"], at_best_validation(result, "test"))
+    np.testing.assert_array_equal(measured["test"], metric_at_best_validation(result, "test"))
     best = int(val.max(0).argmax())
     same_leaves(best_run(result), jax.tree.map(lambda leaf: leaf[best], result.params))
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
         train(task("whole", replace(options, learning_rate=0.1)), silent(), tmp_path)
     path = tmp_path / "state.safetensors"
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ValueError, match="is not a readable checkpoint"):
+    with pytest.raises(ValueError, match="expected a readable checkpoint"):
         train(task("whole", options), silent(), tmp_path)
 
 
@@ -289,18 +289,18 @@ def test_the_best_epochs_are_found():
     val = np.array([[0.1, 0.5], [0.6, 0.4], [0.6, 0.3]])
     test = np.array([[0.2, 0.8], [0.3, 0.6], [0.4, 0.1]])
     result = TrainResult((), {"val": val, "test": test}, 0.0, 0.0)
-    assert at_best_validation(result, "test").tolist() == [0.3, 0.8]
+    assert metric_at_best_validation(result, "test").tolist() == [0.3, 0.8]
     assert result.last("test").tolist() == [0.4, 0.1]
 
 
 def test_what_cannot_be_trained():
     data = karate_club()
-    with pytest.raises(ValueError, match="karate: no node to train on"):
+    with pytest.raises(ValueError, match="karate: expected training nodes, found none"):
         full_graph_task(GCNConfig(34, 2), replace(data, train=data.train[:0]), OPTIONS)
     weighted = replace(data, weights=np.ones(156, np.float32))
-    with pytest.raises(ValueError, match="karate has weights of edges, which GCN alone reads"):
+    with pytest.raises(ValueError, match="expected no edge weights for models other than GCN, found some in karate"):
         full_graph_task(GraphSAGEConfig(34, 2), weighted, OPTIONS)
-    with pytest.raises(ValueError, match="karate has weights of edges, which training on a whole graph reads"):
+    with pytest.raises(ValueError, match="expected no edge weights for sampled training, found some in karate"):
         sampled_task(GCNConfig(34, 2), weighted, OPTIONS, (3, 3))
     with pytest.raises(ValueError, match="at least 0 for the symmetric normalisation, found -15 at node 0"):
         full_graph_task(GCNConfig(34, 2), replace(data, weights=-np.ones(156, np.float32)), OPTIONS)

@@ -47,7 +47,10 @@ def test_the_new_layers_learn():
         assert np.any(layer.down)
 
 
-@pytest.mark.parametrize(("layers", "context", "what"), [(1, None, "layers 2, found 1"), (None, 128, "context 256, found 128")])
+@pytest.mark.parametrize(
+    ("layers", "context", "what"),
+    [(1, None, "layers of at least the model's 2, found 1"), (None, 128, "context of at least the model's 256, found 128")],
+)
 def test_a_model_does_not_shrink(layers: int | None, context: int | None, what: str):
-    with pytest.raises(ValueError, match=f"a model grows from {what}"):
+    with pytest.raises(ValueError, match=f"expected {what}"):
         grow(TARGET, target_params(), layers, context)

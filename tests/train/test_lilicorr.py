@@ -18,12 +18,12 @@ from tilewright.models.checkpoint import read_config
 from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.models.params import initialise, to_tensors
 from tilewright.speculation.drafters.load import load_dflash
-from tilewright.train.drafter import Frozen, draw_blocks, frozen_of, save_drafter
+from tilewright.train.drafter import Frozen, draw_blocks, frozen_inputs, save_drafter
 from tilewright.train.lilicorr import (
     LiLiCorrOptions,
     drafter_losses,
     hidden_matrices,
-    start_of,
+    initial_params,
     target_logits,
     train_lilicorr,
 )
@@ -103,7 +103,7 @@ def test_the_targets_logits_of_candidates_are_its_own(tied: bool, cap: float | N
     want = jnp.take_along_axis(decoder.logits(target, PLAIN, params, stream), candidates, axis=-1)
     found = target_logits(target, PLAIN, Frozen(params), stream, candidates)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
-    some = frozen_of(replace(CONFIG, draft_vocab_size=6), params, counting_stream())
+    some = frozen_inputs(replace(CONFIG, draft_vocab_size=6), params, counting_stream())
     assert some.vocab is not None
     found = target_logits(target, PLAIN, some, stream, candidates % 6)
     want = jnp.take_along_axis(decoder.logits(target, PLAIN, params, stream), some.vocab.ids[candidates % 6], axis=-1)
@@ -152,8 +152,8 @@ def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vo
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
     losses = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN))
-    frozen = frozen_of(config, kept_target(), stream)
-    fresh = start_of(TARGET, config, kept_target(), jax.random.key(0))
+    frozen = frozen_inputs(config, kept_target(), stream)
+    fresh = initial_params(TARGET, config, kept_target(), jax.random.key(0))
     trained = dflash.with_vocab(result.params, None)
     if vocab is not None:
         assert float(fresh.attention_convs[0].base_kernel[0, 0].min()) == 1, "convolutions begin as if there were none"

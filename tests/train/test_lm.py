@@ -141,9 +141,11 @@ def test_training_learns_a_text_that_repeats(tmp_path: Path):
 
 def test_too_little_text_is_refused_before_anything_is_written(tmp_path: Path):
     short, given = (TokenStream(np.ones(50, np.int32), np.full(50, in_loss)) for in_loss in (True, False))
-    with pytest.raises(ValueError, match="the training text has 50 tokens; a batch of 2 windows of 17 needs 51"):
+    with pytest.raises(
+        ValueError, match="expected at least 51 tokens in the training text, for a batch of 2 windows of 17, found 50"
+    ):
         train_lm(TARGET, short, counting_stream(), options(), tmp_path / "out", silent())
-    with pytest.raises(ValueError, match="the held-out text has no token to be predicted: its 50 are all given"):
+    with pytest.raises(ValueError, match="expected tokens in the loss in the held-out text, found none among 50"):
         train_lm(TARGET, counting_stream(), given, options(), tmp_path / "out", silent())
     assert not (tmp_path / "out").exists()
 

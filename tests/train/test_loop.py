@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
     fit(tmp_path)
     path = tmp_path / "state.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"state\.safetensors is not a readable checkpoint"):
+    with pytest.raises(ValueError, match=r"state\.safetensors: expected a readable checkpoint"):
         fit(tmp_path)
 
 
@@ -401,7 +401,7 @@ def test_nobody_waits_for_a_step_between_two_evaluations(every: int, read: bool)
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path):
     task = falling_then_rising(None)
     train(task, silent(), tmp_path)
-    with pytest.raises(ValueError, match=r"the checkpoint in .* stands at step 9 already, beyond the 5 asked for"):
+    with pytest.raises(ValueError, match=r"expected at least the 9 steps of the checkpoint in .*, found 5"):
         train(replace(task, steps=5), silent(), tmp_path)
 
 

@@ -19,7 +19,7 @@ from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
 from tilewright.train.drafter import DFlashOptions, Frozen, drafter_loss
 from tilewright.train.lm import next_token_loss, train_lm
-from tilewright.train.text import TextOptions, in_compute_dtype
+from tilewright.train.text import TextOptions, cast_loss
 from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -115,7 +115,7 @@ def test_a_loss_in_bfloat16_has_float32_gradients_close_to_its_own():
         return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), rounded.ops, params, frozen, batch, key)
 
     def gradient(chosen: TextOptions) -> Any:
-        return jax.jit(jax.grad(lambda p: in_compute_dtype(chosen, loss)(p, Frozen(target), batch, key)[0]))(params)
+        return jax.jit(jax.grad(lambda p: cast_loss(chosen, loss)(p, Frozen(target), batch, key)[0]))(params)
 
     plain = named_leaves(gradient(options()))
     found = named_leaves(gradient(rounded))
@@ -134,7 +134,7 @@ def test_the_compute_dtype_is_part_of_a_run():
 
 def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
-    with pytest.raises(ValueError, match="products in bfloat16 need the CPU kernels: there is no C"):
+    with pytest.raises(ValueError, match="expected the CPU kernels for matmuls in bfloat16, found none: there is no C"):
         TextOptions(matmul_dtype="bfloat16")
     assert TextOptions().matmul_dtype == "auto"
     assert TextOptions().ops == PLAIN

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.train.data import TokenStream
-from tilewright.train.records import RecordRows, Records, batches_of
+from tilewright.train.records import RecordRows, Records, make_batches
 from tilewright.train.text import Windows
 from train.support import counting_stream, options
 
@@ -34,7 +34,7 @@ def numbered(count: int, prompt: int, answer: int, first: int = 100) -> list[tup
 @settings(max_examples=25)
 def test_a_file_holds_what_was_saved(tmp_path_factory: pytest.TempPathFactory, made: list[tuple[list[int], list[int]]]):
     path = tmp_path_factory.mktemp("records") / "new" / "some.npz.xz"
-    Records.of(made).save(path)
+    Records.from_pairs(made).save(path)
     found = Records.load(path)
     assert len(found) == len(made)
     for n, (prompt, answer) in enumerate(made):
@@ -45,7 +45,7 @@ def test_a_file_holds_what_was_saved(tmp_path_factory: pytest.TempPathFactory, m
 
 def test_small_vocabularies_take_16_bits(tmp_path: Path):
     rng = np.random.default_rng(0)
-    noise = Records.of([([], rng.integers(0, 2**16, 20_000).tolist())])
+    noise = Records.from_pairs([([], rng.integers(0, 2**16, 20_000).tolist())])
     noise.save(tmp_path / "noise.npz.xz")
     assert (tmp_path / "noise.npz.xz").stat().st_size < 42_000
 
@@ -58,7 +58,7 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes):
 
 
 def test_records_of_one_prompt_are_held_out_together():
-    made = Records.of([([n, n], [n, i]) for n in range(20) for i in range(2)])
+    made = Records.from_pairs([([n, n], [n, i]) for n in range(20) for i in range(2)])
     trained, held = made.split(0.25, seed=3)
     prompts = [set(part.tokens[part.starts].tolist()) for part in (trained, held)]
     assert (len(trained), len(held)) == (30, 10)
@@ -66,7 +66,7 @@ def test_records_of_one_prompt_are_held_out_together():
 
 
 def test_each_epoch_shows_whole_records_once_from_their_beginning():
-    made = Records.of(numbered(4, 2, 5) + numbered(6, 3, 9, first=500) + numbered(2, 15, 4, first=900))
+    made = Records.from_pairs(numbered(4, 2, 5) + numbered(6, 3, 9, first=500) + numbered(2, 15, 4, first=900))
     rows = RecordRows(made, made, options(batch_size=2, sequence_length=16))
     epoch = [rows.rows(made, *each) for each in rows.chosen(made, 0)]
     assert sorted(tokens.shape for tokens, _ in epoch) == [(2, 8)] * 2 + [(2, 16)] * 3
@@ -83,7 +83,7 @@ def test_each_epoch_shows_whole_records_once_from_their_beginning():
 
 
 def test_a_resumed_run_sees_the_batches_that_it_would_have_seen():
-    made = Records.of(numbered(9, 1, 4) + numbered(9, 1, 11, first=700))
+    made = Records.from_pairs(numbered(9, 1, 4) + numbered(9, 1, 11, first=700))
     rows = RecordRows(made, made, options(batch_size=2, sequence_length=16))
     whole = rows.batches(0)
     later = rows.batches(5)
@@ -94,37 +94,37 @@ def test_a_resumed_run_sees_the_batches_that_it_would_have_seen():
 
 
 def test_a_long_record_loses_its_end():
-    made = Records.of(numbered(2, 2, 40))
+    made = Records.from_pairs(numbered(2, 2, 40))
     tokens, in_loss = next(RecordRows(made, made, options(batch_size=2, sequence_length=16)).batches(0))
     assert tokens.shape == (2, 16)
     assert in_loss[:, 2:].all()
 
 
 def test_records_of_few_prompts_are_held_out_one_by_one():
-    trained, held_out = Records.of([([1], [2, n]) for n in range(30)]).split(0.02, seed=0)
+    trained, held_out = Records.from_pairs([([1], [2, n]) for n in range(30)]).split(0.02, seed=0)
     assert (len(trained), len(held_out)) == (29, 1)
     with pytest.raises(ValueError, match="expected at least 2 records, so that one can be held out, found 1"):
         held_out.split(0.5, seed=0)
 
 
 def test_few_held_out_records_fill_a_batch():
-    made = Records.of(numbered(9, 2, 5))
-    few = Records.of(numbered(1, 2, 5, first=900))
+    made = Records.from_pairs(numbered(9, 2, 5))
+    few = Records.from_pairs(numbered(1, 2, 5, first=900))
     ((tokens, in_loss),) = RecordRows(made, few, options(batch_size=4, sequence_length=16)).held_out_batches()
     assert tokens.shape == (4, 8)
     assert in_loss.sum(1).tolist() == [5, 0, 0, 0]
 
 
 def test_too_few_records_are_refused():
-    made = Records.of(numbered(3, 2, 3))
-    with pytest.raises(ValueError, match="expected at least 4 records to train on of about one length, found 3"):
+    made = Records.from_pairs(numbered(3, 2, 3))
+    with pytest.raises(ValueError, match="expected at least 4 records to train on in rows of the same length, found 3"):
         RecordRows(made, made, options(batch_size=4, sequence_length=16))
 
 
 def test_sources_get_their_batches():
-    made = Records.of(numbered(4, 2, 3))
+    made = Records.from_pairs(numbered(4, 2, 3))
     stream = counting_stream()
     chosen = replace(options(), batch_size=2)
-    assert isinstance(batches_of(made, made, chosen), RecordRows)
-    assert isinstance(batches_of(stream, stream, chosen), Windows)
+    assert isinstance(make_batches(made, made, chosen), RecordRows)
+    assert isinstance(make_batches(stream, stream, chosen), Windows)
     assert isinstance(stream, TokenStream)

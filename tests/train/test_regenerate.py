@@ -13,7 +13,7 @@ from tilewright.llm.language_model import Generation, LanguageModel
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train.data import TokenStream
-from tilewright.train.regenerate import BatchWriter, cut_prompts, pair_stream, regenerate
+from tilewright.train.regenerate import Writer, cut_prompts, pair_stream, regenerate
 from train.support import END, TARGET, random_stream, silent, target_params
 
 SAMPLINGS = (Sampling(6, ignore_eos=True), Sampling(6, temperature=1.0, ignore_eos=True))
@@ -27,7 +27,7 @@ def lm() -> LanguageModel:
 
 
 def write(lm: LanguageModel, prompts: list[list[int]], path: Path, target: str = "target") -> TokenStream:
-    return regenerate(BatchWriter(lm, target), prompts, SAMPLINGS, path, END, silent())
+    return regenerate(Writer(lm, target), prompts, SAMPLINGS, path, END, silent())
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_records_of_other_prompts_are_refused(lm: LanguageModel, tmp_path: Path)
     write(lm, [[1, 2], [3, 4]], path)
     before = path.read_text()
     for others in ([[1, 2], [3, 5]], [[1, 2]]):
-        with pytest.raises(ValueError, match=r"responses\.jsonl holds continuations of other prompts"):
+        with pytest.raises(ValueError, match=r"responses\.jsonl: expected continuations of these prompts"):
             write(lm, others, path)
     assert path.read_text() == before
 
@@ -101,11 +101,11 @@ def test_records_by_another_model_or_drawn_in_another_way_are_refused(lm: Langua
     prompts = [[1, 2], [3, 4], [5, 6]]
     whole = write(lm, prompts[:2], path)
     before = path.read_text()
-    with pytest.raises(ValueError, match=r"responses\.jsonl holds texts by another model, or drawn in another way"):
+    with pytest.raises(ValueError, match=r"responses\.jsonl: expected texts of this model and sampling"):
         write(lm, prompts, path, target="another")
     hotter = (SAMPLINGS[0], replace(SAMPLINGS[1], temperature=0.7))
-    with pytest.raises(ValueError, match=r"responses\.jsonl holds texts by another model, or drawn in another way"):
-        regenerate(BatchWriter(lm, "target"), prompts, hotter, path, END, silent())
+    with pytest.raises(ValueError, match=r"responses\.jsonl: expected texts of this model and sampling"):
+        regenerate(Writer(lm, "target"), prompts, hotter, path, END, silent())
     assert path.read_text() == before
     kept = [{name: record[name] for name in ("prompt_tokens", "response_tokens")} for record in records(path)]
     path.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -126,5 +126,5 @@ def test_only_responses_are_in_the_loss():
     assert stream.tokens.tolist() == [1, 2, 3, 4, 5, END, 6, 7, END, 8, END]
     assert np.flatnonzero(stream.in_loss).tolist() == [3, 4, 7, 8]
     assert stream.tokens.dtype == np.int32
-    with pytest.raises(ValueError, match=r"r\.jsonl:2: expected prompt_tokens and response_tokens"):
+    with pytest.raises(ValueError, match=r"r\.jsonl:2: expected lists prompt_tokens and response_tokens"):
         pair_stream([{"prompt_tokens": [1], "response_tokens": [2]}, {"text": "x"}], END, Path("r.jsonl"))

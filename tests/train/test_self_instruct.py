@@ -13,14 +13,14 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train import self_instruct
-from tilewright.train.regenerate import BatchWriter
+from tilewright.train.regenerate import Writer
 from tilewright.train.self_instruct import (
     SelfInstructOptions,
     answers,
-    asked,
     distinct,
     instructions,
     opening,
+    prompt_tokens,
     runs,
     select_instructions,
 )
@@ -64,17 +64,21 @@ def test_which_instructions_are_left_out():
     texts = ["Why is that?", "why is THAT", "Yes", "a b c d " * 8, f"Say {sentence}!", "What now, then?"]
     chosen = select_instructions(texts, runs(f"x {sentence}"), left_out)
     assert chosen == ["Why is that?", "What now, then?"]
-    assert left_out == {"there before": 1, "short or repetitive": 2, "in what is measured on": 1}
+    assert left_out == {
+        "duplicate instruction": 1,
+        "short or repetitive instruction": 2,
+        "instruction of the excluded files": 1,
+    }
 
 
 def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(length=24, seed=5)
     left_out = Counter[str]()
     messages = ["t1 t2 t3", "t1 t2 t3", "t4 t5", "t6 " * 40]
-    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, BatchWriter(lm, "x"))
+    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, Writer(lm, "x"))
     expected = []
     for n, message in enumerate(messages[:3]):
-        prompt = asked(lm, TEMPLATE, message)
+        prompt = prompt_tokens(lm, TEMPLATE, message)
         result = lm.generate([prompt], Sampling(24 - len(prompt), temperature=float(n % 2), seed=5 + n))[0]
         if len(result.tokens) > 1 and distinct(result.tokens) >= self_instruct.LEAST_DISTINCT:
             expected.append([*prompt, *result.tokens])
@@ -83,13 +87,13 @@ def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel,
     assert found == expected
     assert left_out["long prompt"] == 1
     assert sum(left_out.values()) == 4 - len(found)
-    again = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), Counter(), BatchWriter(lm, "x"))
+    again = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), Counter(), Writer(lm, "x"))
     assert again.tokens.tolist() == records.tokens.tolist(), "what was written is read again"
 
 
 def test_instructions_end_where_the_model_ends_them(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(instruction_tokens=12)
-    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), BatchWriter(lm, "x"))
+    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), Writer(lm, "x"))
     prompt = lm.tokenizer.encode("<user>", add_special_tokens=False).ids
     whole = []
     for seed in range(16):
@@ -101,7 +105,7 @@ def test_instructions_end_where_the_model_ends_them(lm: LanguageModel, tmp_path:
 
 def test_instructions_begin_as_they_are_told_in_turn(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(instruction_tokens=12, openings=(("t1 t2", ""), ("t3", " t4 t5")))
-    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), BatchWriter(lm, "x"))
+    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent(), Writer(lm, "x"))
     begun = [text.startswith("t1 t2") for text in texts]
     assert True in begun
     assert False in begun
@@ -112,7 +116,7 @@ def test_limits_of_prompts_and_answers(lm: LanguageModel, tmp_path: Path):
     options = SelfInstructOptions(length=40, prompt_tokens=6, answer_tokens=5, temperatures=(0.0,))
     left_out = Counter[str]()
     messages = ["t1", "t1 t2 t3 t4 t5 t6", "t7 t8"]
-    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, BatchWriter(lm, "x"))
+    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out, Writer(lm, "x"))
     assert left_out["long prompt"] == 1
     sizes = records.ends - records.starts - records.prompts
     assert sizes.max() <= 5 < 40 - records.prompts.max()

@@ -14,7 +14,7 @@ import pytest
 from products import cases
 from tilewright.kernels.select import PLAIN
 from tilewright.models.experts import Mixture
-from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.train.finite import FINITE, NotFiniteTraining, require_finite
 from tilewright.train.lm import hidden_matrices, next_token_loss
 from tilewright.train.loop import WEIGHT, gradient_step
@@ -40,7 +40,7 @@ def test_loss_and_every_gradient_equal_those_of_one_device(
     mesh: tuple[int, int], shifts: tuple[int, int], scan: bool, remat: bool
 ):
     plan = FullyShardedPlan(
-        prefetch_distance=Halves(shifts[0], shifts[0]), scatter_delay=Halves(shifts[1], shifts[1]), scan=scan, remat=remat
+        prefetch_distance=Sublayers(shifts[0], shifts[0]), scatter_delay=Sublayers(shifts[1], shifts[1]), scan=scan, remat=remat
     )
     family = ("short" if shifts == (1, 1) else "looped") if scan else "llama"
     equal(over_devices(setup(family, *mesh, plan), family), family)
@@ -52,7 +52,7 @@ OTHERS = {
     "halves of their own shifts, biases": (
         "qwen2",
         (4, 2),
-        FullyShardedPlan(prefetch_distance=Halves(2, 0), scatter_delay=Halves(0, 1)),
+        FullyShardedPlan(prefetch_distance=Sublayers(2, 0), scatter_delay=Sublayers(0, 1)),
         1,
     ),
     "rings in a loop": ("looped", (4, 2), replace(RINGS, scan=True), 1),
@@ -68,14 +68,19 @@ OTHERS = {
     "kinds in turns, in a loop, shifted, kept": (
         "in turns",
         (2, 4),
-        FullyShardedPlan(scan=True, remat=False, prefetch_distance=Halves(1, 0), scatter_delay=Halves(0, 1)),
+        FullyShardedPlan(scan=True, remat=False, prefetch_distance=Sublayers(1, 0), scatter_delay=Sublayers(0, 1)),
         1,
     ),
     "norms behind sums, capped": ("gemma2", (4, 2), FullyShardedPlan(), 1),
     "norms behind sums, capped, in rings, kept": ("gemma2", (2, 4), replace(RINGS, remat=False), 1),
     "two bases of rotation, norms of heads": ("gemma3", (2, 4), FullyShardedPlan(), 1),
     "biases behind sums, sinks, experts": ("gpt_oss", (2, 4), FullyShardedPlan(), 1),
-    "shifts of all layers": ("qwen2", (2, 4), FullyShardedPlan(prefetch_distance=Halves(2, 2), scatter_delay=Halves(2, 2)), 1),
+    "shifts of all layers": (
+        "qwen2",
+        (2, 4),
+        FullyShardedPlan(prefetch_distance=Sublayers(2, 2), scatter_delay=Sublayers(2, 2)),
+        1,
+    ),
 }
 FIRST = ("rings, tied head", "halves of their own shifts, biases", "parts of a batch", "a hybrid", "norms behind sums, capped")
 
@@ -177,11 +182,11 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
     ("make", "expected"),
     [
         (
-            lambda: setup("qwen2", 4, 2, FullyShardedPlan(prefetch_distance=Halves(1, 3))),
+            lambda: setup("qwen2", 4, 2, FullyShardedPlan(prefetch_distance=Sublayers(1, 3))),
             "prefetch distance of mlp from 0 to the 2 layers, found 3",
         ),
         (
-            lambda: setup("qwen2", 4, 2, FullyShardedPlan(scatter_delay=Halves(-1, 0))),
+            lambda: setup("qwen2", 4, 2, FullyShardedPlan(scatter_delay=Sublayers(-1, 0))),
             "expected the scatter delay of attention from 0 to the 2 layers",
         ),
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 0), "expected a batch in at least 1 part, found 0"),
@@ -193,7 +198,7 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
         ),
         (
             lambda: setup("qwen3_moe", 4, 2, FullyShardedPlan(activations="ring")),
-            "experts are not balanced where activations go in rings",
+            "expected activations in whole form where experts have a balance loss",
         ),
         (
             lambda: training_mesh({"tp": 4}, HYBRID),
@@ -203,7 +208,7 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
         (
             lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),
-            "that tp=8 divides, found 9 of a group of fsdp",
+            "that tp=8 divides, found 9",
         ),
     ],
 )

@@ -54,12 +54,12 @@ def test_a_state_is_read_on_another_mesh(tmp_path: Path, axes: dict[str, int | N
 def test_of_a_file_and_a_folder_the_later_counts(tmp_path: Path):
     divided = state({"fsdp": 2, "tp": 1}, 1.0)
     whole = state({"fsdp": 1, "tp": 1}, 2.0)
-    assert not checkpoint.steps_in(tmp_path)
+    assert not checkpoint.saved_steps(tmp_path)
     for kept, step in ((divided, 3), (whole, 5), (divided, 6)):
         checkpoint.write(tmp_path, kept, step, {}, RUN)
         read = checkpoint.read(tmp_path, whole, RUN)
         assert (read[1], int(read[0]["count"])) == (step, int(kept["count"]))
-    assert checkpoint.steps_in(tmp_path) == {tmp_path / WHOLE: 5, tmp_path / SHARDED / "6": 6}
+    assert checkpoint.saved_steps(tmp_path) == {tmp_path / WHOLE: 5, tmp_path / SHARDED / "6": 6}
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
@@ -103,7 +103,7 @@ def test_damage_is_seen_whatever_the_file(tmp_path: Path):
     assert ran.returncode == 0, ran.stderr
     said = dict(map(json.loads, ran.stdout.splitlines()))
     assert len(said) == 2 * len(files)
-    assert all("is not a readable checkpoint" in error for error in said.values() if error)
+    assert all("expected a readable checkpoint" in error for error in said.values() if error)
     seen = {
         (files[int(n)].parts[-2], how) for (n, how), error in ((name.split(), error) for name, error in said.items()) if error
     }
@@ -155,5 +155,5 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tm
     mesh = make_mesh({"fsdp": 2 if form == "divided" else 1})
     again = jax.device_put(wanted, NamedSharding(mesh, PartitionSpec("fsdp")))
     checkpoint.write(tmp_path, {"w": again}, read[1] + 1, {}, {})
-    assert list(checkpoint.steps_in(tmp_path).values()) == [read[1] + 1]
+    assert list(checkpoint.saved_steps(tmp_path).values()) == [read[1] + 1]
     assert not list(tmp_path.rglob("*tmp*")), "what was left is cleared away"

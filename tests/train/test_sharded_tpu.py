@@ -18,7 +18,7 @@ from tilewright.hardware.tpu import chip_of
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.params import abstract
-from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.perfmodel.schedule import COPY, read_schedule
 from tilewright.train.sharded import ShardedSetup, sharded_gradient, training_mesh
 
@@ -29,7 +29,7 @@ CONFIG = decoder_config("llama", 2048, 2048, 8192, LAYERS, 16, 8, 128)
 BATCH = (16, 1025)
 PLANS = {
     "threaded": FullyShardedPlan(dtype="bfloat16"),
-    "late": FullyShardedPlan(prefetch_distance=Halves(0, 0), dtype="bfloat16"),
+    "late": FullyShardedPlan(prefetch_distance=Sublayers(0, 0), dtype="bfloat16"),
     "no tokens": FullyShardedPlan(dtype="bfloat16", threaded=False),
     "rings": FullyShardedPlan(dtype="bfloat16", weights="ring", gradients="ring", activations="ring"),
 }

@@ -31,7 +31,7 @@ TARGET_PARAMS = target_params()
 def records(count: int = 9, seed: int = 0) -> Records:
     """Some short and some long, some of which lose their ends."""
     rng = np.random.default_rng(seed)
-    return Records.of(
+    return Records.from_pairs(
         [(rng.integers(1, 23, 2).tolist(), rng.integers(1, 23, 3 + n % 2 * 8 + n // 6 * 6).tolist()) for n in range(count)]
     )
 
@@ -41,13 +41,13 @@ HELD = records(4, seed=1)
 OPTIONS = options(batch_size=2, sequence_length=16, evaluate_every=100, matmul_dtype="float32")
 
 
-def rows_in(folder: Path, tapped: tuple[int, ...] = (0, 1), target: str = "this one") -> taps.KeptRows:
-    made = taps.batches_with_states(MADE, HELD, OPTIONS, folder, TARGET, TARGET_PARAMS, tapped, target, divided=False)
-    assert isinstance(made, taps.KeptRows)
+def rows_in(folder: Path, tapped: tuple[int, ...] = (0, 1), target: str = "this one") -> taps.RowsWithStates:
+    made = taps.batches_with_states(MADE, HELD, OPTIONS, folder, TARGET, TARGET_PARAMS, tapped, target, sharded=False)
+    assert isinstance(made, taps.RowsWithStates)
     return made
 
 
-def counted(rows: taps.KeptRows) -> tuple[taps.KeptRows, list[int]]:
+def counted(rows: taps.RowsWithStates) -> tuple[taps.RowsWithStates, list[int]]:
     """The rows, and the shapes that the target ran on."""
     ran: list[int] = []
 
@@ -72,7 +72,7 @@ def check(batch: Any) -> None:
 def test_states_are_the_targets_and_computed_once(tmp_path: Path):
     rows, ran = counted(rows_in(tmp_path / "new"))
     epochs = rows.batches(0)
-    steps = sum(len(places) // 2 for places in rows.by_length(MADE).values())
+    steps = sum(len(places) // 2 for places in rows.group_by_length(MADE).values())
     for _ in range(3 * steps):
         check(next(epochs))
     assert steps <= len(ran) <= steps + 2  # a record that its epoch leaves over comes up in a later one
@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="expected --keep-taps or --mesh, found both"):
         trained(MADE, TrainingPlacement(data_mesh({"fsdp": 2})))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(10))
-    with pytest.raises(ValueError, match=r"expected room for 0.0 GB of states, found 0.0 GB"):
+    with pytest.raises(ValueError, match=r"expected 0.0 GB of free disk space for states, found 0.0 GB"):
         trained(MADE)
     assert not (tmp_path / "other" / taps.FINGERPRINT_FILE).exists()
 

@@ -1,21 +1,23 @@
-"""A server's stream of completion chunks, parsed, with the time at which each chunk came."""
+"""Parses a server's event stream of completion chunks and records the arrival time of each chunk."""
 
 import json
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from tilewright.bench.http_client import Malformed
-from tilewright.bench.sse import Event
 from tilewright.train.data import shortened
 
 DONE = "[DONE]"
 COUNTS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens")
-"""The counts of vLLM's `metrics.speculative_decoding` that all its other figures follow from."""
+"""Counts of vLLM's `metrics.speculative_decoding`, from which all its other figures follow."""
+
+
+class Malformed(ValueError):
+    """Raised for a response that is no event stream of completion chunks."""
 
 
 class Refused(Exception):
-    """The server answers that it does not do what it was asked for; `kind` is `http_<status>` or `error_event`."""
+    """Raised for an error response; `kind` is `http_<status>` or `error_event`."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -23,12 +25,56 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Event:
+    """A server-sent event: its name ("message" by default) and its data."""
+
+    name: str
+    data: str
+
+
+class EventDecoder:
+    """Splits a byte stream into server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+    Lines end with LF or CRLF. Comments, `id` and `retry` are ignored, and so is an event without data.
+    """
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self.name = ""
+        self.data: list[str] = []
+
+    def feed(self, data: bytes) -> list[Event]:
+        """Returns the events that end within `data`.
+
+        Raises:
+            Malformed: A line is not UTF-8.
+        """
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        events = []
+        for line in lines:
+            try:
+                text = line.removesuffix(b"\r").decode("utf-8")
+            except UnicodeDecodeError:
+                raise Malformed(f"a line of the event stream is not UTF-8: {line[:40]!r}") from None
+            name, _, value = text.partition(":")
+            if name == "data":
+                self.data.append(value.removeprefix(" "))
+            elif name == "event":
+                self.name = value.removeprefix(" ")
+            elif not text:
+                if self.data:
+                    events.append(Event(self.name or "message", "\n".join(self.data)))
+                self.name, self.data = "", []
+        return events
+
+
+@dataclass(frozen=True)
 class StreamedChunk:
-    """A chunk that brought tokens.
+    """A chunk with new tokens.
 
     Attributes:
-        at_s: when it came.
-        tokens: how many it brought, by the usage that it says; None where it says none.
+        at_s: arrival time in seconds.
+        tokens: number of new tokens, from the chunk's usage; None without usage.
     """
 
     at_s: float
@@ -37,15 +83,16 @@ class StreamedChunk:
 
 @dataclass
 class StreamedAnswer:
-    """The answer to one request, as far as it came.
+    """Received part of the response to one request.
 
     Attributes:
-        chunks: those with text or with new tokens. One that only gives the role, or the reason of the end, is none of them.
-        first_choice_s: when the first chunk with `choices` came, tokens or not.
-        prompt_tokens, usage_tokens: of the last usage; None where there was none.
-        speculative: the last `metrics.speculative_decoding` with whole `COUNTS`.
-        finish_reason, done: the end as a choice says it, and the stream.
-        cached_tokens: those of the prompt that the server had in its prefix cache, by the last usage that says so.
+        chunks: chunks with text or with new tokens. Chunks with only a role or a finish reason are left out.
+        first_choice_s: arrival time of the first chunk with `choices`, with or without tokens.
+        prompt_tokens, usage_tokens: prompt and completion tokens of the last usage; None without usage.
+        speculative: last `metrics.speculative_decoding` with valid `COUNTS`.
+        finish_reason: finish reason of the choice.
+        done: True after `[DONE]`.
+        cached_tokens: prompt tokens found in the server's prefix cache, from the last usage with this field.
     """
 
     chunks: list[StreamedChunk] = field(default_factory=list)
@@ -57,35 +104,35 @@ class StreamedAnswer:
     done: bool = False
     cached_tokens: int | None = None
 
-    def take(self, event: Event, now: float) -> None:
-        """Takes an event that came at `now`, in seconds on any clock.
+    def add(self, event: Event, now: float) -> None:
+        """Adds an event that arrived at `now`, in seconds on any clock.
 
         Raises:
-            Malformed: it holds something else than a completion chunk.
-            Refused: it is an error.
+            Malformed: The event holds no completion chunk.
+            Refused: The event is an error.
         """
         if event.data == DONE:
             self.done = True
             return
         try:
-            said = json.loads(event.data)
+            chunk = json.loads(event.data)
         except (ValueError, RecursionError):
             raise Malformed(f"expected JSON in the stream, found {shortened(event.data)}") from None
-        if event.name == "error" or (isinstance(said, dict) and said.get("error")):
-            raise Refused("error_event", error_message(said))
-        if not isinstance(said, dict):
-            raise Malformed(f"expected an object in the stream, found {shortened(said)}")
-        new = self.take_usage(said.get("usage"))
-        choices = said.get("choices") or []
+        if event.name == "error" or (isinstance(chunk, dict) and chunk.get("error")):
+            raise Refused("error_event", error_message(chunk))
+        if not isinstance(chunk, dict):
+            raise Malformed(f"expected an object in the stream, found {shortened(chunk)}")
+        new = self.add_usage(chunk.get("usage"))
+        choices = chunk.get("choices") or []
         if choices:
-            self.take_choice(choices, new, now)
-        metrics = said.get("metrics")
+            self.add_choice(choices, new, now)
+        metrics = chunk.get("metrics")
         speculative = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
         if isinstance(speculative, dict) and all(is_count(speculative.get(name)) for name in COUNTS):
             self.speculative = speculative
 
-    def take_usage(self, usage: Any) -> int | None:
-        """Tokens that came since the usage before; None where there is none."""
+    def add_usage(self, usage: Any) -> int | None:
+        """Returns the number of tokens since the last usage; None without usage."""
         if usage is None:
             return None
         if not isinstance(usage, dict) or not is_count(usage.get("completion_tokens")):
@@ -102,7 +149,7 @@ class StreamedAnswer:
         self.usage_tokens = now
         return now - before
 
-    def take_choice(self, choices: Any, new: int | None, now: float) -> None:
+    def add_choice(self, choices: Any, new: int | None, now: float) -> None:
         choice = choices[0] if isinstance(choices, list) else None
         if not isinstance(choice, dict):
             raise Malformed(f"expected a list of choices, found {shortened(choices)}")
@@ -112,20 +159,20 @@ class StreamedAnswer:
         if isinstance(reason, str) and reason:
             self.finish_reason = reason
         if self.chunks and self.chunks[-1].tokens is None:
-            new = None  # a usage that comes at the end alone says nothing of the chunk that it comes with
-        # A token that is half a character has no text: of a completion any chunk before the end stands for tokens.
-        silent = new is None and "text" in choice and not self.finish_reason
-        if has_text(choice) or new or silent:
+            new = None  # a usage in the last chunk alone does not count that chunk's tokens
+        # A token that is part of a character has no text: a completion chunk without text before the end still has tokens.
+        textless = new is None and "text" in choice and not self.finish_reason
+        if has_text(choice) or new or textless:
             self.chunks.append(StreamedChunk(now, new))
 
     @property
     def ended(self) -> bool:
-        """True if the server said that this is all."""
+        """True if the server ended the response."""
         return self.done or self.finish_reason is not None
 
     @property
     def tokens(self) -> int:
-        """Generated tokens: by the usage, otherwise one for each chunk."""
+        """Number of generated tokens, from the usage; without usage, the number of chunks."""
         return len(self.chunks) if self.usage_tokens is None else self.usage_tokens
 
     @property
@@ -134,32 +181,34 @@ class StreamedAnswer:
 
     @property
     def first_s(self) -> float | None:
-        """Time of the first token. Tokens that never showed in a chunk came at the earliest with the first choice."""
+        """Arrival time of the first token; of the first choice if no chunk had tokens."""
         if self.chunks:
             return self.chunks[0].at_s
         return self.first_choice_s if self.tokens else None
 
     @property
     def seconds_per_token(self) -> float | None:
-        """TPOT: from the first chunk with tokens to the last, over all tokens but one; None where that is no time."""
+        """TPOT: time from the first to the last chunk with tokens, divided by all tokens but one. None for a single chunk."""
         if len(self.chunks) < 2 or self.tokens < 2:
             return None
         return (self.chunks[-1].at_s - self.chunks[0].at_s) / (self.tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one chunk and the next."""
+        """Times between successive chunks."""
         return [after.at_s - before.at_s for before, after in pairwise(self.chunks)]
 
     @property
     def token_gaps_s(self) -> list[float] | None:
-        """For each token behind the first chunk's its share of the gap that it came after; None where chunks do not say how
-        many tokens they brought. Text that comes without a token does not end a gap."""
+        """Time per token: each gap between chunks, divided evenly over the tokens of the later chunk, once per token.
+
+        None if chunks have no token counts. Chunks with text but without tokens do not end a gap.
+        """
         if not all(chunk.tokens is not None for chunk in self.chunks):
             return None
         counted = [(chunk.at_s, chunk.tokens) for chunk in self.chunks if chunk.tokens]
         pairs = pairwise(counted)
-        return [(at - before) / tokens for (before, _), (at, tokens) in pairs for _ in range(tokens)]
+        return [(arrived - before) / tokens for (before, _), (arrived, tokens) in pairs for _ in range(tokens)]
 
 
 def is_count(value: Any) -> bool:
@@ -167,19 +216,19 @@ def is_count(value: Any) -> bool:
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    """True if a choice of a chunk adds text: a completion's, an answer's, or that of thinking before it."""
+    """Returns True if a chunk's choice adds text to a completion, to a message, or to its reasoning."""
     delta = choice.get("delta")
     parts = delta if isinstance(delta, dict) else {}
     return any(isinstance(text, str) and text for text in (choice.get("text"), *map(parts.get, TEXTS)))
 
 
 TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
-"""Fields of a chat's delta that hold generated text; vLLM has named that of thinking in both ways."""
+"""Fields of a chat delta with generated text. vLLM has used both names for reasoning."""
 
 
-def error_message(said: Any) -> str:
-    """The message in an error as OpenAI has it, or in one that looks otherwise."""
-    inner = said.get("error", said) if isinstance(said, dict) else said
+def error_message(body: Any) -> str:
+    """Returns the message of an error in OpenAI's format or another."""
+    inner = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(inner, dict):
         inner = inner.get("message") or inner.get("detail") or inner
     return inner if isinstance(inner, str) else shortened(inner)

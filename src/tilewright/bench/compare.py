@@ -1,4 +1,4 @@
-"""Several ways of decoding the same prompts, side by side in one run."""
+"""Decodes the same prompts with several drafters and without one, in alternation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,40 +15,43 @@ from tilewright.runtime.sampling import Sampling
 
 
 def decode_in_turns(
-    ways: Mapping[str, LanguageModel],
+    variants: Mapping[str, LanguageModel],
     batches: Sequence[Sequence[str | Sequence[int]]],
     sampling: Sampling | Sequence[Sampling],
     repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
 ) -> list[DecodingRun]:
-    """Decodes `batches` of prompts every way, in turns; the way named `BASELINE` without a drafter. A run for each way.
+    """Decodes batches of prompts in every variant, in alternation; the variant named `BASELINE` without a drafter.
 
-    Where rounds are chosen, whatever promises to be faster is compiled, however long that takes.
+    Where rounds are chosen adaptively, all promising programs are compiled first, however long that takes.
 
     Args:
-        sampling: one for all, or one for each prompt of a batch; every way draws with the same seeds.
-        on_run: called `repetitions + 1` times for each way; what it gives first is left out, for that includes compilation.
+        sampling: one for all prompts, or one for each prompt of a batch. All variants use the same seeds.
+        on_run: called `repetitions + 1` times for each variant. The first, untimed run includes compilation.
+
+    Returns:
+        A run for each variant.
     """
-    for lm in ways.values():
+    for lm in variants.values():
         if lm.pacing is not None:
             lm.pacing.patient = True
-    asked = [(batch, LanguageModel.each_sampling(batch, sampling)) for batch in batches]
+    requests = [(batch, LanguageModel.each_sampling(batch, sampling)) for batch in batches]
 
     def decoded(name: str, lm: LanguageModel) -> Callable[[], Generation]:
-        return lambda: Generation.joined([lm.generate(batch, each, speculative=name != BASELINE) for batch, each in asked])
+        return lambda: Generation.joined([lm.generate(batch, each, speculative=name != BASELINE) for batch, each in requests])
 
-    taken = alternate({name: decoded(name, lm) for name, lm in ways.items()}, repetitions, on_run, warm=True)
+    generations = alternate({name: decoded(name, lm) for name, lm in variants.items()}, repetitions, on_run, warm=True)
     return [
         DecodingRun(
             dataset="",
             drafter=name,
             num_spec_tokens=0 if name == BASELINE else num_spec_tokens(lm),
-            responses=taken[name][0].results,
-            tokens_per_s=[each.tokens_per_s for each in taken[name]],
-            seconds_per_round=[each.decode_seconds / each.rounds for each in taken[name]],
-            chosen=None if name == BASELINE else chosen_figures(lm, taken[name][-1].results),
+            responses=generations[name][0].results,
+            tokens_per_s=[each.tokens_per_s for each in generations[name]],
+            seconds_per_round=[each.decode_seconds / each.rounds for each in generations[name]],
+            chosen=None if name == BASELINE else chosen_figures(lm, generations[name][-1].results),
         )
-        for name, lm in ways.items()
+        for name, lm in variants.items()
     ]
 
 
@@ -59,13 +62,13 @@ def compare(
     repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
 ) -> Row:
-    """The figures of decoding with the drafter, beside decoding without it; see `decode_in_turns`."""
+    """Returns the figures of decoding with the drafter compared with decoding without; see `decode_in_turns`."""
     plain, drafted = decode_in_turns({BASELINE: lm, "drafter": lm}, batches, sampling, repetitions, on_run)
     return benchmark_row(drafted, plain)
 
 
 def environment(lm: LanguageModel) -> dict[str, Any]:
-    """Chip, devices, dtypes, kernels and versions that the figures were measured with."""
+    """Returns chip, devices, dtypes, kernels and versions of a measurement."""
     return {
         "chip": chip_name(),
         "devices": 1 if lm.placement is None else lm.placement.mesh.size,

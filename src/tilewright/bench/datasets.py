@@ -1,6 +1,6 @@
-"""Prompts to measure with: the JSONL files of the usual benchmarks, told apart by their fields, and how each is asked.
+"""Prompts for benchmarks: reads the usual JSONL files, recognises their layout by the fields, and formats the prompts.
 
-Everything is read and checked before anything runs; what is wrong is a `ValueError` that names the file and the line.
+All records are read and checked before anything runs. A `ValueError` names the file and the line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from tilewright.train.data import Record, format_question, read_records, shorten
 Message = dict[str, str]
 
 MBPP_SPLITS = {"test": range(11, 511), "train": range(511, 975)}
-"""The `task_id`s of MBPP's splits; 1 to 10 are examples for prompts, and those behind the test split validation and training
+"""`task_id`s of MBPP's splits. 1 to 10 are few-shot examples; those after the test split are validation and training
 (google-research, `mbpp/README.md`)."""
 ROLES = ("system", "user", "assistant")
 
@@ -24,11 +24,11 @@ class Example:
     """A record of a data file.
 
     Attributes:
-        dataset: the layout it has, a key of `LAYOUTS`.
-        category: the benchmark's own, "" where it has none.
-        turns: what the user says, as the record has it; a turn after the first is asked after the answer to the one before.
-        line: in the file, from 1.
-        before: (role, content) of the messages that stand before the first turn.
+        dataset: layout, a key of `LAYOUTS`.
+        category: the benchmark's category; "" without one.
+        turns: the user's turns. Each turn after the first follows the answer to the previous turn.
+        line: line in the file, from 1.
+        before: (role, content) of messages before the first turn.
     """
 
     dataset: str
@@ -40,14 +40,14 @@ class Example:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Layout of a benchmark's records, and the prompts that are made of them.
+    """Layout of a benchmark's records, and its prompt formats.
 
     Attributes:
-        fields: that a file of this layout is known by.
-        turns: the user's turns of a record.
-        category: the field that holds a record's category.
-        chat: what stands before and after the first turn where it is put to a chat model.
-        plain: the prompt of a model without a chat template, from the first turn.
+        fields: fields that identify the layout.
+        turns: function that returns the user's turns of a record.
+        category: field of a record's category.
+        chat: texts before and after the first turn for a chat model.
+        plain: formats the first turn for a model without a chat template.
     """
 
     fields: tuple[str, ...]
@@ -57,19 +57,19 @@ class RecordLayout:
     plain: Callable[[str], str] = str
 
 
-def checked_text(value: object, what: str) -> str:
-    """`value` if it is a text that can be a prompt."""
+def checked_text(value: object, label: str) -> str:
+    """Returns `value` if it is a valid prompt text."""
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"expected a text in {what}, found {shortened(value)}")
+        raise ValueError(f"expected a text in {label}, found {shortened(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"expected a text in {what}, found half of a surrogate pair in {shortened(value)}") from None
+        raise ValueError(f"expected a text in {label}, found an unpaired surrogate in {shortened(value)}") from None
     return value
 
 
-def one(name: str) -> Callable[[Record], tuple[str, ...]]:
-    """The turns of records whose only turn stands in one field."""
+def question_field(name: str) -> Callable[[Record], tuple[str, ...]]:
+    """Returns a function for records with a single turn in one field."""
     return lambda record: (checked_text(record[name], repr(name)),)
 
 
@@ -81,7 +81,7 @@ def listed(record: Record) -> tuple[str, ...]:
 
 
 def conversation(record: Record) -> tuple[tuple[str, str], ...]:
-    """(role, content) of a record's `messages`, of which the last is the user's."""
+    """Returns (role, content) of a record's `messages`, the last of which is the user's."""
     messages = record["messages"]
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"expected a list of at least one message in 'messages', found {shortened(messages)}")
@@ -97,35 +97,36 @@ def conversation(record: Record) -> tuple[tuple[str, str], ...]:
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LAYOUTS = {
-    "gsm8k": RecordLayout(("question", "answer"), one("question"), chat=("", STEP_BY_STEP), plain=format_question),
-    "math500": RecordLayout(("problem",), one("problem"), category="subject", chat=("", STEP_BY_STEP)),
+    "gsm8k": RecordLayout(("question", "answer"), question_field("question"), chat=("", STEP_BY_STEP), plain=format_question),
+    "math500": RecordLayout(("problem",), question_field("problem"), category="subject", chat=("", STEP_BY_STEP)),
     "humaneval": RecordLayout(
         ("prompt", "entry_point"),
-        one("prompt"),
+        question_field("prompt"),
         chat=("Write a solution to the following problem and make sure that it passes the tests:\n```python\n", "\n```"),
     ),
-    "mbpp": RecordLayout(("text", "code", "test_list", "task_id"), one("text")),
+    "mbpp": RecordLayout(("text", "code", "test_list", "task_id"), question_field("text")),
     "mt-bench": RecordLayout(("turns",), listed),
     "swe-bench": RecordLayout(
         ("problem_statement",),
-        one("problem_statement"),
+        question_field("problem_statement"),
         chat=("Problem Statement:\n", "\nPlease fix the issue described above."),
     ),
     "messages": RecordLayout(("messages",), lambda record: (conversation(record)[-1][1],)),
-    "prompt": RecordLayout(("prompt",), one("prompt")),
+    "prompt": RecordLayout(("prompt",), question_field("prompt")),
 }
-"""By name, the first that fits decides. The wording for chat models is that of DFlash's benchmark (z-lab/dflash,
-`dflash/benchmark.py`; SWE-bench as in forks of its first version), so that acceptance lengths compare with published ones."""
+"""Layouts by name; the first match counts. The wording for chat models is that of DFlash's benchmark (z-lab/dflash,
+`dflash/benchmark.py`; SWE-bench as in forks of its first version), so that acceptance lengths are comparable with published
+ones."""
 
 
-def layout_name(record: Record, where: str) -> str:
-    """The first layout whose fields a record has."""
+def layout_name(record: Record, location: str) -> str:
+    """Returns the first layout whose fields a record has."""
     for name, layout in LAYOUTS.items():
         if all(field in record for field in layout.fields):
             return name
-    known = "; ".join(f"{name}: {', '.join(layout.fields)}" for name, layout in LAYOUTS.items())
+    layouts = "; ".join(f"{name}: {', '.join(layout.fields)}" for name, layout in LAYOUTS.items())
     found = ", ".join(map(ascii, record)) or "none"
-    raise ValueError(f"{where}: unknown dataset layout: expected the fields of one of ({known}), found {found}")
+    raise ValueError(f"{location}: unknown dataset layout: expected the fields of one of ({layouts}), found {found}")
 
 
 def example(record: Record, name: str, line: int) -> Example:
@@ -145,13 +146,13 @@ Split = Literal["test", "train"]
 
 
 def read_examples(path: Path, split: Split = "test") -> list[Example]:
-    """The examples of a data file, whose layout its first record decides; of MBPP those of a split.
+    """Reads the examples of a data file. The first record decides the layout.
 
     Args:
-        split: of MBPP alone, the one layout that tells its splits apart: "test", or "train" for the task ids behind it.
+        split: split of MBPP, the only layout with marked splits: "test", or "train" for higher task ids.
 
     Raises:
-        ValueError: the file is absent, empty or of unknown layout, or a record is malformed, has another layout, or no prompt.
+        ValueError: The file is absent, empty or of unknown layout; or a record is malformed, has another layout, or no prompt.
     """
     records = read_records(path)
     if not records:
@@ -160,11 +161,11 @@ def read_examples(path: Path, split: Split = "test") -> list[Example]:
     examples = []
     for line, record in records:
         try:
-            made = example(record, name, line)
+            converted = example(record, name, line)
         except ValueError as error:
             raise ValueError(f"{path}:{line}: {error}") from None
         if name != "mbpp" or record["task_id"] in MBPP_SPLITS[split]:
-            examples.append(made)
+            examples.append(converted)
     if not examples:
         first = MBPP_SPLITS[split][0]
         last = MBPP_SPLITS[split][-1]
@@ -173,34 +174,34 @@ def read_examples(path: Path, split: Split = "test") -> list[Example]:
 
 
 def messages(example: Example, answers: Sequence[str] = ()) -> list[Message]:
-    """The conversation up to the user's turn that follows `answers`, worded for a chat model."""
+    """Returns the conversation up to the user's turn after `answers`, worded for a chat model."""
     head, tail = LAYOUTS[example.dataset].chat
-    asked = [head + example.turns[0] + tail, *example.turns[1:]][: len(answers) + 1]
-    said = [Message(role=role, content=content) for role, content in example.before]
-    for i, turn in enumerate(asked):
-        said.append(Message(role="user", content=turn))
+    turns = [head + example.turns[0] + tail, *example.turns[1:]][: len(answers) + 1]
+    chat = [Message(role=role, content=content) for role, content in example.before]
+    for i, turn in enumerate(turns):
+        chat.append(Message(role="user", content=turn))
         if i < len(answers):
-            said.append(Message(role="assistant", content=answers[i]))
-    return said
+            chat.append(Message(role="assistant", content=answers[i]))
+    return chat
 
 
 NOT_THINKING = {"enable_thinking": False}
-"""Template values of all benchmarks: published acceptance lengths, for comparison, are of models that answer at once."""
+"""Template values of all benchmarks: published acceptance lengths are of models that answer without thinking."""
 
 
 def prompt(
     example: Example, answers: Sequence[str], template: ChatTemplate | None, values: Mapping[str, Any] | None = None
 ) -> str:
-    """The prompt of the turn that follows `answers`, with one answer for each turn before it.
+    """Returns the prompt of the turn after `answers`, which has one answer for each earlier turn.
 
-    With a template, its text for the conversation: encode it without further special tokens. Without one, as for base models,
-    the record's own text; after the first turn all texts so far, an empty line between them.
+    With a template: the rendered conversation, to be encoded without further special tokens. Without one (base models): the
+    record's own text; after the first turn, all texts so far, separated by empty lines.
 
     Args:
-        values: what the template is told.
+        values: values for the template.
 
     Raises:
-        ValueError: no turn is left, or the template refuses the conversation.
+        ValueError: No turn is left, or the template rejects the conversation.
     """
     if len(answers) >= len(example.turns):
         raise ValueError(f"expected fewer answers than the {len(example.turns)} turn(s), found {len(answers)}")

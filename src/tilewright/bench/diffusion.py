@@ -1,4 +1,4 @@
-"""`tilewright bench diffusion`: the same prompts denoised in several modes, side by side in one run."""
+"""Measurement of `tilewright bench diffusion`: the same prompts denoised in several modes."""
 
 import time
 from collections import Counter
@@ -15,46 +15,46 @@ from tilewright.bench.diffusion_quality import Quality, compare_with_dense, toke
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate, mean, quotients, spread
-from tilewright.diffusion.model import Denoised, DiffusionModel, StepReport
 from tilewright.diffusion.options import Denoising, Mode
 from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
+from tilewright.llm.diffusion_model import Denoised, DiffusionModel, StepReport
 from tilewright.metrics.tables import csv_text
 
 Row = dict[str, Any]
 
 PADDED = 16
-"""Sequences get room for a multiple of so many positions: what is padded costs plain dense steps most."""
+"""Sequence lengths are rounded up to a multiple of this. Padding costs plain dense steps most."""
 
 
-def ways_of(
+def make_variants(
     base: Denoising,
     modes: Sequence[Mode],
     taus: Sequence[float] = (),
     thresholds: Sequence[float] = (),
     suffixes: Sequence[int] = (),
 ) -> dict[str, Denoising]:
-    """Every mode, sparse once for each tau, first with a quota a step and then with each threshold; then all again
-    with each suffix window. By what they are called.
+    """Returns all variants by name: every mode (sparse once per tau), first with a quota per step, then with each threshold,
+    and all of these again with each suffix window.
 
-    The first is plain dense denoising, asked for or not: the others are compared with it.
+    The first variant is always plain dense denoising, the baseline of all comparisons.
     """
     found = {"dense": replace(base, mode="dense")}
     for suffix_window, threshold in product((None, *suffixes), (None, *thresholds)):
-        told = ("" if threshold is None else f" p≥{threshold:g}") + ("" if suffix_window is None else f" +{suffix_window}")
+        suffix = ("" if threshold is None else f" p≥{threshold:g}") + ("" if suffix_window is None else f" +{suffix_window}")
         steps = base.steps if threshold is None else None
         commits = replace(base, threshold=threshold, steps=steps, suffix_window=suffix_window)
         for mode in modes:
             if mode == "sparse":
                 for tau in taus:
                     saliency = replace(base.saliency, tau=tau)
-                    found[f"sparse τ{tau:g}{told}"] = replace(commits, mode=mode, saliency=saliency)
+                    found[f"sparse τ{tau:g}{suffix}"] = replace(commits, mode=mode, saliency=saliency)
             else:
-                found[f"{mode}{told}"] = replace(commits, mode=mode)
+                found[f"{mode}{suffix}"] = replace(commits, mode=mode)
     return found
 
 
 def fitted_table(prompts: Sequence[Sequence[int]], base: Denoising, batch_size: int) -> DiffusionTable:
-    """One shape that holds all prompts with their responses and little else."""
+    """Returns the smallest shape that holds all prompts with their responses."""
     longest = max(len(prompt) for prompt in prompts) + base.new_tokens
     positions = -(-longest // PADDED) * PADDED
     return DiffusionTable((batch_size,), (positions,), (base.new_tokens,), (base.block,))
@@ -62,15 +62,15 @@ def fitted_table(prompts: Sequence[Sequence[int]], base: Denoising, batch_size: 
 
 @dataclass
 class DenoisingRun:
-    """Prompts denoised once.
+    """One pass of denoising over the prompts.
 
     Attributes:
-        results: of each prompt.
-        reports: of each batch, of each step.
-        positions: of prompt and response together, of each row of each batch.
-        seconds: in the denoising loop.
-        dispatches: programs that were run, each with one read by the host at its end.
-        computed_all: whether every step computed every position (`Denoising.computes_all`).
+        results: result of each prompt.
+        reports: step reports of each batch.
+        positions: number of prompt and response positions of each row, for each batch.
+        seconds: time in the denoising loop.
+        dispatches: number of dispatched programs; the host reads the result of each.
+        computed_all: True if every step computed every position (`Denoising.computes_all`).
     """
 
     results: list[Denoised]
@@ -82,7 +82,7 @@ class DenoisingRun:
 
     @property
     def steps(self) -> int:
-        """Forward passes, of a batch each."""
+        """Number of forward passes of a batch."""
         return sum(map(len, self.reports))
 
     @property
@@ -90,7 +90,7 @@ class DenoisingRun:
         return sum(len(result.tokens) for result in self.results)
 
     def salient(self) -> list[np.ndarray]:
-        """Of each row the share of its positions whose MLP was computed, `[steps, layers]`."""
+        """Returns, for each row, the share of positions whose MLP was computed, `[steps, layers]`."""
         found = []
         for reports, positions in zip(self.reports, self.positions, strict=True):
             for row, size in enumerate(positions):
@@ -102,20 +102,20 @@ class DenoisingRun:
 def denoise(
     model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int, on_row: Callable[[int], None]
 ) -> DenoisingRun:
-    """Denoises all prompts, timed without what happens before the first step of each batch.
+    """Denoises all prompts. The time excludes work before the first step of each batch.
 
     Args:
-        on_row: called with the number of rows that are done, after each batch.
+        on_row: called after each batch with the number of finished rows.
     """
     run = DenoisingRun([], [], [], 0.0, 0, request.computes_all)
     for first in range(0, len(prompts), batch_size):
         session = model.start(prompts[first : first + batch_size], request)
-        model.programs.warm(model.programs.keys(session.shape))
-        began = time.perf_counter()
+        session.prefill()
+        start = time.perf_counter()
         while not session.finished:
             session.advance()
             run.dispatches += 1
-        run.seconds += time.perf_counter() - began
+        run.seconds += time.perf_counter() - start
         run.results += session.results()
         run.reports.append(session.reports)
         run.positions.append([len(prompt) + request.new_tokens for prompt in session.prompts])
@@ -123,13 +123,13 @@ def denoise(
     return run
 
 
-def by_step(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The mean of rows' entries at each step, over the rows that took it."""
+def mean_by_step(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the mean of the rows' entries at each step, over the rows with that step."""
     return [np.mean([row[step] for row in rows if step < len(row)], axis=0) for step in range(max(map(len, rows), default=0))]
 
 
 def run_figures(run: DenoisingRun) -> Row:
-    """Figures of one run by itself."""
+    """Returns the figures of one run."""
     shares = run.salient()
     committed = [n for result in run.results for n in result.committed]
     each = np.concatenate(shares) if shares else np.zeros((0, 1))
@@ -139,12 +139,12 @@ def run_figures(run: DenoisingRun) -> Row:
         "committed_tokens": sum(committed),
         "steps": run.steps,
         "tokens_per_forward": mean(committed),
-        "tokens_per_forward_by_step": [x.item() for x in by_step([np.asarray([r.committed]).T for r in run.results])],
+        "tokens_per_forward_by_step": [x.item() for x in mean_by_step([np.asarray([r.committed]).T for r in run.results])],
         "spans": dict(Counter(report.span for reports in run.reports for report in reports)),
         "salient_share": float(each.mean()) if each.size else None,
         "salient_share_by_layer": each.mean(axis=0).tolist() if each.size else [],
-        "salient_share_by_step": [float(x.mean()) for x in by_step(shares)],
-        "salient_share_by_step_and_layer": [x.tolist() for x in by_step(shares)],
+        "salient_share_by_step": [float(x.mean()) for x in mean_by_step(shares)],
+        "salient_share_by_step_and_layer": [x.tolist() for x in mean_by_step(shares)],
         "host_synchronisations": run.dispatches,
         "host_synchronisations_per_step": run.dispatches / run.steps if run.steps else None,
     }
@@ -152,13 +152,13 @@ def run_figures(run: DenoisingRun) -> Row:
 
 @dataclass(frozen=True)
 class MeasuredWay:
-    """Everything that was measured of one way.
+    """Measurements of one variant.
 
     Attributes:
-        name: what it is called.
-        whole: all prompts, once; the figures of tokens and steps are its.
-        timed: the first prompts, over and over, in turns with the other ways.
-        compiled: `program_figures`.
+        name: name of the variant.
+        whole: one run over all prompts, source of the token and step figures.
+        timed: repeated runs over the first prompts, in alternation with the other variants.
+        compiled: result of `program_figures`.
     """
 
     name: str
@@ -171,22 +171,23 @@ class MeasuredWay:
 
 
 def program_figures(model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int) -> Row:
-    """Compiles what a way needs, and what that took and takes; a program that an earlier way needed is not compiled again."""
+    """Compiles a variant's programs and returns compile figures and memory. Programs of earlier variants are reused."""
     batch = prompts[:batch_size]
     shape = model.table.shape(len(batch), [len(prompt) for prompt in batch], [request] * len(batch))
+    programs = model.programs_of(shape)
     with Ledger() as ledger:
-        model.programs.warm(model.programs.keys(shape))
-    memory = model.programs.get(DiffusionKey("denoise", shape)).memory_analysis()
-    held = None
+        programs.warm(programs.keys)
+    memory = programs.get(DiffusionKey("steps", shape)).memory_analysis()
+    peak_bytes = None
     if memory is not None:
-        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        held += memory.temp_size_in_bytes
-    return {**ledger.figures(), "peak_bytes": held, "positions": shape.positions}
+        peak_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        peak_bytes += memory.temp_size_in_bytes
+    return {**ledger.figures(), "peak_bytes": peak_bytes, "positions": shape.positions}
 
 
 def measure(
     model: DiffusionModel,
-    ways: Mapping[str, Denoising],
+    variants: Mapping[str, Denoising],
     prompts: Sequence[Sequence[int]],
     *,
     batch_size: int = 1,
@@ -195,39 +196,39 @@ def measure(
     repetitions: int = REPETITIONS,
     on_row: Callable[[int], None] = lambda _: None,
 ) -> list[MeasuredWay]:
-    """Denoises the prompts in every way.
+    """Denoises the prompts in every variant.
 
     Args:
-        timed: how many of the prompts are denoised `repetitions` times more, all ways in turns.
-        compared: how many of them are gone through step by step beside dense passes.
-        on_row: called with a number of prompts that are done, `rows_in_all` of them together.
+        timed: number of prompts that are denoised `repetitions` more times, all variants in alternation.
+        compared: number of prompts whose steps are compared with dense passes.
+        on_row: called with numbers of finished prompts, `rows_in_all` in total.
     """
     whole = {}
     compiled = {}
-    for name, request in ways.items():
+    for name, request in variants.items():
         compiled[name] = program_figures(model, prompts, request, batch_size)
         whole[name] = denoise(model, prompts, request, batch_size, on_row)
-    runs = {name: partial(denoise, model, prompts[:timed], request, batch_size, on_row) for name, request in ways.items()}
+    runs = {name: partial(denoise, model, prompts[:timed], request, batch_size, on_row) for name, request in variants.items()}
     with Ledger() as ledger:
-        taken = alternate(runs, repetitions)
+        runs_by_name = alternate(runs, repetitions)
     found = []
-    for name, request in ways.items():
+    for name, request in variants.items():
         quality = compare_with_dense(model, prompts[:compared], request, batch_size)
-        found.append(MeasuredWay(name, request, whole[name], taken[name], quality, compiled[name], ledger.compilations))
+        found.append(MeasuredWay(name, request, whole[name], runs_by_name[name], quality, compiled[name], ledger.compilations))
         on_row(min(compared, len(prompts)))
     return found
 
 
-def rows_in_all(ways: int, prompts: int, timed: int, compared: int, repetitions: int) -> int:
-    """Number of prompts that `measure` reports as done."""
-    return ways * (prompts + min(timed, prompts) * repetitions + min(compared, prompts))
+def rows_in_all(variants: int, prompts: int, timed: int, compared: int, repetitions: int) -> int:
+    """Returns the number of prompts that `measure` reports in total."""
+    return variants * (prompts + min(timed, prompts) * repetitions + min(compared, prompts))
 
 
 def figures(one: MeasuredWay, baseline: MeasuredWay, right: Callable[[int, str], bool] | None = None) -> Row:
-    """One way's row under the field names of `--json`, defined in docs/metrics.md; ratios are to the baseline's.
+    """Returns one variant's row under the field names of `--json` (docs/metrics.md); ratios are to the baseline's.
 
     Args:
-        right: whether a text answers the prompt of this number; None where nobody knows.
+        right: returns True if a text answers the prompt of this number; None if unknown.
     """
     request = one.request
     rates = [run.tokens / run.seconds for run in one.timed]
@@ -260,16 +261,16 @@ def figures(one: MeasuredWay, baseline: MeasuredWay, right: Callable[[int, str],
 
 
 def rows(measured: Sequence[MeasuredWay], right: Callable[[int, str], bool] | None = None) -> list[Row]:
-    """A row of figures for each way."""
+    """Returns a row of figures for each variant."""
     return [figures(one, measured[0], right) for one in measured]
 
 
 def environment(model: DiffusionModel) -> Row:
-    """Chip, dtype, kernels, model and versions that the figures were measured with."""
+    """Returns chip, dtype, kernels, model and versions of a measurement."""
     return {
         "chip": chip_name(),
         "dtype": model.dtype,
-        "kernels": model.programs.ops.name,
+        "kernels": model.target.ops.name,
         "devices": 1 if model.placement is None else model.placement.mesh.size,
         "schedule": "single_device" if model.placement is None else model.placement.name,
         "jax_version": jax.__version__,
@@ -279,5 +280,5 @@ def environment(model: DiffusionModel) -> Row:
 
 
 def scalars_as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV: those of their figures that are one number or name."""
+    """Returns the rows as CSV with all single-valued figures."""
     return csv_text([name for name in rows[0] if not any(isinstance(row[name], (list, tuple, dict)) for row in rows)], rows)

@@ -1,4 +1,4 @@
-"""Accuracy of cached steps: logits beside those of a dense pass over the same tokens, all along a mode's own trajectory."""
+"""Accuracy of cached steps: logits compared with a dense pass over the same tokens, along a mode's own trajectory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,20 +12,20 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from tilewright.compiled.timing import mean
-from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import FAR, MODES, Denoising
 from tilewright.diffusion.state import SPANS, DiffusionState, Span, plan
 from tilewright.diffusion.steps import Denoiser, block_logits, step_span
+from tilewright.llm.diffusion_model import DiffusionModel
 from tilewright.models.decoder import DecoderParams
 
 
 class Beside(NamedTuple):
-    """One step beside a dense pass, `[B]`: sums over the positions that it could commit.
+    """Comparison of one step with a dense pass, `[B]`: sums over the positions that the step could commit.
 
     Attributes:
-        kl: nats, of the dense distribution against the step's, at temperature 1 and before any filter.
-        agreeing: whose most likely tokens are the same.
-        masked: how many positions these are.
+        kl: KL divergence in nats of the step's distribution from the dense one, at temperature 1, before filters.
+        agreeing: number of positions with the same most likely token.
+        masked: number of compared positions.
     """
 
     kl: Array
@@ -36,18 +36,18 @@ class Beside(NamedTuple):
 def beside(
     dense: Float[Array, "B K V"], cached: Float[Array, "B K V"], masked: Bool[Array, "B K"], mask_token_id: int
 ) -> Beside:
-    """Distance of logits from those of a dense pass. The mask itself, which is never chosen, counts in neither."""
-    kept = jnp.arange(dense.shape[-1]) != mask_token_id
-    p, q = (jax.nn.log_softmax(jnp.where(kept, x.astype(jnp.float32), -jnp.inf), axis=-1) for x in (dense, cached))
-    each = jnp.sum(jnp.where(kept, jnp.exp(p) * (p - q), 0.0), axis=-1)
-    same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
-    kl = jnp.sum(jnp.where(masked, jnp.maximum(each, 0.0), 0.0), axis=1)  # which rounding may take below 0
-    return Beside(kl, jnp.sum(same & masked, axis=1), jnp.sum(masked, axis=1))
+    """Returns the distance of logits from a dense pass. The mask token, which is never chosen, is excluded."""
+    is_token = jnp.arange(dense.shape[-1]) != mask_token_id
+    p, q = (jax.nn.log_softmax(jnp.where(is_token, x.astype(jnp.float32), -jnp.inf), axis=-1) for x in (dense, cached))
+    each = jnp.sum(jnp.where(is_token, jnp.exp(p) * (p - q), 0.0), axis=-1)
+    is_equal = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
+    kl = jnp.sum(jnp.where(masked, jnp.maximum(each, 0.0), 0.0), axis=1)  # rounding may fall below 0
+    return Beside(kl, jnp.sum(is_equal & masked, axis=1), jnp.sum(masked, axis=1))
 
 
 @partial(jax.jit, static_argnums=0)
-def asked_span(denoiser: Denoiser, state: DiffusionState) -> Int[Array, ""]:
-    """The number in `SPANS` of what the rows ask for."""
+def requested_span(denoiser: Denoiser, state: DiffusionState) -> Int[Array, ""]:
+    """Returns the index in `SPANS` of the widest span that the rows need."""
     return jnp.max(plan(state, denoiser.config.shifted).span)
 
 
@@ -55,9 +55,9 @@ def asked_span(denoiser: Denoiser, state: DiffusionState) -> Int[Array, ""]:
 def step_beside_dense(
     denoiser: Denoiser, span: Span, params: DecoderParams, state: DiffusionState
 ) -> tuple[DiffusionState, Beside]:
-    """A step, and how far its logits are from those of a dense pass over the same tokens. DONATES state.
+    """Runs a step and compares its logits with a dense pass over the same tokens. DONATES state.
 
-    The dense pass looks at all positions: a suffix window, and a response's window without its boundary, are the step's alone.
+    The dense pass sees all positions: only the step has a suffix window or a window without its boundary.
     """
     cached = block_logits(denoiser, span, params, state)
     options = state.options
@@ -70,7 +70,7 @@ def step_beside_dense(
 
 @dataclass
 class Quality:
-    """Sums over responses for each step, `[steps, 3]` float64: those of `Beside`."""
+    """Sums over responses for each step, `[steps, 3]` float64, in the order of `Beside`'s fields."""
 
     sums: np.ndarray = field(default_factory=lambda: np.zeros((0, 3)))
 
@@ -80,44 +80,45 @@ class Quality:
         self.sums[step] += [np.asarray(values)[:rows].sum() for values in difference]
 
     def figures(self) -> dict[str, object]:
-        """Means over masked positions, of all steps and of each; None where nothing was compared."""
+        """Returns means over masked positions, of all steps and of each step; None without comparisons."""
         kl, agreeing, positions = self.sums.sum(axis=0).tolist()
-        by_step = self.sums[self.sums[:, 2] > 0]
+        compared = self.sums[self.sums[:, 2] > 0]
         return {
             "compared_positions": round(positions),
             "logit_kl_nats": kl / positions if positions else None,
-            "logit_kl_nats_by_step": (by_step[:, 0] / by_step[:, 2]).tolist(),
+            "logit_kl_nats_by_step": (compared[:, 0] / compared[:, 2]).tolist(),
             "argmax_agreement": agreeing / positions if positions else None,
-            "argmax_agreement_by_step": (by_step[:, 1] / by_step[:, 2]).tolist(),
+            "argmax_agreement_by_step": (compared[:, 1] / compared[:, 2]).tolist(),
         }
 
 
 def compare_with_dense(model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int) -> Quality:
-    """Denoises the prompts step by step, each beside a dense pass over the tokens as they stand.
+    """Denoises the prompts step by step and compares each step with a dense pass over the current tokens.
 
-    Steps that compute everything differ from that in nothing, and are not run.
+    Variants whose steps compute everything are equal by construction and are not run.
     """
     quality = Quality()
     for first in range(0, len(prompts), batch_size):
         if request.computes_all:
             break
         batch = prompts[first : first + batch_size]
-        session = model.start(batch, request)
-        denoiser = model.programs.denoiser(session.shape)
-        state = session.state
+        shape = model.table.shape(len(batch), [len(prompt) for prompt in batch], [request] * len(batch))
+        programs = model.programs_of(shape)
+        denoiser = programs.denoiser(shape)
+        state = programs.batch(shape, batch, [request.seeded()] * len(batch))
         step = 0
         while not np.asarray(state.done)[: len(batch)].all():
-            asked = int(asked_span(denoiser, state))
-            span = next(span for span in denoiser.spans if SPANS.index(span) >= asked)
-            state, difference = step_beside_dense(denoiser, span, model.programs.params, state)
+            requested = int(requested_span(denoiser, state))
+            span = next(span for span in denoiser.spans if SPANS.index(span) >= requested)
+            state, difference = step_beside_dense(denoiser, span, model.params, state)
             quality.add(step, difference, len(batch))
             step += 1
     return quality
 
 
 def token_agreement(dense: Sequence[Sequence[int]], compared: Sequence[Sequence[int]]) -> float | None:
-    """The share of places of responses that hold the same token, places that one of the two lacks included."""
+    """Returns the share of response positions with the same token. Positions that one response lacks count as different."""
     pairs = list(zip(dense, compared, strict=True))
     places = [max(len(a), len(b)) for a, b in pairs]
-    same = [sum(x == y for x, y in zip(a, b, strict=False)) for a, b in pairs]
-    return sum(same) / sum(places) if sum(places) else mean(1.0 for _ in pairs)
+    matches = [sum(x == y for x, y in zip(a, b, strict=False)) for a, b in pairs]
+    return sum(matches) / sum(places) if sum(places) else mean(1.0 for _ in pairs)

@@ -1,4 +1,4 @@
-"""Requests put to the engine in every order, and what it gives for them, for `verify-exact`."""
+"""Paths of `verify-exact` through the engine: requests submitted in various orders."""
 
 import time
 from collections import deque
@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from tilewright.bench.exact import ExactRequest, PathAnswer, PathResult, Plain, made_of
+from tilewright.bench.exact import ExactRequest, PathAnswer, PathResult, Plain, derived_requests
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
@@ -21,25 +21,25 @@ from tilewright.speculation.team import Team
 Order = Literal["given", "reversed", "shuffled"]
 
 PAGE_SIZE = 16
-"""The smallest there is: requests cross pages, run out of them and share them most often."""
+"""The smallest page size: requests cross pages, run out of pages and share pages most often."""
 PATIENCE_S = 300.0
-"""Seconds without any progress after which the engine counts as stuck."""
+"""Seconds without progress after which the engine counts as stuck."""
 SCARCE = (0.4, 0.2, 0.7)
-"""Of the pages that as many requests as there are slots may come to need, how many a scarce pool has; the next where something
-that was to happen did not: nobody had to give way, or no page outlasted its request until another one began alike."""
+"""Sizes of the small page pool, as fractions of what all slots could need. The next size is tried if expected events
+(preemptions, prefix hits) did not happen."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """An order in which requests arrive at the engine.
+    """Order and timing of requests to the engine.
 
     Attributes:
-        together: the most at a time; None for all at once.
-        every: tokens that come of earlier ones between two arrivals.
-        again: requests that begin like every second of these follow.
-        strangers: beside each request there is another, given up when its first tokens come.
-        logprobs: every third request asks for log-probabilities, and every sixth for those of its prompt.
-        scarce: the pool is too small for those that run.
+        together: maximum number of concurrent requests; None for no limit.
+        every: minimum number of generated tokens between two submissions.
+        again: after the requests, submit derived requests of every second one (`derived_requests`).
+        strangers: submit a second request with each one and cancel the second after its first tokens.
+        logprobs: every third request returns log-probabilities, and every sixth those of its prompt.
+        scarce: the page pool is too small for all running requests.
     """
 
     name: str
@@ -66,14 +66,14 @@ ARRIVALS = {
         Arrivals("everything", "shuffled", every=6, again=True, strangers=True, logprobs=True, scarce=True),
     )
 }
-"""By name; "everything" is all of them at once."""
+"""Arrivals by name. "everything" combines all features."""
 
 
 def make_engine(lm: LanguageModel, batches: Sequence[int], capacity: int) -> Engine:
-    """An engine that is ready, with as many slots as the largest batch. A compile that it asks for is counted, not refused."""
+    """Returns a warmed, running engine with as many slots as the largest batch. Compilations are counted, not refused."""
     widths = lm.drafter.widths if isinstance(lm.drafter, Team) else ()
     table = ShapeTable(tuple(batches), (capacity,), lm.table.chunks, widths)
-    # The queue takes all that is asked at once.
+    # The queue has room for all requests.
     engine = lm.engine(EngineOptions(table, PAGE_SIZE, queue_requests=2**20, queue_tokens=2**30, guard="off"))
     engine.warm()
     engine.start()
@@ -82,19 +82,19 @@ def make_engine(lm: LanguageModel, batches: Sequence[int], capacity: int) -> Eng
 
 @dataclass
 class Client:
-    """Asks and listens.
+    """Submits requests and collects their tokens.
 
     Attributes:
-        heard: all updates, each with the place of its request; strangers have places below 0.
-        tokens: of each request, as they came.
-        running, strangers: the handles of those that have not ended, by place.
-        since: tokens of requests since the last one was asked.
+        updates: all updates, each with the index of its request; strangers have negative indices.
+        tokens: tokens of each request.
+        running, strangers: handles of unfinished requests and strangers, by index.
+        since: tokens generated since the last submission.
     """
 
     engine: Engine
-    asked: Sequence[ExactRequest]
+    requests: Sequence[ExactRequest]
     arrivals: Arrivals
-    heard: SimpleQueue[tuple[int, RequestOutput]] = field(default_factory=SimpleQueue)
+    updates: SimpleQueue[tuple[int, RequestOutput]] = field(default_factory=SimpleQueue)
     tokens: list[list[int]] = field(default_factory=list)
     running: dict[int, RequestHandle] = field(default_factory=dict)
     strangers: dict[int, RequestHandle] = field(default_factory=dict)
@@ -102,39 +102,39 @@ class Client:
     problem: str = ""
 
     def run(self) -> None:
-        """Until all have ended, or the engine is stuck."""
-        self.tokens = [[] for _ in self.asked]
-        left = deque(range(len(self.asked)))
-        while left or self.running or self.strangers:
-            while left and self.may_ask():
-                self.ask(left.popleft())
+        """Runs until all requests have ended or the engine is stuck."""
+        self.tokens = [[] for _ in self.requests]
+        waiting = deque(range(len(self.requests)))
+        while waiting or self.running or self.strangers:
+            while waiting and self.may_submit():
+                self.submit_next(waiting.popleft())
             try:
-                self.take(*self.heard.get(timeout=PATIENCE_S))
+                self.add(*self.updates.get(timeout=PATIENCE_S))
             except Empty:
-                self.problem = f"the engine was stuck: nothing came in {PATIENCE_S:g} s"
+                self.problem = f"the engine was stuck: no output for {PATIENCE_S:g} s"
                 for handle in [*self.running.values(), *self.strangers.values()]:
                     self.engine.cancel(handle)
                 return
 
-    def may_ask(self) -> bool:
-        together = len(self.asked) if self.arrivals.together is None else self.arrivals.together
+    def may_submit(self) -> bool:
+        together = len(self.requests) if self.arrivals.together is None else self.arrivals.together
         return not self.running or (len(self.running) < together and self.since >= self.arrivals.every)
 
-    def ask(self, place: int) -> None:
-        asked = self.asked[place]
+    def submit_next(self, place: int) -> None:
+        source = self.requests[place]
         self.since = 0
         if self.arrivals.strangers:
-            sampling = replace(asked.sampling, ignore_eos=True, stop=())
-            self.strangers[-1 - place] = self.submit(-1 - place, GenerateRequest(asked.prompt[::-1], sampling))
+            sampling = replace(source.sampling, ignore_eos=True, stop=())
+            self.strangers[-1 - place] = self.submit(-1 - place, GenerateRequest(source.prompt[::-1], sampling))
         logprobs = self.arrivals.logprobs and place % 3 == 0
-        request = GenerateRequest(asked.prompt, asked.sampling, 2 if logprobs else None, logprobs and place % 6 == 0)
+        request = GenerateRequest(source.prompt, source.sampling, 2 if logprobs else None, logprobs and place % 6 == 0)
         self.running[place] = self.submit(place, request)
 
     def submit(self, place: int, request: GenerateRequest) -> RequestHandle:
-        return self.engine.submit(request, lambda update: self.heard.put((place, update)))
+        return self.engine.submit(request, lambda update: self.updates.put((place, update)))
 
-    def take(self, place: int, update: RequestOutput) -> None:
-        """Takes in what came of a request, or of a stranger."""
+    def add(self, place: int, update: RequestOutput) -> None:
+        """Adds an update of a request or of a stranger."""
         if place < 0:
             if update.end is not None:
                 del self.strangers[place]
@@ -150,10 +150,10 @@ class Client:
 
 
 class EnginePath:
-    """Runs requests through one engine as they arrive.
+    """Runs requests through one engine.
 
     Args:
-        seed: of the shuffled order.
+        seed: seed of the shuffled order.
     """
 
     def __init__(self, engine: Engine, plain: Plain, arrivals: Arrivals, seed: int):
@@ -162,22 +162,22 @@ class EnginePath:
         self.arrivals = arrivals
         self.seed = seed
 
-    def __call__(self, asked: Sequence[ExactRequest]) -> PathResult:
-        in_order = [asked[n] for n in self.order(len(asked))]
+    def __call__(self, requests: Sequence[ExactRequest]) -> PathResult:
+        ordered = [requests[n] for n in self.order(len(requests))]
         if self.arrivals.again:
-            in_order += [each for one in in_order[::2] for each in made_of(self.plain, one)]
-        for each in in_order:
-            self.plain.answer(each)  # whatever that compiles is not the engine's doing
+            ordered += [each for one in ordered[::2] for each in derived_requests(self.plain, one)]
+        for each in ordered:
+            self.plain.answer(each)  # compiles the reference programs before the engine's compilations are counted
         before = self.engine.stats()
         answers = []
         problem = ""
         for share in SCARCE if self.arrivals.scarce else (1.0,):
-            client = Client(self.engine, in_order, self.arrivals)
-            self.engine.pages.forget()  # nothing that was computed before is found
-            with self.scarcity(in_order, share) as held:
+            client = Client(self.engine, ordered, self.arrivals)
+            self.engine.scheduler.pages.forget()  # no prefix hits from earlier runs
+            with self.scarcity(ordered, share) as reserved:
                 client.run()
-                problem = problem or client.problem or left_over(self.engine, held)
-            answers += [PathAnswer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
+                problem = problem or client.problem or left_over(self.engine, reserved)
+            answers += [PathAnswer(one, tokens) for one, tokens in zip(ordered, client.tokens, strict=True)]
             if problem or not self.lacking(exercised_between(before, self.engine.stats())):
                 break
         after = self.engine.stats()
@@ -192,45 +192,46 @@ class EnginePath:
         return list(range(count))[:: -1 if self.arrivals.order == "reversed" else 1]
 
     @contextmanager
-    def scarcity(self, asked: Sequence[ExactRequest], share: float) -> Iterator[int]:
-        """Holds pages back if they are to be scarce, but those that each request needs by itself; yields how many.
+    def scarcity(self, requests: Sequence[ExactRequest], share: float) -> Iterator[int]:
+        """Reserves pages if the pool is to be scarce, but leaves enough for each single request. Yields the number of reserved
+        pages.
 
-        The engine has nothing to do when this begins and ends, so that its accounts stand still.
+        The engine is idle at the beginning and at the end, so that its page accounts do not change.
         """
-        pages = self.engine.pages
+        pages = self.engine.scheduler.pages
         scheduler = self.engine.scheduler
-        drafter = self.engine.model.drafter
+        drafter = self.engine.decoding.model.drafter
         widest = 1 if drafter is None else drafter.block_size
-        needs = sorted(scheduler.pages_for(each.end + widest) for each in asked)
-        left = max(needs[-1], int(share * sum(needs[-len(scheduler.slots) :])))
-        held = pages.take(max(0, pages.free - left)) if self.arrivals.scarce else []
-        assert held is not None, "no more pages are taken than are free"
-        yield len(held)
-        pages.release(held)
+        page_counts = sorted(scheduler.pages_for(each.end + widest) for each in requests)
+        free = max(page_counts[-1], int(share * sum(page_counts[-len(scheduler.slots) :])))
+        reserved = pages.take(max(0, pages.free - free)) if self.arrivals.scarce else []
+        assert reserved is not None, "more pages taken than free"
+        yield len(reserved)
+        pages.release(reserved)
 
     def lacking(self, exercised: dict[str, int]) -> list[str]:
-        """Names of the events that this order of arrival should have caused and did not."""
-        wanted = {
+        """Returns the names of events that these arrivals should have caused and did not."""
+        expected = {
             "preemptions": self.arrivals.scarce,
             "prefix tokens": self.arrivals.again,
             "cancelled": self.arrivals.strangers,
-            "accepted drafts": self.engine.model.drafter is not None,
+            "accepted drafts": self.engine.decoding.model.drafter is not None,
         }
-        return [name for name, needed in wanted.items() if needed and not exercised.get(name)]
+        return [name for name, is_expected in expected.items() if is_expected and not exercised.get(name)]
 
 
-def left_over(engine: Engine, held: int) -> str:
-    """Text on what an engine that has nothing to do still holds, besides `held` pages; empty if nothing."""
+def left_over(engine: Engine, reserved: int) -> str:
+    """Describes what an idle engine still holds besides `reserved` pages; empty if nothing."""
     until = time.monotonic() + PATIENCE_S
-    while engine.busy and time.monotonic() < until:  # a dispatch behind the last end is still to be read
+    while engine.busy and time.monotonic() < until:  # a dispatch after the last end may still be in flight
         time.sleep(0.001)
     stats = engine.stats()
-    kept = {"running": stats.running, "waiting": stats.waiting, "pages": stats.pages_used - held}
-    return ", ".join(f"{count} {name} left over" for name, count in kept.items() if count)
+    leftovers = {"running": stats.running, "waiting": stats.waiting, "pages": stats.pages_used - reserved}
+    return ", ".join(f"{count} {name} left over" for name, count in leftovers.items() if count)
 
 
 def exercised_between(before: EngineStats, after: EngineStats) -> dict[str, int]:
-    """Counts of what an engine did between two readings of its statistics."""
+    """Returns counts of the engine's events between two readings of its statistics."""
     counted = {
         "rounds": after.rounds - before.rounds,
         "accepted drafts": after.accepted - before.accepted,

@@ -1,4 +1,4 @@
-"""The ways that `verify-exact` holds against plain decoding, drafter by drafter: batches, other widths, engines."""
+"""Decoding paths that `verify-exact` compares with plain decoding, for each drafter: batches, block widths, engines."""
 
 import time
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewright.bench.exact import ExactFinding, ExactRequest, PathAnswer, PathResult, Plain, requests_of
+from tilewright.bench.exact import ExactFinding, ExactRequest, PathAnswer, PathResult, Plain, make_requests
 from tilewright.bench.exact_engine import ARRIVALS, Arrivals, EnginePath, make_engine
 from tilewright.bench.speculative_figures import BASELINE
 from tilewright.compiled.store import warm
@@ -23,33 +23,33 @@ from tilewright.speculation.drafters.ngrams_first import ngrams_first
 from tilewright.speculation.team import Team
 
 CHUNKS = (16, 64)
-"""Lengths of a prefill chunk: short, so that prompts take several."""
+"""Lengths of prefill chunks, short so that prompts take several chunks."""
 MOST_ROUNDS = 3
-"""Of a dispatch whose choice was drawn."""
+"""Maximum number of rounds in a dispatch of a randomly chosen round."""
 MOST_TRIED = ("as given", "everything")
-"""Orders of arrival that run every kind of sampling, whatever the effort."""
+"""Arrivals that run every kind of sampling at every effort."""
 TEAM = "auto"
-"""Name under which the team of all drafters is shown."""
+"""Name of the team of all drafters in results."""
 TEAM_WIDTHS = (4,)
-"""Of its blocks, besides each drafter's own."""
+"""Block widths of the team, besides each drafter's own."""
 
 Loaded = tuple[Any, Any]
-"""A drafter with its parameters, as `LanguageModel.load_drafter` gives them."""
+"""Drafter and parameters, as `LanguageModel.load_drafter` returns them."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Size of a verification: requests, batches, widths, kinds of sampling and orders of arrival.
+    """Size of a verification: requests, batches, widths, kinds of sampling and arrivals.
 
     Attributes:
-        requests: how many.
-        max_new_tokens: the most of a request.
-        batches: numbers of rows, from 1.
-        widths: of blocks, besides each drafter's own.
-        alone, served: kinds of sampling without the engine, and with it.
-        arrivals: names of `exact_engine.ARRIVALS`.
-        whole: every order of arrival runs every kind of sampling that is served, and a team's engine has rounds for all numbers
-            of rows. Else most orders run the last kind alone, and that engine, whose programs are many, only the most rows.
+        requests: number of requests.
+        max_new_tokens: maximum number of tokens per request.
+        batches: numbers of rows, including 1.
+        widths: block widths, besides each drafter's own.
+        alone, served: kinds of sampling without and with the engine.
+        arrivals: names in `exact_engine.ARRIVALS`.
+        whole: run every kind of sampling with all arrivals, and compile a team's engine for all numbers of rows. Otherwise most
+            arrivals run the last kind only, and a team's engine compiles for the largest number of rows only.
     """
 
     requests: int
@@ -62,11 +62,11 @@ class Effort:
     whole: bool = False
 
     def kinds(self, arrivals: Arrivals) -> tuple[str, ...]:
-        """The kinds of sampling that an order of arrival runs."""
+        """Returns the kinds of sampling that run with these arrivals."""
         return self.served if self.whole or arrivals.name in MOST_TRIED else self.served[-1:]
 
     def engine_batches(self, drafter: object) -> tuple[int, ...]:
-        """The numbers of rows that an engine with this drafter compiles rounds for."""
+        """Returns the numbers of rows for which an engine with this drafter compiles rounds."""
         return self.batches if self.whole or not isinstance(drafter, Team) else self.batches[-1:]
 
 
@@ -77,7 +77,7 @@ THOROUGH = Effort(64, 128, (1, 2, 4, 8), (2, 4, 8), EVERY, EVERY, tuple(ARRIVALS
 
 
 class Alone(NamedTuple):
-    """A way without the engine: rows decoded together, in blocks of a width (None: the drafter's own)."""
+    """Path without the engine: batch size and block width (None: the drafter's own)."""
 
     name: str
     batch: int
@@ -85,10 +85,10 @@ class Alone(NamedTuple):
 
 
 class AlonePath:
-    """Decodes requests in batches; with a team in rounds drawn from all that it may do.
+    """Decodes requests in batches; with a team, in rounds of randomly chosen drafters and widths.
 
     Args:
-        seed: of what is drawn.
+        seed: seed of the choices.
     """
 
     def __init__(self, lm: LanguageModel, batch: int, seed: int):
@@ -96,13 +96,13 @@ class AlonePath:
         self.batch = batch
         self.rng = np.random.default_rng(seed % 2**64)
 
-    def __call__(self, asked: Sequence[ExactRequest]) -> PathResult:
-        groups = [asked[i : i + self.batch] for i in range(0, len(asked), self.batch)]
+    def __call__(self, requests: Sequence[ExactRequest]) -> PathResult:
+        groups = [requests[i : i + self.batch] for i in range(0, len(requests), self.batch)]
         streams = [self.lm.start([one.prompt for one in group], [one.sampling for one in group]) for group in groups]
-        warm((stream.engine.programs, key) for stream in streams for key in stream.keys)
+        warm((stream.engine.decoding.programs, key) for stream in streams for key in stream.keys)
         results = [result for stream in streams for result in self.decode(stream)]
-        answers = [PathAnswer(one, result.tokens) for one, result in zip(asked, results, strict=True)]
-        exercised = exercised_by(results)
+        answers = [PathAnswer(one, result.tokens) for one, result in zip(requests, results, strict=True)]
+        exercised = count_exercised(results)
         lacking = [name for name in ("accepted drafts",) if self.lm.drafter is not None and not exercised.get(name)]
         return PathResult(answers, exercised, lacking)
 
@@ -114,11 +114,11 @@ class AlonePath:
                 stream.advance(int(self.rng.integers(1, MOST_ROUNDS + 1)), choice)
             else:
                 stream.advance()
-        return stream.results()
+        return list(stream.results())
 
 
-def exercised_by(results: Sequence[Result]) -> dict[str, int]:
-    """Counts of rounds, accepted drafts and choices in results; rounds are counted for each row."""
+def count_exercised(results: Sequence[Result]) -> dict[str, int]:
+    """Returns counts of rounds (per row), accepted drafts and choices in results."""
     chosen = Counter(f"of {choice}" for result in results for choice in result.choices)
     counted = {
         "rounds": sum(len(result.acceptance_lengths) for result in results),
@@ -128,19 +128,19 @@ def exercised_by(results: Sequence[Result]) -> dict[str, int]:
 
 
 class Verification:
-    """All ways of one model.
+    """All paths of one model.
 
     Attributes:
-        plain: what they are held against.
+        plain: reference of the comparison.
 
     Args:
-        lm: the target; its drafter, if it has one, takes no part.
-        drafters: by the names that they are shown with; a team of one of each kind joins them.
+        lm: target; its own drafter is not used.
+        drafters: drafters by name; a team with one drafter of each kind is added.
         prompts: token ids.
-        seed: of all that is drawn.
+        seed: seed of all random choices.
 
     Raises:
-        ValueError: a request that does not fit the model's context.
+        ValueError: A request does not fit the model's context.
     """
 
     def __init__(
@@ -151,50 +151,50 @@ class Verification:
         self.seed = seed
         self.drafters: dict[str, Loaded] = {BASELINE: (None, None), **drafters}
         if drafters:
-            self.drafters[TEAM] = team_of(lm, drafters.values())
-        asked = self.asked("greedy")
-        for one in asked:
+            self.drafters[TEAM] = make_team(lm, drafters.values())
+        requests = self.requests("greedy")
+        for one in requests:
             lm.check_length(one.prompt, one.sampling)
-        longest = max(one.end for one in asked) + max(block_size(drafter) for drafter, _ in self.drafters.values())
+        longest = max(one.end for one in requests) + max(block_size(drafter) for drafter, _ in self.drafters.values())
         self.capacity = -(-longest // CHUNKS[-1]) * CHUNKS[-1]
         self.base = with_table(lm, ShapeTable(effort.batches, (self.capacity,), CHUNKS))
         self.plain = Plain(self.base)
 
-    def asked(self, kind: str) -> list[ExactRequest]:
-        return requests_of(self.prompts, kind, self.seed, self.effort.max_new_tokens)
+    def requests(self, kind: str) -> list[ExactRequest]:
+        return make_requests(self.prompts, kind, self.seed, self.effort.max_new_tokens)
 
     def alone(self, drafter: Any) -> list[Alone]:
-        """The ways of a drafter without the engine. Of plain decoding, not the one that all are held against."""
+        """Returns a drafter's paths without the engine; for plain decoding, without the path that is the reference itself."""
         batches = self.effort.batches
         if isinstance(drafter, Team):
-            return [Alone(f"batches of {batches[-1]}, widths drawn", batches[-1])]
-        own = [] if drafter is None and not self.plain.uncached else [Alone("one at a time", 1)]
+            return [Alone(f"batches of {batches[-1]}, random widths", batches[-1])]
+        single = [] if drafter is None and not self.plain.uncached else [Alone("one at a time", 1)]
         blocks = [Alone(f"one at a time, block {n}", 1, n) for n in self.effort.widths if n < block_size(drafter)]
-        return [*own, *blocks, *(Alone(f"batches of {n}", n) for n in batches[1:])]
+        return [*single, *blocks, *(Alone(f"batches of {n}", n) for n in batches[1:])]
 
     def served(self) -> list[Arrivals]:
-        """The ways of each drafter through an engine."""
+        """Returns the arrivals of a drafter's engine paths."""
         few = [n for n in self.effort.batches[:-1] if "as given" in self.effort.arrivals]
         return [*(Arrivals(f"{n} at a time", together=n) for n in few), *(ARRIVALS[name] for name in self.effort.arrivals)]
 
     def count(self) -> int:
-        """Number of findings to come."""
-        every = [drafter for drafter, _ in self.drafters.values()]
+        """Returns the number of findings."""
+        drafters = [drafter for drafter, _ in self.drafters.values()]
         served = sum(len(self.effort.kinds(arrivals)) for arrivals in self.served())
-        return sum(len(self.alone(one)) * len(self.effort.alone) + served for one in every)
+        return sum(len(self.alone(one)) * len(self.effort.alone) + served for one in drafters)
 
     def findings(self, on_path: Callable[[str], None] = lambda name: None) -> Iterator[ExactFinding]:
-        """Runs all ways, and compares what each gave.
+        """Runs all paths and compares their answers with the reference.
 
         Args:
-            on_path: told what comes next.
+            on_path: called with the name of the next path.
         """
         for name, (drafter, params) in self.drafters.items():
-            for way in self.alone(drafter):
-                wanted = drafter if way.block is None else replace(drafter, block_size=way.block)
-                lm = self.base.with_drafter(wanted, params)
-                lm.pacing = None  # rounds are drawn
-                yield from self.run(name, way.name, self.effort.alone, AlonePath(lm, way.batch, self.seed), on_path)
+            for path in self.alone(drafter):
+                widened = drafter if path.block is None else replace(drafter, block_size=path.block)
+                lm = self.base.with_drafter(widened, params)
+                lm.pacing = None  # rounds are chosen at random
+                yield from self.run(name, path.name, self.effort.alone, AlonePath(lm, path.batch, self.seed), on_path)
             if not self.effort.arrivals:
                 continue
             on_path(f"{name}: the engine compiles")
@@ -218,29 +218,29 @@ class Verification:
     ) -> Iterator[ExactFinding]:
         for kind in kinds:
             on_path(f"{drafter}: {name}, {kind}")
-            asked = self.asked(kind)
-            for one in asked:
-                self.plain.answer(one)  # is no part of the path's time
-            began = time.perf_counter()
-            ran = path(asked)
-            yield self.plain.finding(name, drafter, kind, asked, ran, time.perf_counter() - began)
+            requests = self.requests(kind)
+            for one in requests:
+                self.plain.answer(one)  # excluded from the path's time
+            started_at = time.perf_counter()
+            ran = path(requests)
+            yield self.plain.finding(name, drafter, kind, requests, ran, time.perf_counter() - started_at)
 
 
 def with_table(lm: LanguageModel, table: ShapeTable) -> LanguageModel:
-    """A copy of a language model without its drafter, for another table of shapes."""
+    """Returns a copy of a language model for another table of shapes, without a drafter."""
     other = copy(lm)
     other.table = table
     return other.with_drafter(None)
 
 
-def team_of(lm: LanguageModel, drafters: Iterable[Loaded]) -> Loaded:
-    """Those that take turns: the first drafter of each kind."""
+def make_team(lm: LanguageModel, drafters: Iterable[Loaded]) -> Loaded:
+    """Returns a team of the first drafter of each kind."""
     kinds: dict[str, Loaded] = {}
     for drafter, params in drafters:
         kinds.setdefault(drafter.name, (drafter, params))
     members, params = zip(*kinds.values(), strict=True)
-    alike = is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.needs_xla)
-    return Team(ngrams_first(members), TEAM_WIDTHS, not alike), params
+    invariant = is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.needs_xla, lm.quantised)
+    return Team(ngrams_first(members), TEAM_WIDTHS, not invariant), params
 
 
 def block_size(drafter: Drafter | Team | None) -> int:

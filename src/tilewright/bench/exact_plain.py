@@ -1,7 +1,7 @@
-"""Plain decoding that shares nothing with the runtime: for every token one pass over the whole text, without a cache.
+"""Plain decoding without the runtime: one pass over the whole text for every token, without a cache.
 
-Of the package it takes the model's maths, the tokenizer and what a request says. What a token is drawn from is worked out in
-NumPy, in float64: penalties, temperature, top-k, top-p, min-p, and the noise of the request's seed and the token's position.
+Uses only the package's model functions, tokenizer and sampling parameters. The choice of a token is computed in NumPy in
+float64: penalties, temperature, top-k, top-p, min-p, and the noise from the request's seed and the token's position.
 """
 
 import math
@@ -22,27 +22,28 @@ from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.sampling import Sampling, seed_words
 
 MULTIPLE = 64
-"""Texts are padded to a multiple of so many tokens, so that those of all lengths share a few programs."""
+"""Texts are padded to a multiple of this, so that few programs serve all lengths."""
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def logits_behind(
-    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "1 T"], at: Int[Array, ""]
+def logits_after(
+    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "1 T"], position: Int[Array, ""]
 ) -> Float[Array, " V"]:
-    """The logits of what follows position `at`."""
+    """Returns the logits of the token after position `position`."""
     hidden = decoder.forward_full(config, ops, params, tokens).hidden
-    return decoder.logits(config, ops, params, jax.lax.dynamic_slice_in_dim(hidden, at, 1, axis=1))[0, 0]
+    return decoder.logits(config, ops, params, jax.lax.dynamic_slice_in_dim(hidden, position, 1, axis=1))[0, 0]
 
 
 def next_logits(lm: LanguageModel, text: Sequence[int]) -> np.ndarray:
-    """The target's logits of what follows a text, by a pass over all of it without a cache; float32 `[vocabulary]`."""
+    """Returns the target's logits after a text, from one uncached pass over the text; float32 `[vocabulary]`."""
     padded = np.zeros((1, -(-len(text) // MULTIPLE) * MULTIPLE), np.int32)
     padded[0, : len(text)] = text
-    return np.asarray(logits_behind(lm.target, lm.ops, lm.model.models.target, padded, np.int32(len(text) - 1)), np.float32)
+    return np.asarray(logits_after(lm.target, lm.ops, lm.model.models.target, padded, np.int32(len(text) - 1)), np.float32)
 
 
 def plain_tokens(lm: LanguageModel, prompt: Sequence[int], sampling: Sampling) -> list[int]:
-    """The tokens that a request generates, the one that ended it included; one that draws has a seed."""
+    """Returns the generated tokens of a request, including the token that ended the request. A request with a temperature needs
+    a seed."""
     generated: list[int] = []
     decoded = StreamDecoder(lm.tokenizer, prompt=prompt)
     text = ""
@@ -50,8 +51,8 @@ def plain_tokens(lm: LanguageModel, prompt: Sequence[int], sampling: Sampling) -
         logits = next_logits(lm, [*prompt, *generated])
         generated.append(int(np.argmax(draw_scores(logits, sampling, prompt, generated))))
         text += decoded.push(generated[-1:])
-        ended = generated[-1] in lm.target.eos_token_ids and not sampling.ignore_eos
-        if ended or any(stop in text for stop in sampling.stop):
+        is_end = generated[-1] in lm.target.eos_token_ids and not sampling.ignore_eos
+        if is_end or any(stop in text for stop in sampling.stop):
             break
     return generated
 
@@ -59,30 +60,30 @@ def plain_tokens(lm: LanguageModel, prompt: Sequence[int], sampling: Sampling) -
 def draw_scores(
     logits: Float[np.ndarray, " V"], sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
 ) -> Float[np.ndarray, " V"]:
-    """Scores of every token, the largest of which is drawn; -inf for what filters leave out."""
+    """Returns the scores of all tokens; the largest is chosen. Filtered tokens have -inf."""
     scores = penalised(logits.astype(np.float64), sampling, prompt, generated)
     if sampling.temperature == 0:
         return scores
-    kept = filtered(scores / sampling.temperature, sampling)
-    return kept + draw_noise(sampling.seed or 0, len(prompt) + len(generated), len(scores))
+    remaining = filtered(scores / sampling.temperature, sampling)
+    return remaining + draw_noise(sampling.seed or 0, len(prompt) + len(generated), len(scores))
 
 
 def penalised(
     scores: Float[np.ndarray, " V"], sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
 ) -> Float[np.ndarray, " V"]:
-    """Logits after the penalty for repetition, of all tokens before, and for presence and frequency, of generated ones."""
+    """Applies the repetition penalty to all earlier tokens, and presence and frequency penalties to generated tokens."""
     scores = scores.copy()
     before = np.unique([*prompt, *generated])
-    own = scores[before]
+    earlier = scores[before]
     penalty = sampling.repetition_penalty
-    scores[before] = np.where(own > 0, own / penalty, own * penalty)
+    scores[before] = np.where(earlier > 0, earlier / penalty, earlier * penalty)
     tokens, times = np.unique(np.asarray(generated, np.int64), return_counts=True)
     scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
     return scores
 
 
 def filtered(scores: Float[np.ndarray, " V"], sampling: Sampling) -> Float[np.ndarray, " V"]:
-    """Scores of what top-k, top-p and min-p keep, in this order; equals of the last that is kept are kept."""
+    """Applies top-k, top-p and min-p in this order. Ties with the last remaining token remain."""
     if sampling.top_k:
         scores = np.where(scores >= np.sort(scores)[-min(sampling.top_k, len(scores))], scores, -np.inf)
     p = np.exp(scores - np.max(scores))
@@ -95,19 +96,19 @@ def filtered(scores: Float[np.ndarray, " V"], sampling: Sampling) -> Float[np.nd
 
 
 def draw_noise(seed: int, position: int, vocab: int) -> Float[np.ndarray, " {vocab}"]:
-    """Gumbel noise of every token, of a request's seed and a position, by JAX's own random bits."""
+    """Returns Gumbel noise for every token, from a request's seed and a position, with JAX's random bits."""
     key = jax.random.wrap_key_data(jnp.asarray(seed_words(seed), jnp.uint32), impl="threefry2x32")
     bits = np.asarray(jax.random.bits(jax.random.fold_in(key, position), (vocab,), np.uint32))
     return -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**32))
 
 
 def top_margin(logits: Float[np.ndarray, " V"]) -> float:
-    """By how much the largest of logits exceeds the second."""
+    """Returns the largest logit minus the second largest."""
     second, first = np.partition(logits, -2)[-2:]
     return float(first - second)
 
 
-def score_lead(scores: Float[np.ndarray, " V"], one: int, other: int) -> float | None:
-    """Lead of token `one` over `other` in a draw's scores; None where filters leave one of them out."""
-    lead = float(scores[one]) - float(scores[other])
+def score_lead(scores: Float[np.ndarray, " V"], token: int, other: int) -> float | None:
+    """Returns the difference of the scores of tokens `token` and `other`; None if a filter removed one of them."""
+    lead = float(scores[token]) - float(scores[other])
     return lead if math.isfinite(lead) else None

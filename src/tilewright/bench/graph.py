@@ -1,8 +1,8 @@
-"""Message passing as it is usually written, against this package's neighbour tables, on any graph.
+"""Message passing with the usual implementations and with this package's neighbour tables, on any graph.
 
-The experiments are those of a comparison published for Trainium2: scatter, gather and scatter, whole models. The baseline
-gathers the neighbours' features into `[nodes, degree, features]`, multiplies them by a mask and sums; a segment sum over the
-edges stands beside it. A model runs the same code on all sides: only the reduction differs.
+The experiments follow a comparison published for Trainium2: scatter, gather and scatter, whole models. The baseline gathers the
+neighbours' features into `[nodes, degree, features]`, multiplies with a mask and sums. A segment sum over the edges is also
+compared. All sides run the same model code; only the reduction differs.
 """
 
 import math
@@ -31,13 +31,13 @@ EXPERIMENTS = ("scatter-add", "gather-scatter", *MODELS)
 PUBLISHED = EXPERIMENTS[:-1]
 """Experiments of the published comparison: all but GAT."""
 LAYERS = 2
-"""Of a model, each as wide as the features."""
+"""Number of layers of a model, each as wide as the features."""
 
 SEED_SHAPE = "uniform:2048:64"
-"""The graph of the published comparison: as many nodes, and degrees from 1 to this."""
+"""Graph of the published comparison: number of nodes, and degrees from 1 to the second number."""
 
 LARGEST_MESSAGES = 2**32
-"""Bytes of gathered messages beyond which there is no baseline and no padded layout: 4 GiB, a quarter of a v5e's memory."""
+"""Maximum bytes of gathered messages for the baseline and the padded layout: 4 GiB, a quarter of a v5e's memory."""
 
 RMAT = (0.57, 0.19, 0.19, 0.05)
 """Probabilities of the four quarters of the adjacency matrix (Chakrabarti et al. 2004; these are Graph500's)."""
@@ -45,7 +45,7 @@ RMAT = (0.57, 0.19, 0.19, 0.05)
 
 @dataclass(frozen=True)
 class BenchGraph:
-    """Edges to measure on, `[2, E]`, sources above destinations, and how many nodes they are among."""
+    """Edges `[2, E]` (sources, destinations) and the number of nodes."""
 
     name: str
     edge_index: Int[np.ndarray, "2 E"]
@@ -61,18 +61,19 @@ class BenchGraph:
 
 
 def read_graph(data: str) -> BenchGraph:
-    """The graph that `--data` names: "seed", "uniform:NODES:MAXDEGREE", "rmat:NODES:EDGES", "karate" or an `.npz` file.
+    """Reads or generates the graph of `--data`: "seed", "uniform:NODES:MAXDEGREE", "rmat:NODES:EDGES", "karate" or an `.npz`
+    file.
 
-    Of a file, only the edges are used.
+    Only the edges of a file are used.
 
     Raises:
-        ValueError: it is none of these, or without an edge.
+        ValueError: The name is none of these, or the graph has no edge.
     """
     kind, *sizes = (SEED_SHAPE if data == "seed" else data).split(":")
     if kind in ("uniform", "rmat"):
         if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**31 for size in sizes):
-            wanted = "uniform:NODES:MAXDEGREE" if kind == "uniform" else "rmat:NODES:EDGES"
-            raise ValueError(f"expected {wanted} with numbers of at least 1, found {data!r}")
+            form = "uniform:NODES:MAXDEGREE" if kind == "uniform" else "rmat:NODES:EDGES"
+            raise ValueError(f"expected {form} with numbers of at least 1, found {data!r}")
         make = uniform if kind == "uniform" else rmat
         return BenchGraph(data, make(int(sizes[0]), int(sizes[1])), int(sizes[0]))
     found = read_data(data)
@@ -84,14 +85,14 @@ def read_graph(data: str) -> BenchGraph:
 
 
 def uniform(nodes: int, most: int) -> Int[np.ndarray, "2 E"]:
-    """Degrees uniform from 1 to `most`, neighbours uniform among the nodes; always the same ones."""
+    """Returns edges with degrees uniform from 1 to `most` and uniform neighbours; the seed is fixed."""
     rng = np.random.default_rng(0)
     destinations = np.repeat(np.arange(nodes), rng.integers(1, most + 1, nodes))
     return np.stack([rng.integers(0, nodes, destinations.size), destinations])
 
 
 def rmat(nodes: int, edges: int) -> Int[np.ndarray, "2 E"]:
-    """A random graph with hubs: each edge falls into one quarter of the matrix, then of that quarter, and so on."""
+    """Returns a random graph with hubs: each edge falls recursively into a random quarter of the adjacency matrix."""
     rng = np.random.default_rng(0)
     found = np.zeros((2, 0), np.int64)
     while found.shape[1] < edges:
@@ -105,16 +106,16 @@ def rmat(nodes: int, edges: int) -> Int[np.ndarray, "2 E"]:
 
 @dataclass(frozen=True)
 class PeerReduction(ABC):
-    """Base of the other sides: `models.gnn.Neighbours` over sums of messages, every factor worked out before.
+    """Base of the compared implementations: `models.gnn.Neighbours` over sums of messages, with precomputed factors.
 
     Attributes:
         sources: neighbours of each node: slots padded with 0, or edges in the order of their destinations.
-        symmetric, own: GCN's factors of the neighbours, and of the node itself.
+        symmetric, self_factors: GCN's factors of the neighbours and of the node itself.
     """
 
     sources: Int32[Array, "*K"]
     symmetric: Float[Array, "*K"]
-    own: Float[Array, " N"]
+    self_factors: Float[Array, " N"]
     degrees: Float[Array, " N"]
     num_nodes: int = field(metadata={"static": True})
 
@@ -124,11 +125,11 @@ class PeerReduction(ABC):
 
     @abstractmethod
     def total(self, messages: Array, factors: Array | None = None) -> Array:
-        """The sum of each node's messages, each times its factor."""
+        """Returns the sum of each node's messages, multiplied with the factors."""
 
     def aggregate(self, x: Array, *, reduce: str = "sum", normalisation: str | None = None) -> Array:
         if normalisation is not None:
-            return self.total(x[self.sources], self.symmetric) + x * self.own.astype(x.dtype)[:, None]
+            return self.total(x[self.sources], self.symmetric) + x * self.self_factors.astype(x.dtype)[:, None]
         total = self.total(x[self.sources])
         return total / jnp.maximum(self.degrees, 1).astype(x.dtype)[:, None] if reduce == "mean" else total
 
@@ -136,10 +137,10 @@ class PeerReduction(ABC):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Gathered(PeerReduction):
-    """The baseline: gather, mask, sum. Offers `models.gnn.Neighbours`.
+    """Baseline: gather, mask, sum. Implements `models.gnn.Neighbours`.
 
     Attributes:
-        mask: 1 for a slot that is a neighbour.
+        mask: 1 for slots with a neighbour, else 0.
     """
 
     mask: Float[Array, "N K"]
@@ -157,7 +158,7 @@ class Gathered(PeerReduction):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments(PeerReduction):
-    """JAX's own reduction: a segment sum over edges that are sorted by destination. Offers `models.gnn.Neighbours`."""
+    """JAX's own reduction: a segment sum over edges sorted by destination. Implements `models.gnn.Neighbours`."""
 
     destinations: Int32[Array, " E"]
 
@@ -174,17 +175,17 @@ class Segments(PeerReduction):
 
 
 def peers(graph: BenchGraph, gathered: bool) -> dict[str, Any]:
-    """Inputs of the other sides: `segments`, and `gathered` if that is asked for."""
+    """Returns the inputs of the compared implementations: `segments`, and with `gathered` also the baseline's."""
     order = np.argsort(graph.edge_index[1], kind="stable")
     sources, destinations = graph.edge_index[:, order].astype(np.int32)
     degrees = graph.degrees
     loops = missing_loops(from_edge_index(graph.edge_index, graph.num_nodes))
     root = (degrees + loops) ** -0.5
     factors = root[sources] * root[destinations]
-    own = jnp.asarray(loops * root * root, jnp.float32)
+    self_factors = jnp.asarray(loops * root * root, jnp.float32)
     counts = jnp.asarray(degrees, jnp.float32)
     edges = jnp.asarray(sources), jnp.asarray(factors, jnp.float32)
-    inputs: dict[str, Any] = {"segments": Segments(*edges, own, counts, graph.num_nodes, jnp.asarray(destinations))}
+    inputs: dict[str, Any] = {"segments": Segments(*edges, self_factors, counts, graph.num_nodes, jnp.asarray(destinations))}
     if gathered:
         shape = (graph.num_nodes, max(1, int(degrees.max())))
         filled = np.arange(shape[1]) < degrees[:, None]
@@ -192,7 +193,7 @@ def peers(graph: BenchGraph, gathered: bool) -> dict[str, Any]:
         for slot, values in zip(slots, (sources, 1, factors), strict=True):
             slot[filled] = values
         named, mask, symmetric = map(jnp.asarray, slots)
-        inputs["gathered"] = Gathered(named, symmetric, own, counts, graph.num_nodes, mask)
+        inputs["gathered"] = Gathered(named, symmetric, self_factors, counts, graph.num_nodes, mask)
     return inputs
 
 
@@ -201,9 +202,9 @@ class Experiment:
     """Functions to compare, all of one argument.
 
     Attributes:
-        functions: by name; the first is what the others are held against.
-        inputs: what each takes.
-        counts: for the kernels behind a function, what their DMAs do; see `dma_counts`.
+        functions: functions by name; the first is the reference.
+        inputs: argument of the functions.
+        counts: DMA counts of the kernels behind a function; see `dma_counts`.
         notes: what is missing, and why.
     """
 
@@ -217,30 +218,31 @@ class Experiment:
 def prepare(
     graph: BenchGraph, names: Sequence[str], layouts: Sequence[str], features: int, dtype: Dtype, chips: Sequence[str] = ()
 ) -> list[Experiment]:
-    """The experiments, ready to compare.
+    """Returns the experiments, ready to compare.
 
     Args:
-        names: of `EXPERIMENTS`.
-        layouts: of the neighbour tables; "auto" is the one that suits this machine, or a TPU where `chips` are given.
+        names: keys of `EXPERIMENTS`.
+        layouts: layouts of the neighbour tables; "auto" is the best one for this machine, or for a TPU if `chips` are given.
     """
     automatic = "bucketed" if chips else default_layout()
-    wanted = list(dict.fromkeys(automatic if layout == "auto" else layout for layout in layouts))
+    selected = list(dict.fromkeys(automatic if layout == "auto" else layout for layout in layouts))
     x = jax.random.normal(jax.random.key(0), (graph.num_nodes, features), DTYPES[dtype])
     ready = []
     arrays = None
     for name in names:
-        if name == "gat":  # whose nodes are neighbours of themselves
+        if name == "gat":  # GAT nodes are their own neighbours
             looped = with_self_loops(from_edge_index(graph.edge_index, graph.num_nodes))
-            own = make_arrays(replace(graph, edge_index=looped.edge_index), wanted, x)
+            used = make_arrays(replace(graph, edge_index=looped.edge_index), selected, x)
         else:
-            own = arrays = arrays or make_arrays(graph, wanted, x)
-        ready.append(scatter_add(x, own) if name == "scatter-add" else gathering(name, x, own, dtype, here=not chips))
+            used = arrays = arrays or make_arrays(graph, selected, x)
+        ready.append(scatter_add(x, used) if name == "scatter-add" else gathering(name, x, used, dtype, here=not chips))
     return ready
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """A graph as each side holds it; without `gathered` and a padded table where their messages would be too large."""
+    """A graph in the form of each implementation; without `gathered` and a padded table if their messages would be too
+    large."""
 
     peers: Mapping[str, Any]
     tables: Mapping[str, NeighborTable]
@@ -261,7 +263,7 @@ def make_arrays(graph: BenchGraph, layouts: Sequence[str], x: Float[Array, "N F"
 
 
 def scatter_add(x: Float[Array, "N F"], arrays: Arrays) -> Experiment:
-    """The sum over messages that are gathered already; without functions where these don't fit."""
+    """Returns the experiment that sums gathered messages; without functions if the messages do not fit."""
     if "gathered" not in arrays.peers:
         return Experiment("scatter-add", {}, {}, {}, tuple(f"scatter-add left out: {note}" for note in arrays.notes))
     gathered = arrays.peers["gathered"]
@@ -275,16 +277,17 @@ def scatter_add(x: Float[Array, "N F"], arrays: Arrays) -> Experiment:
         return select.scatter_add(given["messages"], given["degrees"])
 
     rows, slots, features = inputs["messages"].shape
-    moved = select.kernel_of("sums of messages", "trainium").transfers(rows, slots, features, x.dtype.itemsize)
+    moved = select.kernel_of("scatter_add", "trainium").transfers(rows, slots, features, x.dtype.itemsize)
     counts = {"nki_dma_descriptors": moved.descriptors, "nki_read_bytes": moved.read, "nki_written_bytes": moved.written}
     return Experiment("scatter-add", {"baseline": baseline, "fused": fused}, inputs, {"fused": counts}, ())
 
 
 def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, here: bool) -> Experiment:
-    """The reduction itself, or a model that holds it `LAYERS` times; from and to the caller's order of nodes on all sides.
+    """Returns the experiment of the reduction, or of a model with `LAYERS` reductions. Inputs and outputs are in the caller's
+    node order.
 
     Args:
-        here: it will run on this machine, so that a model's matrices are prepared for that.
+        here: True if the experiment runs on this machine; a model's matrices are then prepared for its kernels.
     """
     inputs: dict[str, Any] = {"x": x, **arrays.peers, **arrays.tables}
     config = model_config(name, x.shape[1])
@@ -311,7 +314,7 @@ def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, h
     functions = {"baseline": side("gathered")} if "gathered" in arrays.peers else {}
     functions |= {"segment_sum": side("segments"), **{layout: side(layout) for layout in arrays.tables}}
     notes = tuple(f"{name} without baseline and padded layout, so against segment_sum: {note}" for note in arrays.notes)
-    if name == "gat":  # which another kernel reduces
+    if name == "gat":  # GAT uses another kernel
         return Experiment(name, functions, inputs, {}, notes)
     times = 1 if config is None else LAYERS
     counts = {layout: dma_counts(table, x, name == "graphsage", times) for layout, table in arrays.tables.items()}
@@ -319,29 +322,29 @@ def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, h
 
 
 def model_config(name: str, features: int) -> gnn.Config | None:
-    """A model of `LAYERS` layers, each as wide as the features; None for what is no model."""
+    """Returns a model of `LAYERS` layers, each as wide as the features; None if `name` is no model."""
     if name == "gat":
         heads = math.gcd(features, 8)
         return gnn.GATConfig(features, features, features // heads, LAYERS, heads=heads)
-    alike = {"graphsage": gnn.GraphSAGEConfig, "gcn": gnn.GCNConfig, "gin": gnn.GINConfig}
-    return alike[name](features, features, features, LAYERS) if name in alike else None
+    configs = {"graphsage": gnn.GraphSAGEConfig, "gcn": gnn.GCNConfig, "gin": gnn.GINConfig}
+    return configs[name](features, features, features, LAYERS) if name in configs else None
 
 
 def dma_counts(table: NeighborTable, x: Float[Array, "N F"], mean: bool, times: int) -> dict[str, int]:
-    """Transfers of the TPU and NKI kernels for reductions of features like `x`, as the kernels count them.
+    """Returns the transfers of the TPU and NKI kernels for reductions of features like `x`, as the kernels count them.
 
-    Nothing for lists, which they don't take.
+    Empty for tables with lists, which these kernels do not support.
 
     Args:
-        mean: whether a reduction divides by the degree.
-        times: reductions.
+        mean: True if a reduction divides by the degree.
+        times: number of reductions.
     """
     stage: Any = table.forward
     if not isinstance(stage, BucketRows):
         return {}
-    scaled = mean and stage.rest is None  # the mean of split rows is made of their sums
+    scaled = mean and stage.rest is None  # the mean of split rows is computed from their sums
     totals: dict[str, int] = dict.fromkeys(DMA_FIELDS, 0)
-    on_tpu, on_trainium = (select.kernel_of("graph reduction", chip) for chip in ("tpu", "trainium"))
+    on_tpu, on_trainium = (select.kernel_of("gather_reduce", chip) for chip in ("tpu", "trainium"))
     while stage is not None:
         for block in stage.blocks:
             rows, slots = block.sources.shape
@@ -369,13 +372,13 @@ DMA_FIELDS = (
 def measure(
     experiment: Experiment, repetitions: int, chips: Sequence[str] = (), on_run: Callable[[], None] = lambda: None
 ) -> tuple[Comparison, list[dict[str, Any]]]:
-    """Compares an experiment's functions, here or, where there are chips, as compiled for those.
+    """Compares an experiment's functions on this machine, or compiled for `chips`.
 
     Returns:
         The comparison, and a record of each of its programs.
     """
-    given = (experiment.inputs,)
-    compared = compare_all(experiment.functions, given, repetitions, chips=chips, run=not chips, on_run=on_run)
+    arguments = (experiment.inputs,)
+    compared = compare_all(experiment.functions, arguments, repetitions, chips=chips, run=not chips, on_run=on_run)
     empty = dict.fromkeys(DMA_FIELDS)
     about = {"experiment": experiment.name, "compared_with": next(iter(experiment.functions))}
     records = [{**about, **row, **empty, **experiment.counts.get(row["name"], {})} for row in compared.record()["programs"]]

@@ -1,7 +1,8 @@
-"""Orders of a schedule's hops and products: by its own ties, by the compiler alone, or by JAX's program order.
+"""Orderings of a schedule's hops and matmuls: explicit dependencies, the compiler's choice, or JAX's program order.
 
-`jax.experimental.overlap.program_order` (JAX 0.12) puts a barrier between each operation of a function and the next; jitted
-functions inside it count as one. So products, norms and attention are jitted then: otherwise nothing in them could be fused.
+`jax.experimental.overlap.program_order` (JAX 0.12) puts a barrier between successive operations of a function. A jitted
+function counts as one operation. Under program order, matmuls, norms and attention are therefore jitted; otherwise XLA could
+not fuse within them.
 """
 
 from collections.abc import Callable
@@ -12,62 +13,62 @@ from typing import Any
 import jax
 
 from tilewright.kernels.operations import Operations
-from tilewright.parallel.ordering import left_to_compiler
+from tilewright.parallel.ordering import without_ties
 
 OWN = "own"
 COMPILER = "compiler"
 PROGRAM_ORDER = "program_order"
 ORDERINGS = (OWN, COMPILER, PROGRAM_ORDER)
-"""A schedule with its own ties, without any, and without any under JAX's program order."""
+"""A schedule with its explicit dependencies, without them, and without them under JAX's program order."""
 
 SEPARATOR = "@"
-UNITS = ("linear", "gated_linear", "project", "heads", "rms_norm", "prefix_attention", "append", "append_attend")
-"""Operations that program order takes as one each."""
+UNITS = ("linear", "gated_linear", "project", "heads", "rms_norm", "write", "attend", "attend_projected")
+"""Operations that each count as one under program order."""
 
 
 def ordered_name(schedule: str, ordering: str) -> str:
-    """A schedule with its ordering, as tables and files name it; that with its own ties by the schedule's name alone."""
+    """Returns the name of a schedule with an ordering, as in tables and files; the schedule's own name for `OWN`."""
     return schedule if ordering == OWN else f"{schedule}{SEPARATOR}{ordering}"
 
 
 def read_name(name: str) -> tuple[str, str]:
-    """The schedule and the ordering of an `ordered_name`."""
+    """Splits an `ordered_name` into schedule and ordering."""
     schedule, _, ordering = name.partition(SEPARATOR)
     return schedule, ordering or OWN
 
 
 def program_order() -> Callable[..., Any] | None:
-    """JAX's `program_order`; None where the installed one lacks it."""
+    """Returns JAX's `program_order`; None if the installed JAX lacks it."""
     try:
         return import_module("jax.experimental.overlap").program_order
     except ImportError:
         return None
 
 
-def in_order(ordering: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, to be traced in one of `ORDERINGS`.
+def apply_ordering(ordering: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function wrapped for tracing in one of `ORDERINGS`.
 
     Raises:
-        ValueError: program order is asked of a JAX without it.
+        ValueError: The installed JAX has no program order.
     """
     hold = program_order() if ordering == PROGRAM_ORDER else None
     if ordering == PROGRAM_ORDER and hold is None:
         raise ValueError(f"expected JAX from 0.12 for {PROGRAM_ORDER}, found {jax.__version__}")
 
     def untied(*args: Any) -> Any:
-        with left_to_compiler():
+        with without_ties():
             return run(*args) if hold is None else hold(run, enforce=True)(*args)
 
     return run if ordering == OWN else untied
 
 
-def in_units(ops: Operations) -> Operations:
-    """The operations, those of `UNITS` jitted each."""
+def jit_units(ops: Operations) -> Operations:
+    """Returns the operations with each of `UNITS` jitted."""
     return replace(ops, **{name: unit(getattr(ops, name)) for name in UNITS})
 
 
 def unit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function jitted; what it is given besides arrays is constant."""
+    """Returns the function jitted over its array arguments; all other arguments are constants."""
 
     def run(*args: Any, **named: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, named))

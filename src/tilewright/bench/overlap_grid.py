@@ -1,8 +1,8 @@
-"""Times to the first token and for each further one, by schedule and number of devices: predicted for absent TPUs.
+"""Predicted time to first token and time per output token on absent TPUs, by schedule and number of devices.
 
-A prediction puts together what `bench/overlap.py` compiles: the middle layer of a prefill of all prompts and that of a decoding
-step half-way through the output, each times the model's layers, and the head by the chip's roofline. The embedding is left out:
-it is one look-up and one sum of the stream, where every layer has two sums.
+A prediction combines programs of `bench/overlap.py`: the middle layer of a prefill of all prompts, and that of a decoding step
+halfway through the output, each multiplied by the number of layers, plus the head at the chip's roofline. The embedding (one
+lookup and one sum of the stream) is left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, runs_of
+from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, make_runs
 from tilewright.models import decoder
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouping, shard_entries, shardings
 from tilewright.perfmodel.timeline import Timeline
-from tilewright.perfmodel.timeline_ranges import swept_timelines
+from tilewright.perfmodel.timeline_ranges import sweep_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.runtime.placement import divided_sizes
 
@@ -26,12 +26,12 @@ TILE = 128
 
 @dataclass(frozen=True)
 class GridCase:
-    """Fixed shapes, and no traffic: all rows begin together.
+    """Fixed shapes without arrivals: all rows start together.
 
     Attributes:
-        input_tokens: of each prompt.
-        output_tokens: that each row is given.
-        batch: rows.
+        input_tokens: tokens of each prompt.
+        output_tokens: tokens generated in each row.
+        batch: number of rows.
     """
 
     input_tokens: int
@@ -40,7 +40,7 @@ class GridCase:
 
     @property
     def positions(self) -> int:
-        """Of a decoding step half-way through the output."""
+        """Positions of a decoding step halfway through the output."""
         return -(-(self.input_tokens + self.output_tokens // 2) // TILE) * TILE
 
     @property
@@ -49,28 +49,29 @@ class GridCase:
         return Phase("prefill", self.batch, self.input_tokens), Phase("decode", self.batch, self.positions)
 
     def figures(self, ttft_s: float, tpot_s: float) -> dict[str, Any]:
-        """Record of the case with its TTFT, TPOT and throughput."""
+        """Returns a record of the case with TTFT, TPOT and throughput."""
         about = {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens, "batch_rows": self.batch}
         return {**about, "ttft_ms": 1e3 * ttft_s, "tpot_ms": 1e3 * tpot_s, "output_tokens_per_s": self.batch / tpot_s}
 
 
 def head_s(setup: OverlapSetup, rows: int) -> float:
-    """The head over the last position of each row, on the device's part of the vocabulary: no less than the roofline."""
+    """Returns the seconds of the head at the last position of each row, on one device's part of the vocabulary, at the
+    roofline."""
     hidden = setup.config.hidden_size
     vocabulary = setup.config.vocab_size / setup.devices
     return setup.spec.roofline_seconds(2 * hidden * vocabulary, 2 * rows * hidden * vocabulary)
 
 
 def device_gb(setup: OverlapSetup, case: GridCase) -> float:
-    """Memory of a device that weights and caches in bfloat16 take, in 1e9 bytes; activations are not counted."""
+    """Returns the 1e9 bytes of weights and caches (bfloat16) on one device, without activations."""
     config = setup.config
     devices = setup.devices
     kv, group = grouping(devices, **divided_sizes(config))
     layers = decoder.declare(config).layers
-    held = shard_entries(layers, shardings(layers, AbstractMesh((kv, group), GROUPED_AXES), GROUPED))
+    weight_bytes = shard_entries(layers, shardings(layers, AbstractMesh((kv, group), GROUPED_AXES), GROUPED))
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size / devices
     row = 2 * config.num_layers * config.num_kv_heads / kv * config.head_dim * (case.input_tokens + case.output_tokens)
-    return 2 * (held + tables + case.batch * row) / 1e9
+    return 2 * (weight_bytes + tables + case.batch * row) / 1e9
 
 
 def predictions(
@@ -80,19 +81,19 @@ def predictions(
     on_run: Callable[[str], None] = lambda _: None,
     draws: int = EVENT_DRAWS,
 ) -> tuple[list[dict[str, Any]], dict[str, Sweep]]:
-    """A record for each setup, case and schedule, as docs/metrics.md defines it, and the ranges of each setup and case.
+    """Returns a record for each setup, case and schedule (docs/metrics.md), and the ranges of each setup and case.
 
     Args:
-        on_run: is told of each program before it.
-        draws: of the constants that have a range.
+        on_run: called with the name of each program before its compilation.
+        draws: number of draws of the uncertain constants.
 
     Raises:
-        ValueError: a schedule cannot divide a batch.
+        ValueError: A schedule cannot split a batch.
     """
     found = []
     drawn = {}
     for setup, case in product(setups, cases):
-        prefills, decodes = (runs_of(setup, phase, schedules, on_run) for phase in case.phases)
+        prefills, decodes = (make_runs(setup, phase, schedules, on_run) for phase in case.phases)
         place = f"{setup.chip}, batch {case.batch}, {case.input_tokens:,} tokens in"
         for name, runs in (("TTFT ms", prefills), ("TPOT ms", decodes)):
             drawn[f"{place}, {name}"] = model_sweep(setup, case, runs, draws, name)
@@ -104,51 +105,51 @@ def predictions(
 
 
 def model_sweep(setup: OverlapSetup, case: GridCase, runs: Sequence[OverlapRun], draws: int, unit: str) -> Sweep:
-    """Ranges of a phase under all schedules: the reported layer times the layers; the head is as it is."""
-    same = {run.schedule: run for run in runs}
+    """Returns ranges of a phase under all schedules: the reported layer times the number of layers. The head has no range."""
+    peers = {run.schedule: run for run in runs}
     head_ms = 1e3 * head_s(setup, case.batch)
     share = max(run.roofline_share for run in runs)
 
     def milliseconds(name: str, timeline: Timeline) -> float:
-        return setup.config.num_layers * same[name].total_ms(timeline) + head_ms
+        return setup.config.num_layers * peers[name].total_ms(timeline) + head_ms
 
-    timelines = {name: run.timeline for name, run in same.items()}
-    return swept_timelines(timelines, setup.fabric, milliseconds, setup.calibration, share, draws, unit)
+    timelines = {name: run.timeline for name, run in peers.items()}
+    return sweep_timelines(timelines, setup.fabric, milliseconds, setup.calibration, share, draws, unit)
 
 
 def prediction(case: GridCase, prefill: OverlapRun, decode: OverlapRun) -> dict[str, Any]:
-    """The record of one case from its two programs."""
+    """Returns the record of one case from its two programs."""
     setup = prefill.setup
-    both = {"prefill": prefill, "decode": decode}
+    phase_runs = {"prefill": prefill, "decode": decode}
     layers = setup.config.num_layers
     head = head_s(setup, case.batch)
-    first, step = (layers * run.layer.total_s + head for run in both.values())
-    needs = device_gb(setup, case)
+    first, step = (layers * run.layer.total_s + head for run in phase_runs.values())
+    required_gb = device_gb(setup, case)
     return {
         "chip": setup.chip,
         "devices": setup.devices,
         "schedule": prefill.schedule,
         **case.figures(first, step),
-        **{f"{phase}_compute_ms": 1e3 * layers * run.layer.compute_s for phase, run in both.items()},
-        **{f"{phase}_exposed_ms": 1e3 * layers * run.layer.exposed_s for phase, run in both.items()},
+        **{f"{phase}_compute_ms": 1e3 * layers * run.layer.compute_s for phase, run in phase_runs.items()},
+        **{f"{phase}_exposed_ms": 1e3 * layers * run.layer.exposed_s for phase, run in phase_runs.items()},
         "head_ms": 1e3 * head,
         "decode_positions": decode.phase.positions,
-        "device_gb": needs,
-        "fits": needs < setup.spec.hbm_gb,
-        **{f"{phase}_layers_compiled": run.layers for phase, run in both.items()},
-        **{f"{phase}_steady": run.steady for phase, run in both.items()},
-        **{f"{phase}_without_estimate": run.without_estimate for phase, run in both.items()},
-        **{f"{phase}_roofline_share": run.roofline_share for phase, run in both.items()},
+        "device_gb": required_gb,
+        "fits": required_gb < setup.spec.hbm_gb,
+        **{f"{phase}_layers_compiled": run.layers for phase, run in phase_runs.items()},
+        **{f"{phase}_steady": run.steady for phase, run in phase_runs.items()},
+        **{f"{phase}_without_estimate": run.without_estimate for phase, run in phase_runs.items()},
+        **{f"{phase}_roofline_share": run.roofline_share for phase, run in phase_runs.items()},
         "compile_s": prefill.compile_s + decode.compile_s,
         "notes": [*dict.fromkeys([*prefill.notes, *decode.notes])],
     }
 
 
 def scaled(case: GridCase, divisor: int) -> GridCase:
-    """The case with this part of its tokens, for devices that are here.
+    """Returns the case with its tokens divided by `divisor`, for devices that are present.
 
     Raises:
-        ValueError: nothing would be left to time.
+        ValueError: No tokens would be left.
     """
     small = replace(case, input_tokens=case.input_tokens // divisor, output_tokens=case.output_tokens // divisor)
     if small.input_tokens < 2 or small.output_tokens < 2:
@@ -160,8 +161,8 @@ def scaled(case: GridCase, divisor: int) -> GridCase:
 
 
 def against_sync(records: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
-    """A figure of each record over that of `SYNC` in the same case and place; None where that was not asked for."""
-    same = ("chip", "devices", "input_tokens", "output_tokens", "batch_rows")
-    sync = {tuple(one[key] for key in same): one[name] for one in records if one["schedule"] == SYNC}
-    found = [(one[name], sync.get(tuple(one[key] for key in same))) for one in records]
-    return [None if other is None else own / other for own, other in found]
+    """Returns a figure of each record relative to `SYNC` in the same case and place; None without `SYNC`."""
+    keys = ("chip", "devices", "input_tokens", "output_tokens", "batch_rows")
+    sync = {tuple(one[key] for key in keys): one[name] for one in records if one["schedule"] == SYNC}
+    found = [(one[name], sync.get(tuple(one[key] for key in keys))) for one in records]
+    return [None if sync_value is None else value / sync_value for value, sync_value in found]

@@ -1,7 +1,7 @@
-"""The grid of the overlap benchmark on devices that are here: a small model of Llama 3's form, through the engine's programs.
+"""Measurement of `bench overlap` on devices that are present: a small Llama 3 model through the engine's programs.
 
-Where several devices are forced out of one CPU they share its cores: there, what counts is that every schedule and number of
-devices gives the same tokens, and how many collectives of how many bytes its programs hold. Times are given all the same.
+Devices simulated on one CPU share its cores. There, the results of interest are equal tokens under every schedule and device
+count, and the number and bytes of collectives. Times are reported as well.
 """
 
 import time
@@ -40,21 +40,21 @@ CONFIG = DecoderConfig(
     rope_theta=500000.0,
     max_position_embeddings=8192,
 )
-"""Llama 3 8B with a sixteenth of its width: 3.5 columns of the MLP for each hidden one, and key/value heads for 8 devices."""
+"""Llama 3 8B at a sixteenth of its width, with the same MLP ratio of 3.5 and enough key/value heads for 8 devices."""
 
 
 @cache
 def drawn() -> DecoderParams:
-    """Random weights, larger than they are drawn for training, so that tokens vary."""
+    """Returns random weights, larger than those for training, so that tokens vary."""
     params = jax.jit(partial(initialise, decoder.declare(CONFIG)))(jax.random.key(0))
     return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, params)
 
 
 def model(devices: int, schedule: str | None, compiler_options: bool = False) -> LanguageModel:
-    """The model with random weights, the same for any number of devices.
+    """Returns the model with random weights, the same for any number of devices.
 
     Raises:
-        ValueError: there are not so many devices, or the model cannot be divided over them.
+        ValueError: There are too few devices, or the model cannot be sharded over them.
     """
     mesh = None if devices == 1 else make_mesh({"tp": devices})
     words = Tokenizer(WordLevel({f"t{n} ": n for n in range(CONFIG.vocab_size)}, unk_token="t0 "))
@@ -68,23 +68,23 @@ def prompts(case: GridCase) -> list[list[int]]:
 
 
 def timed(lm: LanguageModel, case: GridCase) -> tuple[float, float, list[list[int]], Stream]:
-    """Seconds to the first token, seconds for each further one, and the tokens of each row.
+    """Returns seconds to the first token, seconds per further token, the tokens of each row, and the stream.
 
-    The last prompt token is the first that decoding runs, so that the first token takes the prefill and a step.
+    The first decoding step processes the last prompt token, so the first token takes the prefill and one step.
     """
     stream = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True))
     stream.prefill()
     stream.advance(1)
     first = stream.prefill_seconds + stream.decode_seconds
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     while not stream.finished:
         stream.advance()
-    further = (time.perf_counter() - began) / (case.output_tokens - 1)
+    further = (time.perf_counter() - started_at) / (case.output_tokens - 1)
     return first, further, [result.tokens for result in stream.results()], stream
 
 
 def prefills(lm: LanguageModel, case: GridCase) -> Counter[ProgramKey]:
-    """The programs that a case's prompts run through, and how often."""
+    """Returns the programs that prefill a case's prompts, with their number of runs."""
     engine = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True)).engine
     counted = Counter[ProgramKey]()
     engine.admit()
@@ -95,18 +95,18 @@ def prefills(lm: LanguageModel, case: GridCase) -> Counter[ProgramKey]:
     return counted
 
 
-def measured(lm: LanguageModel, case: GridCase, wanted: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
-    """The record of a model and a case, and its tokens, which are to be `wanted`; None where nothing stands beside them."""
-    timed(lm, case)  # compiles
+def measured(lm: LanguageModel, case: GridCase, expected: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
+    """Returns the record of a case and its tokens, compared with `expected` (None: no comparison)."""
+    timed(lm, case)  # compiles the programs
     first, further, tokens, stream = timed(lm, case)
-    programs = stream.engine.programs
+    programs = stream.engine.decoding.programs
     prefill = [exchanged(programs.get(key), times) for key, times in prefills(lm, case).items()]
     rounds = programs.get(programs.round_key(None, case.batch, programs.layout.capacity, stream.engine.runner.sampling))
     record = {
         "devices": 1 if lm.placement is None else lm.placement.mesh.size,
         "schedule": None if lm.placement is None else lm.placement.name,
         **case.figures(first, further),
-        "same_tokens": None if wanted is None else tokens == wanted,
+        "same_tokens": None if expected is None else tokens == expected,
     }
     for name, counts in (("prefill", prefill), ("step", [exchanged(rounds, 1)])):
         record[f"{name}_collectives"] = sum((kinds for kinds, _ in counts), Counter())
@@ -115,9 +115,9 @@ def measured(lm: LanguageModel, case: GridCase, wanted: list[list[int]] | None) 
 
 
 def exchanged(program: Any, times: int) -> tuple[Counter[str], int]:
-    """Number of collectives of each kind in a program, and the bytes that a device gives to them, `times` over.
+    """Returns the number of collectives of each kind in a program, and the bytes that a device sends, multiplied by `times`.
 
-    Of a decoding loop those of its body, which is a step.
+    For a decoding loop, counts the loop body, which is one step.
     """
     kinds: Counter[str] = Counter()
     sent = 0

@@ -1,9 +1,9 @@
-"""Collectives that a compiler makes asynchronous, merges or serialises beside a product, compiled or run on devices here.
+"""Scheduling of single collectives beside a matmul (asynchronous, merged or serialised), compiled or run on present devices.
 
-Four programs for each collective and size. `beside`: a product, and a collective that has nothing to do with it. `after`: a
-collective of what a product gives. `before`: a product of what a collective gives. `two`: a product, and two collectives of one
-kind that are independent of it and of one another. Only `after` and `before` leave nothing to overlap, unless the compiler cuts
-them into tiles. For absent TPUs the schedule is read and its time modelled; on devices that are here, the parts are timed.
+Four programs for each collective and size. `beside`: a matmul and an independent collective. `after`: a collective of the
+matmul's result. `before`: a matmul of the collective's result. `two`: a matmul and two independent collectives of one kind.
+`after` and `before` allow no overlap unless the compiler splits them into tiles. For absent TPUs the compiled schedule is read
+and its time modelled; on present devices the parts are timed.
 """
 
 import time
@@ -29,10 +29,10 @@ from tilewright.perfmodel.timeline import simulate
 
 AXIS = "x"
 HIDDEN = 4096
-"""Columns of all matrices where nothing else is said."""
+"""Default number of columns of all matrices."""
 
 ROWS = 2048
-"""Of the product's input on each device where nothing else is said, unless the collective is of its input or its result."""
+"""Default number of rows of the matmul's input on each device, unless the collective is of the matmul's input or result."""
 
 COLLECTIVES: dict[str, Callable[[Array], Array]] = {
     "all-reduce": lambda x: jax.lax.psum(x, AXIS),
@@ -41,15 +41,16 @@ COLLECTIVES: dict[str, Callable[[Array], Array]] = {
     "all-to-all": lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True),
     PERMUTE: lambda x: shift(x, AXIS),
 }
-"""By the names that HLO has for them."""
+"""Collectives by their names in HLO."""
 
 EACH = PartitionSpec(AXIS)
 SPECS = (EACH, PartitionSpec(), EACH, EACH)
-"""Of the four arguments of a program."""
+"""Partition specs of the four arguments of a program."""
 
 
 def programs(collective: Callable[[Array], Array]) -> dict[str, Callable[..., Any]]:
-    """Each takes a device's `x [rows, hidden]`, `w [hidden, hidden]`, and `y`, `z`, which the collective is of."""
+    """Returns the four programs. Each takes a device's `x [rows, hidden]`, `w [hidden, hidden]`, and `y`, `z`, the inputs of
+    collectives."""
     return {
         "beside": lambda x, w, y, z: (x @ w, collective(y)),
         "after": lambda x, w, y, z: collective(y @ w),
@@ -60,12 +61,12 @@ def programs(collective: Callable[[Array], Array]) -> dict[str, Callable[..., An
 
 @dataclass(frozen=True)
 class MicroCase:
-    """A program of `programs`.
+    """Program of `programs` with its sizes.
 
     Attributes:
-        size_bytes: of what each device gives to a collective, bfloat16.
+        size_bytes: bytes that each device gives to a collective, bfloat16.
         hidden: columns of all matrices.
-        product_rows: of the product's input on each device, unless the collective is of its input or its result.
+        product_rows: rows of the matmul's input on each device, unless the collective is of the matmul's input or result.
     """
 
     collective: str
@@ -79,24 +80,24 @@ class MicroCase:
         return self.size_bytes // (2 * self.hidden)
 
     def product_work(self, devices: int) -> tuple[float, float]:
-        """Operations of the product on a device, and bytes that it reads and writes."""
+        """Returns the matmul's operations on a device, and the bytes that the matmul reads and writes."""
         gathered = {"all-gather": devices, "reduce-scatter": 1 / devices}.get(self.collective, 1)
         rows = {"after": self.rows, "before": self.rows * gathered}.get(self.program, self.product_rows)
         return 2.0 * rows * self.hidden**2, 2.0 * self.hidden * (self.hidden + 2 * rows)
 
     @property
     def expected(self) -> int:
-        """Number of collectives in the program as it is written."""
+        """Number of collectives in the program's source."""
         return 2 if self.program == "two" else 1
 
 
 def cases(
     collectives: Sequence[str], sizes_kib: Sequence[int], devices: int, hidden: int = HIDDEN, product_rows: int = ROWS
 ) -> list[MicroCase]:
-    """All of them.
+    """Returns all combinations.
 
     Raises:
-        ValueError: a collective that there is not, or a size that the devices do not divide into rows.
+        ValueError: A collective is unknown, or the devices do not divide a size into rows.
     """
     for name in collectives:
         if name not in COLLECTIVES:
@@ -114,24 +115,25 @@ def cases(
 
 
 def arguments(case: MicroCase, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
-    """The function over the mesh, and its abstract arguments. Every device gives and keeps its own part."""
+    """Returns the function over the mesh and its abstract arguments. Every device has its own part of the inputs and
+    outputs."""
     run = programs(COLLECTIVES[case.collective])[case.program]
     hidden = case.hidden
     shapes = ((case.product_rows * mesh.size, hidden), (hidden, hidden), *[(case.rows * mesh.size, hidden)] * 2)
     function = jax.shard_map(run, mesh=mesh, in_specs=SPECS, out_specs=EACH, check_vma=False)
-    given = [
+    operands = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, SPECS, strict=True)
     ]
-    return function, tuple(given)
+    return function, tuple(operands)
 
 
 def compiled(chip: str, case: MicroCase, hop_us: float = HOP_US) -> dict[str, Any]:
-    """Record of a case that is compiled for an absent TPU."""
+    """Returns the record of a case compiled for an absent TPU."""
     spec = chip_of(chip)
     mesh = make_mesh({AXIS: None}, tpu_topology(chip).devices)
-    function, given = arguments(case, mesh)
-    graph = read_schedule(compile_for(chip, function, *given).hlo, spec)
+    function, operands = arguments(case, mesh)
+    graph = read_schedule(compile_for(chip, function, *operands).hlo, spec)
     whole = simulate(graph, slice_of_mesh(mesh, hop_us)).whole()
     size = case.size_bytes * (mesh.size if case.collective == "all-gather" else 1)
     ring = None if case.collective == PERMUTE else ring_seconds(spec, case.collective, size, (mesh.size,), hop_us=hop_us)
@@ -148,10 +150,10 @@ def compiled(chip: str, case: MicroCase, hop_us: float = HOP_US) -> dict[str, An
 
 
 def verdict(graph: ScheduleGraph, case: MicroCase) -> dict[str, Any]:
-    """Verdict on the collectives of a compiled case: kinds and numbers, and in words.
+    """Returns the kinds and numbers of a compiled case's collectives, and a description.
 
-    The words: `synchronous` or `asynchronous`, `partly asynchronous`; then `merged` where there are fewer than asked for, `in
-    parts` where there are more, and `as KIND` where the compiler took another one.
+    The description has `synchronous`, `asynchronous` or `partly asynchronous`; then `merged` for fewer collectives than in the
+    source, `in parts` for more, and `as KIND` for a replaced kind.
     """
     found = [node for node in graph.nodes if node.engine == "ici"]
     started = sum(node.role == "start" for node in found)
@@ -167,38 +169,38 @@ def verdict(graph: ScheduleGraph, case: MicroCase) -> dict[str, Any]:
 
 
 def measured(case: MicroCase, mesh: Mesh, repetitions: int) -> dict[str, Any]:
-    """Times of a case on devices that are here, and of its parts alone: medians of runs in turns.
+    """Measures a case and its parts alone on present devices: medians of alternating runs.
 
-    The parts are its product, its collectives, and a sum of two arrays as large as a collective's, which passes memory.
+    The parts are the matmul, the collectives, and a sum of two arrays of the collective's size, which measures memory.
     """
-    function, given = arguments(case, mesh)
-    values = [jax.device_put(jnp.ones(one.shape, one.dtype), one.sharding) for one in given]
-    alone = COLLECTIVES[case.collective]
+    function, operands = arguments(case, mesh)
+    values = [jax.device_put(jnp.ones(one.shape, one.dtype), one.sharding) for one in operands]
+    collective = COLLECTIVES[case.collective]
     over = partial(jax.shard_map, mesh=mesh, in_specs=SPECS, out_specs=EACH, check_vma=False)
     parts = {
         "both": function,
         "product": over(products(case)),
-        "collective": over(lambda x, w, y, z: (alone(y), alone(z))[: case.expected]),
+        "collective": over(lambda x, w, y, z: (collective(y), collective(z))[: case.expected]),
         "memory": over(lambda x, w, y, z: y + z),
     }
     jitted = {name: jax.jit(part).lower(*values).compile() for name, part in parts.items()}
 
     def timed(run: Callable[..., Any]) -> float:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         jax.block_until_ready(run(*values))
-        return time.perf_counter() - began
+        return time.perf_counter() - started_at
 
-    taken = medians(alternate({name: partial(timed, run) for name, run in jitted.items()}, repetitions, warm=True))
-    hidden = taken["product"] + taken["collective"] - taken["both"]
-    times = {f"{name}_us": 1e6 * seconds for name, seconds in taken.items()}
+    medians_s = medians(alternate({name: partial(timed, run) for name, run in jitted.items()}, repetitions, warm=True))
+    hidden = medians_s["product"] + medians_s["collective"] - medians_s["both"]
+    times = {f"{name}_us": 1e6 * seconds for name, seconds in medians_s.items()}
     flops, moved = case.product_work(mesh.size)
     about = {"collective": case.collective, "program": case.program, "size_bytes": case.size_bytes}
     about |= {"collectives": case.expected, "product_flops": flops, "product_bytes": moved, "memory_bytes": 3 * case.size_bytes}
-    return {**about, **times, "hidden_share": hidden / taken["collective"]}
+    return {**about, **times, "hidden_share": hidden / medians_s["collective"]}
 
 
 def products(case: MicroCase) -> Callable[..., Any]:
-    """The product of a case alone; that of what was gathered has as many rows as it would have."""
+    """Returns the matmul of a case alone; after a gather, with the gathered number of rows."""
     if case.program in ("beside", "two"):
         return lambda x, w, y, z: x @ w
     if case.program == "after":

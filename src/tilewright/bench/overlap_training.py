@@ -1,8 +1,8 @@
-"""Communication that a train step over a mesh leaves exposed, on TPUs that are not there.
+"""Exposed communication of a train step over a mesh, on absent TPUs.
 
-The step of `train/sharded.py`, optimiser and all, is compiled for a slice with a few layers, under several plans; beside it the
-same step without tokens, and the auto-sharded one (GSPMD: `train/annotated.py`). Their time is the model of
-`perfmodel/timeline.py`, an estimate. Of each pass the middle layer is reported: what says that it is its own, wherever it runs.
+The step of `train/sharded.py`, including the optimiser, is compiled for a slice with a few layers under several plans, beside
+the same step without ordering tokens and the auto-sharded step (GSPMD, `train/annotated.py`). `perfmodel/timeline.py` estimates
+times. The middle layer of each pass is reported, with all operations that carry its name.
 """
 
 import re
@@ -31,16 +31,16 @@ from tilewright.perfmodel.calibration import Calibration, calibrated, calibrated
 from tilewright.perfmodel.schedule import Node, ScheduleGraph, read_schedule
 from tilewright.perfmodel.timeline import (
     Interval,
-    Sums,
     Timeline,
     TimelineSpan,
+    TimelineTotals,
     busiest_s,
     lane_spans,
     merged,
     overlap,
     simulate,
 )
-from tilewright.perfmodel.timeline_ranges import swept_timelines
+from tilewright.perfmodel.timeline_ranges import sweep_timelines
 from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep
 from tilewright.train.annotated import annotated_gradient
 from tilewright.train.sharded import ShardedSetup, jitted_step, sharded_gradient, state_shardings, training_mesh
@@ -51,10 +51,11 @@ PASSES = (FORWARD, BACKWARD)
 PLAIN_STEP = "no tokens or rings"
 UNTHREADED = "no tokens"
 ANNOTATED = "auto-sharded (GSPMD)"
-"""Names of the programs that ours are compared with; the first one is what shares are of."""
+"""Names of the reference programs. Shares refer to the first one."""
 
 LEAST_LAYERS = 4
-"""Least number of layers to compile: of four, the inner two do the same under shifts of one. Every more needs two more."""
+"""Minimum number of layers to compile: under shifts of one, the inner two of four layers do the same work. Each further shift
+needs two more layers."""
 
 ASYNC = {
     "xla_tpu_enable_data_parallel_all_reduce_opt": True,
@@ -74,8 +75,8 @@ FLAGS: dict[str, dict[str, bool]] = {
         "xla_tpu_enable_ag_backward_pipelining": True,
     },
 }
-"""That MaxText's scripts set for a kind of TPU: MaxText/configs/v5e/llama3/llama3_8b.sh at 74fcbe7b and v5p/llama2_7b.sh at
-dcbbec7d, github.com/AI-Hypercomputer/maxtext. Other kinds get v5e's."""
+"""Compiler flags from MaxText's scripts for a kind of TPU: MaxText/configs/v5e/llama3/llama3_8b.sh at 74fcbe7b and
+v5p/llama2_7b.sh at dcbbec7d, github.com/AI-Hypercomputer/maxtext. Other kinds use v5e's."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ class TrainingCase:
     """A train step to compile: chip, model, mesh and sizes.
 
     Attributes:
-        chip: topology of a TPU.
-        model: its name, for the report.
-        config: of the whole model.
-        axes: of the mesh, `fsdp` and `tp`.
-        layers: how many are compiled.
-        batch, length: sequences of a step, over all devices, and the positions of each that are predicted.
+        chip: TPU topology.
+        model: name of the model for the report.
+        config: configuration of the whole model.
+        axes: sizes of the mesh axes `fsdp` and `tp`.
+        layers: number of layers to compile.
+        batch, length: sequences of a step over all devices, and predicted positions of each sequence.
         hop_us: latency of a hop between neighbours, in microseconds.
-        calibration: whose fitted constants are taken.
+        calibration: source of fitted constants.
     """
 
     chip: str
@@ -122,11 +123,11 @@ class TrainingCase:
         return calibrated_chip(chip_of(self.chip), self.calibration)
 
     def setup(self, plan: FullyShardedPlan) -> ShardedSetup:
-        """Raises ValueError where mesh, model, batch and plan do not fit one another or the slice."""
+        """Returns the sharded setup. Raises a `ValueError` if mesh, model, batch, plan and slice do not fit each other."""
         config = replace(self.config, num_layers=self.layers)
-        made = ShardedSetup(config, PLAIN, training_mesh(self.axes, config, tpu_topology(self.chip).devices), plan)
-        made.check_batch((self.batch, self.length + 1))
-        return made
+        setup = ShardedSetup(config, PLAIN, training_mesh(self.axes, config, tpu_topology(self.chip).devices), plan)
+        setup.check_batch((self.batch, self.length + 1))
+        return setup
 
     @cached_property
     def fabric(self) -> Fabric:
@@ -134,21 +135,21 @@ class TrainingCase:
 
     @property
     def least_compute_s(self) -> float:
-        """Of a step of the whole model by its products alone, those of the second forward pass too, at the chip's peak rate.
+        """Seconds of the whole model's matmuls in a step at the chip's peak rate, including recomputed forward passes.
 
-        Of experts those that a row meets count.
+        Of a mixture of experts, only the active experts count.
         """
         c = self.config
         columns = c.mlp_columns + (0 if c.mixture is None else c.mixture.shared)
         weights = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * columns)
-        scores = 2 * c.num_heads * c.head_dim * self.length  # of all positions, as the plain attention computes them
+        scores = 2 * c.num_heads * c.head_dim * self.length  # all positions, as plain attention computes them
         flops = 8 * c.num_layers * (weights + scores) + 6 * c.hidden_size * c.vocab_size
         return self.batch * self.length * flops / (prod(self.axes.values()) * 1e12 * self.spec.bf16_tflop_per_s)
 
 
 @dataclass(frozen=True)
 class TrainingProgram:
-    """A compiled step, and the model of its time."""
+    """A compiled step with its modelled timeline."""
 
     case: TrainingCase
     name: str
@@ -158,28 +159,28 @@ class TrainingProgram:
     compile_s: float
 
     @cached_property
-    def sums(self) -> dict[int | None, Sums]:
+    def sums(self) -> dict[int | None, TimelineTotals]:
         return self.timeline.sums()
 
     @property
     def middle(self) -> int:
-        """The layer that is reported. The one behind it does the same, if enough are compiled."""
+        """Index of the reported layer. The next layer does the same work if enough layers are compiled."""
         return (self.case.layers - 1) // 2
 
-    def layer(self, part: str, layer: int | None = None) -> Sums:
-        """Of a layer, by default the middle one, in a pass.
+    def layer(self, part: str, layer: int | None = None) -> TimelineTotals:
+        """Returns the sums of a layer, by default the middle one, in a pass.
 
         Raises:
-            ValueError: no operation says that it is that layer's.
+            ValueError: No operation carries the layer's name.
         """
-        number = number_of(part, self.middle if layer is None else layer)
+        number = layer_number(part, self.middle if layer is None else layer)
         if number not in self.sums:
             raise ValueError(f"expected operations of layer {number // 2} in the {part} pass, found none")
         return self.sums[number]
 
     @cached_property
     def unsteady_share(self) -> float:
-        """By how much the layer behind the middle one takes longer, or less long; the larger of both passes."""
+        """Largest relative difference in time between the middle layer and the next, over both passes."""
         behind = self.middle + 1
         return max(abs(self.layer(part, behind).total_s / self.layer(part).total_s - 1) for part in PASSES)
 
@@ -188,19 +189,19 @@ class TrainingProgram:
         notes = list(self.timeline.graph.notes)
         if self.unsteady_share > STEADY:
             differs = f"{self.name}: layers {self.middle} and {self.middle + 1} differ by {self.unsteady_share:.0%}"
-            notes.append(f"{differs}: not steady; more layers may say more")
+            notes.append(f"{differs}: not steady; compile more layers")
         return notes
 
 
-def number_of(part: str, layer: int) -> int:
-    """Of a layer in a pass, as nodes of its graph have it."""
+def layer_number(part: str, layer: int) -> int:
+    """Returns the number of a layer in a pass, as the graph's nodes have it."""
     return 2 * layer + PASSES.index(part)
 
 
-def place_of(name: str) -> tuple[str, int, str] | None:
-    """The pass, layer and half that an operation belongs to, by where it comes from in the Python program.
+def read_place(name: str) -> tuple[str, int, str] | None:
+    """Returns pass, layer and sublayer of an operation, from its location in the Python program.
 
-    A layer's weights belong to the pass that they are gathered for, its gradient to the backward pass.
+    A layer's weights belong to the pass for which they are gathered, its gradient to the backward pass.
     """
     found = re.search(r"(layer|back|gather|scatter)_(\d+)[/_](attention|mlp)(_again)?", name)
     if found is None:
@@ -211,36 +212,36 @@ def place_of(name: str) -> tuple[str, int, str] | None:
 
 
 def placed(graph: ScheduleGraph) -> ScheduleGraph:
-    """The graph whose nodes know their layer and pass, as `number_of` has them. Operations of the core and copies that
-    don't say it belong to that of the operation before."""
+    """Returns the graph with a `layer_number` for each node. Core operations and copies without a name belong to the layer of
+    the previous operation."""
     nodes: list[Node] = []
     last: int | None = None
     for node in graph.nodes:
-        place = place_of(node.op_name)
-        own = None
+        place = read_place(node.op_name)
+        number = None
         if place is not None:
-            own = number_of(*place[:2])
+            number = layer_number(*place[:2])
         elif not node.op_name and (node.role == "run" or node.engine == "hbm"):
-            own = last
+            number = last
         if node.role == "run" and node.op_name:
-            last = own
-        nodes.append(replace(node, layer=own))
+            last = number
+        nodes.append(replace(node, layer=number))
     return replace(graph, nodes=tuple(nodes))
 
 
 def optimizer() -> optax.GradientTransformation:
-    """That of `tilewright train lm`, but for its rate, which is one number."""
+    """Returns the optimiser of `tilewright train lm` with a constant learning rate."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95))
 
 
 def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> TrainingProgram:
-    """Compiles one step; `ANNOTATED` is the auto-sharded one.
+    """Compiles one step; `ANNOTATED` is the auto-sharded step.
 
     Raises:
-        ValueError: what does not fit; see `TrainingCase.setup`.
+        ValueError: See `TrainingCase.setup`.
     """
     setup = case.setup(plan)
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     peer = name == ANNOTATED
     step = jitted_step(setup, optimizer(), annotated_gradient(setup) if peer else sharded_gradient(setup))
     params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
@@ -253,14 +254,14 @@ def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> Tr
     batch = [jax.ShapeDtypeStruct(shape, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
     kind = case.chip.partition(":")[0]
     found = compile_for(case.chip, step, params, state, *batch, options=FLAGS.get(kind, ASYNC) if peer else None)
-    compile_s = time.perf_counter() - began
+    compile_s = time.perf_counter() - started_at
     graph = placed(read_schedule(found.hlo, case.spec))
     return TrainingProgram(case, name, plan, found, simulate(graph, case.fabric), compile_s)
 
 
-def programs_of(plans: Mapping[str, FullyShardedPlan], peers: bool = True) -> dict[str, FullyShardedPlan]:
-    """All that is compiled, by name: the plans, and beside them the first one without tokens, with rings and without, and the
-    auto-sharded step."""
+def select_programs(plans: Mapping[str, FullyShardedPlan], peers: bool = True) -> dict[str, FullyShardedPlan]:
+    """Returns all programs to compile by name: the plans; with `peers` also the first plan without tokens (with and without
+    decomposed collectives) and the auto-sharded step."""
     if not peers:
         return dict(plans)
     first = next(iter(plans.values()))
@@ -273,7 +274,7 @@ def programs_of(plans: Mapping[str, FullyShardedPlan], peers: bool = True) -> di
 def compiled_programs(
     case: TrainingCase, plans: Mapping[str, FullyShardedPlan], on_program: Callable[[str], None]
 ) -> list[TrainingProgram]:
-    """Compiles all of `programs_of`; `on_program` is told of each before."""
+    """Compiles all programs. Calls `on_program` with the name before each."""
     found = []
     for name, plan in plans.items():
         on_program(f"{case.chip} {name}")
@@ -282,27 +283,27 @@ def compiled_programs(
 
 
 def plan_record(plan: FullyShardedPlan) -> dict[str, Any]:
-    """Fields of a plan, by the names that records have had from the beginning."""
+    """Returns the fields of a plan, under the names of the JSON records."""
     names = {"prefetch_distance": "early", "scatter_delay": "late"}
     return {names.get(name, name): value for name, value in asdict(plan).items()}
 
 
 def records(programs: Sequence[TrainingProgram]) -> list[dict[str, Any]]:
-    """The figures of each program, as docs/metrics.md defines them."""
+    """Returns the figures of each program (docs/metrics.md)."""
     return [record(program, [other for other in programs if other.case == program.case]) for program in programs]
 
 
-def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[str, Any]:
-    """The figures of one program, set against the plain one, if that is there."""
+def record(program: TrainingProgram, peers: Sequence[TrainingProgram]) -> dict[str, Any]:
+    """Returns the figures of one program, compared with the plain one if that was compiled."""
     case = program.case
     timeline = program.timeline
-    layer = both(program)
+    layer = layer_totals(program)
     whole = timeline.whole()
-    plain = next((both(other) for other in same if other.name == PLAIN_STEP), None)
-    others = case.config.num_layers - case.layers
-    total = whole.total_s + others * layer.total_s
-    own = {number_of(part, program.middle) for part in PASSES}
-    busiest = busiest_s(timeline, case.fabric, [span for span in timeline.transfers if timeline.layer(span) in own])
+    plain = next((layer_totals(other) for other in peers if other.name == PLAIN_STEP), None)
+    uncompiled = case.config.num_layers - case.layers
+    total = whole.total_s + uncompiled * layer.total_s
+    numbers = {layer_number(part, program.middle) for part in PASSES}
+    busiest = busiest_s(timeline, case.fabric, [span for span in timeline.transfers if timeline.layer(span) in numbers])
     return {
         "chip": case.chip,
         "devices": prod(case.axes.values()),
@@ -323,9 +324,9 @@ def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[st
         "argument_bytes": program.compiled.argument_bytes,
         "temporary_bytes": program.compiled.temp_bytes,
         "model_layers": case.config.num_layers,
-        "model_peak_bytes": program.compiled.peak_bytes + others * kept_bytes(program),
+        "model_peak_bytes": program.compiled.peak_bytes + uncompiled * kept_bytes(program),
         "model_total_ms": 1e3 * total,
-        "model_exposed_ms": 1e3 * (whole.exposed_s + others * layer.exposed_s),
+        "model_exposed_ms": 1e3 * (whole.exposed_s + uncompiled * layer.exposed_s),
         "model_products_share": case.least_compute_s / total,
         "layers_compiled": case.layers,
         "reported_layer": program.middle,
@@ -337,40 +338,41 @@ def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[st
         "transfers_of_layer": [each for part in PASSES for each in travels(program, part)],
         "compile_s": program.compile_s,
         "without_estimate": len(timeline.graph.without_estimate),
-        "roofline_share": timeline.roofline_share(own),
+        "roofline_share": timeline.roofline_share(numbers),
         "unsteady_share": program.unsteady_share,
         "notes": program.notes,
     }
 
 
 def sweeps(programs: Sequence[TrainingProgram], draws: int = EVENT_DRAWS) -> dict[str, Sweep]:
-    """Ranges of the reported layer's time, in both passes together, in the programs of each chip, by its topology."""
+    """Returns, for each chip, ranges of the reported layer's time in both passes together."""
     found = {}
     for chip in dict.fromkeys(program.case.chip for program in programs):
-        same = {program.name: program for program in programs if program.case.chip == chip}
-        case = next(iter(same.values())).case
-        own = {number_of(part, program.middle) for program in same.values() for part in PASSES}
-        share = max(program.timeline.roofline_share(own) for program in same.values())
+        peers = {program.name: program for program in programs if program.case.chip == chip}
+        case = next(iter(peers.values())).case
+        numbers = {layer_number(part, program.middle) for program in peers.values() for part in PASSES}
+        share = max(program.timeline.roofline_share(numbers) for program in peers.values())
 
-        def milliseconds(_: str, timeline: Timeline, own: Collection[int] = own) -> float:
+        def milliseconds(_: str, timeline: Timeline, numbers: Collection[int] = numbers) -> float:
             sums = timeline.sums()
-            return 1e3 * sum(sums[number].total_s for number in own)
+            return 1e3 * sum(sums[number].total_s for number in numbers)
 
-        timelines = {name: program.timeline for name, program in same.items()}
-        found[chip] = swept_timelines(timelines, case.fabric, milliseconds, case.calibration, share, draws, "ms a layer")
+        timelines = {name: program.timeline for name, program in peers.items()}
+        found[chip] = sweep_timelines(timelines, case.fabric, milliseconds, case.calibration, share, draws, "ms a layer")
     return found
 
 
-def both(program: TrainingProgram) -> Sums:
-    """The middle layer in both passes."""
+def layer_totals(program: TrainingProgram) -> TimelineTotals:
+    """Returns the middle layer's sums over both passes."""
     return program.layer(FORWARD).plus(program.layer(BACKWARD))
 
 
 def kept_bytes(program: TrainingProgram) -> int:
-    """Bytes that one more layer needs on a device.
+    """Returns the bytes that one more layer needs on a device.
 
-    Weights, the optimiser's two moments and the gradient, float32, and the stream that is kept of it: before each half, or,
-    auto-sharded, before the layer. Weights that are not gathered again stay whole.
+    Counts weights, the optimiser's two moments and the gradient in float32, and the saved residual stream: before each
+    sublayer, or before the layer in the auto-sharded step. Weights that the backward pass does not gather again are saved
+    unsharded.
     """
     case = program.case
     setup = case.setup(program.plan)
@@ -382,23 +384,23 @@ def kept_bytes(program: TrainingProgram) -> int:
 
 
 def gathers_again(program: TrainingProgram) -> bool:
-    """True if the backward pass gathers the middle layer's weights, and does not read what the forward pass has gathered.
+    """Returns True if the backward pass gathers the middle layer's weights again.
 
-    Without tokens the compiler makes one of two gathers of the same weights.
+    Without tokens, the compiler merges two gathers of the same weights.
     """
-    number = number_of(BACKWARD, program.middle)
+    number = layer_number(BACKWARD, program.middle)
     nodes = (node for node in program.timeline.graph.nodes if node.layer == number and node.transfer is not None)
     return program.name == ANNOTATED or any(re.search(r"gather_\d+_\w+_again", node.op_name) for node in nodes)
 
 
 def travels(program: TrainingProgram, part: str) -> list[dict[str, Any]]:
-    """The transfers of the middle layer in a pass, those of one purpose together: when, how long, and what runs meanwhile.
+    """Returns the middle layer's transfers in a pass, grouped by purpose: times, and the compute beside them.
 
-    Times are milliseconds from the layer's first product in the pass, so that what comes before it is below zero; `beside_ms`
-    has the compute while they are under way, by pass, layer and half.
+    Times are milliseconds from the layer's first matmul in the pass; earlier times are negative. `beside_ms` is the compute
+    during the transfers, by pass, layer and sublayer.
     """
     timeline = program.timeline
-    number = number_of(part, program.middle)
+    number = layer_number(part, program.middle)
     groups: dict[tuple[str, str], list[TimelineSpan]] = {}
     for span in timeline.transfers:
         node = timeline.graph.nodes[span.node]
@@ -407,8 +409,8 @@ def travels(program: TrainingProgram, part: str) -> list[dict[str, Any]]:
     begin = first_product_s(timeline, number)
     found = []
     for (name, kind), spans in groups.items():
-        of = {span.node for span in spans}
-        waits = sum(span.seconds for span in timeline.core if span.track == "exposed" and span.node in of)
+        transfers = {span.node for span in spans}
+        waits = sum(span.seconds for span in timeline.core if span.track == "exposed" and span.node in transfers)
         first = min(span.begin_s for span in spans)
         last = max(span.end_s for span in spans)
         asynchronous = sum(timeline.graph.nodes[span.node].role == "start" for span in spans)
@@ -430,7 +432,7 @@ def travels(program: TrainingProgram, part: str) -> list[dict[str, Any]]:
 
 
 def first_product_s(timeline: Timeline, number: int) -> float:
-    """Time at which the first product of a layer in a pass begins; the beginning of the program where none says so."""
+    """Returns the start of a layer's first matmul in a pass; 0 if no operation carries the layer's name."""
     products = (
         span.begin_s
         for span in timeline.core
@@ -442,18 +444,18 @@ def first_product_s(timeline: Timeline, number: int) -> float:
 
 
 def purpose(name: str) -> str:
-    """Purpose of a transfer, by where it comes from in the Python program."""
+    """Returns the purpose of a transfer, from its location in the Python program."""
     found = re.search(r"(?:gather|scatter)_\w+|(?:layer|back)_\d+/\w+", name)
     return found[0] if found else "other"
 
 
 def compute_beside(timeline: Timeline, under_way: Sequence[Interval]) -> dict[str, float]:
-    """Milliseconds of compute while any of these transfers is under way, by pass, layer and half."""
+    """Returns the milliseconds of compute during any of these transfers, by pass, layer and sublayer."""
     spans: list[Interval] = [(begin, end) for begin, end, _ in merged([(*each, "") for each in under_way])]
     found: dict[str, float] = {}
     for span in timeline.core:
         seconds = overlap((span.begin_s, span.end_s), spans) if span.track == "compute" else 0.0
-        place = place_of(timeline.graph.nodes[span.node].op_name)
+        place = read_place(timeline.graph.nodes[span.node].op_name)
         if seconds and place is not None:
             name = "{} {} {}".format(*place)
             found[name] = found.get(name, 0.0) + 1e3 * seconds
@@ -461,7 +463,7 @@ def compute_beside(timeline: Timeline, under_way: Sequence[Interval]) -> dict[st
 
 
 def lanes(program: TrainingProgram) -> dict[str, Any]:
-    """Spans of the core and of the links, for a chart; see `overlap.lanes`."""
-    numbers = [number_of(part, layer) for part in PASSES for layer in range(program.case.layers)]
+    """Returns spans of the core and of the links for a chart; see `overlap.lanes`."""
+    numbers = [layer_number(part, layer) for part in PASSES for layer in range(program.case.layers)]
     begins = sorted(1e3 * first_product_s(program.timeline, number) for number in numbers)
     return {"schedule": program.name, **lane_spans(program.timeline), "layer_begins_ms": begins}

@@ -1,4 +1,4 @@
-"""`tilewright bench speculative`: the same prompts decoded by several drafters and by none, in one run."""
+"""Measurement of `tilewright bench speculative`: the same prompts decoded with several drafters and without one."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from tilewright.bench.datasets import NOT_THINKING, Example, prompt
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun
 from tilewright.compiled.store import warm
 from tilewright.compiled.timing import alternate
+from tilewright.llm.diffusion_model import DiffusionModel
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.tokenizer import encode
@@ -26,16 +27,16 @@ from tilewright.runtime.state import DecodeState, Models, Target, verify
 from tilewright.speculation.team import Team
 
 PARTS = ("draft", "verify", "other")
-"""The parts of a round, in order: drafting; the target's pass over the block; accepting and extending the drafter's context."""
+"""Parts of a round in order: drafting; the target's pass over the block; acceptance and extension of the drafter's context."""
 
 
 @dataclass
 class DatasetPrompts:
-    """The prompts of one dataset, as tokens, one for each turn that fits.
+    """Prompts of one dataset as token ids, one for each turn that fits.
 
     Attributes:
-        categories: of each prompt.
-        skipped: turns that do not fit the model's context, and the turns after them.
+        categories: category of each prompt.
+        skipped: number of turns that do not fit the model's context, and of the turns after them.
     """
 
     name: str
@@ -44,7 +45,7 @@ class DatasetPrompts:
     skipped: int = 0
 
 
-def ask(
+def build_prompts(
     lm: LanguageModel,
     name: str,
     examples: Sequence[Example],
@@ -52,8 +53,8 @@ def ask(
     sampling: Sampling,
     on_answer: Callable[[], None] = lambda: None,
 ) -> DatasetPrompts:
-    """Makes the prompts of a dataset. A turn after the first is asked after what plain decoding answered to the one before."""
-    asked = DatasetPrompts(name)
+    """Builds the prompts of a dataset. A later turn follows plain decoding's answer to the previous turn."""
+    dataset = DatasetPrompts(name)
     room = lm.target.max_position_embeddings - sampling.max_new_tokens
     for example in examples:
         answers: list[str] = []
@@ -61,46 +62,50 @@ def ask(
             text = prompt(example, answers, template, NOT_THINKING)
             tokens = encoded(lm, text, template)
             if len(tokens) > room:
-                asked.skipped += len(example.turns) - turn
+                dataset.skipped += len(example.turns) - turn
                 break
-            asked.prompts.append(tokens)
-            asked.categories.append(example.category)
+            dataset.prompts.append(tokens)
+            dataset.categories.append(example.category)
             if turn + 1 < len(example.turns):
                 answers.append(lm.generate([tokens], sampling, speculative=False)[0].text)
         on_answer()
-    return asked
+    return dataset
 
 
-def encoded(lm: LanguageModel | Model, text: str, template: ChatTemplate | None) -> list[int]:
-    """The tokens of a prompt. What a chat template made holds its special tokens already."""
+def encoded(lm: LanguageModel | DiffusionModel | Model, text: str, template: ChatTemplate | None) -> list[int]:
+    """Returns the tokens of a prompt. A rendered chat template already contains its special tokens."""
     return lm.encode(text if template is None else encode(lm.tokenizer, text, add_special_tokens=False))
 
 
 def measure(
-    ways: Mapping[str, LanguageModel],
-    asked: DatasetPrompts,
+    variants: Mapping[str, LanguageModel],
+    dataset: DatasetPrompts,
     sampling: Sampling,
     batch_size: int,
     repetitions: int,
     on_run: Callable[[], None] = lambda: None,
 ) -> list[DecodingRun]:
-    """Decodes a dataset every way, in turns; the way named `BASELINE` without a drafter. A run for each way.
+    """Decodes a dataset in every variant, in alternation; the variant named `BASELINE` without a drafter.
 
     Args:
-        on_run: called for each way `repetitions + 2` times: at every run, the first of which is not timed, and at the end.
+        on_run: called `repetitions + 2` times for each variant: after every run, the first of which is not timed, and at the
+            end.
+
+    Returns:
+        A run for each variant.
     """
-    batches = [asked.prompts[i : i + batch_size] for i in range(0, len(asked.prompts), batch_size)]
-    for name, lm in ways.items():
+    batches = [dataset.prompts[i : i + batch_size] for i in range(0, len(dataset.prompts), batch_size)]
+    for name, lm in variants.items():
         streams = [lm.start(batch, sampling, name != BASELINE) for batch in batches]
-        warm((stream.engine.programs, key) for stream in streams for key in stream.keys)
-    about: dict[str, Any] = {"dataset": asked.name, "categories": asked.categories, "skipped": asked.skipped}
+        warm((stream.engine.decoding.programs, key) for stream in streams for key in stream.keys)
+    about: dict[str, Any] = {"dataset": dataset.name, "categories": dataset.categories, "skipped": dataset.skipped}
     runs = []
-    for run in decode_in_turns(ways, batches, sampling, repetitions, on_run):
-        lm = ways[run.drafter]
+    for run in decode_in_turns(variants, batches, sampling, repetitions, on_run):
+        lm = variants[run.drafter]
         drafter = None if run.drafter == BASELINE else lm.drafter
-        # Of a team there is no one round.
-        alike = None if drafter is None or isinstance(drafter, Team) else drafter.turn(None)
-        seconds = None if alike is None else part_seconds(lm, alike, batches[0], sampling)
+        # A team's rounds differ, so there is no single breakdown.
+        variant = None if drafter is None or isinstance(drafter, Team) else drafter.variant(None)
+        seconds = None if variant is None else part_seconds(lm, variant, batches[0], sampling)
         runs.append(replace(run, **about, batch_size=batch_size, part_seconds=seconds))
         on_run()
     return runs
@@ -109,23 +114,23 @@ def measure(
 def part_seconds(
     lm: LanguageModel, drafter: Variant, prompts: Sequence[Sequence[int]], sampling: Sampling, repetitions: int = 30
 ) -> dict[str, float]:
-    """Seconds that each of `PARTS` takes of a round that drafts, behind the given prompts.
+    """Returns the seconds that each of `PARTS` takes in a drafting round after the given prompts.
 
-    A part's time is that of the round up to its end less that of the round up to its beginning, each a program of its own and
-    each the fastest of `repetitions` runs in turns: what disturbs a run only makes it longer. So the parts add up to the whole
-    round, less what it costs to dispatch any program, which is no part of a round: many rounds run in one dispatch. A part that
-    takes next to nothing may come out below 0, by the uncertainty of both its ends.
+    A part's time is the time of the round up to the part's end minus the time up to its start. Each prefix of the round is a
+    separate program, and the fastest of `repetitions` alternating runs counts, since disturbances only add time. The parts add
+    up to the whole round without its dispatch cost (in decoding, one dispatch runs many rounds). A very short part may come out
+    below 0.
     """
     with lm.start(prompts, sampling) as stream:
         stream.prefill()
 
         def timed(part: str | None) -> float:
-            began = time.perf_counter()
+            start = time.perf_counter()
             jax.block_until_ready(stream.apply(partial(round_up_to, part, drafter, lm.model.target)))
-            return time.perf_counter() - began
+            return time.perf_counter() - start
 
-        taken = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)
-    ends = [min(seconds) for seconds in taken.values()]
+        timings = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)
+    ends = [min(seconds) for seconds in timings.values()]
     return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
 
 
@@ -133,11 +138,11 @@ def part_seconds(
 def round_up_to(
     part: str | None, drafter: Variant, target: Target, models: Models, state: DecodeState, slots: Array, table: Array
 ) -> tuple[DecodeState, Any]:
-    """A round of some slots up to the end of a part; None is its beginning. DONATES state; in the one returned the round is
-    still to come."""
+    """Runs a round of some slots up to the end of a part; None runs nothing. DONATES state. The returned state is from before
+    the round."""
     some = rows_of(state, slots, table)
     if part is None:
-        return state, some.known + 1
+        return state, some.last_position + 1
     proposal = drafter.propose(target, models, some)
     if part == "draft":
         return state, proposal
@@ -145,4 +150,4 @@ def round_up_to(
         verified = verify(target, models.target, some, proposal.block, drafter.tap_layers)
         return with_rows(state, verified.state, slots), (verified.tokens, verified.taps)
     after, info = verify_and_extend(drafter, target, models, some, proposal)
-    return with_rows(state, replace(after, known=some.known, done=some.done), slots), info
+    return with_rows(state, replace(after, last_position=some.last_position, done=some.done), slots), info

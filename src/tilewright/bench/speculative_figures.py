@@ -1,4 +1,4 @@
-"""The figures of several ways of decoding beside each other, each computed in one place. `docs/metrics.md` defines them."""
+"""Figures that compare several ways of decoding. `docs/metrics.md` defines them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from tilewright.metrics.tables import csv_text
 from tilewright.runtime.output import Result
 
 BASELINE = "none"
-"""The drafter of the run that the others are compared with: plain decoding."""
+"""Drafter name of plain decoding, the baseline of all comparisons."""
 Row = dict[str, Any]
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first position at which two token lists differ, None if they are equal."""
+    """Returns the first position at which two token lists differ; None if they are equal."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -24,26 +24,26 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def cost_per_million_tokens(price_per_hour: float, tokens_per_s: float) -> float:
-    """In the currency of the price, for generated tokens and time in decoding alone."""
+    """Returns the cost in the price's currency, for generated tokens and decoding time only."""
     return price_per_hour / (3600 * tokens_per_s) * 1e6
 
 
 @dataclass(frozen=True)
 class DecodingRun:
-    """One dataset, decoded one way.
+    """One dataset, decoded in one way.
 
     Attributes:
-        dataset: the name it is shown under.
-        drafter: the name it is shown under; `BASELINE` is plain decoding.
-        num_spec_tokens: the most drafts in a round, the block size less one; 0 without a drafter.
-        responses: one for each turn, in the same order in all runs of a dataset.
-        tokens_per_s: generated tokens for each second of decoding, of each repetition.
-        seconds_per_round: of decoding, for a round of the batch (a step, without a drafter), of each repetition.
-        categories: the benchmark's own, of each response; "" where it has none.
-        batch_size: the most rows decoded together.
-        skipped: turns left out because they don't fit the model's context.
-        part_seconds: the parts of one round that drafts ("draft", "verify", "other"), where they were measured.
-        chosen: what rounds did, where that was chosen as decoding went; see `llm/chosen.py`.
+        dataset: displayed name of the dataset.
+        drafter: displayed name of the drafter; `BASELINE` is plain decoding.
+        num_spec_tokens: maximum number of drafts per round, the block size minus one; 0 without a drafter.
+        responses: one response per turn, in the same order in all runs of a dataset.
+        tokens_per_s: generated tokens per second of decoding, for each repetition.
+        seconds_per_round: decoding time per round of the batch (per step without a drafter), for each repetition.
+        categories: category of each response; "" without one.
+        batch_size: maximum number of rows decoded together.
+        skipped: number of turns that do not fit the model's context.
+        part_seconds: times of the parts of a drafting round ("draft", "verify", "other"), if measured.
+        chosen: figures of adaptively chosen rounds; see `llm/chosen.py`.
     """
 
     dataset: str
@@ -60,20 +60,23 @@ class DecodingRun:
 
 
 def category_figures(run: DecodingRun) -> list[Row]:
-    """`acceptance_figures` of each category, in the order of their first responses; empty where there is but one."""
+    """Returns `acceptance_figures` of each category, in order of first appearance; empty for a single category."""
     names = list(dict.fromkeys(run.categories))
     if len(names) < 2:
         return []
-    own = {name: [r for r, category in zip(run.responses, run.categories, strict=True) if category == name] for name in names}
-    return [{"category": name, **acceptance_figures(responses)} for name, responses in own.items()]
+    grouped = {
+        name: [r for r, category in zip(run.responses, run.categories, strict=True) if category == name] for name in names
+    }
+    return [{"category": name, **acceptance_figures(responses)} for name, responses in grouped.items()]
 
 
 def benchmark_rows(runs: Sequence[DecodingRun], price_per_hour: float | None = None) -> list[Row]:
-    """A row of figures for each run, under the field names of `--json`; ratios are to the `BASELINE` run of the same dataset
-    and batch size.
+    """Returns a row of figures for each run, under the field names of `--json`. Ratios are to the `BASELINE` run of the same
+    dataset and batch size.
 
     Raises:
-        ValueError: runs of one dataset answered different numbers of turns, or two have one drafter.
+        ValueError: Runs of one dataset have different numbers of responses, or two runs have the same dataset, batch size and
+            drafter.
     """
     named = {(run.dataset, run.batch_size, run.drafter): run for run in runs}
     if len(named) < len(runs):
@@ -113,20 +116,21 @@ AGAINST = (
     "identical",
     "first_differences",
 )
-"""Fields of a row that compare it with the baseline: None without one; in its own row those that compare answers are None."""
+"""Fields that compare a row with the baseline; None without one. In the baseline's own row, fields that compare answers are
+None."""
 
 
 def against(run: DecodingRun, baseline: DecodingRun | None) -> Row:
-    """Comparison of a run with plain decoding, as the fields of a row."""
+    """Returns the fields that compare a run with plain decoding."""
     row: Row = dict.fromkeys(AGAINST)
     if baseline is None:
         return row
     plain = spread(baseline.tokens_per_s)
-    own = spread(run.tokens_per_s)
+    rate = spread(run.tokens_per_s)
     row |= {
         "baseline_tokens_per_s": plain.median,
         "baseline_tokens_per_s_range": plain.range,
-        "speedup": own.median / plain.median,
+        "speedup": rate.median / plain.median,
         "speedup_range": quotients(run.tokens_per_s, baseline.tokens_per_s).range,
         "round_cost_steps": spread(run.seconds_per_round).median / spread(baseline.seconds_per_round).median,
     }
@@ -134,22 +138,22 @@ def against(run: DecodingRun, baseline: DecodingRun | None) -> Row:
         return row
     if len(baseline.responses) != len(run.responses):
         counts = f"{len(baseline.responses)} and {len(run.responses)}"
-        raise ValueError(f"{run.dataset}: expected as many responses with and without {run.drafter}, found {counts}")
+        raise ValueError(f"{run.dataset}: expected equal numbers of responses with and without {run.drafter}, found {counts}")
     pairs = zip(baseline.responses, run.responses, strict=True)
     differences = [first_difference(without.tokens, drafted.tokens) for without, drafted in pairs]
-    return {**row, "identical": all(at is None for at in differences), "first_differences": differences}
+    return {**row, "identical": all(place is None for place in differences), "first_differences": differences}
 
 
 AVERAGED = ("speedup", "tokens_per_round", "tau_by_response", "tau_published")
 
 
 def average_rows(rows: Sequence[Row]) -> list[Row]:
-    """For each batch size and drafter the unweighted means over datasets, as the papers' last column has them."""
+    """Returns unweighted means over datasets for each batch size and drafter, as in the last column of the papers' tables."""
     averages = []
     for batch_size, drafter in dict.fromkeys((row["batch_size"], row["drafter"]) for row in rows):
-        own = [row for row in rows if (row["batch_size"], row["drafter"]) == (batch_size, drafter)]
-        means = {name: mean(row[name] for row in own if row[name] is not None) for name in AVERAGED}
-        averages.append({"batch_size": batch_size, "drafter": drafter, "datasets": len(own), **means})
+        group = [row for row in rows if (row["batch_size"], row["drafter"]) == (batch_size, drafter)]
+        means = {name: mean(row[name] for row in group if row[name] is not None) for name in AVERAGED}
+        averages.append({"batch_size": batch_size, "drafter": drafter, "datasets": len(group), **means})
     return averages
 
 
@@ -157,9 +161,9 @@ CSV_FIELDS = ("category", *(metric.name for metric in (*FIGURES, *TAU, *VLLM) if
 
 
 def benchmark_csv(rows: Sequence[Row]) -> str:
-    """The rows of `benchmark_rows` as CSV: those of their figures that are one number, a line more for each category.
+    """Returns the rows of `benchmark_rows` as CSV: all single-valued figures, with a further line for each category.
 
-    A figure that is not known is an empty cell; a category has no figures of time.
+    Unknown figures are empty cells. Categories have no times.
     """
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""`tilewright bench graph`: message passing as it is usually written, against neighbour tables."""
+"""`tilewright bench graph`: compares usual implementations of message passing with neighbour tables."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, BenchGraph, Experiment, measure, prepare, read_graph
 from tilewright.cli.common import keep_programs
-from tilewright.cli.options import CompileCache, Repetitions, Words, check_known, check_least, option_class
+from tilewright.cli.options import COMMON, Repetitions, Words, check_choices, check_least, option_class
 from tilewright.cli.outputs import PageFiles, circumstances, progress
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.compare import steps
@@ -21,19 +21,19 @@ from tilewright.report.graph import terminal_tables, write_graph
 from tilewright.report.page import Report
 
 FOOT = ("graph", "chip", "kernels", "repetitions", "dtype", "jax_version")
-"""Settings at the foot of the page."""
+"""Settings at the end of the page."""
 
 
-@option_class
+@option_class(group=COMMON)
 class GraphOptions:
-    """Options of what is measured. Several values stand apart or with commas between them.
+    """Options of the measurement. Several values are separated by spaces or commas.
 
     Attributes:
         experiment: scatter-add, gather-scatter, graphsage, gcn, gin, gat.
-        layout: of the neighbour tables: padded, bucketed, csr, or auto for the one that suits the machine.
+        layout: layouts of the neighbour tables: padded, bucketed, csr, or auto for the best one on this machine.
         data: an .npz file, "karate", uniform:NODES:MAXDEGREE, rmat:NODES:EDGES, or "seed" for uniform:2048:64. Features are
-            random in any case.
-        features: for each node, and the width of a model's layers.
+            always random.
+        features: number of features per node, and width of a model's layers.
         dtype: "float32" or "bfloat16".
         chip: TPUs to compile for instead of measuring, such as v5e:1x1, v5p:1x1x1.
     """
@@ -45,22 +45,21 @@ class GraphOptions:
     dtype: Dtype = "float32"
     chip: Words = ()
     repetitions: Repetitions = 5
-    compile_cache: CompileCache = True
 
     def __post_init__(self) -> None:
-        check_known(self, experiment=EXPERIMENTS, layout=LAYOUTS)
+        check_choices(self, experiment=EXPERIMENTS, layout=LAYOUTS)
         check_least(self, features=1, repetitions=1)
         for chip in self.chip:
             tpu_topology(chip)
 
 
 def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = PageFiles()) -> None:
-    """Compares graph neural networks on neighbour tables with gathering, masking and summing, side by side.
+    """Compares graph neural networks on neighbour tables with gather, mask and sum, and with segment sums.
 
-    Every figure is defined in docs/metrics.md.
+    docs/metrics.md defines every figure.
     """
     console = outputs.console()
-    keep_programs(options.compile_cache)
+    keep_programs()
     graph = read_graph(options.data)
     experiments = prepare(graph, options.experiment, options.layout, options.features, options.dtype, options.chip)
     records = run(console, experiments, options.repetitions, options.chip)
@@ -78,7 +77,7 @@ def bench_graph(*, options: GraphOptions = GraphOptions(), outputs: PageFiles = 
 
 
 def run(console: Console, experiments: Sequence[Experiment], repetitions: int, chips: Sequence[str]) -> list[dict[str, Any]]:
-    """Compares all experiments, with a bar that says how far it is."""
+    """Runs all experiments with a progress bar."""
     records: list[dict[str, Any]] = []
     total = sum(steps(len(one.functions), repetitions, len(chips), not chips) for one in experiments)
     with progress(console, total) as step:
@@ -88,13 +87,13 @@ def run(console: Console, experiments: Sequence[Experiment], repetitions: int, c
                 records += measure(experiment, repetitions, chips, step)[1]
     differing = [record for record in records if record["agrees"] is False]
     for one in differing:
-        told = f"{one['experiment']}, {one['name']}: DIFFERS from {one['compared_with']} by {one['largest_difference']}"
-        console.print(told, style="red", markup=False)
+        message = f"{one['experiment']}, {one['name']}: DIFFERS from {one['compared_with']} by {one['largest_difference']}"
+        console.print(message, style="red", markup=False)
     return records
 
 
 def about(graph: BenchGraph, options: GraphOptions) -> dict[str, Any]:
-    """Settings that the figures depend on."""
+    """Returns the settings of the measurement."""
     settings = {"features": options.features, "dtype": options.dtype, "jax_version": jax.__version__}
     if options.chip:
         return {**graph.record(), **settings, "measured": False}

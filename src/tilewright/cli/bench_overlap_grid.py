@@ -1,4 +1,4 @@
-"""The grid of `tilewright bench overlap`: input, output, batch, number of devices, schedule."""
+"""Predictions and measurements of `tilewright bench overlap` by input, output, batch, number of devices and schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -11,30 +11,39 @@ from tilewright.bench import overlap_here
 from tilewright.bench.overlap import SCHEDULES, OverlapSetup
 from tilewright.bench.overlap_grid import GridCase, predictions, scaled
 from tilewright.cli.calibrate import CompilerOptions, TpuProgramOptions, print_notes, print_ranges
-from tilewright.cli.options import Numbers, Words, check_known, check_least, option_class
+from tilewright.cli.options import Group, Numbers, Words, check_choices, check_least, option_class
 from tilewright.cli.outputs import PageFiles, progress
 from tilewright.compiled.machine import chip_name
 from tilewright.hardware.tpu import slice_of
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
 from tilewright.parallel.auto import AUTO
-from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, kind_of, measured_table, predicted_table, write_grid
+from tilewright.report.overlap_grid import (
+    CPUS,
+    PREDICTED,
+    device_kind,
+    grid_estimates,
+    measured_table,
+    predicted_table,
+    write_grid,
+)
 
 RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
-"""Schedules whose tokens are those of one device. `exact` sums in an order of its own."""
+"""Schedules that give the tokens of one device. `exact` sums in another order."""
+SHAPES = Group("Models and shapes", sort_key=2)
 
 
-@option_class
+@option_class(group=SHAPES)
 class GridOptions(TpuProgramOptions):
-    """The grid. The options of several values take them with commas or blanks between them.
+    """Options of the model and its shapes. Several values are separated by spaces or commas.
 
     Attributes:
-        input: tokens of each prompt, several.
-        output: tokens that each row is given.
-        batch: rows, several.
-        tensor_parallel: numbers of devices, several.
-        schedule: sync, sequence, ring, domino, column, exact, auto: several. exact doesn't run here.
-        here_divisor: of the tokens one in so many is left on devices that are here.
+        input: tokens of each prompt.
+        output: tokens generated in each row.
+        batch: numbers of rows.
+        tensor_parallel: numbers of devices.
+        schedule: sync, sequence, ring, domino, column, exact, auto. exact does not run on this machine.
+        here_divisor: divisor of input and output tokens on this machine's devices.
     """
 
     input: Numbers = (1024, 4096)
@@ -46,16 +55,16 @@ class GridOptions(TpuProgramOptions):
     compiler_options: CompilerOptions = False
 
     def cases(self) -> list[GridCase]:
-        """One for each input and batch. Raises a `ValueError` where an option is none that there is."""
-        check_known(self, schedule=SCHEDULES)
+        """Returns a case for each input and batch. Raises a `ValueError` for an option that is unknown or out of range."""
+        check_choices(self, schedule=SCHEDULES)
         check_least(self, input=2, output=2, batch=1, tensor_parallel=1, here_divisor=1)
         return [GridCase(one, self.output, batch) for one, batch in product(self.input, self.batch)]
 
     def setups(self, chips: Sequence[str]) -> list[OverlapSetup]:
-        """One for each kind of chip and number of devices.
+        """Returns a setup for each kind of chip and number of devices.
 
         Raises:
-            ValueError: there is no such slice, or it cannot divide the model.
+            ValueError: There is no slice of this size, or the model cannot be sharded over it.
         """
         if not chips:
             return []
@@ -71,15 +80,15 @@ class GridOptions(TpuProgramOptions):
 
 
 def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, files: PageFiles) -> None:
-    """Predicts, runs, and writes what was asked for."""
+    """Predicts and measures latencies, prints tables and writes files."""
     console = files.console()
     cases = grid.cases()
     setups = grid.setups(chips)
     if here and jax.device_count() == 1:
-        raise ValueError("expected several devices here for --here, found one")
+        raise ValueError("expected several devices for --here, found one")
     runs = here if here is not None else jax.device_count() > 1
     if not runs and not setups:
-        raise ValueError("expected a chip, or several devices here; found neither")
+        raise ValueError("expected a chip or several devices, found neither")
     small = [scaled(case, grid.here_divisor) for case in cases] if runs else []
     names = [name for name in grid.schedule if name in RUN_HERE] if runs else []
     widths = local_widths(grid) if runs else []
@@ -101,16 +110,16 @@ def bench_grid(grid: GridOptions, chips: Sequence[str], here: bool | None, files
 
 
 def local_widths(grid: GridOptions) -> list[int]:
-    """The numbers of devices that are here: of those asked for; over several processes all of them, as it must be.
+    """Returns the numbers of `--tensor-parallel` that fit this machine; with several processes, only all devices.
 
     Raises:
-        ValueError: none of those asked for.
+        ValueError: No number fits.
     """
     count = jax.device_count()
     fits = [n for n in sorted(grid.tensor_parallel) if n == count or (1 < n < count and jax.process_count() == 1)]
     if not fits:
         raise ValueError(
-            f"expected --tensor-parallel with a number that the {count} devices here have, found {grid.tensor_parallel}"
+            f"expected --tensor-parallel with a number up to the {count} devices of this machine, found {grid.tensor_parallel}"
         )
     return fits
 
@@ -122,23 +131,23 @@ def measurements(
     compiler_options: bool,
     on_run: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """A record for each case on one device, then for each number of devices and schedule, whose tokens are compared with it."""
+    """Returns records of each case on one device, then for each number of devices and schedule, with compared tokens."""
     found = []
-    wanted = []
-    ways: list[tuple[int, str | None]] = [(1, None), *product(widths, names)]
-    for devices, name in ways:
+    expected = []
+    variants: list[tuple[int, str | None]] = [(1, None), *product(widths, names)]
+    for devices, name in variants:
         lm = overlap_here.model(devices, name, compiler_options)
         for number, case in enumerate(cases):
             on_run(f"here {case.batch}x{case.input_tokens} over {devices}" + (f" {name}" if name else ""))
-            record, tokens = overlap_here.measured(lm, case, wanted[number] if name else None)
+            record, tokens = overlap_here.measured(lm, case, expected[number] if name else None)
             if name is None:
-                wanted.append(tokens)
+                expected.append(tokens)
             found.append(record)
     return found
 
 
 def environment(grid: GridOptions, setups: Sequence[OverlapSetup], ran: bool) -> dict[str, Any]:
-    """Settings that the figures depend on."""
+    """Returns the settings of the figures."""
     predicted = grid.facts({setup.chip: setup.fabric for setup in setups}) if setups else {}
     about = {name: predicted.get(name) for name in ("model", "hop_us", "libtpu_version")}
     about |= {"measured_on": chip_name() if ran else None, "measured_platform": jax.devices()[0].platform if ran else None}
@@ -147,13 +156,13 @@ def environment(grid: GridOptions, setups: Sequence[OverlapSetup], ran: bool) ->
 
 
 def show(console: Console, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """A table of the predictions for each kind of chip, and one of what ran."""
-    for kind, of in grouped(found["predicted"], kind_of).items():
-        print_table(console, predicted_table(f"predicted for {kind}", of))
-        console.print(grid_estimates(of), markup=False)
-        print_notes(console, of)
+    """Prints a table of predictions for each kind of chip, and one of measurements."""
+    for kind, records in grouped(found["predicted"], device_kind).items():
+        print_table(console, predicted_table(f"predicted for {kind}", records))
+        console.print(grid_estimates(records), markup=False)
+        print_notes(console, records)
         console.print(PREDICTED)
     if found["measured"]:
-        print_table(console, measured_table(f"run on {chip_name()}", found["measured"]))
+        print_table(console, measured_table(f"measured on {chip_name()}", found["measured"]))
         if jax.devices()[0].platform == "cpu":
             console.print(CPUS)

@@ -1,4 +1,4 @@
-"""`tilewright bench speculative`: drafters against plain decoding, and against each other."""
+"""`tilewright bench speculative`: compares drafters with plain decoding and with each other."""
 
 import datetime
 import math
@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
-from tilewright.bench.speculative import DatasetPrompts, ask, measure
+from tilewright.bench.speculative import DatasetPrompts, build_prompts, measure
 from tilewright.bench.speculative_figures import BASELINE, DecodingRun, average_rows, benchmark_csv, benchmark_rows
 from tilewright.cli import common
-from tilewright.cli.options import Several, check_least, check_some, option_class
+from tilewright.cli.options import COMMON, SAMPLING, SPECULATION, Several, check_least, check_some, option_class
 from tilewright.cli.outputs import TableFiles, circumstances, progress, progress_console, write_replay_page, write_text
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
@@ -27,31 +28,31 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 TRAINED = "trained"
-"""Block size that stands for each drafter's own."""
+"""Value of --block-size for each drafter's trained block size."""
 REPLAYED = 3
-"""Prompts of each dataset that `--replay` shows."""
+"""Number of prompts of each dataset on the page of `--replay`."""
 
 
-@option_class
+@option_class(group=SPECULATION)
 class DrafterArguments:
-    """Options of the drafters that are compared.
+    """Options of the compared drafters.
 
     Attributes:
         drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m
-            "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package. By default
-            "dflash" for the demo, "auto" for smollm2-135m, "ngram" otherwise. Plain decoding always runs beside them; "none"
-            with a block size adds plain decoding through a program of that width.
-        block_size: tokens drafted at once by every drafter, the last token of the text included. "auto" chooses it round by
-            round, as `generate` does, plain decoding among the choices; "auto-inexact" too, but never runs more rows than it
-            chose, where that changes how the target rounds. "trained" is the size that each was trained for.
-        draft_window: keep only this many last positions in the drafters' contexts.
-        drafter_dtype: of the drafters alone.
-        refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: how drafters with candidates (DFlash 2, DSpark, LiLiCorr) take one of a slot's: "greedy", the best, or "sampled"
-            (the default), drawn at the request's temperature with the target's own noise; the output is the same either way.
+            "dflash2". "auto" chooses for each round among n-grams and the packaged drafters. By default "dflash" for the demo,
+            "auto" for smollm2-135m, else "ngram". Plain decoding always runs too; "none" with a block size adds plain decoding
+            in blocks of that size.
+        block_size: tokens in a block, including the last committed token. "auto" chooses for each round, as `generate` does;
+            "auto-inexact" runs only the chosen rows, even if the target then rounds differently; "trained" is the size of each
+            drafter's training.
+        draft_window: maximum number of positions in the drafters' contexts.
+        drafter_dtype: dtype of the drafters.
+        refine: number of further passes of a DFlash drafter over each block.
+        walk: choice among a slot's candidates (DFlash 2, DSpark, LiLiCorr): "greedy" or "sampled" (the default, with the
+            request's temperature and the target's noise). The output does not depend on it.
     """
 
-    drafter: Several[str] | None = None
+    drafter: Annotated[Several[str] | None, Parameter(alias="-d", group=COMMON)] = None
     block_size: int | Literal["auto", "auto-inexact", "trained"] = common.AUTO
     draft_window: int | None = None
     drafter_dtype: str | None = None
@@ -64,27 +65,27 @@ class DrafterArguments:
         return DrafterOptions(size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
 
     def names(self, model: str) -> tuple[str, ...]:
-        """The drafters, as they are named. Raises a `ValueError` where they cannot be measured."""
+        """Returns the names of the drafters. Raises a `ValueError` for drafters that cannot be measured."""
         names = self.drafter
         if names is None:
             names = ("dflash",) if model == common.DEMO else (common.AUTO,) if common.PACKAGED_DRAFTERS.get(model) else (NGRAM,)
         common.check_drafters(names, model)
         if not isinstance(self.block_size, int) and set(names) <= {BASELINE}:
-            raise ValueError("this benchmark needs a drafter, or a block size for plain decoding of that width; found neither")
+            raise ValueError("expected a drafter, or a block size for plain decoding in blocks; found neither")
         if set(names) <= {BASELINE, NGRAM}:
-            self.options.check(NGRAM)  # nothing here has weights
+            self.options.check(NGRAM)  # refuses options of drafters with weights
         return names
 
-    def ways(self, names: Sequence[str], target: common.TargetOptions, console: Console) -> dict[str, LanguageModel]:
-        """The baseline and every drafter, each under the name that it is shown with; all share the target."""
+    def variants(self, names: Sequence[str], target: common.TargetOptions, console: Console) -> dict[str, LanguageModel]:
+        """Loads the baseline and every drafter, by their displayed names. All share the target."""
         base = target.load_with(None, console)
-        ways = {BASELINE: base}
+        variants = {BASELINE: base}
         for name, shown in common.short_names(names).items():
             if name != BASELINE:
-                ways[shown] = base.with_drafter(*self.load(name, target, base, console))
+                variants[shown] = base.with_drafter(*self.load(name, target, base, console))
             elif isinstance(self.block_size, int):
-                ways[f"none, block {self.block_size}"] = base.with_drafter(*self.load(None, target, base, console))
-        return ways
+                variants[f"none, block {self.block_size}"] = base.with_drafter(*self.load(None, target, base, console))
+        return variants
 
     def load(self, name: str | None, target: common.TargetOptions, base: LanguageModel, console: Console) -> tuple[Any, Any]:
         options = self.options if name == common.AUTO else self.options.fitting(name)
@@ -95,11 +96,11 @@ class DrafterArguments:
 
 @option_class
 class SpeculativeFiles(TableFiles):
-    """Places where figures go, besides the terminal.
+    """Options of output besides the terminal.
 
     Attributes:
-        replay: a page that plays the first prompts token by token, with the first drafter and without.
-        price_per_hour: of the machine; adds the cost of a million tokens.
+        replay: write an HTML page that replays the first prompts token by token, with the first drafter and without.
+        price_per_hour: price of the machine per hour; adds the cost of a million tokens.
     """
 
     replay: Path | None = None
@@ -111,30 +112,30 @@ class SpeculativeFiles(TableFiles):
             raise ValueError(f"expected a price per hour above 0, found {self.price_per_hour}")
 
 
-@option_class
+@option_class(group=COMMON)
 class Measuring:
-    """Options of what is decoded, and how.
+    """Options of the prompts, of sampling and of the measurement.
 
     Attributes:
-        data: JSONL files (GSM8K, MATH-500, HumanEval, MBPP, MT-Bench, SWE-bench, or records with a prompt or messages); by
-            default the held-out code that comes with the demo pair.
-        samples: how many records of each file, from its beginning.
-        max_new_tokens: the length limit of each text.
-        temperature: 0 takes the most likely token.
-        top_p: keep the smallest set of most likely tokens with this much probability.
-        top_k: keep this many most likely tokens; 0 keeps all.
-        seed: the same seed gives the same text.
-        batch_size: rows decoded together; several are measured one after the other.
-        repetitions: how often each way is timed.
+        data: JSONL files (GSM8K, MATH-500, HumanEval, MBPP, MT-Bench, SWE-bench, or records with a prompt or messages). By
+            default the demo model's held-out code.
+        samples: number of records of each file, from the first on.
+        max_new_tokens: maximum number of tokens of each text.
+        temperature: sampling temperature; 0 takes the most likely token.
+        top_p: sample from the smallest set of most likely tokens with this total probability.
+        top_k: sample from this number of most likely tokens; 0 for all.
+        seed: seed of the random numbers.
+        batch_size: rows decoded together; several sizes are measured in sequence.
+        repetitions: number of timed runs.
     """
 
     data: Several[Path] = ()
     samples: int = 20
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, Parameter(alias="-n")] = 128
     temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
+    top_p: Annotated[float, Parameter(group=SAMPLING)] = 1.0
+    top_k: Annotated[int, Parameter(group=SAMPLING)] = 0
+    seed: Annotated[int, Parameter(alias="-s", group=SAMPLING)] = 0
     batch_size: Several[int] = (1,)
     repetitions: int = REPETITIONS
 
@@ -153,23 +154,23 @@ def speculative(
     drafted: DrafterArguments = DrafterArguments(),
     outputs: SpeculativeFiles = SpeculativeFiles(),
 ) -> None:
-    """Decodes the prompts of each file with every drafter and without one, alternating, and prints the papers' table.
+    """Compares drafters with plain decoding on the same prompts: speedup, τ, acceptance and round times.
 
-    Every figure is defined in docs/metrics.md.
+    docs/metrics.md defines every figure.
     """
     console = outputs.console()
     sampling = measuring.sampling()
     names = drafted.names(target.model)
     sets = read_sets(measuring.data, measuring.samples)
     template = target.chat_template(console)
-    ways = drafted.ways(names, target, console)
-    asked, runs = run_all(ways, sets, template, measuring, console)
+    variants = drafted.variants(names, target, console)
+    datasets, runs = run_all(variants, sets, template, measuring, console)
     rows = benchmark_rows(runs, outputs.price_per_hour)
     averages = average_rows(rows)
     settings = {name: value for name, value in vars(measuring).items() if name != "data"}
     facts = {
         "date": datetime.date.today().isoformat(),
-        **environment(ways[BASELINE]),
+        **environment(variants[BASELINE]),
         "model": target.model,
         **settings,
         "draft_window": drafted.draft_window,
@@ -180,7 +181,7 @@ def speculative(
     }
     title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)
     title += " and ".join(map(str, measuring.batch_size))
-    notes = left_out(asked)
+    notes = left_out(datasets)
     lead = f"Model {target.model}, {title}."
     report = Report("Speculative decoding", lead, rows, circumstances(facts), [f"{note}." for note in notes])
     figures = {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages}
@@ -192,21 +193,22 @@ def speculative(
     for line in notes:
         console.print(line, style="dim", markup=False)
     if outputs.replay is not None:
-        name = next(way for way, lm in ways.items() if lm.drafter is not None)
-        prompts = [(f"{each.name} {n}", tokens) for each in asked for n, tokens in enumerate(each.prompts[:REPLAYED], 1)]
-        write_replay_page(outputs.replay, ways[name], (target.model, name), prompts, sampling, console)
+        name = next(name for name, lm in variants.items() if lm.drafter is not None)
+        prompts = [(f"{each.name} {n}", tokens) for each in datasets for n, tokens in enumerate(each.prompts[:REPLAYED], 1)]
+        write_replay_page(outputs.replay, variants[name], (target.model, name), prompts, sampling, console)
 
 
-def left_out(asked: Sequence[DatasetPrompts]) -> list[str]:
-    """A line for each file of which some turns do not fit the context."""
-    turns = ((each.name, each.skipped, len(each.prompts) + each.skipped) for each in asked if each.skipped)
+def left_out(datasets: Sequence[DatasetPrompts]) -> list[str]:
+    """Returns a line for each file with turns that do not fit the context."""
+    skipped_turns = ((each.name, each.skipped, len(each.prompts) + each.skipped) for each in datasets if each.skipped)
     return [
-        f"{name}: {skipped} of {all_} turns do not fit the model's context and were left out" for name, skipped, all_ in turns
+        f"{name}: {skipped} of {all_} turns do not fit the model's context and were left out"
+        for name, skipped, all_ in skipped_turns
     ]
 
 
 def read_sets(data: Sequence[Path], samples: int) -> dict[str, list[Example]]:
-    """The first `samples` records of each file, under its name without the suffix."""
+    """Reads the first `samples` records of each file, by file name without suffix."""
     if not data:
         return {"held-out code": read_examples(common.packaged_prompts_file())[:samples]}
     sets = {path.stem: read_examples(path)[:samples] for path in data}
@@ -216,29 +218,31 @@ def read_sets(data: Sequence[Path], samples: int) -> dict[str, list[Example]]:
 
 
 def run_all(
-    ways: Mapping[str, LanguageModel],
+    variants: Mapping[str, LanguageModel],
     sets: Mapping[str, Sequence[Example]],
     template: ChatTemplate | None,
     measuring: Measuring,
     console: Console,
 ) -> tuple[list[DatasetPrompts], list[DecodingRun]]:
-    """Asks and measures every set.
+    """Builds the prompts and measures every dataset.
 
     Raises:
-        ValueError: no prompt of a set fits the model's context; before anything is timed.
+        ValueError: No prompt of a dataset fits the model's context. Raised before any measurement.
     """
     sampling = measuring.sampling()
     repetitions = measuring.repetitions
     batch_sizes = measuring.batch_size
-    asked: list[DatasetPrompts] = []
+    datasets: list[DatasetPrompts] = []
     runs: list[DecodingRun] = []
-    total = sum(map(len, sets.values())) + len(sets) * len(ways) * (repetitions + 2) * len(batch_sizes)
+    total = sum(map(len, sets.values())) + len(sets) * len(variants) * (repetitions + 2) * len(batch_sizes)
     with progress(console, total) as step:
         for name, examples in sets.items():
-            asked.append(ask(ways[BASELINE], name, examples, template, sampling, partial(step, f"{name}: prompts")))
-            if not asked[-1].prompts:
+            datasets.append(
+                build_prompts(variants[BASELINE], name, examples, template, sampling, partial(step, f"{name}: prompts"))
+            )
+            if not datasets[-1].prompts:
                 raise ValueError(f"{name}: no prompt fits the model's context with {sampling.max_new_tokens} new tokens")
-        for each in asked:
+        for each in datasets:
             for batch_size in batch_sizes:
-                runs += measure(ways, each, sampling, batch_size, repetitions, partial(step, each.name))
-    return asked, runs
+                runs += measure(variants, each, sampling, batch_size, repetitions, partial(step, each.name))
+    return datasets, runs

@@ -1,4 +1,4 @@
-"""`tilewright chips`: chips of several makers side by side, and how long a piece of work takes each at least."""
+"""`tilewright chips`: peak rates of chips of several makers, and the least time of a piece of work on each."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from tilewright.hardware.accelerators import ACCELERATORS, Accelerator, accelera
 from tilewright.hardware.neuron import NEURON_CHIPS
 from tilewright.hardware.ranged import ranged
 from tilewright.metrics.chips import CHIPS
-from tilewright.metrics.metric import chosen
+from tilewright.metrics.metric import select_metrics
 from tilewright.metrics.tables import FigureTable, print_table
 
 FOOTNOTE = (
-    "flop/byte: how many bfloat16 operations a chip does while a byte passes its memory, or its links in either direction; "
-    "above the first, its ridge point, compute is the limit. The sources of all figures stand in src/tilewright/hardware/."
+    "flop/byte: bfloat16 operations per byte of memory traffic, or per byte over the links in both directions. Above the "
+    "first number, the ridge point, compute is the limit. src/tilewright/hardware/ names the sources."
 )
 
 
@@ -25,15 +25,13 @@ def chips(
     link_mb: float | None = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Shows chips side by side: peak, memory, links, and operations per byte of each.
-
-    With a piece of work, also its roofline.
+    """Compares chips: peak, memory, links and operations per byte; with a piece of work, also its roofline.
 
     Args:
-        chip: only these, by name: several, with commas.
-        gflop: work: operations, in 1e9.
-        memory_mb: work: bytes to and from memory, in 1e6.
-        link_mb: work: bytes sent over links, in 1e6; chips without links take none.
+        chip: names of the chips to show, separated by commas.
+        gflop: operations of the work, in 1e9.
+        memory_mb: bytes of the work to and from memory, in 1e6.
+        link_mb: bytes of the work over links, in 1e6; zero for chips without links.
     """
     console = human_console(json_file)
     for name, value in (("--gflop", gflop), ("--memory-mb", memory_mb), ("--link-mb", link_mb)):
@@ -43,7 +41,7 @@ def chips(
     work = None if gflop is memory_mb is link_mb is None else (1e9 * (gflop or 0), 1e6 * (memory_mb or 0), 1e6 * (link_mb or 0))
     records = [record(one, work) for one in shown]
     last = "least_ms limit" if work else "fabric"
-    columns = chosen(
+    columns = select_metrics(
         CHIPS,
         f"bf16_tflop_per_s memory_gb memory_gb_per_s links_gb_per_s flops_per_memory_byte flops_per_link_byte {last}",
     )
@@ -53,7 +51,7 @@ def chips(
 
 
 def record(one: Accelerator, work: tuple[float, float, float] | None) -> dict[str, Any]:
-    """A chip's figures, and what it does with the work."""
+    """Returns the figures of a chip, and the roofline of the work."""
     found: dict[str, Any] = {
         "name": one.name,
         "maker": one.maker,

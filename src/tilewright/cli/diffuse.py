@@ -1,10 +1,12 @@
-"""`tilewright diffuse`: a response of a diffusion language model, as its masks give way."""
+"""`tilewright diffuse`: denoises a response with a diffusion language model and shows each step."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.live import Live
 
@@ -12,70 +14,61 @@ from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import DenoisingRun, environment, run_figures
 from tilewright.bench.diffusion_replay import denoising_replay
 from tilewright.cli.common import DeviceOptions, gather_prompts, stopped_by_interrupt
-from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
-from tilewright.cli.options import Chat, Prompt, PromptFile, option_class
+from tilewright.cli.diffusion_options import (
+    DEMO,
+    DenoisingOption,
+    DenoisingSettings,
+    DiffusionModelOptions,
+    encoded_prompts,
+    held_out_problems,
+)
+from tilewright.cli.options import COMMON, OUTPUT, SAMPLING, Chat, Flag, Prompt, PromptFile, option_class
 from tilewright.cli.outputs import OutputFiles, progress, progress_console, write_file, write_json
 from tilewright.compiled.ledger import Ledger
-from tilewright.diffusion.model import Denoised, DiffusionModel, DiffusionSession
-from tilewright.diffusion.options import Denoising, Mode, Saliency
+from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.steps import STEPS_PER_DISPATCH
+from tilewright.llm.diffusion_model import Denoised, DenoisingStream, DiffusionModel
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.report.denoising import write_denoising
 from tilewright.report.unmasking import Piece, figures_line, frame
 
 FRAME_S = 1 / 8
-"""Seconds that the steps between two frames take, about, unless their number is given."""
+"""Target time between two frames, in seconds."""
 
 
-@option_class
+@option_class(group=SAMPLING)
 class ResponseOptions:
-    """Options of the responses that are asked for.
+    """Options of the responses.
 
     Attributes:
-        new_tokens: the length of each response, a multiple of the block length.
-        mode: which positions a step computes: "dense" all; "prefix" those from the block on, "dual" the block's alone, over
-            cached keys and values; "sparse" those that are salient.
-        threshold: each step commits all tokens at least this likely; without one, a quota.
-        tau: sparse: a position is salient where the cosine between its attention contexts of two steps is below; above 1, all.
-        suffix_window: how many positions behind the block a step knows of; by default all.
-        seed: the same seed gives the same response; without one, each that draws gets its own, which is shown.
-        ignore_eos: go on past the end-of-sequence token.
+        new_tokens: length of each response, a multiple of the block length.
+        temperature: 0 chooses the most likely token.
+        top_p: sample from the smallest set of most likely tokens with this total probability.
+        seed: seed of the random numbers. By default each response that samples gets a new one, which is printed.
+        ignore_eos: continue after the end-of-sequence token.
     """
 
-    new_tokens: int = 128
-    mode: Mode = "dense"
-    threshold: float | None = None
-    tau: float = Saliency.tau
-    suffix_window: int | None = None
-    seed: int | None = None
-    ignore_eos: bool = False
+    new_tokens: Annotated[int, Parameter(alias="-n", group=COMMON)] = 128
+    temperature: Annotated[float, Parameter(group=COMMON)] = 0.0
+    top_p: float = 1.0
+    seed: Annotated[int | None, Parameter(alias="-s")] = None
+    ignore_eos: Flag = False
 
-    def request(self, options: StepOptions) -> Denoising:
-        """Raises a `ValueError` for what is out of its range, or says something of sparse steps where there are none."""
-        dense = options.request(self.new_tokens, self.seed, self.tau)
-        asks = {name: getattr(self, name) for name in ("mode", "threshold", "suffix_window", "ignore_eos")}
-        if self.mode != "sparse":
-            options.require_sparse(dense.saliency, "--mode", self.mode)
-        return replace(dense, **asks)
+    def request(self, denoising: DenoisingSettings) -> Denoising:
+        """Makes the request. Raises a `ValueError` for a value out of its range, and for sparse settings in another mode."""
+        denoising.check_mode()
+        return denoising.applied(**vars(self))
 
 
-@option_class
+@option_class(group=OUTPUT)
 class DiffuseOutputs(OutputFiles):
-    """Options of what is made besides the text.
+    """Options of output besides the text.
 
     Attributes:
-        steps_per_frame: denoising steps from one frame in the terminal to the next; by default as many as an eighth of a
-            second holds.
-        replay: write an HTML page that plays the response step by step, beside dense steps.
+        replay: write an HTML page that replays the response step by step, beside dense steps.
     """
 
-    steps_per_frame: int | None = None
     replay: Path | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps_per_frame is not None and not 1 <= self.steps_per_frame <= STEPS_PER_DISPATCH:
-            raise ValueError(f"expected steps_per_frame from 1 to {STEPS_PER_DISPATCH}, found {self.steps_per_frame}")
 
 
 def diffuse(
@@ -84,38 +77,43 @@ def diffuse(
     chat: Chat = False,
     models: DiffusionModelOptions = DiffusionModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
-    asked: ResponseOptions = ResponseOptions(),
-    options: StepOptions = StepOptions(),
+    response: ResponseOptions = ResponseOptions(),
+    denoising: DenoisingOption = DenoisingSettings(),
     outputs: DiffuseOutputs = DiffuseOutputs(),
 ) -> None:
-    """Denoises a response with a diffusion language model, and shows how its masks give way.
+    """Denoises a response with a diffusion language model and shows each step.
 
     Args:
-        prompt: texts to respond to, "-" for standard input; several form batches.
+        prompt: texts to respond to, "-" for standard input; several texts form batches.
     """
     console = outputs.console()
-    request = asked.request(options)
+    request = response.request(denoising)
     otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
     examples = gather_prompts(prompt, prompt_file, models.model, otherwise, diffuse)
-    template = models.asked_template(chat, console)
+    template = models.prompt_template(chat, console)
     model = models.load_model(console, devices=devices)
     texts = [prompt_text(example, (), template) for example in examples]
     if models.model == DEMO:
-        texts = [text if text.endswith("\n") else f"{text}\n" for text in texts]  # as its problems end
+        texts = [text if text.endswith("\n") else f"{text}\n" for text in texts]  # its training problems end with a newline
     tokens = encoded_prompts(model, texts, template)
     for each in tokens:
         model.check(each, request)
     with Ledger() as ledger:
-        run, interrupted = show(model, texts, tokens, request, outputs.steps_per_frame, console)
+        run, interrupted = show(model, texts, tokens, request, console)
     figures = {"seconds": run.seconds, "tokens_per_s": run.tokens / run.seconds if run.seconds else None, **run_figures(run)}
     console.print(figures_line(figures), style="dim", markup=False, soft_wrap=True)
-    said = {name: [getattr(result, name) for result in run.results] for name in ("text", "tokens", "finish_reason", "seed")}
-    said["response_tokens"] = said.pop("tokens")
-    said["committed"] = [result.committed for result in run.results]
+    names = {
+        "text": "text",
+        "response_tokens": "tokens",
+        "finish_reason": "finish_reason",
+        "seed": "seed",
+        "committed": "committed",
+    }
+    results = {name: [getattr(result, field) for result in run.results] for name, field in names.items()}
     settings = {**vars(request), "saliency": vars(request.saliency)}
     del settings["seed"], settings["steps"]
     about = {**environment(model), "model": models.model, **settings, "steps_asked": request.steps}
-    write_json(outputs.json_file, {**figures, **ledger.figures(), **about, **said})
+    write_json(outputs.json_file, {**figures, **ledger.figures(), **about, **results})
     if outputs.replay is not None and not interrupted:
         requests = [replace(request, seed=result.seed) for result in run.results]
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
@@ -129,12 +127,14 @@ def show(
     texts: Sequence[str],
     tokens: Sequence[list[int]],
     request: Denoising,
-    steps_per_frame: int | None,
     console: Console,
 ) -> tuple[DenoisingRun, bool]:
-    """Denoises and prints: a single response as it comes, several one after another at the end.
+    """Denoises and prints responses: shows a single response live, prints several at the end.
 
-    Interrupting it (Ctrl-C) keeps what was there so far. Returns that, and whether it was interrupted.
+    Ctrl-C ends denoising and keeps the tokens committed so far.
+
+    Returns:
+        the run, and True if it was interrupted.
     """
     run = DenoisingRun([], [], [], 0.0, 0, request.computes_all)
     interrupted = False
@@ -143,10 +143,10 @@ def show(
     with progress(console, len(texts), "denoising", not live) as step:
         for first in range(0, len(texts), most):
             session = model.start(tokens[first : first + most], request)
-            model.programs.warm(model.programs.keys(session.shape), progress_console(console) if live else None)
+            session.prefill(progress_console(console) if live else None)
             try:
                 if live:
-                    show_live(model, session, texts[0], steps_per_frame, console, run)
+                    show_live(model, session, texts[0], console, run)
                 while not session.finished:
                     advance(session, STEPS_PER_DISPATCH, run)
             except KeyboardInterrupt:
@@ -164,13 +164,15 @@ def show(
 
 
 def unfinished(model: DiffusionModel, result: Denoised) -> Denoised:
-    """The tokens there are of a response that was interrupted; one that had come to its end is whole."""
-    kept = [token for token in result.tokens if token != model.config.mask_token_id]
-    return result if len(kept) == len(result.tokens) else replace(result, tokens=kept, finish_reason="interrupted")
+    """Removes the masks of an interrupted response; a finished response stays as it is."""
+    committed = [token for token in result.tokens if token != model.config.mask_token_id]
+    if len(committed) == len(result.tokens):
+        return result
+    return replace(result, tokens=committed, finish_reason="interrupted")
 
 
 def print_texts(texts: Sequence[str], run: DenoisingRun, console: Console) -> None:
-    """The prompts with their responses."""
+    """Prints the prompts with their responses."""
     for number, (prompt, result) in enumerate(zip(texts, run.results, strict=False), 1):
         seed = "" if result.seed is None else f"seed {result.seed}"
         if len(texts) > 1:
@@ -181,45 +183,47 @@ def print_texts(texts: Sequence[str], run: DenoisingRun, console: Console) -> No
             console.print(seed, style="dim")
 
 
-def advance(session: DiffusionSession, steps: int, run: DenoisingRun) -> float:
-    """Runs up to so many steps in one dispatch, adds them to the run, and returns the seconds of each.
+def advance(session: DenoisingStream, steps: int, run: DenoisingRun) -> float:
+    """Runs up to `steps` steps in one dispatch and adds them to the run. Returns the seconds per step.
 
-    Ctrl-C interrupts after the dispatch: within it, state and figures would be those of different steps.
+    Ctrl-C takes effect after the dispatch, so that the state and the figures belong to the same step.
     """
     interrupts: list[bool] = []
     with stopped_by_interrupt(lambda: interrupts.append(True)):
-        began = time.perf_counter()
-        ran = session.advance(steps)
-        seconds = time.perf_counter() - began
+        started_at = time.perf_counter()
+        before = len(session.reports)
+        session.advance(steps)
+        seconds = time.perf_counter() - started_at
         run.seconds += seconds
         run.dispatches += 1
     if interrupts:
         raise KeyboardInterrupt
-    return seconds / max(len(ran), 1)
+    return seconds / max(len(session.reports) - before, 1)
 
 
 def show_live(
     model: DiffusionModel,
-    session: DiffusionSession,
+    session: DenoisingStream,
     prompt: str,
-    steps_per_frame: int | None,
     console: Console,
     run: DenoisingRun,
+    steps: int | None = None,
     pause_s: float = 0.0,
 ) -> None:
-    """Denoises one prompt, a frame after each dispatch; what the last one committed stands out.
+    """Denoises one prompt and draws a frame after each dispatch, with the newly committed tokens highlighted.
 
     Args:
-        pause_s: seconds that each frame stands.
+        steps: steps per frame; None for the number of steps that fit into `FRAME_S`.
+        pause_s: seconds to wait after each frame.
     """
-    steps = steps_per_frame or 1
+    count = steps or 1
     before = session.tokens()[0]
     with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
         live.update(frame(console, prompt, pieces(model, before, before, session.prompts[0]), "step 0"), refresh=True)
         while not session.finished:
-            each = advance(session, steps, run)
-            if steps_per_frame is None:
-                steps = min(max(round(FRAME_S / each), 1), STEPS_PER_DISPATCH)
+            each = advance(session, count, run)
+            if steps is None:
+                count = min(max(round(FRAME_S / each), 1), STEPS_PER_DISPATCH)
             after = session.tokens()[0]
             shown = pieces(model, after, before, session.prompts[0])
             live.update(frame(console, prompt, shown, status(session, run, each)), refresh=True)
@@ -227,16 +231,16 @@ def show_live(
             before = after
 
 
-def status(session: DiffusionSession, run: DenoisingRun, seconds: float) -> str:
-    """The line below a frame."""
-    done = session.results()[0]
+def status(session: DenoisingStream, run: DenoisingRun, seconds: float) -> str:
+    """Returns the status line below a frame."""
+    result = session.results()[0]
     last = session.reports[-1]
     size = len(session.prompts[0]) + session.requests[0].new_tokens
-    parts = [f"step {done.steps}", f"{sum(done.committed) / max(done.steps, 1):.2f} tokens per forward"]
+    parts = [f"step {result.steps}", f"{sum(result.committed) / max(result.steps, 1):.2f} tokens per forward"]
     parts += [
-        f"{sum(done.committed) / run.seconds:,.0f} tokens/s",
+        f"{sum(result.committed) / run.seconds:,.0f} tokens/s",
         f"{1000 * seconds:.1f} ms a step",
-        f"looked at: {last.span}",
+        f"computed: {last.span}",
     ]
     if not run.computed_all:
         parts.append(f"salient {last.salient[0].mean() / size:.0%}")
@@ -244,13 +248,13 @@ def status(session: DiffusionSession, run: DenoisingRun, seconds: float) -> str:
 
 
 def pieces(model: DiffusionModel, tokens: Sequence[int], before: Sequence[int], prompt: Sequence[int]) -> list[Piece]:
-    """Text that each token of a response adds, None for masks; and whether it was a mask before."""
+    """Pairs the text of each token, None for a mask, with True if the token was a mask before."""
     mask = model.config.mask_token_id
     decoder = StreamDecoder(model.tokenizer, prompt=prompt)
     found: list[Piece] = []
     for new, old in zip(tokens, before, strict=True):
         if new == mask:
-            found += [(rest, False)] if (rest := decoder.flush()) else []
+            found += [(remainder, False)] if (remainder := decoder.flush()) else []
             found.append((None, False))
         else:
             found.append((decoder.push([new]), old == mask))

@@ -1,109 +1,142 @@
-"""Options that the commands for diffusion language models share: which model, and how it denoises."""
+"""Options that the commands for diffusion language models share: the model and settings of denoising."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Annotated, Any
 
 import numpy as np
+from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, LoadOptions, say_fallbacks, say_schedules
-from tilewright.cli.options import flag, option_class
-from tilewright.diffusion.model import DiffusionModel, load
-from tilewright.diffusion.options import Denoising, Remasking, Saliency
+from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, print_fallbacks, print_schedules
+from tilewright.cli.options import COMMON, DIFFUSION, MODEL, changed_options, option_class, settings
+from tilewright.diffusion.engine_options import DENOISING as DEFAULTS
+from tilewright.diffusion.options import Denoising, Mode, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
 from tilewright.kernels.select import DENOISING, implementations
+from tilewright.llm.diffusion_model import DiffusionModel, load
+from tilewright.models import diffusion
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.tokenizer import encode
 from tilewright.train.arithmetic import Problem, problems
 
 DEMO = "demo-diffusion"
-"""The packaged diffusion model, which writes arithmetic out in steps."""
+"""Name of the packaged diffusion model, which works out sums digit by digit."""
 
 
-@option_class
+@option_class(group=MODEL)
 class DiffusionModelOptions(LoadOptions):
-    """Options that name the model to load, and say how it multiplies.
+    """Options that name a diffusion model and its number formats.
 
     Attributes:
-        model: a folder, a Hugging Face id, or "demo-diffusion", the small model that comes with the package.
+        model: a folder, a Hugging Face id, or "demo-diffusion", the packaged model.
     """
 
-    model: str = DEMO
+    model: Annotated[str, Parameter(alias="-m", group=COMMON)] = DEMO
 
     def load_model(
         self, console: Console, table: DiffusionTable | None = None, devices: DeviceOptions = DeviceOptions()
     ) -> DiffusionModel:
         model = load(self.model, table=table, **self.loading(devices, console))
-        say_fallbacks(implementations(model.config.decoder, model.programs.dtype, kernels=self.kernels, operations=DENOISING))
-        say_schedules(model.placement, (model.table.positions[0], model.context), console)
+        print_fallbacks(implementations(model.config.decoder, model.dtype, kernels=self.kernels, operations=DENOISING))
+        print_schedules(model.placement, (model.table.positions[0], model.context), console)
         return model
 
 
-@option_class
-class StepOptions:
-    """Options of denoising.
+@dataclass(frozen=True)
+class DenoisingSettings:
+    """Settings of denoising, named as the fields of the HTTP API.
 
     Attributes:
-        block_length: tokens that are denoised together, one block after the other; it divides the response's length.
-        steps: denoising steps in all, which the number of blocks divides; by default one a token.
-        remasking: what ranks masked positions: "low_confidence" or "random" (LLaDA), "origin", "maskgit_plus", "topk_margin" or
-            "entropy" (Dream).
-        temperature: 0 takes the most likely token.
-        top_p: keep the smallest set of most likely tokens with this much probability.
-        guidance: classifier-free guidance; 0 for none. Each step then looks at two sequences.
-        full_steps: sparse: so many steps at the beginning compute everything.
-        every: sparse: each step whose number this divides computes the whole sequence, the others the response alone.
-        first_layer: sparse: every position is salient in the first layer.
-        keep_changed: sparse: tokens committed in the step before are salient in every layer.
-        keep_prompt: sparse: prompts catch up on what changed while the response alone was computed.
-        boundary: sparse, of models with shifted logits: the response's window includes the position that predicts its first.
+        mode: positions that a step computes: "dense", all; "prefix", the block and all positions after it; "dual", the block
+            alone, both with a KV cache; "sparse", the salient positions. By default dense.
+        threshold: commit all tokens of at least this probability in each step, instead of a fixed number.
+        steps: number of steps in all, a multiple of the number of blocks. By default one for each token.
+        block_length: tokens that are denoised together, block after block. By default 32.
+        remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
+            "topk_margin" or "entropy" from Dream.
+        suffix_window: positions after the block that a step sees. By default all.
+        guidance: scale of classifier-free guidance; each step then computes two sequences. By default 0, none.
+        tau: sparse: a position is salient if the cosine similarity of its attention output with the step before is below this.
+            By default 0.99; above 1, all positions are salient.
+        full_steps: sparse: number of first steps that compute all positions. By default 4.
+        every: sparse: interval of steps that compute the whole sequence instead of the response alone. By default 4.
+        first_layer: sparse: every position is salient in the first layer. By default true.
+        keep_changed: sparse: tokens committed in the step before are salient in every layer. By default true.
+        keep_prompt: sparse: steps that compute the whole sequence update the prompt's positions. By default true.
+        boundary: sparse, with shifted logits: compute the position before the response, which predicts its first token. By
+            default true.
     """
 
-    block_length: int = 32
+    mode: Mode | None = None
+    threshold: float | None = None
     steps: int | None = None
-    remasking: Remasking = "low_confidence"
-    temperature: float = 0.0
-    top_p: float = 1.0
-    guidance: float = 0.0
-    full_steps: int = Saliency.full_steps
-    every: int = Saliency.every
-    first_layer: bool = Saliency.first_layer
-    keep_changed: bool = Saliency.keep_changed
-    keep_prompt: bool = Saliency.keep_prompt
-    boundary: bool = Saliency.boundary
+    block_length: int | None = None
+    remasking: Remasking | None = None
+    suffix_window: int | None = None
+    guidance: float | None = None
+    tau: float | None = None
+    full_steps: int | None = None
+    every: int | None = None
+    first_layer: bool | None = None
+    keep_changed: bool | None = None
+    keep_prompt: bool | None = None
+    boundary: bool | None = None
 
-    def saliency(self, tau: float) -> Saliency:
-        return Saliency(tau, self.full_steps, self.every, self.first_layer, self.keep_changed, self.keep_prompt, self.boundary)
+    def set_values(self, *names: str) -> dict[str, Any]:
+        """Returns the settings among the named ones that have a value."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
-    def request(self, new_tokens: int, seed: int | None, tau: float = Saliency.tau) -> Denoising:
-        """Dense steps with a quota. Raises a `ValueError` for what is out of its range."""
-        return Denoising(
-            new_tokens,
-            self.steps,
-            self.block_length,
-            self.remasking,
-            self.temperature,
-            self.top_p,
-            seed,
-            saliency=self.saliency(tau),
-            guidance=self.guidance,
-        )
+    def applied(self, defaults: Denoising = DEFAULTS, **changes: Any) -> Denoising:
+        """Returns a request with these settings and with `changes`, which take precedence; other values are the defaults.
 
-    @staticmethod
-    def require_sparse(saliency: Saliency, option: str, found: str) -> None:
-        """Raises a `ValueError` where something is said of sparse steps, but `option` asks for those that `found` names."""
-        usual = vars(Saliency())
-        if of_sparse := [flag(name, value) for name, value in vars(saliency).items() if value != usual[name]]:
-            raise ValueError(f"expected {option} sparse with {', '.join(of_sparse)}, found {found}")
+        Raises:
+            ValueError: a value is out of its range, or values exclude each other.
+        """
+        named = self.set_values("mode", "threshold", "steps", "block_length", "remasking", "suffix_window", "guidance")
+        saliency = replace(defaults.saliency, **self.set_values(*vars(Saliency())))
+        return replace(defaults, saliency=saliency, **(named | changes))
+
+    def check_mode(self) -> None:
+        """Raises a `ValueError` for settings of sparse steps in another mode."""
+        sparse = self.set_values(*vars(Saliency()))
+        if sparse and self.mode != "sparse":
+            raise ValueError(f"--denoising: expected mode=sparse with {', '.join(sparse)}, found mode={self.mode or 'dense'}")
+
+    def refuse(self) -> None:
+        """Raises a `ValueError` if any setting has a value; for models that decode token by token."""
+        if self != type(self)():
+            raise ValueError("--denoising is for diffusion models; this one decodes token by token")
+
+
+ABOUT_DENOISING = "denoising by a diffusion model"
+DenoisingOption = Annotated[DenoisingSettings, settings(DenoisingSettings, ABOUT_DENOISING), Parameter(group=DIFFUSION)]
+"""The option `--denoising` of commands that take models of either kind."""
+
+
+def is_diffusion(models: ModelOptions, console: Console) -> bool:
+    """True if a model is a diffusion model. Raises a `ValueError` for options that such a model does not have."""
+    if not diffusion.is_diffusion(models.folder(console)):
+        return False
+    names = vars(DiffusionModelOptions())
+    if wrong := changed_options(models, *(name for name in vars(models) if name not in names)):
+        raise ValueError(f"{wrong[0]} is for models that decode token by token; {models.model} denoises")
+    return True
+
+
+def diffusion_model_options(models: ModelOptions) -> DiffusionModelOptions:
+    """Converts options of a model of either kind to those of a diffusion model."""
+    return DiffusionModelOptions(**{name: getattr(models, name) for name in vars(DiffusionModelOptions())})
 
 
 def held_out_problems(count: int) -> list[Problem]:
-    """Problems that the packaged model was never trained on, the same ones each time."""
+    """Returns the first problems that are held out from the packaged model's training."""
     return list(islice(problems(np.random.default_rng(0), held_out=True), count))
 
 
 def encoded_prompts(model: DiffusionModel, texts: Sequence[str], template: ChatTemplate | None) -> list[list[int]]:
-    """The tokens of prompts. What a chat template made holds its special tokens already."""
+    """Encodes prompts. Text from a chat template already has its special tokens."""
     return [
         model.encode(text if template is None else encode(model.tokenizer, text, add_special_tokens=False)) for text in texts
     ]

@@ -1,4 +1,4 @@
-"""The extras of the package: what each brings, and what that is for."""
+"""Extras of the package: modules and purpose of each."""
 
 EXTRAS = {
     "train": (("optax",), "training"),
@@ -13,9 +13,9 @@ EXTRAS = {
     "tpu": (("libtpu",), "computing on TPUs and compiling for them"),
     "oracle": (("torch", "transformers"), "comparing with transformers"),
 }
-"""Modules and purpose of each."""
+"""Modules and purpose by name of the extra."""
 
 
 def installation(extra: str) -> str:
-    """Command that brings an extra."""
+    """Returns the command that installs an extra."""
     return "make oracle, in a checkout" if extra == "oracle" else f"pip install 'tilewright[{extra}]'"

@@ -1,7 +1,8 @@
-"""`tilewright generate`: text from a model, with a drafter if there is one."""
+"""`tilewright generate`: generates text with a language model and its drafter, or with a diffusion model."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,17 +12,26 @@ from rich.console import Console
 from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import AdaptedModelOptions, DeviceOptions, gather_prompts
+from tilewright.cli.common import AdaptedModelOptions, DeviceOptions, gather_prompts, given
+from tilewright.cli.diffuse import DiffuseOutputs, ResponseOptions, diffuse
+from tilewright.cli.diffusion_options import (
+    DenoisingOption,
+    DenoisingSettings,
+    diffusion_model_options,
+    is_diffusion,
+)
 from tilewright.cli.options import (
+    COMMON,
+    OUTPUT,
+    SAMPLING,
     Flag,
-    Numbers,
     Prompt,
     PromptFile,
     Repeated,
     TemplateOptions,
-    Words,
-    check_least,
+    changed_options,
     option_class,
+    settings,
 )
 from tilewright.cli.outputs import OutputFiles, progress, working, write_json, write_replay_page
 from tilewright.compiled.ledger import Ledger
@@ -36,53 +46,65 @@ from tilewright.speculation.drafters.load import NGRAM
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst
 from tilewright.speculation.team import Team
 
-CHAT_HELP = """put the prompts to the model as a user's messages, in its own chat template; by default for smollm2-135m."""
+CHAT_HELP = """format the prompts as user messages, with the model's chat template; the default for smollm2-135m."""
 STREAM_STEPS = 4
-"""Steps or rounds for each dispatch while text is being shown."""
+"""Decode steps or rounds per dispatch while text is shown."""
+REPETITIONS = 5
+"""Timed runs of `--compare` for each way of decoding."""
 
 
-@option_class
-class SamplingOptions:
-    """Options by which tokens are drawn.
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Further sampling settings.
 
     Attributes:
-        max_new_tokens: the length limit of each text.
-        temperature: 0 takes the most likely token.
-        top_p: keep the smallest set of most likely tokens with this much probability.
-        top_k: keep this many most likely tokens; 0 keeps all.
-        seed: the same seed gives the same text; without one, each prompt draws its own, which is shown.
-        stop: a text that ends the generation; may be given several times.
-        ignore_eos: go on past the end-of-sequence token.
-        min_p: keep tokens at least this share as likely as the most likely one; 0 keeps all.
-        repetition_penalty: makes tokens of the prompt and the text so far less likely; 1 does nothing, 1.1 is common.
-        presence_penalty: taken off the logit of every token generated before, from -2 to 2.
-        frequency_penalty: taken off once for each time that it was generated, from -2 to 2.
-        logit_bias: TOKEN=BIAS, with commas between several: what is added to the logits of tokens (ids), from -100 to 100.
-        min_tokens: so many tokens before the text may end.
-        stop_token_ids: ids of further tokens that end the generation, with commas between them.
-        include_stop: the text ends with the stop string, or the token, that ended it.
-        skip_special_tokens: leave special tokens out of the text.
+        min_p: sample from tokens at least this share as likely as the most likely one; 0 for all.
+        repetition_penalty: divides the logits of tokens in the prompt or the text so far; 1 for none.
+        presence_penalty: subtracted from the logit of every generated token, from -2 to 2.
+        frequency_penalty: subtracted from the logit once per occurrence in the generated text, from -2 to 2.
+        logit_bias: TOKEN:BIAS, a token id and the number added to its logit, from -100 to 100.
+        min_tokens: tokens to generate before the text may end.
+        stop_token_ids: ids of further tokens that end generation.
+        include_stop: keep the stop string or token at the end of the text.
+        skip_special_tokens: leave special tokens out of the text. By default true.
+        ignore_eos: continue after the end-of-sequence token.
     """
 
-    max_new_tokens: int | None = 160
-    temperature: float | None = 0.0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[str, ...] = ()
+    min_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+
+
+@option_class(group=SAMPLING)
+class SamplingOptions:
+    """Options of sampling.
+
+    Attributes:
+        max_new_tokens: maximum number of tokens of each text.
+        temperature: 0 chooses the most likely token.
+        top_p: sample from the smallest set of most likely tokens with this total probability.
+        top_k: sample from this many most likely tokens; 0 for all.
+        seed: seed of the random numbers. By default each prompt gets a new one, which is printed.
+        stop: text that ends generation; repeat the option for several.
+    """
+
+    max_new_tokens: Annotated[int | None, Parameter(alias="-n", group=COMMON)] = 160
+    temperature: Annotated[float | None, Parameter(group=COMMON)] = 0.0
     top_p: float | None = 1.0
     top_k: int | None = 0
-    seed: int | None = None
+    seed: Annotated[int | None, Parameter(alias="-s")] = None
     stop: Repeated = ()
-    ignore_eos: bool = False
-    min_p: float | None = 0.0
-    repetition_penalty: float | None = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Words = ()
-    min_tokens: int = 0
-    stop_token_ids: Numbers = ()
-    include_stop: Flag = False
-    skip_special_tokens: bool = True
+    sampling: Annotated[SamplingSettings, settings(SamplingSettings, "further settings of sampling")] = SamplingSettings()
 
-    def sampling(self, defaults: Mapping[str, Any] | None = None) -> Sampling:
-        """Sampling parameters of the options.
+    def parameters(self, defaults: Mapping[str, Any] | None = None) -> Sampling:
+        """Makes the sampling parameters of the options.
 
         Args:
             defaults: values of options that are None.
@@ -90,96 +112,131 @@ class SamplingOptions:
         Raises:
             ValueError: a value is out of its range.
         """
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return Sampling(**{**(defaults or {}), **given, "logit_bias": tuple(map(biased_token, self.logit_bias))})
+        values = {**vars(self), **vars(self.sampling)}
+        del values["sampling"]
+        chosen = {name: value for name, value in values.items() if value is not None}
+        return Sampling(**{**(defaults or {}), **chosen, "logit_bias": tuple(map(biased_token, self.sampling.logit_bias))})
+
+    def refuse_for_denoising(self) -> None:
+        """Raises a `ValueError` for options that diffusion models do not support."""
+        wrong = changed_options(self, "top_k")
+        if replace(self.sampling, ignore_eos=False) != SamplingSettings():
+            wrong.append("--sampling with other keys than ignore_eos")
+        if wrong:
+            raise ValueError(f"{wrong[0]} is for models that decode token by token; this one denoises")
 
 
 def biased_token(text: str) -> tuple[int, float]:
-    """The token and its bias in "TOKEN=BIAS"."""
-    token, _, bias = text.partition("=")
+    """Parses a token and its bias from "TOKEN:BIAS"."""
+    token, _, bias = text.partition(":")
     try:
         return int(token), float(bias)
     except ValueError:
-        raise ValueError(f"expected --logit-bias of the form TOKEN=BIAS, found {text!r}") from None
+        raise ValueError(f"--sampling: expected logit_bias=TOKEN:BIAS,..., found {text!r}") from None
 
 
-@option_class
+@option_class(group=OUTPUT)
 class GenerateOutputs(OutputFiles):
-    """Options of what is made besides the text.
+    """Options of output besides the text.
 
     Attributes:
-        verbose: also print which rounds were chosen, and how many drafts they had accepted.
-        compare_both: also decode without the drafter, alternating, and print a table of both.
-        repetitions: how often `--compare` times each way.
-        replay: write an HTML page that plays the text token by token, with the drafter and without, and shows every round.
+        compare_both: also decode without the drafter, in alternation, and print a table of both.
+        replay: write an HTML page that replays the text round by round, with and without the drafter.
     """
 
-    verbose: Flag = False
-    compare_both: Annotated[bool, Parameter(name="--compare", negative=())] = False
-    repetitions: int = 5
+    compare_both: Annotated[Flag, Parameter(name="--compare", group=COMMON)] = False
     replay: Path | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, repetitions=1)
 
 
 def generate(
     *prompt: Prompt,
     prompt_file: PromptFile = None,
-    chat: Annotated[bool | None, Parameter(help=CHAT_HELP)] = None,
+    chat: Annotated[bool | None, Parameter(help=CHAT_HELP, group=COMMON)] = None,
     models: AdaptedModelOptions = AdaptedModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
     options: SamplingOptions = SamplingOptions(),
     outputs: GenerateOutputs = GenerateOutputs(),
     templates: TemplateOptions = TemplateOptions(),
+    denoising: DenoisingOption = DenoisingSettings(),
 ) -> None:
-    """Generates text and shows which tokens were drafted.
+    """Generates text and marks the drafted tokens; with a diffusion model, shows each denoising step.
 
     Args:
-        prompt: texts to continue, "-" for standard input; several form a batch.
+        prompt: texts to continue, "-" for standard input; several texts form a batch.
     """
     console = outputs.console()
     notes = outputs.notes(console)
-    asked = options.sampling()
+    sampled = options.parameters()
+    if is_diffusion(models, notes):
+        denoise(prompt, prompt_file, chat, models, devices, options, outputs, templates, denoising)
+        return
+    denoising.refuse()
     examples = gather_prompts(prompt, prompt_file, models.model, command=generate)
-    template = models.asked_template(True if templates.chat_template else chat, notes, templates)
+    template = models.prompt_template(True if templates.chat_template else chat, notes, templates)
     lm = models.load(notes, devices)
-    for option, given in (("--replay", outputs.replay is not None), ("--compare", outputs.compare_both)):
-        if given and lm.drafter is None:
+    for option, value in (("--replay", outputs.replay), ("--compare", outputs.compare_both)):
+        if value and lm.drafter is None:
             raise ValueError(f"{option} needs a drafter; name one with --drafter")
     texts = [prompt_text(example, (), template) for example in examples]
     tokens = [encoded(lm, text, template) for text in texts]
-    sampling = lm.each_sampling(tokens, asked)
+    sampling = lm.each_sampling(tokens, sampled)
     shown = texts if template is None else [f"{prompt_text(example, (), None)}\n\n" for example in examples]
     with Ledger() as ledger:
         generation, interrupted = show(lm, shown, tokens, sampling, console, notes)
         figures: dict[str, Any] = single_figures(lm, generation)
         notes.print(end_line(lm, generation, sampling, figures["chosen"]), style="dim", markup=False, soft_wrap=True)
         if outputs.compare_both and not interrupted:
-            figures |= comparison(lm, tokens, sampling, outputs.repetitions, notes)
-    if outputs.verbose:
-        say_rounds(figures, notes)
-    said = {"text": [r.text for r in generation], "tokens": [r.tokens for r in generation]}
-    said |= {"finish_reason": [r.finish_reason for r in generation], "seed": [r.seed for r in generation]}
-    write_json(outputs.json_file, {**figures, **ledger.figures(), **environment(lm), **said})
+            figures |= comparison(lm, tokens, sampling, notes)
+            if figures["chosen"] is not None:
+                notes.print(terminal.chosen_line(figures["chosen"]), markup=False, soft_wrap=True)
+    results = {name: [getattr(each, name) for each in generation] for name in ("text", "tokens", "finish_reason", "seed")}
+    write_json(outputs.json_file, {**figures, **ledger.figures(), **environment(lm), **results})
     if outputs.replay is not None and not interrupted:
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
         write_replay_page(outputs.replay, lm, (models.model, models.drafter_name), titled, sampling, notes)
 
 
-def say_rounds(figures: Mapping[str, Any], notes: Console) -> None:
-    """Prints which rounds were chosen, and how many of them had so many drafts accepted."""
-    if figures["chosen"] is not None:
-        notes.print(terminal.chosen_line(figures["chosen"]), markup=False, soft_wrap=True)
-    if figures["speculative_decoding"] and figures["speculative_decoding"]["num_spec_steps"]:
-        notes.print("rounds by accepted draft tokens")
-        counts = figures["speculative_decoding"]["acceptance_histogram"]
-        notes.print("\n".join(terminal.histogram_lines(counts)), markup=False)
+def denoise(
+    prompt: Sequence[str],
+    prompt_file: Path | None,
+    chat: bool | None,
+    models: AdaptedModelOptions,
+    devices: DeviceOptions,
+    options: SamplingOptions,
+    outputs: GenerateOutputs,
+    templates: TemplateOptions,
+    denoising: DenoisingSettings,
+) -> None:
+    """Denoises with a diffusion model.
+
+    Raises:
+        ValueError: an option is not supported by diffusion models.
+    """
+    options.refuse_for_denoising()
+    others = [*(["--compare"] if outputs.compare_both else []), *changed_options(options, "stop"), *changed_options(templates)]
+    if others:
+        raise ValueError(f"{others[0]} is for models that decode token by token; {models.model} denoises")
+    length = options.max_new_tokens if changed_options(options, "max_new_tokens") else ResponseOptions.new_tokens
+    diffuse(
+        *prompt,
+        prompt_file=prompt_file,
+        chat=bool(chat),
+        models=diffusion_model_options(models),
+        devices=devices,
+        response=ResponseOptions(
+            new_tokens=given(length, ResponseOptions.new_tokens),
+            temperature=given(options.temperature, 0.0),
+            top_p=given(options.top_p, 1.0),
+            seed=options.seed,
+            ignore_eos=options.sampling.ignore_eos,
+        ),
+        denoising=denoising,
+        outputs=DiffuseOutputs(json_file=outputs.json_file, replay=outputs.replay),
+    )
 
 
 def end_line(lm: LanguageModel, generation: Generation, sampling: Sequence[Sampling], chosen: Mapping[str, Any] | None) -> str:
-    """Line that ends a generation: tokens a second, τ, who drafted, and why it stopped."""
+    """Returns the last line of a generation: tokens/s, τ, drafters, finish reason and seed."""
     results = list(generation)
     tokens = sum(len(result.tokens) for result in results)
     rounds = sum(len(result.acceptance_lengths) for result in results) if lm.drafter is not None else 0
@@ -192,12 +249,12 @@ def end_line(lm: LanguageModel, generation: Generation, sampling: Sequence[Sampl
 
 
 def ending(result: Result, sampling: Sampling) -> str:
-    """Words on why a text ended."""
+    """Describes why a text ended."""
     if result.finish_reason == "length":
         return f"cut at --max-new-tokens {sampling.max_new_tokens}"
     if result.finish_reason == "stop":
         return f"stopped at {result.stop_reason!r}"
-    return "came to its end" if result.finish_reason == "eos" else result.finish_reason
+    return "ended by the model" if result.finish_reason == "eos" else result.finish_reason
 
 
 COMPARED = (
@@ -219,31 +276,29 @@ COMPARED = (
     "speculative_decoding",
     "chosen",
 )
-"""Figures that `--compare` gives: those of docs/metrics.md, and the speed of both ways."""
+"""Figures of `--compare`, defined in docs/metrics.md."""
 
 
-def comparison(
-    lm: LanguageModel, tokens: Sequence[list[int]], sampling: Sequence[Sampling], repetitions: int, console: Console
-) -> Any:
-    """The figures of decoding both ways, after printing them."""
-    with progress(console, 2 * (repetitions + 1), "comparing") as step:
-        measured = compare(lm, [tokens], sampling, repetitions, step)
+def comparison(lm: LanguageModel, tokens: Sequence[list[int]], sampling: Sequence[Sampling], console: Console) -> Any:
+    """Measures and prints decoding with and without the drafter. Returns the figures."""
+    with progress(console, 2 * (REPETITIONS + 1), "comparing") as step:
+        measured = compare(lm, [tokens], sampling, REPETITIONS, step)
     names = {"autoregressive_tokens_per_s": "baseline_tokens_per_s", "speculative_tokens_per_s": "tokens_per_s"}
-    figures = {name: measured[names.get(name, name)] for name in COMPARED} | {"repetitions": repetitions}
+    figures = {name: measured[names.get(name, name)] for name in COMPARED} | {"repetitions": REPETITIONS}
     print_table(console, terminal.comparison_table(figures))
-    say_doubts(figures, "the speedup", console)
+    print_doubts(figures, "the speedup", console)
     return figures
 
 
-def say_doubts(figures: Mapping[str, Any], what: str, console: Console) -> None:
-    """Prints why a speedup is not to be trusted, if it is not."""
+def print_doubts(figures: Mapping[str, Any], label: str, console: Console) -> None:
+    """Prints a warning if the measurement of a speedup is unreliable."""
     if found := terminal.doubts(figures):
         remedy = "measure again while nothing else runs"
-        console.print(f"warning: {what}: {'; '.join(found)}: {remedy}", style="red", markup=False, soft_wrap=True)
+        console.print(f"warning: {label}: {'; '.join(found)}: {remedy}", style="red", markup=False, soft_wrap=True)
 
 
 def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
-    """The figures of one run; those that need a second way of decoding are None."""
+    """Returns the figures of one run; figures that compare with plain decoding are None."""
     rate = generation.tokens_per_s if generation.decode_seconds else None
     return {
         "autoregressive_tokens_per_s": None if lm.drafter else rate,
@@ -265,41 +320,44 @@ def show(
     console: Console,
     notes: Console,
 ) -> tuple[Generation, bool]:
-    """Generates and prints: a single text as it comes, several one after another at the end.
+    """Generates and prints texts: streams a single text, prints several after generation.
 
-    Interrupting it (Ctrl-C) keeps what was generated so far. Returns that, and whether it was interrupted.
+    Ctrl-C ends generation and keeps the tokens so far.
 
     Args:
-        console: where texts go, and if people read there, their prompts.
-        notes: where all else goes.
+        console: receives the texts, and the prompts if it is a terminal.
+        notes: receives all other lines.
+
+    Returns:
+        the generation, and True if it was interrupted.
     """
-    alone = len(prompts) == 1
-    read = notes is console
+    is_single = len(prompts) == 1
+    terminal_only = notes is console
     interrupted = False
-    if lm.drafter is not None and notes.is_terminal and alone and read:
+    if lm.drafter is not None and notes.is_terminal and is_single and terminal_only:
         notes.print(terminal.legend(beside_ngrams(lm)))
     stream = lm.start(tokens, sampling)
     try:
         with stream:
-            with working(notes, "getting ready; a first run compiles for minutes"):
+            with working(notes, "preparing (the first run compiles for minutes)"):
                 stream.prefill()
-            if alone and read:
+            if is_single and terminal_only:
                 console.print(prompts[0], end="", style="dim", markup=False, soft_wrap=True)
-            with progress(notes, sum(each.max_new_tokens for each in sampling), "generating", not alone) as step:
+            with progress(notes, sum(each.max_new_tokens for each in sampling), "generating", not is_single) as step:
                 while not stream.finished:
                     before = len(stream.rows[0].acceptance_lengths)
-                    pieces = stream.advance(STREAM_STEPS if alone else 64)
-                    if alone:
+                    pieces = stream.advance(STREAM_STEPS if is_single else 64)
+                    if is_single:
                         print_pieces(lm, pieces, stream.rows[0], before, console)
                     step(count=len(pieces))
     except KeyboardInterrupt:
         interrupted = True
     generation = stream.generation()
-    if alone:
+    if is_single:
         console.print()
     else:
         for number, (prompt, result) in enumerate(zip(prompts, generation, strict=True), 1):
-            if read:
+            if terminal_only:
                 seed = "" if result.seed is None else f", seed {result.seed}"
                 console.rule(f"{number} of {len(prompts)} ({result.finish_reason}{seed})")
                 console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
@@ -310,9 +368,9 @@ def show(
 
 
 def print_pieces(lm: LanguageModel, pieces: Sequence[Piece], row: OutputProcessor, before: int, console: Console) -> None:
-    """Prints the tokens of all rounds but the first `before` in the colours of their sources."""
+    """Prints the tokens of the rounds after the first `before`, coloured by their source."""
     if not console.is_terminal:
-        if not console.quiet:  # as another process than the first is
+        if not console.quiet:  # only the first process prints
             console.file.write("".join(piece.text for piece in pieces))
             console.file.flush()
         return
@@ -324,6 +382,6 @@ def print_pieces(lm: LanguageModel, pieces: Sequence[Piece], row: OutputProcesso
 
 
 def beside_ngrams(lm: LanguageModel) -> str:
-    """Names of the drafters that n-grams take turns with; empty where they draft alone, or do not."""
+    """Returns the names of the drafters that draft where n-grams find nothing; empty without such drafters."""
     members = lm.drafter.members if isinstance(lm.drafter, Team) else ()
     return ", ".join(one.other.name for one in members if isinstance(one, NGramsFirst))

@@ -1,4 +1,4 @@
-"""`tilewright inspect grammar`: where masks of grammars come from with a model's tokens, and how deep texts may go."""
+"""`tilewright inspect grammar`: size and nesting depth of a grammar's automaton over a model's tokens."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ from tilewright.models.checkpoint import decoder_config
 from tilewright.models.hub import resolve
 from tilewright.models.tokenizer import load_tokenizer
 
-CAPTION = "brackets: within one another where a grammar sets no bound; behind one more the host makes the masks."
+CAPTION = "brackets: nesting depth of the automaton for grammars without a bound; the host computes the masks of deeper text."
 
 
 def inspect_grammar(
@@ -27,11 +27,11 @@ def inspect_grammar(
     regex: Several[str] = (),
     json_file: JsonFile = None,
 ) -> None:
-    """Shows for each grammar whether a device makes its masks, how deep and how large it is, or why the host makes them.
+    """Shows the automaton of each grammar: masks on the device, depth and size, or why the host computes the masks.
 
     Args:
-        files: JSON schemas, a file each. Without one, and without --regex, any JSON object.
-        model: a folder, a GGUF file, a hub id or a name of a model, of which the tokenizer and the sizes are read.
+        files: files of JSON schemas. Without files and --regex: any JSON object.
+        model: a folder, a GGUF file, a Hugging Face id or a packaged model, whose tokenizer and sizes are read.
         regex: regular expressions.
     """
     console = human_console(json_file)
@@ -49,27 +49,27 @@ def inspect_grammar(
 
 
 def read_schema(path: Path) -> Grammar:
-    """The grammar of a file with a JSON schema. Raises a `ValueError` for one that has none."""
+    """Reads the grammar of a JSON schema. Raises a `ValueError` for other content."""
     try:
         return Grammar.json_schema(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8, or no schema
+    except ValueError as error:  # the file is not UTF-8 or no schema
         raise ValueError(f"{path}: {error}") from None
 
 
 def grammar_figures(compiler: Compiler, grammar: Grammar) -> dict[str, Any]:
-    """The figures of a grammar. Raises a `ValueError` for one that cannot be used."""
+    """Compiles a grammar and returns its figures. Raises a `ValueError` for an invalid grammar."""
     compiler.checked(grammar)
-    began = time.thread_time()
+    started_at = time.thread_time()
     try:
-        made = compiler.token_automaton(grammar)
+        compiled = compiler.token_automaton(grammar)
     except NotRegular as error:
         return dict.fromkeys(metric.name for metric in GRAMMAR) | {"masks": "host", "why": str(error)}
-    seconds = time.thread_time() - began
-    found = made.automaton
+    seconds = time.thread_time() - started_at
+    found = compiled.automaton
     states, classes = found.after.shape
     return {
         "masks": "device",
-        "brackets": made.brackets,
+        "brackets": compiled.brackets,
         "states": states,
         "classes": classes,
         "different_masks": len(found.masks),

@@ -1,4 +1,4 @@
-"""`tilewright inspect trace`: a profiler's trace of a program beside the prediction of it, operation by operation."""
+"""`tilewright inspect trace`: compares a profiler's trace of a program with its prediction, operation by operation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,16 +16,16 @@ from tilewright.metrics.traced import OPERATIONS, PARTS
 from tilewright.perfmodel.calibration import calibrated
 from tilewright.perfmodel.schedule import read_schedule
 from tilewright.perfmodel.timeline import Timeline, simulate
-from tilewright.perfmodel.timeline_ranges import swept_timelines
+from tilewright.perfmodel.timeline_ranges import sweep_timelines
 from tilewright.perfmodel.traced import compare, module_name, program_in
 from tilewright.perfmodel.uncertainty import Sweep
 from tilewright.perfmodel.xplane import read_trace
 
 RUN = "run"
-"""Name of the prediction that has a range."""
+"""Name of the prediction with a range."""
 
 NAMED = 5
-"""Operations without a measurement that a line names; the JSON file has all."""
+"""Unmeasured operations to name on a line; the JSON file has all."""
 
 
 def inspect_trace(
@@ -39,16 +39,17 @@ def inspect_trace(
     model: TpuModelOptions = TpuModelOptions(),
     json_file: JsonFile = None,
 ) -> None:
-    """Sets a profiler's trace of a program beside the prediction of it, operation by operation.
+    """Compares a profiler's trace of a program with its prediction, operation by operation.
 
-    The prediction is of compiler estimates and a model of links and memory; every figure is defined in docs/metrics.md.
+    The prediction uses compiler estimates and a model of links and memory. docs/metrics.md defines the figures.
 
     Args:
-        trace: an .xplane.pb, or a folder in which jax.profiler.trace wrote; of several traces in it the newest is read.
-        hlo: the program's compiled text: compiled.as_text(), or what XLA_FLAGS=--xla_dump_to=FOLDER writes after optimizations.
-        chip: the topology that the program ran on: v5e:4x2, v5p:2x2x2, v6e:1x1. Its devices count as a ring of neighbours.
-        program: the program's name in the trace, where that has several of the module's name.
-        top: operations that the table shows, those that took longest; the JSON file has all.
+        trace: an .xplane.pb file, or a folder of jax.profiler.trace, of which the newest trace is read.
+        hlo: text of the compiled program: compiled.as_text(), or the dump of XLA_FLAGS=--xla_dump_to=FOLDER after
+            optimizations.
+        chip: topology that the program ran on, such as v5e:4x2, v5p:2x2x2 or v6e:1x1. Its devices count as a ring.
+        program: name of the program in the trace, if several programs there have the name of the module.
+        top: number of operations in the table, longest first; the JSON file has all.
     """
     console = human_console(json_file)
     if top < 1:
@@ -72,19 +73,19 @@ def inspect_trace(
 
 
 def predicted(text: str, chip: str, model: TpuModelOptions) -> tuple[Fabric, Timeline, Sweep]:
-    """The slice, the prediction of a program on it, and the range of its run; arguments and errors as for `inspect_trace`."""
+    """Predicts a run of a program on a slice. Returns the slice's links, the timeline, and the range of the run."""
     fitted = model.calibrations([chip])[chip]
     fabric = calibrated(slice_fabric(chip, model.hop_us), fitted)
     timeline = simulate(read_schedule(text, fabric.chip), fabric)
     rough = timeline.roofline_share(timeline.layers)
-    sweep = swept_timelines(
+    sweep = sweep_timelines(
         {RUN: timeline}, fabric, lambda _, one: 1e6 * one.whole().total_s, fitted, rough, model.draws, "us a run"
     )
     return fabric, timeline, sweep
 
 
 def show(console: Console, chip: str, record: Mapping[str, Any], top: int) -> None:
-    """A table of the run's parts, one of operations, and what the two sides do not share."""
+    """Prints a table of the run's parts, a table of operations, and the operations of only one side."""
     shortest, longest = map(significant, record["run_range_us"])
     console.print(
         f"{record['program']}: predicted for {chip}; measured on {record['devices']} x {record['device_kind']}, "
@@ -93,11 +94,11 @@ def show(console: Console, chip: str, record: Mapping[str, Any], top: int) -> No
     )
     print_table(console, FigureTable("A run", "part", {"": record["parts"]}, PARTS[1:]))
     shown = record["operations"][:top]
-    title = f"{len(shown)} of {len(record['operations'])} operations, those that took longest"
+    title = f"The longest {len(shown)} of {len(record['operations'])} operations"
     columns = [metric for metric in OPERATIONS if metric.head]
     print_table(console, FigureTable(title, "operation", {"": shown}, columns))
     if not record["device_kind"].startswith("TPU"):
-        console.print(f"measured on a {record['device_kind']}, which the prediction is not of", style="yellow")
+        console.print(f"measured on a {record['device_kind']}, but predicted for {chip}", style="yellow")
     console.print(
         f"{record['matched_operations']} of {record['traced_operations']} operations of the trace are in the program, with "
         f"{record['matched_share']:.1%} of the measured time."

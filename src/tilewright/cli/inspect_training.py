@@ -1,4 +1,4 @@
-"""`tilewright inspect training`: what a train step over a mesh leaves exposed of its communication, on absent TPUs."""
+"""`tilewright inspect training`: exposed communication of a train step over a mesh, on absent TPUs."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -10,12 +10,12 @@ from tilewright.bench import overlap_training as training
 from tilewright.cli.calibrate import TpuProgramOptions, print_notes, print_ranges
 from tilewright.cli.common import mesh_axes
 from tilewright.cli.inspect_overlap import end_if_exposed
-from tilewright.cli.options import Words, check_share, check_some, flag, option_class
+from tilewright.cli.options import Flag, Words, check_share, check_some, flag, option_class
 from tilewright.cli.outputs import TracedFiles, progress
 from tilewright.hardware.tpu import chip_of
 from tilewright.metrics.tables import grouped, print_table
 from tilewright.models.published_configs import model_config
-from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.perfmodel.timeline import trace
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
 from tilewright.report.overlap_training import TERMINAL, place, step_table, transfers_table, write_training
@@ -23,28 +23,29 @@ from tilewright.report.overlap_training import TERMINAL, place, step_table, tran
 TRAVELLERS = ("weights", "gradients", "activations")
 
 FOOTNOTE = (
-    "Compiler estimates and a model of links and memory. Of the middle layer, in both passes: compute, and what the core waits "
-    "for collectives (exposed); hidden: under way beside compute. peak: device memory of the compiled step, and, reckoned from "
-    "it, with all layers. all layers: the whole step, where the update of layers that were not compiled is not in it. "
+    "Compiler estimates and a model of links and memory, for both passes of the middle layer. exposed: time that the core "
+    "waits for collectives; hidden: communication beside compute. peak: device memory of the compiled step, and an estimate "
+    "for all layers. all layers: time of the whole step, without the update of layers that were not compiled. "
     f"{CAVEATS}"
 )
 
 
 @option_class
 class TrainingInspection(TpuProgramOptions):
-    """Options of what is compiled. Those of several values take them with commas or blanks between them.
+    """Options of the programs to compile. Several values are separated by commas or blanks.
 
     Attributes:
-        chip: topologies of TPUs, several: v5e:4x4, v5p:2x2x4, v6e:4x4. The mesh takes all devices of each.
+        chip: topologies of TPUs, several: v5e:4x4, v5p:2x2x4, v6e:4x4. The mesh has all devices of a topology.
         mesh: devices along "fsdp" and "tp": fsdp=8,tp=2.
-        prefetch_distance: by how many layers weights are gathered ahead, several.
-        scatter_delay: by how many layers gradients are scattered behind, several. Each is compiled with every distance.
-        rings: what goes hop by hop: weights, gradients, activations, several, or all.
-        reduce_dtype: in which gradients are summed between devices; auto-sharded they are bfloat16.
+        prefetch_distance: layers by which weights are gathered ahead, several.
+        scatter_delay: layers by which the reduce-scatter of gradients is delayed, several. Each delay is compiled with every
+            distance.
+        rings: tensors with decomposed collectives, hop by hop: weights, gradients, activations, several, or all.
+        reduce_dtype: dtype of the sum of gradients between devices; bfloat16 in the auto-sharded step.
         batch_size: sequences of a step, over all devices.
-        length: positions of each.
-        layers: how many are compiled; by default two more than twice the largest shift. A middle one is reported.
-        peers: whether the step without tokens and the auto-sharded one are compiled too.
+        length: positions of each sequence.
+        layers: number of layers to compile; a middle one is reported. By default two more than twice the largest shift.
+        peers: also compile the step without ordering tokens and the auto-sharded (GSPMD) step.
     """
 
     chip: Words = ("v5e:4x4",)
@@ -58,27 +59,27 @@ class TrainingInspection(TpuProgramOptions):
     peers: bool = True
 
     def plans(self) -> dict[str, FullyShardedPlan]:
-        """By their names in tables. Raises a `ValueError` for a shift that is no number, or rings of something else."""
+        """Maps names in tables to plans. Raises a `ValueError` for a shift that is no number, or unknown rings."""
         check_some(self, "chip", "prefetch_distance", "scatter_delay")
         for name in ("prefetch_distance", "scatter_delay"):
             for text in getattr(self, name):
                 if not text.isdecimal():
-                    raise ValueError(f"expected {flag(name)} as numbers of layers, found {text!r}")
+                    raise ValueError(f"expected {flag(name)} in whole layers, found {text!r}")
         unknown = sorted(set(self.rings) - {*TRAVELLERS, "all"})
         if unknown:
-            raise ValueError(f"expected --rings of {', '.join(TRAVELLERS)} or all, found {', '.join(unknown)}")
+            raise ValueError(f"expected --rings among {', '.join(TRAVELLERS)} or all, found {', '.join(unknown)}")
         rings = set(TRAVELLERS) if "all" in self.rings else set(self.rings)
         forms: Any = {name: "ring" if name in rings else "whole" for name in TRAVELLERS}
         found = {}
         for distance, delay in product(map(int, self.prefetch_distance), map(int, self.scatter_delay)):
-            shifts = Halves(distance, distance), Halves(delay, delay)
+            shifts = Sublayers(distance, distance), Sublayers(delay, delay)
             found[f"prefetch {distance}, delay {delay}"] = FullyShardedPlan(
                 *shifts, dtype="bfloat16", reduce_dtype=self.reduce_dtype, **forms
             )
         return found
 
     def cases(self) -> list[training.TrainingCase]:
-        """One for each chip. Raises a `ValueError` for an option that does not fit the others."""
+        """Makes a case for each chip. Raises a `ValueError` for an option that does not fit the others."""
         for chip in self.chip:
             chip_of(chip)
         config = model_config(self.model_config)
@@ -97,25 +98,24 @@ def inspect_training(
     *,
     options: TrainingInspection = TrainingInspection(),
     files: TracedFiles = TracedFiles(),
-    transfers: bool = False,
+    transfers: Flag = False,
     fail_above: float | None = None,
 ) -> None:
-    """Compiles a train step over a mesh for TPUs and shows how much of its communication each shift hides, and at what memory.
+    """Compiles a train step over a mesh for TPUs and shows the communication that each shift hides, and its memory.
 
-    Beside it the same step without tokens, and the auto-sharded one (GSPMD) with the flags that MaxText sets. Compiler
-    estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.
+    For comparison, compiles the same step without ordering tokens, and the auto-sharded (GSPMD) step with the flags of MaxText.
+    Compiler estimates and a model of links and memory, not measurements. docs/metrics.md defines the figures.
 
     Args:
-        transfers: print each transfer of the reported layer: when it begins and ends, what the core waits for it, what runs
-            meanwhile.
+        transfers: print the begin, end, exposed time and concurrent operations of each transfer of the reported layer.
         fail_above: exit with status 1 if a plan leaves more than this share of its communication exposed, from 0 to 1; the
-            programs beside them don't count.
+            steps for comparison do not count.
     """
     console = files.console()
     check_share("--fail-above", fail_above)
     plans = options.plans()
     cases = options.cases()
-    plans = training.programs_of(plans, options.peers)
+    plans = training.select_programs(plans, options.peers)
     programs: list[training.TrainingProgram] = []
     with progress(console, len(cases) * len(plans)) as step:
         for case in cases:
@@ -137,13 +137,13 @@ def inspect_training(
 
 
 def show(console: Console, figures: Sequence[Mapping[str, Any]], transfers: bool) -> None:
-    """A table for each chip, and one of transfers for each program if they are asked for."""
-    for name, of in grouped(figures, place).items():
-        first = of[0]
+    """Prints a table for each chip, and a table of transfers for each program if `transfers` is true."""
+    for name, rows in grouped(figures, place).items():
+        first = rows[0]
         layers = f"layer {first['reported_layer']} of {first['layers_compiled']} compiled, {first['model_layers']} in all"
-        print_table(console, step_table(f"{name}: {layers}", of, *TERMINAL))
-        console.print(layer_estimates(of, "program"), markup=False)
-        print_notes(console, of)
-        for one in of if transfers else ():
+        print_table(console, step_table(f"{name}: {layers}", rows, *TERMINAL))
+        console.print(layer_estimates(rows, "program"), markup=False)
+        print_notes(console, rows)
+        for one in rows if transfers else ():
             print_table(console, transfers_table(one))
     console.print(FOOTNOTE)

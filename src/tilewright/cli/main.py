@@ -1,6 +1,6 @@
-"""`tilewright`: collects the commands, and turns a user's mistake into one line and exit status 2.
+"""`tilewright`: the command line. A mistake of the user gives one line on standard error and exit status 2.
 
-A command is imported when it is called, for JAX takes a second to import. Its help is its docstring, read from its source.
+A command is imported when it is called, because JAX takes a second to import. Its help is the docstring in its source file.
 """
 
 import os
@@ -12,7 +12,7 @@ from functools import partial
 from importlib.resources import files
 from inspect import cleandoc
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 from rich.console import Console
 
 from tilewright import __version__
@@ -27,7 +27,7 @@ COMMANDS = {
     "serve": "serve:serve",
     "chat": "chat:chat",
     "chips": "chips:chips",
-    "launch": "launch:launch",
+    "plan": "plan:plan",
     "verify-exact": "verify_exact:verify_exact",
     "doctor": "doctor:doctor",
 }
@@ -41,8 +41,6 @@ GROUPS = {
             "drafter": "train_drafter:drafter",
             "diffusion": "train_diffusion:diffusion",
             "gnn": "train_gnn:gnn",
-            "demo": "train_demo:demo",
-            "evaluate": "train_demo:evaluate",
         },
     ),
     "bench": (
@@ -50,15 +48,13 @@ GROUPS = {
         {
             "diffusion": "bench_diffusion:bench_diffusion",
             "graph": "bench_graph:bench_graph",
-            "linear": "bench_linear:linear",
             "overlap": "bench_overlap:bench_overlap",
-            "round": "bench_round:bench_round",
             "serving": "bench_serving:serving",
             "speculative": "bench_speculative:speculative",
         },
     ),
     "inspect": (
-        "Shows what compilers make of programs, also for chips that aren't here, and of grammars.",
+        "Inspects compiled programs, also for absent chips, and grammars.",
         {
             "overlap": "inspect_overlap:inspect_overlap",
             "training": "inspect_training:inspect_training",
@@ -67,42 +63,35 @@ GROUPS = {
             "grammar": "inspect_grammar:inspect_grammar",
         },
     ),
-    "plan": (
-        "Which schedule, width and settings, on Neuron chips that need not be there.",
-        {
-            "inference": "plan_inference:plan_inference",
-            "training": "plan_training:plan_training",
-        },
-    ),
     "neuron": (
-        "Programs on a simulated Neuron chip, and the environment of real ones.",
+        "Simulates programs on Neuron chips, and prints environment variables for real ones.",
         {
             "simulate": "neuron_simulate:simulate_program",
             "env": "neuron_tools:environment",
             "calibrate": "neuron_tools:calibrate_command",
         },
     ),
-    "shapes": ("The shapes that serving declares.", {"suggest": "shapes:suggest"}),
 }
 """Help and commands of each group."""
 
 
-def add_commands(to: App, places: dict[str, str]) -> App:
-    """The application with commands by their names, none of which is imported for it."""
+def add_commands(app: App, places: dict[str, str]) -> App:
+    """Adds commands to an application without importing them."""
     for name, place in places.items():
         module, function = place.split(":")
         source = files("tilewright.cli").joinpath(f"{module}.py").read_text(encoding="utf-8")
         found = re.search(rf'^def {function}\(.*?^    """(.*?)(\n    Args:\n|""")', source, re.MULTILINE | re.DOTALL)
         assert found is not None, f"{place} has no docstring"
-        to.command(f"tilewright.cli.{place}", name=name, help=cleandoc(found[1]))
-    return to
+        app.command(f"tilewright.cli.{place}", name=name, help=cleandoc(found[1]))
+    return app
 
 
 app = App(
     name="tilewright",
-    help="Irregular models on machines that want fixed shapes.",
+    help="Speculative decoding, diffusion language models and graph networks on chips that need fixed shapes.",
     version=__version__,
     version_format="plaintext",
+    group_parameters=Group("Options", sort_key=9),
 )
 add_commands(app, COMMANDS)
 for name, (about, places) in GROUPS.items():
@@ -121,33 +110,33 @@ VARIABLES = (
     PROCESSES,
     INDEX,
 )
-"""Variables of the environment that change what a command does, and what the tests check."""
+"""Environment variables of the package."""
 
 
 def check_variables() -> None:
-    """Raises a `ValueError` for a misspelt variable, and for a process's number without a coordinator.
+    """Raises a `ValueError` for a misspelt variable, and for the variables of several processes without a coordinator.
 
-    Variables that resemble none of ours pass: Kubernetes makes some of the name of a service.
+    Other variables with the prefix are allowed: Kubernetes derives some from the name of a service.
     """
     for name in os.environ:
         near = get_close_matches(name, VARIABLES, 1, 0.85) if name.startswith("TILEWRIGHT_") else []
         if near and name not in VARIABLES:
-            raise ValueError(f"expected no variable {name} in the environment. Did you mean {near[0]}?")
-    if COORDINATOR not in os.environ and (alone := [name for name in (PROCESSES, INDEX) if name in os.environ]):
-        raise ValueError(f"expected {COORDINATOR} beside {alone[0]}, found none")
+            raise ValueError(f"unknown environment variable {name}. Did you mean {near[0]}?")
+    if COORDINATOR not in os.environ and (incomplete := [name for name in (PROCESSES, INDEX) if name in os.environ]):
+        raise ValueError(f"expected {COORDINATOR} beside {incomplete[0]}, found none")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line, alone or with the processes that the environment names."""
+    """Runs the command line, in one process or as one of the processes that the environment names."""
     if "jax" not in sys.modules:
         leave_tpus_out()
-    if sys.stdin is None:  # started with it closed
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (until the process ends)
-    given = sys.argv[1:] if arguments is None else arguments
+    if sys.stdin is None:  # the caller closed standard input
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (open until the process ends)
+    arguments = sys.argv[1:] if arguments is None else arguments
     if COORDINATOR in os.environ:
-        end_together(partial(run, given))
+        end_together(partial(run, arguments))
     else:
-        run(given)
+        run(arguments)
 
 
 def run(arguments: list[str]) -> None:
@@ -160,21 +149,25 @@ def run(arguments: list[str]) -> None:
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)
     except ImportError as error:
         missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        needs = (extra for extra, (modules, _) in EXTRAS.items() if getattr(missing, "name", None) in modules)
-        if (extra := next(needs, None)) is None:
+        missing_extras = (extra for extra, (modules, _) in EXTRAS.items() if getattr(missing, "name", None) in modules)
+        if (extra := next(missing_extras, None)) is None:
             raise
-        said = f"tilewright: {EXTRAS[extra][1]} needs the {extra} extra: {installation(extra)}"
-        errors.print(said, style="red", markup=False)
+        line = f"tilewright: {EXTRAS[extra][1]} needs the {extra} extra: {installation(extra)}"
+        errors.print(line, style="red", markup=False)
         sys.exit(2)
     except (ValueError, OSError, CycloptsError, FloatingPointError) as error:
-        message = " ".join(str(error).split())
+        # A file's error without its number: "FILE: No such file or directory".
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+            text = f"{error.filename}: {error.strerror}"
+        message = " ".join(text.split())
         errors.print(f"tilewright: {message}", style="red", markup=False, highlight=False)
         sys.exit(1 if isinstance(error, FloatingPointError) else 2)
-    except KeyboardInterrupt:  # while a command's modules are imported; later commands see to it themselves
+    except KeyboardInterrupt:  # during the import of a command; later, commands handle Ctrl-C themselves
         sys.exit(128 + signal.SIGINT)
     except (RuntimeError, AssertionError) as error:
         if (platforms := platforms_not_here()) is None:
             raise
-        said = " ".join(f"expected JAX_PLATFORMS to name devices that are here, found {platforms}. {error}".split())
-        errors.print(f"tilewright: {said} (`tilewright doctor` tells more)", style="red", markup=False, highlight=False)
+        line = " ".join(f"expected JAX_PLATFORMS to name available devices, found {platforms}. {error}".split())
+        errors.print(f"tilewright: {line} (see `tilewright doctor`)", style="red", markup=False, highlight=False)
         sys.exit(2)

@@ -16,10 +16,10 @@ TITLES = {"jax": "JAX", "nxd": "NeuronX Distributed"}
 
 
 def environment(*, train: Words = ("fsdp", "tp"), json_file: JsonFile = None) -> None:
-    """Prints the environment that AWS recommends for training that hides its collectives, with what each variable does.
+    """Prints the environment variables that AWS recommends to hide the collectives of training, with an explanation of each.
 
     Args:
-        train: axes that training is divided over: fsdp, or fsdp,tp.
+        train: axes of the mesh of training: fsdp, or fsdp,tp.
     """
     console = human_console(json_file)
     found = recommended(train)
@@ -32,21 +32,21 @@ def environment(*, train: Words = ("fsdp", "tp"), json_file: JsonFile = None) ->
     write_json(json_file, {"train": list(train), **{name: as_record(variables) for name, variables in found.items()}})
 
 
-def calibrate_command(curve: Path | None = None, *, instance: str = INSTANCE, json_file: JsonFile = None) -> None:
-    """Fits latency and rate of collectives to half of what was measured, and says how well the other half is predicted.
+def calibrate_command(curve: Path | None = None, /, *, instance: str = INSTANCE, json_file: JsonFile = None) -> None:
+    """Fits latency and rate of collectives to half of the measurements, and prints the error of predicting the other half.
 
     Args:
-        curve: the output of nccom-test, with its command line above each table; by default the curve that AWS publishes of it.
-        instance: that was measured.
+        curve: output of nccom-test, with its command line above each table. By default the curve that AWS publishes.
+        instance: the measured instance.
     """
     console = human_console(json_file)
     measured = PUBLISHED if curve is None else read_measurements(curve)
     found = calibrate_neuron(measured, instance_of(instance)).record()
     print_table(console, FigureTable(found["calibrated_against"], "", {"": found["points"]}, CALIBRATION))
     for name, (low, value, high) in found["constants"].items():
-        console.print(f"{name} {with_range(value, (low, high))}, of two standard errors", markup=False)
+        console.print(f"{name} {with_range(value, (low, high))}, two standard errors", markup=False)
     for name in found["unconstrained"]:
-        console.print(f"{name} stays as it is: none of these times depends on it", style="yellow", markup=False)
+        console.print(f"{name} keeps its value: no measured time depends on it", style="yellow", markup=False)
     console.print(f"held-out times are {found['residual']:.1%} off, geometric mean")
-    console.print("plans and simulations take a fit with --calibrate; without, its values are the ends of their ranges")
+    console.print("pass the file to `plan` and `neuron simulate` as --calibrate; without it, these values bound their ranges")
     write_json(json_file, found)

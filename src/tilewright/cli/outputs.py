@@ -1,4 +1,4 @@
-"""Where commands' output goes: consoles, files and progress."""
+"""Output of commands: consoles, files and progress."""
 
 import datetime
 import errno
@@ -21,7 +21,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.text import Text
 
 from tilewright.bench.replay import replay
-from tilewright.cli.options import option_class
+from tilewright.cli.options import OUTPUT, option_class
 from tilewright.compiled.ledger import Ledger
 from tilewright.llm.language_model import LanguageModel
 from tilewright.parallel.mesh import is_first_process
@@ -29,45 +29,48 @@ from tilewright.report.replay import write_replay
 from tilewright.runtime.sampling import Sampling
 
 LINE_S = 60.0
-"""Seconds between two lines that tell of long work where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 
 JsonFile = Annotated[
     str | None,
     Parameter(
-        name="--json", allow_leading_hyphen=True, help='Write the figures as JSON to this file, "-" for standard output.'
+        name="--json",
+        allow_leading_hyphen=True,
+        group=OUTPUT,
+        help='write the figures as JSON to this file, "-" for standard output.',
     ),
 ]
-"""Where to write the figures as JSON."""
+"""Destination of the figures as JSON."""
 
 
 def human_console(json_file: str | None) -> Console:
-    """Console that people read: standard output, or standard error when the figures go to standard output.
+    """Makes the console for people: standard output, or standard error if the figures go to standard output.
 
-    Of several processes that run a command together, the first one speaks.
+    Of several processes of one command, only the first prints.
 
     Raises:
-        ValueError: the figures cannot be written to that file.
+        ValueError: the file of the figures cannot be written.
     """
     check_output_file("--json", json_file)
     return Console(stderr=json_file == "-", highlight=False, emoji=False, quiet=not is_first_process())
 
 
 def progress_console(console: Console) -> Console | None:
-    """Console for the progress of loading; None if the output is a file or a pipe, which bars would put empty lines into."""
+    """Returns the console for progress bars; None for a file or a pipe, where bars leave empty lines."""
     return console if console.is_terminal else None
 
 
 def partial_file(path: Path) -> Path:
-    """The file that is written before it becomes `path`."""
+    """Path of the temporary file that is renamed to `path`."""
     return path.with_name(path.name + ".partial")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was.
+    """Yields a temporary file that replaces `path` at the end. After an error, `path` stays as it was.
 
-    Of a link it becomes what that points to; a device or a pipe is written as it is. Of several processes that run a command
-    together, the first one's file is kept.
+    A symbolic link stays, and its target is replaced; a device or a pipe is written directly. Of several processes of one
+    command, only the first writes `path`.
     """
     if not is_first_process():
         with TemporaryDirectory() as folder:
@@ -85,19 +88,19 @@ def whole_file(path: Path) -> Iterator[Path]:
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-            copyfile(partial, path)  # mounted by itself, into a container say
+            copyfile(partial, path)  # a file that is a mount point cannot be replaced
     finally:
         partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, which appears whole or not at all."""
+    """Writes a file atomically."""
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
-    """Writes the figures where `--json` says."""
+    """Writes the figures to the destination of `--json`."""
     if json_file is None or not is_first_process():
         return
     text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
@@ -108,7 +111,7 @@ def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
 
 
 def check_output_file(option: str, name: str | None) -> None:
-    """Refuses, before any work, a place that cannot be written to; "-" is standard output, for `--json` alone."""
+    """Raises a `ValueError` for a file that cannot be written; "-" is standard output, for `--json` only."""
     if name is None or (name == "-" and option == "--json"):
         return
     if name.startswith("-"):
@@ -126,7 +129,7 @@ def check_output_file(option: str, name: str | None) -> None:
 
 
 def try_writing(path: Path) -> None:
-    """Makes and removes a file beside `path`, as `whole_file` will: permissions alone do not tell what a file system takes.
+    """Creates and removes a file beside `path`, because permissions do not show what a file system accepts.
 
     Raises:
         OSError: `path` cannot be written.
@@ -140,7 +143,7 @@ def try_writing(path: Path) -> None:
 
 
 def check_output_folder(option: str, folder: Path) -> None:
-    """Raises a `ValueError`, before any work, for a folder that cannot be written to or made."""
+    """Raises a `ValueError` for a folder that cannot be written or created."""
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
             raise ValueError(f"{option} {place}: expected a folder, found a file")
@@ -153,10 +156,10 @@ def check_output_folder(option: str, folder: Path) -> None:
 
 
 def check_output_files(files: Mapping[str, str | Path | None]) -> None:
-    """Refuses outputs that cannot be written, and one file for two of them, before any work.
+    """Raises a `ValueError` for files that cannot be written, and for one file of two options.
 
     Args:
-        files: each by its option; None is none.
+        files: file of each option; None for no file.
     """
     options: dict[Path, str] = {}
     for option, name in files.items():
@@ -167,7 +170,7 @@ def check_output_files(files: Mapping[str, str | Path | None]) -> None:
 
 
 def write_file(console: Console, path: Path | None, write: Callable[[Path], object]) -> None:
-    """Has a file written, if one is asked for, which appears whole or not at all, and says so."""
+    """Writes a file atomically, unless `path` is None, and prints its path."""
     if path is not None:
         with whole_file(path) as partial:
             write(partial)
@@ -175,38 +178,39 @@ def write_file(console: Console, path: Path | None, write: Callable[[Path], obje
 
 
 def now_and_then(console: Console) -> Callable[[str], None]:
-    """A function that prints a line where there is no terminal, and a minute went by since the last one."""
-    told = time.monotonic()
+    """Returns a function that prints a line at most once a minute, and only without a terminal."""
+    last = time.monotonic()
 
-    def tell(line: str) -> None:
-        nonlocal told
-        if not console.is_terminal and time.monotonic() - told > LINE_S:
+    def print_line(line: str) -> None:
+        nonlocal last
+        if not console.is_terminal and time.monotonic() - last > LINE_S:
             console.print(line, highlight=False)
-            told = time.monotonic()
+            last = time.monotonic()
 
-    return tell
+    return print_line
 
 
 @contextmanager
 def progress(console: Console, total: float, name: str = "", shown: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar in a terminal, which goes when the work is done; elsewhere a line now and then.
+    """Shows a progress bar in a terminal, which disappears at the end; elsewhere prints a line once a minute.
 
-    What it yields counts a step, or `count`, and may name what comes next.
+    Yields:
+        a function that adds a step, or `count` steps, and may set the text of the bar.
     """
     with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(escape(name), total=total)
-        tell = now_and_then(console)
+        print_line = now_and_then(console)
 
         def step(name: str | None = None, count: float = 1) -> None:
             bar.update(task, advance=count, description=None if name is None else escape(name))
             if shown:
-                tell(f"{bar.tasks[task].percentage:.0f} %  {bar.tasks[task].description}".rstrip())
+                print_line(f"{bar.tasks[task].percentage:.0f} %  {bar.tasks[task].description}".rstrip())
 
         yield step
 
 
 class ProgramsColumn(ProgressColumn):
-    """Column of how many programs were compiled since, and how many were loaded from the disk."""
+    """Column with the number of programs compiled and loaded from disk since the start."""
 
     def __init__(self, ledger: Ledger):
         super().__init__()
@@ -215,15 +219,16 @@ class ProgramsColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         loaded = self.ledger.loaded
         compiled = self.ledger.compilations - self.ledger.loaded
-        parts = [f"{count} {what}" for count, what in ((compiled, "programs compiled"), (loaded, "loaded")) if count]
+        parts = [f"{count} {noun}" for count, noun in ((compiled, "programs compiled"), (loaded, "loaded")) if count]
         return Text(", ".join(parts), style="dim")
 
 
 @contextmanager
 def working(console: Console, name: str) -> Iterator[Callable[[str], None]]:
-    """Shows in a terminal what is being done, for how long, and the programs that were compiled for it.
+    """Shows a spinner in a terminal with a text, the elapsed time and the number of compiled programs.
 
-    What it yields says what is being done from then on.
+    Yields:
+        a function that changes the text.
     """
     with Ledger() as ledger:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), ProgramsColumn(ledger))
@@ -240,24 +245,20 @@ def write_replay_page(
     sampling: Sampling | Sequence[Sampling],
     console: Console,
 ) -> None:
-    """Decodes the prompts, each with its title, once more round by round, and writes the page that plays them."""
+    """Decodes the prompts again round by round, and writes the page that replays them."""
     with progress(console, len(prompts), "replay") as step:
         shown = replay(lm, names, prompts, sampling, step)
     write_file(console, path, lambda partial: write_replay(partial, shown))
 
 
 def circumstances(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The foot of a page: what the figures depend on, with the command and the day."""
+    """Returns the facts at the foot of a page, with the command and the date."""
     return {**facts, "command": shlex.join(["tilewright", *sys.argv[1:]]), "date": datetime.date.today().isoformat()}
 
 
-@option_class
+@option_class(group=OUTPUT)
 class OutputFiles:
-    """Places where figures go, besides the terminal.
-
-    Attributes:
-        json_file: the figures as JSON; "-" is standard output.
-    """
+    """Output files of a command."""
 
     json_file: JsonFile = None
 
@@ -266,52 +267,52 @@ class OutputFiles:
         check_output_files({**files, "--json": self.json_file})
 
     def console(self) -> Console:
-        """Console that people read. Raises a `ValueError` for a file that cannot be written."""
+        """Makes the console for people. Raises a `ValueError` for a file that cannot be written."""
         return human_console(self.json_file)
 
     def notes(self, console: Console) -> Console:
-        """Console for all but a text: the same, or standard error where standard output is a file or a pipe, for the text."""
+        """Returns the console for all lines but the text: standard error if the text goes to a file or a pipe."""
         piped = self.json_file != "-" and not console.is_terminal
         return Console(stderr=True, highlight=False, emoji=False, quiet=console.quiet) if piped else console
 
 
-@option_class
+@option_class(group=OUTPUT)
 class PageFiles(OutputFiles):
-    """Options of where figures and a page go.
+    """Output files of a command with an HTML page.
 
     Attributes:
-        html: a page with tables and charts.
+        html: write an HTML page with tables and charts to this file.
     """
 
     html: Path | None = None
 
     def write(self, console: Console, figures: Mapping[str, Any], write_page: Callable[[Path], object]) -> None:
-        """Writes the figures and the page, each if it was asked for."""
+        """Writes the figures and the page to the files of `--json` and `--html`."""
         write_json(self.json_file, figures)
         write_file(console, self.html, write_page)
 
 
-@option_class
+@option_class(group=OUTPUT)
 class TracedFiles(PageFiles):
-    """The same, with what runs when.
+    """Output files of a command with a trace.
 
     Attributes:
-        trace: what runs when as a Chrome trace, which Perfetto opens.
+        trace: write the timeline as a Chrome trace, for Perfetto, to this file.
     """
 
     trace: Path | None = None
 
     def write_trace(self, console: Console, events: Callable[[], Any]) -> None:
-        """Writes the trace, if it was asked for."""
+        """Writes the trace to the file of `--trace`."""
         write_file(console, self.trace, lambda path: path.write_text(json.dumps(events()), encoding="utf-8"))
 
 
-@option_class
+@option_class(group=OUTPUT)
 class TableFiles(PageFiles):
-    """The same, with the table as CSV.
+    """Output files of a command with a table.
 
     Attributes:
-        csv: the table as CSV.
+        csv: write the table as CSV to this file.
     """
 
     csv: Path | None = None

@@ -1,4 +1,4 @@
-"""Which platforms JAX shall look for. It reads that when it is imported, so nothing here imports it."""
+"""Choice of JAX's platforms. JAX reads the choice at its import, so this module does not import JAX."""
 
 import os
 import sys
@@ -8,13 +8,13 @@ from pathlib import Path
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
-"""Google's number as a maker of PCI devices."""
+"""PCI vendor id of Google."""
 NO_TPU = ("0x01", "0x02")
-"""PCI classes of the other devices that Google's virtual machines have: disks and network cards."""
+"""PCI classes of Google's other devices in virtual machines: disks and network cards."""
 
 
 def tpu_is_here() -> bool:
-    """True if there is a TPU on the PCI bus, or the environment speaks of one."""
+    """True if the PCI bus has a TPU, or an environment variable announces one."""
     if any(name.startswith("TPU_") or name == "JAX_FORCE_TPU_INIT" for name in os.environ):
         return True
     google = (path.parent for path in PCI_DEVICES.glob("*/vendor") if path.read_text().strip() == GOOGLE)
@@ -22,9 +22,9 @@ def tpu_is_here() -> bool:
 
 
 def leave_tpus_out() -> None:
-    """Has JAX look for CPUs alone where libtpu is installed and there is no TPU: libtpu complains, and takes seconds.
+    """Restricts JAX to CPUs if libtpu is installed and there is no TPU, because libtpu would take seconds to fail.
 
-    The user's own `JAX_PLATFORMS` stays, and so does everything where JAX has a plugin for another accelerator.
+    `JAX_PLATFORMS` of the user takes precedence. Nothing changes if JAX has a plugin for another accelerator.
     """
     if "JAX_PLATFORMS" in os.environ or find_spec("libtpu") is None or tpu_is_here():
         return
@@ -33,13 +33,13 @@ def leave_tpus_out() -> None:
 
 
 def platforms_not_here() -> str | None:
-    """The user's own `JAX_PLATFORMS`, where JAX was imported and finds no device of theirs; None else."""
+    """Returns the user's `JAX_PLATFORMS` if JAX was imported and finds no device of them, otherwise None."""
     platforms = os.environ.get("JAX_PLATFORMS")
     jax = sys.modules.get("jax")
     if not platforms or jax is None:
         return None
     try:
         jax.devices()
-    except (RuntimeError, AssertionError):  # the latter of CUDA without its plugin
+    except (RuntimeError, AssertionError):  # CUDA without its plugin raises an AssertionError
         return platforms
     return None

@@ -1,7 +1,7 @@
-"""Several processes that run one command together: how a process finds the others, and how it ends.
+"""Commands that run in several processes: how a process finds the others, and how it ends.
 
-`tilewright launch` starts such processes on one machine; on a cluster whatever it has starts them, with `COORDINATOR` set to
-`CLUSTER`. Nothing here imports JAX before it is needed.
+A shell or a cluster's scheduler starts the same command once for each process (docs/overlap.md). JAX is imported late, because
+its import takes a second.
 """
 
 import os
@@ -14,20 +14,20 @@ from typing import Any
 COORDINATOR = "TILEWRIGHT_COORDINATOR"
 PROCESSES = "TILEWRIGHT_PROCESSES"
 INDEX = "TILEWRIGHT_PROCESS"
-"""Variables that tell a process of the others: where the first one listens, as host:port, their number, and its own."""
+"""Environment variables: host:port where the first process listens, the number of processes, and the index of this process."""
 
 CLUSTER = "cluster"
-"""Value of the coordinator by which JAX asks the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes) for all three."""
+"""Value of `COORDINATOR` that makes JAX find all three in the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes)."""
 
 SERVE = "serve"
-"""The command of which the first process alone is asked; it tells the others what to run."""
+"""Command that receives requests in the first process only, which sends every dispatch to the others."""
 
 TOGETHER = ("generate", SERVE, "bench overlap", "train lm", "train diffusion")
-"""The commands whose work several processes can divide. They compute the same from the same arguments, and all the time."""
+"""Commands that can run in several processes, which compute the same from the same arguments."""
 
 
 def check_command(arguments: Sequence[str]) -> None:
-    """Raises a `ValueError` for a command that several processes cannot run together."""
+    """Raises a `ValueError` for a command that cannot run in several processes."""
     expected = f"expected a command that processes can run together, {', '.join(map(repr, TOGETHER[:-1]))} or {TOGETHER[-1]!r}"
     if not arguments:
         raise ValueError(f"{expected}; found none")
@@ -40,10 +40,10 @@ def check_command(arguments: Sequence[str]) -> None:
 
 
 def join(arguments: Sequence[str]) -> None:
-    """Joins this process to the others that run the same command, before JAX is used.
+    """Joins this process to the others of the same command, before JAX is used.
 
     Raises:
-        ValueError: they cannot run it together, or the environment does not say who they are.
+        ValueError: the command cannot run in several processes, or an environment variable is missing.
     """
     check_command(arguments)
     coordinator = os.environ[COORDINATOR]
@@ -57,7 +57,7 @@ def join(arguments: Sequence[str]) -> None:
 
 
 def number(name: str) -> int:
-    """A whole number of the environment. Raises a `ValueError` where it is none."""
+    """Reads a whole number from the environment. Raises a `ValueError` for other text."""
     value = os.environ.get(name, "")
     if not value.isdecimal():
         raise ValueError(f"expected a whole number in {name} beside {COORDINATOR}, found {value!r}")
@@ -65,17 +65,17 @@ def number(name: str) -> int:
 
 
 def keep_standard_output() -> None:
-    """Leaves standard output to what Python prints: Gloo tells there who has connected, in the midst of the figures."""
+    """Reserves standard output for Python: Gloo's messages about connections would stand among the figures."""
     sys.stdout.flush()
-    own = os.dup(1)
+    descriptor = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    buffering = 1 if os.isatty(own) else -1
-    sys.stdout = open(own, "w", buffering, sys.stdout.encoding, sys.stdout.errors)  # noqa: SIM115 (until the process ends)
+    buffering = 1 if os.isatty(descriptor) else -1
+    sys.stdout = open(descriptor, "w", buffering, sys.stdout.encoding, sys.stdout.errors)  # noqa: SIM115 (open until the process ends)
 
 
 def end_together(run: Callable[[], None]) -> None:
-    """Runs a command and, if it fails, ends this process at once: JAX would wait for the others, which wait for it."""
+    """Runs a command and, if it fails, ends this process at once: JAX would wait for the other processes at exit."""
     try:
         run()
         return

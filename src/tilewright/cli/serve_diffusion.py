@@ -1,113 +1,82 @@
-"""Options of `tilewright serve` that only diffusion language models have."""
+"""Options of `tilewright serve` for diffusion language models."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from rich.console import Console
 
 from tilewright.cli.common import DeviceOptions, ModelOptions, given
-from tilewright.cli.diffusion_options import DiffusionModelOptions
-from tilewright.cli.options import WORDS, Numbers, option_class, told
-from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.cli.diffusion_options import DenoisingSettings, diffusion_model_options
 from tilewright.diffusion.engine_options import DENOISING, ROWS, DiffusionEngineOptions
-from tilewright.diffusion.options import MODES, Denoising, Mode, Remasking
+from tilewright.diffusion.options import MODES, Denoising, Mode
 from tilewright.diffusion.programs import DiffusionTable
 from tilewright.models import diffusion
+from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import batches_for
 
 
-@option_class
-class DenoisingOptions:
-    """Options of serving a diffusion language model; with any other model these are errors.
+@dataclass(frozen=True)
+class ServedDenoising(DenoisingSettings):
+    """Settings of denoising, named as the fields of the HTTP API: defaults of requests, and the shapes to compile.
 
     Attributes:
-        mode: how requests are denoised that do not say: "dense", "prefix", "dual" or "sparse".
-        modes: those that requests may ask for; all by default. Fewer make smaller programs.
-        threshold: of requests that name neither steps nor a threshold: each step commits all tokens at least this likely.
-        tau: sparse: the threshold of saliency, of requests that do not say.
-        suffix_window: positions behind the block that a step knows of, of requests that do not say; all by default.
-        remasking: what ranks masked positions, of requests that do not say.
-        new_tokens: the length of responses, of requests that do not say.
-        block_length: tokens that are denoised together, of requests that do not say.
-        positions: lengths of prompt and response together that programs are compiled for.
-        responses, blocks: of responses and of blocks likewise; by default blocks of 32, and any up to the whole response.
+        max_tokens: length of a response. By default 128.
+        modes: modes that requests may choose; fewer modes need smaller programs. By default all.
+        positions: lengths of prompt and response together to compile programs for.
+        responses: lengths of responses to compile programs for.
+        blocks: block lengths to compile programs for. By default 32 and the whole response.
     """
 
-    mode: Mode | None = None
-    modes: Annotated[tuple[Mode, ...] | None, WORDS] = None
-    threshold: float | None = None
-    tau: float | None = None
-    suffix_window: int | None = None
-    remasking: Remasking | None = None
-    new_tokens: int | None = None
-    block_length: int | None = None
-    positions: Numbers | None = None
-    responses: Numbers | None = None
-    blocks: Numbers | None = None
-
-    def refuse(self) -> None:
-        """Raises a `ValueError` for anything that was said of a model that does not denoise."""
-        if wrong := told(self):
-            raise ValueError(f"{wrong[0]} is for diffusion models; this one decodes token by token")
+    max_tokens: int | None = None
+    modes: tuple[Mode, ...] | None = None
+    positions: tuple[int, ...] | None = None
+    responses: tuple[int, ...] | None = None
+    blocks: tuple[int, ...] | None = None
 
     @property
     def defaults(self) -> Denoising:
-        """Denoising of a request that says nothing."""
-        said = {
-            name: value
-            for name in ("mode", "threshold", "suffix_window", "remasking", "new_tokens", "block_length")
-            if (value := getattr(self, name)) is not None
-        }
+        """Denoising of a request that sets none of the fields."""
+        changes: dict[str, Any] = {} if self.max_tokens is None else {"new_tokens": self.max_tokens}
         if self.mode is None and self.modes is not None:
-            said["mode"] = self.modes[0]
-        saliency = DENOISING.saliency if self.tau is None else replace(DENOISING.saliency, tau=self.tau)
-        return replace(DENOISING, saliency=saliency, **said)
+            changes["mode"] = self.modes[0]
+        return self.applied(DENOISING, **changes)
 
     def engine_options(self, slots: int | None, shared: Mapping[str, Any], context: int) -> DiffusionEngineOptions:
-        """Engine options that these arguments stand for, for a model of this context.
+        """Makes the options of an engine.
 
         Args:
-            shared: what every engine takes.
+            slots: maximum number of concurrent requests.
+            shared: options that every engine has.
+            context: positions of the model's context.
 
         Raises:
-            ValueError: what does not go together.
+            ValueError: a value is out of its range, or values exclude each other.
         """
         if slots is not None and slots < 1:
             raise ValueError(f"expected --slots of at least 1, found {slots}")
         options = DiffusionEngineOptions(modes=given(self.modes, MODES), defaults=self.defaults, **shared)
         table = options.shapes(context if self.positions is None else min(context, self.positions[-1]))
-        said = {name: value for name in ("positions", "responses", "blocks") if (value := getattr(self, name)) is not None}
+        sizes: dict[str, Any] = self.set_values("positions", "responses", "blocks")
         if slots is not None:
-            said["batches"] = batches_for(slots, ROWS, factor=4)
-        table = DiffusionTable(**(asdict(table) | said))
+            sizes["batches"] = batches_for(slots, ROWS, factor=4)
+        table = DiffusionTable(**(asdict(table) | sizes))
         try:
             table.shape(1, [1], [options.defaults])
         except ValueError as error:
-            raise ValueError(f"--new-tokens, --block-length: {error}") from error
+            raise ValueError(f"--denoising max_tokens, block_length: {error}") from error
         return replace(options, table=table)
-
-
-def is_diffusion(models: ModelOptions, console: Console) -> bool:
-    """True if a model denoises. Raises a `ValueError` for what such a model cannot take."""
-    if not diffusion.is_diffusion(models.folder(console)):
-        return False
-    taken = vars(DiffusionModelOptions())
-    if wrong := told(models, *(name for name in vars(models) if name not in taken)):
-        raise ValueError(f"{wrong[0]} is for models that decode token by token; {models.model} denoises")
-    return True
 
 
 def diffusion_engine(
     models: ModelOptions,
     devices: DeviceOptions,
-    denoising: DenoisingOptions,
+    denoising: ServedDenoising,
     slots: int | None,
     shared: Mapping[str, Any],
     console: Console,
-) -> DiffusionEngine:
-    """The engine of a diffusion model. What is wrong with the options is said before its weights are read."""
+) -> Engine:
+    """Makes the engine of a diffusion model. Options are checked before the weights are read."""
     sizes = diffusion.read_diffusion(models.folder(console)).decoder
     options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)
-    own = {name: getattr(models, name) for name in vars(DiffusionModelOptions())}
-    return DiffusionEngine(DiffusionModelOptions(**own).load_model(console, devices=devices), options)
+    return diffusion_model_options(models).load_model(console, devices=devices).engine(options)

@@ -1,6 +1,5 @@
-"""`tilewright train`: language models; drafters, the demo's models and graph neural networks have files of their own."""
+"""`tilewright train lm`, and the options and functions that all `tilewright train` commands share."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,18 +7,19 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from shutil import copyfile
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cyclopts import Group, Parameter
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import given, keep_programs, mesh_axes
-from tilewright.cli.options import CompileCache, flag, option_class, told
+from tilewright.cli.options import COMMON, MODEL, changed_options, option_class, settings
 from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
@@ -28,9 +28,9 @@ from tilewright.models.checkpoint import CONFIG, WEIGHTS, decoder_config, load_d
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.parallel.exchanges import FullyShardedPlan, Sublayers
 from tilewright.parallel.mesh import is_first_process
-from tilewright.train.checkpoint import steps_in
+from tilewright.train.checkpoint import saved_steps
 from tilewright.train.data import (
     Document,
     Split,
@@ -48,48 +48,71 @@ from tilewright.train.loop import TrainResult
 from tilewright.train.sharded import ShardedSetup, model_shardings, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_metrics
 
+TEXT = Group("Text", sort_key=3)
+TRAINING = Group("Training", sort_key=4)
+PERFORMANCE = Group("Performance", sort_key=5)
+"""Groups of options in the help of the commands, in this order."""
 
-@option_class
-class LoopOptions:
-    """Options of training.
+JsonOption = Annotated[JsonFile, Parameter(group=COMMON)]
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Settings of `--optimizer`.
 
     Attributes:
-        steps: optimiser steps.
-        batch_size: sequences a step.
-        sequence_length: tokens a sequence.
-        learning_rate: peak rate of AdamW (with muon, of embeddings and norms).
-        optimizer: "adamw", or "muon" for the matrices inside the layers.
-        muon_learning_rate: peak rate of Muon.
-        seed: of the initialisation and of the data's order.
-        held_out: share of the documents that is kept for the held-out loss; of windows, where it is less than one document.
-        evaluate_every: steps from one held-out loss to the next.
-        save_every: steps from one checkpoint to the next.
-        matmul_dtype: of matrix products: float32, bfloat16 with float32 sums, or auto, which is bfloat16 where the chip has
-            instructions for it. Weights are float32 either way.
-        schedule: of the rate after its warm-up: cosine falls to a twentieth; wsd stays, and falls over the last steps.
-        cooldown: share of the steps over which wsd falls; 0 for a run that another one goes on from.
+        kind: AdamW, or Muon for the matrices inside the layers and AdamW for the rest. [default: adamw]
+        muon_learning_rate: peak learning rate of Muon. [default: 0.02]
+        schedule: learning rate after the warm-up; cosine decays to a twentieth of the peak, wsd stays constant and decays
+            linearly to 0 at the end. [default: cosine]
+        cooldown: share of the steps over which wsd decays; 0 if another run continues from the model. [default: 0.2]
     """
 
-    steps: int = 1000
-    batch_size: int = 8
-    sequence_length: int = 512
-    learning_rate: float = 6e-4
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    kind: Literal["adamw", "muon"] = "adamw"
     muon_learning_rate: float = 0.02
-    seed: int = 0
-    held_out: float = 0.02
-    evaluate_every: int = 100
-    save_every: int = 100
-    matmul_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     schedule: Literal["cosine", "wsd"] = "cosine"
     cooldown: float = 0.2
-    compile_cache: CompileCache = True
+
+
+@Parameter(group=TRAINING)
+@option_class
+class LoopOptions:
+    """Options of the training loop.
+
+    Attributes:
+        steps: number of optimizer steps.
+        batch_size: sequences per step.
+        sequence_length: tokens per sequence.
+        learning_rate: peak learning rate of AdamW.
+        seed: seed of the initial weights and of the order of the data.
+        held_out: share of the documents that is held out for evaluation; a share of less than one document holds out windows.
+        evaluate_every: steps between evaluations of the held-out loss.
+        save_every: steps between checkpoints.
+        matmul_dtype: dtype of matrix products. auto takes bfloat16 with float32 sums if the chip has instructions for it,
+            else float32. Weights are float32.
+    """
+
+    steps: Annotated[int, Parameter(alias="-n", group=COMMON)] = 1000
+    batch_size: Annotated[int, Parameter(alias="-b", group=COMMON)] = 8
+    sequence_length: Annotated[int, Parameter(alias="-l", group=COMMON)] = 512
+    learning_rate: Annotated[float, Parameter(group=COMMON)] = 6e-4
+    optimizer: Annotated[OptimizerSettings, settings(OptimizerSettings, "optimizer and learning rate schedule")] = (
+        OptimizerSettings()
+    )
+    seed: int = 0
+    held_out: Annotated[float, Parameter(group=TEXT)] = 0.02
+    evaluate_every: int = 100
+    save_every: int = 100
+    matmul_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Parameter(group=PERFORMANCE)] = "auto"
 
     def options(self) -> TextOptions:
-        """Training options that these arguments stand for. Raises a `ValueError` where an option is out of its range."""
+        """Builds the options of the training loop. Raises a `ValueError` for an option out of its range."""
         if not 0 < self.held_out < 1:
             raise ValueError(f"expected a held-out share between 0 and 1, found {self.held_out}")
-        return TextOptions(**{k: v for k, v in vars(self).items() if k not in ("held_out", "compile_cache")})
+        left_out = ("optimizer", "held_out")
+        fields = {name: value for name, value in vars(self).items() if name not in left_out}
+        optimizer = {**vars(self.optimizer)}
+        return TextOptions(optimizer=optimizer.pop("kind"), **optimizer, **fields)
 
 
 def require_data(data: Sequence[Path]) -> None:
@@ -97,17 +120,17 @@ def require_data(data: Sequence[Path]) -> None:
         raise ValueError("expected files or folders to train on, found none")
 
 
-def say_left_out(left_out: Mapping[str, int], console: Console) -> None:
-    """Prints how much is left out of the training data, by reason; nothing where that is nothing."""
+def print_left_out(left_out: Mapping[str, int], console: Console) -> None:
+    """Prints how much training data is left out, by reason; prints nothing if all data is used."""
     if reasons := ", ".join(f"{count:,} {reason}" for reason, count in left_out.items() if count):
         console.print(f"left out: {reasons}", markup=False)
 
 
 def read_split(data: Sequence[Path], loop: LoopOptions, console: Console) -> tuple[list[Document], Split | None]:
-    """Documents of the data, and how they are split; None where windows are to be held out (see `split_documents`)."""
+    """Reads the documents of the data, and splits them; the split is None to hold out windows (see `split_documents`)."""
     left_out: Counter[str] = Counter()
     documents = read_documents(data, left_out)
-    say_left_out(left_out, console)
+    print_left_out(left_out, console)
     parts = split_documents(documents, loop.held_out, loop.seed)
     if parts is not None:
         console.print(f"held out: {len(parts[1]):,} of {len(documents):,} documents", markup=False)
@@ -115,12 +138,12 @@ def read_split(data: Sequence[Path], loop: LoopOptions, console: Console) -> tup
 
 
 def chat_template(folder: Path | None, documents: Sequence[Document], console: Console) -> ChatTemplate | None:
-    """The chat template of a model, if there are conversations among the documents and the model has one."""
+    """Loads the model's chat template if the documents contain conversations; None without conversations or template."""
     if all(document.chat is None for document in documents):
         return None
     template = None if folder is None else ChatTemplate.load(folder)
     if template is None:
-        console.print("conversations are written as plain text, for the model has no chat template")
+        console.print("the model has no chat template: conversations become plain text")
     return template
 
 
@@ -132,50 +155,63 @@ def encode_split(
     loop: LoopOptions,
     console: Console,
 ) -> tuple[TokenStream, TokenStream]:
-    """Tokenised text to train on, and held-out text: of `parts`, or windows of `length` tokens of all documents."""
+    """Tokenises training text and held-out text.
+
+    Args:
+        encode: tokenises documents.
+        documents: all documents.
+        parts: training documents and held-out documents; None holds out windows of `length` tokens of all documents.
+        length: tokens per window.
+        loop: options with the share and the seed.
+        console: console for the number of held-out windows.
+    """
     if parts is not None:
         return encode(parts[0]), encode(parts[1])
     streams = split_windows(encode(documents), length, loop.held_out, loop.seed)
     windows = [len(stream.tokens) // length for stream in streams]
-    shown = f"{windows[1]:,} of {sum(windows):,} windows of {length} tokens, documents being few ({len(documents):,})"
-    console.print(f"held out: {shown}", markup=False)
+    shares = f"{windows[1]:,} of {sum(windows):,} windows of {length} tokens"
+    console.print(f"held out: {shares}; too few documents ({len(documents):,}) to hold out a whole one", markup=False)
     return streams
 
 
 def check_context(length: int, context: int) -> None:
-    """Raises a `ValueError` where sequences are longer than a model's context."""
+    """Raises a `ValueError` for sequences longer than the model's context."""
     if length > context:
         raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
 
 
 def check_out(out: Path) -> None:
-    """Raises a `ValueError` where a run cannot write to a folder, or would write over a model that is not its own."""
+    """Raises a `ValueError` if a folder is not writable, or has a model without a checkpoint to resume."""
     training = out / "training"
     check_output_folder("--out", training)
-    if not steps_in(training) and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
-        raise ValueError(f"--out {out}: it holds a model and no run to go on with; name another folder")
+    if not saved_steps(training) and any((out / name).exists() for name in (CONFIG, WEIGHTS)):
+        raise ValueError(
+            f"expected --out without a model, or with a checkpoint to resume, found a model in {out}; name another folder"
+        )
 
 
-def finish(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
+def report(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
+    """Prints loss and speed of a finished run, and writes its metrics to the file of `--json`."""
     loss, held_out = ("–" if np.isnan(result.last(name)) else f"{result.last(name):.3f}" for name in ("loss", "held_out_loss"))
-    summary = f"{out}: loss {loss}, held-out loss {held_out} nats a token, {result.rate:,.0f} tokens/s"
+    summary = f"{out}: loss {loss}, held-out loss {held_out} nats/token, {result.rate:,.0f} tokens/s"
     console.print(summary, markup=False)
     write_json(json_file, {**text_metrics(result), **more, "chip": chip_name(), "out": str(out)})
 
 
-@option_class
+@dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a language model; with --start, the model started from has its own, and can grow in layers and context.
+    """Settings of `--sizes`: sizes of a language model. Only layers and context are allowed with --start.
 
     Attributes:
-        hidden_size: width of the residual stream (256 by default).
-        layers: the model's layers (4). With --start as many as there are; more of them begin as copies that add nothing yet.
-        heads: query heads of a layer (4).
-        kv_heads: key/value heads of a layer; they divide the query heads (2).
-        head_dim: size of a head (64).
-        intermediate_size: width inside a layer's MLP (768).
-        context: the longest sequence that the model will accept (1024; with --start what it was, or more).
-        vocab_size: tokens of the byte-level BPE that is trained on the data, at most (4096).
+        hidden_size: width of the residual stream. [default: 256]
+        layers: number of layers. With --start at least the model's number; new layers start as copies with no effect on the
+            output. [default: 4]
+        heads: query heads per layer. [default: 4]
+        kv_heads: key/value heads per layer, a divisor of heads. [default: 2]
+        head_dim: size of a head. [default: 64]
+        intermediate_size: width inside the MLP of a layer. [default: 768]
+        context: longest sequence of the model in tokens. With --start at least the model's context. [default: 1024]
+        vocab_size: largest vocabulary of the byte-level BPE that is trained on the data. [default: 4096]
     """
 
     hidden_size: int | None = None
@@ -191,12 +227,18 @@ class ModelSizes:
     def bpe_size(self) -> int:
         return given(self.vocab_size, 4096)
 
-    def refuse(self, why: str, *names: str) -> None:
-        """Raises a `ValueError` that lists which of these sizes were given."""
-        if wrong := told(self, *names):
-            raise ValueError(f"{why}, found {', '.join(wrong)} as well")
+    def reject(self, reason: str, *names: str) -> None:
+        """Raises a `ValueError` if one of the named sizes is set."""
+        if wrong := [name for name in names if getattr(self, name) is not None]:
+            raise ValueError(f"{reason}, found {', '.join(wrong)} in --sizes")
 
     def config(self, vocab_size: int, end: int) -> DecoderConfig:
+        """Builds the configuration of a model of Qwen3's architecture.
+
+        Args:
+            vocab_size: tokens in the vocabulary.
+            end: token that ends a text.
+        """
         sizes = DecoderConfig(
             family="qwen3",
             vocab_size=vocab_size,
@@ -214,37 +256,54 @@ class ModelSizes:
         return decoder.config_from_hf(decoder.config_to_hf(sizes), "the model's sizes")
 
 
+SizesOption = Annotated[ModelSizes, settings(ModelSizes, "sizes of the model"), Parameter(group=MODEL)]
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """Settings of `--sharding`: communication and memory of training over a mesh.
+
+    Attributes:
+        prefetch_distance: layers between the all-gather of weights and their use; two values are for attention and MLP.
+            [default: 1]
+        scatter_delay: layers between a gradient and its reduce-scatter; two values are for attention and MLP. [default: 1]
+        remat: gather weights and compute activations again in the backward pass. [default: true]
+        scan_layers: run the layers in a loop, which compiles faster. [default: false]
+        rings: decompose collectives of weights and activations into hops between neighbours. [default: false]
+        accumulate: number of parts of a batch, which run one after another. [default: 1]
+    """
+
+    prefetch_distance: tuple[int, ...] = (1,)
+    scatter_delay: tuple[int, ...] = (1,)
+    remat: bool = True
+    scan_layers: bool = False
+    rings: bool = False
+    accumulate: int = 1
+
+
+@Parameter(group=PERFORMANCE)
 @option_class
 class MeshOptions:
     """Options of training over several devices.
 
     Attributes:
-        mesh: devices along "fsdp", which divides batches and weights, and "tp", which divides layers: fsdp=4,tp=2. By default
-            one device. A run may go on over another mesh.
-        prefetch_distance: by how many layers weights are gathered before their turn; two numbers are for attention and MLP.
-        scatter_delay: by how many layers gradients are scattered after their turn.
-        remat: the backward pass gathers weights and computes activations again.
-        scan_layers: layers run in a loop, which compiles faster.
-        rings: collectives go hop by hop, weights' and activations'.
-        compute_dtype: of the stream, of products and of weights on their way. Weights are float32 where they lie, and gradients
-            are summed so.
-        accumulate: into how many parts a batch is divided, one after another.
+        mesh: devices along "fsdp", which shards batches and weights, and "tp", which shards layers, such as fsdp=4,tp=2; by
+            default one device. A run can resume on another mesh.
+        compute_dtype: dtype of activations, matrix products and gathered weights, with --mesh. Stored weights and sums of
+            gradients are float32.
     """
 
-    mesh: str | None = None
-    prefetch_distance: str = "1"
-    scatter_delay: str = "1"
-    remat: bool = True
-    scan_layers: bool = False
-    rings: bool = False
+    mesh: Annotated[str | None, Parameter(group=COMMON)] = None
+    sharding: Annotated[ShardingSettings, settings(ShardingSettings, "communication and memory, with --mesh")] = (
+        ShardingSettings()
+    )
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    accumulate: int = 1
 
-    def of(self, config: DecoderConfig) -> Mesh | None:
-        """The mesh for a model; None without one.
+    def build_mesh(self, config: DecoderConfig) -> Mesh | None:
+        """Builds the mesh for a model; None for one device.
 
         Raises:
-            ValueError: it does not fit the devices or the model, or there is none and several processes.
+            ValueError: the mesh does not fit the devices or the model, or several processes have no mesh.
         """
         if self.mesh is not None:
             return training_mesh(mesh_axes(self.mesh), config)
@@ -253,55 +312,55 @@ class MeshOptions:
         return None
 
     def setup(self, config: DecoderConfig, options: TextOptions) -> ShardedSetup | None:
-        """The model on the mesh; None without one.
+        """Plans the training of a model on the mesh; None for one device.
 
         Raises:
-            ValueError: an option that does not fit the devices, the model or the batch, or that says nothing without a mesh.
+            ValueError: an option does not fit the devices, the model or the batch, or needs a mesh.
         """
-        mesh = self.of(config)
+        mesh = self.build_mesh(config)
         if mesh is None:
-            if without := told(self):
+            if without := changed_options(self):
                 raise ValueError(f"expected --mesh with {', '.join(without)}, found none")
             return None
-        import orbax.checkpoint  # noqa: F401 (of the extra that checkpoints need: where it is absent, this is when to say so)
+        import orbax.checkpoint  # noqa: F401 (reports a missing extra before the training, not at the first checkpoint)
 
-        form = "ring" if self.rings else "whole"
+        sharding = self.sharding
+        form = "ring" if sharding.rings else "whole"
         plan = FullyShardedPlan(
-            halves("prefetch_distance", self.prefetch_distance),
-            halves("scatter_delay", self.scatter_delay),
-            remat=self.remat,
-            scan=self.scan_layers,
+            parse_sublayers("prefetch_distance", sharding.prefetch_distance),
+            parse_sublayers("scatter_delay", sharding.scatter_delay),
+            remat=sharding.remat,
+            scan=sharding.scan_layers,
             weights=form,
             gradients=form,
             activations=form,
             dtype=self.compute_dtype,
         )
-        made = ShardedSetup(config, options.ops, mesh, plan, self.accumulate)
-        made.check_batch((options.batch_size, options.sequence_length + 1))
-        return made
+        setup = ShardedSetup(config, options.ops, mesh, plan, sharding.accumulate)
+        setup.check_batch((options.batch_size, options.sequence_length + 1))
+        return setup
 
-    def figures(self) -> dict[str, object]:
-        """For `--json`: the devices and how they stand; nothing without a mesh."""
+    def metrics(self) -> dict[str, object]:
+        """Number of devices and mesh for `--json`; empty for one device."""
         return {} if self.mesh is None else {"devices": prod(mesh_axes(self.mesh).values()), "mesh": self.mesh}
 
 
-def halves(name: str, text: str) -> Halves:
-    """A shift of both halves, or one of each: `1` or `1,2`."""
-    if re.fullmatch(r"\d+(,\d+)?", text) is None:
-        raise ValueError(f"expected {flag(name)} as a number of layers, or two for attention and MLP, found {text!r}")
-    first, _, second = text.partition(",")
-    return Halves(int(first), int(second or first))
+def parse_sublayers(name: str, layers: Sequence[int]) -> Sublayers:
+    """Returns one number of layers for attention and MLP each, from one or two. Raises a `ValueError` for more numbers."""
+    if len(layers) not in (1, 2):
+        raise ValueError(f"expected {name} as one number of layers, or two for attention and MLP, found {len(layers)}")
+    return Sublayers(layers[0], layers[-1])
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """Tokenizer, configuration and parameters that the training of a language model begins with.
+class InitialModel:
+    """Tokenizer, configuration and parameters at the start of the training of a language model.
 
     Attributes:
-        tokenizer: which splits the text.
-        config: the model's; None where its sizes are still to be chosen.
-        params: float32, over a mesh divided; None for random ones.
-        folder: of the model or the tokenizer; None for a tokenizer that is made for the data.
+        tokenizer: tokenizer of the text.
+        config: configuration; None for a new model whose sizes are not built yet.
+        params: float32 parameters, sharded over the mesh; None for random parameters.
+        folder: folder of the model or the tokenizer; None for a tokenizer that was trained on the data.
     """
 
     tokenizer: Tokenizer
@@ -310,91 +369,97 @@ class Beginning:
     folder: Path | None = None
 
     @classmethod
-    def choose(
-        cls, start: str | None, tokenizer: Path | None, sizes: ModelSizes, over: MeshOptions, console: Console
-    ) -> "Beginning | None":
-        """A model that is there already with its tokenizer, or a tokenizer alone; None where neither is named."""
+    def load(
+        cls, start: str | None, tokenizer: Path | None, sizes: ModelSizes, devices: MeshOptions, console: Console
+    ) -> "InitialModel | None":
+        """Loads the model of `--start` or the tokenizer of `--tokenizer`; None without both options."""
         if start is not None:
             fixed = [name for name in vars(sizes) if name not in ("layers", "context")]
-            sizes.refuse("--start takes its sizes and its tokenizer along", *fixed)
+            sizes.reject("expected no other sizes than layers and context with --start", *fixed)
             if tokenizer is not None:
-                raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
+                raise ValueError("expected --start or --tokenizer, found both: --start brings its own tokenizer")
             folder = hub.resolve(start, console=progress_console(console), check=load_tokenizer)
-            mesh = over.of(decoder_config(folder))
+            mesh = devices.build_mesh(decoder_config(folder))
             shard = None if mesh is None else partial(model_shardings, mesh)
             config, params = load_decoder(folder, jnp.float32, progress_console(console), shard)
             config, params = grow(config, params, sizes.layers, sizes.context)
             return cls(load_tokenizer(folder), config, params, folder)
         if tokenizer is not None:
-            sizes.refuse("--tokenizer has its own vocabulary", "vocab_size")
+            sizes.reject("expected no vocabulary size with --tokenizer", "vocab_size")
             return cls(load_tokenizer(tokenizer), folder=tokenizer)
         return None
 
 
 def lm(
     *data: Path,
-    out: Path,
-    start: str | None = None,
-    tokenizer: Path | None = None,
-    sizes: ModelSizes = ModelSizes(),
+    out: Annotated[Path, Parameter(alias="-o", group=COMMON)],
+    start: Annotated[str | None, Parameter(alias="-m", group=COMMON)] = None,
+    tokenizer: Annotated[Path | None, Parameter(group=COMMON)] = None,
+    sizes: SizesOption = ModelSizes(),
     loop: LoopOptions = LoopOptions(),
-    over: MeshOptions = MeshOptions(),
-    dtype: Dtype = "float32",
-    router_aux_loss_coef: float | None = None,
-    json_file: JsonFile = None,
+    devices: MeshOptions = MeshOptions(),
+    dtype: Annotated[Dtype, Parameter(group=MODEL)] = "float32",
+    router_aux_loss_coef: Annotated[float | None, Parameter(group=MODEL)] = None,
+    json_file: JsonOption = None,
 ) -> None:
-    """Trains a language model: one of Qwen3's architecture from random weights, or one that is there already.
+    """Trains a language model: a new one of Qwen3's architecture, or an existing one.
 
     Args:
         data: text files, JSONL or JSON files of records, or folders of both. Records are chats (messages or conversations),
-            instruction and output, prompt and completion or response, question and answer, or text. What is given is not in the
-            loss: prompts, and all but the assistant's messages.
-        out: folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-        start: a model to go on from, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
-        tokenizer: a folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
-        dtype: of the model as it is written; it is trained in float32.
-        router_aux_loss_coef: of a mixture of experts: what the loss that balances experts is multiplied with, 0 for none; by
-            default the model's.
+            instruction and output, prompt and completion or response, question and answer, or text. Prompts and messages of
+            other roles than the assistant are not in the loss.
+        out: folder for the model. Its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+        start: existing model to train further, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
+        tokenizer: folder with a tokenizer.json. By default a byte-level BPE is trained on the data.
+        dtype: dtype of the saved model. Training keeps float32 weights.
+        router_aux_loss_coef: weight of the loss that balances the experts of a mixture, 0 for none; by default the model's.
     """
     console = human_console(json_file)
     require_data(data)
     check_out(out)
     options = loop.options()
-    keep_programs(loop.compile_cache)
+    keep_programs()
     documents, parts = read_split(data, loop, console)
-    kept = kept_tokenizer(out)
-    begin = Beginning.choose(start, tokenizer, sizes, over, console)
-    if begin is None:
-        begin = Beginning(kept or agreed_tokenizer(train_tokenizer(parts[0] if parts else documents, sizes.bpe_size)))
-    bpe = begin.tokenizer
+    saved = saved_tokenizer(out)
+    initial = InitialModel.load(start, tokenizer, sizes, devices, console)
+    if initial is None:
+        trained_on = parts[0] if parts else documents
+        initial = InitialModel(saved or broadcast_tokenizer(train_tokenizer(trained_on, sizes.bpe_size)))
+    bpe = initial.tokenizer
     run_fingerprint = {"vocab_size": sizes.bpe_size}
-    require_same(kept, bpe, out)
-    config = with_balance(begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
+    check_same_tokenizer(saved, bpe, out)
+    config = with_balance(initial.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
     check_context(options.sequence_length, config.max_position_embeddings)
-    last_token = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
-    template = chat_template(begin.folder, documents, console)
-    encode = partial(encode_documents, bpe, end=last_token, template=template, other_ends=config.eos_token_ids)
+    end = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
+    template = chat_template(initial.folder, documents, console)
+    encode = partial(encode_documents, bpe, end=end, template=template, other_ends=config.eos_token_ids)
     streams = encode_split(encode, documents, parts, options.sequence_length + 1, loop, console)
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
-    setup = over.setup(config, options)
+    setup = devices.setup(config, options)
     save_tokenizer(out, bpe)
-    result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, run_fingerprint, setup)
+    result = train_lm(config, *streams, options, out / "training", console, initial.params, run_fingerprint, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
-    copy_tokenizer_files(begin.folder, out)
-    finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
+    copy_tokenizer_files(initial.folder, out)
+    report(result, out, console, json_file, training_tokens=len(streams[0].tokens), **devices.metrics())
 
 
-def require_same(kept: Tokenizer | None, tokenizer: Tokenizer, out: Path) -> None:
-    """Raises a `ValueError` where a run was begun with another tokenizer."""
-    if kept is not None and kept.to_str() != tokenizer.to_str():
-        raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
+def check_same_tokenizer(saved: Tokenizer | None, tokenizer: Tokenizer, out: Path) -> None:
+    """Raises a `ValueError` if the run to resume has another tokenizer.
+
+    Args:
+        saved: tokenizer of the run to resume; None for a new run.
+        tokenizer: tokenizer of this run.
+        out: folder of the run.
+    """
+    if saved is not None and saved.to_str() != tokenizer.to_str():
+        raise ValueError(f"expected --out without a run of another tokenizer, found one in {out}; name another folder")
 
 
 def with_balance(config: DecoderConfig, weight: float | None) -> DecoderConfig:
-    """The configuration with another weight of the loss that balances experts, if one is given.
+    """Returns the configuration with another weight of the loss that balances experts; unchanged for None.
 
     Raises:
-        ValueError: it is negative, or there are no experts.
+        ValueError: the weight is negative, or the model has no experts.
     """
     if weight is None:
         return config
@@ -404,25 +469,25 @@ def with_balance(config: DecoderConfig, weight: float | None) -> DecoderConfig:
     return replace(config, balance=weight)
 
 
-def agreed_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """The first process's: nothing promises that training gives each the same."""
+def broadcast_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns the first process's tokenizer on all processes; a BPE that each trains may differ."""
     if jax.process_count() == 1:
         return tokenizer
-    own = np.frombuffer(tokenizer.to_str().encode(), np.uint8)
-    found = np.zeros(int(multihost_utils.broadcast_one_to_all(np.int32(len(own)))), np.uint8)
-    found[: len(own)] = own[: len(found)]
-    return Tokenizer.from_str(np.asarray(multihost_utils.broadcast_one_to_all(found)).tobytes().decode())
+    local = np.frombuffer(tokenizer.to_str().encode(), np.uint8)
+    shared = np.zeros(int(multihost_utils.broadcast_one_to_all(np.int32(len(local)))), np.uint8)
+    shared[: len(local)] = local[: len(shared)]
+    return Tokenizer.from_str(np.asarray(multihost_utils.broadcast_one_to_all(shared)).tobytes().decode())
 
 
 def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
-    """Writes a tokenizer into a model's folder, which it makes. Of processes, the first one does."""
+    """Writes the tokenizer into the model's folder, on the first process."""
     if is_first_process():
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(out / "tokenizer.json"))
 
 
 def copy_tokenizer_files(folder: Path | None, out: Path) -> None:
-    """Copies what a tokenizer has beside it, a chat template say, to a new model's folder, behind the run."""
+    """Copies the files beside a tokenizer, such as the chat template, into the folder of the new model."""
     if folder is None or not is_first_process():
         return
     for name in hub.TOKENIZER[1:]:
@@ -430,7 +495,7 @@ def copy_tokenizer_files(folder: Path | None, out: Path) -> None:
             copyfile(folder / name, out / name)
 
 
-def kept_tokenizer(out: Path) -> Tokenizer | None:
-    """The tokenizer that an interrupted run left with its checkpoint."""
-    there = steps_in(out / "training") and (out / "tokenizer.json").exists()
-    return load_tokenizer(out) if there else None
+def saved_tokenizer(out: Path) -> Tokenizer | None:
+    """Loads the tokenizer of an interrupted run; None without a checkpoint."""
+    resumable = saved_steps(out / "training") and (out / "tokenizer.json").exists()
+    return load_tokenizer(out) if resumable else None

@@ -1,20 +1,32 @@
-"""`tilewright train drafter`."""
+"""`tilewright train drafter`: trains drafters for speculative decoding."""
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from cyclopts import Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import given, keep_programs, mesh_axes
-from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
-from tilewright.cli.options import option_class, told
-from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console
-from tilewright.cli.train import LoopOptions, check_context, check_out, finish, require_data
+from tilewright.cli.options import option_class, settings
+from tilewright.cli.outputs import check_output_folder, human_console, progress_console
+from tilewright.cli.train import (
+    COMMON,
+    MODEL,
+    PERFORMANCE,
+    TEXT,
+    JsonOption,
+    LoopOptions,
+    check_context,
+    check_out,
+    report,
+    require_data,
+)
+from tilewright.cli.train_drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import convolution, dflash, dflash2, dspark, eagle3, hub, lilicorr
 from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
@@ -39,166 +51,89 @@ from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.sharded import data_mesh
 from tilewright.train.text import TextOptions
 
+Kind = Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3"]
 
-@option_class
+
+@dataclass(frozen=True)
 class DrafterSizes:
-    """Sizes of a drafter; its layers have the target's own.
+    """Settings of `--sizes`: sizes of a drafter. The hidden size and the heads are the target's.
 
     Attributes:
-        block_size: tokens drafted at once, the known one included; by default 8 for eagle3, 16 for the others.
-        draft_vocab: tokens that the drafter can propose, the most frequent of the training text. By default all of a vocabulary
-            up to 8,192, else at most 32,000, for eagle3; all for the others.
-        taps: the target's layers whose outputs the drafter reads, from 0. By default the published choice for the kind; of a
-            target with few layers, three (eagle3, fewer than seven) or all (the others, fewer than nine).
+        block_size: tokens per draft block, including the last token. [default: 16, eagle3 8]
+        draft_vocab: number of tokens that the drafter can propose, the most frequent ones of the training text. [default: the
+            whole vocabulary; eagle3 at most 32000 for a vocabulary above 8192]
+        taps: target layers whose outputs the drafter reads, counted from 0, such as 1,8,15. [default: the published layers of
+            the kind; for small targets all layers, eagle3 three]
+        layers: layers of the drafter, not for eagle3. [default: 2]
+        mask_token_id: token of the positions to draft, not for eagle3. [default: <|mask|>, else the last of the vocabulary]
+        conv_kernel: dflash2, slots that a convolution reads, including its own. [default: 2]
+        conv_group: dflash2, channels that share the dynamic part of a convolution kernel. [default: 16]
+        selector_rank: dflash2, rank of the score of two neighbouring tokens. [default: 256]
+        selector_top_k: dflash2, candidates per slot. [default: 16]
+        markov_rank: dspark, rank of the serial head. [default: 256]
+        markov_top_k: dspark, candidates per slot that the serial head scores when drafting. [default: 16]
+        lattice_top_k: lilicorr, candidates per slot. [default: 8]
+        lattice_size: lilicorr, hidden size of the transformer over candidates. [default: a quarter of the target's]
+        lattice_layers: lilicorr, layers of that transformer. [default: 2]
+        lattice_heads: lilicorr, heads of that transformer. [default: 8]
+        lattice_conv: lilicorr, add the convolutions of dflash2 to the drafter's layers. [default: false]
     """
 
     block_size: int | None = None
     draft_vocab: int | None = None
     taps: tuple[int, ...] = ()
-
-
-@option_class
-class DFlashArguments:
-    """Options of --kind dflash, and of all kinds that draft a block in one pass: dflash2, dspark and lilicorr.
-
-    Attributes:
-        layers: dflash: the drafter's layers (2 by default).
-        mask_token_id: dflash: the token that stands for a position to be drafted; by default <|mask|>, else the vocabulary's
-            last.
-        anchors: dflash: blocks drawn from each sequence at each step (32 by default).
-        gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
-        dpace: dflash: weigh slots by the drafts that are expected to be accepted instead, with this smoothing (D-PACE; 0.5).
-        start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another;
-            for dflash2 and lilicorr also a DFlash one, as backbone. A lilicorr drafter keeps its block size. By default
-            training starts from the target's last layers.
-    """
-
     layers: int | None = None
     mask_token_id: int | None = None
-    anchors: int | None = None
-    gamma: float | None = None
-    dpace: float | None = None
-    start: str | None = None
-
-    def begin(self, config: DFlashConfig, seed: int, console: Console) -> tuple[DFlashConfig, Any]:
-        """The configuration, and the parameters to go on from, float32, if any were named; it reads the last tap as they do."""
-        if self.start is None:
-            return config, None
-        folder = hub.resolve(self.start, console=progress_console(console))
-        saved = read_config(folder)
-        where = str(folder / CONFIG)
-        kind = block_kind(saved)
-        layers = saved.get("num_target_layers") or config.num_target_layers
-        read: DFlashConfig = kind.model.config_from_hf({**saved, "num_target_layers": layers}, where)
-        found = replace(read, expected_acceptance=())
-        config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
-        under = kind.model is dflash and isinstance(config, DFlash2Config | LiLiCorrConfig)
-        wanted = config.backbone if under else config
-        same = found if isinstance(found, LiLiCorrConfig) else replace(found, block_size=config.block_size)
-        if same != wanted:
-            raise ValueError(f"expected --start to be a drafter of these sizes: {wanted}; found {found}")
-        params = load_tensors(folder, kind, found, "float32", None)
-        if not under:
-            return config, params
-        model, _ = TRAINED[type(config)]
-        return config, replace(model.fresh(config, jax.random.key(seed)), backbone=params)
-
-    def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
-        mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
-        every_layer = tuple(range(target.num_layers))
-        made = DFlashConfig(
-            **{**target.sizes(), "num_layers": given(self.layers, 2), "rope_scaling": None},
-            block_size=given(sizes.block_size, 16),
-            mask_token_id=target.vocab_size - 1 if mask is None else mask,
-            target_layer_ids=sizes.taps
-            or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
-            num_target_layers=target.num_layers,
-            draft_vocab_size=sizes.draft_vocab,
-        )
-        config = dflash.config_from_hf(dflash.config_to_hf(made), "the drafter's sizes")
-        dflash.check_fits(config, target)
-        return config
-
-
-@option_class
-class DFlash2Arguments:
-    """Options that only --kind dflash2 has, besides those of --kind dflash.
-
-    Attributes:
-        conv_kernel: dflash2: slots that a convolution reads, the slot itself included (2 by default).
-        conv_group: dflash2: channels that share the dynamic part of a kernel (16 by default).
-        selector_rank: dflash2: the inner size of the score of two neighbouring tokens (256 by default).
-        selector_top_k: dflash2: candidates of a slot (16 by default).
-        selector_weight: dflash2: of the selector's loss against the backbone's (1 by default).
-    """
-
     conv_kernel: int | None = None
     conv_group: int | None = None
     selector_rank: int | None = None
     selector_top_k: int | None = None
-    selector_weight: float | None = None
+    markov_rank: int | None = None
+    markov_top_k: int | None = None
+    lattice_top_k: int | None = None
+    lattice_size: int | None = None
+    lattice_layers: int | None = None
+    lattice_heads: int | None = None
+    lattice_conv: bool = False
 
-    def config(self, backbone: DFlashConfig) -> DFlash2Config:
-        made = DFlash2Config(
+    def dflash(self, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
+        mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
+        every_layer = tuple(range(target.num_layers))
+        config = DFlashConfig(
+            **{**target.sizes(), "num_layers": given(self.layers, 2), "rope_scaling": None},
+            block_size=given(self.block_size, 16),
+            mask_token_id=target.vocab_size - 1 if mask is None else mask,
+            target_layer_ids=self.taps or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
+            num_target_layers=target.num_layers,
+            draft_vocab_size=self.draft_vocab,
+        )
+        config = dflash.config_from_hf(dflash.config_to_hf(config), "the drafter's sizes")
+        dflash.check_fits(config, target)
+        return config
+
+    def dflash2(self, backbone: DFlashConfig) -> DFlash2Config:
+        config = DFlash2Config(
             **vars(backbone),
             conv_kernel_size=given(self.conv_kernel, 2),
             conv_group_size=given(self.conv_group, 16),
             selector_rank=given(self.selector_rank, 256),
             selector_top_k=given(self.selector_top_k, 16),
         )
-        return dflash2.config_from_hf(dflash2.config_to_hf(made), "the drafter's sizes")
+        return dflash2.config_from_hf(dflash2.config_to_hf(config), "the drafter's sizes")
 
-
-@option_class
-class DSparkArguments:
-    """Arguments of --kind dspark alone, besides those of --kind dflash.
-
-    Attributes:
-        markov_rank: dspark: the inner size of the serial head (256 by default).
-        markov_top_k: dspark: candidates of a slot that the serial head is asked about when drafting (16 by default).
-        l1_weight: dspark: share of the L1 distance to the target's distribution in the loss, from 0 to 1 (0.9 by default).
-    """
-
-    markov_rank: int | None = None
-    markov_top_k: int | None = None
-    l1_weight: float | None = None
-
-    def config(self, backbone: DFlashConfig) -> DSparkConfig:
-        made = DSparkConfig(
+    def dspark(self, backbone: DFlashConfig) -> DSparkConfig:
+        config = DSparkConfig(
             **{**vars(backbone), "sample_from_anchor": True},
             markov_rank=given(self.markov_rank, 256),
-            candidate_top_k=given(self.markov_top_k, min(dspark.TOP_K, backbone.proposed)),
+            candidate_top_k=given(self.markov_top_k, min(dspark.TOP_K, backbone.num_proposable)),
         )
-        return dspark.config_from_hf(dspark.config_to_hf(made), "the drafter's sizes")
+        return dspark.config_from_hf(dspark.config_to_hf(config), "the drafter's sizes")
 
-
-@option_class
-class LiLiCorrArguments:
-    """Arguments of --kind lilicorr alone, besides those of --kind dflash.
-
-    Attributes:
-        lattice_top_k: lilicorr: candidates of a slot (8 by default).
-        lattice_size: lilicorr: hidden size of the transformer over the candidates; by default a quarter of the target's, the
-            published ratio, as far as its heads divide that.
-        lattice_layers: lilicorr: its layers (2 by default).
-        lattice_heads: lilicorr: its heads (8 by default).
-        lattice_conv: lilicorr: with DFlash 2's convolutions around the drafter's layers.
-        lattice_weight: lilicorr: of its cross-entropy against the backbone's loss (0.25 by default).
-        penalty_weight: lilicorr: of what it gives to candidates that the target finds unlikely (0.25 by default).
-    """
-
-    lattice_top_k: int | None = None
-    lattice_size: int | None = None
-    lattice_layers: int | None = None
-    lattice_heads: int | None = None
-    lattice_conv: bool | None = None
-    lattice_weight: float | None = None
-    penalty_weight: float | None = None
-
-    def config(self, backbone: DFlashConfig) -> LiLiCorrConfig:
+    def lilicorr(self, backbone: DFlashConfig) -> LiLiCorrConfig:
         heads = given(self.lattice_heads, 8)
+        # The published size is a quarter of the target's; the heads must divide it.
         size = given(self.lattice_size, max(backbone.hidden_size // 4 // max(heads, 1), 1) * heads)
-        made = LiLiCorrConfig(
+        config = LiLiCorrConfig(
             **vars(backbone),
             candidate_top_k=given(self.lattice_top_k, 8),
             lattice_size=size,
@@ -210,30 +145,59 @@ class LiLiCorrArguments:
             logit_scale=8.0,
             **(dict(zip(convolution.SIZES, (2, 16), strict=True)) if self.lattice_conv else {}),
         )
-        return lilicorr.config_from_hf(lilicorr.config_to_hf(made), "the drafter's sizes")
+        return lilicorr.config_from_hf(lilicorr.config_to_hf(config), "the drafter's sizes")
 
-
-@option_class
-class Eagle3Arguments:
-    """Options that only --kind eagle3 has.
-
-    Attributes:
-        decay: eagle3: weight of a draft step's loss against that of the step before (0.8 by default).
-    """
-
-    decay: float | None = None
-
-    def config(self, sizes: DrafterSizes, target: DecoderConfig) -> Eagle3Config:
-        made = Eagle3Config(
+    def eagle3(self, target: DecoderConfig) -> Eagle3Config:
+        config = Eagle3Config(
             **{**target.sizes(), "num_layers": 1},
-            draft_vocab_size=given(sizes.draft_vocab, default_draft_vocab(target.vocab_size)),
+            draft_vocab_size=given(self.draft_vocab, default_draft_vocab(target.vocab_size)),
             target_hidden_size=target.hidden_size,
-            target_layer_ids=sizes.taps or eagle3.default_target_layers(target.num_layers),
-            block_size=given(sizes.block_size, eagle3.BLOCK_SIZE),
+            target_layer_ids=self.taps or eagle3.default_target_layers(target.num_layers),
+            block_size=given(self.block_size, eagle3.BLOCK_SIZE),
         )
-        config = eagle3.config_from_hf(eagle3.config_to_hf(made), target.num_layers, "the drafter's sizes")
+        config = eagle3.config_from_hf(eagle3.config_to_hf(config), target.num_layers, "the drafter's sizes")
         eagle3.check_fits(config, target)
         return config
+
+    def config(self, kind: Kind, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig | Eagle3Config:
+        """Configures a drafter. Raises a `ValueError` for sizes that do not fit the target or each other."""
+        if kind == "eagle3":
+            return self.eagle3(target)
+        backbone = self.dflash(target, tokenizer)
+        return backbone if kind == "dflash" else getattr(self, kind)(backbone)
+
+
+@dataclass(frozen=True)
+class DrafterLoss:
+    """Settings of `--loss`: the training loss of a drafter.
+
+    Attributes:
+        anchors: draft blocks per sequence and step, not for eagle3. [default: 32]
+        gamma: decay of the weights exp(-(k-1)/gamma) of the slots k, not for eagle3. [default: the published value for the
+            block size]
+        dpace: weigh slots by their expected acceptance, smoothed by this value from 0 to 1 (D-PACE), instead of the decay; not
+            for eagle3.
+        selector_weight: dflash2, weight of the selector's loss. [default: 1]
+        l1_weight: dspark, share of the L1 distance to the target's distribution, from 0 to 1. [default: 0.9]
+        lattice_weight: lilicorr, weight of the cross-entropy over candidates. [default: 0.25]
+        penalty_weight: lilicorr, weight of the penalty for candidates that are unlikely for the target. [default: 0.25]
+        decay: eagle3, weight of a draft step relative to the step before. [default: 0.8]
+    """
+
+    anchors: int | None = None
+    gamma: float | None = None
+    dpace: float | None = None
+    selector_weight: float | None = None
+    l1_weight: float | None = None
+    lattice_weight: float | None = None
+    penalty_weight: float | None = None
+    decay: float | None = None
+
+    def options(self, kind: Kind, keep_taps: Path | None) -> Any:
+        """Builds the training options of a kind of drafter. Raises a `ValueError` for a value out of its range."""
+        values = {**vars(self), "keep_taps": keep_taps}
+        names = [field.name for field in fields(OPTIONS[kind])]
+        return OPTIONS[kind](**{name: values[name] for name in names if values[name] is not None})
 
 
 OPTIONS: dict[str, Any] = {
@@ -243,67 +207,66 @@ OPTIONS: dict[str, Any] = {
     "lilicorr": LiLiCorrOptions,
     "eagle3": Eagle3Options,
 }
-"""The options of training of each kind, whose names are among those of its arguments."""
+"""Class of the training options of each kind; their fields are fields of `DrafterLoss`, and `keep_taps`."""
+
+BLOCK_SIZES = ("block_size", "draft_vocab", "taps", "layers", "mask_token_id")
+BLOCK_LOSS = ("anchors", "gamma", "dpace")
+SIZES: dict[str, tuple[str, ...]] = {
+    "dflash": BLOCK_SIZES,
+    "dflash2": (*BLOCK_SIZES, "conv_kernel", "conv_group", "selector_rank", "selector_top_k"),
+    "dspark": (*BLOCK_SIZES, "markov_rank", "markov_top_k"),
+    "lilicorr": (*BLOCK_SIZES, "lattice_top_k", "lattice_size", "lattice_layers", "lattice_heads", "lattice_conv"),
+    "eagle3": ("block_size", "draft_vocab", "taps"),
+}
+"""Keys of `--sizes` for each kind."""
+LOSS: dict[str, tuple[str, ...]] = {
+    "dflash": BLOCK_LOSS,
+    "dflash2": (*BLOCK_LOSS, "selector_weight"),
+    "dspark": (*BLOCK_LOSS, "l1_weight"),
+    "lilicorr": (*BLOCK_LOSS, "lattice_weight", "penalty_weight"),
+    "eagle3": ("decay",),
+}
+"""Keys of `--loss` for each kind."""
 
 
-@option_class
-class KindArguments:
-    """Options of each kind of drafter."""
-
-    dflash: DFlashArguments = DFlashArguments()
-    dflash2: DFlash2Arguments = DFlash2Arguments()
-    dspark: DSparkArguments = DSparkArguments()
-    lilicorr: LiLiCorrArguments = LiLiCorrArguments()
-    eagle3: Eagle3Arguments = Eagle3Arguments()
-
-    def options(self, kind: str, keep_taps: Path | None) -> Any:
-        """The options of training of one kind, by default its own."""
-        said = vars(self.dflash) | vars(getattr(self, kind)) | {"keep_taps": keep_taps}
-        of = OPTIONS[kind]
-        return of(**{each.name: said[each.name] for each in fields(of) if said[each.name] is not None})
-
-    def refuse_others(self, kind: str) -> None:
-        """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
-        own = (kind, kind if kind == "eagle3" else "dflash")
-        wrong = [f"{name} (for {other})" for other, of in vars(self).items() if other not in own for name in told(of)]
-        if wrong:
-            raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
-
-    def config(
-        self, kind: str, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer, seed: int, console: Console
-    ) -> tuple[DFlashConfig | Eagle3Config, Any]:
-        """The drafter's configuration, and the parameters to go on from, if any were named."""
-        if kind == "eagle3":
-            return self.eagle3.config(sizes, target), None
-        backbone = self.dflash.config(sizes, target, tokenizer)
-        return self.dflash.begin(backbone if kind == "dflash" else getattr(self, kind).config(backbone), seed, console)
+def check_keys(option: str, kind: str, values: object, allowed: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises a `ValueError` for keys of an option that only other kinds of drafters have."""
+    defaults = vars(type(values)())
+    for name, value in vars(values).items():
+        if value != defaults[name] and name not in allowed[kind]:
+            kinds = ", ".join(other for other, names in allowed.items() if name in names)
+            expected = f"expected {option} of --kind {kind} with keys among {', '.join(allowed[kind])}"
+            raise ValueError(f"{expected}, found {name} (for {kinds})")
 
 
+@Parameter(group=PERFORMANCE)
 @option_class
 class DrafterDevices:
-    """Options that say where a drafter is trained, in what, and whether its target's states are kept.
+    """Options of devices and dtypes for the training of a drafter.
 
     Attributes:
-        mesh: devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
-        compute_dtype: of what the loss is computed in: bfloat16 for accelerators, where it halves the traffic with memory. The
-            drafter and its optimiser stay in float32.
-        keep_taps: keep the target's states in this folder, in bfloat16, so that they are computed once. For whole records, on
-            one device; a token takes 2 bytes for each number of each tapped layer, and of the last one for dspark, lilicorr and
-            eagle3.
+        mesh: devices along "fsdp" and "tp", which shard batches, drafter and target, such as fsdp=4,tp=2; by default one
+            device.
+        compute_dtype: dtype of the forward and backward passes. bfloat16 halves the memory traffic of accelerators; the drafter
+            and its optimizer state stay float32.
+        keep_taps: folder that keeps the target's hidden states in bfloat16, so that they are computed once. For whole records
+            on one device. A token takes 2 bytes per number of each tapped layer, and of the last layer for dspark, lilicorr
+            and eagle3.
     """
 
-    mesh: str | None = None
+    mesh: Annotated[str | None, Parameter(group=COMMON)] = None
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     keep_taps: Path | None = None
 
     def placement(self, writing: bool, batch_size: int) -> TrainingPlacement:
-        """The mesh to train over, if one is named.
+        """Builds the mesh of `--mesh`.
 
         Args:
-            writing: the target is to write text first, which it does on one device.
+            writing: the target writes text first, which needs one device.
+            batch_size: rows of a batch.
 
         Raises:
-            ValueError: it does not fit the devices or the batch, or the target is to write text.
+            ValueError: the mesh does not fit the devices or the batch, or the target writes text.
         """
         if self.mesh is None:
             return TrainingPlacement()
@@ -322,12 +285,46 @@ TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
     DSparkConfig: (dspark, train_dspark),
     LiLiCorrConfig: (lilicorr, train_lilicorr),
 }
-"""The model and the training of each kind that drafts a block in one pass."""
+"""Model and training function of each kind that drafts a block in one pass."""
+
+
+def load_start(start: str, config: DFlashConfig, seed: int, console: Console) -> tuple[DFlashConfig, Any]:
+    """Loads the drafter of `--start`, or a DFlash drafter as the backbone of a dflash2 or lilicorr drafter.
+
+    Args:
+        start: value of `--start`.
+        config: configuration of the new drafter.
+        seed: seed of parameters that a backbone lacks.
+        console: console for progress.
+
+    Returns:
+        the configuration, with `last_tap_before_norm` of the loaded drafter, and float32 parameters.
+
+    Raises:
+        ValueError: the loaded drafter has other sizes. The block size may differ, except for lilicorr.
+    """
+    folder = hub.resolve(start, console=progress_console(console))
+    saved = read_config(folder)
+    kind = block_kind(saved)
+    layers = saved.get("num_target_layers") or config.num_target_layers
+    read: DFlashConfig = kind.model.config_from_hf({**saved, "num_target_layers": layers}, str(folder / CONFIG))
+    loaded = replace(read, expected_acceptance=())
+    config = replace(config, last_tap_before_norm=loaded.last_tap_before_norm)
+    is_backbone = kind.model is dflash and isinstance(config, DFlash2Config | LiLiCorrConfig)
+    expected = config.backbone if is_backbone else config
+    resized = loaded if isinstance(loaded, LiLiCorrConfig) else replace(loaded, block_size=config.block_size)
+    if resized != expected:
+        raise ValueError(f"expected --start to be a drafter of these sizes: {expected}; found {loaded}")
+    params = load_tensors(folder, kind, loaded, "float32", None)
+    if not is_backbone:
+        return config, params
+    model, _ = TRAINED[type(config)]
+    return config, replace(model.fresh(config, jax.random.key(seed)), backbone=params)
 
 
 def fit(
-    made: DFlashConfig | Eagle3Config,
-    own: Any,
+    config: DFlashConfig | Eagle3Config,
+    drafter_options: Any,
     target: tuple[DecoderConfig, Any],
     tokenizer: Tokenizer,
     texts: Sequence[TokenSource],
@@ -338,68 +335,102 @@ def fit(
     console: Console,
     placement: TrainingPlacement,
 ) -> tuple[TrainResult, dict[str, Any]]:
-    """Trains and saves a drafter; `own` are the options of its kind. Returns the result, and figures of its kind.
+    """Trains and saves a drafter. On one device, measures the acceptance of its drafts on held-out text and saves it as well.
 
-    On one device the acceptance of its drafts is measured on the held-out text then, and saved with it.
+    Args:
+        config: configuration of the drafter.
+        drafter_options: training options of the kind of drafter.
+        target: configuration and parameters of the target.
+        tokenizer: tokenizer of the target.
+        texts: training text and held-out text.
+        options: options of the training loop.
+        start: parameters to start from; None for new ones.
+        out: folder for the drafter.
+        dtype: dtype of the saved drafter.
+        console: console for progress.
+        placement: devices.
+
+    Returns:
+        the result, and metrics of the kind of drafter.
     """
-    arguments: tuple[Any, ...] = (*target, made, *texts, options, own, out / "training", console)
-    if isinstance(made, Eagle3Config):
+    arguments: tuple[Any, ...] = (*target, config, *texts, options, drafter_options, out / "training", console)
+    if isinstance(config, Eagle3Config):
         result, agreed = train_eagle3(*arguments, placement=placement)
-        eagle3.save(out, made, result.params, DTYPES[dtype])
+        eagle3.save(out, config, result.params, DTYPES[dtype])
         return result, {"agreement": agreed}
-    model, train = TRAINED[type(made)]
+    model, train = TRAINED[type(config)]
     result = train(*arguments, start=start, placement=placement)
-    save_drafter(out, model, made, result.params, DTYPES[dtype])  # measuring takes minutes, in which the process may be ended
+    save_drafter(out, model, config, result.params, DTYPES[dtype])  # before the measurement, which takes minutes
     if placement.mesh is None:
-        drafting = next(kind for kind in KINDS if kind.model is model).drafter(made, made.block_size)
+        drafting = next(kind for kind in KINDS if kind.model is model).drafter(config, config.block_size)
         lm = LanguageModel(*target, tokenizer).with_drafter(drafting, result.params)
-        made = replace(made, expected_acceptance=expected_acceptance(lm, texts[1]))
-        save_drafter(out, model, made, result.params, DTYPES[dtype])
-    return result, {"expected_acceptance": list(made.expected_acceptance)}
+        config = replace(config, expected_acceptance=expected_acceptance(lm, texts[1]))
+        save_drafter(out, model, config, result.params, DTYPES[dtype])
+    return result, {"expected_acceptance": list(config.expected_acceptance)}
 
 
 def drafter(
     *data: Path,
-    target: str,
-    out: Path,
-    kind: Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3"] = "dflash",
-    sizes: DrafterSizes = DrafterSizes(),
-    of_kinds: KindArguments = KindArguments(),
-    regeneration: Regeneration = Regeneration(),
-    self_instruct: SelfInstruct = SelfInstruct(),
+    target: Annotated[str, Parameter(alias="-m", group=COMMON)],
+    out: Annotated[Path, Parameter(alias="-o", group=COMMON)],
+    kind: Annotated[Kind, Parameter(alias="-k", group=COMMON)] = "dflash",
+    start: Annotated[str | None, Parameter(group=COMMON)] = None,
+    sizes: Annotated[DrafterSizes, settings(DrafterSizes, "sizes of the drafter"), Parameter(group=MODEL)] = DrafterSizes(),
+    loss: Annotated[DrafterLoss, settings(DrafterLoss, "training loss"), Parameter(group=MODEL)] = DrafterLoss(),
+    regenerate: Annotated[
+        Regeneration,
+        settings(Regeneration, "train on text that the target continues, instead of on the data"),
+        Parameter(group=TEXT),
+    ] = Regeneration(),
+    self_instruct: Annotated[
+        SelfInstruct,
+        settings(SelfInstruct, "train on instructions and answers that the target writes"),
+        Parameter(group=TEXT),
+    ] = SelfInstruct(),
+    exclude: Annotated[tuple[Path, ...], Parameter(group=TEXT, negative=(), show_default=False)] = (),
     loop: LoopOptions = LoopOptions(),
-    over: DrafterDevices = DrafterDevices(),
-    dtype: Dtype = "float32",
-    json_file: JsonFile = None,
+    devices: DrafterDevices = DrafterDevices(),
+    dtype: Annotated[Dtype, Parameter(group=MODEL)] = "float32",
+    json_file: JsonOption = None,
 ) -> None:
-    """Trains a drafter for a target, which stays as it is.
+    """Trains a drafter for a target; the target does not change.
 
     Args:
-        data: text files, JSONL or JSON files of records (see `tilewright train lm`), or folders of both, of the kind of text
-            that will be generated; the target's chat template writes conversations. With --self-instruct, JSONL files of
-            prompts that the target is to answer. Or one file of records (.npz.xz).
+        data: text files, JSONL or JSON files of records (see `tilewright train lm`), or folders of both, similar to the text
+            that the target will generate. Conversations go through the target's chat template. With --self-instruct, JSONL
+            files of prompts that the target answers. Alternatively one file of records (.npz.xz).
         target: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo".
-        out: folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-        kind: a block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's
-            best candidates, by a selector (dflash2), a serial head (dspark) or a small transformer (lilicorr); or a chain
-            (eagle3), one token after another.
-        dtype: of the drafter as it is written; it is trained in float32.
+        out: folder for the drafter. Its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+        kind: architecture. dflash drafts a block in one pass. dflash2 adds a selector among each slot's candidates, dspark a
+            serial head, lilicorr a small transformer. eagle3 drafts one token after another.
+        start: existing drafter to train further, a folder, a Hugging Face id or "demo-drafter"; its block size may differ,
+            except for lilicorr. dflash2 and lilicorr also take a DFlash drafter as backbone. By default training starts from
+            the target's last layers. Not for eagle3.
+        exclude: with --self-instruct, JSONL files of an evaluation; prompts that share 13 consecutive words with them are left
+            out.
+        dtype: dtype of the saved drafter. Training keeps float32 weights.
     """
     console = human_console(json_file)
     require_data(data)
     check_out(out)
-    if over.keep_taps is not None:
-        check_output_folder("--keep-taps", over.keep_taps)
-    of_kinds.refuse_others(kind)
-    options = replace(loop.options(), compute_dtype=over.compute_dtype)
-    own = of_kinds.options(kind, over.keep_taps)
-    keep_programs(loop.compile_cache)
+    if devices.keep_taps is not None:
+        check_output_folder("--keep-taps", devices.keep_taps)
+    check_keys("--sizes", kind, sizes, SIZES)
+    check_keys("--loss", kind, loss, LOSS)
+    if kind == "eagle3" and start is not None:
+        raise ValueError("expected --start with a kind that drafts blocks, found --kind eagle3")
+    options = replace(loop.options(), compute_dtype=devices.compute_dtype)
+    drafter_options = loss.options(kind, devices.keep_taps)
+    keep_programs()
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
-    placement = over.placement(bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
-    config, params = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
-    check_context(options.sequence_length, config.max_position_embeddings)
-    made, start = of_kinds.config(kind, sizes, config, tokenizer, options.seed, console)
-    texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)
-    result, more = fit(made, own, (config, params), tokenizer, texts, options, start, out, dtype, console, placement)
-    finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)
+    placement = devices.placement(regenerate.enabled or self_instruct.enabled, options.batch_size)
+    loaded = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
+    check_context(options.sequence_length, loaded[0].max_position_embeddings)
+    config = sizes.config(kind, loaded[0], tokenizer)
+    params = None
+    if start is not None and not isinstance(config, Eagle3Config):
+        config, params = load_start(start, config, options.seed, console)
+    texts = drafter_text(data, loop, regenerate, self_instruct, exclude, folder, loaded, out, console)
+    result, more = fit(config, drafter_options, loaded, tokenizer, texts, options, params, out, dtype, console, placement)
+    report(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -1,17 +1,17 @@
-"""`tilewright train gnn`: graph neural networks, for the nodes of a graph or for whole graphs."""
+"""`tilewright train gnn`: trains graph neural networks on the nodes of a graph or on whole graphs."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 from jax.sharding import Mesh
 from rich.console import Console
 
 from tilewright.cli.common import keep_programs
-from tilewright.cli.options import CompileCache, check_least, option_class
-from tilewright.cli.outputs import JsonFile, human_console, write_json
-from tilewright.cli.train import check_out
+from tilewright.cli.options import check_least, option_class
+from tilewright.cli.outputs import human_console, write_json
+from tilewright.cli.train import COMMON, MODEL, PERFORMANCE, TRAINING, JsonOption, check_out
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
 from tilewright.graph.sample import ALL
@@ -20,7 +20,7 @@ from tilewright.metrics.training import ACCURACY
 from tilewright.models.gnn import FAMILIES, Config
 from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
 from tilewright.parallel.mesh import make_mesh
-from tilewright.train.gnn import PARTS, GNNOptions, at_best_validation, best_run, validates
+from tilewright.train.gnn import PARTS, GNNOptions, best_run, metric_at_best_validation, validates
 from tilewright.train.graphs import graphs_task
 from tilewright.train.loop import Task, TrainResult, train
 from tilewright.train.nodes import full_graph_task, sampled_task
@@ -28,20 +28,22 @@ from tilewright.train.nodes import full_graph_task, sampled_task
 Family = Literal["gcn", "sage", "gat", "gin"]
 
 RATES: dict[Family, float] = {"gcn": 0.01, "sage": 0.01, "gat": 0.005, "gin": 0.01}
-"""The papers' learning rates; GraphSAGE, which the paper trains on other data, takes GCN's recipe."""
+"""Learning rates of the papers; GraphSAGE takes GCN's rate, since its paper trains on other data."""
 SAMPLED_BATCH = 64
 GRAPH_BATCH = 32
+DATA = Group("Data", sort_key=3)
 
 
+@Parameter(group=MODEL)
 @option_class
 class GNNSizes:
-    """Sizes of a graph network; those that are not given are as in the model's paper.
+    """Sizes of a graph network; defaults are those of the model's paper.
 
     Attributes:
-        layers: rounds of message passing; by default 2, of gin 4 (which its paper counts as 5, with the input).
-        hidden: width of a hidden layer, of gat that of one head; by default 16, of gat 8, of gin 32.
-        heads: gat: heads of a hidden layer (8 by default).
-        dropout: by default 0.5, of gat 0.6.
+        layers: rounds of message passing (default 2, gin 4; the GIN paper counts the input as a fifth).
+        hidden: width of a hidden layer, for gat of one head (default 16, gat 8, gin 32).
+        heads: heads of a hidden layer, for gat (default 8).
+        dropout: dropout rate (default 0.5, gat 0.6).
     """
 
     layers: int | None = None
@@ -51,43 +53,43 @@ class GNNSizes:
 
     def config(self, family: Family, features: int, classes: int) -> Config:
         if self.heads is not None and family != "gat":
-            raise ValueError(f"--heads is for gat, found --model {family}")
-        given = {name: value for name, value in vars(self).items() if value is not None}
+            raise ValueError(f"expected --heads with --model gat, found --model {family}")
+        sizes = {name: value for name, value in vars(self).items() if value is not None}
         if family == "gin":
-            given.setdefault("hidden", 32)
-        return FAMILIES[family](features=features, classes=classes, **given)
+            sizes.setdefault("hidden", 32)
+        return FAMILIES[family](features=features, classes=classes, **sizes)
 
 
+@Parameter(group=TRAINING)
 @option_class
 class GNNLoop:
-    """Options of training; those that are not given are as in the model's paper.
+    """Options of the training loop; defaults are those of the model's paper.
 
     Attributes:
-        epochs: by default 200; for graphs 350, of 50 steps each.
-        learning_rate: of Adam; by default 0.01, of gat 0.005. For graphs it is halved every 50 epochs.
-        weight_decay: L2 on the matrices, of gcn on those of the first layer; by default 5e-4, of gin and for graphs 0.
-        batch_size: nodes of a sampled step (64 by default), or graphs of a step (32).
-        fan_out: neighbours to sample in each layer, "10,10" say, from the node outwards, -1 for all of them; without it every
-            step takes the whole graph.
-        seeds: how many runs, side by side, each with the next seed.
-        seed: of the first.
-        fold: which fold of the graphs to test on, from 1, or all, side by side.
-        save_every: epochs from one checkpoint to the next.
-        devices: divide one graph over so many devices, in a ring; without it one device has it whole. For a CPU give XLA
-            several first: XLA_FLAGS=--xla_force_host_platform_device_count=8.
+        epochs: number of epochs (default 200; for data of many graphs 350 epochs of 50 steps).
+        learning_rate: learning rate of Adam (default 0.01, gat 0.005). For data of many graphs it halves every 50 epochs.
+        weight_decay: L2 penalty of the matrices, for gcn of the first layer only (default 5e-4; gin and many graphs 0).
+        batch_size: nodes per step of sampled training (default 64), or graphs per step (default 32).
+        fan_out: number of sampled neighbours per layer, from the node outwards, such as 10,10; -1 takes all neighbours. By
+            default every step computes the whole graph.
+        seeds: number of runs with consecutive seeds, trained side by side.
+        seed: seed of the first run.
+        fold: fold of the graphs to test on, from 1, or all folds side by side.
+        save_every: epochs between checkpoints.
+        devices: number of devices that one graph is partitioned over, in a ring; by default one device. On a CPU, set
+            XLA_FLAGS=--xla_force_host_platform_device_count=8 first.
     """
 
-    epochs: int | None = None
-    learning_rate: float | None = None
+    epochs: Annotated[int | None, Parameter(alias="-n", group=COMMON)] = None
+    learning_rate: Annotated[float | None, Parameter(group=COMMON)] = None
     weight_decay: float | None = None
-    batch_size: int | None = None
-    fan_out: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
-    seeds: int = 1
+    batch_size: Annotated[int | None, Parameter(alias="-b", group=COMMON)] = None
+    fan_out: Annotated[str | None, Parameter(allow_leading_hyphen=True, group=COMMON)] = None
+    seeds: Annotated[int, Parameter(group=COMMON)] = 1
     seed: int = 0
-    fold: str = "all"
+    fold: Annotated[str, Parameter(group=DATA)] = "all"
     save_every: int = 50
-    devices: int | None = None
-    compile_cache: CompileCache = True
+    devices: Annotated[int | None, Parameter(group=PERFORMANCE)] = None
 
     def mesh(self) -> Mesh | None:
         return None if self.devices is None else make_mesh({"nodes": self.devices})
@@ -95,19 +97,19 @@ class GNNLoop:
     def options(self, family: Family, graphs: bool) -> GNNOptions:
         check_least(self, seeds=1)
         if self.batch_size is not None and self.fan_out is None and not graphs:
-            raise ValueError("--batch-size is for sampled training (--fan-out) or for data of many graphs")
+            raise ValueError("expected --batch-size with --fan-out or data of many graphs, found one whole graph")
         defaults: dict[str, Any] = {
             "epochs": 350 if graphs else 200,
             "learning_rate": RATES[family],
             "weight_decay": 0.0 if graphs or family == "gin" else 5e-4,
             "batch_size": GRAPH_BATCH if graphs else SAMPLED_BATCH,
         }
-        given = {name: value for name in defaults if (value := getattr(self, name)) is not None}
-        more = {"halve_every": 50 if graphs else 0, "seed": self.seed, "save_every": self.save_every}
-        return GNNOptions(**{**defaults, **given, **more})
+        changed = {name: value for name in defaults if (value := getattr(self, name)) is not None}
+        fixed = {"halve_every": 50 if graphs else 0, "seed": self.seed, "save_every": self.save_every}
+        return GNNOptions(**{**defaults, **changed, **fixed})
 
     def folds(self, data: GraphData) -> list[int]:
-        """The folds to run, from 0."""
+        """Returns the folds to test on, counted from 0. Raises a `ValueError` for a fold outside the data."""
         if self.fold == "all":
             return list(range(len(data.folds)))
         if not self.fold.isdecimal() or not 1 <= int(self.fold) <= len(data.folds):
@@ -117,52 +119,57 @@ class GNNLoop:
     def fan_outs(self) -> list[int]:
         words = [word.strip() for word in (self.fan_out or "").split(",")]
         if not all(word.isdecimal() or word == str(ALL) for word in words):
-            wanted = f"whole numbers with commas between them, {ALL} for all neighbours"
-            raise ValueError(f"--fan-out: expected {wanted}, found {self.fan_out!r}")
+            expected = f"whole numbers with commas between them, {ALL} for all neighbours"
+            raise ValueError(f"--fan-out: expected {expected}, found {self.fan_out!r}")
         return [int(word) for word in words]
 
 
-def normalised(data: NodeData, asked: bool | None, console: Console) -> NodeData:
-    """The data with each node's features divided by their sum, if that is asked for; by default where none is negative.
+def divide_features(data: NodeData, normalise: bool | None, console: Console) -> NodeData:
+    """Divides the features of each node by their sum.
+
+    Args:
+        data: a graph with features.
+        normalise: value of `--normalise-features`; None divides unless a feature is negative.
+        console: console for a notice about negative features.
 
     Raises:
-        ValueError: it is asked for, and a feature is negative.
+        ValueError: `normalise` is True and a feature is negative.
     """
-    if asked is None and data.negative_node is not None:
-        console.print(f"{data.name}: features are taken as they are, for some are negative", markup=False)
+    if normalise is None and data.negative_node is not None:
+        console.print(f"{data.name}: features are not normalised, since some are negative", markup=False)
         return data
-    return data if asked is False else data.row_normalised()
+    return data if normalise is False else data.row_normalised()
 
 
 def split(data: NodeData, console: Console) -> NodeData:
-    """The data with a random split where they have none, of which one line tells."""
+    """Splits the nodes at random if the data has no split, and prints the sizes."""
     if len(data.train):
         return data
     data = with_split(data)
-    counts = f"{len(data.train)} nodes to train on, {len(data.val)} to validate on, {len(data.test)} to test on"
-    console.print(f"{data.name}: no split in the data, so a random one: {counts}", markup=False)
+    counts = f"{len(data.train)} training, {len(data.val)} validation, {len(data.test)} test nodes"
+    console.print(f"{data.name}: no split in the data, random split: {counts}", markup=False)
     return data
 
 
 def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
-    """The task for one graph with a split."""
+    """Builds the training task for one graph with a split."""
     if loop.fold != "all":
-        raise ValueError(f"--fold is for data of many graphs, and {data.name} is one graph")
+        raise ValueError(f"expected --fold with data of many graphs, found one graph ({data.name})")
     config = sizes.config(family, data.num_features, data.num_classes)
     options = loop.options(family, graphs=False)
     if loop.fan_out is None:
         return config, full_graph_task(config, data, options, loop.seeds, mesh=loop.mesh())
     if loop.devices is not None:
-        raise ValueError("--devices is for training on a whole graph, found it together with --fan-out")
+        raise ValueError("expected --devices or --fan-out, found both: only whole graphs are partitioned over devices")
     return config, sampled_task(config, data, options, loop.fan_outs(), loop.seeds)
 
 
 def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
-    """The task for many graphs, which are dealt into ten folds where they have none."""
+    """Builds the training task for many graphs; splits the graphs into ten folds if the data has none."""
     data = data if data.folds else with_folds(data)
-    for name, given in (("--fan-out", loop.fan_out), ("--devices", loop.devices)):
-        if given is not None:
-            raise ValueError(f"{name} is for one graph, and {data.name} has {data.num_graphs}")
+    for name, value in (("--fan-out", loop.fan_out), ("--devices", loop.devices)):
+        if value is not None:
+            raise ValueError(f"expected {name} with one graph, found {data.num_graphs} graphs in {data.name}")
     config = sizes.config(family, data.num_features, data.num_classes)
     options = loop.options(family, graphs=True)
     return config, graphs_task(config, data, options, loop.folds(data), loop.seeds)
@@ -170,37 +177,36 @@ def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) 
 
 def gnn(
     *,
-    model: Family = "gcn",
-    data: str = KARATE,
+    model: Annotated[Family, Parameter(alias="-m", group=COMMON)] = "gcn",
+    data: Annotated[str, Parameter(alias="-d", group=COMMON)] = KARATE,
     sizes: GNNSizes = GNNSizes(),
     loop: GNNLoop = GNNLoop(),
-    normalise_features: bool | None = None,
-    out: Path | None = None,
-    json_file: JsonFile = None,
+    normalise_features: Annotated[bool | None, Parameter(group=DATA)] = None,
+    out: Annotated[Path | None, Parameter(alias="-o", group=COMMON)] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Trains a graph neural network on the nodes of a graph, or on many graphs by cross-validation.
 
     Args:
-        model: GCN, GraphSAGE with the mean, GAT, or GIN.
+        model: architecture: GCN, GraphSAGE with mean aggregation, GAT, or GIN.
         data: "karate" (Zachary's karate club, built in), an .npz file with one graph, or a folder with graphs in the GIN text
             format.
-        normalise_features: divide the features of each node of a single graph by their sum; by default where no feature is
-            negative.
-        out: folder for the model: the weights that validate best, of all epochs and all runs; where nothing validates, the last
-            ones of the first run. Its subfolder `training` holds the checkpoint that an interrupted run resumes from. Without
-            it nothing is written.
+        normalise_features: divide the features of each node by their sum, for one graph; by default if no feature is negative.
+        out: folder for the model: the weights with the best validation accuracy of all epochs and runs; without validation
+            nodes, the last weights of the first run. Its subfolder `training` holds the checkpoint that an interrupted run
+            resumes from. By default nothing is saved.
     """
     console = human_console(json_file)
     if out is not None:
         check_out(out)
-    keep_programs(loop.compile_cache)
-    found = read_data(data)
-    if isinstance(found, GraphData):
-        config, task = graph_task(found, model, sizes, loop)
+    keep_programs()
+    loaded = read_data(data)
+    if isinstance(loaded, GraphData):
+        config, task = graph_task(loaded, model, sizes, loop)
     else:
-        config, task = node_task(split(normalised(found, normalise_features, console), console), model, sizes, loop)
+        config, task = node_task(split(divide_features(loaded, normalise_features, console), console), model, sizes, loop)
     result = train(task, console, None if out is None else out / "training")
-    figures = (graph_figures if isinstance(found, GraphData) else node_figures)(result)
+    figures = (graph_accuracies if isinstance(loaded, GraphData) else node_accuracies)(result)
     if out is not None:
         save_gnn(out, config, *best_run(result))
     more = {"epochs_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures(), "chip": chip_name()}
@@ -211,16 +217,16 @@ def gnn(
         console.print(f"{out} written", markup=False)
 
 
-def node_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
-    """Accuracies after the last epoch, and at each run's best validation."""
+def node_accuracies(result: TrainResult) -> dict[str, dict[str, Any]]:
+    """Returns accuracies after the last epoch and at each run's best validation."""
     rows = {"after the last epoch": {part: summary(result.last(part)) for part in PARTS}}
     if validates(result):
-        rows["at the best validation"] = {part: summary(at_best_validation(result, part)) for part in PARTS}
+        rows["at the best validation"] = {part: summary(metric_at_best_validation(result, part)) for part in PARTS}
     return rows
 
 
-def graph_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
-    """Accuracies after the last epoch, and at the epoch whose mean over the folds is best (the GIN paper's protocol)."""
+def graph_accuracies(result: TrainResult) -> dict[str, dict[str, Any]]:
+    """Returns accuracies after the last epoch and at the epoch with the best mean over the folds (the GIN protocol)."""
     means = result.curve["test"].mean(1)
     best = int(means.argmax()) + 1
     rows = {"after the last epoch": len(means), f"at the best epoch of all folds ({best})": best}
@@ -228,7 +234,7 @@ def graph_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
 
 
 def summary(values: np.ndarray) -> dict[str, Any] | None:
-    """Mean, standard deviation and each run's accuracy; None where nothing was measured."""
+    """Returns the mean, the standard deviation and the values of all runs; None if a run has no value."""
     if np.isnan(values).any():
         return None
     spread = float(values.std(ddof=1)) if len(values) > 1 else None
@@ -236,7 +242,7 @@ def summary(values: np.ndarray) -> dict[str, Any] | None:
 
 
 def accuracy_table(title: str, figures: dict[str, dict[str, Any]]) -> FigureTable:
-    """A line for each epoch that accuracies are of."""
+    """Builds the table of accuracies, with a row per evaluated epoch."""
     rows = [{"name": name, **{part: percent(cell) for part, cell in cells.items()}} for name, cells in figures.items()]
     runs = max(len(cell["runs"]) for cells in figures.values() for cell in cells.values() if cell is not None)
     title = f"{title}: accuracy in %{f', mean ± standard deviation of {runs} runs' if runs > 1 else ''}"
@@ -244,7 +250,7 @@ def accuracy_table(title: str, figures: dict[str, dict[str, Any]]) -> FigureTabl
 
 
 def percent(cell: dict[str, Any] | None) -> str | None:
-    """An accuracy as the table shows it; None where nothing was measured."""
+    """Formats an accuracy in percent; None without a value."""
     if cell is None:
         return None
     return f"{100 * cell['mean']:.2f}" + (f" ± {100 * cell['std']:.2f}" if cell["std"] is not None else "")

@@ -1,12 +1,13 @@
-"""`tilewright verify-exact`: the first promise as a command."""
+"""`tilewright verify-exact`: checks that speculative decoding and batching give the tokens of plain decoding."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.compare import environment
@@ -19,48 +20,48 @@ from tilewright.cli.options import Flag, Several, check_least, check_some, optio
 from tilewright.cli.outputs import JsonFile, human_console, progress, progress_console, write_json
 from tilewright.llm.language_model import LanguageModel
 from tilewright.metrics.tables import print_table
-from tilewright.report.exact import by_path, difference_lines, exact_table
+from tilewright.report.exact import difference_lines, exact_table, group_by_path
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 QUICK_DRAFTER = "dflash"
-"""The demo's drafter that `--quick` takes."""
+"""Drafter of the demo for `--quick`."""
 MOST_LINES = 20
-"""Differences that are printed."""
+"""Maximum number of printed differences."""
 
 
 @option_class
 class Asking:
-    """Options of the requests, and of the drafters that answer them.
+    """Options of the requests and the drafters.
 
     Attributes:
         drafter: folders, Hugging Face ids, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto", the default, stands for n-gram and those of the package (for the demo with --quick
-            the default is "dflash"). A team of them, whose rounds are chosen as they go, joins them.
-        batch_size: rows decoded together; the largest is the number of the engine's slots.
-        requests: how many; by default 16 (6 with --quick, 64 with --thorough), or all of a file that has fewer.
-        max_new_tokens: the most of a request; some ask for less.
-        prompt_file: a JSONL file of prompts, read as `bench speculative` reads its data, of several turns the first; by default
-            the packaged code, cut at many lengths.
-        seed: of the requests that draw, and of the order in which they come.
+            smollm2-135m "dflash2". "auto", the default, is n-grams and the packaged drafters (for the demo with --quick
+            "dflash"). All drafters together are checked too.
+        batch_size: batch sizes; the largest is the number of the engine's slots.
+        requests: number of requests. By default 16 (6 with --quick, 64 with --thorough), or all prompts of a shorter file.
+        max_new_tokens: maximum number of tokens of a request; some requests have fewer.
+        prompt_file: a JSONL file of prompts, in the formats of `bench speculative`; of a conversation the first turn is used.
+            By default the packaged code, cut at many lengths.
+        seed: seed of the sampling requests and of the order of arrival.
         quick: fewer requests, kinds of sampling and orders.
-        thorough: more of them, and more widths.
+        thorough: more requests, kinds of sampling, orders and widths.
     """
 
-    drafter: Several[str] | None = None
+    drafter: Annotated[Several[str] | None, Parameter(alias="-d")] = None
     batch_size: Several[int] | None = None
     requests: int | None = None
-    max_new_tokens: int | None = None
-    prompt_file: Path | None = None
-    seed: int = 0
+    max_new_tokens: Annotated[int | None, Parameter(alias="-n")] = None
+    prompt_file: Annotated[Path | None, Parameter(alias="-f")] = None
+    seed: Annotated[int, Parameter(alias="-s")] = 0
     quick: Flag = False
     thorough: Flag = False
 
     def effort(self) -> Effort:
-        """Number of requests, batches, widths and orders to try.
+        """Returns the numbers of requests, batches, widths and orders.
 
         Raises:
-            ValueError: a number that makes no sense, or options that exclude each other.
+            ValueError: a number is out of its range, or options exclude each other.
         """
         if self.quick and self.thorough:
             raise ValueError("expected --quick or --thorough, found both")
@@ -68,26 +69,28 @@ class Asking:
         sizes = self.batch_size
         check_least(self, batch_size=1, requests=1, max_new_tokens=1)
         check_some(self, *([] if sizes is None else ["batch_size"]))
-        Sampling(seed=self.seed)  # which checks it
-        given = {name: getattr(self, name) for name in ("requests", "max_new_tokens") if getattr(self, name) is not None}
-        return replace(effort, batches=tuple(sorted({1, *(sizes or effort.batches)})), **given)
+        Sampling(seed=self.seed)  # checks the seed
+        chosen = {name: getattr(self, name) for name in ("requests", "max_new_tokens") if getattr(self, name) is not None}
+        return replace(effort, batches=tuple(sorted({1, *(sizes or effort.batches)})), **chosen)
 
     def names(self, model: str) -> list[str]:
-        """The drafters, as they are named. Raises a `ValueError` where one is named twice, or is another model's."""
-        every = [NGRAM, *common.PACKAGED_DRAFTERS.get(model, {})]
-        named = ([QUICK_DRAFTER] if self.quick and model == common.DEMO else every) if self.drafter is None else self.drafter
-        names = [name for each in named for name in (every if each == common.AUTO else () if each == "none" else (each,))]
+        """Returns the names of the drafters. Raises a `ValueError` for a repeated one or one of another model."""
+        available = [NGRAM, *common.PACKAGED_DRAFTERS.get(model, {})]
+        named = (
+            ([QUICK_DRAFTER] if self.quick and model == common.DEMO else available) if self.drafter is None else self.drafter
+        )
+        names = [name for each in named for name in (available if each == common.AUTO else () if each == "none" else (each,))]
         common.check_drafters(names, model)
         return names
 
     def prompts(self, lm: LanguageModel, effort: Effort) -> list[list[int]]:
-        """The prompts as tokens. Raises a `ValueError` where the file is malformed, or has fewer than were asked for."""
+        """Returns the tokens of the prompts. Raises a `ValueError` for a malformed file or too few prompts."""
         if self.prompt_file is None:
-            whole = [lm.encode(prompt_text(each, (), None)) for each in read_examples(common.packaged_prompts_file())]
+            prompts = [lm.encode(prompt_text(each, (), None)) for each in read_examples(common.packaged_prompts_file())]
             room = lm.target.max_position_embeddings - effort.max_new_tokens
             if room < 1:
                 raise ValueError(f"the model's context of {room + effort.max_new_tokens} leaves no room for a prompt")
-            return mixed_lengths([each[:room] for each in whole], effort.requests, self.seed)
+            return mixed_lengths([each[:room] for each in prompts], effort.requests, self.seed)
         examples = read_examples(self.prompt_file)
         if self.requests is not None and len(examples) < self.requests:
             raise ValueError(f"{self.prompt_file}: expected {self.requests} records, found {len(examples)}")
@@ -96,10 +99,10 @@ class Asking:
 
 @option_class
 class ExactOptions(common.TargetOptions):
-    """Options that name the target to load, and say how it multiplies.
+    """Options that name the target and its number formats.
 
     Attributes:
-        dtype: "float32", in which all must agree; "bfloat16", or "auto", the checkpoint's.
+        dtype: "float32", in which all paths must agree; "bfloat16"; or "auto", the checkpoint's dtype.
     """
 
     dtype: str = "float32"
@@ -113,10 +116,10 @@ def verify_exact(
     target: ExactOptions = ExactOptions(),
     json_file: JsonFile = None,
 ) -> None:
-    """Checks that every fast path gives the tokens of plain decoding. Exit status 1 if any differs.
+    """Checks that speculative decoding and batching give the tokens of plain decoding. Exit status 1 if any token differs.
 
     Args:
-        model: the same as --model.
+        model: as --model.
     """
     console = human_console(json_file)
     errors = Console(stderr=True, highlight=False, emoji=False)
@@ -134,18 +137,18 @@ def verify_exact(
         for finding in verification.findings(partial(step, count=0)):
             findings.append(finding)
             step()
-    figures = figures_of(verification, findings)
+    figures = verification_figures(verification, findings)
     about = {"model": named.model, "drafters": list(drafters), "seed": asking.seed}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(effort).items()}
-    kept = "" if lm.kv_dtype == "auto" else f", keys and values in {lm.kv_dtype}"
+    cache = "" if lm.kv_dtype == "auto" else f", KV cache in {lm.kv_dtype}"
     write_json(json_file, {**environment(lm), **about, **settings, **figures})
-    tell(console, f"{named.model}, {lm.dtype}{kept}, kernels {lm.kernels}", figures)
+    print_findings(console, f"{named.model}, {lm.dtype}{cache}, kernels {lm.kernels}", figures)
     if not figures["same"]:
         sys.exit(1)
 
 
-def figures_of(verification: Verification, findings: Sequence[ExactFinding]) -> dict[str, Any]:
-    """Record of the findings, as `--json` writes it."""
+def verification_figures(verification: Verification, findings: Sequence[ExactFinding]) -> dict[str, Any]:
+    """Returns the findings as a JSON record."""
     agree, compared = agreeing(findings, len(verification.prompts))
     rows = []
     for finding in findings:
@@ -163,17 +166,17 @@ def figures_of(verification: Verification, findings: Sequence[ExactFinding]) -> 
     }
 
 
-def tell(console: Console, title: str, figures: dict[str, Any]) -> None:
-    """Prints the table, and where paths differ."""
+def print_findings(console: Console, title: str, figures: dict[str, Any]) -> None:
+    """Prints the table and the differences."""
     findings = figures["findings"]
     print_table(console, exact_table(title, figures["plain"], findings))
     for line in difference_lines(findings, MOST_LINES):
         console.print(line, markup=False, soft_wrap=True)
-    groups = by_path(findings).values()
+    groups = group_by_path(findings).values()
     same = sum(all(one["same"] for one in group) for group in groups)
     agree = figures["requests_agreeing"]
     compared = figures["requests_compared"]
     console.print(
         f"{same} of {len(groups)} paths give the tokens of plain decoding.", style="bold" if figures["same"] else "bold red"
     )
-    console.print(f"{agree} of {compared} requests, kinds of sampling counted apart, get the same tokens on all paths.")
+    console.print(f"{agree} of {compared} requests (once per kind of sampling) get the same tokens on all paths.")

@@ -1,1 +1,1 @@
-"""Compiled programs: compiling for absent TPUs, HLO text, memory traffic, the compile ledger and the no-compile guard."""
+"""Compiled programs: compilation for absent TPUs, HLO parsing, memory traffic, the compile ledger and the no-compile guard."""

@@ -1,7 +1,7 @@
-"""Compiles for TPUs that are not there.
+"""Compiles programs for TPUs that this machine does not have.
 
-libtpu, the compiler of the real chips, comes as a wheel and needs no chip. What it says of a program are *compiler estimates*:
-cycles by its own cost model, memory by its own assignment. None of it is a measurement.
+libtpu, the compiler for real chips, is a wheel and needs no chip. Its figures for a program are *compiler estimates*: cycles by
+its own cost model, memory by its own assignment. They are not measurements.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ KINDS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
 
 
 LARGEST_AXIS = 16
-"""libtpu aborts the process where a topology is longer than a pod of its kind; one device is compiled for in any case."""
+"""Longest topology axis: libtpu aborts the process for a topology that is longer than a pod of its kind."""
 
 NO_MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -35,29 +35,30 @@ NO_MACHINE = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment for a machine without a TPU. Otherwise libtpu asks the cloud's metadata server what machine it is on, waits where
-nobody answers, and lets one process at a time compile, as if there were a chip to share."""
+"""Environment for a machine without a TPU. Without these values libtpu queries the cloud's metadata server, waits for its
+answer, and lets only one process compile at a time, as if a chip were shared."""
 
 MEMORY = ("argument", "output", "alias", "temp")
-"""Kinds of device memory that a compiler counts."""
+"""Kinds of device memory in the compiler's memory analysis."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program that the TPU compiler made for one chip. All figures are compiler estimates.
+    """A program that the TPU compiler produced for one device. All figures are compiler estimates.
 
     Attributes:
-        chip: the topology that it was compiled for; the figures are those of one of its devices that run the program.
-        hlo: the optimised, scheduled HLO.
-        argument_bytes, output_bytes, alias_bytes: device memory of arguments and results, and of what both share by donation.
-        temp_bytes: device memory for everything in between.
-        cycles: the sum of `estimated_cycles` over all operations that run, loops multiplied by their trip counts. Waiting for
-            memory is in it only as far as the cost model of each operation has it.
-        without_cycles: "name (opcode)" of the operations that carry no estimate and so are not in `cycles`: gathers,
-            collectives, and Pallas kernels, whose custom-call target stands in place of the opcode. Copies between HBM and
-            VMEM that run beside the compute carry none either, and are not listed.
-        notes: what had to be assumed to count cycles.
-        cost: XLA's own cost analysis. It counts some things differently from `traffic`: a loop once, say.
+        chip: topology that the program was compiled for; the figures are those of one device that runs the program.
+        hlo: optimised, scheduled HLO text.
+        argument_bytes, output_bytes: device memory of arguments and results.
+        alias_bytes: memory that arguments and results share by donation.
+        temp_bytes: device memory of temporaries.
+        cycles: sum of `estimated_cycles` over all executed operations, with loops multiplied by their trip counts. Memory
+            stalls count only as far as the cost model of each operation includes them.
+        without_cycles: "name (opcode)" of operations without an estimate, which `cycles` leaves out: gathers, collectives and
+            Pallas kernels (with their custom-call target as opcode). Asynchronous copies between HBM and VMEM have no estimate
+            either and are not listed.
+        notes: assumptions made to count cycles.
+        cost: XLA's own cost analysis. It counts some things differently from `traffic`, for example a loop once.
     """
 
     chip: str
@@ -73,22 +74,23 @@ class Compiled:
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory that the program needs at once: arguments, results and temporaries, what is shared counted once."""
+        """Device memory that the program needs at once: arguments, results and temporaries, with aliased memory counted
+        once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     def traffic(self) -> Traffic:
-        """Bytes moved to and from HBM."""
+        """Returns the bytes moved to and from HBM, per operation."""
         return memory_traffic(self.hlo)
 
     def record(self) -> dict[str, Any]:
-        """Everything that the compiler said, as plain data; `read_record` makes the program of it again."""
+        """Returns the compiler's output as plain data; `read_record` restores the program from it."""
         memory = {f"{name}_size_in_bytes": getattr(self, f"{name}_bytes") for name in MEMORY}
         return {"chip": self.chip, "hlo": self.hlo, "memory": memory, "cost": dict(self.cost)}
 
 
 @contextmanager
-def _kept_off_disk() -> Iterator[None]:
-    """JAX writes programs for absent TPUs to its compilation cache and then cannot read them: nothing is written meanwhile."""
+def _disk_cache_disabled() -> Iterator[None]:
+    # JAX writes programs for absent TPUs to its compilation cache and then cannot read them.
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.values[name]
     jax.config.update(name, inf)
@@ -105,20 +107,20 @@ def compile_for(
     donate: int | Sequence[int] = (),
     options: Mapping[str, str | bool | int | float] | None = None,
 ) -> Compiled:
-    """Compiles a function for a TPU topology, which need not exist: for one device of it, or for those that arguments name.
+    """Compiles a function for a TPU topology, for one of its devices or for the devices in the arguments' shardings.
 
     Args:
         chip: kind and topology: `v5e:2x2`, `v5p:2x2x1`, `v6e:1x1`.
-        fn: the function, jitted or not. Code in it that asks JAX for the platform is told of the machine that compiles.
-        args: its arguments, arrays or `jax.ShapeDtypeStruct`s in any pytree; only shapes and dtypes count, and of a
-            `ShapeDtypeStruct` the sharding, which must name devices of the topology (`tpu_topology`). Without any, they are
-            placed on one of its devices. Static arguments of a jitted function go in as they are.
-        donate: positions of arguments whose buffers are given away, where `fn` is not jitted; a jitted one says so itself.
+        fn: the function, jitted or not. Inside it, JAX reports the platform of this machine.
+        args: arrays or `jax.ShapeDtypeStruct`s in any pytrees, of which only shapes and dtypes matter. The sharding of a
+            `ShapeDtypeStruct` must name devices of the topology (`tpu_topology`); leaves without a sharding are placed on one
+            of its devices. Static arguments of a jitted function are passed unchanged.
+        donate: positions of donated arguments, if `fn` is not jitted; a jitted function declares its own.
         options: compiler options (`xla_tpu_...`) for this program.
 
     Raises:
         ValueError: an unknown kind or topology, libtpu is not installed, or `donate` with a jitted function.
-        jax.errors.JaxRuntimeError: what the compiler itself refuses, too large a program for the chip's memory for example.
+        jax.errors.JaxRuntimeError: the compiler refuses the program, for example because it exceeds the chip's memory.
     """
     jitted = hasattr(fn, "trace")
     if jitted and donate != ():
@@ -139,14 +141,14 @@ def compile_for(
 
 
 def compile_lowered(chip: str, lowered: Any, options: Mapping[str, Any]) -> Compiled:
-    """Compiles a program that was lowered for devices of a TPU topology; arguments and errors as for `compile_for`."""
-    with _kept_off_disk():
+    """Compiles a program lowered for devices of a TPU topology; arguments and errors are those of `compile_for`."""
+    with _disk_cache_disabled():
         compiled = lowered.compile(dict(options) or None)
     return read_compiled(chip, compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis())
 
 
 def tpu_topology(chip: str) -> topologies.TopologyDescription:
-    """The devices of a TPU topology, as JAX describes them without having them.
+    """Returns JAX's description of the devices of a TPU topology, which need not exist.
 
     Raises:
         ValueError: an unknown kind or topology, or libtpu is not installed.
@@ -157,10 +159,10 @@ def tpu_topology(chip: str) -> topologies.TopologyDescription:
         raise ValueError(f"expected {known_chips()}; found {chip!r}")
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"compiling for {chip} needs the TPU compiler: pip install 'tilewright[tpu]'; found no libtpu")
-    if not any(Path(device).exists() for device in ("/dev/accel0", "/dev/vfio/0")):  # there is no TPU here
+    if not any(Path(device).exists() for device in ("/dev/accel0", "/dev/vfio/0")):  # no TPU on this machine
         for name, value in NO_MACHINE.items():
             os.environ.setdefault(name, value)
-    # By default libtpu takes 2x2 chips to a host, and refuses what cannot be divided so.
+    # By default libtpu places 2x2 chips on a host and refuses topologies that this does not divide.
     hosts = {} if sizes[0] % 2 == sizes[1] % 2 == 0 else {"chips_per_host_bounds": (1, 1, 1)}
     try:
         return topologies.get_topology_desc(chip, "tpu", **hosts)
@@ -171,17 +173,17 @@ def tpu_topology(chip: str) -> topologies.TopologyDescription:
 
 
 def known_chips() -> str:
-    """The topologies to choose from, as a message says it."""
+    """Describes valid topologies for error messages."""
     kinds = ", ".join(f"{kind}:{'x'.join('ABC'[:count])}" for kind, count in KINDS.items())
     return f"a TPU as {kinds} with sizes up to {LARGEST_AXIS}, such as v5e:1x1, v6e:2x2 or v5p:2x2x1"
 
 
 def read_compiled(chip: str, hlo: str, memory: Any, cost: Mapping[str, float]) -> Compiled:
-    """Gathers what a compiled program says of itself.
+    """Builds a `Compiled` from a compiled program's text and analyses.
 
     Args:
-        memory: what `memory_analysis()` of a compiled program returns.
-        cost: what its `cost_analysis()` returns.
+        memory: result of the compiled program's `memory_analysis()`.
+        cost: result of its `cost_analysis()`.
     """
     cycles, without, notes = estimated_cycles(hlo)
     argument = memory.argument_size_in_bytes
@@ -192,10 +194,10 @@ def read_compiled(chip: str, hlo: str, memory: Any, cost: Mapping[str, float]) -
 
 
 def read_record(record: Mapping[str, Any]) -> Compiled:
-    """The program of a `Compiled.record`.
+    """Restores the program of a `Compiled.record`.
 
     Raises:
-        ValueError: it is none, or its text is no compiled program.
+        ValueError: not such a record, or its text is no compiled program.
     """
     memory = record.get("memory")
     sizes = memory if isinstance(memory, Mapping) else {}
@@ -209,10 +211,10 @@ def read_record(record: Mapping[str, Any]) -> Compiled:
 
 
 def estimated_cycles(hlo: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """The compiler's estimate of a scheduled TPU program, in cycles of the chip.
+    """Estimates the cycles of a scheduled TPU program from the compiler's annotations.
 
     Returns:
-        The sum over all operations that run, what has no estimate, and what had to be assumed; see `Compiled`.
+        The sum over all executed operations, the operations without an estimate, and the assumptions made; see `Compiled`.
     """
     run: Execution = execution(read_module(hlo), lambda op, _: op.number("estimated_cycles") or 0)
     cycles = sum((step.op.number("estimated_cycles") or 0) * step.times for step in run.steps)
@@ -225,7 +227,7 @@ def estimated_cycles(hlo: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
 
 
 def _does_work(op: HloOp, computation: Computation) -> bool:
-    """Whether an operation takes time that counts: it runs, and on more than single numbers."""
+    """Returns True for an operation that runs on more than single numbers."""
     if op.opcode in FREE or op.custom_call_target in FREE_CALLS or op.opcode.endswith("-start"):
         return False
     if op.opcode in ("copy-done", "slice-done"):

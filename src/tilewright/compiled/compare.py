@@ -1,6 +1,6 @@
-"""Functions that should compute the same, side by side: results, times, memory traffic, here and on TPUs that are not there.
+"""Compares functions that should compute the same: results, times and memory traffic, on this machine and for absent TPUs.
 
-What the figures mean is in docs/metrics.md.
+docs/metrics.md defines the figures.
 """
 
 import io
@@ -23,42 +23,42 @@ from tilewright.compiled.machine import chip_name
 from tilewright.compiled.round_trips import round_trips
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients, spread
 from tilewright.hardware.tpu import CHIPS
-from tilewright.metrics.metric import chosen
+from tilewright.metrics.metric import select_metrics
 from tilewright.metrics.programs import ESTIMATED, MEASURED, PROGRAMS
 from tilewright.metrics.tables import FigureTable, uncut
 
 RUN_S = 0.05
-"""Seconds that a timed run should take; one that takes longer consists of a single call."""
+"""Target duration of a timed run; a longer call makes a run by itself."""
 
 COPY_BYTES = 2**28
-"""Of the buffer by which a device's memory is measured: far more than a cache holds."""
+"""Size of the buffer that measures a device's memory bandwidth, far above any cache."""
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class PlacedProgram:
-    """One function as it was compiled for one place.
+    """A function compiled for one place.
 
     Attributes:
-        name: of the function.
-        place: the device that it ran on, or the topology that it was compiled for.
-        compile_s: seconds to trace it, and to compile it or load it.
-        loaded: whether it came from JAX's cache on disk, and was not compiled.
-        read_bytes, written_bytes: of device memory, by the account of the compiled program (`compiled.traffic`).
-        round_trips, round_trip_bytes: intermediate arrays that it writes to device memory and reads back, and their bytes.
-        peak_bytes: of device memory, at once.
-        median_ms, range_ms: of a call, the range from the least to the most; None where it did not run.
-        speedup: the first function's median over this one's; None where they did not run.
-        speedup_range: the least and the most of the repetitions' own quotients.
-        share_of_bandwidth: the least time in which the memory can move these bytes, over the time of a call. Above 1 where
-            caches serve part of them.
-        estimated_cycles: by the compiler's cost model; None where there is none.
-        without_estimate: operations that are not in `estimated_cycles`.
-        memory_cycles: the least number of cycles in which all its bytes can pass; None where the chip is not known.
-        largest_difference: from what the first function gives, of any element; None where they did not run.
-        agrees: whether that is within the tolerance.
-        notes: what the account had to assume.
+        name: the function's name.
+        place: device that ran it, or topology that it was compiled for.
+        compile_s: seconds to trace it and to compile or load it.
+        loaded: True if JAX's cache on disk supplied it.
+        read_bytes, written_bytes: traffic with device memory, counted from the compiled program (`compiled.traffic`).
+        round_trips, round_trip_bytes: number and bytes of intermediate arrays that are written to device memory and read back.
+        peak_bytes: peak device memory.
+        median_ms, range_ms: time of a call, range from minimum to maximum; None if it did not run.
+        speedup: the first function's median over this function's; None if it did not run.
+        speedup_range: minimum and maximum of the quotients per repetition.
+        share_of_bandwidth: time to move the bytes at full memory bandwidth over the time of a call. Above 1 if caches serve
+            some of them.
+        estimated_cycles: cycles by the compiler's cost model; None without one.
+        without_estimate: number of operations missing from `estimated_cycles`.
+        memory_cycles: lower bound on the cycles to move all bytes; None for an unknown chip.
+        largest_difference: largest difference of an element from the first function's result; None if it did not run.
+        agrees: True if that difference is within the tolerance.
+        notes: assumptions of the byte counts.
     """
 
     name: str
@@ -84,20 +84,20 @@ class PlacedProgram:
 
     @property
     def measured(self) -> bool:
-        """True if it ran; otherwise its figures are the compiler's estimates."""
+        """True if the program ran; otherwise its figures are compiler estimates."""
         return self.median_ms is not None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison. Prints as tables, one for each place.
+    """Result of a comparison. Prints as one table per place.
 
     Attributes:
-        programs: place by place, the functions in the order given.
-        tolerance: share of the largest element by which results may differ; None where it follows from each dtype.
-        repetitions: runs that a median is of.
-        bandwidth_gb_per_s: of the memory here, read plus written; None where nothing ran.
-        jax_version: that compiled.
+        programs: programs by place, the functions in the order given.
+        tolerance: allowed difference as a fraction of the largest element; None if derived from each dtype.
+        repetitions: number of timed runs per median.
+        bandwidth_gb_per_s: memory bandwidth of this machine, read plus written; None if nothing ran.
+        jax_version: version of JAX that compiled the programs.
     """
 
     programs: tuple[PlacedProgram, ...]
@@ -108,15 +108,15 @@ class Comparison:
 
     @property
     def agrees(self) -> bool | None:
-        """True if all results are within the tolerance; None where nothing ran."""
+        """True if all results are within the tolerance; None if nothing ran."""
         ran = [program.agrees for program in self.programs if program.agrees is not None]
         return all(ran) if ran else None
 
     def record(self) -> dict[str, Any]:
-        """Everything as plain data, JSON-able."""
+        """Returns the comparison as JSON-compatible data."""
         fields = {name: value for name, value in vars(self).items() if name != "programs"}
         programs = [{**asdict(program), "measured": program.measured} for program in self.programs]
-        finite = [{name: shown(value) for name, value in program.items()} for program in programs]
+        finite = [{name: json_value(value) for name, value in program.items()} for program in programs]
         return {**fields, "agrees": self.agrees, "programs": finite}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
@@ -132,18 +132,18 @@ class Comparison:
         return captured.get()
 
     def remarks(self) -> Iterator[Text]:
-        """Remarks that stand under the tables."""
+        """Yields the remarks below the tables."""
         if self.bandwidth_gb_per_s is not None:
             allowed = "the square root of each dtype's epsilon" if self.tolerance is None else f"{self.tolerance:g}"
-            told = f"medians of {self.repetitions} runs in turns; memory {self.bandwidth_gb_per_s:.1f} GB/s; "
-            yield Text(f"{told}tolerance {allowed} times the largest element", style="dim")
+            timing = f"medians of {self.repetitions} alternating runs; memory {self.bandwidth_gb_per_s:.1f} GB/s; "
+            yield Text(f"{timing}tolerance {allowed} times the largest element", style="dim")
         for one in self.programs:
             if one.agrees is False:
                 yield Text(f"{one.name} DIFFERS from {self.programs[0].name} by {one.largest_difference:.3g}", style="red")
 
 
-def shown(value: Any) -> Any:
-    """A value as JSON can hold it: it has no infinities and no NaN."""
+def json_value(value: Any) -> Any:
+    """Replaces infinities and NaN, which JSON lacks, by strings."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -158,21 +158,21 @@ def compare(
 ) -> Comparison:
     """Compares two functions that should compute the same from the same arguments.
 
-    Both are compiled, checked against each other and timed in turns on this machine, if the arguments are arrays, and compiled
-    for the TPUs in `chip`, which need not be there. Where the arguments are `jax.ShapeDtypeStruct`s nothing runs.
+    If the arguments are arrays, both functions are compiled, checked against each other and timed in alternating runs on this
+    machine. `jax.ShapeDtypeStruct`s run nothing. Both are also compiled for the TPUs in `chip`, which need not exist.
 
     Args:
-        f, g: jitted or not. Arguments that are no arrays belong in a `functools.partial`; nothing is donated.
+        f, g: functions, jitted or not. Bind arguments that are not arrays with `functools.partial`. Nothing is donated.
         args: arrays or shapes in any pytrees.
-        names: of the functions, in tables and records.
-        repetitions: how often each is timed.
-        tolerance: by which share of the largest element of `f`'s result an element of `g`'s may differ; by default the square
-            root of the coarser dtype's epsilon. Integers have to be equal in any case.
+        names: names of the functions in tables and records.
+        repetitions: number of timed runs of each.
+        tolerance: allowed difference between elements, as a fraction of the largest element of `f`'s result; by default the
+            square root of the coarser dtype's epsilon. Integers must always be equal.
         chip: TPU topologies to compile for, such as "v5e:1x1".
 
     Raises:
-        ValueError: the functions return other shapes or pytrees, arguments are shapes and there is no chip, an unknown chip,
-            or an option out of its range.
+        ValueError: the functions return different shapes or pytrees, shapes are given without a chip, an unknown chip, or an
+            option out of range.
     """
     if len(names) != 2 or names[0] == names[1]:
         raise ValueError(f"expected two different names, found {names!r}")
@@ -189,10 +189,10 @@ def compare_all(
     run: bool = True,
     on_run: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """`compare` for any number of functions, all held against the first.
+    """Compares any number of functions with the first; see `compare`.
 
     Args:
-        run: whether to run them here, where the arguments are arrays.
+        run: run them on this machine if the arguments are arrays.
         on_run: called after every compile and run.
     """
     if repetitions < 1:
@@ -202,7 +202,7 @@ def compare_all(
     leaves, tree = jax.tree.flatten(tuple(args))
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     if abstract and not chips:
-        raise ValueError("expected arrays, or a chip to compile for; found shapes alone, of which nothing can be run here")
+        raise ValueError("expected arrays, or a chip to compile for; found shapes alone, which cannot run")
     for chip in chips:
         tpu_topology(chip)
     programs = {name: program_of(function, tree) for name, function in functions.items()}
@@ -219,27 +219,27 @@ def compare_all(
 
 
 def steps(functions: int, repetitions: int, chips: int, run: bool = True) -> int:
-    """Number of times that `compare_all` calls `on_run`."""
+    """Returns the number of times that `compare_all` calls `on_run`."""
     return functions * chips + ((1 + repetitions) * functions + repetitions if run else 0)
 
 
 def check_shapes(programs: Mapping[str, Function], leaves: Sequence[Any]) -> None:
-    """Raises a `ValueError` that shows both, if programs return different pytrees or shapes."""
+    """Raises a `ValueError` if programs return different pytrees or shapes."""
     results = {name: jax.eval_shape(program, *leaves) for name, program in programs.items()}
-    (first, expected), *others = results.items()
-    for name, found in others:
+    (first, expected), *rest = results.items()
+    for name, found in rest:
         trees = [jax.tree.structure(result) for result in (expected, found)]
         shapes = [[leaf.shape for leaf in jax.tree.leaves(result)] for result in (expected, found)]
         if trees[0] != trees[1] or shapes[0] != shapes[1]:
-            told = [jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", result) for result in (expected, found)]
-            raise ValueError(f"expected functions that return the same shapes; {first} returns {told[0]}, {name} {told[1]}")
+            types = [jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", result) for result in (expected, found)]
+            raise ValueError(f"expected functions that return the same shapes; {first} returns {types[0]}, {name} {types[1]}")
 
 
 def program_of(function: Function, tree: Any) -> Any:
-    """The function as a jitted program of the leaves of its arguments.
+    """Wraps a function as a jitted program of the leaves of its arguments.
 
-    What it is jitted with itself, donation for one, has no effect then. And when JAX lowers a program, it fills the arguments'
-    pytrees with other things than arrays, which not every class takes.
+    The function's own jit options, such as donation, have no effect then. Leaves are passed because JAX fills pytrees with
+    objects other than arrays when it lowers a program, and some classes do not accept them.
     """
 
     def run(*leaves: Any) -> Any:
@@ -255,7 +255,7 @@ def run_here(
     tolerance: float | None,
     on_run: Callable[[], None],
 ) -> tuple[float, list[PlacedProgram]]:
-    """Compiles, checks and times the programs on the default device; returns its GB/s too."""
+    """Compiles, checks and times the programs on the default device; also returns its memory bandwidth in GB/s."""
     place = chip_name()
     args = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     accounts = []
@@ -271,8 +271,8 @@ def run_here(
         results.append(jax.device_get(compiled(*args)))
         timers[name] = timer(compiled, args)
         on_run()
-    taken = alternate(timers, repetitions, on_run)
-    seconds_of = medians(taken)
+    times_of = alternate(timers, repetitions, on_run)
+    seconds_of = medians(times_of)
     rate = 2 * COPY_BYTES / seconds_of.pop("") / 1e9
     first = accounts[0]["name"]
     done = []
@@ -280,7 +280,7 @@ def run_here(
         name = fields["name"]
         moved = fields["read_bytes"] + fields["written_bytes"]
         seconds = seconds_of[name]
-        times = spread([1e3 * each for each in taken[name]])
+        times = spread([1e3 * each for each in times_of[name]])
         difference, agrees = differences(results[0], result, tolerance)
         done.append(
             PlacedProgram(
@@ -288,7 +288,7 @@ def run_here(
                 median_ms=times.median,
                 range_ms=times.range,
                 speedup=seconds_of[first] / seconds,
-                speedup_range=quotients(taken[first], taken[name]).range,
+                speedup_range=quotients(times_of[first], times_of[name]).range,
                 share_of_bandwidth=moved / 1e9 / rate / seconds,
                 largest_difference=difference,
                 agrees=agrees,
@@ -298,8 +298,8 @@ def run_here(
 
 
 def timer(compiled: Any, args: Sequence[Any]) -> Callable[[], float]:
-    """A run of about `RUN_S`, which returns seconds for a call."""
-    # A CPU may run calls side by side that do not wait for one another; other devices run them one after another.
+    """Returns a function that runs for about `RUN_S` and returns the seconds per call."""
+    # A CPU may run independent calls in parallel; other devices run calls in order.
     wait = jax.default_backend() == "cpu"
 
     def timed(calls: int) -> float:
@@ -317,7 +317,7 @@ def timer(compiled: Any, args: Sequence[Any]) -> Callable[[], float]:
 
 
 def copy_timer() -> Callable[[], float]:
-    """A run that reads and writes every byte of a buffer of `COPY_BYTES`, which returns its seconds."""
+    """Returns a function that reads and writes every byte of a buffer of `COPY_BYTES` and returns the seconds."""
     buffer = jnp.zeros(COPY_BYTES // 4, jnp.int32)
     add = jax.jit(lambda x: x + 1, donate_argnums=0).lower(buffer).compile()
 
@@ -332,7 +332,7 @@ def copy_timer() -> Callable[[], float]:
 
 
 def estimate(name: str, program: Any, leaves: Sequence[Any], chip: str) -> PlacedProgram:
-    """Compiles a program for a TPU that need not be there."""
+    """Compiles a program for a TPU that need not exist."""
     began = time.perf_counter()
     compiled = compile_for(chip, program, *leaves)
     fields = account(name, compiled, time.perf_counter() - began)
@@ -347,7 +347,7 @@ def estimate(name: str, program: Any, leaves: Sequence[Any], chip: str) -> Place
 
 
 def account(name: str, compiled: Compiled, seconds: float, loaded: bool = False) -> dict[str, Any]:
-    """The fields of `PlacedProgram` that a compiled program has in any case."""
+    """Returns the fields of `PlacedProgram` that do not depend on running it."""
     traffic = compiled.traffic()
     trips = round_trips(compiled.hlo)
     return {
@@ -365,9 +365,9 @@ def account(name: str, compiled: Compiled, seconds: float, loaded: bool = False)
 
 
 def differences(expected: Any, found: Any, tolerance: float | None) -> tuple[float, bool]:
-    """The largest difference between any two elements, and whether all are within the tolerance.
+    """Returns the largest difference between two elements, and True if all differences are within the tolerance.
 
-    NaN agrees with NaN only, an infinity with itself only.
+    NaN agrees only with NaN, and an infinity only with itself.
     """
     largest = 0.0
     agrees = True
@@ -382,22 +382,22 @@ def differences(expected: Any, found: Any, tolerance: float | None) -> tuple[flo
         a = a.astype(wide)
         b = b.astype(wide)
         same = (a == b) | (np.isnan(a) & np.isnan(b))
-        known = np.isfinite(a) & np.isfinite(b)
-        apart = np.where(same, 0.0, np.where(known, np.abs(np.where(known, a, 0) - np.where(known, b, 0)), np.inf))
+        finite = np.isfinite(a) & np.isfinite(b)
+        gaps = np.where(same, 0.0, np.where(finite, np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)), np.inf))
         size = np.max(np.abs(a), where=np.isfinite(a), initial=0.0)
-        largest = max(largest, float(apart.max()))
-        agrees = agrees and bool(apart.max() <= allowed * size)
+        largest = max(largest, float(gaps.max()))
+        agrees = agrees and bool(gaps.max() <= allowed * size)
     return largest, agrees
 
 
 def epsilon(dtype: Any) -> float:
-    """Of a floating-point dtype; 0 of the others, which are exact."""
+    """Returns the epsilon of a floating-point dtype; 0 for exact dtypes."""
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
 def table(programs: Sequence[PlacedProgram]) -> Table:
-    """The programs of one place, a line each."""
+    """Returns a table of the programs of one place, one line each."""
     times = f"{MEASURED} largest_difference" if programs[0].measured else ESTIMATED
-    metrics = chosen(PROGRAMS, f"{times} read_bytes written_bytes round_trips round_trip_bytes peak_bytes compile_s")
+    metrics = select_metrics(PROGRAMS, f"{times} read_bytes written_bytes round_trips round_trip_bytes peak_bytes compile_s")
     rows = [{**asdict(one), "compile_s": f"{one.compile_s:.2f}{' loaded' if one.loaded else ''}"} for one in programs]
     return FigureTable(programs[0].place, "program", {"": rows}, metrics).terminal()

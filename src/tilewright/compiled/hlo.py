@@ -1,7 +1,7 @@
-"""A reader of optimised, scheduled HLO text: what `compiled.as_text()` prints on any platform.
+"""Parser of optimised, scheduled HLO text, the output of `compiled.as_text()` on any platform.
 
-It knows arrays (with their TPU tiling and memory space), operations, computations, and the order in which they run. What an
-operation costs is for the modules that use it.
+It reads arrays (with TPU tiling and memory space), operations, computations and the execution order. The costs of operations
+are left to the modules that use it.
 """
 
 import re
@@ -11,24 +11,24 @@ from functools import cached_property
 from math import ceil, prod
 
 DEVICE_MEMORY = 0
-"""Memory space of an array whose layout names none: HBM. TPUs number VMEM 1 and scalar memory 6."""
+"""Memory space of arrays whose layout names none: HBM. On TPUs, VMEM is space 1 and scalar memory space 6."""
 
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier optimization-barrier partition-id replica-id "
     "add-dependency domain".split()
 )
-"""Operations that move nothing: they only name what is there."""
+"""Operations that move no data."""
 
 
 @dataclass(frozen=True)
 class ArrayType:
-    """One array as a program holds it.
+    """An array of a program.
 
     Attributes:
-        dtype: as HLO spells it: `bf16`, `f32`, `s4`, `pred`.
-        dims: its logical dimensions.
-        space: number of its memory space; `DEVICE_MEMORY` is HBM.
-        bytes: its size there, padding by the layout's tiles included.
+        dtype: HLO's spelling: `bf16`, `f32`, `s4`, `pred`.
+        dims: logical dimensions.
+        space: number of the memory space; `DEVICE_MEMORY` is HBM.
+        bytes: size in memory, including padding by the layout's tiles.
     """
 
     dtype: str
@@ -38,18 +38,18 @@ class ArrayType:
 
     @property
     def elements(self) -> int:
-        """Number of elements, padding not counted."""
+        """Number of elements without padding."""
         return prod(self.dims)
 
     @property
     def device_bytes(self) -> int:
-        """Its bytes in device memory, 0 where it lives in a memory of the chip itself."""
+        """Bytes in device memory; 0 for an array in on-chip memory."""
         return self.bytes if self.space == DEVICE_MEMORY else 0
 
 
 @dataclass(frozen=True)
 class HloOp:
-    """One instruction. `outputs` has a leaf for each array, in order, where the result is a tuple."""
+    """An instruction. `outputs` has one entry per array, in order, if the result is a tuple."""
 
     name: str
     opcode: str
@@ -61,7 +61,7 @@ class HloOp:
 
     @property
     def op_name(self) -> str:
-        """Place in the Python program that it comes from: JAX's name stack, or an empty string."""
+        """JAX's name stack of the Python code that the operation stems from, or an empty string."""
         found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
@@ -72,19 +72,19 @@ class HloOp:
         return found[1] if found else ""
 
     def number(self, key: str) -> int | None:
-        """A number among the attributes, quoted or not: `index=3`, `"estimated_cycles":"9102"`, `"n":"8"`."""
+        """Returns a number from the attributes, quoted or not: `index=3`, `"estimated_cycles":"9102"`, `"n":"8"`."""
         found = re.search(rf'(?<!\w)"?{key}"?[=:]"?(\d+)', self.attributes)
         return int(found[1]) if found else None
 
     def callees(self, key: str) -> tuple[str, ...]:
-        """Names of the computations that an attribute names: `calls=%f` or `branch_computations={%f, %g}`."""
+        """Returns the computations that an attribute names: `calls=%f` or `branch_computations={%f, %g}`."""
         found = re.search(rf"(?<!\w){key}=(?:\{{([^}}]*)\}}|(%\S+?)(?:,|\s|$))", self.attributes)
         return tuple(NAME.findall(found[1] or found[2])) if found else ()
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A computation, its operations in the order in which they were scheduled."""
+    """A computation with its operations in scheduled order."""
 
     name: str
     ops: tuple[HloOp, ...]
@@ -95,7 +95,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[tuple[HloOp, int]]]:
-        """For each operation, who reads it, and as which operand."""
+        """Users of each operation's result, with the position of the operand."""
         users: dict[str, list[tuple[HloOp, int]]] = {op.name: [] for op in self.ops}
         for op in self.ops:
             for position, operand in enumerate(op.operands):
@@ -104,15 +104,15 @@ class Computation:
 
     @property
     def root(self) -> HloOp:
-        """The operation whose result is the computation's."""
+        """Operation that yields the computation's result."""
         return next(op for op in self.ops if op.is_root)
 
     def parameter(self, number: int) -> HloOp:
-        """The parameter of that number."""
+        """Returns the parameter with this number."""
         return next(op for op in self.ops if op.opcode == "parameter" and op.arguments == str(number))
 
     def behind(self, name: str) -> HloOp:
-        """The operation whose result this is, seen through bitcasts."""
+        """Returns the operation that produces this value, looking through bitcasts."""
         op = self.by_name[name]
         while op.opcode == "bitcast":
             op = self.by_name[op.operands[0]]
@@ -129,7 +129,7 @@ class Module:
 
 @dataclass(frozen=True)
 class ExecutedOp:
-    """One operation that the device executes, and how often."""
+    """An operation that the device executes, and how often."""
 
     op: HloOp
     computation: Computation
@@ -138,7 +138,7 @@ class ExecutedOp:
 
 @dataclass(frozen=True)
 class Execution:
-    """All operations that run, in order, and what had to be assumed to say so."""
+    """All executed operations in order, and the assumptions made to find them."""
 
     steps: tuple[ExecutedOp, ...]
     notes: tuple[str, ...]
@@ -152,7 +152,7 @@ OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 
 
 def read_module(text: str) -> Module:
-    """Reads the text of an optimised module.
+    """Parses the text of an optimised module.
 
     Raises:
         ValueError: text without an entry computation.
@@ -177,7 +177,7 @@ def read_module(text: str) -> Module:
 
 
 def read_op(name: str, text: str, is_root: bool) -> HloOp:
-    """An instruction from what follows its `=`: the type, the opcode, the operands in parentheses, the attributes."""
+    """Parses an instruction from the text after its `=`: type, opcode, operands in parentheses, attributes."""
     end = closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opcode = OPCODE.match(text, end + 1)
     if opcode is None:
@@ -189,7 +189,7 @@ def read_op(name: str, text: str, is_root: bool) -> HloOp:
 
 
 def closing(text: str, start: int) -> int:
-    """Index at which the parenthesis that opens at `start` closes."""
+    """Returns the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1
@@ -199,12 +199,12 @@ def closing(text: str, start: int) -> int:
 
 
 def read_arrays(text: str) -> tuple[ArrayType, ...]:
-    """The arrays of a type, which may be a tuple of tuples."""
+    """Returns the arrays of a type, which may be a nested tuple."""
     return tuple(array_type(*found.groups()) for found in ARRAY.finditer(text))
 
 
 def array_type(dtype: str, dims: str, layout: str | None) -> ArrayType:
-    """One array, from its parts as HLO prints them: `bf16`, `16,2560`, `1,0:T(8,128)(2,1)S(1)`."""
+    """Builds an array from its parts as HLO prints them: `bf16`, `16,2560`, `1,0:T(8,128)(2,1)S(1)`."""
     layout = layout or ""
     shape = tuple(int(size.strip().lstrip("<=")) for size in dims.split(",") if size.strip())
     order, _, rest = layout.partition(":")
@@ -213,7 +213,7 @@ def array_type(dtype: str, dims: str, layout: str | None) -> ArrayType:
     packed = re.search(r"E\((\d+)\)", rest)
     minor_to_major = [int(dim) for dim in order.split(",") if dim] or range(len(shape))[::-1]
     physical = [shape[dim] for dim in minor_to_major]
-    if tile:  # only the outer tile pads; the further ones divide it
+    if tile:  # only the outer tile pads; the inner tiles divide it
         for place, size in enumerate(reversed(tile[1].split(","))):
             if place == len(physical):
                 physical.append(1)
@@ -223,7 +223,7 @@ def array_type(dtype: str, dims: str, layout: str | None) -> ArrayType:
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits that an element takes. Sub-byte types take a byte each unless the layout says that they are packed."""
+    """Returns the bits per element. Sub-byte types occupy a byte each unless the layout marks them as packed."""
     if dtype in ("token", "opaque"):
         return 0
     width = re.match(r"[a-z]+(\d+)", dtype)
@@ -231,10 +231,10 @@ def dtype_bits(dtype: str) -> int:
 
 
 def execution(module: Module, weigh: Callable[[HloOp, Computation], float]) -> Execution:
-    """Operations that run, and how often: loops multiplied by their trip counts, calls entered, fusions taken as one operation.
+    """Lists executed operations and how often each runs.
 
-    A loop whose trip count is not in the program counts as one iteration, and a conditional as its heaviest branch by
-    `weigh`; either leaves a note.
+    Loops multiply by their trip counts, calls are entered, and a fusion counts as one operation. A loop without a known trip
+    count counts as one iteration, and a conditional as its heaviest branch by `weigh`; each of these adds a note.
     """
     notes: list[str] = []
     return Execution(tuple(_steps(module, module.entry, weigh, notes)), tuple(notes))
@@ -262,7 +262,7 @@ def _steps(
 
 
 def trip_count(module: Module, computation: Computation, loop: HloOp) -> int | None:
-    """Trip count of a `while`: as the compiler notes it, or read from a counter that goes from a constant to a constant."""
+    """Returns the trip count of a `while`: the compiler's annotation, or derived from a counter with constant bounds."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if noted:
         return int(noted[1])
@@ -272,15 +272,15 @@ def trip_count(module: Module, computation: Computation, loop: HloOp) -> int | N
         return None
 
     def value(within: Computation, name: str) -> int | None:
-        """A constant, or an element of the loop's state that no iteration changes and that starts as a constant."""
+        """Returns a constant, or an element of the loop's state that starts as a constant and never changes."""
         op = _source(within, name)
         if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.arguments):
             return int(op.arguments)
         index = op.number("index")
         if within is computation or op.opcode != "get-tuple-element" or index is None:
             return None
-        kept = _source(body, body.root.operands[index])
-        same = kept.opcode == "get-tuple-element" and kept.number("index") == index
+        carried = _source(body, body.root.operands[index])
+        same = carried.opcode == "get-tuple-element" and carried.number("index") == index
         return value(computation, initial.operands[index]) if same else None
 
     compare, operands = _unwrapped(module, condition.root)
@@ -301,7 +301,7 @@ def trip_count(module: Module, computation: Computation, loop: HloOp) -> int | N
 
 
 def _source(computation: Computation, name: str) -> HloOp:
-    """The operation whose value this is, seen through bitcasts and copies."""
+    """Returns the operation that produces this value, looking through bitcasts and copies."""
     op = computation.behind(name)
     while op.opcode == "copy":
         op = computation.behind(op.operands[0])
@@ -309,7 +309,7 @@ def _source(computation: Computation, name: str) -> HloOp:
 
 
 def _unwrapped(module: Module, op: HloOp) -> tuple[HloOp, tuple[str, ...]]:
-    """An operation with its operands; where a fusion holds nothing else, the operation inside, with the fusion's operands."""
+    """Returns an operation with its operands; for a fusion of a single operation, that operation with the fusion's operands."""
     if op.opcode != "fusion":
         return op, op.operands
     inner = module.computations[op.callees("calls")[0]]

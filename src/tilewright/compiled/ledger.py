@@ -1,11 +1,11 @@
-"""Counts what XLA compiles, and traps a compile where none may happen.
+"""Counts the programs that XLA compiles, and raises an error or warns where no compile is allowed.
 
-JAX announces every program that it asks the compiler for through `jax.monitoring`. One listener, registered when this module is
-imported, remembers the arguments of each program, which tells why a later one of the same name is needed, and passes each
-announcement to the ledgers that are open at that moment. So ledgers may nest, overlap and run in several threads.
+JAX announces every program that it compiles through `jax.monitoring`. One listener, registered when this module is imported,
+stores the arguments of each program, which explain why a later program of the same name is compiled, and passes each
+announcement to all active ledgers. Ledgers may therefore nest, overlap and run in several threads.
 
-A trap is asked before the compiler is, in the thread that wants the program, and may refuse. Of a refused program JAX keeps
-what it traced and lowered, and can compile it later.
+A trap runs before the compiler, in the thread that requests the program, and may refuse. JAX keeps the trace and the lowering
+of a refused program and can compile it later.
 """
 
 import sys
@@ -20,39 +20,39 @@ from typing import Any
 import jax
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""Announced once for each program that was not in memory: before it is compiled or read from disk, with its name, as a scalar;
-and afterwards with the seconds that it took."""
+"""Announced once for each program that is not in memory: as a scalar with its name before it is compiled or read from disk, and
+as a duration in seconds afterwards."""
 
 DISK_HIT_EVENT = "/jax/compilation_cache/cache_hits"
-"""Announced just before, in the same thread, where the program came from JAX's compilation cache on disk."""
+"""Announced just before, in the same thread, if JAX's compilation cache on disk supplies the program."""
 
 LOWERING_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-"""Announced when JAX has translated a program for the compiler, with its name."""
+"""Announced with a program's name when JAX has lowered it."""
 
 SHOWN_DIFFERENCES = 3
-"""Number of differing arguments that a message names before it counts the rest."""
+"""Number of differing arguments that a message lists before it counts the rest."""
 
 NEAR_FRAMES = 16
-"""Frames up the stack among which the function that announces may be; JAX itself takes four."""
+"""Stack frames searched for the announcing function; JAX itself uses four."""
 
 GUARD_MODES = ("off", "warn", "fail")
 
 
 class CompileError(RuntimeError):
-    """A program was compiled where every program was declared to be ready."""
+    """Error for a compile where every program was declared ready."""
 
 
 class CompileWarning(UserWarning):
-    """Warning of a compile under a guard that only warns."""
+    """Warning about a compile where every program was declared ready."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One array that a program takes.
+    """An array argument of a program.
 
     Attributes:
-        name: as the function calls it, with its path in a pytree: `params['w']`.
-        type: dtype and shape, and the placement where the caller settled one: `float32[2,3]`.
+        name: parameter name, with its path in a pytree: `params['w']`.
+        type: dtype and shape, and the placement if the caller fixed one: `float32[2,3]`.
     """
 
     name: str
@@ -61,16 +61,16 @@ class Argument:
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """One program that was not in memory when it was called for.
+    """A program that was requested while it was not in memory.
 
     Attributes:
-        name: as JAX names it, `jit(decode_round)` say.
-        seconds: time in the compiler, or to read the program from the disk cache; tracing is not in it.
-        from_disk: it came from JAX's compilation cache on disk.
-        refused: a trap was open: it was asked for and not compiled.
-        arguments: the arrays that it reads, in order; JAX drops those that a function takes and does not use.
-        cause: in which arguments it differs from the closest program of the same name that the process compiled before.
-            Empty, like `arguments`, where JAX does not tell.
+        name: JAX's name, such as `jit(decode_round)`.
+        seconds: time in the compiler or to read the program from the disk cache, without tracing.
+        from_disk: True if JAX's compilation cache on disk supplied it.
+        refused: True if a trap refused it, so that it was not compiled.
+        arguments: arrays that it reads, in order, without the arguments that JAX drops as unused.
+        cause: arguments in which it differs from the closest earlier program of the same name. Empty, like `arguments`, if JAX
+            does not reveal them.
     """
 
     name: str
@@ -86,36 +86,39 @@ class ProgramRecord:
 
 
 class Ledger:
-    """Records every program that XLA is asked for while the ledger is open, in any thread of the process.
+    """Records every program that XLA is asked to compile while the ledger is active, in any thread of the process.
 
-    A program that JAX's disk cache supplies counts like one that was compiled: whoever waited for it was not served from
-    memory, and a count must not depend on what earlier processes left on the disk. `ProgramRecord.from_disk` tells them apart.
+    A program from JAX's disk cache counts like a compiled one, because its caller had to wait and because the count must not
+    depend on earlier processes. `ProgramRecord.from_disk` marks it. A program that a trap refused counts too
+    (`ProgramRecord.refused`).
 
-    So does one that a trap refused: somebody had to go without it (`ProgramRecord.refused`).
+    A ledger may be entered again after it was left and then continues counting.
 
-    A ledger may be opened again after it was closed; it then goes on from where it stopped.
+    Args:
+        only_undeclared: leaves out programs that compile in `declared_program`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only_undeclared: bool = False) -> None:
+        self.only_undeclared = only_undeclared
         self.programs: list[ProgramRecord] = []
 
     @property
     def compilations(self) -> int:
-        """The number of programs recorded so far."""
+        """Number of recorded programs."""
         return len(self.programs)
 
     @property
     def loaded(self) -> int:
-        """The number of those that came from JAX's cache on disk; the others were compiled."""
+        """Number of programs loaded from JAX's cache on disk."""
         return sum(program.from_disk for program in self.programs)
 
     @property
     def seconds(self) -> float:
-        """Time spent on all of them."""
+        """Total seconds of all programs."""
         return sum(program.seconds for program in self.programs)
 
     def figures(self) -> dict[str, Any]:
-        """For `--json`: how many programs were not in memory, how many of these came from the cache, and what all took."""
+        """Returns the counts for `--json`: programs requested, programs loaded from disk, and total seconds."""
         return {"compilations": self.compilations, "programs_loaded": self.loaded, "compile_seconds": self.seconds}
 
     def __enter__(self) -> "Ledger":
@@ -127,11 +130,11 @@ class Ledger:
 
 
 class _Announcements:
-    """The process's one listener."""
+    """The listener of this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.open: tuple[Ledger, ...] = ()
+        self.active: tuple[Ledger, ...] = ()
         self.traps: tuple[CompileTrap, ...] = ()
         self.thread = threading.local()
         self.lowered: dict[int, tuple[Argument, ...]] = {}
@@ -142,24 +145,29 @@ class _Announcements:
 
     def add(self, ledger: Ledger, trap: "CompileTrap | None" = None) -> None:
         with self.lock:
-            if any(other is ledger for other in self.open):
-                raise ValueError("this ledger is open already; open a second one to count separately")
-            self.open = (*self.open, ledger)
+            if any(other is ledger for other in self.active):
+                raise ValueError("this ledger is active already; use a second one to count separately")
+            self.active = (*self.active, ledger)
             if trap is not None and trap.mode != "off":
                 self.traps = (*self.traps, trap)
 
     def remove(self, ledger: Ledger) -> None:
         with self.lock:
-            self.open = tuple(other for other in self.open if other is not ledger)
+            self.active = tuple(other for other in self.active if other is not ledger)
             self.traps = tuple(trap for trap in self.traps if trap.ledger is not ledger)
+
+    @property
+    def declared(self) -> bool:
+        """True if this thread compiles a declared program (`declared_program`)."""
+        return getattr(self.thread, "declared", False)
 
     def on_event(self, event: str, **_: str | int) -> None:
         if event == DISK_HIT_EVENT:
             self.thread.disk_hit = True
 
     def on_scalar(self, event: str, value: float, **details: str | int) -> None:
-        if event == COMPILE_EVENT and self.traps:
-            self.ask_traps(str(details.get("fun_name", "unnamed")))
+        if event == COMPILE_EVENT and self.traps and not self.declared:
+            self.check_traps(str(details.get("fun_name", "unnamed")))
 
     def on_duration(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event == LOWERING_EVENT:
@@ -168,7 +176,7 @@ class _Announcements:
             self.record(str(details.get("fun_name", "unnamed")), duration_secs)
 
     def remember_arguments(self) -> None:
-        """Keeps the arguments of a program that JAX has just lowered, until the compiler gets it, in whatever thread."""
+        """Stores the arguments of a program that JAX has just lowered, until any thread compiles it."""
         found = announcer("lowering_result", "arg_names", "in_avals", "in_shardings")
         if found is None:
             return
@@ -182,8 +190,8 @@ class _Announcements:
         with self.lock:
             self.lowered[id(found["lowering_result"].module)] = arguments
 
-    def ask_traps(self, name: str) -> None:
-        """Warns of a program that is about to be compiled, or refuses it."""
+    def check_traps(self, name: str) -> None:
+        """Warns about a program that is about to be compiled, or refuses it."""
         found = announcer("computation", "compile_options")
         with self.lock:
             arguments = None if found is None else self.lowered.get(id(found["computation"]))
@@ -192,13 +200,13 @@ class _Announcements:
             failing = next((trap for trap in traps if trap.mode == "fail"), None)
             if failing is not None:
                 refused = ProgramRecord(name, 0.0, arguments=arguments or (), cause=cause, refused=True)
-                for ledger in self.open:
+                for ledger in self.active:
                     ledger.programs.append(refused)
-        message = f"{name} had to be compiled during {{}}, where every program was to be ready{': ' if cause else ''}{cause}"
+        message = f"{name} had to be compiled during {{}}, where every program should be ready{': ' if cause else ''}{cause}"
         if failing is not None:
-            raise CompileError(message.format(failing.what))
+            raise CompileError(message.format(failing.phase))
         for trap in traps:
-            warnings.warn(message.format(trap.what), CompileWarning, stacklevel=above_jax(sys._getframe()))
+            warnings.warn(message.format(trap.phase), CompileWarning, stacklevel=above_jax(sys._getframe()))
 
     def record(self, name: str, seconds: float) -> None:
         from_disk = getattr(self.thread, "disk_hit", False)
@@ -212,15 +220,16 @@ class _Announcements:
                 cause = difference(arguments, earlier)
                 earlier.append(arguments)
             program = ProgramRecord(name, seconds, from_disk, arguments or (), cause)
-            for ledger in self.open:
-                ledger.programs.append(program)
+            for ledger in self.active:
+                if not (self.declared and ledger.only_undeclared):
+                    ledger.programs.append(program)
 
 
 def announcer(*names: str) -> Mapping[str, Any] | None:
-    """The local variables of the function in JAX that is announcing something, known by their names.
+    """Returns the local variables of the JAX function that is making an announcement, found by the variables' names.
 
-    An announcement carries a program's name and seconds only, and nothing public has its arguments. Where a version of JAX
-    names its variables otherwise, the ledger does without.
+    An announcement carries only a program's name and seconds, and JAX has no public access to its arguments. If a version of
+    JAX names its variables differently, the ledger leaves arguments out.
     """
     frame = sys._getframe(1)
     for _ in range(NEAR_FRAMES):
@@ -233,7 +242,7 @@ def announcer(*names: str) -> Mapping[str, Any] | None:
 
 
 def above_jax(frame: FrameType | None) -> int:
-    """The `stacklevel` at which a warning that is issued in `frame`, which JAX called, points at whoever called JAX."""
+    """Returns the `stacklevel` at which a warning issued in `frame`, below JAX, points at JAX's caller."""
     level = 1
     met = False
     while frame is not None:
@@ -247,7 +256,7 @@ def above_jax(frame: FrameType | None) -> int:
 
 
 def described(aval: Any, sharding: Any) -> str:
-    """An argument's type as a message shows it."""
+    """Formats an argument's type for messages."""
     weak = "weak " if getattr(aval, "weak_type", False) else ""
     placement = f" on {sharding}" if isinstance(sharding, jax.sharding.Sharding) else ""
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
@@ -255,20 +264,20 @@ def described(aval: Any, sharding: Any) -> str:
     return f"{weak}{aval.str_short()}{placement}"
 
 
-def differing(arguments: tuple[Argument, ...], others: tuple[Argument, ...]) -> list[str]:
-    """Differences between the arguments of a program and those of another, each in words."""
+def differing(arguments: tuple[Argument, ...], previous: tuple[Argument, ...]) -> list[str]:
+    """Describes each difference between the arguments of two programs."""
     now = {argument.name: argument.type for argument in arguments}
-    before = {argument.name: argument.type for argument in others}
+    before = {argument.name: argument.type for argument in previous}
     changed = [f"{name} is {now[name]}, was {before[name]}" for name in now if name in before and now[name] != before[name]]
     added = [f"{name} is new, {now[name]}" for name in now if name not in before]
-    return changed + added + [f"{name} is gone, was {before[name]}" for name in before if name not in now]
+    return changed + added + [f"{name} is missing, was {before[name]}" for name in before if name not in now]
 
 
 def difference(arguments: tuple[Argument, ...], earlier: list[tuple[Argument, ...]]) -> str:
-    """In which arguments a program differs from the closest of some others, the latest of those equally close."""
+    """Describes how a program's arguments differ from the closest earlier ones, the latest of equally close ones."""
     if not earlier:
         return "the first program of this name"
-    closest = min((differing(arguments, others) for others in reversed(earlier)), key=len)
+    closest = min((differing(arguments, previous) for previous in reversed(earlier)), key=len)
     if not closest:
         return "the same arguments as before, so a static argument, the function itself or a setting of JAX differs"
     more = len(closest) - SHOWN_DIFFERENCES
@@ -276,80 +285,90 @@ def difference(arguments: tuple[Argument, ...], earlier: list[tuple[Argument, ..
 
 
 class CompileTrap:
-    """Stops whoever asks XLA for a program while the trap is open, on any thread of the process, before XLA compiles it.
+    """Refuses every program that would have to be compiled while the trap is open, in any thread of the process.
 
-    It may stay open for the life of a server. A program from JAX's disk cache is trapped like one that is compiled. Programs in
-    memory run as ever, and what was refused compiles once the trap is closed. Several may be open at once: one that fails goes
-    before those that warn. A trap may be opened again, and goes on with its ledger.
+    A trap may stay open for the lifetime of a server. Programs from JAX's disk cache are trapped too; programs in memory run as
+    usual, and a refused program can compile once the trap is closed. Several traps may be open at once: one that fails takes
+    precedence over those that warn. A closed trap may be opened again and continues its ledger. `declared_program` exempts a
+    program that is compiled in the background.
 
     Args:
-        mode: "fail" raises `CompileError` where the program was asked for; "warn" issues a `CompileWarning` there, and it is
-            compiled; "off" only counts.
-        what: how messages call the time in which it is open.
+        mode: "fail" raises `CompileError` in the requesting thread; "warn" issues a `CompileWarning` there and compiles the
+            program; "off" only counts.
+        phase: name for messages of the time in which the trap is open.
 
     Attributes:
-        ledger: what was asked for meanwhile, refused programs included.
+        ledger: programs requested while the trap was open, including refused ones.
 
     Raises:
         ValueError: an unknown mode.
     """
 
-    def __init__(self, mode: str = "fail", what: str = "serving"):
+    def __init__(self, mode: str = "fail", phase: str = "serving"):
         check_mode(mode)
         self.mode = mode
-        self.what = what
-        self.ledger = Ledger()
+        self.phase = phase
+        self.ledger = Ledger(only_undeclared=True)
 
-    def open(self) -> "CompileTrap":
-        """From now on. An error if it is open already."""
+    def arm(self) -> "CompileTrap":
+        """Activates the trap; raises a `ValueError` if it is active already."""
         _announcements.add(self.ledger, self)
         return self
 
-    def close(self) -> None:
-        """No longer; without effect on one that is closed."""
+    def disarm(self) -> None:
+        """Deactivates the trap if it is active."""
         _announcements.remove(self.ledger)
 
     def __enter__(self) -> "CompileTrap":
-        return self.open()
+        return self.arm()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.disarm()
 
 
 _announcements = _Announcements()
 
 
+@contextmanager
+def declared_program() -> Iterator[None]:
+    """Exempts the programs that this thread compiles in the block from all traps and from their ledgers."""
+    _announcements.thread.declared = True
+    try:
+        yield
+    finally:
+        _announcements.thread.declared = False
+
+
 def check_mode(mode: str) -> None:
     if mode not in GUARD_MODES:
-        raise ValueError(f"the no-compile guard must be one of {', '.join(GUARD_MODES)}, found {mode!r}")
+        raise ValueError(f"expected a no-compile guard of {', '.join(GUARD_MODES)}, found {mode!r}")
 
 
 @contextmanager
-def no_compile_guard(mode: str, what: str = "this block") -> Iterator[Ledger]:
-    """Tells at its end of what was compiled inside the block; `CompileTrap` does so at once.
+def no_compile_guard(mode: str, phase: str = "this block") -> Iterator[Ledger]:
+    """Reports at the end of a block what was compiled inside; `CompileTrap` reports at once.
 
-    The verdict falls when the block ends, not in the middle of a compile: JAX's own state stays whole, the work in the block
-    is done, and one message names all the programs, and the arguments by which each differs from the closest earlier one of its
-    name. An exception that leaves the block goes on as it is.
+    Reporting at the end keeps JAX's state intact, lets the block finish, and gives one message with all programs and the
+    arguments by which each differs from the closest earlier program of its name. Exceptions from the block pass unchanged.
 
     Args:
         mode: "off" only counts, "warn" issues one `CompileWarning`, "fail" raises `CompileError`.
-        what: how the message calls the block.
+        phase: name of the block in the message.
 
     Yields:
         The ledger of the block.
 
     Raises:
         ValueError: an unknown mode.
-        CompileError: in mode "fail", after a block in which something was compiled.
+        CompileError: something was compiled in mode "fail".
     """
     check_mode(mode)
     with Ledger() as ledger:
         yield ledger
     if not ledger.programs or mode == "off":
         return
-    told = ", ".join(map(str, ledger.programs))
-    message = f"{ledger.compilations} program(s) compiled during {what}, where none may be: {told}"
+    programs = ", ".join(map(str, ledger.programs))
+    message = f"{ledger.compilations} program(s) compiled during {phase}, where none should be: {programs}"
     if mode == "fail":
         raise CompileError(message)
     warnings.warn(message, CompileWarning, stacklevel=3)

@@ -1,9 +1,9 @@
-"""Intermediate arrays that a compiled program writes to device memory and reads back: what fusing operations is meant to avoid.
+"""Finds intermediate arrays that a compiled program writes to device memory and reads back, which fusion should avoid.
 
-A round trip is an array that an operation writes and a later one of the same program reads. Arguments are no round trips, since
-the program does not write them, and results are none unless the program itself reads them again. Nor are views, single
-numbers, what lives inside a fusion or a kernel, and on a TPU what stays in VMEM or scalar memory. An array that a loop
-makes anew in each iteration counts as often as the loop runs.
+A round trip is an array that one operation writes and a later operation of the same program reads. Arguments do not count, as
+the program does not write them; results count only if the program reads them again. Views, single numbers, values inside a
+fusion or kernel, and on TPUs arrays in VMEM or scalar memory do not count. An array that a loop recreates in each iteration
+counts once per iteration.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,18 @@ CALLERS = {
     "call": ("to_apply",),
     "conditional": ("branch_computations", "true_computation", "false_computation"),
 }
-"""Operations that run other computations, and the attributes that name these."""
+"""Operations that run other computations, and the attributes that name these computations."""
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One array that goes to device memory and comes back.
+    """An array that is written to device memory and read back.
 
     Attributes:
-        name: of the operation that writes it.
-        op_name: where that comes from in the Python program, empty where the compiler made it up.
-        dtype, dims: of the array, as HLO has them.
-        bytes: what is written of it in one run of the operation.
+        name: operation that writes it.
+        op_name: origin of that operation in the Python program; empty if the compiler added it.
+        dtype, dims: HLO's dtype and dimensions.
+        bytes: bytes written in one run of the operation.
         times: how often the operation runs.
     """
 
@@ -41,10 +41,10 @@ class RoundTrip:
 
 
 def round_trips(text: str) -> tuple[RoundTrip, ...]:
-    """Finds them in a compiled program, in the order in which they are written.
+    """Finds the round trips of a compiled program, in the order of their writes.
 
     Args:
-        text: its optimised HLO, as `traffic.memory_traffic` takes it.
+        text: optimised HLO, see `traffic.memory_traffic`.
 
     Raises:
         ValueError: text without an entry computation.
@@ -79,36 +79,36 @@ class Reads:
                         self.sites.setdefault(name, []).append((computation, op, attribute))
 
     def any(self, computation: Computation, name: str, index: int | None) -> bool:
-        """True if an operation reads the value.
+        """Returns True if an operation reads the value.
 
         Args:
-            index: which element it is of the tuple that `name` is; None where it is no tuple, or for all elements.
+            index: element of the tuple `name`; None if it is no tuple, or for all elements.
         """
-        seen: set[tuple[str, str, int | None]] = set()
+        visited: set[tuple[str, str, int | None]] = set()
         waiting = [(computation, name, index)]
         while waiting:
             where, name, index = waiting.pop()
-            if (where.name, name, index) in seen:
+            if (where.name, name, index) in visited:
                 continue
-            seen.add((where.name, name, index))
+            visited.add((where.name, name, index))
             for user, position in where.users[name]:
                 if self.reads(where, user, position):
                     return True
-                waiting += self.passed_on(where, user, position, index)
+                waiting += self.forwarded(where, user, position, index)
             if where.root.name == name:
                 waiting += self.returned(where, index)
         return False
 
     def reads(self, where: Computation, user: HloOp, position: int) -> bool:
-        """True if a user reads this operand from memory, rather than pass it on."""
+        """Returns True if a user reads this operand from memory instead of forwarding it."""
         if user.opcode in FREE or user.opcode in CALLERS or user.custom_call_target in FREE_CALLS:
             return False
         return not user.opcode.endswith(("-done", "-update")) and share_read(self.module, where, user, position) > 0
 
-    def passed_on(
+    def forwarded(
         self, where: Computation, user: HloOp, position: int, index: int | None
     ) -> Iterator[tuple[Computation, str, int | None]]:
-        """Values that it is found as behind a user that does not read it."""
+        """Yields the values under which a user forwards an operand that it does not read."""
         if user.opcode in CALLERS:
             for attribute in CALLERS[user.opcode]:
                 for name in user.callees(attribute):
@@ -116,7 +116,7 @@ class Reads:
                     number = position if user.opcode == "call" else position - 1 if user.opcode == "conditional" else 0
                     if number >= 0:
                         yield inner, inner.parameter(number).name, index
-            if user.opcode == "while":  # a loop that runs no iteration
+            if user.opcode == "while":  # the loop may run no iteration
                 yield where, user.name, index
         elif user.opcode == "tuple":
             yield where, user.name, position
@@ -125,11 +125,11 @@ class Reads:
                 yield where, user.name, None
         elif user.opcode in FREE or user.custom_call_target in FREE_CALLS:
             yield where, user.name, index
-        else:  # an update in place: what it leaves alone is still there
+        else:  # an update in place keeps the rest of its operand
             yield where, user.name, None
 
     def returned(self, where: Computation, index: int | None) -> Iterator[tuple[Computation, str, int | None]]:
-        """Values that it is found as when its computation returns it; none for what the whole program returns."""
+        """Yields the values under which the callers of a computation see its result; none for the entry computation."""
         for outer, op, attribute in self.sites.get(where.name, ()):
             if attribute == "body":  # the next iteration
                 for name in op.callees("condition") + op.callees("body"):

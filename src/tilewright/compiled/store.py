@@ -1,4 +1,4 @@
-"""Compiled programs by their key: built ahead of time, several at once, kept, and never traced again."""
+"""Stores of programs compiled ahead of time, several in parallel, and never traced again."""
 
 import logging
 import os
@@ -19,10 +19,11 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Store(ABC, Generic[Key]):
-    """Compiles and keeps programs; safe to use from several threads. A subclass says how one is compiled.
+    """Compiles programs on first use and stores them by key; thread-safe. Subclasses implement `compile`.
 
     Attributes:
-        compiled, seconds: of each program that was needed so far: itself, and how long it took to compile or to load.
+        compiled: programs compiled so far, by key.
+        seconds: time to compile or load each.
     """
 
     def __init__(self) -> None:
@@ -36,14 +37,14 @@ class Store(ABC, Generic[Key]):
 
     @staticmethod
     def shared(key: Any) -> Any:
-        """The key that a program is kept under, which others may share."""
+        """Returns the key under which a program is stored; several keys may share a program."""
         return key
 
     def get(self, key: Key) -> jax.stages.Compiled:
-        """The compiled program, compiling it if this is its first use."""
+        """Returns the compiled program, compiling it on first use."""
         key = self.shared(key)
         if key not in self.compiled:
-            with self.locks.setdefault(key, threading.Lock()):  # whoever else needs it waits for it
+            with self.locks.setdefault(key, threading.Lock()):  # other threads that need the program wait here
                 if key not in self.compiled:
                     began = time.perf_counter()
                     compiled = self.compile(key)
@@ -52,16 +53,18 @@ class Store(ABC, Generic[Key]):
         return self.compiled[key]
 
     def warm(self, keys: Iterable[Key], console: Console | None = None) -> None:
-        """Compiles what is missing of `keys`; see `warm`."""
+        """Compiles the programs of `keys` that are missing; see `warm`."""
         warm(((self, key) for key in keys), console)
 
 
 def warm(programs: Iterable[tuple[Store[Any], Any]], console: Console | None = None) -> None:
-    """Compiles what is missing of programs, pairs of (store, key), several at a time, with a progress bar on the console or a
-    line in the log for each tenth of them.
+    """Compiles missing programs in parallel, with a progress bar on the console or a log line per tenth of them.
 
-    Only XLA's part runs at the same time as another's: tracing holds Python's lock. JAX's settings in a `with` block
-    (`jax.default_device` and its like) hold for the calling thread alone and are not seen here.
+    Only XLA's work runs in parallel, because tracing holds Python's lock. JAX settings in a `with` block, such as
+    `jax.default_device`, apply to the calling thread alone and have no effect here.
+
+    Args:
+        programs: pairs of store and key.
     """
     wanted = dict.fromkeys((store, store.shared(key)) for store, key in programs)
     missing = [(store, key) for store, key in wanted if key not in store.compiled]

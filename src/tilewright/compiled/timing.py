@@ -1,8 +1,8 @@
-"""Taking turns: the one way in which anything here is timed beside something else.
+"""Alternating measurements: every timed comparison in the project uses them.
 
-A shared machine is faster in one minute than in the next, and what ran just before leaves its mark on caches, clock
-and threads. So all sides of a comparison run once before any runs again, every second time in reverse: each then comes as
-early as late, and follows as often upon the one as upon the other of its neighbours.
+A shared machine's speed drifts, and each run affects the caches, clock and threads of the next. Therefore all sides of a
+comparison run once before any side runs again, in reverse order every second time: each side runs equally often early and late,
+and equally often after each of its neighbours.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 REPETITIONS = 5
-"""The fewest that a quoted figure is the median of."""
+"""Fewest repetitions behind a published median."""
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -24,28 +24,28 @@ def alternate(
     on_run: Callable[[], None] = lambda: None,
     warm: bool = False,
 ) -> dict[Key, list[Value]]:
-    """Results of each of the runs, which are all run in turns.
+    """Runs all functions alternately and returns their results.
 
     Args:
-        on_run: called after each.
-        warm: each runs once before, for its compilation; what it gives then is left out.
+        on_run: called after each run.
+        warm: run each once first, for compilation, and discard the result.
 
     Returns:
-        for each run what it gave, repetition by repetition.
+        The results of each function, by repetition.
     """
-    taken: dict[Key, list[Value]] = {key: [] for key in runs}
+    results: dict[Key, list[Value]] = {key: [] for key in runs}
     for repetition in range(-1 if warm else 0, repetitions):
         for key in list(runs)[:: -1 if repetition % 2 else 1]:
             value = runs[key]()
             if repetition >= 0:
-                taken[key].append(value)
+                results[key].append(value)
             on_run()
-    return taken
+    return results
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure that was taken several times."""
+    """Median, minimum and maximum of repeated measurements."""
 
     median: float
     least: float
@@ -61,7 +61,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The mean, None of nothing."""
+    """Returns the mean; None for no values."""
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else None
 
@@ -71,5 +71,5 @@ def medians(times: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
 
 
 def quotients(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """Of two figures from the same repetitions, which what disturbed a whole repetition does not touch."""
+    """Returns the spread of the quotients of two figures per repetition, which cancel disturbances of a whole repetition."""
     return spread([a / b for a, b in zip(over, under, strict=True)])

@@ -1,11 +1,12 @@
-"""Bytes that a compiled program moves to and from device memory, per operation and in total, read from its HLO text.
+"""Counts the bytes that a compiled program moves to and from device memory, per operation and in total, from its HLO text.
 
-Every operation that the device executes reads its operands from memory and writes its results there, once. What the text shows
-to be less is counted as less: a slice or gather reads what it selects, an update in place writes what it changes, a fusion
-keeps what is inside it to itself, and what a TPU holds in VMEM or scalar memory moves only when it is copied in or out.
+Every executed operation reads its operands from memory once and writes its results once. The count is lower where the text
+shows
+it: a slice or gather reads only the selected elements, an update in place writes only the changed ones, a fusion keeps its
+intermediate values, and arrays in a TPU's VMEM or scalar memory move only when they are copied in or out.
 
-This is an account of the program, not a measurement: caches that serve a second read are not in it, and neither is what a
-Pallas kernel does besides reading each operand and writing each result once.
+The count is no measurement: it ignores caches that serve repeated reads, and memory accesses of a Pallas kernel beyond one read
+per operand and one write per result.
 """
 
 from dataclasses import dataclass, field
@@ -18,24 +19,24 @@ FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatB
 """Custom calls by which XLA only names a buffer."""
 
 SELECTING = frozenset({"dynamic-slice", "slice", "gather", "slice-start", "dynamic-slice-start"})
-"""Operations that read of their first operand only as much as they return."""
+"""Operations that read only as much of their first operand as they return."""
 
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2, "dynamic-update-slice-start": 1}
-"""Operations that change a part of their first operand in place, and which operand holds the part."""
+"""Operations that update a part of their first operand in place, and the position of the operand that holds the part."""
 
 ELEMENTWISE = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
-"""Operations that, inside a fusion, are computed only where their result is asked for."""
+"""Operations that a fusion computes only for the elements of their result that are used."""
 
 
 @dataclass(frozen=True)
 class OpTraffic:
-    """Memory traffic of one operation, in bytes of device memory, over all the times that it runs.
+    """Memory traffic of one operation over all its runs.
 
     Attributes:
-        name, opcode: as the compiler calls it.
-        op_name: where it comes from in the Python program, empty where the compiler made it up.
-        read, written: bytes.
-        times: how often it runs, in loops.
+        name, opcode: the compiler's name and opcode.
+        op_name: origin in the Python program; empty if the compiler added the operation.
+        read, written: bytes of device memory.
+        times: number of runs, in loops.
     """
 
     name: str
@@ -48,13 +49,13 @@ class OpTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The account of a program.
+    """Memory traffic of a program.
 
     Attributes:
-        ops: one row for each operation that moves anything, in the order of the schedule.
-        arrays: every array that exists while the program runs, in any memory of the device, views included. What lives only
-            inside a fusion is not here: it is never stored as a whole.
-        notes: what had to be assumed: unknown trip counts, branches, kernels that cannot be looked into.
+        ops: operations that move data, in scheduled order.
+        arrays: all arrays that exist while the program runs, in any memory of the device, views included. Values inside a
+            fusion are never stored as a whole and are left out.
+        notes: assumptions: unknown trip counts, branches, opaque kernels.
     """
 
     ops: tuple[OpTraffic, ...]
@@ -63,24 +64,24 @@ class Traffic:
 
     @property
     def read(self) -> int:
-        """Bytes read in all."""
+        """Total bytes read."""
         return sum(op.read for op in self.ops)
 
     @property
     def written(self) -> int:
-        """Bytes written in all."""
+        """Total bytes written."""
         return sum(op.written for op in self.ops)
 
     @property
     def total(self) -> int:
-        """Bytes moved in all."""
+        """Total bytes moved."""
         return self.read + self.written
 
     def contains_shape(self, dims: tuple[int, ...]) -> bool:
-        """True if an array of these dimensions exists, in any order and however adjacent or not they were merged.
+        """Returns True if an array of these dimensions exists, in any order and with any dimensions merged.
 
-        The compiler stores `[nodes, degree, features]` as `[features, nodes * degree]` when it likes; both are found. So
-        another array whose dimensions happen to be such products is found too: ask with sizes that nothing else has.
+        The compiler may store `[nodes, degree, features]` as `[features, nodes * degree]`; both are found. An unrelated array
+        whose dimensions are such products matches too, so use sizes that are unique to the array.
         """
         wanted = tuple(size for size in dims if size != 1)
         sizes = {tuple(sorted(size for size in array.dims if size != 1)) for array in self.arrays}
@@ -88,10 +89,10 @@ class Traffic:
 
 
 def memory_traffic(text: str) -> Traffic:
-    """Accounts for a compiled program.
+    """Counts the memory traffic of a compiled program.
 
     Args:
-        text: its optimised HLO, from `jax.jit(f).lower(...).compile().as_text()` or `aot.compile_for(...).hlo`.
+        text: optimised HLO, from `jax.jit(f).lower(...).compile().as_text()` or `aot.compile_for(...).hlo`.
 
     Raises:
         ValueError: text without an entry computation.
@@ -112,9 +113,9 @@ def memory_traffic(text: str) -> Traffic:
 
 
 def op_bytes(module: Module, computation: Computation, op: HloOp) -> tuple[int, int]:
-    """Bytes of device memory that one run of an operation reads and writes.
+    """Returns the bytes of device memory that one run of an operation reads and writes.
 
-    Of an asynchronous pair the start reads and the done writes.
+    In an asynchronous pair the start reads and the done writes.
     """
     if op.opcode in FREE or op.custom_call_target in FREE_CALLS or op.opcode.endswith("-update"):
         return 0, 0
@@ -133,16 +134,16 @@ def op_bytes(module: Module, computation: Computation, op: HloOp) -> tuple[int, 
 
 
 def fetches_for_next_run(computation: Computation, start: HloOp) -> bool:
-    """True if a copy has no reader: at its end, a TPU program may bring back what its first copy will then find in place.
+    """Returns True if a copy has no reader: a TPU program may end by prefetching the source of its own first copy.
 
-    One of the two moves nothing, in every run; the first one is counted.
+    One of the two copies moves nothing in each run; the first is counted.
     """
     dones = [user for user, _ in computation.users[start.name]]
     return all(not done.is_root and not computation.users[done.name] for done in dones)
 
 
 def share_read(module: Module, computation: Computation, op: HloOp, position: int) -> float:
-    """Part of an operand that an operation reads, from 0 to 1."""
+    """Returns the fraction of an operand that an operation reads."""
     operand = computation.by_name[op.operands[position]]
     inner = fused(module, op)
     if inner is not None:
@@ -150,19 +151,19 @@ def share_read(module: Module, computation: Computation, op: HloOp, position: in
     if position == 0 and op.opcode in SELECTING:
         result = op.outputs[1 if op.opcode.endswith("-start") else 0]
         return min(1.0, result.elements / max(1, operand.outputs[0].elements))
-    if position == 0 and op.opcode in UPDATING:  # a scatter combines with what is there; an update only overwrites
+    if position == 0 and op.opcode in UPDATING:  # a scatter combines with existing values; an update only overwrites
         return share_updated(computation, op) if op.opcode == "scatter" else 0.0
     return 1.0
 
 
 def share_of_parameter(module: Module, inner: Computation, number: int) -> float:
-    """Part of a parameter that a fused computation reads."""
+    """Returns the fraction of a parameter that a fused computation reads."""
     parameter = inner.parameter(number)
     return 1.0 if parameter.is_root else share_of_value(module, inner, updates_in_place(inner), parameter.name)
 
 
 def share_of_value(module: Module, inner: Computation, in_place: set[str], name: str) -> float:
-    """Part of a value that its users read together; `in_place` names the updates that overwrite their operand."""
+    """Returns the fraction of a value that its users read together; `in_place` names updates that overwrite their operand."""
     total = 0.0
     for user, position in inner.users[name]:
         if user.opcode in UPDATING and position == 0 and user.name not in in_place:
@@ -175,7 +176,7 @@ def share_of_value(module: Module, inner: Computation, in_place: set[str], name:
 
 
 def shares_written(module: Module, computation: Computation, op: HloOp) -> list[float]:
-    """Part of each of its results that an operation writes."""
+    """Returns the fraction of each of its results that an operation writes."""
     if op.opcode.endswith("-done"):
         start = computation.by_name[op.operands[0]]
         while start.opcode.endswith("-update"):
@@ -199,15 +200,15 @@ def shares_written(module: Module, computation: Computation, op: HloOp) -> list[
 
 
 def share_updated(computation: Computation, op: HloOp) -> float:
-    """Part of its first operand that an update in place changes."""
+    """Returns the fraction of its first operand that an update in place changes."""
     whole, part = (computation.by_name[op.operands[position]] for position in (0, UPDATING[op.opcode.removesuffix("-start")]))
     return min(1.0, part.outputs[0].elements / max(1, whole.outputs[0].elements))
 
 
 def updates_in_place(inner: Computation) -> set[str]:
-    """The updates that a fused computation returns and whose base is one of its parameters.
+    """Returns the updates that a fused computation returns and whose base is one of its parameters.
 
-    XLA runs these in the parameter's own buffer; where that must stay as it is, there is a copy before the fusion.
+    XLA runs these in the parameter's own buffer; if the parameter must be preserved, a copy precedes the fusion.
     """
     found = set()
     for name in results(inner):
@@ -218,19 +219,19 @@ def updates_in_place(inner: Computation) -> set[str]:
 
 
 def results(inner: Computation) -> tuple[str, ...]:
-    """Names of what a fused computation returns."""
+    """Returns the names of the values that a fused computation returns."""
     return inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
 
 
 def fused(module: Module, op: HloOp) -> Computation | None:
-    """The computation inside a fusion or an asynchronous wrapper, None for any other operation."""
+    """Returns the computation inside a fusion or an asynchronous wrapper; None for any other operation."""
     if op.opcode not in ("fusion", "async-start"):
         return None
     return module.computations[op.callees("calls")[0]]
 
 
 def _merges(dims: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether `sizes` are the products of groups that `dims` can be divided into."""
+    """Returns True if `sizes` are the products of groups into which `dims` can be partitioned."""
     if not sizes:
         return not dims
     for count in range(1, len(dims) + 1):

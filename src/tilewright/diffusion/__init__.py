@@ -1,1 +1,1 @@
-"""Denoising of diffusion language models: dense, over cached keys and values, and sparse."""
+"""Denoising of diffusion language models: dense, with cached keys and values, and sparse."""

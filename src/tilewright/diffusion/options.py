@@ -1,4 +1,4 @@
-"""What a request asks of a diffusion language model, and its rows as arrays.
+"""Options of denoising requests, and their arrays for a batch.
 
 Sources: LLaDA (arXiv 2502.09992, Algorithms 4 and 5), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618), DyLLM
 (arXiv 2603.08026); masks far behind the block are left out as in DPad (arXiv 2508.14148).
@@ -15,41 +15,45 @@ import numpy as np
 from tilewright.runtime.sampling import RowSampling, Sampling, row_sampling
 
 Remasking = Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"]
-"""What ranks the masked positions: LLaDA's probability of the chosen token, or chance; Dream's chance of being unmasked, the
-probability of the chosen token after temperature and filters, the gap between the two best probabilities, or the negative
-entropy."""
+"""Score that ranks masked positions.
+
+LLaDA's rules: the probability of the chosen token ("low_confidence"), or a random number ("random"). Dream's rules: a random
+choice of positions ("origin"), the probability of the chosen token after temperature and filters ("maskgit_plus"), the gap
+between the two best probabilities ("topk_margin"), or the negative entropy ("entropy").
+"""
 REMASKING: tuple[Remasking, ...] = get_args(Remasking)
 LLADA_RULES: tuple[Remasking, ...] = ("low_confidence", "random")
-"""Their probabilities are those before temperature and filters, as in LLaDA's code."""
+"""LLaDA's rules. Their probabilities are those before temperature and filters, as in LLaDA's code."""
 BY_CHANCE: tuple[Remasking, ...] = ("random", "origin")
 
 Mode = Literal["dense", "prefix", "dual", "sparse"]
-"""Which positions a step computes: all; those from the block's first on, or the block's alone, over cached keys and values; or
-those that are salient."""
+"""Positions that a step computes: all; from the block on, or the block only, with cached keys and values for the others; or the
+salient ones."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 TIME_EPSILON = 1e-3
-"""Where Dream's schedule of times ends."""
+"""End of Dream's schedule of times."""
 FAR = 2**30
-"""Behind all positions that there are."""
+"""Position behind all others."""
 MOST_STEPS = 2**31 - 1
-"""Numbers of steps are int32 on the device."""
+"""The most steps, which are int32 on the device."""
 ALWAYS = 2.0
-"""A threshold of saliency that every position is below."""
+"""Saliency threshold above every cosine."""
 
 
 @dataclass(frozen=True)
 class Saliency:
-    """Options of sparse steps; the switches repair what the published code does otherwise (see `window.py`).
+    """Options of sparse steps. The switches repair deviations of the published code (see `window.py`).
 
     Attributes:
         tau: a position is recomputed if the cosine between its contexts of two steps is below; above 1, all are.
-        full_steps: that many steps at the beginning compute everything.
-        every: each step whose number (from 1) this divides computes the whole sequence; others the response alone.
+        full_steps: number of first steps that compute everything.
+        every: each step whose number (from 1) is a multiple of this computes the whole sequence; others compute the response
+            only.
         first_layer: all positions are salient in the first layer, so that with tau above 1 and `every` 1 steps are dense.
-        keep_changed: tokens that were committed in the step before are salient in every layer.
-        keep_prompt: prompts catch up on what changed while the response alone was computed.
-        boundary: where logits are shifted, the window of a response includes the position before it, which predicts its first.
+        keep_changed: tokens committed in the step before are salient in every layer.
+        keep_prompt: prompts catch up on the changes of steps that computed the response only.
+        boundary: with shifted logits, the window of a response includes the position before it, which predicts its first token.
     """
 
     tau: float = 0.99
@@ -74,21 +78,22 @@ class Saliency:
 
 @dataclass(frozen=True)
 class Denoising:
-    """Options of one denoising request.
+    """Options of a denoising request.
 
     Attributes:
-        new_tokens: the length of the response, a multiple of `block_length`.
-        steps: denoising steps in all; the number of blocks divides them. None for one a token. With a `threshold` there are as
-            many as it takes.
-        block_length: blocks are denoised one after the other; None for a single one.
-        remasking: what ranks masked positions.
-        temperature, top_p, seed: how tokens are drawn; 0 takes the most likely one.
-        threshold: each step commits all tokens at least this likely, and the best one whatever it is; None commits a quota.
-        mode: which positions a step computes.
-        saliency: how sparse steps are taken.
-        suffix_window: how many positions behind the block a step knows of, as if the response ended there. None for all.
-        guidance: classifier-free guidance, `un + (guidance + 1) * (with the prompt - un)`; 0 for none.
-        ignore_eos: go on past the end-of-sequence token.
+        new_tokens: length of the response, a multiple of `block_length`.
+        steps: number of denoising steps, a multiple of the number of blocks. None for one step a token. With a `threshold` the
+            number depends on the response.
+        block_length: length of the blocks, which are denoised one after the other; None for a single block.
+        remasking: score that ranks masked positions.
+        temperature, top_p, seed: sampling options; temperature 0 takes the most likely token.
+        threshold: each step commits all tokens at least this likely, and always the best one; None commits a quota.
+        mode: positions that a step computes.
+        saliency: options of sparse steps.
+        suffix_window: number of positions behind the block that a step attends to, as if the response ended there. None for
+            all.
+        guidance: scale of classifier-free guidance, `un + (guidance + 1) * (with the prompt - un)`; 0 for none.
+        ignore_eos: continues past the end-of-sequence token.
     """
 
     new_tokens: int = 128
@@ -106,10 +111,10 @@ class Denoising:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, known in (("remasking", self.remasking, REMASKING), ("mode", self.mode, MODES)):
-            if value not in known:
-                raise ValueError(f"expected {name} to be one of {', '.join(known)}, found {value!r}")
-        self.sampling()  # says what is wrong with those fields
+        for name, value, values in (("remasking", self.remasking, REMASKING), ("mode", self.mode, MODES)):
+            if value not in values:
+                raise ValueError(f"expected {name} to be one of {', '.join(values)}, found {value!r}")
+        self.sampling()  # validates the sampling options
         block = self.block
         blocks = self.new_tokens // max(self.block, 1)
         for good, expected, found in (
@@ -129,7 +134,7 @@ class Denoising:
             (self.threshold is None or self.steps is None, "steps or a threshold, not both", self.steps),
             (
                 self.steps is None or (self.steps >= 1 and self.steps % max(blocks, 1) == 0),
-                f"steps that the {blocks} blocks divide",
+                f"steps that are a multiple of the {blocks} blocks",
                 self.steps,
             ),
             (
@@ -149,7 +154,7 @@ class Denoising:
 
     @property
     def computes_all(self) -> bool:
-        """True if every step computes every position, which takes no caches."""
+        """True if every step computes every position, without caches."""
         return self.mode == "dense" and self.suffix_window is None
 
     @property
@@ -158,12 +163,12 @@ class Denoising:
 
     @property
     def block_steps(self) -> int:
-        """The most steps that a block takes."""
+        """The most steps of a block."""
         steps = self.new_tokens if self.steps is None else self.steps
         return self.block if self.threshold is not None else steps * self.block // self.new_tokens
 
     def seeded(self) -> "Denoising":
-        """Copy with a fresh seed, if it draws and has none."""
+        """Returns a copy with a fresh seed if it draws and has none."""
         draws = self.temperature > 0 or self.remasking in BY_CHANCE
         if self.seed is not None or not draws:
             return self
@@ -173,13 +178,16 @@ class Denoising:
         return Sampling(1, self.temperature, self.top_p, seed=self.seed)
 
     def shares(self) -> np.ndarray:
-        """The part of a block's masks that Dream's schedule unmasks at each of its steps, float64 `[block_steps]`."""
+        """Returns the share of the remaining masks that each step of a block unmasks (Dream), float64 `[block_steps]`."""
         times = np.linspace(1, TIME_EPSILON, self.block_steps + 1)
         return np.append((1 - times[1:] / times[:-1])[:-1], 1.0)
 
     def quotas(self) -> np.ndarray:
-        """Number of tokens that each step of a block commits, int32 `[block_steps]`: LLaDA's even shares, the remainder at the
-        earliest steps, or Dream's part of the masks that are left, in whole tokens."""
+        """Returns the number of tokens that each step of a block commits, int32 `[block_steps]`.
+
+        LLaDA's rules have even shares, with the remainder in the first steps. Dream's rules round its shares of the remaining
+        masks down to whole tokens.
+        """
         if self.remasking in LLADA_RULES:
             base, remainder = divmod(self.block, self.block_steps)
             return np.asarray([base + (n < remainder) for n in range(self.block_steps)], np.int32)
@@ -198,9 +206,9 @@ class RowOptions:
 
     Attributes:
         quotas, shares: `[B, K]`, K being the longest block of the program.
-        rule: the number of `remasking` in `REMASKING`; `mode` that in `MODES`.
-        threshold: above 1 where a quota is committed.
-        suffix_window: `FAR` for all.
+        rule: index of `remasking` in `REMASKING`; `mode` is an index in `MODES`.
+        threshold: above 1 for rows that commit a quota.
+        suffix_window: `FAR` for all positions.
     """
 
     block: Any
@@ -259,5 +267,5 @@ def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
 
 @lru_cache(maxsize=256)
 def one_row(request: Denoising, longest: int) -> RowOptions:
-    """A request's own row of `row_options`, which the dispatches of an engine share: not to be written to."""
+    """Returns the row of `row_options` for a request. The dispatches of an engine share it; do not write to it."""
     return row_options([request], longest)

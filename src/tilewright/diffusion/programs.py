@@ -1,43 +1,54 @@
-"""The declared shapes of denoising, and the compiled program of each."""
+"""Compiled programs of denoising, over slots with paged caches.
 
+A dispatch gathers the rows of some slots, and the contents of their pages up to the length of the longest row; runs denoising
+steps; and scatters all of it back. The first dispatch of a row initialises it. Every dispatch gets the options of its rows from
+the host.
+
+A guided request needs caches of two sequences. The second sequence, whose prompt is masked, has pages of a separate group.
+
+Legend: B slots, b rows of a dispatch, S positions of a slot, s of a dispatch, P pages, E positions of a page, M pages of a row,
+G groups of pages.
+"""
+
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
+from jaxtyping import Int
 
 from tilewright.compiled.store import Store
-from tilewright.diffusion.options import FAR, Denoising, row_options
+from tilewright.diffusion.options import FAR, Denoising, RowOptions, one_row, row_options
 from tilewright.diffusion.state import DiffusionState
 from tilewright.diffusion.steps import Denoiser, run_steps
-from tilewright.diffusion.window import BUCKETS, LayerCache, allocate
-from tilewright.kernels.operations import Operations
+from tilewright.diffusion.window import BUCKETS, LayerCache, allocate, cache_widths
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import TRACED_ONCE
-from tilewright.parallel.compiling import compile_over
-from tilewright.parallel.sharding import GROUPED_AXES
-from tilewright.runtime.placement import WHOLE, Placement, on
+from tilewright.runtime.layout import LARGEST_PAGE, Layout, WindowPages
+from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Logprobs
+from tilewright.runtime.placement import compile_allocate, compile_step
+from tilewright.runtime.state import Target
 
 
 @dataclass(frozen=True)
 class DiffusionShape:
-    """Sizes that one program is compiled for.
+    """Sizes that a program is compiled for.
 
     Attributes:
-        batch: rows, without those that guidance adds.
-        positions: of a row, prompt and response together.
-        response, block: the longest ones.
-        dense: every row computes everything in every step, without caches.
-        narrow: some rows may look at their blocks alone.
-        guided: some rows are guided.
+        batch: number of rows, without those that guidance adds.
+        positions: positions of a row, prompt and response together.
+        response, block: lengths of the longest response and block.
+        dense: whether every row computes everything in every step, without caches.
+        narrow: whether some rows may compute their blocks only.
+        guided: whether some rows are guided.
     """
 
     batch: int
@@ -51,12 +62,12 @@ class DiffusionShape:
 
 @dataclass(frozen=True)
 class DiffusionTable:
-    """The shapes that are compiled; each request goes into the smallest that holds it.
+    """Declared shapes; each request runs in the smallest one that holds it.
 
     Attributes:
-        batches, positions, responses, blocks: numbers of rows, and lengths, in ascending order. No block is longer than the
-            response: `options.FAR` among them stands for one of the whole.
-        buckets: numbers of salient positions that programs compute, besides all.
+        batches, positions, responses, blocks: numbers of rows, and lengths, in ascending order. A block is never longer than
+            the response; `options.FAR` stands for a block of the whole response.
+        buckets: numbers of salient positions with a program branch of their own, besides that for all positions.
     """
 
     batches: tuple[int, ...] = (1, 4)
@@ -75,10 +86,10 @@ class DiffusionTable:
             )
 
     def shape(self, rows: int, lengths: Sequence[int], requests: Sequence[Denoising]) -> DiffusionShape:
-        """The smallest shape for prompts of these lengths.
+        """Returns the smallest shape for prompts of these lengths.
 
         Raises:
-            ValueError: none holds them; with the field and what came.
+            ValueError: no shape is large enough; the message names the size and the given value.
         """
 
         def least(name: str, sizes: tuple[int, ...], needed: int) -> int:
@@ -102,20 +113,20 @@ class DiffusionTable:
     def shapes(
         self, positions: int, modes: Sequence[str], guided: bool = False, suffix_window: bool = False
     ) -> Iterator[DiffusionShape]:
-        """All shapes that batches of requests of some of these modes may run in, up to so many positions.
+        """Returns all shapes that batches of requests in some of these modes may run in, up to that many positions.
 
         Args:
-            guided: some of the requests may be guided.
-            suffix_window: some may have one, so that dense steps, too, need caches.
+            guided: whether some requests may be guided.
+            suffix_window: whether some may have a suffix window, so that dense steps need caches, too.
         """
 
         def needed(sizes: tuple[int, ...], least: int, most: int) -> tuple[int, ...]:
-            """Those that one number or another from the least to the most goes into."""
+            """Returns the smallest sizes for all numbers from `least` to `most`."""
             return tuple(size for n, size in enumerate(sizes) if size >= least and (n == 0 or sizes[n - 1] < most))
 
         kinds = {"dense": (True, False), "prefix": (False, False), "dual": (False, True), "sparse": (False, False)}
-        asked = [*modes, *(["prefix"] if suffix_window and "dense" in modes else [])]  # whose programs those run in
-        offered = product(dict.fromkeys(kinds[mode] for mode in asked), (False, True) if guided else (False,))
+        with_caches = ["prefix"] if suffix_window and "dense" in modes else []  # mode with the programs for suffix windows
+        offered = product(dict.fromkeys(kinds[mode] for mode in (*modes, *with_caches)), (False, True) if guided else (False,))
         for batch, response, (kind, guide) in product(self.batches, needed(self.responses, 1, positions - 1), [*offered]):
             for size in needed(self.positions, response + 1, max(positions, response + 1)):
                 for block in needed(self.blocks, 1, response):
@@ -124,116 +135,376 @@ class DiffusionTable:
 
 @dataclass(frozen=True)
 class DiffusionKey:
+    """Key of a program: "allocate", or "steps" for a shape."""
+
     name: str
-    shape: DiffusionShape
+    shape: DiffusionShape | None = None
 
 
-class DiffusionPrograms(Store[DiffusionKey]):
-    """The programs of one model."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenoisingSlots:
+    """State of all slots; the fields are those of `DiffusionState`.
+
+    Attributes:
+        target_cache: for each group and layer, the bits of `LayerCache`s in pages, `[P, E, F]`; empty if every step is dense.
+    """
+
+    tokens: Any
+    changed: Any
+    step: Any
+    block_step: Any
+    block_start: Any
+    done: Any
+    logprobs: Any
+    target_cache: Any
+
+
+ROW_FIELDS = ("tokens", "changed", "step", "block_step", "block_start", "done", "logprobs")
+
+
+class DispatchInputs(NamedTuple):
+    """Rows and steps of a dispatch.
+
+    Attributes:
+        slots: slots of its rows, all different, int32 `[b]`.
+        table: block table, int32 `[G, b, M]`.
+        running: rows that run; the others are padding, `[b]`.
+        fresh: rows that start, with `tokens`, `[b]`.
+        tokens: `[b, s]`: the prompt of a fresh row, and masks.
+        start, stop: first position of the response, and the position behind it, `[b]`.
+        limit: the most steps.
+        wants_logprobs: rows that want log-probabilities, `[b]`.
+    """
+
+    slots: Any
+    table: Any
+    running: Any
+    fresh: Any
+    tokens: Any
+    start: Any
+    stop: Any
+    options: RowOptions
+    limit: Any
+    wants_logprobs: Any
+
+
+class DispatchOutputs(NamedTuple):
+    """Outputs of a dispatch, for the host.
+
+    Attributes:
+        reports: reports of its steps, `DenoisingStepInfo.packed`, `[most, b, _]`.
+        tokens: `[b, s]`.
+        block_start: first position of each row's current block, `[b]`; tokens before it are committed.
+        logprobs: log-probabilities of each position (`runtime.logprobs.Logprobs`); None if no row can want them.
+    """
+
+    reports: Any
+    tokens: Any
+    block_start: Any
+    logprobs: Any = None
+
+
+def gather_pages(pages: Array, table: Int[Array, "b M"], positions: int, like: jax.ShapeDtypeStruct) -> Array:
+    """Gathers the first positions of some rows, `[b, s, ...]`, in the form of `like`; undefined for missing pages."""
+    rows = jnp.take(pages, jnp.maximum(table, 0), axis=0).reshape(table.shape[0], -1, pages.shape[-1])[:, :positions]
+    return jax.lax.bitcast_convert_type(rows, like.dtype).reshape(*rows.shape[:2], *like.shape[2:])
+
+
+def scatter_pages(pages: Array, table: Int[Array, "b M"], rows: Array) -> Array:
+    """Writes the first positions of some rows, `[b, s, ...]`, to their pages."""
+    size = pages.shape[1]
+    flat = jax.lax.bitcast_convert_type(rows.reshape(*rows.shape[:2], -1), pages.dtype)
+    missing = table.shape[1] * size - flat.shape[1]
+    whole = jnp.pad(flat, ((0, 0), (0, missing), (0, 0))).reshape(*table.shape, size, pages.shape[-1])
+    return pages.at[jnp.where(table < 0, pages.shape[0], table)].set(whole, mode="drop")
+
+
+def initial_state(rows: dict[str, Any], caches: Any, inputs: DispatchInputs) -> DiffusionState:
+    """Returns the rows of a dispatch at its start: fresh rows are initialised, padding rows are done."""
+
+    def where_fresh(new: Any, old: Array) -> Array:
+        return jnp.where(inputs.fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+
+    return DiffusionState(
+        tokens=where_fresh(inputs.tokens, rows["tokens"]),
+        start=inputs.start,
+        stop=inputs.stop,
+        step=where_fresh(0, rows["step"]),
+        block_step=where_fresh(0, rows["block_step"]),
+        block_start=where_fresh(inputs.start, rows["block_start"]),
+        changed=where_fresh(False, rows["changed"]),
+        done=where_fresh(False, rows["done"]) | ~inputs.running,
+        options=inputs.options,
+        caches=caches,
+        wants_logprobs=inputs.wants_logprobs if rows["logprobs"] is not None else None,
+        logprobs=rows["logprobs"],
+    )
+
+
+def guided_state(state: DiffusionState, mask: int) -> DiffusionState:
+    """Returns a batch twice as large, with masked prompts in its second half; the caches already have both halves."""
+    doubled = jax.tree.map(lambda x: jnp.concatenate([x, x]), replace(state, caches=()))
+    half = len(state.tokens)
+    hidden = jnp.where(jnp.arange(state.tokens.shape[1]) < state.start[:, None], mask, state.tokens)
+    return replace(doubled, tokens=doubled.tokens.at[half:].set(hidden), caches=state.caches)
+
+
+@dataclass(frozen=True)
+class RequestKinds:
+    """Kinds of requests that programs are made for.
+
+    Attributes:
+        dense: whether every request computes everything in every step.
+        narrow: whether some may compute their blocks only.
+        guided: whether some may be guided.
+        logprobs: whether some may want log-probabilities.
+    """
+
+    dense: bool
+    narrow: bool
+    guided: bool = False
+    logprobs: bool = False
+
+    @property
+    def kind(self) -> dict[str, bool]:
+        """Fields of shapes."""
+        return {"dense": self.dense, "narrow": self.narrow, "guided": self.guided}
+
+
+class DenoisingPrograms(Store[DiffusionKey]):
+    """Programs of one model over slots of one layout: one for each declared number of rows, positions, response and block.
+
+    Attributes:
+        target: sizes, operations and devices of the model.
+        kinds: kinds of requests.
+        context: the most positions of a request.
+        layout: layout of the slots and the pages.
+    """
+
+    allocate_key = DiffusionKey("allocate")
 
     def __init__(
         self,
         config: DiffusionConfig,
-        ops: Operations,
+        target: Target,
         params: DecoderParams,
         dtype: DTypeLike,
         table: DiffusionTable,
-        placement: Placement | None = None,
+        kinds: RequestKinds,
+        context: int,
+        pages: int | None = None,
+        page_size: int = LARGEST_PAGE,
     ):
+        """Args: `pages`: number of pages of each group; None for as many as all slots can fill."""
         super().__init__()
         self.config = config
-        self.ops = ops
+        self.target = target
         self.params = params
         self.dtype = dtype
         self.table = table
-        self.placement = placement
+        self.kinds = kinds
+        self.context = context
+        slots = table.batches[-1]
+        longest = max(shape.positions for shape in self.shapes)
+        size = min(page_size, longest)
+        capacity = -(-longest // size) * size
+        count = slots * capacity // size if pages is None else pages
+        layout = Layout(slots, capacity, count, size)
+        self.layout = replace(layout, windows=(WindowPages(FAR, count),)) if kinds.guided else layout
+
+    @property
+    def over_processes(self) -> bool:
+        """True if several processes share the model."""
+        return self.target.mesh is not None and self.target.mesh.is_multi_process
+
+    @property
+    def shapes(self) -> list[DiffusionShape]:
+        """All shapes of dispatches, the largest last."""
+        kind = self.kinds.kind
+        shapes = self.table.shapes(self.context, ("sparse",))
+        return sorted((replace(shape, **kind) for shape in shapes), key=lambda each: (each.positions, each.batch))
+
+    @property
+    def largest(self) -> DiffusionShape:
+        """The shape that holds every batch of requests."""
+        return max(self.shapes, key=lambda each: (each.batch, each.positions, each.response, each.block))
+
+    def replacing(self, shape: DiffusionShape) -> list[DiffusionShape]:
+        """Returns the shapes whose programs can run what a shape holds, that shape first and the largest last."""
+
+        def sizes(each: DiffusionShape) -> tuple[int, ...]:
+            return each.batch, each.positions, each.response, each.block
+
+        found = [each for each in self.shapes if all(map(operator.ge, sizes(each), sizes(shape)))]
+        return sorted(found, key=lambda each: (each.batch * each.positions, *sizes(each)))
+
+    @property
+    def keys(self) -> list[DiffusionKey]:
+        """Keys of all programs."""
+        return [self.allocate_key, *(DiffusionKey("steps", shape) for shape in self.shapes)]
+
+    def shape(self, lengths: Sequence[int], requests: Sequence[Denoising]) -> DiffusionShape:
+        """Returns the smallest shape for requests with prompts of these lengths, or raises a `ValueError`."""
+        return replace(self.table.shape(len(requests), lengths, requests), **self.kinds.kind)
+
+    def params_for(self, key: DiffusionKey) -> DecoderParams:
+        return self.params
 
     def denoiser(self, shape: DiffusionShape) -> Denoiser:
+        """Returns the constants of a program of a shape."""
         more = int(self.config.shifted)
         return Denoiser(
             config=self.config,
-            ops=self.ops,
+            ops=self.target.ops,
             widths=(shape.block + more if shape.narrow else None, shape.response + more),
             block=shape.block,
             dense=shape.dense,
             guided=shape.guided,
             buckets=self.table.buckets,
-            schedule=TRACED_ONCE if self.placement is None else self.placement.schedule,
+            schedule=TRACED_ONCE if self.target.mesh is None else self.target.schedule,
+            logprobs=self.kinds.logprobs,
         )
 
-    def keys(self, shape: DiffusionShape) -> tuple[DiffusionKey, ...]:
-        return DiffusionKey("allocate", shape), DiffusionKey("denoise", shape)
+    def allocate(self, target: Target) -> tuple[Any, tuple[()]]:
+        """Returns empty pages of each group, for the heads of `target`, which may be a device's part."""
+        if self.kinds.dense:
+            return (), ()
+        widths = cache_widths(target.config)
+        # Unsigned integers, since XLA:CPU would convert a whole bfloat16 array to write a few entries.
+        bits = jnp.dtype(f"uint{8 * jnp.dtype(self.dtype).itemsize}")
 
-    @staticmethod
-    def shared(key: DiffusionKey) -> DiffusionKey:
-        """Key under which a program is kept: one that allocates serves all windows."""
-        if key.name == "denoise":
-            return key
-        return replace(key, shape=replace(key.shape, response=0, block=0, narrow=False))
+        def layer() -> LayerCache:
+            sizes = (self.layout.pages, self.layout.page_size)
+            return LayerCache(*(jnp.zeros((*sizes, math.prod(width)), bits) for width in widths))
 
-    def allocate(self, shape: DiffusionShape) -> Any:
-        rows = shape.batch * (2 if shape.guided else 1)
-        return () if shape.dense else allocate(self.config.decoder, rows, shape.positions, self.dtype)
+        return tuple(tuple(layer() for _ in range(target.config.num_layers)) for _ in range(self.layout.groups)), ()
+
+    def empty_state(self, target_cache: Any, nothing: Any = ()) -> DenoisingSlots:
+        """Returns empty slots around the caches of the program "allocate"."""
+        slots = self.layout.batch
+        positions = self.layout.capacity
+        numbers = np.zeros(slots, np.int32)
+        return DenoisingSlots(
+            tokens=np.full((slots, positions), self.config.mask_token_id, np.int32),
+            changed=np.zeros((slots, positions), bool),
+            step=numbers,
+            block_step=numbers.copy(),
+            block_start=numbers.copy(),
+            done=np.ones(slots, bool),
+            logprobs=self.no_logprobs(slots, positions) if self.kinds.logprobs else None,
+            target_cache=target_cache,
+        )
+
+    def no_logprobs(self, slots: int, positions: int) -> Logprobs:
+        """Returns zeros as log-probabilities of positions, on the host."""
+        k = min(MOST_ALTERNATIVES, self.config.decoder.vocab_size)
+        zeros = np.zeros((slots, positions), np.float32)
+        return Logprobs(zeros, np.zeros((*zeros.shape, k), np.int32), np.zeros((*zeros.shape, k), np.float32))
 
     def compile(self, key: DiffusionKey) -> jax.stages.Compiled:
-        make = partial(self.allocate, key.shape)
         if key.name == "allocate":
-            make.__name__ = "allocate"  # type: ignore[attr-defined]
-            placed = None if self.placement is None else on(self.placement.mesh, self.placed(jax.eval_shape(make)))
-            return jax.jit(make, out_shardings=placed).lower().compile()
-        how = self.denoiser(key.shape)
+            return compile_allocate(self.target, self.allocate)
+        steps, inputs = self.function(key)
+        return compile_step(self.target, steps, self.params, self.allocate, self.empty_state, inputs)
 
-        def denoise(params: DecoderParams, state: DiffusionState, limit: Array) -> tuple[DiffusionState, Array]:
-            return run_steps(how, params, state, limit)
+    def function(self, key: DiffusionKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Returns the program to compile, `f(params, state, inputs) -> (state, outputs)`, and its abstract inputs."""
+        shape = key.shape
+        assert shape is not None, "only a program of steps has a shape"
 
-        state = jax.eval_shape(lambda: self.state(key.shape, [], [], make()))
-        limit = jax.ShapeDtypeStruct((), jnp.int32)
-        run = denoise if self.placement is None else self.sharded(denoise, state)
-        return self.compile_run(run, state, limit)
+        def steps(
+            params: DecoderParams, state: DenoisingSlots, inputs: DispatchInputs
+        ) -> tuple[DenoisingSlots, DispatchOutputs]:
+            return self.run(shape, params, state, inputs)
 
-    def compile_run(self, run: Callable[..., Any], state: Any, *inputs: Any) -> jax.stages.Compiled:
-        """A program `run(params, state, *inputs)`, to which the state is donated."""
-        lowered = jax.jit(run, donate_argnums=1).lower(self.params, state, *inputs)
-        placement = self.placement
-        return lowered.compile() if placement is None else compile_over(placement.mesh, lowered, placement.compiler_options)
+        return steps, (self.empty_inputs(shape),)
 
-    def sharded(self, run: Callable[..., Any], state: Any) -> Callable[..., Any]:
-        """A program in which each device computes with its part of the parameters and caches, all of them with one state."""
-        assert self.placement is not None
-        parts = jax.tree.map(lambda x: x.sharding.spec, self.params)
-        held = replace(jax.tree.map(lambda _: WHOLE, state), caches=self.placed(state.caches))
-        return jax.shard_map(
-            run, mesh=self.placement.mesh, in_specs=(parts, held, WHOLE), out_specs=(held, WHOLE), check_vma=False
-        )
-
-    def placed(self, caches: Any) -> Any:
-        """Partition specs of caches: keys and values are sharded by key/value heads, contexts by all heads."""
-        of_heads, of_queries = (PartitionSpec(None, None, axes) for axes in (GROUPED_AXES[0], GROUPED_AXES))
-
-        def of_layer(_: LayerCache) -> LayerCache:
-            return LayerCache(k=of_heads, v=of_heads, context=of_queries, ffn=WHOLE, base=of_heads)
-
-        return jax.tree.map(of_layer, caches, is_leaf=lambda x: isinstance(x, LayerCache))
-
-    def state(
-        self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising], caches: Any
-    ) -> DiffusionState:
-        """A batch at its beginning; rows that only fill it are done from the start. The arrays are the host's."""
-        padding = shape.batch - len(prompts)
-        asked = [*requests, *[Denoising(1)] * padding]
-        lengths = np.asarray([*map(len, prompts), *[0] * padding], np.int32)
-        ends = lengths + np.asarray([request.new_tokens for request in asked], np.int32)
+    def empty_inputs(self, shape: DiffusionShape) -> DispatchInputs:
+        """Returns inputs in which no row runs, as host arrays, for their shapes and as padding."""
+        slots = np.arange(shape.batch, dtype=np.int32)
+        zeros = np.zeros(shape.batch, np.int32)
+        none = np.zeros(shape.batch, bool)
         tokens = np.full((shape.batch, shape.positions), self.config.mask_token_id, np.int32)
-        for row, prompt in zip(tokens, prompts, strict=False):
-            row[: len(prompt)] = prompt
-        rows = [tokens, lengths, ends, row_options(asked, shape.block), np.arange(shape.batch) >= len(prompts)]
-        if shape.guided:
-            hidden = tokens.copy()
-            hidden[np.arange(shape.positions) < lengths[:, None]] = self.config.mask_token_id
-            rows = jax.tree.map(lambda x: np.concatenate([x, x]), rows)
-            rows[0][shape.batch :] = hidden
-        tokens, start, stop, options, done = rows
-        zeros = np.zeros_like(start)
-        return DiffusionState(
-            tokens, start, stop, zeros, zeros.copy(), start.copy(), np.zeros(tokens.shape, bool), done, options, caches
+        table = np.full((self.layout.groups, shape.batch, -(-shape.positions // self.layout.page_size)), -1, np.int32)
+        options = row_options([Denoising(1)] * shape.batch, shape.block)
+        return DispatchInputs(slots, table, none, none.copy(), tokens, zeros, zeros.copy(), options, np.int32(0), none.copy())
+
+    def inputs(
+        self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising], fresh: Sequence[bool]
+    ) -> DispatchInputs:
+        """Returns the inputs of a program for these rows; the caller sets steps, slots and pages."""
+        empty = self.empty_inputs(shape)
+        for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            empty.tokens[row, : len(prompt)] = prompt
+            empty.start[row] = len(prompt)
+            empty.stop[row] = len(prompt) + request.new_tokens
+        empty.running[: len(prompts)] = True
+        empty.fresh[: len(prompts)] = fresh
+        padded = [*requests, *[Denoising(1)] * (shape.batch - len(prompts))]
+        options = jax.tree.map(lambda *each: np.concatenate(each), *(one_row(each, shape.block) for each in padded))
+        return empty._replace(options=options)
+
+    def batch(self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising]) -> DiffusionState:
+        """Returns a batch at its start, with contiguous caches, outside of any slot."""
+        inputs = self.inputs(shape, prompts, requests, [True] * len(prompts))
+        slots = self.empty_state(())
+        rows = self.cut(slots, np.arange(shape.batch), shape.positions)
+        many = shape.batch * (2 if shape.guided else 1)
+        caches = () if shape.dense else allocate(self.config.decoder, many, shape.positions, self.dtype)
+        state = initial_state(rows, caches, inputs)
+        return guided_state(state, self.config.mask_token_id) if shape.guided else state
+
+    def run(
+        self, shape: DiffusionShape, params: DecoderParams, slots: DenoisingSlots, inputs: DispatchInputs
+    ) -> tuple[DenoisingSlots, DispatchOutputs]:
+        """Runs a dispatch. DONATES slots."""
+        config = self.config
+        positions = shape.positions
+        rows = self.cut(slots, inputs.slots, positions)
+        caches = self.caches_of(slots, inputs.table, positions)
+        state = initial_state(rows, caches, inputs)
+        state = guided_state(state, config.mask_token_id) if shape.guided else state
+        state, reports = run_steps(self.denoiser(shape), params, state, inputs.limit)
+        half = shape.batch
+        found = jax.tree.map(lambda x: x[:half], {name: getattr(state, name) for name in ROW_FIELDS})
+
+        def with_rows(whole: Array, old: Array, new: Array) -> Array:
+            new = jnp.where(inputs.running.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+            wide = new if old.ndim == 1 else whole[inputs.slots].at[:, :positions].set(new)
+            return whole.at[inputs.slots].set(wide, unique_indices=True)
+
+        after = jax.tree.map(with_rows, {name: getattr(slots, name) for name in ROW_FIELDS}, rows, found)
+
+        def write(layer: LayerCache, new: LayerCache, group: int) -> LayerCache:
+            rows = slice(group * half, (group + 1) * half)
+            return jax.tree.map(lambda pages, new: scatter_pages(pages, inputs.table[group], new[rows]), layer, new)
+
+        cache = tuple(
+            tuple(write(layer, new, group) for layer, new in zip(layers, state.caches, strict=True))
+            for group, layers in enumerate(slots.target_cache)
         )
+        outputs = DispatchOutputs(reports[:, :half], found["tokens"], found["block_start"], found["logprobs"])
+        return DenoisingSlots(**after, target_cache=cache), outputs
+
+    @staticmethod
+    def cut(slots: DenoisingSlots, which: Any, positions: int) -> dict[str, Any]:
+        """Returns the row fields of some slots, cut to that many positions."""
+        fields = {name: getattr(slots, name) for name in ROW_FIELDS}
+        return jax.tree.map(lambda x: x[which] if x.ndim == 1 else x[which][:, :positions], fields)
+
+    def caches_of(self, slots: DenoisingSlots, table: Int[Array, "G b M"], positions: int) -> tuple[LayerCache, ...]:
+        """Gathers the first positions of some rows' caches, one for each layer, with the groups' rows in sequence."""
+        widths = LayerCache(*cache_widths(self.target.config))
+
+        def gather_array(width: tuple[int, ...], *groups: Array) -> Array:
+            size = groups[0].shape[-1] // math.prod(width[1:])  # this device may have a part of the first dim
+            like = jax.ShapeDtypeStruct((table.shape[1], positions, size, *width[1:]), self.dtype)
+            parts = [gather_pages(pages, rows, positions, like) for pages, rows in zip(groups, table, strict=True)]
+            return jnp.concatenate(parts)
+
+        def gather_layer(*groups: LayerCache) -> LayerCache:
+            arrays = zip(*(vars(each).values() for each in (widths, *groups)), strict=True)
+            return LayerCache(*(gather_array(*each) for each in arrays))
+
+        return tuple(gather_layer(*groups) for groups in zip(*slots.target_cache, strict=True))

@@ -1,23 +1,31 @@
-"""Request to an engine that denoises."""
+"""Requests to a denoising engine, and checks of their prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from tokenizers import Tokenizer
 
 from tilewright.diffusion.options import Denoising
+from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.tokenizer import encode
+from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.request import check_deadline
 from tilewright.runtime.sampling import Sampling
 
 
 @dataclass(frozen=True)
 class DenoisingRequest:
-    """One request of a diffusion language model.
+    """Request to a diffusion language model.
 
     Attributes:
         prompt: token ids, at least one.
-        denoising: how its response comes about.
-        stop: strings that end it, once they stand in finished blocks.
-        deadline_s: seconds after which it is ended, waiting or not; None for never.
-        max_tokens: of the response, so many tokens are handed out; None for all of them.
+        denoising: denoising options.
+        stop: strings that end the response once they occur in finished blocks.
+        deadline_s: seconds after which the request is ended, waiting or running; None for no deadline.
+        max_tokens: number of the response's tokens that are delivered; None for all.
+        logprobs: number of alternatives, from 0 to 20, whose log-probabilities come with those of each token, from the step
+            that committed the token; None for no log-probabilities. They are computed from the model's logits without the mask
+            token's, before temperature and filters.
     """
 
     prompt: Sequence[int]
@@ -25,19 +33,58 @@ class DenoisingRequest:
     stop: tuple[str, ...] = ()
     deadline_s: float | None = None
     max_tokens: int | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"expected max_tokens of at least 1, found {self.max_tokens}")
-        Sampling(stop=self.stop)  # says what is wrong with the strings
-
-    @property
-    def logprobs(self) -> None:
-        """None: a response does not come token by token, so no token has a probability given those before it."""
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
+            raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
+        Sampling(stop=self.stop)  # validates the strings
 
     @property
     def sampling(self) -> Sampling:
-        asked = self.denoising
-        most = asked.new_tokens if self.max_tokens is None else min(self.max_tokens, asked.new_tokens)
-        return Sampling(most, asked.temperature, asked.top_p, seed=asked.seed, stop=self.stop, ignore_eos=asked.ignore_eos)
+        options = self.denoising
+        most = options.new_tokens if self.max_tokens is None else min(self.max_tokens, options.new_tokens)
+        return Sampling(
+            most, options.temperature, options.top_p, seed=options.seed, stop=self.stop, ignore_eos=options.ignore_eos
+        )
+
+
+def encoded(config: DiffusionConfig, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """Returns the tokens of a prompt, which may be token ids already.
+
+    Raises:
+        ValueError: the prompt is empty, or has an id outside of the vocabulary or a mask.
+    """
+    tokens = encode(tokenizer, prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("expected a prompt of at least one token, found an empty one")
+    vocab = config.decoder.vocab_size
+    if outside := [token for token in tokens if not 0 <= token < vocab]:
+        raise ValueError(f"expected token ids below the vocabulary size {vocab}, found {outside[0]}")
+    if config.mask_token_id in tokens:
+        raise ValueError(f"expected a prompt without the mask token {config.mask_token_id}, found one")
+    return tokens
+
+
+def request_of(prompt: Sequence[int], sampling: Sampling, defaults: Denoising) -> DenoisingRequest:
+    """Returns a request with the length and randomness of a sampling, and the other options of `defaults`.
+
+    A response has whole blocks; tokens behind the sampling's length are not delivered.
+    """
+    wanted = sampling.max_new_tokens
+    block = wanted if defaults.block_length is None else defaults.block_length
+    drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "seed", "ignore_eos")}
+    denoising = replace(defaults, new_tokens=-(-wanted // block) * block, **drawn)
+    return DenoisingRequest(prompt, denoising, sampling.stop, max_tokens=wanted)
+
+
+def check_room(tokens: Sequence[int], request: Denoising, context: int) -> None:
+    """Raises a `ValueError` if a prompt and its response do not fit a context."""
+    if len(tokens) + request.new_tokens > context:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens leaves room for {max(0, context - len(tokens))} in the context of {context}; "
+            f"new_tokens is {request.new_tokens}, in blocks of {request.block}"
+        )

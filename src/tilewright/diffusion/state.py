@@ -1,4 +1,4 @@
-"""The state of a batch that is being denoised, and what its next step computes.
+"""State of a batch that is being denoised, and the positions that its next step computes.
 
 Legend: B rows of a batch, S positions of a row, W of a window, K of the longest block.
 """
@@ -15,25 +15,27 @@ from tilewright.diffusion.options import ALWAYS, FAR, MODES, RowOptions
 from tilewright.diffusion.window import Window
 
 Span = Literal["block", "response", "whole"]
-"""How much a pass looks at: a block (and the position before it), the response (and the position before it), or all."""
+"""Positions that a pass covers: a block, the response (each with the position before it), or the whole sequence."""
 SPANS: tuple[Span, ...] = ("block", "response", "whole")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DiffusionState:
-    """A batch of rows, fixed in size, allocated before the loop and donated to every step.
+    """Batch of rows of fixed size, allocated before the loop and donated to every step.
 
     Attributes:
-        tokens: int32 `[B, S]`; masks where tokens are still to come; entries from `stop` on mean nothing.
-        start, stop: `[B]`: where the response begins and ends. Nothing stands behind it.
-        step: `[B]`: steps taken.
-        block_step: `[B]`: steps taken in the current block.
-        block_start: `[B]`: where that begins.
-        changed: `[B, S]`: the positions committed in the last step.
-        done: `[B]`; a row that is done stays as it is. Padding rows are done from the start.
-        options: what each row asks for.
-        caches: one for each layer (`window.LayerCache`); empty where every step is dense.
+        tokens: int32 `[B, S]`, with masks for tokens not generated yet; entries from `stop` on are undefined.
+        start, stop: `[B]`: first position of the response, and the position behind the response. Nothing follows it.
+        step: `[B]`: number of steps so far.
+        block_step: `[B]`: number of steps so far in the current block.
+        block_start: `[B]`: first position of the current block.
+        changed: `[B, S]`: positions committed in the last step.
+        done: `[B]`; a row that is done does not change. Padding rows are done from the start.
+        options: options of each row.
+        caches: one for each layer (`window.LayerCache`); empty if every step is dense.
+        wants_logprobs: `[B]`: rows that want log-probabilities; None if no row can want them.
+        logprobs: log-probabilities of each position (`runtime.logprobs.Logprobs`) at its commit; None likewise.
     """
 
     tokens: Any
@@ -46,6 +48,8 @@ class DiffusionState:
     done: Any
     options: RowOptions
     caches: Any
+    wants_logprobs: Any = None
+    logprobs: Any = None
 
     @property
     def block_stop(self) -> Int[Array, " B"]:
@@ -53,7 +57,7 @@ class DiffusionState:
 
     @property
     def visible(self) -> Int[Array, " B"]:
-        """End of the positions that a step knows of."""
+        """End of the positions that a step attends to."""
         return jnp.minimum(self.block_stop + self.options.suffix_window, self.stop)
 
 
@@ -63,10 +67,10 @@ class StepPlan:
     """Positions that the next step of each row computes, `[B]` each.
 
     Attributes:
-        first, last: the active positions, from the first to the one before the last.
-        response: where the window of a response begins.
-        exact: all of them are salient everywhere.
-        span: the number in `SPANS` of the smallest one that holds them.
+        first, last: first active position, and the position behind the last one.
+        response: first position of the window of a response.
+        exact: whether all active positions are salient in all layers.
+        span: index in `SPANS` of the smallest span that contains them.
     """
 
     first: Any
@@ -77,14 +81,14 @@ class StepPlan:
 
 
 def plan(state: DiffusionState, shifted: bool) -> StepPlan:
-    """Positions that each row's mode asks for at its step.
+    """Plans the positions that each row's mode computes at its next step.
 
     Args:
-        shifted: logits of a position predict the token behind it.
+        shifted: whether the logits of a position predict the next token.
     """
     options = state.options
     number = state.step + 1
-    # A block that begins shows positions that no cache holds yet.
+    # A new block makes positions visible that no cache has yet.
     shows_more = (jnp.asarray(options.suffix_window) < FAR) & (state.block_step == 0)
     mode = [jnp.asarray(options.mode) == n for n in range(len(MODES))]
     back = jnp.where(jnp.asarray(options.boundary) | ~mode[MODES.index("sparse")], 1, 0) if shifted else 0
@@ -97,23 +101,23 @@ def plan(state: DiffusionState, shifted: bool) -> StepPlan:
     first = jnp.where(narrow, response, jnp.where(within, jnp.maximum(state.block_start - back, 0), 0))
     last = jnp.where(within & mode[MODES.index("dual")], state.block_stop, state.visible)
     exact = ~sparse | full
-    of_block = within & mode[MODES.index("dual")]
-    span = jnp.where(of_block, 0, jnp.where(narrow | within, 1, 2))
+    narrow_block = within & mode[MODES.index("dual")]
+    span = jnp.where(narrow_block, 0, jnp.where(narrow | within, 1, 2))
     return StepPlan(first, last, response, exact, jnp.where(state.done, 0, span))
 
 
-def window_of(state: DiffusionState, what: StepPlan, size: int) -> Window:
-    """The window of so many positions that holds what a step computes."""
+def window_of(state: DiffusionState, step: StepPlan, size: int) -> Window:
+    """Returns the window of `size` positions that contains the positions of a step."""
     options = state.options
     length = state.tokens.shape[1]
-    begin = jnp.clip(what.first, 0, length - size)
+    begin = jnp.clip(step.first, 0, length - size)
     positions = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    active = (positions >= what.first[:, None]) & (positions < what.last[:, None]) & ~state.done[:, None]
-    whole = what.first == 0
+    active = (positions >= step.first[:, None]) & (positions < step.last[:, None]) & ~state.done[:, None]
+    whole = step.first == 0
     catches_up = None
     renews = None
     if size == length:
-        catches_up = ((positions < what.response[:, None]) & (whole & options.keep_prompt)[:, None]).astype(jnp.int32)
+        catches_up = ((positions < step.response[:, None]) & (whole & options.keep_prompt)[:, None]).astype(jnp.int32)
         renews = whole & ~state.done
     return Window(
         positions=positions,
@@ -121,15 +125,15 @@ def window_of(state: DiffusionState, what: StepPlan, size: int) -> Window:
         active=active,
         changed=jnp.take_along_axis(state.changed, positions, axis=1),
         catches_up=catches_up,
-        tau=jnp.where(what.exact, ALWAYS, options.tau),
-        first_all=what.exact | options.first_layer,
+        tau=jnp.where(step.exact, ALWAYS, options.tau),
+        first_all=step.exact | options.first_layer,
         keep_changed=jnp.asarray(options.keep_changed),
         renews=renews,
     )
 
 
 def ended(tokens: Int[Array, "B S"], state: DiffusionState, mask: int, eos: tuple[int, ...]) -> Bool[Array, " B"]:
-    """Mask of the rows that have an end-of-sequence token in their response, and no mask before it."""
+    """Returns a mask of the rows with an end-of-sequence token in their response and no mask before it."""
     place = jnp.arange(tokens.shape[1])[None]
     inside = (place >= state.start[:, None]) & (place < state.stop[:, None])
     is_eos = jnp.zeros(tokens.shape, bool)

@@ -1,12 +1,13 @@
-"""A forward pass over a window of positions that computes what has changed and takes the rest from caches.
+"""Forward pass over a window of positions that computes changed positions and takes the others from caches.
 
-DyLLM (arXiv 2603.08026) recomputes the positions whose attention context turned, *salient* ones, and reuses what the others
-gave the step before. Where every position of a window is salient this is attention over cached keys and values as Fast-dLLM
-(arXiv 2505.22618) has it, and where the window is the whole sequence it is the dense pass. So a batch may hold rows of all
-kinds.
+DyLLM (arXiv 2603.08026) recomputes *salient* positions, whose attention context has changed, and reuses the results of the step
+before for the others. If every position of a window is salient, the pass is attention over cached keys and values as in
+Fast-dLLM (arXiv 2505.22618); if the window is the whole sequence, too, it is the dense pass. So a batch may mix all kinds of
+rows.
 
-How many positions are salient depends on the data; shapes do not. They are gathered into the smallest declared number of rows
-that holds them, chosen on the device, or counted where products leave out rows by themselves (`Operations.counts`).
+The number of salient positions depends on the data, but shapes do not. The salient positions are gathered into the smallest
+declared number of rows that holds them, chosen on the device; operations that skip rows behind a count
+(`Operations.skips_uncounted`) get the count instead.
 
 Legend: B rows of a batch, S positions of a row, W of a window, R = B * W, H hidden size, N query heads, K key/value heads,
 D head size.
@@ -27,10 +28,10 @@ from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
 
 BUCKETS = (32, 64, 128, 256)
-"""Numbers of salient positions that programs are made for, besides all."""
+"""Numbers of salient positions with a program branch of their own, besides that for all positions."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,10 +40,10 @@ class LayerCache:
     """Cached arrays of a layer, for each position.
 
     Attributes:
-        k, v: keys, rotated, and values, `[B, S, K, D]`.
-        context: what its query saw, before the output projection, `[B, S, N * D]`.
-        ffn: what its MLP gave, `[B, S, H]`.
-        base: the values as they were when the whole sequence was computed last, `[B, S, K, D]`.
+        k, v: rotated keys, and values, `[B, S, K, D]`.
+        context: attention output before the output projection, `[B, S, N * D]`.
+        ffn: output of the MLP, `[B, S, H]`.
+        base: values at the last pass over the whole sequence, `[B, S, K, D]`.
     """
 
     k: Any
@@ -52,16 +53,19 @@ class LayerCache:
     base: Any
 
 
+def cache_widths(config: DecoderConfig) -> tuple[tuple[int, ...], ...]:
+    """Returns the dims of an entry behind its position, for each array of a `LayerCache`; devices shard the first of them."""
+    values = (config.num_kv_heads, config.head_dim)
+    return values, values, (config.num_heads * config.head_dim,), (config.hidden_size,), values
+
+
 def allocate(config: DecoderConfig, batch: int, positions: int, dtype: DTypeLike) -> tuple[LayerCache, ...]:
-    """Empty caches, one for each layer."""
+    """Returns empty caches, one for each layer."""
 
-    def one() -> LayerCache:
-        values = (batch, positions, config.num_kv_heads, config.head_dim)
-        context = (batch, positions, config.num_heads * config.head_dim)
-        shapes = (values, values, context, (batch, positions, config.hidden_size), values)
-        return LayerCache(*(jnp.zeros(shape, dtype) for shape in shapes))
+    def layer() -> LayerCache:
+        return LayerCache(*(jnp.zeros((batch, positions, *width), dtype) for width in cache_widths(config)))
 
-    return tuple(one() for _ in range(config.num_layers))
+    return tuple(layer() for _ in range(config.num_layers))
 
 
 @jax.tree_util.register_dataclass
@@ -70,16 +74,16 @@ class Window:
     """Positions that a pass computes. Every array's first dim is the batch.
 
     Attributes:
-        positions: where the queries stand, `[B, W]`, one behind the other.
-        lengths: positions that there are, `[B]`.
-        active: `[B, W]`; positions that are not stay as they are, in all caches.
-        changed: `[B, W]`: whose token was committed since the pass before.
-        catches_up: `[B, W]`: contexts that are carried on by all that values changed since `base`, and not in this pass alone.
-            None where the window is not the whole sequence: `base` is neither read nor written then.
+        positions: positions of the queries, `[B, W]`, contiguous.
+        lengths: number of positions of each row, `[B]`.
+        active: `[B, W]`; inactive positions do not change in any cache.
+        changed: `[B, W]`: positions whose token was committed in the step before.
+        catches_up: `[B, W]`: positions whose carried contexts include all changes of values since `base`, not only those of
+            this pass. None if the window is not the whole sequence: then `base` is neither read nor written.
         tau: `[B]`; a position is salient in the next layer if the cosine of its contexts is below. Above 1, all are.
-        first_all: `[B]`: all active positions are salient in the first layer.
-        keep_changed: `[B]`: those that changed are salient in every layer.
-        renews: `[B]`: whether `base` becomes the values after this pass; None as above.
+        first_all: `[B]`: whether all active positions are salient in the first layer.
+        keep_changed: `[B]`: whether changed positions are salient in every layer.
+        renews: `[B]`: whether the values after this pass become `base`; None if the window is not the whole sequence.
     """
 
     positions: Any
@@ -102,13 +106,13 @@ class Trace(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """Positions of a window that were picked, `[B, W]` flattened: the first `number` entries of `indices` `[R]`."""
+    """Selected positions of a flattened window `[B, W]`: the first `number` entries of `indices` `[R]`."""
 
     indices: Array
     number: Array
 
     def among(self, places: Int[Array, "B W"]) -> Int[Array, " R"]:
-        """Their places, and -1 behind them."""
+        """Returns the selected positions' entries of `places`, followed by -1."""
         slots = jnp.arange(self.indices.size)
         return jnp.where(slots < self.number, places.reshape(-1)[self.indices], -1)
 
@@ -118,7 +122,7 @@ def pick(ops: Operations, mask: Bool[Array, "B W"]) -> Picked:
 
 
 def bucket_sizes(buckets: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """The numbers of rows that programs for up to `rows` are made for."""
+    """Returns the numbers of rows, up to `rows`, with a program branch of their own."""
     return (*(size for size in buckets if size < rows), rows)
 
 
@@ -129,9 +133,9 @@ def on_picked(
     picked: Picked,
     *arrays: Float[Array, "R _"],
 ) -> Any:
-    """`function(*rows, count=...)` of the picked rows of arrays; of its results, `[R, ...]`, the first `count` rows count."""
+    """Runs `function(*rows, count=...)` on the selected rows; the first `count` rows of its results `[R, ...]` are valid."""
     size = picked.indices.size
-    if ops.counts:
+    if ops.skips_uncounted:
         return function(*(ops.gather_rows(x, picked.indices) for x in arrays), count=picked.number)
     sizes = bucket_sizes(buckets, size)
 
@@ -160,18 +164,18 @@ class Pass:
     buckets: tuple[int, ...]
     window: Window
     rope: tuple[Array, Array]
-    schedule: Schedule
+    schedule: Strategy
     positions: int
 
     @property
     def rows(self) -> Int[Array, "B W"]:
-        """Places of the window's positions in the flat caches."""
+        """Indices of the window's positions in the flattened caches."""
         batch = jnp.arange(len(self.window.positions), dtype=jnp.int32)[:, None]
         return batch * self.positions + self.window.positions
 
     @property
     def whole(self) -> bool:
-        """True if the window is all of the sequence, as its shape says."""
+        """True if the window is the whole sequence, by its static shape."""
         return self.window.positions.shape[1] == self.positions
 
     def of_window(self, cache: Float[Array, "B S F"]) -> Float[Array, "B W F"]:
@@ -196,7 +200,7 @@ class Pass:
     def renew_values(
         self, layer: Layer, cache: LayerCache, x: Float[Array, "B W H"], salient: Bool[Array, "B W"]
     ) -> tuple[LayerCache, Float[Array, "B C S K D"]]:
-        """Keys and values of the salient positions, and by how much the values changed, in this pass and since the base."""
+        """Updates keys and values of the salient positions. Returns the changes of values, in this pass and since the base."""
         picked = pick(self.ops, salient)
         flat = [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
         k, v = on_picked(self.ops, self.buckets, partial(self.keys_values, layer), picked, *flat)
@@ -210,14 +214,14 @@ class Pass:
     def layer(
         self, layer: Layer, cache: LayerCache, x: Float[Array, "B W H"], salient: Bool[Array, "B W"]
     ) -> tuple[Array, LayerCache, Bool[Array, "B W"], Float32[Array, "B W"]]:
-        """The residual stream after a layer, its cache, the positions that are salient in the next one, and the cosines."""
+        """Returns the residual stream after a layer, its cache, the salient positions of the next layer, and the cosines."""
         ops = self.ops
         window = self.window
         cache, changes = self.renew_values(layer, cache, x, salient)
         carried = 0 if window.catches_up is None else window.catches_up
         kinds = jnp.where(salient, select.EXACT, select.CARRIED + carried)
         kinds = jnp.where(window.active, kinds, select.IDLE).astype(jnp.int32)
-        context, statistics = ops.window_attention(
+        context, statistics = ops.sparse_attention(
             self.queries(layer, x), cache.k, cache.v, changes, window.lengths, kinds, self.of_window(cache.context)
         )
         turned = select.cosine(self.schedule.reduce(statistics))
@@ -250,15 +254,15 @@ def run_window(
     window: Window,
     caches: tuple[LayerCache, ...],
     buckets: tuple[int, ...] = BUCKETS,
-    schedule: Schedule = SINGLE_DEVICE,
+    schedule: Strategy = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B W H"], tuple[LayerCache, ...], Trace]:
-    """All layers over a window.
+    """Runs all layers over a window.
 
     Args:
-        tokens: of all positions.
+        tokens: tokens of all positions.
 
     Returns:
-        The residual stream after the last layer, of active positions; the caches; and how it went.
+        the residual stream of active positions after the last layer; the caches; and the trace.
     """
     rope = config.rope_tables(window.positions)["global"]
     step = Pass(config, ops, buckets, window, rope, schedule, tokens.shape[1])

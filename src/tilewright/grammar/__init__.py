@@ -1,1 +1,1 @@
-"""Grammars that a text must follow, as constraints of the runtime: llguidance's matchers over a model's tokens."""
+"""Structured output: compiles grammars with llguidance into constraints that mask the tokens of a generation."""

@@ -1,7 +1,7 @@
-"""Deterministic automata over bytes, of expressions over characters in UTF-8 (the subset construction), as small as may be.
+"""Minimal deterministic automata over UTF-8 bytes, built from expressions by the subset construction.
 
-Every state can still reach the end, for every part of an expression has a text. So a byte may come next where it has a
-transition, and nothing has to be looked ahead for. Behind `Beyond` an expression says nothing: any byte is let through there.
+Every state can reach an accepting state, because every part of an expression matches some text. A byte is therefore allowed
+exactly where it has a transition, without lookahead. `Undescribed` parts of an expression allow every byte.
 """
 
 import time
@@ -15,7 +15,6 @@ from tilewright.grammar.regular import (
     LAST,
     SURROGATES,
     Alternation,
-    Beyond,
     CharacterClass,
     Concatenation,
     Lark,
@@ -24,60 +23,62 @@ from tilewright.grammar.regular import (
     Repetition,
     Separated,
     TooLarge,
+    Undescribed,
 )
 
 MOST_NFA_STATES = 40_000
 MOST_PARTS = 200_000
-"""Of an expression, each as often as it is repeated: some have no states."""
+"""Largest number of parts of an expression, after repetitions are expanded (empty parts add no NFA states)."""
 MOST_STATES = 4096
-"""Of an automaton over bytes."""
+"""Largest number of states of a byte automaton."""
 
 
 class Deadline:
-    """A bound on the processor time that this thread's work may take; `check` raises `NotRegular` behind it.
+    """Limit on the CPU time of the current thread.
 
-    So what a grammar gets does not depend on what else the machine does.
+    CPU seconds, unlike wall-clock seconds, make the outcome for a grammar independent of the machine's load.
     """
 
     def __init__(self, seconds: float):
         self.until = time.thread_time() + seconds
 
     def check(self) -> None:
+        """Raises `NotRegular` after the limit."""
         if time.thread_time() > self.until:
-            raise NotRegular("it takes too long")
+            raise NotRegular("building the automaton takes too long")
 
 
 @dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """Automaton over bytes, which begins in state 0.
+    """Deterministic automaton over bytes. State 0 is the start.
 
     Attributes:
-        after: the state behind a byte; -1 where it may not come.
-        accepts: whether a text may end in a state.
-        beyond: whether the expression does not say what may come in a state; any byte leads back to it.
-        resume: of such a state, the one behind the text that the expression does not describe; -1 where that depends on the
-            text, and of any other state.
+        transitions: next state for each state and byte; -1 where the byte is not allowed.
+        accepts: True for accepting states.
+        undescribed: True for states inside an undescribed part, in which every byte leads back to the same state.
+        resume: state after the undescribed part, for each undescribed state; -1 for other states, and where the next state
+            depends on the undescribed text.
     """
 
-    after: Int32[np.ndarray, "S 256"]
+    transitions: Int32[np.ndarray, "S 256"]
     accepts: Bool[np.ndarray, " S"]
-    beyond: Bool[np.ndarray, " S"]
+    undescribed: Bool[np.ndarray, " S"]
     resume: Int32[np.ndarray, " S"]
 
 
 ByteRanges = tuple[tuple[int, int], ...]
-"""For each byte of a character the range that it lies in."""
+"""Range of each byte of an encoded character."""
 
 
 def byte_ranges(low: int, high: int) -> Iterator[ByteRanges]:
-    """The characters from `low` to `high` in UTF-8, as disjoint products of ranges of bytes."""
+    """Yields the UTF-8 encodings of the code points `low` to `high`, as disjoint products of byte ranges."""
     for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, SURROGATES[0] - 1), (SURROGATES[1] + 1, 0xFFFF), (0x10000, LAST)):
         if max(low, first) <= min(high, last):
-            yield from spanned(chr(max(low, first)).encode(), chr(min(high, last)).encode())
+            yield from encoded_ranges(chr(max(low, first)).encode(), chr(min(high, last)).encode())
 
 
-def spanned(low: bytes, high: bytes) -> Iterator[ByteRanges]:
-    """The encodings of one length from `low` to `high`."""
+def encoded_ranges(low: bytes, high: bytes) -> Iterator[ByteRanges]:
+    """Yields the encodings from `low` to `high`, which have the same length."""
     if len(low) == 1:
         yield ((low[0], high[0]),)
         return
@@ -87,49 +88,50 @@ def spanned(low: bytes, high: bytes) -> Iterator[ByteRanges]:
     least = b"\x80" * rest
     most = b"\xbf" * rest
     if first == last:
-        yield from (((first, first), *tail) for tail in spanned(low[1:], high[1:]))
+        yield from (((first, first), *tail) for tail in encoded_ranges(low[1:], high[1:]))
         return
     if low[1:] != least:
-        yield from (((first, first), *tail) for tail in spanned(low[1:], most))
+        yield from (((first, first), *tail) for tail in encoded_ranges(low[1:], most))
         first += 1
     if high[1:] != most:
-        yield from (((last, last), *tail) for tail in spanned(least, high[1:]))
+        yield from (((last, last), *tail) for tail in encoded_ranges(least, high[1:]))
         last -= 1
     if first <= last:
         yield ((first, last), *[(0x80, 0xBF)] * rest)
 
 
 class Nfa:
-    """Nondeterministic automaton, made of an expression (Thompson's construction); it begins in state 0.
+    """Nondeterministic automaton of an expression (Thompson's construction). State 0 is the start.
 
     Attributes:
-        moves: of each state, ranges of bytes and the state behind one of them.
-        free: of each state, those that it becomes without a byte.
-        beyond: of each state behind which the expression says nothing, the state behind the text that it does not describe.
+        moves: transitions of each state, as (first byte, last byte, next state).
+        epsilons: epsilon transitions of each state.
+        undescribed: maps each state inside an undescribed part to the state after the part.
+        end: the accepting state.
     """
 
     def __init__(self, node: Node, deadline: Deadline):
         self.moves: list[list[tuple[int, int, int]]] = []
-        self.free: list[list[int]] = []
+        self.epsilons: list[list[int]] = []
         self.deadline = deadline
         self.parts = 0
-        self.beyond = dict[int, int]()
+        self.undescribed = dict[int, int]()
         self.end = self.add(node, self.new())
 
     def new(self) -> int:
         if len(self.moves) >= MOST_NFA_STATES:
-            raise TooLarge("it is too large")
+            raise TooLarge("the expression is too large")
         if len(self.moves) % 256 == 0:
             self.deadline.check()
         self.moves.append([])
-        self.free.append([])
+        self.epsilons.append([])
         return len(self.moves) - 1
 
     def add(self, node: Node, start: int) -> int:
-        """Adds an expression behind a state. Returns the state behind it."""
+        """Appends an expression to the state `start`. Returns the state after the expression."""
         self.parts += 1
         if self.parts > MOST_PARTS:
-            raise TooLarge("it is too large")
+            raise TooLarge("the expression is too large")
         match node:
             case CharacterClass():
                 return self.add_characters(node, start)
@@ -141,27 +143,27 @@ class Nfa:
                 ends = [self.add(part, self.begin(start)) for part in node.parts]
                 end = self.new()
                 for each in ends:
-                    self.free[each].append(end)
+                    self.epsilons[each].append(end)
                 return end
             case Repetition():
                 return self.add_repeated(node, start)
             case Separated():
                 loop = self.begin(start)
                 end = self.add(node.part, loop)
-                self.free[self.add(node.separator, end)].append(loop)
+                self.epsilons[self.add(node.separator, end)].append(loop)
                 return end
-            case Beyond():
+            case Undescribed():
                 state = self.begin(start)
                 self.moves[state].append((0, 255, state))
-                self.beyond[state] = self.new()
-                return self.beyond[state]
+                self.undescribed[state] = self.new()
+                return self.undescribed[state]
             case Lark():
-                raise NotRegular("text that the matcher alone describes")
+                raise NotRegular("rules of a Lark grammar")
 
     def begin(self, start: int) -> int:
-        """A new state behind another, so that what loops back to it stays inside."""
+        """Adds a state with an epsilon transition from `start`, so that loops to the new state do not reach `start`."""
         state = self.new()
-        self.free[start].append(state)
+        self.epsilons[start].append(state)
         return state
 
     def add_characters(self, node: CharacterClass, start: int) -> int:
@@ -181,7 +183,7 @@ class Nfa:
             start = self.add(node.part, start)
         if node.most is None:
             loop = self.begin(start)
-            self.free[self.add(node.part, loop)].append(loop)
+            self.epsilons[self.add(node.part, loop)].append(loop)
             return loop
         leaving = [start]
         for _ in range(node.most - node.least):
@@ -189,26 +191,26 @@ class Nfa:
             leaving.append(start)
         end = self.new()
         for each in leaving:
-            self.free[each].append(end)
+            self.epsilons[each].append(end)
         return end
 
     def closure(self, states: frozenset[int]) -> frozenset[int]:
-        """What some states become without a byte, as far as something follows or the text may end."""
-        seen = set(states)
-        left = list(states)
-        while left:
-            for following in self.free[left.pop()]:
-                if following not in seen:
-                    seen.add(following)
-                    left.append(following)
-        return frozenset(each for each in seen if self.moves[each] or each == self.end)
+        """Computes the epsilon closure of states, without states that neither have byte transitions nor accept."""
+        reached = set(states)
+        stack = list(states)
+        while stack:
+            for following in self.epsilons[stack.pop()]:
+                if following not in reached:
+                    reached.add(following)
+                    stack.append(following)
+        return frozenset(each for each in reached if self.moves[each] or each == self.end)
 
 
 class Subsets:
-    """Sets of an automaton's states, each with what its states become without a byte, numbered as they are met.
+    """Epsilon-closed sets of NFA states, numbered in order of discovery.
 
     Attributes:
-        order: the sets by their numbers.
+        order: the sets by number.
     """
 
     def __init__(self, nfa: Nfa):
@@ -218,90 +220,96 @@ class Subsets:
         self.closures = dict[frozenset[int], frozenset[int]]()
 
     def number(self, states: frozenset[int]) -> int:
-        """The number of the set that some states become."""
+        """Returns the number of the epsilon closure of states, and adds the closure if it is new."""
         if states not in self.closures:
             self.closures[states] = self.nfa.closure(states)
-        held = self.closures[states]
-        if held not in self.numbers:
-            self.numbers[held] = len(self.order)
-            self.order.append(held)
-        return self.numbers[held]
+        subset = self.closures[states]
+        if subset not in self.numbers:
+            self.numbers[subset] = len(self.order)
+            self.order.append(subset)
+        return self.numbers[subset]
 
-    def resumed(self, held: frozenset[int]) -> int:
-        """The number of the set behind a text that is not described, which begins in this one; -1 if that depends on it."""
-        ends = {self.nfa.closure(frozenset([self.nfa.beyond[each]])) for each in held if each in self.nfa.beyond}
-        return self.number(ends.pop()) if len(ends) == 1 and held <= self.nfa.beyond.keys() else -1
+    def resume(self, subset: frozenset[int]) -> int:
+        """Returns the number of the set after the undescribed part; -1 if the next set depends on the undescribed text."""
+        undescribed = self.nfa.undescribed
+        ends = {self.nfa.closure(frozenset([undescribed[each]])) for each in subset if each in undescribed}
+        return self.number(ends.pop()) if len(ends) == 1 and subset <= undescribed.keys() else -1
 
 
 def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
-    """The automaton of an expression.
+    """Builds the minimal automaton of an expression.
 
     Raises:
-        NotRegular: it has too many states, or takes too long.
+        NotRegular: the automaton has too many states, or building it takes too long.
     """
     nfa = Nfa(node, deadline)
     bounds = sorted({0, 256, *(edge for moves in nfa.moves for low, high, _ in moves for edge in (low, high + 1))})
-    place = {bound: n for n, bound in enumerate(bounds)}
-    moves = [[(range(place[low], place[high + 1]), target) for low, high, target in each] for each in nfa.moves]
+    piece_index = {bound: n for n, bound in enumerate(bounds)}
+    moves = [[(range(piece_index[low], piece_index[high + 1]), target) for low, high, target in each] for each in nfa.moves]
     subsets = Subsets(nfa)
     rows = list[np.ndarray]()
     resume = list[int]()
     subsets.number(frozenset([0]))
-    for number, held in enumerate(subsets.order):  # which grows meanwhile
+    for number, subset in enumerate(subsets.order):  # the list grows during the loop
         deadline.check()
-        unsaid = not held.isdisjoint(nfa.beyond)
-        row = np.full(len(bounds) - 1, number if unsaid else -1, np.int32)
-        resume.append(subsets.resumed(held) if unsaid else -1)
-        behind: list[set[int]] = [set() for _ in row]
-        for pieces, target in () if unsaid else (move for state in held for move in moves[state]):
+        is_undescribed = not subset.isdisjoint(nfa.undescribed)
+        row = np.full(len(bounds) - 1, number if is_undescribed else -1, np.int32)
+        resume.append(subsets.resume(subset) if is_undescribed else -1)
+        targets_of_piece: list[set[int]] = [set() for _ in row]
+        for pieces, target in () if is_undescribed else (move for state in subset for move in moves[state]):
             for piece in pieces:
-                behind[piece].add(target)
-        for piece, targets in enumerate(map(frozenset, behind)):
+                targets_of_piece[piece].add(target)
+        for piece, targets in enumerate(map(frozenset, targets_of_piece)):
             if targets:
                 row[piece] = subsets.number(targets)
         rows.append(row)
         if len(subsets.order) > MOST_STATES:
-            raise TooLarge("its automaton is too large")
-    beyond = np.asarray([not held.isdisjoint(nfa.beyond) for held in subsets.order])
-    accepts = np.asarray([nfa.end in held for held in subsets.order]) & ~beyond
-    return minimal(np.stack(rows), np.diff(bounds), accepts, beyond, np.asarray(resume, np.int32), deadline)
+            raise TooLarge("the automaton is too large")
+    undescribed = np.asarray([not subset.isdisjoint(nfa.undescribed) for subset in subsets.order])
+    accepts = np.asarray([nfa.end in subset for subset in subsets.order]) & ~undescribed
+    return minimize(np.stack(rows), np.diff(bounds), accepts, undescribed, np.asarray(resume, np.int32), deadline)
 
 
-def minimal(
-    after: Int32[np.ndarray, "S P"],
+def minimize(
+    transitions: Int32[np.ndarray, "S P"],
     widths: Int64[np.ndarray, " P"],
     accepts: Bool[np.ndarray, " S"],
-    beyond: Bool[np.ndarray, " S"],
+    undescribed: Bool[np.ndarray, " S"],
     resume: Int32[np.ndarray, " S"],
     deadline: Deadline,
 ) -> ByteAutomaton:
-    """The automaton with each of its states once: those that nothing tells apart are one (Moore's algorithm).
+    """Merges equivalent states of an automaton (Moore's algorithm).
 
-    States behind which the expression says nothing stay apart, each of which has a text of its own behind it.
+    Undescribed states are never merged, because different text follows each of them.
 
     Args:
-        after: by pieces of the bytes.
-        widths: bytes of each piece.
+        transitions: next state for each state and piece; a piece is a run of bytes with equal transitions.
+        widths: bytes in each piece.
     """
-    states = len(after)
+    states = len(transitions)
     rng = np.random.default_rng(0)
-    columns = np.concatenate([np.arange(states, dtype=np.int32)[:, None], after], axis=1)
-    firsts, kinds = distinct(np.where(beyond, np.arange(2, states + 2), accepts))
+    columns = np.concatenate([np.arange(states, dtype=np.int32)[:, None], transitions], axis=1)
+    firsts, classes = distinct(np.where(undescribed, np.arange(2, states + 2), accepts))
     while True:
         deadline.check()
-        # Two states with one key are of one kind but for a chance of 2**-64; the matcher is asked about all that is left.
-        codes = rng.integers(1, 2**64, size=len(firsts) + 1, dtype=np.uint64)[np.append(kinds, len(firsts))]
+        # Different states get equal keys with probability 2**-64. `check_bytes` compares the result with the matcher anyway.
+        codes = rng.integers(1, 2**64, size=len(firsts) + 1, dtype=np.uint64)[np.append(classes, len(firsts))]
         weights = rng.integers(1, 2**64, size=columns.shape[1], dtype=np.uint64)
-        found, kinds = distinct((codes[columns] * weights).sum(axis=1))
+        found, classes = distinct((codes[columns] * weights).sum(axis=1))
         if len(found) == len(firsts):
             break
         firsts = found
-    kept = np.append(kinds, -1).astype(np.int32)
-    return ByteAutomaton(np.repeat(kept[after[found]], widths, axis=1), accepts[found], beyond[found], kept[resume[found]])
+    merged = np.append(classes, -1).astype(np.int32)
+    return ByteAutomaton(
+        transitions=np.repeat(merged[transitions[found]], widths, axis=1),
+        accepts=accepts[found],
+        undescribed=undescribed[found],
+        resume=merged[resume[found]],
+    )
 
 
 def distinct(keys: Shaped[np.ndarray, " S"]) -> tuple[Int64[np.ndarray, " K"], Int64[np.ndarray, " S"]]:
-    """The first state of each key, in their order, and for each state which of these it is like."""
-    _, firsts, kinds = np.unique(keys, return_index=True, return_inverse=True)
+    """Returns the first state of each distinct key, in ascending order, and for each state the index of its key."""
+    _, firsts, classes = np.unique(keys, return_index=True, return_inverse=True)
     order = np.argsort(firsts)
-    return firsts[order], np.argsort(order)[kinds]
+    return firsts[order], np.argsort(order)[classes]

@@ -1,4 +1,4 @@
-"""Texts that have left their automaton over tokens, followed byte by byte until they are back in it."""
+"""Tracking of texts that have left their token automaton, until they re-enter it."""
 
 from collections.abc import Callable
 
@@ -9,58 +9,61 @@ from tilewright.runtime.automata import AutomatonState
 
 
 class Excursion:
-    """A text outside of its automaton, in the automaton over bytes.
+    """Follows a text that has left its token automaton, in the byte automaton.
 
-    That does not describe what stands in brackets which are deeper than it goes: there the text is followed up to the bracket
-    that closes, outside of JSON's strings.
+    The byte automaton does not describe brackets nested deeper than its limit. Inside them, brackets are counted outside JSON
+    strings, up to the bracket that closes the undescribed part.
+
+    Attributes:
+        state: state of the byte automaton; -1 once it is unknown.
     """
 
-    def __init__(self, made: TokenAutomaton, bytes_of: Callable[[int], bytes], stood: int):
+    def __init__(self, token_automaton: TokenAutomaton, decode: Callable[[int], bytes], last_state: int):
         """Args:
-        bytes_of: those of a token.
-        stood: the state that the text left by its next token.
+        decode: returns the bytes of a token.
+        last_state: state of the token automaton before the token that left it.
         """
-        self.made = made
-        self.bytes_of = bytes_of
-        self.state = int(made.states[stood])
-        self.open = 0
+        self.token_automaton = token_automaton
+        self.decode = decode
+        self.state = int(token_automaton.byte_states[last_state])
+        self.depth = 0
         self.quoted = False
         self.escaped = False
 
     def advance(self, token: int) -> None:
-        """Goes on behind a token. The state is -1 from where the automaton cannot say how the text goes on."""
-        automaton = self.made.over_bytes
-        for byte in self.bytes_of(token):
+        """Follows the bytes of a token."""
+        automaton = self.token_automaton.over_bytes
+        for byte in self.decode(token):
             if self.state < 0:
                 return
-            if not automaton.beyond[self.state]:
-                self.state = int(automaton.after[self.state, byte])
+            if not automaton.undescribed[self.state]:
+                self.state = int(automaton.transitions[self.state, byte])
             elif self.closes(byte):
                 self.state = int(automaton.resume[self.state])
 
     def closes(self, byte: int) -> bool:
-        """Takes in a byte that is not described. Returns True for the bracket at which the description goes on."""
+        """Follows a byte of an undescribed part. Returns True for the bracket that closes the part."""
         if self.quoted:
             self.quoted = byte != ord('"') or self.escaped
             self.escaped = byte == ord("\\") and not self.escaped
         elif byte in b"[{":
-            self.open += 1
+            self.depth += 1
         elif byte in b"]}":
-            self.open -= 1
+            self.depth -= 1
         else:
             self.quoted = byte == ord('"')
-        if self.open >= 0:
+        if self.depth >= 0:
             return False
-        self.open = 0
+        self.depth = 0
         return True
 
-    def back(self, forced: int) -> AutomatonState | None:
-        """Where the text stands in the automaton over tokens; None while it is outside.
+    def reentry(self, forced: int) -> AutomatonState | None:
+        """Finds the state at which the text re-enters the token automaton; None while the text is outside.
 
         Args:
-            forced: the token that comes next; -1 if none has to.
+            forced: the token that the grammar forces next; -1 for none.
         """
-        automaton = self.made.automaton
-        states = self.made.states
+        automaton = self.token_automaton.automaton
+        states = self.token_automaton.byte_states
         (found,) = np.nonzero((states == self.state) & (automaton.forced == forced))
         return AutomatonState(automaton, int(found[0])) if len(found) else None

@@ -1,7 +1,7 @@
-"""Keywords of JSON schemas that the matcher does not know, in words that it does: those that change nothing are left out.
+"""Rewrites JSON schemas with the keywords that llguidance supports, and removes keywords without effect.
 
-What validators and their libraries write (pydantic, zod) is full of such: `uniqueItems` of false, `propertyNames` of strings,
-formats of their own. A keyword whose meaning has no other words stays, and the matcher refuses it by name.
+Libraries such as pydantic and zod write unsupported keywords that have no effect (`uniqueItems: false`, `propertyNames` of
+strings, formats of their own). An unsupported keyword that has an effect and no equivalent stays, and llguidance refuses it.
 """
 
 import json
@@ -12,9 +12,9 @@ from decimal import Decimal
 from typing import Any
 
 FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-"""Formats that the matcher holds texts to. Others are annotations, as in JSON Schema."""
+"""Formats that the matcher enforces. Other formats are annotations, as in JSON Schema."""
 EXACT = 2**53
-"""Magnitude up to which the matcher takes numbers exactly: it holds them as float64."""
+"""Largest magnitude of integers that the matcher represents exactly: it stores numbers as float64."""
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -25,7 +25,7 @@ ONLY_OF = {
     "object": ("propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
     "string": ("format",),
 }
-"""Keywords that say nothing about values of other types."""
+"""Keywords that apply to values of one type only, by type."""
 ONE = (
     "items",
     "additionalItems",
@@ -41,7 +41,7 @@ ONE = (
 )
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
-"""Keywords with schemas in them: one, a list of them, or one under each name."""
+"""Keywords that contain subschemas: one schema (ONE), a list of schemas (LISTS), or a schema under each name (MAPS)."""
 APPLICATORS = {
     "$ref",
     "$dynamicRef",
@@ -55,20 +55,20 @@ APPLICATORS = {
     "dependentSchemas",
     "dependencies",
 }
-"""Keywords whose schemas describe the value itself, and so may know of further properties and items."""
+"""Keywords whose subschemas describe the same value, and can therefore evaluate further properties and items."""
 
 
-def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the same texts, without the keywords that change nothing; one that goes too deep stays as it is."""
+def simplify_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewrites a schema with supported keywords and equal meaning. Returns schemas that are nested too deeply unchanged."""
     try:
-        found = PlainSchema(schema).part(schema)
+        found = SchemaSimplifier(schema).part(schema)
     except RecursionError:  # the matcher refuses it
         return dict(schema)
     return {"enum": []} if found is False else found
 
 
 def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and all within it."""
+    """Yields a schema and all of its subschemas."""
     if not isinstance(schema, Mapping):
         return
     yield schema
@@ -84,7 +84,7 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def has_wide_numbers(schema: Any) -> bool:
-    """True if a schema names numbers that the matcher would round, or one within it does."""
+    """True if a schema or one of its subschemas has numbers that the matcher would round."""
     return any(map(names_wide_numbers, subschemas(schema)))
 
 
@@ -93,7 +93,7 @@ def names_wide_numbers(schema: Mapping[str, Any]) -> bool:
 
 
 def is_wide(value: Any) -> bool:
-    """True for a number beyond what float64 holds exactly, and for what has one in it."""
+    """True for a number of a magnitude above `EXACT`, and for a list or an object that contains such a number."""
     if isinstance(value, Mapping):
         return any(map(is_wide, value.values()))
     if isinstance(value, list):
@@ -101,19 +101,19 @@ def is_wide(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) > EXACT
 
 
-def whole(value: Any) -> Any:
-    """A number, as an integer where it is one: JSON knows one kind."""
+def as_integer(value: Any) -> Any:
+    """Returns a float with an integral value as an int (JSON has one number type), and any other value unchanged."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     exact = Decimal(repr(value))
     return int(exact) if exact == exact.to_integral_value() else value
 
 
-class PlainSchema:
-    """Reads the parts of one schema.
+class SchemaSimplifier:
+    """Rewrites the parts of one schema.
 
     Args:
-        root: what references point into.
+        root: the whole schema, into which references point.
     """
 
     def __init__(self, root: Any):
@@ -121,7 +121,7 @@ class PlainSchema:
         self.referred = [each["$ref"] for each in subschemas(root) if isinstance(each.get("$ref"), str)]
 
     def part(self, schema: Any) -> Any:
-        """A schema within the root, or the root; False for what no value satisfies."""
+        """Rewrites the root or one of its subschemas. Returns False for a schema that no value satisfies."""
         if not isinstance(schema, Mapping):
             return schema
         found: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class PlainSchema:
             elif key in ONE:
                 value = self.part(value)
             elif key in COUNTS or key in BOUNDS or key == "multipleOf":
-                value = whole(value)
+                value = as_integer(value)
             found[key] = value
         self.drop_of_other_types(found)
         self.numbers(found)
@@ -154,7 +154,7 @@ class PlainSchema:
                 drop(found, *keys)
 
     def numbers(self, found: dict[str, Any]) -> None:
-        """Takes bounds that are excluded as draft 4 writes it for what they mean."""
+        """Rewrites draft 4's boolean `exclusiveMinimum` and `exclusiveMaximum` as numbers."""
         for bound, excluded in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
             if found.get(excluded) is True and bound in found:
                 found[excluded] = found.pop(bound)
@@ -167,7 +167,7 @@ class PlainSchema:
         pattern = found.get("pattern")
         if isinstance(pattern, str) and pattern.startswith("^(?=") and isinstance(found.get("allOf", []), list):
             end = group_end(pattern, 1)
-            if end is not None and "|" not in pattern[end:]:  # what begins with the one and with the other matches both
+            if end is not None and "|" not in pattern[end:]:  # the lookahead becomes a second pattern that has to match, too
                 found["allOf"] = [*found.get("allOf", []), {"pattern": f"^(?:{pattern[4 : end - 1]})"}]
                 found["pattern"] = f"^{pattern[end:]}"
 
@@ -178,7 +178,7 @@ class PlainSchema:
         if "contains" not in found or found["contains"] in (True, {}):
             least = found.pop("minContains", 1)
             most = found.pop("maxContains", None)
-            if found.pop("contains", None) is not None:  # any item is one that is wanted
+            if found.pop("contains", None) is not None:  # every item satisfies `contains`
                 raise_bound(found, "minItems", least)
                 lower_bound(found, "maxItems", most)
         elif found.get("minContains") == 0 and "maxContains" not in found:
@@ -193,10 +193,10 @@ class PlainSchema:
     def objects(self, found: dict[str, Any]) -> None:
         if "propertyNames" in found:
             self.names(found)
-        needed = found.get("required")
-        needed = needed if isinstance(needed, list) else []
+        required = found.get("required")
+        required = required if isinstance(required, list) else []
         for key in ("dependentRequired", "dependencies", "dependentSchemas"):
-            if isinstance(found.get(key), Mapping) and all(is_inert(each, needed) for each in found[key].values()):
+            if isinstance(found.get(key), Mapping) and all(is_inert(each, required) for each in found[key].values()):
                 drop(found, key)
         rest = found.get("unevaluatedProperties")
         if rest in (True, {}) or "additionalProperties" in found:
@@ -205,7 +205,7 @@ class PlainSchema:
             found["additionalProperties"] = found.pop("unevaluatedProperties")
 
     def names(self, found: dict[str, Any]) -> None:
-        """Says what names may be by `properties` and `patternProperties`, where these can."""
+        """Rewrites `propertyNames` with `properties` and `patternProperties`, where they can express it."""
         names = self.resolved(found["propertyNames"])
         if names is True or (isinstance(names, Mapping) and not names.keys() - {"type", "title", "description"}):
             if names is True or names.get("type") in (None, "string"):
@@ -214,23 +214,25 @@ class PlainSchema:
         if not isinstance(names, Mapping) or names.get("type", "string") != "string":
             return
         if any("additionalProperties" in place for place in self.referred):
-            return  # which would have another meaning
-        said = names.keys() - {"type", "title", "description"}
-        listed = names["enum"] if said == {"enum"} else [names["const"]] if said == {"const"} else None
+            return  # the rewritten `additionalProperties` would change the meaning of that reference
+        keys = names.keys() - {"type", "title", "description"}
+        listed = names["enum"] if keys == {"enum"} else [names["const"]] if keys == {"const"} else None
         if isinstance(listed, list) and "patternProperties" not in found:
-            known = mapping(found.get("properties"))
-            others = found.get("additionalProperties", True)
-            kept = {name: each if name in listed else False for name, each in known.items()}
-            found["properties"] = kept | {name: others for name in listed if isinstance(name, str) and name not in known}
+            declared = mapping(found.get("properties"))
+            additional = found.get("additionalProperties", True)
+            allowed = {name: each if name in listed else False for name, each in declared.items()}
+            found["properties"] = allowed | {
+                name: additional for name in listed if isinstance(name, str) and name not in declared
+            }
             found["additionalProperties"] = False
             drop(found, "propertyNames")
-        elif not found.keys() & {"properties", "patternProperties"} and (pattern := pattern_of(names, said)) is not None:
+        elif not found.keys() & {"properties", "patternProperties"} and (pattern := name_pattern(names, keys)) is not None:
             found["patternProperties"] = {pattern: found.get("additionalProperties", True)}
             found["additionalProperties"] = False
             drop(found, "propertyNames")
 
     def resolved(self, schema: Any) -> Any:
-        """The schema that a reference within the root names, or the schema itself where it is none."""
+        """Resolves a schema that is only a reference into the root. Returns any other schema unchanged."""
         if not isinstance(schema, Mapping) or schema.keys() != {"$ref"} or not str(schema["$ref"]).startswith("#/"):
             return schema
         found = self.root
@@ -239,13 +241,13 @@ class PlainSchema:
         return schema if found is None else found
 
     def conditions(self, found: dict[str, Any]) -> None:
-        drop(found, "$dynamicAnchor")  # a name for `$dynamicRef`, which the matcher refuses
+        drop(found, "$dynamicAnchor")  # only `$dynamicRef` refers to it, and the matcher refuses `$dynamicRef`
         outcomes = [found.get(key, True) for key in ("then", "else")]
         if "if" not in found or all(each in (True, {}) for each in outcomes):
             drop(found, "if", "then", "else")
 
     def alternatives(self, found: dict[str, Any]) -> None:
-        """Says that any of several schemas holds, where no value has two of them."""
+        """Rewrites `oneOf` as `anyOf` where no value satisfies two of its schemas."""
         options = found.get("oneOf")
         if isinstance(options, list) and options and "anyOf" not in found:
             each = [self.resolved(option) for option in options]
@@ -253,35 +255,37 @@ class PlainSchema:
                 found["anyOf"] = found.pop("oneOf")
 
     def are_disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """True if certainly no value has both schemas."""
+        """True if provably no value satisfies both schemas."""
         if one is False or other is False:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping) or depth > 4:
             return False
-        values = values_of(one)
-        others = values_of(other)
-        if values is not None and others is not None:
-            return not any(value in others for value in values)
-        if values is not None or others is not None:
-            listed, rest = (values, other) if values is not None else (others or [], one)
-            return all(is_excluded(value, rest) for value in listed)
-        kinds = types_of(one)
-        other_kinds = types_of(other)
+        values = listed_values(one)
+        other_values = listed_values(other)
+        if values is not None and other_values is not None:
+            return not any(value in other_values for value in values)
+        if values is not None or other_values is not None:
+            listed, schema = (values, other) if values is not None else (other_values or [], one)
+            return all(is_excluded(value, schema) for value in listed)
+        kinds = allowed_types(one)
+        other_kinds = allowed_types(other)
         if kinds.isdisjoint(other_kinds):
             return True
         required = [each if isinstance(each := schema.get("required"), list) else [] for schema in (one, other)]
-        needed = [name for name in required[0] if isinstance(name, str) and name in required[1]]
-        if kinds | other_kinds != {"object"} or not needed:
+        shared = [name for name in required[0] if isinstance(name, str) and name in required[1]]
+        if kinds | other_kinds != {"object"} or not shared:
             return False
-        mine = mapping(one.get("properties"))
-        theirs = mapping(other.get("properties"))
+        properties = mapping(one.get("properties"))
+        other_properties = mapping(other.get("properties"))
         return any(
-            self.are_disjoint(self.resolved(mine.get(name, True)), self.resolved(theirs.get(name, True)), depth + 1)
-            for name in needed
+            self.are_disjoint(
+                self.resolved(properties.get(name, True)), self.resolved(other_properties.get(name, True)), depth + 1
+            )
+            for name in shared
         )
 
     def negated(self, found: dict[str, Any]) -> Any:
-        """Says what a value is instead of what it is not, where that is a type."""
+        """Rewrites `not` of a type as the list of the other types. Returns False for a schema that no value satisfies."""
         if "not" not in found:
             return found
         negated = found["not"]
@@ -293,18 +297,18 @@ class PlainSchema:
             declared = found.get("type", [*TYPES])
             excluded = negated["type"]
             kinds, without = (each if isinstance(each, list) else [each] for each in (declared, excluded))
-            if not ("integer" in without and "number" in kinds):  # numbers that are none have no name
+            if not ("integer" in without and "number" in kinds):  # JSON Schema has no type for non-integral numbers
                 drop(found, "not")
                 without = [*without, *(["integer"] if "number" in without else [])]
-                left = [kind for kind in kinds if kind not in without]
-                if not left:
+                remaining = [kind for kind in kinds if kind not in without]
+                if not remaining:
                     return False
-                found["type"] = left[0] if len(left) == 1 else left
+                found["type"] = remaining[0] if len(remaining) == 1 else remaining
         return found
 
 
 def group_end(pattern: str, start: int) -> int | None:
-    """End of the group that begins at a place of a regular expression; None if it has none."""
+    """Returns the index after the group that begins at `start` of a regular expression; None for an unclosed group."""
     depth = 0
     within = False
     for found in re.finditer(r"\\.|[][()]", pattern[start:]):
@@ -317,23 +321,23 @@ def group_end(pattern: str, start: int) -> int | None:
     return None
 
 
-def values_of(schema: Mapping[str, Any]) -> list[str | None] | None:
-    """Values of a schema that lists texts and null; None for any other schema."""
+def listed_values(schema: Mapping[str, Any]) -> list[str | None] | None:
+    """Returns the values of a schema that lists only texts and null; None for any other schema."""
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     plain = isinstance(listed, list) and all(each is None or isinstance(each, str) for each in listed)
     return listed if plain else None
 
 
-def types_of(schema: Mapping[str, Any]) -> set[str]:
-    """Types of a schema's values, integers among numbers."""
+def allowed_types(schema: Mapping[str, Any]) -> set[str]:
+    """Returns the types that a schema allows. Integers count as numbers."""
     declared = schema.get("type", [*TYPES])
     kinds = {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
     return {"number" if kind == "integer" else kind for kind in kinds}
 
 
 def is_excluded(value: str | None, schema: Mapping[str, Any]) -> bool:
-    """True if a text or null certainly has not a schema, by its type, or by a pattern that Python reads as others do."""
-    if ("null" if value is None else "string") not in types_of(schema):
+    """True if a text or null provably violates a schema: by its type, or by a pattern on which regex dialects agree."""
+    if ("null" if value is None else "string") not in allowed_types(schema):
         return True
     pattern = schema.get("pattern")
     if value is None or not isinstance(pattern, str) or not value.isascii() or re.search(r"\\[^dws.^$+*?()|/-]|\(\?", pattern):
@@ -345,7 +349,7 @@ def is_excluded(value: str | None, schema: Mapping[str, Any]) -> bool:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """An object of JSON, or an empty one for what is none."""
+    """Returns a mapping unchanged, and an empty mapping for any other value."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -364,19 +368,19 @@ def lower_bound(found: dict[str, Any], key: str, most: Any) -> None:
         found[key] = min(most, found.get(key, most))
 
 
-def is_inert(dependency: Any, needed: list[Any]) -> bool:
-    """True for what a property wants that is so anyway: nothing, or properties that are always there."""
+def is_inert(dependency: Any, required: list[Any]) -> bool:
+    """True for a dependency without effect: no condition, or only properties that are required anyway."""
     if isinstance(dependency, list):
-        return all(name in needed for name in dependency)
+        return all(name in required for name in dependency)
     return dependency is True or dependency == {}
 
 
-def pattern_of(names: Mapping[str, Any], said: Any) -> str | None:
-    """The pattern of names that are described by a pattern, or by their lengths; None for others."""
-    if said == {"pattern"} and isinstance(names["pattern"], str):
+def name_pattern(names: Mapping[str, Any], keys: Any) -> str | None:
+    """Returns a regular expression for names that a pattern or a length describes; None for any other schema of names."""
+    if keys == {"pattern"} and isinstance(names["pattern"], str):
         return names["pattern"]
     least = names.get("minLength", 0)
     most = names.get("maxLength", "")
-    if said <= {"minLength", "maxLength"} and isinstance(least, int):
+    if keys <= {"minLength", "maxLength"} and isinstance(least, int):
         return rf"^[\s\S]{{{least},{json.dumps(most) if most != '' else ''}}}$"
     return None

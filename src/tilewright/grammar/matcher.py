@@ -1,8 +1,8 @@
-"""Grammars over a model's tokens, by llguidance (the extra `grammar`).
+"""Grammar compiler and token masks, by llguidance (the extra `grammar`).
 
-The matcher has limits of its own: a grammar that goes beyond them is refused when it is compiled, or ends the one request in
-whose text it does. They do not bound how long some grammars take to compile, so those of strangers are tried in a process of
-their own first. Compiling lets other threads run.
+llguidance limits the size of a grammar. A grammar that exceeds the limits while it is compiled is refused; a grammar that
+exceeds the limits during generation ends that request only. The limits do not bound the compile time, so untrusted grammars
+are first compiled in a sandbox process. Compiling releases the GIL.
 """
 
 import json
@@ -21,195 +21,195 @@ from tokenizers import Tokenizer
 from tilewright.grammar.excursion import Excursion
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.regular import NotRegular
-from tilewright.grammar.thinking import AfterThought
-from tilewright.grammar.token_automaton import AUTOMATON_S, TokenAutomaton, Vocabulary, automaton_of, forced_token
-from tilewright.grammar.trial import Refusal, Trial
-from tilewright.grammar.worker import CompilerSettings, compiled, made_tokenizer
+from tilewright.grammar.sandbox import Refusal, Sandbox
+from tilewright.grammar.thinking import AfterThinking
+from tilewright.grammar.token_automaton import AUTOMATON_S, TokenAutomaton, Vocabulary, build_automaton, forced_token
+from tilewright.grammar.worker import CompilerSettings, compile_matcher, made_tokenizer
 from tilewright.runtime.automata import AutomatonState
 from tilewright.runtime.constraints import ConstraintError
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-KEPT = 32
-"""Compiled grammars that are kept, for requests that bring the same again."""
-REFUSED = 64
-"""Refused grammars whose reasons are kept, for requests that bring the same again."""
+CACHED_GRAMMARS = 32
+"""Size of the LRU cache of compiled grammars."""
+CACHED_REFUSALS = 64
+"""Size of the LRU cache of refused grammars."""
 LONGEST_ERROR = 300
-"""Characters of what a matcher says, which repeats the grammar."""
-TRIAL_BYTES = 2 << 30
-"""Memory that a grammar may take when it is tried."""
+"""Largest number of characters of llguidance's message, which quotes the grammar, in an error message."""
+SANDBOX_BYTES = 2 << 30
+"""Memory limit of the sandbox process, besides its memory after start."""
 
 
 def is_installed() -> bool:
-    """True if grammars can be compiled here."""
+    """True if llguidance is installed."""
     return find_spec("llguidance") is not None
 
 
 class Compiler:
-    """Compiles grammars for one model's tokens; safe to use from several threads.
+    """Compiles grammars for one model's tokens. Thread-safe.
 
     Raises:
-        ValueError: the extra `grammar` is not installed, the model names no token that ends a text, or its tokenizer is of a
-            kind that llguidance does not read.
+        ValueError: the extra `grammar` is not installed, the model has no end-of-sequence token, or llguidance does not support
+            its tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Sequence[int]):
         """Args:
-        vocab: the size of the model's vocabulary, which may have more tokens than the tokenizer.
-        eos: the tokens that end a text.
+        vocab: size of the model's vocabulary, which may exceed the tokenizer's.
+        eos: ids of the end-of-sequence tokens.
         """
         if not is_installed():
-            raise ValueError("grammars are matched by llguidance: pip install 'tilewright[grammar]'")
+            raise ValueError("structured output needs llguidance: pip install 'tilewright[grammar]'")
         if not eos:
-            raise ValueError("expected a model that names a token which ends a text, found one that names none")
-        self.setting = CompilerSettings(tokenizer.to_str(), vocab, list(eos), TRIAL_BYTES)
+            raise ValueError("expected a model with an end-of-sequence token, found none")
+        self.setting = CompilerSettings(tokenizer.to_str(), vocab, list(eos), SANDBOX_BYTES)
         try:
             self.tokenizer = made_tokenizer(self.setting)
         except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"llguidance does not read this tokenizer: {error}") from error
+            raise ValueError(f"llguidance does not support this tokenizer: {error}") from error
         self.eos = tuple(eos)
-        self.trial = Trial(self.setting)
+        self.sandbox = Sandbox(self.setting)
         self.vocabulary: Vocabulary | None = None
-        self.kept = OrderedDict[Grammar, Matcher]()
+        self.cache = OrderedDict[Grammar, Matcher]()
         self.lock = threading.Lock()
-        self.refused = OrderedDict[tuple[Grammar, float | None], str]()
+        self.refusals = OrderedDict[tuple[Grammar, float | None], str]()
 
-    def is_kept(self, grammar: Grammar) -> bool:
-        """True if a grammar is compiled already; it is kept for longer then, as if it had been asked for."""
+    def is_cached(self, grammar: Grammar) -> bool:
+        """True if a grammar is compiled already. Counts as a use for the LRU cache."""
         with self.lock:
-            if grammar in self.kept:
-                self.kept.move_to_end(grammar)
-            return grammar in self.kept
+            if grammar in self.cache:
+                self.cache.move_to_end(grammar)
+            return grammar in self.cache
 
     def compile(self, grammar: Grammar, seconds: float | None = None) -> "Matcher":
-        """A grammar as a constraint.
+        """Compiles a grammar, or returns the compiled grammar from the cache.
 
         Args:
-            seconds: of a processor that compiling may take; it is tried first, in a process of its own. None for a grammar that
-                is trusted.
+            seconds: limit on the CPU seconds of a first compilation in the sandbox process. None for a trusted grammar, which
+                is compiled in this process only.
 
         Raises:
-            ValueError: it is none, nothing satisfies it, it asks for what cannot be checked here, or it takes too much.
+            ValueError: the grammar is invalid, no text satisfies it, it uses unsupported features, or it exceeds a limit.
         """
         with self.lock:
-            if grammar in self.kept:
-                self.kept.move_to_end(grammar)
-                return self.kept[grammar]
-            if (grammar, seconds) in self.refused:
-                self.refused.move_to_end((grammar, seconds))
-                raise ValueError(self.refused[grammar, seconds])
-        tried = Refusal("") if seconds is None else self.trial.refusal(grammar, seconds)
+            if grammar in self.cache:
+                self.cache.move_to_end(grammar)
+                return self.cache[grammar]
+            if (grammar, seconds) in self.refusals:
+                self.refusals.move_to_end((grammar, seconds))
+                raise ValueError(self.refusals[grammar, seconds])
+        outcome = Refusal("") if seconds is None else self.sandbox.refusal(grammar, seconds)
         try:
-            matcher = self.checked(grammar, tried.why)
+            matcher = self.checked(grammar, outcome.reason)
         except ValueError as error:
-            if tried.lasts:
-                self.keep(self.refused, (grammar, seconds), str(error), REFUSED)
+            if outcome.is_final:
+                self.store(self.refusals, (grammar, seconds), str(error), CACHED_REFUSALS)
             raise
-        made = self.automaton(grammar) if seconds is None else self.trial.automaton(grammar)
-        found = Matcher(matcher, self.eos, made, lambda token: self.tokenizer.decode_bytes([token]))
-        self.keep(self.kept, grammar, found, KEPT)
-        return found
+        automaton = self.automaton(grammar) if seconds is None else self.sandbox.automaton(grammar)
+        compiled = Matcher(matcher, self.eos, automaton, lambda token: self.tokenizer.decode_bytes([token]))
+        self.store(self.cache, grammar, compiled, CACHED_GRAMMARS)
+        return compiled
 
-    def keep(self, kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-        """Adds an entry, of which only so many of the newest stay."""
+    def store(self, cache: OrderedDict[K, V], key: K, value: V, size: int) -> None:
+        """Adds an entry to an LRU cache and evicts the least recently used entry above the size."""
         with self.lock:
-            kept[key] = value
-            kept.move_to_end(key)
-            if len(kept) > most:
-                kept.popitem(last=False)
+            cache[key] = value
+            cache.move_to_end(key)
+            if len(cache) > size:
+                cache.popitem(last=False)
 
-    def checked(self, grammar: Grammar, why: str = "") -> Any:
-        """A grammar's matcher, of llguidance. Raises a `ValueError` with the reason where it cannot be used.
+    def checked(self, grammar: Grammar, reason: str = "") -> Any:
+        """Compiles a grammar to an `LLMatcher`. Raises a `ValueError` with the reason for a grammar that cannot be used.
 
         Args:
-            why: the reason, where it is known already.
+            reason: the reason, if the sandbox has already refused the grammar.
         """
-        matcher, why = (None, why) if why else compiled(self.tokenizer, grammar.kind, grammar.text)
-        if why:
-            raise ValueError(refusal(grammar, why))
+        matcher, reason = (None, reason) if reason else compile_matcher(self.tokenizer, grammar.kind, grammar.text)
+        if reason:
+            raise ValueError(refusal(grammar, reason))
         return matcher
 
     def automaton(self, grammar: Grammar) -> TokenAutomaton | None:
-        """A grammar's automaton, made here; None if it has none."""
+        """Builds a grammar's automaton; None if the grammar has none."""
         try:
             return self.token_automaton(grammar)
         except NotRegular:
             return None
 
     def token_automaton(self, grammar: Grammar) -> TokenAutomaton:
-        """A grammar's automaton, made here. Raises `NotRegular` where it has none, with the reason."""
+        """Builds a grammar's automaton. Raises `NotRegular` with the reason if the grammar has none."""
         with self.lock:
-            self.vocabulary = self.vocabulary or Vocabulary.of(self.tokenizer, self.setting.vocab, self.eos)
-        return automaton_of(self.tokenizer, self.vocabulary, grammar.kind, grammar.text, AUTOMATON_S)
+            self.vocabulary = self.vocabulary or Vocabulary.from_tokenizer(self.tokenizer, self.setting.vocab, self.eos)
+        return build_automaton(self.tokenizer, self.vocabulary, grammar.kind, grammar.text, AUTOMATON_S)
 
 
-def refusal(grammar: Grammar, why: str) -> str:
-    """Reason why a grammar is refused, in the matcher's words, and in a schema where it is that it means."""
+def refusal(grammar: Grammar, reason: str) -> str:
+    """Formats the error message for a refused grammar, with the paths of unsupported keywords of a schema."""
     names = {"json_schema": "JSON schema", "regex": "regular expression", "tagged": "JSON schemas", "lark": "grammar"}
-    named = names.get(grammar.kind, grammar.kind)
-    if "NoExtension" in why:
-        why = "no text satisfies it"
-    elif why.startswith("panic"):
-        why = "it is too large"
-    unknown = re.search(r"Unimplemented keys: \[(.*)\]", why)
+    name = names.get(grammar.kind, grammar.kind)
+    if "NoExtension" in reason:
+        reason = "no text satisfies it"
+    elif reason.startswith("panic"):
+        reason = "it is too large"
+    unknown = re.search(r"Unimplemented keys: \[(.*)\]", reason)
     if unknown and grammar.kind == "json_schema":
         keys = set(json.loads(f"[{unknown[1]}]"))
-        places = sorted({place for place, key in places_of(json.loads(grammar.text)) if key in keys})
-        why = f"it asks for what is not offered, at {', '.join(places) or ', '.join(sorted(keys))}"
-    return f"the {named} cannot be used: {' '.join(why.split())[:LONGEST_ERROR]}"
+        paths = sorted({path for path, key in key_paths(json.loads(grammar.text)) if key in keys})
+        reason = f"unsupported keywords, at {', '.join(paths) or ', '.join(sorted(keys))}"
+    return f"the {name} cannot be used: {' '.join(reason.split())[:LONGEST_ERROR]}"
 
 
-def places_of(schema: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Each key of a schema, with the path to it."""
+def key_paths(schema: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the path and the name of each key of a schema."""
     if isinstance(schema, dict):
         for key, value in schema.items():
-            place = f"{where}.{key}" if where else key
-            yield place, key
-            yield from places_of(value, place)
+            path = f"{prefix}.{key}" if prefix else key
+            yield path, key
+            yield from key_paths(value, path)
     elif isinstance(schema, list):
         for index, value in enumerate(schema):
-            yield from places_of(value, f"{where}[{index}]")
+            yield from key_paths(value, f"{prefix}[{index}]")
 
 
 class Matcher:
-    """A compiled grammar, with its automaton if it has one.
+    """Compiled grammar, with its token automaton if the grammar has one.
 
     Args:
-        bytes_of: those of a token, for texts that leave the automaton and come back; without it, none comes back.
+        decode: returns the bytes of a token, to track texts that have left the automaton. Without it, texts never re-enter.
     """
 
     def __init__(
         self,
         matcher: Any,
         eos: Sequence[int],
-        made: TokenAutomaton | None = None,
-        bytes_of: Callable[[int], bytes] | None = None,
+        token_automaton: TokenAutomaton | None = None,
+        decode: Callable[[int], bytes] | None = None,
     ):
         self.matcher = matcher
         self.eos = eos
-        self.made = made
-        self.automaton = None if made is None else made.automaton
-        self.leave = None if made is None or bytes_of is None else partial(Excursion, made, bytes_of)
-        self.thoughts: dict[int, AfterThought] = {}
+        self.token_automaton = token_automaton
+        self.automaton = None if token_automaton is None else token_automaton.automaton
+        self.leave = None if token_automaton is None or decode is None else partial(Excursion, token_automaton, decode)
+        self.by_end_token: dict[int, AfterThinking] = {}
 
-    def after_thought(self, mark: int) -> AfterThought:
-        """The constraint that begins behind a token: one for all who ask, so that its automaton is on the device once."""
-        if mark not in self.thoughts:
-            self.thoughts.setdefault(mark, AfterThought(self, self.automaton, mark, self.eos))
-        return self.thoughts[mark]
+    def after_thinking(self, end_token: int) -> AfterThinking:
+        """Returns the constraint that applies after a token. Shared, so that its automaton is on the device once."""
+        if end_token not in self.by_end_token:
+            self.by_end_token.setdefault(end_token, AfterThinking(self, self.automaton, end_token, self.eos))
+        return self.by_end_token[end_token]
 
     def begin(self) -> "Matching":
-        stands = None if self.automaton is None else AutomatonState(self.automaton, 0)
-        return Matching(self.matcher.deep_copy(), self.eos, stands, self.leave)
+        start = None if self.automaton is None else AutomatonState(self.automaton, 0)
+        return Matching(self.matcher.deep_copy(), self.eos, start, self.leave)
 
 
 class Matching:
     """State of one text in a grammar; see `runtime.constraints.ConstraintState`.
 
     Attributes:
-        behind: tokens that the matcher has not taken in yet: where an automaton says what may come, nobody asks it.
-        excursion: of a text that has left its automaton, if it may come back.
+        pending: committed tokens that the matcher has not consumed; the automaton makes the masks meanwhile.
+        excursion: tracks a text that has left its automaton and may re-enter it.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Matching:
         self.eos = eos
         self.automaton = automaton
         self.leave = leave
-        self.behind: list[int] = []
+        self.pending: list[int] = []
         self.excursion: Excursion | None = None
 
     def forced(self) -> list[int]:
@@ -239,7 +239,7 @@ class Matching:
         allowed = 0
         fill_next_token_bitmask(matcher, rows, 0)
         for draft in drafts:
-            # The token that ends the text is drawn by the target itself, behind the drafts before it.
+            # The end-of-sequence token is never drafted: the target samples it after the drafts before it.
             if draft in self.eos or matcher.is_stopped() or not matcher.try_consume_tokens([draft]):
                 break
             allowed += 1
@@ -250,24 +250,24 @@ class Matching:
         return allowed
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self.behind += tokens
-        away = self.excursion is not None
+        self.pending += tokens
+        was_outside = self.excursion is not None
         for token in tokens:
             if self.automaton is not None:
-                stood = self.automaton
+                last = self.automaton
                 self.automaton = self.automaton.advance([token])
-                self.excursion = None if self.automaton is not None or self.leave is None else self.leave(stood.state)
+                self.excursion = None if self.automaton is not None or self.leave is None else self.leave(last.state)
             if self.excursion is not None:
                 self.excursion.advance(token)
         if self.automaton is None:
             self.catch_up()
-            if away:  # not with the token that left: the device rests until a round of the host's masks tells it to go on
-                self.come_back()
+            if was_outside:  # not in the step that left: the device waits for a round with masks of the host
+                self.reenter()
 
-    def come_back(self) -> None:
-        """Goes on in the automaton, where the text is back in it and the matcher has the same mask there."""
+    def reenter(self) -> None:
+        """Continues in the automaton if the text is inside it again and the matcher's mask equals the automaton's."""
         assert self.excursion is not None, "a text that has not left"
-        found = None if self.matcher.is_stopped() else self.excursion.back(forced_token(self.matcher))
+        found = None if self.matcher.is_stopped() else self.excursion.reentry(forced_token(self.matcher))
         if found is not None:
             automaton, state = found
             mask = np.zeros((1, automaton.masks.shape[1]), np.uint32)
@@ -277,12 +277,12 @@ class Matching:
                 self.excursion = None
 
     def catch_up(self) -> None:
-        """Has the matcher take in what it has not."""
-        if self.behind:
-            self.matcher.consume_tokens(self.behind)
-            self.behind = []
+        """Has the matcher consume the pending tokens."""
+        if self.pending:
+            self.matcher.consume_tokens(self.pending)
+            self.pending = []
             self.check()
 
     def check(self) -> None:
         if self.matcher.is_error():
-            raise ConstraintError(f"the grammar became too complex to follow: {self.matcher.stop_reason()}")
+            raise ConstraintError(f"the grammar exceeded a limit during generation: {self.matcher.stop_reason()}")

@@ -1,7 +1,7 @@
-"""Regular expressions of the kind that becomes an automaton: a subset of Rust's, over Unicode characters.
+"""Regular expressions that can become automata: a subset of Rust's syntax, over Unicode characters.
 
-What stands outside the subset is refused by `NotRegular`, which only means that masks are made in another way. So nothing is
-guessed: anchors, look-around, flags, set operations, and classes whose members depend on a version of Unicode are left out.
+The parser raises `NotRegular` for anything outside the subset; the masks are then made by the matcher on the host. The subset
+excludes anchors, look-around, flags, set operations, and classes that differ between versions of Unicode.
 """
 
 import unicodedata
@@ -16,8 +16,9 @@ Ranges = tuple[tuple[int, int], ...]
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 DEEPEST = 64
-"""Groups within one another."""
+"""Largest nesting depth of groups."""
 LARGEST_COUNT = 10_000
+"""Largest bound of a repetition."""
 
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 SPACES: Ranges = (
@@ -32,41 +33,41 @@ SPACES: Ranges = (
     (0x205F, 0x205F),
     (0x3000, 0x3000),
 )
-"""Characters with the property White_Space."""
+"""Characters with the Unicode property White_Space."""
 
 
 class NotRegular(ValueError):
-    """A grammar outside of what becomes an automaton here."""
+    """Raised for a grammar that cannot become an automaton."""
 
 
 class TooLarge(NotRegular):
-    """A grammar whose automaton, or what it is made of, would be too large."""
+    """Raised for a grammar whose expression or automaton would be too large."""
 
 
 @dataclass(frozen=True)
 class CharacterClass:
-    """One character out of some."""
+    """Single character from a set."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Concatenation:
-    """Parts one behind the other."""
+    """Sequence of parts."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Alternation:
-    """One of several parts."""
+    """Choice between parts."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """A part, from `least` to `most` times; None for no bound."""
+    """A part repeated `least` to `most` times (None: unbounded)."""
 
     part: "Node"
     least: int
@@ -75,44 +76,41 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Separated:
-    """A part once or more, with a separator between each two of them."""
+    """A part repeated once or more, with separators between."""
 
     part: "Node"
     separator: "Node"
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """Text that the expression does not describe, up to where a bracket closes that is open before it.
-
-    The grammar's matcher alone knows what may come in it.
-    """
+class Undescribed:
+    """Text that the expression does not describe, up to the bracket that closes the part. Only the matcher has masks for it."""
 
 
 @dataclass(frozen=True)
 class Lark:
-    """Text that a rule of a Lark grammar describes, for the matcher alone."""
+    """Text of a rule of a Lark grammar. Cannot become an automaton."""
 
     rule: str
 
 
-Node = CharacterClass | Concatenation | Alternation | Repetition | Separated | Beyond | Lark
+Node = CharacterClass | Concatenation | Alternation | Repetition | Separated | Undescribed | Lark
 NOTHING = Concatenation(())
 """The empty text."""
 
 
 def literal(text: str) -> Node:
-    """Just this text."""
+    """Matches exactly this text."""
     return Concatenation(tuple(CharacterClass(((ord(each), ord(each)),)) for each in text))
 
 
 def optional(part: Node) -> Node:
-    """A part, or nothing."""
+    """Matches a part or the empty text."""
     return Repetition(part, 0, 1)
 
 
-def united(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Ranges in order, those that touch as one."""
+def merge_ranges(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Sorts ranges and merges those that overlap or touch."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if found and low <= found[-1][1] + 1:
@@ -122,11 +120,11 @@ def united(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return tuple(found)
 
 
-def others(ranges: Ranges) -> Ranges:
-    """All characters that are not in these ranges."""
+def complement(ranges: Ranges) -> Ranges:
+    """Returns the characters outside ranges, without surrogates."""
     found = []
     start = 0
-    for low, high in united([*ranges, SURROGATES]):
+    for low, high in merge_ranges([*ranges, SURROGATES]):
         if start < low:
             found.append((start, low - 1))
         start = high + 1
@@ -135,19 +133,19 @@ def others(ranges: Ranges) -> Ranges:
 
 @lru_cache(maxsize=1)
 def decimal_digits() -> Ranges:
-    """Characters of the category Nd, in the Unicode of this Python."""
+    """Returns the characters of category Nd, in this Python's version of Unicode."""
     digits = [point for point in range(LAST + 1) if unicodedata.category(chr(point)) == "Nd"]
-    return united([(point, point) for point in digits])
+    return merge_ranges([(point, point) for point in digits])
 
 
 ASCII_CLASSES: dict[str, Ranges] = {"d": ((48, 57),), "w": ((48, 57), (65, 90), (95, 95), (97, 122))}
 
 
 def named_class(name: str, ascii_only: bool) -> Ranges:
-    """Characters that an escape such as `\\d` names; a capital letter names all others.
+    """Returns the characters of an escape such as `\\d`. A capital letter names the complement.
 
     Args:
-        ascii_only: digits and letters are ASCII's, as in patterns of JSON schemas.
+        ascii_only: `\\d` and `\\w` match ASCII characters only, as in patterns of JSON schemas.
     """
     kind = name.lower()
     if ascii_only and kind in ASCII_CLASSES:
@@ -156,11 +154,11 @@ def named_class(name: str, ascii_only: bool) -> Ranges:
         ranges = decimal_digits() if kind == "d" else SPACES
     else:
         raise NotRegular(f"the class \\{name}")
-    return ranges if name == kind else others(ranges)
+    return ranges if name == kind else complement(ranges)
 
 
 class ExpressionParser:
-    """Reads an expression. Raises `NotRegular` for what is outside of the subset."""
+    """Recursive-descent parser of regular expressions. Raises `NotRegular` for expressions outside the subset."""
 
     def __init__(self, text: str, ascii_only: bool):
         self.text = text
@@ -170,16 +168,16 @@ class ExpressionParser:
 
     @property
     def ahead(self) -> str:
-        """The next character; empty at the end."""
+        """Next character; empty at the end."""
         return self.text[self.at : self.at + 1]
 
     def take(self) -> str:
         if not self.ahead:
-            raise NotRegular("it ends too early")
+            raise NotRegular("an expression that ends too early")
         self.at += 1
         return self.text[self.at - 1]
 
-    def whole(self) -> Node:
+    def parse(self) -> Node:
         node = self.either()
         if self.ahead:
             raise NotRegular(f"{self.ahead!r} at {self.at}")
@@ -207,14 +205,14 @@ class ExpressionParser:
         else:
             return part
         if self.ahead and self.ahead in "*+?{":
-            raise NotRegular("a repetition of a repetition, or a lazy one")
+            raise NotRegular("a nested or lazy repetition")
         return Repetition(part, least, most)
 
     def counts(self) -> tuple[int, int | None]:
         end = self.text.find("}", self.at)
         low, comma, high = self.text[self.at + 1 : end].partition(",")
         if end < 0 or not all(each.isascii() and each.isdigit() for each in ([low, high] if high else [low])):
-            raise NotRegular("a repetition that names no numbers")
+            raise NotRegular("a repetition without numbers")
         self.at = end + 1
         least = int(low)
         most = int(high) if high else (None if comma else int(low))
@@ -229,7 +227,7 @@ class ExpressionParser:
         if char == "[":
             return CharacterClass(self.bracketed())
         if char == ".":
-            return CharacterClass(others(((10, 10),)))
+            return CharacterClass(complement(((10, 10),)))
         if char == "\\":
             return CharacterClass(self.escaped())
         if char in "^${*+?":
@@ -243,10 +241,10 @@ class ExpressionParser:
                 raise NotRegular("a group with flags, a name or look-around")
         self.depth += 1
         if self.depth > DEEPEST:
-            raise NotRegular("groups too deep within one another")
+            raise NotRegular("groups that are nested too deeply")
         node = self.either()
         if self.take() != ")":
-            raise NotRegular("a group without an end")
+            raise NotRegular("an unclosed group")
         self.depth -= 1
         return node
 
@@ -266,7 +264,7 @@ class ExpressionParser:
         return ((code, code),)
 
     def bracketed(self) -> Ranges:
-        """Characters of a class, behind its opening bracket."""
+        """Parses a character class after its opening bracket."""
         negated = self.ahead == "^"
         self.at += negated
         ranges: list[tuple[int, int]] = []
@@ -276,52 +274,52 @@ class ExpressionParser:
                 self.take()
                 high = self.member()
                 if len(low) != 1 or len(high) != 1 or low[0][0] != low[0][1] or high[0][0] != high[0][1] or high < low:
-                    raise NotRegular("a range that is none")
+                    raise NotRegular("an invalid range in a class")
                 low = ((low[0][0], high[0][0]),)
             ranges += low
         self.take()
-        found = others(united(ranges)) if negated else united(ranges)
+        found = complement(merge_ranges(ranges)) if negated else merge_ranges(ranges)
         if not found or any(low <= SURROGATES[1] and high >= SURROGATES[0] for low, high in found):
-            raise NotRegular("a class that is empty, or has surrogates")
+            raise NotRegular("a class that is empty or contains surrogates")
         return found
 
     def member(self) -> Ranges:
         char = self.take()
         if char == "\\":
             return self.escaped()
-        # A bracket may begin a class within the class, and doubled signs stand for set operations.
+        # A bracket may begin a nested class, and doubled signs are set operations.
         if char in "[]" or (char in "&-~" and self.ahead == char):
             raise NotRegular("a class with set operations")
         return ((ord(char), ord(char)),)
 
 
-def parsed(text: str, ascii_only: bool = False) -> Node:
-    """A regular expression, read.
+def parse_regex(text: str, ascii_only: bool = False) -> Node:
+    """Parses a regular expression.
 
     Args:
-        ascii_only: `\\d` and `\\w` are ASCII's.
+        ascii_only: `\\d` and `\\w` match ASCII characters only.
 
     Raises:
-        NotRegular: it is outside of the subset.
+        NotRegular: the expression is outside the subset.
     """
-    return ExpressionParser(text, ascii_only).whole()
+    return ExpressionParser(text, ascii_only).parse()
 
 
-def expression(node: Node) -> str:
-    """A node as a regular expression of Rust's. Raises `NotRegular` where it goes beyond what it describes itself."""
+def to_regex(node: Node) -> str:
+    """Formats a node as a regular expression in Rust's syntax. Raises `NotRegular` for undescribed parts and Lark rules."""
     match node:
         case CharacterClass():
             ranges = [rf"\x{{{low:x}}}-\x{{{high:x}}}" for low, high in node.ranges]
             return f"[{''.join(ranges)}]"
         case Concatenation():
-            return "".join(map(expression, node.parts))
+            return "".join(map(to_regex, node.parts))
         case Alternation():
-            return f"(?:{'|'.join(map(expression, node.parts))})"
+            return f"(?:{'|'.join(map(to_regex, node.parts))})"
         case Repetition():
             most = "" if node.most is None else node.most
-            return f"(?:{expression(node.part)}){{{node.least},{most}}}"
+            return f"(?:{to_regex(node.part)}){{{node.least},{most}}}"
         case Separated():
-            part = expression(node.part)
-            return f"{part}(?:{expression(node.separator)}{part})*"
-        case Beyond() | Lark():
-            raise NotRegular("schemas within themselves")
+            part = to_regex(node.part)
+            return f"{part}(?:{to_regex(node.separator)}{part})*"
+        case Undescribed() | Lark():
+            raise NotRegular("recursive schemas")

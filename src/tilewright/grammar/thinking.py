@@ -1,6 +1,7 @@
-"""Grammars behind thoughts: an answer's grammar begins behind the token that ends its thought, in the middle of a block, too.
+"""Constraints on the answer after a thinking block.
 
-A thought is free, but for the tokens that end the text: what ends by itself has an answer that follows the grammar.
+The constraint applies from the token after the end of the thinking block, also in the middle of a drafted block. Inside the
+thinking block every token is allowed except end-of-sequence tokens, so that a text that ends by itself contains an answer.
 """
 
 from collections.abc import Sequence
@@ -13,112 +14,112 @@ from tilewright.runtime.automata import ALL, WORD, Automaton, AutomatonState
 from tilewright.runtime.constraints import Constraint, ConstraintState
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""Tokens that begin and end a thought, of the families that have such."""
+"""Tokens that begin and end a thinking block, by model family."""
 
 TAIL = 4
-"""Tokens at the end of a prompt among which a template's mark stands; marks before may be anybody's."""
+"""Number of last prompt tokens in which the chat template's thinking tokens are searched; earlier ones may be user text."""
 
 
-def end_of_thought(tokenizer: Tokenizer, prompt: Sequence[int], asked: bool = False) -> int | None:
-    """The token that ends the thought which an answer begins with; None if it begins with none.
+def thinking_end_token(tokenizer: Tokenizer, prompt: Sequence[int], enabled: bool = False) -> int | None:
+    """Returns the token that ends the thinking block of a generation; None if the generation has no thinking block.
 
     Args:
-        prompt: it says so itself where its end leaves a thought open.
-        asked: the model was asked to think; it does unless the prompt's end has an ended thought.
+        prompt: prompt tokens. An unclosed thinking block at the end means that the generation starts inside it.
+        enabled: the request enabled thinking: the generation has a thinking block unless the prompt ends with a closed one.
     """
     for begin, end in MARKS:
         first = tokenizer.token_to_id(begin)
         last = tokenizer.token_to_id(end)
         if first is None or last is None:
             continue
-        marks = [token for token in prompt[-TAIL:] if token in (first, last)]
-        if marks[-1:] == [first] or (asked and last not in marks):
+        found = [token for token in prompt[-TAIL:] if token in (first, last)]
+        if found[-1:] == [first] or (enabled and last not in found):
             return last
     return None
 
 
-class AfterThought:
-    """A constraint that begins behind the token that ends a thought."""
+class AfterThinking:
+    """Constraint that applies after the token that ends the thinking block."""
 
-    def __init__(self, constraint: Constraint, automaton: Automaton | None, mark: int, eos: Sequence[int]):
+    def __init__(self, constraint: Constraint, automaton: Automaton | None, end_token: int, eos: Sequence[int]):
         """Args:
-        automaton: the constraint's own, if it has one.
-        mark: ends the thought.
-        eos: tokens that end a text, and cannot come before.
+        automaton: automaton of the constraint, if it has one.
+        end_token: id of the token that ends the thinking block.
+        eos: ids of the end-of-sequence tokens, which are not allowed in the thinking block.
         """
         self.constraint = constraint
-        self.mark = mark
+        self.end_token = end_token
         self.eos = tuple(eos)
-        self.automaton = None if automaton is None else thoughtful(automaton, mark, eos)
+        self.automaton = None if automaton is None else prepend_thinking(automaton, end_token, eos)
 
-    def begin(self) -> "Thinking":
-        return Thinking(self)
+    def begin(self) -> "AfterThinkingState":
+        return AfterThinkingState(self)
 
 
-class Thinking:
+class AfterThinkingState:
     """State of one text; see `runtime.constraints.ConstraintState`."""
 
-    def __init__(self, rule: AfterThought):
+    def __init__(self, rule: AfterThinking):
         self.rule = rule
-        self.thinks = True
+        self.is_thinking = True
         self.answer: ConstraintState = rule.constraint.begin()
 
     @property
     def automaton(self) -> AutomatonState | None:
         automaton = self.rule.automaton
-        own = self.answer.automaton
-        if automaton is None or own is None:
+        inner = self.answer.automaton
+        if automaton is None or inner is None:
             return None
-        return AutomatonState(automaton, 0 if self.thinks else own.state + 1)
+        return AutomatonState(automaton, 0 if self.is_thinking else inner.state + 1)
 
     def forced(self) -> list[int]:
-        return [] if self.thinks else self.answer.forced()
+        return [] if self.is_thinking else self.answer.forced()
 
     def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
-        if not self.thinks:
+        if not self.is_thinking:
             return self.answer.fill(drafts, masks)
-        masks[0] = thought_mask(masks.shape[1], self.rule.eos)
+        masks[0] = thinking_mask(masks.shape[1], self.rule.eos)
         for slot, draft in enumerate(drafts):
             if draft in self.rule.eos:
                 return slot
-            if draft == self.rule.mark:
+            if draft == self.rule.end_token:
                 return slot + 1 + self.answer.fill(drafts[slot + 1 :], masks[slot + 1 :])
             masks[slot + 1] = masks[0]
         return len(drafts)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        if self.thinks and self.rule.mark in tokens:
-            self.thinks = False
-            tokens = tokens[list(tokens).index(self.rule.mark) + 1 :]
-        if not self.thinks:
+        if self.is_thinking and self.rule.end_token in tokens:
+            self.is_thinking = False
+            tokens = tokens[list(tokens).index(self.rule.end_token) + 1 :]
+        if not self.is_thinking:
             self.answer.advance(tokens)
 
 
-def thought_mask(width: int, eos: Sequence[int]) -> UInt32[np.ndarray, " W"]:
-    """The mask of all tokens but those that end a text."""
+def thinking_mask(width: int, eos: Sequence[int]) -> UInt32[np.ndarray, " W"]:
+    """Returns a mask of all tokens except end-of-sequence tokens."""
     mask = np.full(width, ALL, np.uint32)
     for token in eos:
         mask[token // WORD] &= ~np.uint32(1 << token % WORD)
     return mask
 
 
-def thoughtful(automaton: Automaton, mark: int, eos: Sequence[int]) -> Automaton | None:
-    """An automaton behind a thought, which is a state before all of its own; None where that is too large.
+def prepend_thinking(automaton: Automaton, end_token: int, eos: Sequence[int]) -> Automaton | None:
+    """Adds a start state for the thinking block to an automaton. Returns None if the result is too large.
 
-    The token that ends the thought becomes a class of its own, and so do those that end a text.
+    The end token of the thinking block and the end-of-sequence tokens become token classes of their own.
     """
     states, count = automaton.after.shape
     classes = automaton.classes.copy()
     after = np.full((states + 1, count + 2), -1, np.int32)
-    classes[mark] = count
+    classes[end_token] = count
     classes[list(eos)] = count + 1
     after[0, :count] = 0
     after[0, count] = 1
     after[1:, :count] = np.where(automaton.after < 0, automaton.after, automaton.after + 1)
-    after[1:, count] = after[1:, automaton.classes[mark]]
+    after[1:, count] = after[1:, automaton.classes[end_token]]
     try:
         return Automaton(
-            masks=np.concatenate([thought_mask(automaton.masks.shape[1], eos)[None], automaton.masks]),
+            masks=np.concatenate([thinking_mask(automaton.masks.shape[1], eos)[None], automaton.masks]),
             mask_of=np.concatenate([[0], automaton.mask_of + 1]).astype(np.int32),
             classes=classes,
             after=after,

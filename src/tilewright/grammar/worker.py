@@ -1,11 +1,11 @@
-"""A process that compiles grammars on trial, so that one that takes too long or too much is ended with it.
+"""Compilation of grammars with llguidance, and the main program of the sandbox process.
 
-The first line of its input is a `CompilerSettings`, each further one what is asked of a grammar, as (asked, kind, text,
-seconds). It answers each with a line: to "refusal" why the grammar cannot be used, in the matcher's words, or nothing; to
-"automaton" the grammar's, as `token_automaton.automaton_text` writes it. All of it is JSON. JAX is not imported.
+The first line of the program's input is a `CompilerSettings`; each further line is a query (query, kind, text, seconds). Each
+query is answered by one line. "refusal" returns the reason why the grammar cannot be used, or an empty text; "automaton"
+returns the grammar's automaton as `token_automaton.automaton_text` writes it. All lines are JSON. JAX is not imported.
 
-The signal SIGPROF ends the process where an answer takes more than `seconds` of a processor, 0 for no such bound: the matcher
-does not look at a clock, and a clock would say how busy the machine is.
+SIGPROF ends the process when an answer takes more than `seconds` CPU seconds (0: no limit). The limit counts CPU seconds
+because wall-clock time depends on the machine's load.
 """
 
 import json
@@ -24,22 +24,22 @@ from tilewright.grammar.regular import (
     Node,
     Repetition,
     Separated,
-    expression,
+    to_regex,
 )
 from tilewright.grammar.schema import ON_ONE_LINE, exact_node, json_rule
 
 LEXER_STATES = 20_000
-"""Of a compiled grammar, each of one or two kB."""
+"""Largest number of lexer states of a compiled grammar (1 to 2 kB each)."""
 
 
 class CompilerSettings(NamedTuple):
-    """Tokens and bounds over which grammars are compiled.
+    """Tokenizer and limits for compiling grammars.
 
     Attributes:
-        tokenizer: as JSON.
-        vocab: tokens of the model, which may be more than the tokenizer has.
-        eos: the tokens that end a text.
-        most_bytes: of memory that a process may take besides what it takes at first; 0 for no bound.
+        tokenizer: tokenizer as JSON (Hugging Face tokenizers).
+        vocab: size of the model's vocabulary, which may exceed the tokenizer's.
+        eos: ids of the end-of-sequence tokens.
+        most_bytes: memory limit of the sandbox process, besides its memory after start; 0 for no limit.
     """
 
     tokenizer: str
@@ -49,27 +49,27 @@ class CompilerSettings(NamedTuple):
 
 
 def made_tokenizer(setting: CompilerSettings) -> Any:
-    """The tokenizer as the matcher has it."""
+    """Makes the `LLTokenizer` of llguidance."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(setting.tokenizer, n_vocab=setting.vocab, eos_token=list(setting.eos))
 
 
-def compiled(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
-    """The matcher of a grammar, and why it cannot be used, or nothing."""
+def compile_matcher(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
+    """Compiles a grammar. Returns the `LLMatcher`, and the reason why it cannot be used (empty if it can)."""
     try:
-        matcher = matcher_of(tokenizer, kind, text)
+        matcher = make_matcher(tokenizer, kind, text)
     except ValueError as error:
         return None, str(error)
     except RecursionError:
-        return None, "it goes too deep: recursion limit"
+        return None, "it is nested too deeply: recursion limit"
     if not matcher.is_error():
-        matcher.compute_bitmask()  # what nothing satisfies may show only now
+        matcher.compute_bitmask()  # grammars that no text satisfies may fail only here
     return matcher, matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
 
 
-def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
-    """The matcher of a grammar, which may be in error. Raises a `ValueError` for what is none."""
+def make_matcher(tokenizer: Any, kind: str, text: str) -> Any:
+    """Makes the `LLMatcher` of a grammar, which may be in an error state. Raises a `ValueError` for an invalid grammar."""
     from llguidance import LLMatcher, LLParserLimits
 
     make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}
@@ -85,17 +85,17 @@ def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def lark_of_choice(texts: list[str]) -> str:
-    """One of several texts, as a Lark grammar."""
+    """Writes a choice of texts as a Lark grammar."""
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def lark_of_tagged(options: list[list[Any]], repeats: bool, other: Any = None) -> str:
-    """Tagged JSON texts, each as begin, schema and end, or another one without tags, as a Lark grammar."""
+    """Writes the arguments of `Grammar.tagged` as a Lark grammar."""
     rules = list[str]()
     texts = list[str]()
     for number, (begin, schema, end) in enumerate(options):
-        around = [json.dumps(each) if each else "" for each in (begin, end)]
-        texts.append(f"{around[0]} json_{number} {around[1]}")
+        before, after = (json.dumps(each) if each else "" for each in (begin, end))
+        texts.append(f"{before} json_{number} {after}")
         rules += json_rules(schema, f"json_{number}")
     start = 'start: text ("\\n" text)*' if repeats else "start: text"
     if other is not None:
@@ -105,10 +105,10 @@ def lark_of_tagged(options: list[list[Any]], repeats: bool, other: Any = None) -
 
 
 def json_rules(schema: Mapping[str, Any], name: str) -> list[str]:
-    """Rules of a Lark grammar for JSON of a schema: the first has the name, further ones begin with it.
+    """Writes Lark rules for JSON of a schema. The first rule is `name`, the names of further rules begin with `name`.
 
     Raises:
-        NotRegular: the schema has numbers that cannot be kept as they are.
+        NotRegular: the schema has wide numbers that cannot be represented exactly.
     """
     if has_wide_numbers(schema):
         return lark_of_node(exact_node(schema), name)
@@ -116,10 +116,10 @@ def json_rules(schema: Mapping[str, Any], name: str) -> list[str]:
 
 
 def lark_of_node(node: Node, name: str) -> list[str]:
-    """Rules of a Lark grammar for a node: the first has the name, those of its parts begin with it.
+    """Writes Lark rules for a node. The first rule is `name`, the names of further rules begin with `name`.
 
-    Terminals are those of the matcher's own JSON, brackets, separators and values without parts. Were one the beginning of
-    another, the lexer would know the longer one alone.
+    Terminals are brackets, separators, scalars and the matcher's JSON rules. No terminal is a prefix of another, because the
+    lexer would match only the longer one.
     """
     rules = list[str]()
 
@@ -137,38 +137,38 @@ def lark_of_node(node: Node, name: str) -> list[str]:
             case Separated():
                 part = written(node.part)
                 return f"({part} ({written(node.separator)} {part})*)"
-        return f"/{expression(node)}/" if node != NOTHING else '""'
+        return f"/{to_regex(node)}/" if node != NOTHING else '""'
 
     first = f"{name}: {written(node)}"
     return [first, *rules]
 
 
 def bound_memory(most_bytes: int) -> None:
-    """Lets this process take so much more memory, where the system can say so."""
+    """Limits this process to `most_bytes` more memory than it has now (Linux only)."""
     if sys.platform != "linux" or not most_bytes:
         return
     import resource
 
     with open("/proc/self/statm") as file:
-        held = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + most_bytes, held + most_bytes))
+        current = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (current + most_bytes, current + most_bytes))
 
 
 def main() -> None:
     setting = CompilerSettings(*json.loads(sys.stdin.readline()))
     tokenizer = made_tokenizer(setting)
     bound_memory(setting.most_bytes)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever this process was started with
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have ignored the signal
     vocabulary = None
     for line in sys.stdin:
-        asked, kind, text, seconds = json.loads(line)
+        query, kind, text, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        if asked == "refusal":
-            answer = compiled(tokenizer, kind, text)[1]
+        if query == "refusal":
+            answer = compile_matcher(tokenizer, kind, text)[1]
         else:
             from tilewright.grammar.token_automaton import Vocabulary, automaton_text
 
-            vocabulary = vocabulary or Vocabulary.of(tokenizer, setting.vocab, setting.eos)
+            vocabulary = vocabulary or Vocabulary.from_tokenizer(tokenizer, setting.vocab, setting.eos)
             answer = automaton_text(tokenizer, vocabulary, kind, text)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)

@@ -1,1 +1,1 @@
-"""Graphs in fixed shapes: neighbour tables, aggregation and attention over them, data, and training."""
+"""Graphs in fixed shapes: neighbour tables, aggregation, attention, sampling, partitioning and data sets."""

@@ -1,4 +1,4 @@
-"""Attention over a graph's neighbours, in the caller's order of nodes and edges."""
+"""Attention over neighbours, in the caller's order of nodes and edges."""
 
 import numpy as np
 from jax import Array
@@ -18,45 +18,47 @@ def attend(
     dropout: float = 0.0,
     key: Array | None = None,
 ) -> Float[Array, "N H D"]:
-    """For each node and head the features of its neighbours, weighted by a softmax (Veličković et al. 2018, equations 3 to 6).
+    """Sums the features of each node's neighbours with softmax weights per head (Veličković et al. 2018, equations 3 to 6).
 
     Args:
-        table: the graph. A node attends to itself only where it has an edge to itself (`self_loops=True` when it is built).
+        table: the graph. A node attends to itself only with a self-loop (`self_loops=True` when the table is built).
         x: float32 or bfloat16 features of the sources.
-        source_score, target_score: the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`, whose slope
-            at 0 is the negative one, as in PyTorch.
-        dropout: the probability with which an edge's weight is dropped after the softmax, for each head by itself; the others
-            are scaled by `1 / (1 - dropout)`. Which these are depends on the key and on the caller's order of edges alone.
-        key: for dropout; without one there is none.
+        source_score: score of each source; the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
+        target_score: score of each node.
+        negative_slope: slope of the leaky ReLU for negative values and, as in PyTorch, at 0.
+        dropout: probability of dropping an edge's weight after the softmax, per head; the other weights are scaled by
+            `1 / (1 - dropout)`. The dropped edges depend only on the key and the caller's order of edges.
+        key: random key of the dropout; None for no dropout.
 
     Returns:
-        In the dtype of `x`; a node without neighbours gets zeros.
+        features in the dtype of `x`; zeros for a node without neighbours.
 
     Raises:
-        ValueError: arrays that are another graph's, of another dtype, or hold a NaN; the first place is named.
+        ValueError: arrays do not fit the graph, have another dtype, or have a NaN (the message names the first place).
     """
     features, source, target = (
-        check_numbers(value, what)
-        for value, what in ((x, "features"), (source_score, "source scores"), (target_score, "target scores"))
+        check_numbers(value, noun)
+        for value, noun in ((x, "features"), (source_score, "source scores"), (target_score, "target scores"))
     )
     if target.ndim != 2 or target.shape[0] != table.num_nodes:
         raise ValueError(f"expected target scores [{table.num_nodes}, heads], found shape {list(target.shape)}")
-    given = table.permute(features), table.permute(source), table.permute_nodes(target)
-    return table.unpermute(table.attend(*given, negative_slope, dropout, key))
+    operands = table.permute(features), table.permute(source), table.permute_nodes(target)
+    return table.unpermute(table.attend(*operands, negative_slope, dropout, key))
 
 
 def segment_softmax(table: NeighborTable, edge_scores: Float[Array | np.ndarray, "E *H"]) -> Float[Array, "E *H"]:
-    """The softmax of the edges' scores over the edges that end at the same node, in the caller's order of edges.
+    """Computes the softmax of edge scores over the incoming edges of each node, in the caller's order of edges.
 
     Args:
-        edge_scores: floating-point, `[E]`, or `[E, H]` for several heads.
+        table: the graph.
+        edge_scores: floating-point scores, `[E]`, or `[E, H]` for several heads.
 
     Raises:
-        ValueError: scores that are another graph's, of another dtype, or hold a NaN.
+        ValueError: scores do not fit the graph, have another dtype, or have a NaN.
     """
     scores = check_numbers(edge_scores, "edge scores")
     check_scores(scores)
     if scores.ndim not in (1, 2) or scores.shape[0] != table.num_edges:
         raise ValueError(f"expected scores of {table.num_edges} edges, found shape {list(scores.shape)}")
-    of_heads = scores[:, None] if scores.ndim == 1 else scores
-    return edge_softmax(table.forward, of_heads).reshape(scores.shape)
+    per_head = scores[:, None] if scores.ndim == 1 else scores
+    return edge_softmax(table.forward, per_head).reshape(scores.shape)

@@ -1,7 +1,7 @@
-"""Many graphs in one table of fixed size, so that every mini-batch runs the same program.
+"""Mini-batches of graphs in one table of fixed size, so that all mini-batches run the same program.
 
-Graphs stand one after another and share no edge. What is left of the capacity is padding: nodes without neighbours that belong
-to no graph, edges that no node has, graphs without nodes. None of it reaches a graph.
+The graphs are concatenated without edges between them. Padding fills the rest of the capacity: nodes without neighbours and
+graph, edges without node, and graphs without nodes. Padding never affects a graph.
 
 Legend: L batches, B graphs of a batch, N nodes, E edges, K slots of a row.
 """
@@ -21,16 +21,19 @@ from tilewright.graph.rows import Bucket, BucketRows, CsrRows, Rows
 from tilewright.graph.table import NeighborTable, default_layout
 
 PADDING = -1
-"""Stands for a graph, node or label that is not there."""
+"""Id of a graph, node or label in padding."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Room of a batch: graphs, nodes, edges and degrees. Batches of equal capacity have equal shapes.
+    """Capacity of a batch. Batches of equal capacity have equal shapes.
 
     Attributes:
-        degree: the largest number of neighbours of a node (only padded rows depend on it).
-        graph_nodes: the largest number of nodes of a graph (likewise).
+        graphs: most graphs of a batch.
+        nodes: most nodes of a batch.
+        edges: most edges of a batch.
+        degree: most neighbours of a node; only the layout "padded" depends on it.
+        graph_nodes: most nodes of a graph; only the layout "padded" depends on it.
     """
 
     graphs: int
@@ -40,8 +43,8 @@ class Capacity:
     graph_nodes: int
 
     @classmethod
-    def of(cls, data: GraphData, batches: Iterable[Int[np.ndarray, "... B"]]) -> "Capacity":
-        """Room for all of these batches, rounded up to a coarse scale so that few capacities occur."""
+    def from_batches(cls, data: GraphData, batches: Iterable[Int[np.ndarray, "... B"]]) -> "Capacity":
+        """Returns the capacity for all batches, rounded up to a coarse scale, so that few capacities occur."""
         sizes = np.append(np.diff(data.node_offsets), 0), np.append(np.diff(data.edge_offsets), 0)
         graphs = nodes = edges = 0
         for ids in batches:
@@ -53,7 +56,7 @@ class Capacity:
 
 
 def round_up(n: int) -> int:
-    """The next of eight sizes between one power of two and the next."""
+    """Rounds up to one of eight sizes between consecutive powers of two."""
     step = max(8, 1 << max(n - 1, 0).bit_length() >> 4)
     return max(step, -(-n // step) * step)
 
@@ -61,16 +64,16 @@ def round_up(n: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GraphBatch:
-    """A batch, or several of one capacity with leading dims (which a program maps over or scans).
+    """Mini-batch of graphs, or several of one capacity with leading dimensions.
 
     Attributes:
-        nodes: which node of the data set stands in each row, int32 `[N]`; `PADDING` behind the last.
-        offsets: row i has the edges from `offsets[i]` to `offsets[i + 1]`, int32 `[N + 1]`.
-        sources: of each edge, int32 `[E]`.
-        destinations: of each edge, int32 `[E]`.
-        graphs: the graph of each row, int32 `[N]`.
-        starts: graph g has the rows from `starts[g]` to `starts[g + 1]`, int32 `[B + 1]`.
-        labels: of the graphs, int32 `[B]`; `PADDING` where there is none.
+        nodes: node of the data set in each row, int32 `[N]`; `PADDING` after the last node.
+        offsets: row i has the edges `offsets[i]` to `offsets[i + 1] - 1`, int32 `[N + 1]`.
+        sources: source row of each edge, int32 `[E]`.
+        destinations: destination row of each edge, int32 `[E]`.
+        graphs: graph of each row, int32 `[N]`.
+        starts: graph g has the rows `starts[g]` to `starts[g + 1] - 1`, int32 `[B + 1]`.
+        labels: labels of the graphs, int32 `[B]`; `PADDING` in padding.
     """
 
     nodes: Any
@@ -83,39 +86,41 @@ class GraphBatch:
 
     @property
     def rows(self) -> Bool[Array, " N"]:
-        """Mask of the rows that are nodes."""
+        """Mask of the rows with nodes."""
         return self.nodes != PADDING
 
     def features(self, features: Array) -> Array:
-        """The rows' features, from those of all nodes of the data set; zeros in padding."""
+        """Gathers the features of the rows from the features of all nodes of the data set; zeros in padding."""
         return jnp.where(self.rows[:, None], features[jnp.maximum(self.nodes, 0)], 0)
 
     @property
     def loops(self) -> Float[Array, " N"]:
-        """1 less the number of each row's edges to itself, see `NeighborTable.loops`; edges of padding are no row's."""
-        before = jnp.pad(jnp.cumsum(self.sources == self.destinations), (1, 0))  # a scatter by destination would be slow
-        own = before[self.offsets[1:]] - before[self.offsets[:-1]]
-        return 1 - own.astype(jnp.float32)
+        """1 minus the number of each row's self-loops, see `NeighborTable.loops`."""
+        before = jnp.pad(jnp.cumsum(self.sources == self.destinations), (1, 0))  # avoids a slow scatter by destination
+        loops = before[self.offsets[1:]] - before[self.offsets[:-1]]
+        return 1 - loops.astype(jnp.float32)
 
     def table(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
-        """The neighbours of the rows; both directions are one, as graphs of a `GraphData` are undirected."""
+        """Builds the neighbour table of the rows; both directions are equal, since graphs of `GraphData` are undirected."""
         rows = make_rows(self.offsets, self.sources, self.destinations, capacity.degree, layout)
         n = self.nodes.shape[0]
         e = self.sources.shape[0]
-        return NeighborTable(rows, rows, None, self.loops, None, None, None, n, n, n, e, layout_of(layout))
+        return NeighborTable(rows, rows, None, self.loops, None, None, None, n, n, n, e, row_layout(layout))
 
     def pool(self, capacity: Capacity, layout: str = "auto") -> NeighborTable:
-        """The table whose rows are the graphs, and whose neighbours are their nodes."""
+        """Builds the table for pooling: the rows are graphs, and the neighbours of a graph are its nodes."""
         n = self.nodes.shape[0]
         b = self.labels.shape[0]
         each = jnp.arange(n + 1, dtype=jnp.int32)
         forward = make_rows(self.starts, each[:n], self.graphs, capacity.graph_nodes, layout)
         backward = make_rows(jnp.minimum(each, self.starts[-1]), self.graphs, each[:n], 1, layout)
-        return NeighborTable(forward, backward, None, jnp.ones(b, jnp.float32), None, None, None, b, n, n, n, layout_of(layout))
+        return NeighborTable(
+            forward, backward, None, jnp.ones(b, jnp.float32), None, None, None, b, n, n, n, row_layout(layout)
+        )
 
 
-def layout_of(layout: str) -> Any:
-    """ "csr" or "padded": the width of buckets would differ from batch to batch."""
+def row_layout(layout: str) -> Any:
+    """Returns "csr" or "padded" for a layout; bucketed rows would have different shapes in each batch."""
     if layout not in ("auto", "csr", "padded"):
         raise ValueError(f"expected the layout auto, csr or padded, found {layout!r}")
     return ("csr" if default_layout() == "csr" else "padded") if layout == "auto" else layout
@@ -124,32 +129,37 @@ def layout_of(layout: str) -> Any:
 def make_rows(
     offsets: Int32[Array, " N_and_one"], sources: Int32[Array, " E"], rows: Int32[Array, " E"], width: int, layout: str
 ) -> Rows:
-    """The rows of edges that are sorted by row, where none has more than `width`."""
+    """Builds rows from edges sorted by row; no row has more than `width` edges."""
     edges = jnp.arange(sources.shape[0], dtype=jnp.int32)
     real = edges < offsets[-1]
-    if layout_of(layout) == "csr":
+    if row_layout(layout) == "csr":
         return CsrRows(offsets, sources, rows, edges, jnp.where(real, edges, edges.shape[0]))
     places = offsets[:-1, None] + jnp.arange(width, dtype=jnp.int32)
     degrees = jnp.diff(offsets)
     filled = jnp.arange(width) < degrees[:, None]
-    edges_of = jnp.where(filled, places, 0)
+    edge_ids = jnp.where(filled, places, 0)
     count = degrees.shape[0]
-    padded = jnp.where(filled, sources.at[edges_of].get(mode="promise_in_bounds"), 0)
+    padded = jnp.where(filled, sources.at[edge_ids].get(mode="promise_in_bounds"), 0)
     slots = rows * width + edges - offsets.at[rows].get(mode="promise_in_bounds")
     slots = jnp.where(real, slots, count * width)
-    bucket = Bucket(padded, degrees, jnp.arange(count, dtype=jnp.int32), edges_of)
+    bucket = Bucket(padded, degrees, jnp.arange(count, dtype=jnp.int32), edge_ids)
     return BucketRows((bucket,), (), None, degrees, slots, None)
 
 
 def pack(data: GraphData, ids: Int[np.ndarray, "*batches B"], capacity: Capacity) -> GraphBatch:
-    """Batches of these graphs, `PADDING` among the ids for none; in NumPy, all at once.
+    """Packs graphs into batches, in NumPy, vectorised over all batches.
+
+    Args:
+        data: the graphs.
+        ids: graph ids of each batch; `PADDING` for none.
+        capacity: capacity of a batch.
 
     Raises:
-        ValueError: a batch does not fit the capacity, or an id is no graph.
+        ValueError: a batch exceeds the capacity, or an id is out of range.
     """
     wrong = ids[(ids < PADDING) | (ids >= data.num_graphs)]
     if wrong.size:
-        raise ValueError(f"graph {wrong[0]} is none of the {data.num_graphs} graphs")
+        raise ValueError(f"expected graph ids from 0 to {data.num_graphs - 1}, found {wrong[0]}")
     if ids.shape[-1] > capacity.graphs:
         raise ValueError(f"expected at most {capacity.graphs} graphs, found {ids.shape[-1]}")
     lead = ids.shape[:-1]
@@ -157,9 +167,9 @@ def pack(data: GraphData, ids: Int[np.ndarray, "*batches B"], capacity: Capacity
     flat[:, : ids.shape[-1]] = ids.reshape(-1, ids.shape[-1])
     present = flat != PADDING
     sizes, edge_counts = (np.where(present, np.diff(ends)[flat], 0) for ends in (data.node_offsets, data.edge_offsets))
-    for what, counts, room in (("nodes", sizes, capacity.nodes), ("edges", edge_counts, capacity.edges)):
+    for noun, counts, room in (("nodes", sizes, capacity.nodes), ("edges", edge_counts, capacity.edges)):
         if (most := int(counts.sum(1).max(initial=0))) > room:
-            raise ValueError(f"expected at most {room} {what}, found a batch of {most}")
+            raise ValueError(f"expected at most {room} {noun}, found a batch of {most}")
     starts = np.concatenate([np.zeros((len(flat), 1), np.int64), np.cumsum(sizes, 1)], 1)
     batch, place, graph, local = ragged(sizes)
     node = data.node_offsets[flat[batch, graph]] + local
@@ -169,9 +179,9 @@ def pack(data: GraphData, ids: Int[np.ndarray, "*batches B"], capacity: Capacity
     offsets = np.zeros((len(flat), capacity.nodes + 1), np.int64)
     offsets[batch, place + 1] = in_degree[node]
 
-    def rows(width: int, fill: int, where: tuple[np.ndarray, np.ndarray], values: np.ndarray) -> Int32[np.ndarray, "..."]:
+    def rows(width: int, fill: int, index: tuple[np.ndarray, np.ndarray], values: np.ndarray) -> Int32[np.ndarray, "..."]:
         out = np.full((len(flat), width), fill, np.int32)
-        out[where] = values
+        out[index] = values
         return out.reshape(*lead, width)
 
     nodes = rows(capacity.nodes, PADDING, (batch, place), node)
@@ -187,8 +197,11 @@ def pack(data: GraphData, ids: Int[np.ndarray, "*batches B"], capacity: Capacity
 
 
 def ragged(counts: Int[np.ndarray, "L B"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Places of things of which graph g of batch b has `counts[b, g]`: for each its batch, its place there, its graph, and its
-    number in that graph."""
+    """Enumerates items, of which graph g of batch b has `counts[b, g]`.
+
+    Returns:
+        for each item its batch, its place in the batch, its graph, and its number in the graph.
+    """
     flat = counts.ravel()
     owner = np.repeat(np.arange(flat.size), flat)
     local = np.arange(owner.size) - np.repeat(np.cumsum(flat) - flat, flat)

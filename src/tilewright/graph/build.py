@@ -1,4 +1,4 @@
-"""Makes rows of edges: sorts, splits, groups and pads, in NumPy without a loop over nodes or edges."""
+"""Builds rows of neighbours from edges: sorts, splits, groups and pads, vectorised in NumPy."""
 
 from dataclasses import replace
 
@@ -17,24 +17,24 @@ def int32_array(values: np.ndarray) -> Array:
 
 
 def stable_order(keys: Ids, bound: int) -> Ids:
-    """Sorts keys in [0, bound), equal ones as they come: a radix sort, which NumPy has for 16 bits."""
+    """Returns the stable sort order of keys in [0, bound), by NumPy's radix sort of 16-bit integers."""
     order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
     if bound > 2**16:
         order = order[np.argsort((keys[order] >> 16).astype(np.uint16), kind="stable")]
     return order
 
 
-def offsets_of(degrees: Ids) -> Ids:
+def row_offsets(degrees: Ids) -> Ids:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)])
 
 
 def log_width(degrees: Ids) -> Ids:
-    """The exponent of the smallest power of two that holds each degree; 0 for none."""
+    """Returns the exponent of the smallest power of two that is at least the degree; 0 for degree 0."""
     return np.ceil(np.log2(np.maximum(degrees, 1))).astype(np.int64)
 
 
 def bucket_keys(degrees: Ids, limit: int) -> Ids:
-    """Sort keys of rows: how often a row has to be split, then its width in the last stage."""
+    """Returns sort keys of rows: number of splits, then width in the last stage."""
     rest = degrees.astype(np.int64)
     stage = np.zeros(degrees.size, np.int64)
     while (rest > limit).any():
@@ -50,7 +50,7 @@ def inverse(order: Ids) -> Ids:
 
 
 def slot_places(starts: Ids, degrees: Ids, width: int) -> tuple[Ids, np.ndarray]:
-    """For rows of consecutive entries the entry of each slot, `[R, width]`, and which slots are no padding."""
+    """Returns the entry of each slot `[R, width]` for rows of consecutive entries, and the mask of filled slots."""
     slot = np.arange(width)
     counts = slot < degrees[:, None]
     return np.where(counts, starts[:, None] + slot, 0), counts
@@ -63,13 +63,19 @@ def pick(values: Ids, places: Ids, counts: np.ndarray) -> Array:
 def group(
     nodes: Ids, starts: Ids, sizes: Ids, sources: Ids, edges: Ids | None, slots: Ids, filled: int
 ) -> tuple[tuple[Bucket, ...], Ids, int]:
-    """Rows by their widths: the buckets, each row's place among them, and how many slots there are then.
+    """Groups rows by width into buckets.
 
     Args:
-        nodes: what each row belongs to.
-        starts, sizes: its entries of `sources` and `edges`.
-        slots: the places of entries' slots are WRITTEN here.
-        filled: slots before these.
+        nodes: result row of each row.
+        starts: first entry of each row in `sources` and `edges`.
+        sizes: number of entries of each row.
+        sources: source of each entry.
+        edges: caller's edge of each entry; None for entries that are not edges.
+        slots: the slot of each entry is WRITTEN to this array.
+        filled: number of slots before these buckets.
+
+    Returns:
+        the buckets, each row's place among their rows, and the number of slots after them.
     """
     widths = log_width(sizes)
     buckets = []
@@ -90,7 +96,7 @@ def group(
 
 
 def bucket_stage(offsets: Ids, sources: Ids, edges: Ids | None, limit: int) -> tuple[BucketRows, Ids]:
-    """Rows that are sorted by `bucket_keys`, and each entry's slot."""
+    """Builds bucketed rows from rows sorted by `bucket_keys`; returns the slot of each entry as well."""
     degrees = np.diff(offsets)
     slots = np.zeros(sources.size, np.int64)
     whole = np.flatnonzero(degrees <= limit)
@@ -98,26 +104,29 @@ def bucket_stage(offsets: Ids, sources: Ids, edges: Ids | None, limit: int) -> t
     buckets, _, filled = group(whole, offsets[whole], degrees[whole], sources, edges, slots, 0)
     count = -(-degrees[long] // limit)
     node = np.repeat(long, count)
-    first = (np.arange(node.size) - np.repeat(offsets_of(count)[:-1], count)) * limit
+    first = (np.arange(node.size) - np.repeat(row_offsets(count)[:-1], count)) * limit
     sizes = np.minimum(degrees[node] - first, limit)
     parts, places, _ = group(node, offsets[node] + first, sizes, sources, edges, slots, filled)
-    rest = bucket_stage(offsets_of(count), places, None, limit)[0] if long.size else None
+    rest = bucket_stage(row_offsets(count), places, None, limit)[0] if long.size else None
     return BucketRows(buckets, parts, rest, int32_array(degrees), None, None), slots
 
 
 def bucket_rows(offsets: Ids, sources: Ids, edges: Ids, limit: int, capacity: int) -> BucketRows:
-    """Rows of any order in buckets of widths 1, 2, 4 up to `limit`, which is a power of two.
+    """Builds bucketed rows with widths 1, 2, 4, ... up to `limit` from rows in any order.
 
     Args:
-        offsets: row r has the entries from `offsets[r]` to `offsets[r + 1]` of `sources` and `edges`.
-        capacity: how many edges the arrays have room for.
+        offsets: row r has the entries `offsets[r]` to `offsets[r + 1] - 1` of `sources` and `edges`.
+        sources: source of each entry.
+        edges: caller's edge of each entry.
+        limit: largest width, a power of two.
+        capacity: number of edges in the arrays, including padding.
     """
     degrees = np.diff(offsets)
     if not degrees.size:
         return padded_rows(offsets, sources, edges, None, capacity)
     keys = bucket_keys(degrees, limit)
     order = np.argsort(keys, kind="stable")
-    sorted_offsets = offsets_of(degrees[order])
+    sorted_offsets = row_offsets(degrees[order])
     entries = np.repeat(offsets[order] - sorted_offsets[:-1], degrees[order]) + np.arange(sources.size)
     rows, slots = bucket_stage(sorted_offsets, sources[entries], edges[entries], limit)
     slots_of_edges = np.full(capacity, sum(bucket.sources.size for bucket in rows.blocks))
@@ -126,24 +135,20 @@ def bucket_rows(offsets: Ids, sources: Ids, edges: Ids, limit: int, capacity: in
     if (keys[1:] >= keys[:-1]).all():
         return rows
 
-    def named(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    def renumbered(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
         return tuple(replace(bucket, nodes=int32_array(order[np.asarray(bucket.nodes)])) for bucket in buckets)
 
     return replace(
         rows,
-        buckets=named(rows.buckets),
-        parts=named(rows.parts),
+        buckets=renumbered(rows.buckets),
+        parts=renumbered(rows.parts),
         degrees=int32_array(degrees),
         order=int32_array(inverse(order)),
     )
 
 
 def padded_rows(offsets: Ids, sources: Ids, edges: Ids, width: int | None, capacity: int) -> BucketRows:
-    """All rows in one bucket, as wide as the longest or as `width`.
-
-    Args:
-        capacity: how many edges the arrays have room for.
-    """
+    """Builds rows in one bucket with `width` slots, by default the largest degree; for the arguments see `bucket_rows`."""
     degrees = np.diff(offsets)
     width = max(1, int(degrees.max(initial=0))) if width is None else width
     places, counts = slot_places(offsets[:-1], degrees, width)
@@ -156,7 +161,7 @@ def padded_rows(offsets: Ids, sources: Ids, edges: Ids, width: int | None, capac
 
 
 def csr_rows(offsets: Ids, sources: Ids, edges: Ids, capacity: int) -> CsrRows:
-    """Rows one after another, with room for `capacity` edges."""
+    """Builds concatenated rows, padded to `capacity` edges; for the arguments see `bucket_rows`."""
     spare = capacity - sources.size
     rows = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
     slots = np.concatenate([inverse(edges), np.full(spare, capacity)])
@@ -165,7 +170,7 @@ def csr_rows(offsets: Ids, sources: Ids, edges: Ids, capacity: int) -> CsrRows:
 
 
 def locality_order(destinations: Ids, sources: Ids, nodes: int) -> Ids:
-    """Reverse Cuthill-McKee: nodes in an order that brings neighbours near each other.
+    """Returns the reverse Cuthill-McKee order of nodes, which moves neighbours close to each other.
 
     Raises:
         ImportError: SciPy is not installed.
@@ -174,7 +179,7 @@ def locality_order(destinations: Ids, sources: Ids, nodes: int) -> Ids:
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import reverse_cuthill_mckee
     except ImportError as error:
-        raise ImportError("order='rcm' needs scipy: pip install 'tilewright[graph]'") from error
+        raise ImportError("expected scipy for order='rcm', found none: pip install 'tilewright[graph]'") from error
     ends = np.concatenate([destinations, sources]), np.concatenate([sources, destinations])
     both = coo_array((np.ones(2 * sources.size, np.int8), ends), shape=(nodes, nodes))
     return reverse_cuthill_mckee(both.tocsr(), symmetric_mode=True).astype(np.int64)

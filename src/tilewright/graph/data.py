@@ -1,6 +1,6 @@
-"""Graph data sets: one graph whose nodes have labels (`.npz`, Zachary's karate club), or many graphs (the GIN text format).
+"""Graph data sets: one graph with node labels (`.npz`, Zachary's karate club), or many graphs (the GIN text format).
 
-No reader executes what it reads: archives with pickled objects are refused.
+The readers execute no code: archives with pickled objects are rejected.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from tilewright.graph.edges import to_float32
 
 KARATE = "karate"
 NONE = -1
-"""The label of a node that has none."""
+"""Label of unlabelled nodes."""
 MOST_CLASSES = 1000
-"""Classes that a file may have beyond its number of nodes: a model has a score for each class up to the largest label."""
+"""Bound of the labels of small graphs, and of larger graphs the number of nodes; a model has a score for each class."""
 MOST_FEATURES = 2**24
-"""Columns that sparse features may have: a model's first matrix has a row for each."""
+"""Most columns of sparse features; a model's first matrix has a row for each."""
 SPARSE_FEATURES = ("x_indptr", "x_indices", "x_data", "x_shape")
 PARTS = ("train", "val", "test")
 ARRAYS = (
@@ -63,14 +63,14 @@ KARATE_NEIGHBOURS = {
     31: "32 33",
     32: "33",
 }
-"""Who met whom outside the club; each pair stands with the member of the smaller number."""
+"""Friendships: larger neighbours of each member."""
 KARATE_INSTRUCTOR = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 17, 19, 21)
-"""The members who went with the instructor when the club split."""
+"""Members of the instructor's faction after the club split."""
 
 
 @dataclass(frozen=True)
 class SparseRows:
-    """A matrix of features of which most are zero: row i has `data[indptr[i]:indptr[i + 1]]` in the columns `indices` there."""
+    """Sparse feature matrix in CSR: row i has `data[indptr[i]:indptr[i + 1]]` in the columns `indices[...]` of that range."""
 
     indptr: Int32[np.ndarray, " rows_and_one"]
     indices: Int32[np.ndarray, " entries"]
@@ -78,21 +78,21 @@ class SparseRows:
     columns: int
 
     def take(self, ids: Int[np.ndarray, " R"]) -> "SparseRows":
-        """These rows."""
+        """Returns the rows `ids`, sparse."""
         counts = self.indptr[ids + 1] - self.indptr[ids]
         indptr = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
         entries = np.repeat(self.indptr[ids] - indptr[:-1], counts) + np.arange(indptr[-1])
         return SparseRows(indptr, self.indices[entries], self.data[entries], self.columns)
 
     def rows(self, ids: Int[np.ndarray, " R"]) -> Float32[np.ndarray, "R F"]:
-        """These rows, dense."""
-        taken = self.take(ids)
+        """Returns the rows `ids`, dense."""
+        sparse = self.take(ids)
         out = np.zeros((len(ids), self.columns), np.float32)
-        np.add.at(out, (np.repeat(np.arange(len(ids)), np.diff(taken.indptr)), taken.indices), taken.data)
+        np.add.at(out, (np.repeat(np.arange(len(ids)), np.diff(sparse.indptr)), sparse.indices), sparse.data)
         return out
 
     def row_normalised(self) -> "SparseRows":
-        """Each row divided by its sum, where that is not zero."""
+        """Divides each row by its sum; rows with sum 0 are unchanged."""
         owners = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
         sums = np.bincount(owners, self.data, len(self.indptr) - 1)
         return replace(self, data=(self.data / np.where(sums == 0, 1, sums)[owners]).astype(np.float32))
@@ -100,14 +100,17 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class NodeData:
-    """One graph whose nodes have features and labels.
+    """Graph with node features and node labels.
 
     Attributes:
-        edge_index: sources and destinations, `[2, E]`; an undirected edge stands there in both directions.
-        features: dense `[N, F]`, or as `SparseRows`.
-        labels: a class for each node from 0, or -1.
-        train, val, test: ids of nodes; `val` and `test` may be empty.
-        weights: of the edges; None if all are 1.
+        name: name of the data set.
+        edge_index: sources and destinations, `[2, E]`; undirected edges are listed in both directions.
+        features: dense features `[N, F]`, or `SparseRows`.
+        labels: class of each node from 0; -1 for unlabelled nodes.
+        train: ids of the training nodes.
+        val: ids of the validation nodes; may be empty.
+        test: ids of the test nodes; may be empty.
+        weights: edge weights; None if all are 1.
     """
 
     name: str
@@ -132,12 +135,12 @@ class NodeData:
         return int(self.labels.max()) + 1
 
     def rows(self, ids: Int[np.ndarray, " R"]) -> Float32[np.ndarray, "R F"]:
-        """The features of these nodes, dense."""
+        """Returns the features of the nodes `ids`, dense."""
         return self.features.rows(ids) if isinstance(self.features, SparseRows) else self.features[ids]
 
     @property
     def negative_node(self) -> int | None:
-        """The first node that has a negative feature; None where there is none."""
+        """First node with a negative feature; None without one."""
         if isinstance(self.features, SparseRows):
             entries = np.flatnonzero(self.features.data < 0)
             return int(np.searchsorted(self.features.indptr, entries[0], side="right")) - 1 if len(entries) else None
@@ -145,14 +148,13 @@ class NodeData:
         return int(nodes[0]) if len(nodes) else None
 
     def row_normalised(self) -> "NodeData":
-        """The data with each node's features divided by their sum, as GCN and GAT take bags of words.
+        """Divides each node's features by their sum, as GCN and GAT do for bags of words.
 
         Raises:
-            ValueError: a feature is negative: a sum of signs is no size to divide by.
+            ValueError: a feature is negative.
         """
         if (node := self.negative_node) is not None:
-            wanted = "features of at least 0 to divide by their sums"
-            raise ValueError(f"{self.name}: expected {wanted}, found a negative one of node {node}")
+            raise ValueError(f"{self.name}: expected features of at least 0 to normalise, found a negative one of node {node}")
         if isinstance(self.features, SparseRows):
             return replace(self, features=self.features.row_normalised())
         sums = self.features.sum(1, keepdims=True)
@@ -161,15 +163,16 @@ class NodeData:
 
 @dataclass(frozen=True)
 class GraphData:
-    """Many graphs with a label each, one after another.
+    """Many graphs with a label each, concatenated.
 
     Attributes:
+        name: name of the data set.
         node_offsets: graph g has the nodes `node_offsets[g]` to `node_offsets[g + 1] - 1`.
-        edge_offsets: and the edges from `edge_offsets[g]` on, in the same way.
-        edge_index: sources and destinations, `[2, E]`, counted from 0 in each graph; sorted by destination within a graph.
-        features: of all nodes.
-        labels: of the graphs, from 0.
-        folds: ids of the graphs to train on and to test on, for each fold.
+        edge_offsets: graph g has the edges `edge_offsets[g]` to `edge_offsets[g + 1] - 1`.
+        edge_index: sources and destinations, `[2, E]`, numbered from 0 in each graph, sorted by destination within a graph.
+        features: features of all nodes.
+        labels: class of each graph, from 0.
+        folds: ids of the training graphs and the test graphs of each fold.
     """
 
     name: str
@@ -194,16 +197,16 @@ class GraphData:
 
 
 def undirected(pairs: Int[np.ndarray, "P 2"]) -> Int32[np.ndarray, "2 E"]:
-    """Both directions of each pair, once each, sorted by destination and then by source."""
+    """Returns both directions of each pair without duplicates, sorted by destination and source."""
     both = np.concatenate([pairs, pairs[:, ::-1]]).astype(np.int32)
     return np.ascontiguousarray(np.unique(both, axis=0)[:, ::-1].T)
 
 
 def karate_club() -> NodeData:
-    """Zachary's karate club (1977): 34 members, 78 friendships, and the two factions into which the club split.
+    """Returns Zachary's karate club (1977): 34 members, 78 friendships, and two factions.
 
-    Every member's feature is its own number (one-hot). As usual one member of each faction is labelled for training: the
-    instructor (node 0) and the club's president (node 33); all others are to be told.
+    The features are one-hot member numbers. The training nodes are the instructor (node 0) and the president (node 33); all
+    other nodes are test nodes.
     """
     pairs = np.array([(a, int(b)) for a, near in KARATE_NEIGHBOURS.items() for b in near.split()])
     labels = np.ones(34, np.int32)
@@ -217,7 +220,7 @@ def read_data(source: str) -> NodeData | GraphData:
     """Reads a data set: "karate", an `.npz` file (`read_npz`), or a folder in the GIN text format (`read_gin_folder`).
 
     Raises:
-        ValueError: it is none of these, or malformed; the message names the file and where in it.
+        ValueError: the source is none of these, or malformed; the message names the file and the place.
     """
     if source == KARATE:
         return karate_club()
@@ -225,23 +228,23 @@ def read_data(source: str) -> NodeData | GraphData:
     if path.is_dir():
         return read_gin_folder(path)
     if not path.is_file():
-        raise ValueError(f"{source}: expected {KARATE!r}, an .npz file or a folder of graphs, found nothing of that name")
+        raise ValueError(f"{source}: expected {KARATE!r}, an .npz file or a folder of graphs, found no such file")
     return read_npz(path)
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an `.npz` archive.
+    """Loads all arrays of an `.npz` archive.
 
     Raises:
-        ValueError: the file is no such archive, or an array holds pickled objects.
+        ValueError: the file is not an archive of arrays, or an array has pickled objects.
     """
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not a readable .npz archive, which is a zip file of arrays")
+        raise ValueError(f"{path}: expected a readable .npz archive (a zip file of arrays), found another file")
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: read_array(path, archive, name) for name in archive}
     except (OSError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is not a readable .npz archive: {error}") from error
+        raise ValueError(f"{path}: expected a readable .npz archive, found a damaged one: {error}") from error
 
 
 def read_array(path: Path, archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -250,12 +253,11 @@ def read_array(path: Path, archive: Mapping[str, np.ndarray], name: str) -> np.n
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
-        told = "which are never loaded: store arrays of numbers instead"
-        raise ValueError(f"{path}: array {name!r} holds pickled objects, {told}") from error
+        raise ValueError(f"{path}: expected numbers in array {name!r}, found pickled objects, which are not loaded") from error
 
 
 class Archive:
-    """The arrays of one file, and complaints that name it."""
+    """Arrays of a file, with checks whose errors name the file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -265,27 +267,27 @@ class Archive:
         return ValueError(f"{self.path}: {problem}")
 
     def column(self, name: str) -> np.ndarray:
-        """An array, without the second dim of one in which PyG and OGB keep labels, masks and weights."""
+        """Returns an array; squeezes `[N, 1]` to `[N]`, since PyG and OGB store labels, masks and weights so."""
         value = self.arrays[name]
         return value[:, 0] if value.ndim == 2 and value.shape[1] == 1 else value
 
     def integers(self, name: str, shape: tuple[int | None, ...], low: int, high: int) -> Int32[np.ndarray, "..."]:
-        """An array of whole numbers from `low` to `high - 1`; None stands for any length."""
+        """Returns an array of integers from `low` to `high - 1`; None in `shape` allows any length."""
         value = self.column(name) if len(shape) == 1 else self.arrays[name]
         if not np.issubdtype(value.dtype, np.integer):
             raise self.fail(f"{name} must hold integers, found {value.dtype}")
-        if value.ndim != len(shape) or any(want not in (None, have) for want, have in zip(shape, value.shape, strict=True)):
-            wanted = ", ".join("any" if n is None else str(n) for n in shape)
-            raise self.fail(f"{name} must have the shape [{wanted}], found {list(value.shape)}")
+        if value.ndim != len(shape) or any(size not in (None, found) for size, found in zip(shape, value.shape, strict=True)):
+            expected_shape = ", ".join("any" if n is None else str(n) for n in shape)
+            raise self.fail(f"{name} must have the shape [{expected_shape}], found {list(value.shape)}")
         wrong = np.argwhere((value < low) | (value >= high))
         if len(wrong):
             place = tuple(int(n) for n in wrong[0])
-            where = ", ".join(map(str, place))
-            raise self.fail(f"{name}[{where}] is {value[place]}, expected {low} to {high - 1}")
+            index = ", ".join(map(str, place))
+            raise self.fail(f"{name}[{index}] is {value[place]}, expected {low} to {high - 1}")
         return value.astype(np.int32)
 
     def floats(self, name: str) -> Float32[np.ndarray, "..."]:
-        """An array of numbers that are finite in float32; true counts as 1."""
+        """Returns an array of finite float32 numbers; booleans become 0 and 1."""
         value = self.arrays[name]
         if value.dtype.kind not in "fiub":
             raise self.fail(f"{name} must hold numbers, found {value.dtype}")
@@ -297,7 +299,7 @@ class Archive:
         return found
 
     def features(self, nodes: int) -> Float32[np.ndarray, "N F"] | SparseRows:
-        """The features, from `x` or from the four arrays of CSR."""
+        """Returns the features, from `x` or from the four CSR arrays."""
         if "x" in self.arrays:
             x = self.floats("x")
             if x.ndim != 2 or len(x) != nodes:
@@ -317,13 +319,13 @@ class Archive:
         return SparseRows(indptr, self.integers("x_indices", (len(data),), 0, int(shape[1])), data, int(shape[1]))
 
     def labels(self) -> Int32[np.ndarray, " N"]:
-        """The classes of the nodes, from `y`, with as many as `num_nodes` says where it is there."""
+        """Returns the classes of the nodes from `y`, and checks `num_nodes` if present."""
         if self.column("y").ndim != 1:
             found = list(self.arrays["y"].shape)
             raise self.fail(f"y must have the shape [nodes] or [nodes, 1], one label for each node, found {found}")
         labels = self.integers("y", (None,), NONE, max(MOST_CLASSES, len(self.arrays["y"])))
         if not len(labels) or labels.max() < 0:
-            raise self.fail("no node has a label")
+            raise self.fail("expected labelled nodes in y, found none")
         if "num_nodes" in self.arrays:
             count = self.arrays["num_nodes"]
             if count.size != 1 or count.dtype.kind not in "iu" or count.item() != len(labels):
@@ -331,7 +333,7 @@ class Archive:
         return labels
 
     def edge_weights(self, edges: int) -> Float32[np.ndarray, " E"] | None:
-        """The weights of the edges, from `edge_weight`."""
+        """Returns the edge weights from `edge_weight`; None without."""
         if "edge_weight" not in self.arrays:
             return None
         weights = self.floats("edge_weight")
@@ -340,12 +342,12 @@ class Archive:
         return weights.reshape(edges)
 
     def part(self, part: str, nodes: int) -> Int32[np.ndarray, " ids"] | None:
-        """The nodes of a part, from its ids or its mask; None where the file has neither."""
+        """Returns the nodes of a part from ids or mask; None without both."""
         mask = f"{part}_mask"
         if mask not in self.arrays:
             return self.integers(part, (None,), 0, nodes) if part in self.arrays else None
         if part in self.arrays:
-            raise self.fail(f"it has both {part} and {mask}, expected one of them")
+            raise self.fail(f"expected {part} or {mask}, found both")
         value = self.column(mask)
         if value.shape != (nodes,):
             raise self.fail(f"{mask} must have the shape [{nodes}], the mask of one split, found {list(value.shape)}")
@@ -354,40 +356,40 @@ class Archive:
         return np.flatnonzero(value).astype(np.int32)
 
     def parts(self, labels: Int32[np.ndarray, " N"]) -> dict[str, Int32[np.ndarray, " ids"]]:
-        """The nodes to train on, to validate on and to test on; empty arrays where the file has no split."""
-        given = {part: ids for part in PARTS if (ids := self.part(part, len(labels))) is not None}
-        if given and not len(given.get("train", ())):
-            raise self.fail(f"it has the parts {', '.join(given)}, expected nodes to train on among them")
-        for part, ids in given.items():
+        """Returns the training, validation and test nodes; empty arrays without a split."""
+        parts = {part: ids for part in PARTS if (ids := self.part(part, len(labels))) is not None}
+        if parts and not len(parts.get("train", ())):
+            raise self.fail(f"expected training nodes in the split, found none among the parts {', '.join(parts)}")
+        for part, ids in parts.items():
             if len(unlabelled := ids[labels[ids] == NONE]):
-                raise self.fail(f"node {unlabelled[0]} of {part} has no label")
-        for part, other in itertools.combinations(given, 2):
-            if len(both := np.intersect1d(given[part], given[other])):
-                raise self.fail(f"node {both[0]} is in both {part} and {other}")
-        return {part: given.get(part, np.zeros(0, np.int32)) for part in PARTS}
+                raise self.fail(f"expected labels of all nodes in {part}, found none of node {unlabelled[0]}")
+        for part, other in itertools.combinations(parts, 2):
+            if len(common := np.intersect1d(parts[part], parts[other])):
+                raise self.fail(f"expected each node in one part, found node {common[0]} in {part} and {other}")
+        return {part: parts.get(part, np.zeros(0, np.int32)) for part in PARTS}
 
 
 def read_npz(path: Path) -> NodeData:
-    """Reads one graph from an `.npz` archive without pickles, in PyG's names.
+    """Reads one graph from an `.npz` archive without pickles, with PyG's names.
 
-    It holds `edge_index` [2, E]; the features, dense as `x` [N, F] or in CSR as `x_indptr`, `x_indices`, `x_data`, `x_shape`;
-    and `y` [N] or [N, 1] (-1 = no label). It may hold a split, as masks `train_mask`, `val_mask`, `test_mask` [N] or as ids of
-    nodes `train`, `val`, `test`; weights of the edges, `edge_weight` [E]; and `num_nodes`, which is the length of `y`.
+    Required arrays: `edge_index` [2, E]; the features, dense as `x` [N, F] or in CSR as `x_indptr`, `x_indices`, `x_data`,
+    `x_shape`; and `y` [N] or [N, 1] (-1 for no label). Optional arrays: a split, as masks `train_mask`, `val_mask`, `test_mask`
+    [N] or as node ids `train`, `val`, `test`; edge weights `edge_weight` [E]; and `num_nodes`, the length of `y`.
 
     Raises:
-        ValueError: which names the array, and where there is one the first wrong entry. An array of another name is refused.
+        ValueError: an array is missing, wrong or unknown; the message names the array and the first wrong entry.
     """
     file = Archive(path)
     if unknown := sorted(file.arrays.keys() - set(ARRAYS)):
-        raise file.fail(f"it has the arrays {', '.join(unknown)}, which are not read; known are {', '.join(ARRAYS)}")
+        raise file.fail(f"expected arrays among {', '.join(ARRAYS)}, found {', '.join(unknown)}")
     sparse = [name for name in SPARSE_FEATURES if name in file.arrays]
     if "x" in file.arrays and sparse:
-        raise file.fail(f"it has features twice, as x and as {', '.join(sparse)}")
+        raise file.fail(f"expected features as x or in CSR, found x and {', '.join(sparse)}")
     if "x" not in file.arrays and "x_data" not in file.arrays:
-        raise file.fail("it has no features: expected x, or x_indptr, x_indices, x_data and x_shape")
-    needed = ["edge_index", "y", *([] if "x" in file.arrays else SPARSE_FEATURES)]
-    if missing := [name for name in needed if name not in file.arrays]:
-        raise file.fail(f"it lacks the arrays {', '.join(missing)}; it has {', '.join(sorted(file.arrays))}")
+        raise file.fail("expected features as x, or as x_indptr, x_indices, x_data and x_shape, found none")
+    required = ["edge_index", "y", *([] if "x" in file.arrays else SPARSE_FEATURES)]
+    if missing := [name for name in required if name not in file.arrays]:
+        raise file.fail(f"expected the arrays {', '.join(missing)}, found only {', '.join(sorted(file.arrays))}")
     labels = file.labels()
     edges = file.integers("edge_index", (2, None), 0, len(labels))
     weights = file.edge_weights(edges.shape[1])
@@ -395,9 +397,15 @@ def read_npz(path: Path) -> NodeData:
 
 
 def with_split(data: NodeData, seed: int = 0, per_class: int = 20, val: int = 500) -> NodeData:
-    """Gives data without a split one as Planetoid's: 20 nodes of each class to train on, 500 to validate, the rest to test.
+    """Adds a random split like Planetoid's: 20 training nodes per class, 500 validation nodes, the rest for tests.
 
-    Where that is more than half of the labelled nodes, fewer validate.
+    At most half of the nodes that are not for training are for validation.
+
+    Args:
+        data: a graph without a split.
+        seed: seed of the split.
+        per_class: training nodes per class.
+        val: validation nodes.
     """
     rng = np.random.default_rng(seed)
     order = rng.permutation(np.flatnonzero(data.labels != NONE)).astype(np.int32)
@@ -408,13 +416,13 @@ def with_split(data: NodeData, seed: int = 0, per_class: int = 20, val: int = 50
 
 
 def with_folds(data: GraphData, seed: int = 0, folds: int = 10) -> GraphData:
-    """Deals graphs without folds into ten, each with about as many of each label.
+    """Splits graphs into folds at random, stratified by label.
 
     Raises:
         ValueError: there are fewer graphs than folds.
     """
     if data.num_graphs < folds:
-        raise ValueError(f"{data.name}: expected at least {folds} graphs to deal into folds, found {data.num_graphs}")
+        raise ValueError(f"{data.name}: expected at least {folds} graphs for {folds} folds, found {data.num_graphs}")
     order = np.random.default_rng(seed).permutation(data.num_graphs)
     order = order[np.argsort(data.labels[order], kind="stable")].astype(np.int32)
     place = np.arange(len(order)) % folds
@@ -422,45 +430,45 @@ def with_folds(data: GraphData, seed: int = 0, folds: int = 10) -> GraphData:
 
 
 class Lines:
-    """The lines of a text file as whole numbers or floats, and complaints that name file and line."""
+    """Lines of a text file, with parsers whose errors name file and line."""
 
     def __init__(self, path: Path):
         try:
             self.lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+            raise ValueError(f"{path}: expected a readable UTF-8 file, found an error: {error}") from error
         self.path = path
         self.number = 0
 
     def fail(self, problem: str) -> ValueError:
         return ValueError(f"{self.path}, line {self.number}: {problem}")
 
-    def next(self, what: str) -> list[str]:
+    def next(self, noun: str) -> list[str]:
         if self.number >= len(self.lines):
             self.number += 1
-            raise self.fail(f"expected {what}, found the end of the file")
+            raise self.fail(f"expected {noun}, found the end of the file")
         self.number += 1
         return self.lines[self.number - 1].split()
 
-    def integers(self, words: list[str], what: str) -> list[int]:
+    def integers(self, words: list[str], noun: str) -> list[int]:
         try:
             found = [int(word) for word in words]
         except ValueError:
-            raise self.fail(f"expected {what}, found {' '.join(words)!r}") from None
+            raise self.fail(f"expected {noun}, found {' '.join(words)!r}") from None
         if any(not -(2**63) <= value < 2**63 for value in found):
-            raise self.fail(f"expected {what} of at most 64 bits, found {' '.join(words)!r}")
+            raise self.fail(f"expected {noun} of at most 64 bits, found {' '.join(words)!r}")
         return found
 
 
 def read_gin_folder(folder: Path) -> GraphData:
-    """Reads the GIN paper's text format: `NAME.txt` and `10fold_idx/`, where NAME is the only such file or the folder's name.
+    """Reads the GIN paper's text format: `NAME.txt` and `10fold_idx/`; NAME is the folder's name or the only text file.
 
-    The file begins with the number of graphs. A graph is a line with its number of nodes and its label, and a line for each
-    node: its tag, its number of neighbours, these, and any real-valued attributes. Tags become one-hot features; where all
-    nodes have the same tag the number of neighbours stands in (as the paper does for IMDB). Attributes follow behind.
+    The first line has the number of graphs. A graph has a line with its number of nodes and its label, and a line per node:
+    tag, number of neighbours, the neighbours, and optional real-valued attributes. Tags become one-hot features; if all tags
+    are equal, the degrees do (as in the paper for IMDB). Attributes are appended.
 
     Raises:
-        ValueError: which names the file and the line.
+        ValueError: the folder is malformed; the message names file and line.
     """
     named = folder / f"{folder.name}.txt"
     found = [named] if named.exists() else sorted(folder.glob("*.txt"))
@@ -482,7 +490,7 @@ def read_gin_folder(folder: Path) -> GraphData:
     features = one_hot(degrees if len(np.unique(tags)) == 1 else tags)
     widths = {len(row) for *_, rows in graphs for row in rows}
     if len(widths) != 1:
-        raise ValueError(f"{found[0]}: nodes differ in their number of attributes: {sorted(widths)}")
+        raise ValueError(f"{found[0]}: expected the same number of attributes for all nodes, found {sorted(widths)}")
     if widths != {0}:
         features = np.concatenate([features, np.array([row for *_, rows in graphs for row in rows], np.float32)], axis=1)
     _, labels = np.unique([label for label, *_ in graphs], return_inverse=True)
@@ -498,16 +506,16 @@ def read_gin_folder(folder: Path) -> GraphData:
 
 
 Graph = tuple[int, np.ndarray, np.ndarray, list[list[float]]]
-"""Label, tags of the nodes, edges, attributes of the nodes."""
+"""Label, tags of the nodes, edges, and attributes of the nodes."""
 
 
 def read_graph(lines: Lines) -> Graph:
-    """One graph of the text format."""
+    """Reads one graph of the text format."""
     head = lines.integers(lines.next("a graph's number of nodes and its label"), "a graph's number of nodes and its label")
     if len(head) != 2 or head[0] < 1:
         raise lines.fail(f"expected a graph's number of nodes and its label, found {' '.join(map(str, head)) or 'nothing'}")
     if head[0] > (left := len(lines.lines) - lines.number):
-        raise lines.fail(f"expected the lines of {head[0]} nodes, found {left} lines behind it")
+        raise lines.fail(f"expected the lines of {head[0]} nodes, found {left} more lines")
     tags = np.zeros(head[0], np.int64)
     pairs = []
     attributes = []
@@ -515,10 +523,10 @@ def read_graph(lines: Lines) -> Graph:
         words = lines.next(f"node {node} of {head[0]}")
         start = lines.integers(words[:2], "a node's tag and its number of neighbours")
         if len(start) != 2 or start[1] < 0 or len(words) < 2 + start[1]:
-            raise lines.fail("expected a node's tag, its number of neighbours and these, found " + repr(" ".join(words)))
+            raise lines.fail(f"expected a node's tag, its number of neighbours and these, found {' '.join(words)!r}")
         near = lines.integers(words[2 : 2 + start[1]], "the numbers of a node's neighbours")
         if wrong := [n for n in near if not 0 <= n < head[0]]:
-            raise lines.fail(f"neighbour {wrong[0]} is none of the {head[0]} nodes")
+            raise lines.fail(f"expected neighbours from 0 to {head[0] - 1}, found {wrong[0]}")
         tags[node] = start[0]
         pairs += [(node, n) for n in near]
         attributes.append([real(lines, word) for word in words[2 + start[1] :]])
@@ -536,7 +544,7 @@ def real(lines: Lines, word: str) -> float:
 
 
 def read_folds(folder: Path, graphs: int) -> Iterator[tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]]]:
-    """The ids in `10fold_idx/train_idx-1.txt`, `test_idx-1.txt` and so on; nothing where there is no such folder."""
+    """Yields the graph ids of `10fold_idx/train_idx-1.txt`, `test_idx-1.txt` etc.; nothing without that folder."""
     place = folder / "10fold_idx"
     for fold in range(1, 11) if place.is_dir() else ():
         parts = []
@@ -546,17 +554,19 @@ def read_folds(folder: Path, graphs: int) -> Iterator[tuple[Int32[np.ndarray, " 
             while lines.number < len(lines.lines):
                 ids += lines.integers(lines.next("a graph's number"), "a graph's number")
                 if ids and not 0 <= ids[-1] < graphs:
-                    raise lines.fail(f"graph {ids[-1]} is none of the {graphs} graphs")
+                    raise lines.fail(f"expected graphs from 0 to {graphs - 1}, found {ids[-1]}")
             if not ids:
                 raise lines.fail("expected the numbers of graphs, found none")
             parts.append(np.array(ids, np.int32))
-        if len(both := np.intersect1d(*parts)):
-            raise ValueError(f"{place}: fold {fold} both trains and tests on graph {both[0]}")
+        if len(common := np.intersect1d(*parts)):
+            raise ValueError(
+                f"{place}: expected disjoint training and test graphs in fold {fold}, found graph {common[0]} in both"
+            )
         yield parts[0], parts[1]
 
 
 def one_hot(values: Int[np.ndarray, " N"]) -> Float32[np.ndarray, "N F"]:
-    """A column for each value that occurs, in order."""
+    """Encodes integers as one-hot columns, one per distinct value in ascending order."""
     kinds, place = np.unique(values, return_inverse=True)
     columns = np.zeros((len(values), len(kinds)), np.float32)
     columns[np.arange(len(values)), place] = 1

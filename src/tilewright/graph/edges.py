@@ -1,4 +1,4 @@
-"""Edges as people have them (arrays, SciPy, networkx, PyG), checked and brought into one form."""
+"""Reads and checks edges from arrays, SciPy, networkx and PyG."""
 
 from dataclasses import dataclass, replace
 from operator import index
@@ -8,17 +8,19 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 MOST_NODES = 2**31 - 1
-"""On the device, ids are int32."""
+"""Most nodes; ids are int32 on the device."""
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Edges from sources to destinations: what a node hears from.
+    """Directed edges of a graph.
 
     Attributes:
-        sources: of each edge its source, in [0, num_sources).
-        destinations: its destination, in [0, num_nodes).
-        weights: its weight; None if all are 1.
+        sources: source of each edge, in [0, num_sources).
+        destinations: destination of each edge, in [0, num_nodes).
+        num_nodes: number of destination nodes.
+        num_sources: number of source nodes.
+        weights: weight of each edge; None if all are 1.
     """
 
     sources: Int[np.ndarray, " E"]
@@ -29,30 +31,30 @@ class Edges:
 
     @property
     def edge_index(self) -> Int[np.ndarray, "2 E"]:
-        """Sources above destinations."""
+        """Sources and destinations, `[2, E]`."""
         return np.stack([self.sources, self.destinations])
 
     @property
     def is_loop(self) -> Bool[np.ndarray, " E"]:
-        """Mask of the edges from a node to itself."""
+        """Mask of the self-loops."""
         return self.sources == self.destinations
 
     def weights_or_ones(self) -> Float[np.ndarray, " E"]:
-        """The weights; ones where there are none."""
+        """Returns the weights, or ones."""
         return np.ones(self.sources.size, np.float32) if self.weights is None else self.weights
 
 
-def check_ids(ids: np.ndarray, what: str, bound: int) -> None:
-    """Refuses ids that are negative, or at least `bound`."""
+def check_ids(ids: np.ndarray, noun: str, bound: int) -> None:
+    """Raises a `ValueError` for ids outside [0, bound)."""
     wrong = np.flatnonzero((ids < 0) | (ids >= bound))
     if wrong.size:
         first = int(wrong[0])
-        wanted = f"in 0..{bound - 1}" if bound else "none, for there are no nodes"
-        raise ValueError(f"expected {what} ids {wanted}, found {int(ids[first])} at edge {first}")
+        bounds = f"in 0..{bound - 1}" if bound else "none, since there are no nodes"
+        raise ValueError(f"expected {noun} ids {bounds}, found {int(ids[first])} at edge {first}")
 
 
 def check_weights(weights: Any, edges: int) -> Float[np.ndarray, " E"]:
-    """The weights in float32: one finite number for each edge."""
+    """Returns the weights in float32. Raises a `ValueError` unless there is one finite number per edge."""
     weights = np.asarray(weights)
     if weights.ndim == 2 and weights.shape[1] == 1:
         weights = weights[:, 0]
@@ -68,33 +70,35 @@ def check_weights(weights: Any, edges: int) -> Float[np.ndarray, " E"]:
 
 
 def to_float32(values: np.ndarray) -> Float[np.ndarray, "..."]:
-    """The values in float32; those beyond its range become infinite, without NumPy's warning."""
+    """Converts to float32; numbers beyond its range become infinite, without NumPy's warning."""
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
 
 
-def check_count(what: str, count: Any) -> int | None:
-    """A number of nodes as an `int`; None stays None."""
+def check_count(noun: str, count: Any) -> int | None:
+    """Returns a number of nodes as an `int`, or None. Raises a `ValueError` for other values."""
     if count is None:
         return None
     try:
         number = index(count)
     except TypeError:
-        raise ValueError(f"expected {what} to be a whole number, found {count!r}") from None
+        raise ValueError(f"expected {noun} to be a whole number, found {count!r}") from None
     if not 0 <= number <= MOST_NODES:
-        raise ValueError(f"expected {what} from 0 to 2^31 - 1, found {number}")
+        raise ValueError(f"expected {noun} from 0 to 2^31 - 1, found {number}")
     return number
 
 
 def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | None = None, weights: Any = None) -> Edges:
-    """Checks `edge_index` `[2, E]`, sources above destinations.
+    """Reads edges from an `edge_index` `[2, E]` of sources and destinations.
 
     Args:
-        num_nodes: destinations; None takes the largest id plus one, of the destinations where `num_sources` is given.
-        num_sources: None takes `num_nodes`.
+        edge_index: integer array, or a pair of arrays.
+        num_nodes: number of destination nodes; None takes the largest id plus one (of destinations, if `num_sources` is given).
+        num_sources: number of source nodes; None takes `num_nodes`.
+        weights: weight of each edge.
 
     Raises:
-        ValueError: ids that are not integers or out of range, or lengths that do not fit; with the first offending place.
+        ValueError: ids are not integers or out of range, or lengths differ; the message names the first wrong edge.
     """
     if isinstance(edge_index, tuple | list) and len(edge_index) == 2:
         ends = [len(end) if hasattr(end, "__len__") else 1 for end in edge_index]
@@ -121,7 +125,7 @@ def from_edge_index(edge_index: Any, num_nodes: int | None, num_sources: int | N
 
 
 def from_sparse(matrix: Any) -> Edges:
-    """An adjacency matrix of SciPy: a stored entry at row j, column i is an edge j → i with that weight."""
+    """Reads a SciPy adjacency matrix: the entry at row j, column i is an edge j → i with that weight."""
     entries = matrix.tocoo()
     if entries.shape[0] != entries.shape[1]:
         raise ValueError(f"expected a square adjacency matrix, found shape {entries.shape}")
@@ -130,8 +134,8 @@ def from_sparse(matrix: Any) -> Edges:
 
 
 def from_networkx(graph: Any) -> Edges:
-    """A graph of networkx, its nodes numbered in its own order; an undirected edge counts in both directions."""
-    place = {node: at for at, node in enumerate(graph.nodes)}
+    """Reads a networkx graph, with nodes in its order; undirected edges count in both directions."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
     listed = [(place[a], place[b], weight) for a, b, weight in graph.edges(data="weight", default=1.0)]
     if not graph.is_directed():
         listed += [(b, a, weight) for a, b, weight in listed if a != b]
@@ -141,18 +145,19 @@ def from_networkx(graph: Any) -> Edges:
 
 
 def read_edges(graph: Any, num_nodes: int | None = None, weights: Any = None) -> Edges:
-    """Edges of an edge_index array, a SciPy matrix, a networkx graph, or whatever has an `edge_index` (a PyG `Data`).
+    """Reads edges from an edge_index array, a SciPy matrix, a networkx graph, or an object with `edge_index` (PyG `Data`).
 
     Args:
-        num_nodes: for an array, how many nodes there are; the others say it themselves.
-        weights: of the edges, in place of those that the graph brings.
+        graph: the graph.
+        num_nodes: number of nodes, for an array; other graphs know it.
+        weights: weight of each edge, instead of the graph's weights.
 
     Raises:
-        ValueError: it is none of these, or its edges are not right.
+        ValueError: the graph is none of these, or its edges are invalid.
     """
     if hasattr(graph, "edge_index"):
-        given = num_nodes if num_nodes is not None else getattr(graph, "num_nodes", None)
-        found = from_edge_index(graph.edge_index, given, weights=getattr(graph, "edge_weight", None))
+        count = num_nodes if num_nodes is not None else getattr(graph, "num_nodes", None)
+        found = from_edge_index(graph.edge_index, count, weights=getattr(graph, "edge_weight", None))
     elif hasattr(graph, "tocoo"):
         found = from_sparse(graph)
     elif hasattr(graph, "is_directed") and hasattr(graph, "edges"):
@@ -174,10 +179,10 @@ def read_edges(graph: Any, num_nodes: int | None = None, weights: Any = None) ->
 
 
 def with_self_loops(edges: Edges) -> Edges:
-    """The edges with exactly one from each node to itself, as PyG's `add_remaining_self_loops` makes them.
+    """Returns the edges with exactly one self-loop per node, like PyG's `add_remaining_self_loops`.
 
-    Edges between different nodes stand first, in their order; then a self-loop for each node in turn. It has the weight of the
-    node's last self-loop among the edges, or 1 where there is none.
+    The other edges come first, in their order, followed by the self-loops in order of nodes. A self-loop has the weight of the
+    node's last self-loop among the edges, or 1.
     """
     kept = np.flatnonzero(~edges.is_loop)
     nodes = np.arange(edges.num_nodes)
@@ -191,7 +196,7 @@ def with_self_loops(edges: Edges) -> Edges:
 
 
 def loop_weights(edges: Edges) -> Float[np.ndarray, " N"]:
-    """The weight of each node's last self-loop; 1 where it has none."""
+    """Returns the weight of each node's last self-loop; 1 without one."""
     weights = np.ones(edges.num_nodes, np.float32)
     loops = np.flatnonzero(edges.is_loop)
     last = loops[~repeated_loops(edges)[loops]]
@@ -200,25 +205,25 @@ def loop_weights(edges: Edges) -> Float[np.ndarray, " N"]:
 
 
 def repeated_loops(edges: Edges) -> Bool[np.ndarray, " E"]:
-    """Mask of the self-loops behind which the same node has another one."""
+    """Returns the mask of self-loops that a later self-loop of the same node follows."""
     loops = np.flatnonzero(edges.is_loop)
-    _, from_behind = np.unique(edges.destinations[loops][::-1], return_index=True)
+    _, last_places = np.unique(edges.destinations[loops][::-1], return_index=True)
     repeated = edges.is_loop
-    repeated[loops[loops.size - 1 - from_behind]] = False
+    repeated[loops[loops.size - 1 - last_places]] = False
     return repeated
 
 
 def missing_loops(edges: Edges) -> Float[np.ndarray, " N"]:
-    """Correction that leaves one of a node's self-loops: the weight of the last less the sum of all; 1 where there is none."""
+    """Returns the correction to one self-loop per node: weight of the last minus the sum of all; 1 without self-loop."""
     loops = edges.is_loop
     sums = np.bincount(edges.destinations[loops], edges.weights_or_ones()[loops], edges.num_nodes)
     return (loop_weights(edges) - sums).astype(np.float32)
 
 
-def negative_degree_of(edges: Edges) -> tuple[int, float] | None:
-    """The first node whose edges' weights, one self-loop of each node among them, sum to less than 0, and that sum.
+def find_negative_degree(edges: Edges) -> tuple[int, float] | None:
+    """Returns the first node with a negative sum of weights (including one self-loop), and the sum; None without one.
 
-    The symmetric normalisation divides by the root of these sums.
+    The symmetric normalisation divides by the square root of these sums.
     """
     if edges.weights is None:
         return None
@@ -229,8 +234,8 @@ def negative_degree_of(edges: Edges) -> tuple[int, float] | None:
 
 
 def negative_degree(node: int, degree: float) -> ValueError:
-    """The error for a node whose edges' weights sum to less than 0."""
+    """Builds the error for a node with a negative sum of edge weights."""
     return ValueError(
-        "expected weights whose sum over a node's edges, its self-loop among them, is at least 0 for the symmetric "
-        f"normalisation, found {degree:g} at node {node}"
+        "expected a sum of weights over a node's edges and self-loop of at least 0 for the symmetric normalisation, "
+        f"found {degree:g} at node {node}"
     )

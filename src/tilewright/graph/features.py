@@ -1,4 +1,4 @@
-"""Sparse features on the device: a bag of words is a graph too, from words to nodes."""
+"""Sparse features on the device, stored as a neighbour table from columns to nodes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,15 +16,15 @@ from tilewright.graph.table import NeighborTable
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SparseFeatures:
-    """Features `[N, F]` as a table of their entries; it offers `models.gnn.SparseInput`.
+    """Sparse features `[N, F]`; implements `models.gnn.SparseInput`.
 
-    A product reads for each node the rows of the matrix that its entries name, and its gradient reads the same table turned
-    round: it costs what the entries cost, not what N * F does.
+    A product gathers for each node the rows of the matrix at its non-zero columns; its gradient uses the transposed table. The
+    cost is proportional to the non-zero entries, not to N * F.
 
     Attributes:
-        table: nodes, whose neighbours are the columns of their entries.
-        values: of the entries.
-        columns: F.
+        table: neighbour table of nodes; the neighbours are the columns of non-zero entries.
+        values: values of the entries.
+        columns: number of columns F.
     """
 
     table: NeighborTable
@@ -32,8 +32,8 @@ class SparseFeatures:
     columns: int = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, features: SparseRows, layout: str = "auto") -> "SparseFeatures":
-        """Puts features onto the device; `layout` as of `NeighborTable`."""
+    def from_rows(cls, features: SparseRows, layout: str = "auto") -> "SparseFeatures":
+        """Moves features to the device; for `layout` see `table.make_table`."""
         nodes = len(features.indptr) - 1
         owners = np.repeat(np.arange(nodes), np.diff(features.indptr))
         entries = np.stack([features.indices, owners])
@@ -48,6 +48,6 @@ class SparseFeatures:
         return self.table.unpermute(self.table.aggregate(self.table.permute(weight), weights=self.values))
 
     def dropped(self, rate: float, key: Array) -> "SparseFeatures":
-        """Drops entries with probability `rate` and scales the others; a zero stays one either way."""
+        """Applies dropout with probability `rate` to the non-zero entries."""
         kept = jax.random.bernoulli(key, 1 - rate, self.values.shape)
         return replace(self, values=jnp.where(kept, self.values / (1 - rate), 0))

@@ -1,9 +1,8 @@
-"""A graph whose nodes are divided over the devices of a mesh axis.
+"""Neighbour table with nodes partitioned over the devices of a mesh axis.
 
-`PartitionedTable` offers `models.gnn.Neighbours` for arrays that are sharded over that axis, so a model and a training step are
-the same program as on one device: its dense parts XLA divides by itself, and sums them over the devices where that is due
-(batch norm's statistics, the loss, the gradients of parameters, which every device holds); only reductions over neighbours are
-written out, in `exchange`.
+`PartitionedTable` implements `models.gnn.Neighbours` for arrays sharded over the axis, so that model and training step are the
+same program as on one device. XLA partitions the dense parts and inserts their reductions (statistics of batch norm, loss, and
+gradients of the replicated parameters); the module `exchange` implements the reductions over neighbours.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float
 
 from tilewright.graph import build
 from tilewright.graph.aggregate import check_numbers
-from tilewright.graph.edges import Edges, missing_loops, negative_degree, negative_degree_of, read_edges, with_self_loops
+from tilewright.graph.edges import Edges, find_negative_degree, missing_loops, negative_degree, read_edges, with_self_loops
 from tilewright.graph.exchange import ExchangePlan, GraphPart, Shard
 from tilewright.graph.rows import Bucket, BucketRows
 from tilewright.graph.table import ORDERS, default_layout
@@ -27,24 +26,25 @@ from tilewright.models import gnn
 from tilewright.models.gnn import Config, GNNParams, State
 
 EdgeList = tuple[build.Ids, build.Ids, build.Ids]
-"""Edges by row, those of a row by source: the rows, the sources, and the number of each edge."""
+"""Edges sorted by row and source: rows, sources, and edge numbers."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PartitionedTable:
-    """A graph's neighbours, a block of the nodes on each device.
+    """Neighbour table with a block of nodes on each device.
 
-    Between `permute` and `unpermute`, arrays have the rows of all blocks one after another, each padded to the same number of
-    rows, and are sharded over the axis.
+    Between `permute` and `unpermute`, arrays have the concatenated rows of all blocks, padded to equal sizes, and are sharded
+    over the axis.
 
     Attributes:
-        shards: each device's block; every array has a leading dim of devices.
-        order: the caller's number of each row; of padding, the number of nodes.
-        places: the row of each of the caller's nodes.
-        nodes: of the graph, padding not counted.
-        num_edges: of the graph.
-        negative: the first node whose weights sum to a negative degree, and that sum, see `edges.negative_degree_of`.
+        shards: block of each device; all arrays have a leading dimension of devices.
+        order: caller's number of each row; the number of nodes for padding.
+        places: row of each of the caller's nodes.
+        nodes: number of nodes without padding.
+        num_edges: number of edges.
+        mesh: mesh of the devices.
+        negative: first node with a negative sum of weights, and the sum, see `edges.find_negative_degree`.
     """
 
     shards: Shard
@@ -69,40 +69,46 @@ class PartitionedTable:
         limit: int = 64,
         self_loops: bool = False,
     ) -> "PartitionedTable":
-        """Divides a graph so that blocks hold nodes that follow one another, and about as many nodes and edges each.
+        """Partitions a graph into blocks of consecutive nodes with about equal numbers of nodes and edges.
 
-        Every process of several builds it, of the same graph, and keeps what its own devices need.
+        All processes build the same graph, and keep the arrays of their devices.
 
         Args:
             graph: an edge_index, a SciPy matrix, a networkx graph or a PyG `Data`; see `edges.read_edges`.
-            axis: of the mesh; may be left out if there is one only.
-            exchange: "ring": blocks of features go round and are reduced on the way, and nobody holds more than two. Blocks
-                that have no edge between them do not meet. "all_gather": everyone gets all features first.
-            layout, order, limit, self_loops: see `table.make_table`. "rcm" leaves few blocks that must meet.
+            mesh: the mesh.
+            num_nodes: number of nodes, for an edge_index.
+            weights: edge weights, instead of the graph's.
+            axis: axis of the mesh; optional for a mesh with one axis.
+            exchange: "ring" passes blocks of features around a ring, so that a device has at most two blocks in memory, and
+                skips pairs of blocks without edges. "all_gather" gathers all features on each device first.
+            layout: see `table.make_table`; "padded" is not supported.
+            order: see `table.make_table`; "rcm" leaves few pairs of blocks with edges.
+            limit: see `table.make_table`.
+            self_loops: see `table.make_table`.
 
         Raises:
-            ValueError: an unknown option, or edges that are not right.
-            ImportError: the order needs SciPy, and that is not installed.
+            ValueError: an option is unknown, or the edges are invalid.
+            ImportError: the order needs SciPy, which is not installed.
         """
         axis = checked_axis(mesh, axis)
-        for what, value, known in (
+        for option, value, choices in (
             ("exchange", exchange, ("ring", "all_gather")),
             ("layout", layout, ("auto", "bucketed", "csr")),
             ("order", order, ORDERS),
         ):
-            if value not in known:
-                raise ValueError(f"expected the {what} {' or '.join(known)}, found {value!r}")
+            if value not in choices:
+                raise ValueError(f"expected the {option} {' or '.join(choices)}, found {value!r}")
         if limit < 2 or limit & (limit - 1):
             raise ValueError(f"expected limit to be a power of two of at least 2, found {limit}")
         edges = read_edges(graph, num_nodes, weights)
         if edges.num_sources != edges.num_nodes:
             raise ValueError(f"expected as many sources as nodes, found {edges.num_sources} and {edges.num_nodes}")
         edges = with_self_loops(edges) if self_loops else edges
-        return divide(edges, mesh, axis, exchange, default_layout() if layout == "auto" else layout, order, limit)
+        return partition(edges, mesh, axis, exchange, default_layout() if layout == "auto" else layout, order, limit)
 
     @property
     def num_nodes(self) -> int:
-        """Rows of all blocks, padding included."""
+        """Number of rows of all blocks, including padding."""
         return self.order.shape[0]
 
     @property
@@ -111,7 +117,7 @@ class PartitionedTable:
 
     @property
     def rows(self) -> Bool[Array, " rows"]:
-        """Mask of the rows that are nodes and no padding."""
+        """Mask of the rows that are not padding."""
         return self.order < self.nodes
 
     @property
@@ -140,32 +146,32 @@ class PartitionedTable:
         dropout: float = 0.0,
         key: Array | None = None,
     ) -> Float[Array, "rows H D"]:
-        """Attention over each node's neighbours; see `tilewright.graph.attention.attend`."""
+        """Attends over each node's neighbours; see `tilewright.graph.attention.attend`."""
         return attended(self, x, source_score, target_score, key, negative_slope, dropout)
 
-    def on_each(self, compute: Any, *arrays: Float[Array, "rows ..."], key: Array | None = None) -> Float[Array, "rows ..."]:
-        """`compute(shard, key, *arrays)` on each device, of its own rows and with a key of its own."""
+    def map_shards(self, compute: Any, *arrays: Float[Array, "rows ..."], key: Array | None = None) -> Float[Array, "rows ..."]:
+        """Computes `compute(shard, key, *arrays)` on each device, with its rows and a key of its own."""
         for array in arrays:
             if array.shape[0] != self.num_nodes:
-                raise ValueError(f"expected {self.num_nodes} rows, as `permute` makes them, found {array.shape[0]}")
+                raise ValueError(f"expected the {self.num_nodes} rows of `permute`, found {array.shape[0]}")
 
         def inside(shards: Shard, keys: Array | None, *arrays: Array) -> Array:
             return compute(shards.local(), None if keys is None else keys[0], *arrays)
 
-        # Everything that goes in or out is sharded, so there is nothing for check_vma to check, which the kernels don't pass.
+        # All inputs and outputs are sharded, so check_vma has nothing to check, and the kernels do not support it.
         mapped = jax.shard_map(inside, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec, check_vma=False)
         devices = self.mesh.shape[self.shards.plan.axis]
         return mapped(self.shards, None if key is None else jax.random.split(key, devices), *arrays)
 
     def permute(self, x: Any, fill: Any = 0) -> Array:
-        """Brings values of the nodes, `[nodes, ...]`, from the caller's order to that of the blocks, with `fill` in padding.
+        """Permutes values of the nodes, `[nodes, ...]`, from the caller's order to block order, with `fill` in padding.
 
-        Values from outside of a compiled program may be any array of the host; each device gets its own rows of them.
+        Outside a compiled program, `x` may be any host array; each device receives its rows.
         """
         x = x if isinstance(x, jax.core.Tracer) else np.asarray(x)
         if x.ndim == 0 or x.shape[0] != self.nodes:
             found = x.shape[0] if x.ndim else "a single number"
-            raise ValueError(f"expected values of {self.nodes} nodes, found {found}: this is another graph's table")
+            raise ValueError(f"expected values of {self.nodes} nodes, found {found}: the table belongs to another graph")
         sharding = NamedSharding(self.mesh, self.spec)
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x.at[self.order].get(mode="fill", fill_value=fill), sharding)
@@ -181,16 +187,16 @@ class PartitionedTable:
         return jax.make_array_from_callback(shape, sharding, rows)
 
     def unpermute(self, y: Float[Array, "rows ..."]) -> Float[Array, "nodes ..."]:
-        """Brings values of the nodes to the caller's order; every device gets all of them.
+        """Permutes values of the nodes to the caller's order; the result is replicated.
 
-        In training, rather bring the labels to the order of the blocks: the gradient of this scatters.
+        Its gradient scatters, so in training permute the labels to block order instead.
         """
         if y.shape[0] != self.num_nodes:
-            raise ValueError(f"expected {self.num_nodes} rows, found {y.shape[0]}: this is another graph's table")
-        return to_caller(y, self.places, NamedSharding(self.mesh, PartitionSpec()))
+            raise ValueError(f"expected {self.num_nodes} rows, found {y.shape[0]}: the table belongs to another graph")
+        return gather_rows(y, self.places, NamedSharding(self.mesh, PartitionSpec()))
 
     def summary(self) -> str:
-        """Devices, rows, parts, and bytes, in a few lines."""
+        """Describes devices, rows, parts, and bytes in two lines."""
         plan = self.shards.plan
         devices = self.shards.degrees.shape[0]
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.shards)) // devices
@@ -209,24 +215,26 @@ class PartitionedTable:
 
 @partial(jax.jit, static_argnames=("reduce", "normalisation"))
 def aggregated(table: PartitionedTable, x: Array, reduce: str, normalisation: str | None) -> Array:
-    """A program of its own, for step by step a `jax.shard_map` takes long."""
-    return table.on_each(lambda shard, _, x: shard.aggregate(x, reduce=reduce, normalisation=normalisation), x)
+    """Compiles the reduction as one program, since eager `jax.shard_map` is slow."""
+    return table.map_shards(lambda shard, _, x: shard.aggregate(x, reduce=reduce, normalisation=normalisation), x)
 
 
 @partial(jax.jit, static_argnames=("slope", "dropout"))
 def attended(
     table: PartitionedTable, x: Array, source: Array, target: Array, key: Array | None, slope: float, dropout: float
 ) -> Array:
-    return table.on_each(lambda shard, key, *given: shard.attend(*given, slope, dropout, key), x, source, target, key=key)
+    return table.map_shards(
+        lambda shard, key, *operands: shard.attend(*operands, slope, dropout, key), x, source, target, key=key
+    )
 
 
 @partial(jax.jit, static_argnums=2)
-def to_caller(y: Array, places: Array, sharding: NamedSharding) -> Array:
+def gather_rows(y: Array, places: Array, sharding: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(y.at[places].get(mode="promise_in_bounds"), sharding)
 
 
 def checked_axis(mesh: Mesh, axis: str | None) -> str:
-    """The mesh axis to divide over."""
+    """Returns the mesh axis to shard over. Raises a `ValueError` for an unknown or ambiguous axis."""
     names = mesh.axis_names
     if axis is None and len(names) == 1:
         return names[0]
@@ -236,14 +244,14 @@ def checked_axis(mesh: Mesh, axis: str | None) -> str:
 
 
 def cut(degrees: build.Ids, count: int) -> build.Ids:
-    """Starts of `count` blocks, and the end of the last: nodes and edges weigh as much in total."""
+    """Returns the starts of `count` blocks and the end of the last; all nodes together weigh as much as all edges."""
     cost = np.cumsum(degrees / max(1, degrees.sum()) + 1 / max(1, degrees.size))
     ends = np.searchsorted(cost, np.arange(1, count) / count * cost[-1:].sum() * (1 + 1e-9), side="right")
     return np.concatenate([[0], ends, [degrees.size]])
 
 
-def divide(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, order: str, limit: int) -> PartitionedTable:
-    """The table of checked edges."""
+def partition(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, order: str, limit: int) -> PartitionedTable:
+    """Builds the partitioned table of checked edges."""
     nodes = edges.num_nodes
     devices = mesh.shape[axis]
     numbering = np.arange(nodes)
@@ -259,34 +267,39 @@ def divide(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, orde
     places = np.empty(nodes, np.int64)
     places[numbering] = rows
 
-    hops, trees, arrays = divided_edges(edges, places, size, devices, exchange, layout, limit)
+    hops, trees, arrays = partition_edges(edges, places, size, devices, exchange, layout, limit)
     loops = missing_loops(edges)
     sums = np.bincount(edges.destinations, edges.weights, nodes)
     per_row = [np.zeros(devices * size, dtype) for dtype in (np.int32, np.float32, np.float32)]
     for values, target in zip((degrees, sums, loops), per_row, strict=True):
         target[places] = values
-    put = partial(place, sharding=NamedSharding(mesh, PartitionSpec(axis)))
+    shard_array = partial(place, sharding=NamedSharding(mesh, PartitionSpec(axis)))
     plan = ExchangePlan(axis, exchange, hops, trees)
-    degrees_of, sums_of, loops_of = (put(values.reshape(devices, size)) for values in per_row)
-    shards = Shard(jax.tree.map(put, arrays), degrees_of, sums_of, loops_of, plan)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    put_order, put_places = (place(values.astype(np.int32), everywhere) for values in (order_of_rows, places))
-    return PartitionedTable(shards, put_order, put_places, nodes, edges.sources.size, mesh, negative_degree_of(edges))
+    row_degrees, row_sums, row_loops = (shard_array(values.reshape(devices, size)) for values in per_row)
+    shards = Shard(jax.tree.map(shard_array, arrays), row_degrees, row_sums, row_loops, plan)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    placed_order, placed_places = (place(values.astype(np.int32), replicated) for values in (order_of_rows, places))
+    return PartitionedTable(shards, placed_order, placed_places, nodes, edges.sources.size, mesh, find_negative_degree(edges))
 
 
 def place(values: np.ndarray, sharding: NamedSharding) -> Array:
-    """An array on the devices of a mesh, of which each process fills its own."""
+    """Moves an array to the devices of a mesh; each process fills the shards of its devices."""
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def divided_edges(
+def partition_edges(
     edges: Edges, places: build.Ids, size: int, devices: int, exchange: str, layout: str, limit: int
 ) -> tuple[tuple[int, ...], tuple[Any, ...], tuple[tuple[np.ndarray, ...], ...]]:
-    """The parts' hops, structures and arrays, which have a leading dim of devices.
+    """Builds the parts of an exchange: their hops, tree structures, and arrays with a leading dimension of devices.
 
     Args:
-        places: the row of each of the caller's nodes.
-        size: rows of a block.
+        edges: the edges.
+        places: row of each of the caller's nodes.
+        size: rows per block.
+        devices: number of devices.
+        exchange: "ring" or "all_gather".
+        layout: "bucketed" or "csr".
+        limit: widest row of a bucket.
     """
     rows = places[edges.destinations]
     sources = places[edges.sources]
@@ -302,52 +315,54 @@ def divided_edges(
         members = groups[each * devices : (each + 1) * devices]
         lists = [(rows[ids] % size, sources[ids] % width) for ids in members]
         room = max(1, *(ids.size for ids in members))
-        forward = equal_rows([by_row(r, s) for r, s in lists], size, layout, limit, room)
-        backward = equal_rows([by_row(s, r) for r, s in lists], width, layout, limit, room)
+        forward = equal_rows([sort_by_row(r, s) for r, s in lists], size, layout, limit, room)
+        backward = equal_rows([sort_by_row(s, r) for r, s in lists], width, layout, limit, room)
         weights = [None if edges.weights is None else np.pad(edges.weights[ids], (0, room - ids.size)) for ids in members]
         parts = [jax.tree.flatten(GraphPart(*three)) for three in zip(forward, backward, weights, strict=True)]
         trees.append(parts[0][1])
-        assert all(tree == trees[-1] for _, tree in parts), "the parts of a hop have one structure"
+        assert all(tree == trees[-1] for _, tree in parts), "the parts of a hop have the same structure"
         arrays.append(
             tuple(np.stack([np.asarray(leaf) for leaf in leaves]) for leaves in zip(*(p for p, _ in parts), strict=True))
         )
     return hops, tuple(trees), tuple(arrays)
 
 
-def by_row(rows: build.Ids, sources: build.Ids) -> EdgeList:
+def sort_by_row(rows: build.Ids, sources: build.Ids) -> EdgeList:
     order = np.lexsort((sources, rows))
     return rows[order], sources[order], order
 
 
 def equal_rows(lists: list[EdgeList], count: int, layout: str, limit: int, room: int) -> list[Any]:
-    """The rows of each list, all of one structure and of equal shapes."""
+    """Builds the rows of each list, with the same structure and shapes."""
     degrees = np.stack([np.bincount(rows, minlength=count) for rows, _, _ in lists])
     if layout == "bucketed":
         return equal_buckets(degrees, lists, limit, room)
-    offsets = [build.offsets_of(row) for row in degrees]
+    offsets = [build.row_offsets(row) for row in degrees]
     return [build.csr_rows(each, sources, ids, room) for each, (_, sources, ids) in zip(offsets, lists, strict=True)]
 
 
 def equal_buckets(degrees: build.Ids, lists: list[EdgeList], limit: int, room: int) -> list[BucketRows]:
-    """Rows in buckets, where the same number of rows has the same width in every list.
+    """Builds bucketed rows with the same widths in all lists.
 
-    Rows are ranked by degree in each list, and those of a rank are all as wide as the longest of them needs.
+    The rows of each list are ranked by degree; all rows of a rank have the width of the longest one.
 
     Args:
-        degrees: of each list's rows, `[lists, rows]`.
-        room: edges that each list has room for.
+        degrees: degrees of each list's rows, `[lists, rows]`.
+        lists: sorted edges.
+        limit: widest row of a bucket.
+        room: number of edges in the arrays of a list, including padding.
     """
     ranked = np.argsort(degrees, axis=1, kind="stable")
     sizes = np.take_along_axis(degrees, ranked, 1)
     starts = np.take_along_axis(np.cumsum(degrees, axis=1) - degrees, ranked, 1)
     widest = sizes.max(axis=0)
-    made = []
+    bucket_rows = []
     for row, ranks, start, size, (_, sources, ids) in zip(degrees, ranked, starts, sizes, lists, strict=True):
         slots = np.zeros(sources.size, np.int64)
         rows = ranked_rows(widest, start, size, ranks, sources, ids, limit, slots)
         places = np.full(room, sum(bucket.sources.size for bucket in rows.blocks))
         places[ids] = slots
-        made.append(
+        bucket_rows.append(
             replace(
                 rows,
                 degrees=build.int32_array(row),
@@ -355,7 +370,7 @@ def equal_buckets(degrees: build.Ids, lists: list[EdgeList], limit: int, room: i
                 order=build.int32_array(build.inverse(ranks)),
             )
         )
-    return made
+    return bucket_rows
 
 
 def ranked_rows(
@@ -368,12 +383,17 @@ def ranked_rows(
     limit: int,
     slots: build.Ids | None,
 ) -> BucketRows:
-    """Rows whose slots are as many as `widest` says, in ascending order; longer ones than `limit` in parts.
+    """Builds bucketed rows with given widths; rows longer than `limit` are split.
 
     Args:
-        starts, sizes: a row's entries of `sources` and `edges`.
-        nodes: what each row belongs to.
-        slots: the places of entries' slots are WRITTEN here.
+        widest: least number of slots of each row, in ascending order.
+        starts: first entry of each row in `sources` and `edges`.
+        sizes: number of entries of each row.
+        nodes: result row of each row.
+        sources: source of each entry.
+        edges: caller's edge of each entry; None for entries that are not edges.
+        limit: widest row of a bucket.
+        slots: the slot of each entry is WRITTEN to this array.
     """
     filled = 0
 
@@ -394,7 +414,7 @@ def ranked_rows(
     if not long.size:
         return BucketRows(buckets, (), None, build.int32_array(sizes), None, None)
     count = -(-widest[long] // limit)
-    before = build.offsets_of(count)[:-1]
+    before = build.row_offsets(count)[:-1]
     row = np.repeat(long, count)
     first = (np.arange(row.size) - np.repeat(before, count)) * limit
     parts = bucket(starts[row] + first, np.clip(sizes[row] - first, 0, limit), nodes[row], limit)
@@ -420,15 +440,20 @@ def run(
     train: bool = False,
     key: Array | None = None,
 ) -> tuple[Float[Array, "nodes C"], State]:
-    """Runs a model on a partitioned graph, from the caller's order of nodes to the caller's order; see `models.gnn.apply`.
+    """Runs a model on a partitioned graph, with inputs and outputs in the caller's order; see `models.gnn.apply`.
 
-    Results are those of one device up to the order of sums. Dropout draws other numbers than on one device.
+    Results equal those of one device up to the order of sums. Dropout draws other random numbers than on one device.
 
     Args:
-        params, state: the same on every process.
+        config: configuration of the model.
+        params: parameters, the same on all processes.
+        table: the graph.
         x: features of all nodes.
+        state: running statistics, the same on all processes.
+        train: run in training mode.
+        key: random key of the dropout.
 
     Raises:
-        ValueError: features that are another graph's or the model's not, or hold a NaN (the first place is named).
+        ValueError: features do not fit the graph or the model, or have a NaN (the message names the first place).
     """
     return program(config, params, table, table.permute(check_numbers(x, "features")), state, train, key)

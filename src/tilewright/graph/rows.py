@@ -1,8 +1,8 @@
-"""One direction of a graph as arrays of fixed shape: for each row the places of its neighbours, and how to reduce over them.
+"""Rows of neighbours as arrays of fixed shape, for one direction of a graph, with reductions over them.
 
-There are two forms with the same methods. `BucketRows` holds rows of equal width together, padded; `CsrRows` holds all
-neighbours one after another. What there is for each neighbour of each row (a *slot*) is a tuple of arrays, one per bucket; the
-two forms differ in nothing else that a caller sees. Nothing here scatters.
+Two classes have the same methods. `BucketRows` stores padded rows of equal width together; `CsrRows` stores all neighbours in
+one list. A *slot* is a place for a neighbour of a row. Values of slots are a tuple of arrays, one per bucket. No method
+scatters.
 
 Legend: N rows, M nodes to gather from, R rows of a bucket, K slots of a row, E edges, H heads, F features, S slots in a list.
 """
@@ -20,31 +20,31 @@ from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
 
 Slots = tuple[Array, ...]
-"""A value for each slot: `[R, K, ...]` for each bucket, or one array `[E, ...]`."""
+"""Values of slots: `[R, K, ...]` per bucket, or one array `[E, ...]`."""
 
 CHUNK = 2**20
-"""Elements of gathered features that exist at a time where a slot's value takes whole rows: they stay in a CPU's cache."""
+"""Elements of gathered features in memory at a time, for values that read whole rows: they fit a CPU's cache."""
 UNROLLED = 32
-"""Slots in one loop of a program; wider rows take a loop over slots."""
+"""Most slots that a program unrolls; wider rows use a loop over slots."""
 
 
 def take(values: Array, places: Array) -> Array:
-    """Rows of `values`, at places that are known to exist; zeros where there are no rows, so that all places are padding."""
+    """Gathers rows of `values` without bounds checks; returns zeros if `values` has no rows, since all places are padding."""
     if not values.shape[0]:
         return jnp.zeros((*places.shape, *values.shape[1:]), values.dtype)
     return values.at[places].get(mode="promise_in_bounds")
 
 
 def map_chunks(value: Callable[..., Array], width: int, *places: Array) -> Array:
-    """`value(*places)` for arrays `[S, ...]` of places, a chunk at a time, so that what it gathers stays small."""
+    """Computes `value(*places)` for arrays `[S, ...]` in chunks, so that gathered features stay small."""
     size = places[0].shape[0]
     chunk = max(1, CHUNK // max(width, 1))
     if size <= chunk:
         return value(*places)
     count = -(-size // chunk)
     padded = [jnp.pad(p, ((0, count * chunk - size), *((0, 0) for _ in p.shape[1:]))) for p in places]
-    done = jax.lax.map(lambda part: value(*part), tuple(p.reshape(count, chunk, *p.shape[1:]) for p in padded))
-    return done.reshape(-1, *done.shape[2:])[:size]
+    values = jax.lax.map(lambda part: value(*part), tuple(p.reshape(count, chunk, *p.shape[1:]) for p in padded))
+    return values.reshape(-1, *values.shape[2:])[:size]
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +53,10 @@ class Bucket:
     """Rows of one width.
 
     Attributes:
-        sources: places to gather from; those from `degrees` on are padding, 0.
-        nodes: the row of the result that each belongs to.
-        edges: the caller's number of each slot's edge, 0 in padding; None if the slots are no edges.
+        sources: source of each slot; 0 in padding.
+        degrees: number of filled slots of each row, which come first.
+        nodes: result row of each row.
+        edges: caller's edge of each slot, 0 in padding; None if slots are not edges.
     """
 
     sources: Int32[Array, "R K"]
@@ -64,7 +65,7 @@ class Bucket:
     edges: Int32[Array, "R K"] | None
 
     def reduce_slots(self, values: Float[Array, "R K H"], reduce: Reduce) -> Float[Array, "R H"]:
-        """Reduces values that are in memory; a row without any gets zeros."""
+        """Reduces stored values over the slots; an empty row gets zeros."""
         counts = (jnp.arange(self.sources.shape[1], dtype=jnp.int32) < self.degrees[:, None])[:, :, None]
         if reduce == "sum":
             return jnp.where(counts, values, 0).sum(axis=1)
@@ -72,14 +73,14 @@ class Bucket:
         return jnp.where(self.degrees[:, None] > 0, best, 0)
 
     def sum_slots(self, message: Callable[..., Array], extra: Slots) -> Array:
-        """The sum of `message(nodes, sources, *extra)` over the slots, one after another: no message is ever in memory."""
-        taken = (self.sources, *extra)
+        """Sums `message(nodes, sources, *extra)` over the slots, slot by slot, without storing the messages."""
+        per_slot = (self.sources, *extra)
 
         def add(slot: Array | int, total: Array) -> Array:
-            picked = (jax.lax.dynamic_index_in_dim(values, slot, 1, keepdims=False) for values in taken)
+            picked = (jax.lax.dynamic_index_in_dim(values, slot, 1, keepdims=False) for values in per_slot)
             return total + jnp.where((slot < self.degrees)[:, None], message(self.nodes, *picked), 0)
 
-        shape = jax.eval_shape(message, self.nodes, *(values[:, 0] for values in taken)).shape
+        shape = jax.eval_shape(message, self.nodes, *(values[:, 0] for values in per_slot)).shape
         total = jnp.zeros(shape, jnp.float32)
         slots = self.sources.shape[1]
         if slots > UNROLLED:
@@ -89,7 +90,7 @@ class Bucket:
         return total
 
     def map_slots(self, value: Callable[..., Array], width: int, extra: Slots) -> Array:
-        """`value(nodes, sources, *extra)` of each slot; `width` features are gathered for it."""
+        """Computes `value(nodes, sources, *extra)` of each slot, which gathers `width` features."""
         rows, slots = self.sources.shape
         nodes = jnp.broadcast_to(self.nodes[:, None], (rows, slots))
         flat = [v.reshape(rows * slots, *v.shape[2:]) for v in (nodes, self.sources, *extra)]
@@ -100,15 +101,15 @@ class Bucket:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BucketRows:
-    """Rows in buckets of equal width; parts of the longest are reduced by another, small stage.
+    """Rows in buckets of equal width; a second, small stage reduces the parts of split rows.
 
     Attributes:
-        buckets: whole rows by their widths.
-        parts: parts of longer rows by theirs. (If one bucket held both, XLA would write all that it gathers for two readers.)
-        rest: the longer rows, which gather the parts; None if there are none.
-        degrees: of each row of the result.
-        slots: for each of the caller's edges its place among all slots (beyond them: no edge); None in a later stage.
-        order: where each row of the result lies among those that the buckets give; None if they are in that order.
+        buckets: whole rows by width.
+        parts: parts of split rows by width. They are separate buckets, since XLA would store gathered features for two readers.
+        rest: rows that gather the parts of split rows; None without.
+        degrees: degree of each result row.
+        slots: slot of each of the caller's edges (out of range for padding); None in a later stage.
+        order: place of each result row among the buckets' rows; None for the same order.
     """
 
     buckets: tuple[Bucket, ...]
@@ -120,62 +121,62 @@ class BucketRows:
 
     @property
     def num_edges(self) -> int:
-        """Edges that there is room for."""
+        """Number of edges in the arrays, including padding."""
         assert self.slots is not None, "only the first stage has edges"
         return self.slots.shape[0]
 
     @property
     def blocks(self) -> tuple[Bucket, ...]:
-        """Blocks that have slots: buckets, and parts of rows that are split."""
+        """All buckets: whole rows, and parts of split rows."""
         return self.buckets + self.parts
 
-    def join(self, done: Slots, reduce: Reduce) -> Float[Array, "N F"]:
-        """Makes the rows' results of what each bucket gave, `[R, F]`."""
-        pieces = list(done[: len(self.buckets)])
+    def join(self, reduced: Slots, reduce: Reduce) -> Float[Array, "N F"]:
+        """Combines the results of the buckets, `[R, F]` each, to the result rows."""
+        pieces = list(reduced[: len(self.buckets)])
         if self.rest is not None:
-            pieces.append(self.rest.reduce(jnp.concatenate(done[len(self.buckets) :]), None, reduce))
+            pieces.append(self.rest.reduce(jnp.concatenate(reduced[len(self.buckets) :]), None, reduce))
         out = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         return out if self.order is None else take(out, self.order)
 
     def reduce(self, x: Float[Array, "M F"], weights: Slots | None, reduce: Reduce) -> Float[Array, "N F"]:
-        """Gathers and reduces, by the kernels. Weights are `[R, K]` or, one for each head's share of F, `[R, K, H]`."""
+        """Gathers and reduces features with kernels. Weights are `[R, K]`, or `[R, K, H]` for H equal parts of F."""
         split_mean = reduce == "mean" and self.rest is not None
         inner: Reduce = "sum" if split_mean else reduce
         scales = [None] * len(self.blocks) if weights is None else weights
-        done = tuple(
+        reduced = tuple(
             select.gather_reduce(x, bucket.sources, bucket.degrees, scale, inner)
             for bucket, scale in zip(self.blocks, scales, strict=True)
         )
-        out = self.join(done, inner)
+        out = self.join(reduced, inner)
         if not split_mean:
             return out
         degrees = jnp.maximum(self.degrees, 1).astype(jnp.float32)[:, None]
         return (out.astype(jnp.float32) / degrees).astype(x.dtype)
 
     def reduce_slots(self, values: Slots, reduce: Reduce) -> Float[Array, "N H"]:
-        """The sum or maximum of values `[R, K, H]` that are in memory; a row without slots gets zeros."""
-        done = [bucket.reduce_slots(value, reduce) for bucket, value in zip(self.blocks, values, strict=True)]
-        return self.join(tuple(done), reduce)
+        """Computes the sum or maximum of stored values `[R, K, H]` over each row; an empty row gets zeros."""
+        reduced = [bucket.reduce_slots(value, reduce) for bucket, value in zip(self.blocks, values, strict=True)]
+        return self.join(tuple(reduced), reduce)
 
     def sum_slots(self, message: Callable[..., Array], *extra: Slots) -> Float[Array, "N F"]:
-        """The sum of `message(rows [S], sources [S], *extra [S, ...])`, float32 `[S, F]`, over the slots of each row."""
-        given = zip(*extra, strict=True) if extra else [()] * len(self.blocks)
-        done = [bucket.sum_slots(message, values) for bucket, values in zip(self.blocks, given, strict=True)]
-        return self.join(tuple(done), "sum")
+        """Sums `message(rows [S], sources [S], *extra [S, ...])`, float32 `[S, F]`, over the slots of each row."""
+        slot_values = zip(*extra, strict=True) if extra else [()] * len(self.blocks)
+        reduced = [bucket.sum_slots(message, values) for bucket, values in zip(self.blocks, slot_values, strict=True)]
+        return self.join(tuple(reduced), "sum")
 
     def map_slots(self, value: Callable[..., Array], width: int, *extra: Slots) -> Slots:
-        """`value(rows [S], sources [S], *extra [S, ...])` for each slot, where that gathers `width` features."""
-        given = zip(*extra, strict=True) if extra else [()] * len(self.blocks)
-        return tuple(bucket.map_slots(value, width, values) for bucket, values in zip(self.blocks, given, strict=True))
+        """Computes `value(rows [S], sources [S], *extra [S, ...])` of each slot, which gathers `width` features."""
+        slot_values = zip(*extra, strict=True) if extra else [()] * len(self.blocks)
+        return tuple(bucket.map_slots(value, width, values) for bucket, values in zip(self.blocks, slot_values, strict=True))
 
     def from_edges(self, values: Float[Array, "E ..."]) -> Slots:
-        """Brings values of the caller's edges to their slots. Padding holds any of them."""
+        """Gathers values of the caller's edges for the slots; padding has arbitrary values."""
         if not values.shape[0]:
             return tuple(jnp.zeros((*bucket.sources.shape, *values.shape[1:]), values.dtype) for bucket in self.blocks)
         return tuple(take(values, bucket.edges) for bucket in self.blocks if bucket.edges is not None)
 
     def to_edges(self, values: Slots) -> Float[Array, "E ..."]:
-        """The inverse; what is no edge gets zeros."""
+        """Gathers values of slots for the caller's edges, the inverse of `from_edges`; padding gets zeros."""
         assert self.slots is not None, "only the first stage has edges"
         flat = jnp.concatenate([value.reshape(-1, *value.shape[2:]) for value in values])
         if not flat.shape[0]:
@@ -186,12 +187,14 @@ class BucketRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CsrRows:
-    """Rows one after another: row r has the slots from `offsets[r]` to `offsets[r + 1]`; behind the last there may be padding.
+    """Concatenated rows: row r has the slots `offsets[r]` to `offsets[r + 1] - 1`, followed by padding after the last row.
 
     Attributes:
-        rows: the row of each slot.
-        edges: the caller's number of each slot's edge.
-        slots: of each of the caller's edges its slot (beyond them: no edge).
+        offsets: first slot of each row, and the end of the last row.
+        sources: source of each slot.
+        rows: row of each slot.
+        edges: caller's edge of each slot.
+        slots: slot of each of the caller's edges (out of range for padding).
     """
 
     offsets: Int32[Array, " N1"]
@@ -219,7 +222,7 @@ class CsrRows:
         return select.gather_reduce_csr(values[0], self.offsets, places, None, reduce)
 
     def sum_slots(self, message: Callable[..., Array], *extra: Slots) -> Float[Array, "N F"]:
-        """Sums of messages over each row, as of `BucketRows`, but the messages are in memory: no kernel makes them."""
+        """Sums messages over each row like `BucketRows.sum_slots`, but stores the messages, since no kernel fuses them."""
         return self.reduce_slots((message(self.rows, self.sources, *(value[0] for value in extra)),), "sum")
 
     def map_slots(self, value: Callable[..., Array], width: int, *extra: Slots) -> Slots:
@@ -236,16 +239,16 @@ Rows = BucketRows | CsrRows
 
 
 def row_dot(a: Array, b: Array, rows: Array, sources: Array) -> Float[Array, "S H"]:
-    """For each slot the product of its row's features of `a` and its source's of `b`, both `[..., H, D]`, in float32."""
+    """Computes the dot product of `a` at the row and `b` at the source of each slot, both `[..., H, D]`, in float32."""
     return jnp.sum(take(a, rows).astype(jnp.float32) * take(b, sources).astype(jnp.float32), axis=-1)
 
 
 def dot_slots(rows: Rows, a: Float[Array, "N H D"], b: Float[Array, "M H D"]) -> Slots:
-    """`row_dot` for every slot."""
+    """Computes `row_dot` of each slot."""
 
-    def by_slots() -> Slots:
+    def slot_path() -> Slots:
         return rows.map_slots(partial(row_dot, a, b), 2 * a.shape[1] * a.shape[2])
 
     if isinstance(rows, BucketRows):
-        return by_slots()
-    return (select.edge_dot_csr(a, b, (rows.offsets, rows.sources), lambda: by_slots()[0]),)
+        return slot_path()
+    return (select.edge_dot_csr(a, b, (rows.offsets, rows.sources), lambda: slot_path()[0]),)

@@ -1,8 +1,8 @@
-"""Samples neighbourhoods with fixed fan-outs (GraphSAGE §3.1), so that every mini-batch has the same shapes.
+"""Samples neighbourhoods with fixed fan-outs (GraphSAGE §3.1), so that all mini-batches have the same shapes.
 
-A sample is a forest: each root's drawn neighbours get rows of their own, and theirs too, without looking for nodes that occur
-twice. A row then has one destination, known from its place, so that neither direction of a layer gathers or scatters. It costs
-`batch * (1 + k1) * (1 + k2) * ...` rows of features, whatever the graph's size.
+A sample is a forest: the sampled neighbours of each row get rows of their own, without deduplication. The place of a row
+determines its destination, so that no layer gathers or scatters, forward or backward. A sample has
+`batch * (1 + k1) * (1 + k2) * ...` rows of features, independent of the graph's size.
 """
 
 import math
@@ -21,22 +21,22 @@ from tilewright.kernels.select import Reduce
 from tilewright.models import gnn
 
 ALL = -1
-"""The fan-out that takes all neighbours."""
+"""Fan-out for all neighbours."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampledLayer:
-    """One layer's neighbours in a sample; it offers `models.gnn.Neighbours`.
+    """Neighbours of one layer in a sample; implements `models.gnn.Neighbours`.
 
-    Source rows are the N destinations, then the slots of destination 0, those of destination 1, and so on. A slot beyond a
-    destination's degree is padding, whose row never reaches anything.
+    The source rows are the N destinations, then the slots of destination 0, of destination 1, etc. Slots beyond a destination's
+    degree are padding without effect.
 
     Attributes:
-        degrees: drawn neighbours of each destination, int32 `[N]`; their slots come first.
-        neighbours: how many neighbours each source has in the whole graph, int32 `[M]`.
-        fan_out: slots of a destination.
-        self_loops: in `attend`, a node is its own neighbour too.
+        degrees: number of sampled neighbours of each destination, int32 `[N]`; their slots come first.
+        neighbours: number of neighbours of each source in the whole graph, int32 `[M]`.
+        fan_out: slots per destination.
+        self_loops: in `attend`, each node is its own neighbour as well.
     """
 
     degrees: Any
@@ -53,36 +53,38 @@ class SampledLayer:
         return self.num_nodes * (1 + self.fan_out)
 
     def slots(self, x: Float[Array, "M *F"]) -> Float[Array, "N K *F"]:
-        """Rows of `x` that stand in each slot."""
+        """Returns the rows of `x` by slot."""
         return x[self.num_nodes :].reshape(self.num_nodes, self.fan_out, *x.shape[1:])
 
     def filled(self, dims: int) -> Bool[Array, "N K *ones"]:
-        """Mask of the slots that are no padding, with `dims` dims of one behind."""
+        """Returns the mask of filled slots, with `dims` trailing dimensions of one."""
         return (jnp.arange(self.fan_out) < self.degrees[:, None]).reshape(self.num_nodes, self.fan_out, *[1] * dims)
 
     def aggregate(
         self, x: Float[Array, "M F"], *, reduce: Reduce = "sum", normalisation: Literal["symmetric"] | None = None
     ) -> Float[Array, "N F"]:
-        """Reduces over the drawn neighbours; sums are scaled so that they estimate those over all neighbours."""
+        """Reduces over the sampled neighbours; scales sums to estimate the sums over all neighbours."""
         slots = self.slots(x).astype(jnp.float32)
         if normalisation == "symmetric":
             inverse = jax.lax.rsqrt(1.0 + self.neighbours.astype(jnp.float32))[:, None]
-            own = x[: self.num_nodes].astype(jnp.float32) * inverse[: self.num_nodes]
-            near = jnp.where(self.filled(1), slots * self.slots(inverse), 0).sum(1) * self.per_drawn()
-            return ((own + near) * inverse[: self.num_nodes]).astype(x.dtype)
+            itself = x[: self.num_nodes].astype(jnp.float32) * inverse[: self.num_nodes]
+            near = jnp.where(self.filled(1), slots * self.slots(inverse), 0).sum(1) * self.neighbours_per_sample()
+            return ((itself + near) * inverse[: self.num_nodes]).astype(x.dtype)
         if reduce in ("max", "min"):
             worst = -jnp.inf if reduce == "max" else jnp.inf
             best = jnp.where(self.filled(1), slots, worst)
             best = best.max(1) if reduce == "max" else best.min(1)
             return jnp.where(self.degrees[:, None] > 0, best, 0).astype(x.dtype)
         total = jnp.where(self.filled(1), slots, 0).sum(1)
-        scale = self.per_drawn() if reduce == "sum" else 1 / jnp.maximum(self.degrees, 1)[:, None].astype(jnp.float32)
+        scale = (
+            self.neighbours_per_sample() if reduce == "sum" else 1 / jnp.maximum(self.degrees, 1)[:, None].astype(jnp.float32)
+        )
         return (total * scale).astype(x.dtype)
 
-    def per_drawn(self) -> Float[Array, "N 1"]:
-        """For how many neighbours each drawn one stands."""
-        known = self.neighbours[: self.num_nodes].astype(jnp.float32)
-        return (known / jnp.maximum(self.degrees, 1).astype(jnp.float32))[:, None]
+    def neighbours_per_sample(self) -> Float[Array, "N 1"]:
+        """Returns the number of neighbours per sampled neighbour."""
+        counts = self.neighbours[: self.num_nodes].astype(jnp.float32)
+        return (counts / jnp.maximum(self.degrees, 1).astype(jnp.float32))[:, None]
 
     def attend(
         self,
@@ -93,7 +95,7 @@ class SampledLayer:
         dropout: float = 0.0,
         key: Array | None = None,
     ) -> Float[Array, "N H D"]:
-        """Attention over the drawn neighbours; a row that has none gets zeros."""
+        """Attends over the sampled neighbours; a row without neighbours gets zeros."""
         scores = self.slots(source_score) + target_score[:, None]
         values = self.slots(x)
         filled = jnp.broadcast_to(self.filled(1), scores.shape)
@@ -103,7 +105,7 @@ class SampledLayer:
             values = jnp.concatenate([x[:n][:, None], values], 1)
             filled = jnp.concatenate([jnp.ones_like(filled[:, :1]), filled], 1)
         scores = gnn.leaky_relu(scores.astype(jnp.float32), negative_slope)
-        # Rows without neighbours take a softmax over their padding, whose gradient is finite and reaches nothing.
+        # Rows without neighbours use a softmax over padding, whose gradient is finite and has no effect.
         counts = filled | ~filled.any(1, keepdims=True)
         weights = gnn.dropout(jax.nn.softmax(jnp.where(filled, scores, 0), axis=1, where=counts), dropout, key)
         weighted = jnp.where(filled[..., None], weights[..., None] * values.astype(jnp.float32), 0)
@@ -113,12 +115,12 @@ class SampledLayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sample:
-    """One mini-batch.
+    """Sampled neighbourhoods of a mini-batch.
 
     Attributes:
-        nodes: the node of each input row, int32 `[M]` in NumPy; the roots come first. In padding rows a valid node.
-        rows: which rows are no padding, bool `[M]`.
-        layers: the neighbours in each layer, the input's first, as `models.gnn.apply` takes them.
+        nodes: node of each input row, int32 `[M]` in NumPy; the roots come first, padding rows have valid nodes.
+        rows: mask of the rows that are not padding, bool `[M]`.
+        layers: neighbours in each layer, the input layer first, for `models.gnn.apply`.
     """
 
     nodes: Any
@@ -127,20 +129,20 @@ class Sample:
 
 
 class NeighbourSampler:
-    """Draws neighbourhoods of fixed fan-outs, without replacement.
+    """Samples neighbourhoods with fixed fan-outs, without replacement.
 
     Args:
-        edge_index: sources and destinations, `[2, E]`; a node's neighbours are the sources of its edges. Self-loops are
-            neighbours like others: with `self_loops`, and for symmetric sums, which count each node itself, the edges come
-            without them.
-        fan_outs: neighbours that are drawn of a root, of each of these, and so on. `ALL` (-1) takes all of them: slots for as
-            many as the largest number of neighbours in the graph.
-        batch_size: roots of a sample.
+        edge_index: sources and destinations, `[2, E]`; a node's neighbours are the sources of its edges. Self-loops count as
+            neighbours; leave them out with `self_loops` and for symmetric sums, which add each node itself.
+        num_nodes: number of nodes.
+        fan_outs: number of sampled neighbours of a root, of each of these, etc. `ALL` (-1) takes all neighbours, with as many
+            slots as the largest degree of the graph.
+        batch_size: roots per sample.
         self_loops: see `SampledLayer`.
 
     Raises:
-        ValueError: a graph without nodes; no fan-outs, or one that is neither `ALL` nor at least 1; edges that are not right
-            (see `edges.from_edge_index`); samples of 2^31 rows or more.
+        ValueError: the graph has no nodes, a fan-out is neither `ALL` nor at least 1, the edges are invalid (see
+            `edges.from_edge_index`), or a sample would have 2^31 rows or more.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class NeighbourSampler:
             raise ValueError(f"expected fan-outs and a batch size of at least 1, or {ALL} for all neighbours, found {found}")
         edges = from_edge_index(edge_index, num_nodes)
         if not edges.num_nodes:
-            raise ValueError("expected a graph with nodes to draw neighbourhoods from, found one without nodes")
+            raise ValueError("expected a graph with nodes to sample from, found one without nodes")
         self.batch_size = batch_size
         self.self_loops = self_loops
         self.num_nodes = edges.num_nodes
@@ -167,17 +169,18 @@ class NeighbourSampler:
         self.fan_outs = tuple(most if fan_out == ALL else fan_out for fan_out in fan_outs)
         self.rows = batch_size * math.prod(1 + fan_out for fan_out in self.fan_outs)
         if self.rows >= 2**31:
-            taken = f"fan-outs {list(self.fan_outs)} and a batch size of {batch_size}"
-            raise ValueError(f"expected samples of less than 2^31 rows, found {self.rows:,} for {taken}")
+            sizes = f"fan-outs {list(self.fan_outs)} and a batch size of {batch_size}"
+            raise ValueError(f"expected samples of less than 2^31 rows, found {self.rows:,} for {sizes}")
 
     def sample(self, roots: Any, seed: int | Sequence[int]) -> Sample:
-        """The neighbourhoods of at most `batch_size` roots; the same ones for the same seed.
+        """Samples the neighbourhoods of at most `batch_size` roots, deterministically for a seed.
 
         Args:
-            roots: ids of nodes.
+            roots: node ids.
+            seed: seed of the sample.
 
         Raises:
-            ValueError: more roots than the batch size, or one that is no node.
+            ValueError: there are more roots than the batch size, or a root is not a node.
         """
         roots = np.asarray(roots)
         if roots.ndim != 1 or (roots.size and roots.dtype.kind not in "iu"):
@@ -186,7 +189,7 @@ class NeighbourSampler:
             raise ValueError(f"expected at most {self.batch_size} roots, found {len(roots)}")
         if len(roots) and not (roots.min() >= 0 and roots.max() < self.num_nodes):
             wrong = roots[(roots < 0) | (roots >= self.num_nodes)][0]
-            raise ValueError(f"root {wrong} is none of the {self.num_nodes} nodes")
+            raise ValueError(f"expected roots from 0 to {self.num_nodes - 1}, found {wrong}")
         rng = np.random.default_rng(seed)
         nodes = np.zeros(self.batch_size, np.int32)
         nodes[: len(roots)] = roots
@@ -197,19 +200,19 @@ class NeighbourSampler:
             degrees = np.minimum(counts, fan_out).astype(np.int32)
             filled = np.arange(fan_out) < degrees[:, None]
             picks = np.where(filled, self.offsets[nodes][:, None] + draw(counts, fan_out, rng), 0)
-            # A graph without edges has no source to read, not even for padding.
-            drawn = self.sources[picks] if len(self.sources) else np.zeros(picks.shape, np.int32)
-            nodes = np.concatenate([nodes, np.where(filled, drawn, 0).ravel()])
+            # A graph without edges has no sources to read for padding.
+            sampled = self.sources[picks] if len(self.sources) else np.zeros(picks.shape, np.int32)
+            nodes = np.concatenate([nodes, np.where(filled, sampled, 0).ravel()])
             rows = np.concatenate([rows, filled.ravel()])
-            known = np.where(rows, self.neighbours[nodes], 0).astype(np.int32)
-            layers.append(SampledLayer(jnp.asarray(degrees), jnp.asarray(known), fan_out, self.self_loops))
+            neighbours = np.where(rows, self.neighbours[nodes], 0).astype(np.int32)
+            layers.append(SampledLayer(jnp.asarray(degrees), jnp.asarray(neighbours), fan_out, self.self_loops))
         return Sample(nodes, jnp.asarray(rows), tuple(reversed(layers)))
 
 
 def draw(counts: Int[np.ndarray, " N"], k: int, rng: np.random.Generator) -> Int[np.ndarray, "N K"]:
-    """For each count c, min(c, k) different numbers below c, every such set as likely as any other; then anything.
+    """Draws for each count c a uniform random set of min(c, k) distinct numbers below c; further entries are arbitrary.
 
-    Where c exceeds k this is Floyd's algorithm (Bentley & Floyd 1987), a step for all rows at once.
+    For c > k this is Floyd's algorithm (Bentley & Floyd 1987), one step for all rows at a time.
     """
     picks = np.tile(np.arange(k), (len(counts), 1))
     many = np.flatnonzero(counts > k)
@@ -217,7 +220,7 @@ def draw(counts: Int[np.ndarray, " N"], k: int, rng: np.random.Generator) -> Int
     for step in range(k):
         top = counts[many] - k + step
         new = rng.integers(0, top + 1)
-        taken = (chosen[:, :step] == new[:, None]).any(1)
-        chosen[:, step] = np.where(taken, top, new)
+        duplicate = (chosen[:, :step] == new[:, None]).any(1)
+        chosen[:, step] = np.where(duplicate, top, new)
     picks[many] = chosen
     return picks

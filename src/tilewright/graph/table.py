@@ -1,7 +1,7 @@
-"""The neighbour table: a graph as arrays of fixed shape, and reductions over its neighbours.
+"""Neighbour table: a graph as arrays of fixed shape, with reductions over neighbours.
 
-A table may number its nodes anew, by the width of their rows or for locality. `aggregate` and `attend` of this package take
-and give the caller's order; the methods here work in table order throughout, which is what a model wants between its layers.
+A table may renumber its nodes, by row width or for locality. The functions `aggregate.aggregate` and `attention.attend` use the
+caller's order; the methods of the table use table order, so that the layers of a model need no permutation between them.
 
 Legend: N nodes, M sources, E edges, F features, H heads, D features of a head.
 """
@@ -26,7 +26,7 @@ from tilewright.graph.edges import (
     repeated_loops,
     with_self_loops,
 )
-from tilewright.graph.gradients import kept_edges, neighbour_attention, neighbour_reduce, permute
+from tilewright.graph.gradients import dropout_factors, neighbour_attention, neighbour_reduce, permute
 from tilewright.graph.rows import BucketRows, Rows
 from tilewright.kernels import select
 from tilewright.kernels.select import Reduce
@@ -38,23 +38,22 @@ ORDERS = ("given", "rcm")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NeighborTable:
-    """A graph's neighbours in rows of fixed shape.
+    """Neighbours of a graph's nodes in rows of fixed shape.
 
     Attributes:
-        forward: for each node its sources.
-        backward: for each source the nodes that it is a source of.
-        weights: of the edges, in the caller's order; None if all are 1.
-        loops: what each node's self-loops lack to weigh 1 together, all edges having the weight 1; in table order. 1 for a node
-            without one, 0 with one, negative with several.
-        repeated: mask of the self-loops behind which the same node has another one, in the caller's order; None if there are
-            none.
-        order: the caller's number of each source in table order; None if it is the same.
-        places: the table's number of each of the caller's sources; None if it is the same.
-        num_nodes: nodes that come out of a reduction.
-        num_sources: nodes that go in, at least `num_nodes`; the first `num_nodes` of them are the nodes that come out, unless
-            the graph is a relation between two kinds of nodes.
-        given_sources: the caller's sources. Where they are fewer than the nodes, `permute` puts rows of zeros behind them.
-        num_edges: edges that the arrays have room for.
+        forward: sources of each node.
+        backward: destinations of each source.
+        weights: edge weights, in the caller's order; None if all are 1.
+        loops: 1 minus the number of each node's self-loops, in table order.
+        repeated: mask of the self-loops that a later self-loop of the same node follows, in the caller's order; None without.
+        order: caller's number of each source in table order; None for the same order.
+        places: table's number of each of the caller's sources; None for the same order.
+        num_nodes: number of nodes, the rows of a reduction's result.
+        num_sources: number of sources, the rows of a reduction's input, at least `num_nodes`. The first `num_nodes` sources are
+            the nodes, unless the graph is a relation between two kinds of nodes.
+        given_sources: number of the caller's sources. If there are fewer sources than nodes, `permute` appends rows of zeros.
+        num_edges: number of edges in the arrays, including padding.
+        layout: layout of the rows, see `make_table`.
     """
 
     forward: Rows
@@ -72,36 +71,40 @@ class NeighborTable:
 
     @classmethod
     def from_edges(
-        cls, edge_index: Any, num_nodes: int | None = None, weights: Any = None, num_sources: int | None = None, **how: Any
+        cls, edge_index: Any, num_nodes: int | None = None, weights: Any = None, num_sources: int | None = None, **options: Any
     ) -> "NeighborTable":
-        """The table of `edge_index` `[2, E]`, sources above destinations.
+        """Builds a table from an `edge_index` `[2, E]` of sources and destinations.
 
         Args:
-            num_nodes: destinations; None takes the largest id plus one.
-            weights: of the edges, `[E]`.
-            num_sources: None takes `num_nodes`. Another number is that of a relation between two kinds of nodes.
-            how: options of `make_table`.
+            edge_index: integer array, or a pair of arrays.
+            num_nodes: number of destination nodes; None takes the largest id plus one.
+            weights: edge weights, `[E]`.
+            num_sources: number of source nodes; None takes `num_nodes`. Another number makes a relation between two kinds of
+                nodes.
+            options: options of `make_table`.
 
         Raises:
-            ValueError: ids that are not integers or out of range, weights that do not fit; with the first offending place.
+            ValueError: ids are not integers or out of range, or weights do not fit; the message names the first wrong edge.
         """
-        return make_table(from_edge_index(edge_index, num_nodes, num_sources, weights), **how)
+        return make_table(from_edge_index(edge_index, num_nodes, num_sources, weights), **options)
 
     @classmethod
-    def build(cls, graph: Any, num_nodes: int | None = None, weights: Any = None, **how: Any) -> "NeighborTable":
-        """The table of an edge_index, a SciPy matrix, a networkx graph or a PyG `Data`; see `edges.read_edges`.
+    def build(cls, graph: Any, num_nodes: int | None = None, weights: Any = None, **options: Any) -> "NeighborTable":
+        """Builds a table from an edge_index, a SciPy matrix, a networkx graph or a PyG `Data`; see `edges.read_edges`.
+
+        `options` are those of `make_table`.
 
         Raises:
-            ValueError: it is none of these, or its edges are not right.
+            ValueError: the graph is none of these, or its edges are invalid.
         """
-        return make_table(read_edges(graph, num_nodes, weights), **how)
+        return make_table(read_edges(graph, num_nodes, weights), **options)
 
     @property
     def transposed(self) -> "NeighborTable":
-        """The table with every edge turned round. It shares all arrays.
+        """Table with reversed edges, which shares all arrays.
 
         Raises:
-            ValueError: there are other sources than the nodes.
+            ValueError: the numbers of sources and nodes differ.
         """
         if self.given_sources != self.num_nodes:
             raise ValueError(f"expected as many sources as nodes, found {self.given_sources} and {self.num_nodes}")
@@ -121,21 +124,21 @@ class NeighborTable:
         )
 
     def permute(self, x: Float[Array | np.ndarray, "given ..."]) -> Float[Array, "M ..."]:
-        """Brings values of the sources from the caller's order to the table's."""
+        """Permutes values of the sources from the caller's order to table order."""
         x = check_rows(x, self.given_sources)
         if self.given_sources < self.num_sources:
             x = jnp.pad(x, ((0, self.num_sources - self.given_sources), *[(0, 0)] * (x.ndim - 1)))
         return x if self.order is None or self.places is None else permute(x, self.order, self.places)
 
     def permute_nodes(self, y: Float[Array | np.ndarray, "N ..."]) -> Float[Array, "N ..."]:
-        """Brings values of the nodes from the caller's order to the table's."""
+        """Permutes values of the nodes from the caller's order to table order."""
         y = check_rows(y, self.num_nodes)
         if self.order is None or self.places is None:
             return y
         return permute(y, self.order[: self.num_nodes], self.places[: self.num_nodes])
 
     def unpermute(self, y: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
-        """Brings values of the nodes from the table's order to the caller's."""
+        """Permutes values of the nodes from table order to the caller's order."""
         y = check_rows(y, self.num_nodes)
         if self.order is None or self.places is None:
             return y
@@ -150,22 +153,22 @@ class NeighborTable:
     ) -> Float[Array, "N F"]:
         """Reduces over each node's neighbours, all in table order; see `tilewright.graph.aggregate.aggregate`."""
         weights = self.checked_weights(weights)
-        how = known_reduction(reduce)
+        reduction = check_reduction(reduce)
         if x.ndim != 2 or x.shape[0] != self.num_sources:
             raise ValueError(f"expected features of shape [{self.num_sources}, F], found {list(x.shape)}")
         check_features(x)
         if normalisation is None:
-            return neighbour_reduce(self.forward, self.backward, x, weights, how)
+            return neighbour_reduce(self.forward, self.backward, x, weights, reduction)
         if normalisation not in ("symmetric", "row") or reduce != "sum":
             raise ValueError(
-                f"expected the normalisation symmetric or row, of a sum, found {normalisation!r} with reduce={reduce!r}"
+                f"expected the normalisation symmetric or row with reduce='sum', found {normalisation!r} with reduce={reduce!r}"
             )
         if normalisation == "row":
             return self.row_normalised(x, weights)
         return self.symmetric(x, weights)
 
     def row_normalised(self, x: Float[Array, "M F"], weights: Float[Array, " E"] | None) -> Float[Array, "N F"]:
-        """`D^-1 A x`, where D holds the sums of the weights of each node's edges."""
+        """Computes `D^-1 A x`, where D has the sum of the weights of each node's edges."""
         if weights is None:
             return neighbour_reduce(self.forward, self.backward, x, None, "mean")
         total = self.weight_sums(weights)
@@ -174,9 +177,9 @@ class NeighborTable:
         return (summed.astype(jnp.float32) * scale).astype(x.dtype)
 
     def symmetric(self, x: Float[Array, "M F"], weights: Float[Array, " E"] | None) -> Float[Array, "N F"]:
-        """`D^-1/2 (A + I) D^-1/2 x` (Kipf & Welling 2017, equation 2), where only nodes without a self-loop get one.
+        """Computes `D^-1/2 (A + I) D^-1/2 x` (Kipf & Welling 2017, equation 2); nodes with a self-loop get no other one.
 
-        Of several self-loops of a node the last counts alone, as in PyG.
+        Only the last self-loop of a node counts, as in PyG.
         """
         if self.given_sources < self.num_nodes:
             found = f"{self.given_sources} and {self.num_nodes}"
@@ -193,14 +196,14 @@ class NeighborTable:
             far = self.degree_root(self.weight_sums(weights, back=True) + jnp.concatenate([loops, beyond]))[:, None]
         scaled = (x.astype(jnp.float32) * far).astype(x.dtype)
         summed = neighbour_reduce(self.forward, self.backward, scaled, weights, "sum").astype(jnp.float32)
-        own = scaled[: self.num_nodes].astype(jnp.float32) * loops[:, None]
-        return ((summed + own) * near).astype(x.dtype)
+        by_loops = scaled[: self.num_nodes].astype(jnp.float32) * loops[:, None]
+        return ((summed + by_loops) * near).astype(x.dtype)
 
     def degree_root(self, degrees: Float[Array, " rows"]) -> Float[Array, " rows"]:
-        """`inverse_root` of degrees in table order.
+        """Computes `inverse_root` of degrees in table order.
 
         Raises:
-            ValueError: a degree is negative. In a program that is being compiled its node's results are NaN, as in PyG.
+            ValueError: a degree is negative. In a compiled program the node's results are NaN instead, as in PyG.
         """
         if not isinstance(degrees, jax.core.Tracer) and (wrong := np.flatnonzero(np.asarray(degrees) < 0)).size:
             row = int(wrong[0])
@@ -208,7 +211,7 @@ class NeighborTable:
         return inverse_root(degrees)
 
     def weight_sums(self, weights: Float[Array, " E"] | None, back: bool = False) -> Float[Array, " rows"]:
-        """For each node the sum of its edges' weights; with `back`, for each source."""
+        """Sums the edge weights of each node; with `back`, of each source."""
         rows, other = (self.backward, self.forward) if back else (self.forward, self.backward)
         if weights is None:
             return rows.degrees.astype(jnp.float32)
@@ -224,22 +227,22 @@ class NeighborTable:
         dropout: float = 0.0,
         key: Array | None = None,
     ) -> Float[Array, "N H D"]:
-        """Attention over each node's neighbours, all in table order; see `tilewright.graph.attention.attend`."""
+        """Attends over each node's neighbours, all in table order; see `tilewright.graph.attention.attend`."""
         check_features(x)
         check_scores(source_score, target_score)
         heads = x.shape[1] if x.ndim == 3 else -1
-        wanted = [(self.num_sources, heads), (self.num_nodes, heads)]
+        expected = [(self.num_sources, heads), (self.num_nodes, heads)]
         found = [source_score.shape, target_score.shape]
-        if x.ndim != 3 or x.shape[0] != self.num_sources or found != wanted:
+        if x.ndim != 3 or x.shape[0] != self.num_sources or found != expected:
             raise ValueError(
                 f"expected features [M, H, D] and scores [M, H] and [N, H], M = {self.num_sources} and N = {self.num_nodes}, "
                 f"found {list(x.shape)}, {list(found[0])} and {list(found[1])}"
             )
-        kept = kept_edges(self.num_edges, heads, dropout, key)
-        return neighbour_attention(self.forward, self.backward, x, source_score, target_score, kept, negative_slope)
+        factors = dropout_factors(self.num_edges, heads, dropout, key)
+        return neighbour_attention(self.forward, self.backward, x, source_score, target_score, factors, negative_slope)
 
     def checked_weights(self, weights: Float[Array, " E"] | None) -> Float[Array, " E"] | None:
-        """The weights that count: those given, or else the table's own."""
+        """Returns the given weights in float32, or else the table's weights. Raises a `ValueError` for another shape."""
         if weights is None:
             return self.weights
         if weights.shape != (self.num_edges,):
@@ -247,7 +250,7 @@ class NeighborTable:
         return weights.astype(jnp.float32)
 
     def buckets(self) -> list[tuple[int, int]]:
-        """Rows and width of each array of neighbours, those of later stages too."""
+        """Lists rows and width of each bucket, including later stages."""
         shapes = []
         stage = self.forward
         while isinstance(stage, BucketRows):
@@ -256,7 +259,7 @@ class NeighborTable:
         return shapes
 
     def summary(self) -> str:
-        """Shapes, slots per edge, and bytes, in a few lines."""
+        """Describes shapes, slots per edge, and bytes in three lines."""
         shapes = self.buckets()
         slots = sum(rows * width for rows, width in shapes) if shapes else self.num_edges
         size = sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(self)}.values())
@@ -277,43 +280,43 @@ class NeighborTable:
 
 
 def check_features(x: Array) -> None:
-    """Refuses features that are neither float32 nor bfloat16, whose dtype results have."""
+    """Raises a `ValueError` for features that are neither float32 nor bfloat16."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"expected features in float32 or bfloat16, found {x.dtype}")
 
 
 def check_scores(*scores: Array) -> None:
-    """Refuses scores that are no floating-point numbers, whose dtype weights or gradients have."""
+    """Raises a `ValueError` for scores that are not floating-point numbers."""
     for each in scores:
         if not jnp.issubdtype(each.dtype, jnp.floating):
             raise ValueError(f"expected floating-point scores, found {each.dtype}")
 
 
-def known_reduction(reduce: str) -> Reduce:
-    for known in get_args(Reduce):
-        if reduce == known:
-            return known
+def check_reduction(reduce: str) -> Reduce:
+    for choice in get_args(Reduce):
+        if reduce == choice:
+            return choice
     raise ValueError(f"expected to reduce by one of {', '.join(get_args(Reduce))}, found {reduce!r}")
 
 
 def inverse_root(values: Float[Array, " N"]) -> Float[Array, " N"]:
-    """`values ** -0.5`; 0 where a value is 0, and NaN where it is negative."""
+    """Computes `values ** -0.5`; 0 for 0, and NaN for negative values."""
     fits = values != 0
     return jnp.where(fits, jax.lax.rsqrt(jnp.where(fits, values, 1)), 0)
 
 
 def check_rows(values: Any, rows: int) -> Array:
-    """The values as an array. Refuses those that are not one for each of `rows` nodes."""
+    """Converts values to an array. Raises a `ValueError` unless there is one value for each of `rows` nodes."""
     values = jnp.asarray(values)
     if values.ndim == 0 or values.shape[0] != rows:
         found = values.shape[0] if values.ndim else "a single number"
-        raise ValueError(f"expected values of {rows} nodes, found {found}: this is another graph's table")
+        raise ValueError(f"expected values of {rows} nodes, found {found}: the table belongs to another graph")
     return values
 
 
 def default_layout() -> str:
-    """Lists of neighbours where the CPU kernels reduce them, buckets elsewhere."""
-    return "csr" if select.reduces_lists() else "bucketed"
+    """Returns "csr" if CPU kernels reduce lists of neighbours, else "bucketed"."""
+    return "csr" if select.has_csr_kernels() else "bucketed"
 
 
 def make_table(
@@ -325,24 +328,26 @@ def make_table(
     widths: tuple[int, int] | None = None,
     capacity: int | None = None,
 ) -> NeighborTable:
-    """Builds the table.
+    """Builds a table.
 
     Args:
-        layout: "padded": one row of slots for each node, as many as the largest degree. "bucketed": nodes numbered by the
-            widths of their rows, powers of two up to `limit`; longer rows are split. "csr": all neighbours in one list.
-            "auto": the last where this package's CPU kernels run, "bucketed" elsewhere.
-        order: "rcm" numbers nodes so that neighbours lie near each other (reverse Cuthill-McKee; needs SciPy).
+        edges: the edges.
+        layout: "padded" has one row of slots per node, as wide as the largest degree. "bucketed" numbers the nodes by row
+            width, powers of two up to `limit`, and splits longer rows. "csr" has all neighbours in one list. "auto" is "csr" if
+            the CPU kernels run, else "bucketed".
+        order: "given", or "rcm" to number nodes so that neighbours are close (reverse Cuthill-McKee; needs SciPy).
         limit: widest row of a bucket, a power of two.
-        self_loops: gives each node one edge to itself, see `edges.with_self_loops`. The table's edges are then those between
-            different nodes in the caller's order, and behind them a self-loop of each node.
-        widths: slots of a padded row and of one of the transposed graph, in place of the largest degrees.
-        capacity: edges to have room for: weights, scores and results of edges then have as many rows. Padded tables of equal
-            `num_nodes`, `widths` and `capacity` have equal shapes, and lists of equal `num_nodes` and `capacity`, so a program
-            compiled for one runs them all. Shapes of bucketed tables depend on the degrees, too.
+        self_loops: give each node exactly one self-loop, see `edges.with_self_loops`. The table's edges are then the other
+            edges in the caller's order, followed by a self-loop per node.
+        widths: slots of a padded row, and of a padded row of the transposed graph; by default the largest degrees.
+        capacity: number of edges in the arrays, including padding: weights, scores and results of edges have this many rows.
+            Padded tables with equal `num_nodes`, `widths` and `capacity`, and "csr" tables with equal `num_nodes` and
+            `capacity`, have equal shapes, so that one compiled program runs all of them. Shapes of bucketed tables depend on
+            the degrees as well.
 
     Raises:
-        ValueError: an unknown option, or a graph that does not fit `widths` or `capacity`.
-        ImportError: the order needs SciPy, and that is not installed.
+        ValueError: an option is unknown, or the graph exceeds `widths` or `capacity`.
+        ImportError: the order needs SciPy, which is not installed.
     """
     check_options(edges, layout, order, limit, widths)
     if self_loops and edges.num_sources < edges.num_nodes:
@@ -361,19 +366,19 @@ def make_table(
     rows, sources = (ends if places is None else places[ends] for ends in (edges.destinations, edges.sources))
     forward, backward = both_ways(rows, sources, edges, layout, limit, widths or (None, None), room)
     weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
-    order_of, places_of = (None if one is None else build.int32_array(one) for one in (numbering, places))
+    node_order, node_places = (None if ids is None else build.int32_array(ids) for ids in (numbering, places))
     missing = missing_loops(replace(edges, weights=None))
     repeated = repeated_loops(edges)
     loops = jnp.asarray(missing if numbering is None else missing[numbering[: edges.num_nodes]])
-    repeated_of = jnp.asarray(np.pad(repeated, (0, room - count))) if repeated.any() else None
+    repeated_edges = jnp.asarray(np.pad(repeated, (0, room - count))) if repeated.any() else None
     return NeighborTable(
         forward,
         backward,
         weights,
         loops,
-        repeated_of,
-        order_of,
-        places_of,
+        repeated_edges,
+        node_order,
+        node_places,
         edges.num_nodes,
         edges.num_sources,
         given_sources,
@@ -391,14 +396,16 @@ def both_ways(
     widths: tuple[int | None, int | None],
     room: int,
 ) -> tuple[Rows, Rows]:
-    """The rows of the nodes and those of the sources, for edges in table order. A row's neighbours are sorted."""
+    """Builds the rows of the nodes and the rows of the sources from edges in table order; neighbours in a row are sorted."""
     by_source = build.stable_order(sources, edges.num_sources)
     ahead = by_source[build.stable_order(rows[by_source], edges.num_nodes)]
     back = ahead[build.stable_order(sources[ahead], edges.num_sources)]
     forward = make_rows(rows[ahead], sources[ahead], ahead, edges.num_nodes, layout, limit, widths[0], room)
     backward = make_rows(sources[back], rows[back], back, edges.num_sources, layout, limit, widths[1], room)
     if jax.tree.structure(forward) == jax.tree.structure(backward):
-        backward = jax.tree.map(lambda a, b: a if np.array_equal(a, b) else b, forward, backward)  # a symmetric graph's
+        backward = jax.tree.map(
+            lambda a, b: a if np.array_equal(a, b) else b, forward, backward
+        )  # shared for a symmetric graph
     return forward, backward
 
 
@@ -416,7 +423,7 @@ def check_options(edges: Edges, layout: str, order: str, limit: int, widths: tup
 
 
 def number_nodes(edges: Edges, layout: str, order: str, limit: int) -> build.Ids | None:
-    """The caller's number of each source in table order; None if it is the same."""
+    """Returns the caller's number of each source in table order; None for the same order."""
     numbering = np.arange(edges.num_sources)
     if order == "rcm":
         numbering = build.locality_order(edges.destinations, edges.sources, edges.num_nodes)
@@ -430,9 +437,9 @@ def number_nodes(edges: Edges, layout: str, order: str, limit: int) -> build.Ids
 def make_rows(
     rows: build.Ids, sources: build.Ids, edges: build.Ids, count: int, layout: str, limit: int, width: int | None, room: int
 ) -> Rows:
-    """The rows of edges that are sorted by row."""
+    """Builds rows from edges sorted by row, in the given layout."""
     degrees = np.bincount(rows, minlength=count)
-    offsets = build.offsets_of(degrees)
+    offsets = build.row_offsets(degrees)
     if layout == "csr":
         return build.csr_rows(offsets, sources, edges, room)
     if layout == "bucketed":

@@ -1,1 +1,1 @@
-"""Specifications of chips and the links between them, and the least time that these allow for a piece of work. No JAX."""
+"""Specifications of chips and links, and lower bounds on the time of work on them. Does not import JAX."""

@@ -1,4 +1,4 @@
-"""Chips of several makers side by side, and the roofline: how long operations, memory and link traffic take at least."""
+"""Compares chips of several makers and computes rooflines: lower bounds from compute, memory and link bandwidth."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Maker = Literal["Neuron", "TPU", "GPU", "CPU"]
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least time of a piece of work by each of a chip's limits, in seconds; None where there are no links."""
+    """Lower bounds in seconds on the time of some work, one per limit of a chip; `link_s` is None for a chip without links."""
 
     compute_s: float
     memory_s: float
@@ -21,28 +21,28 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """The least time, if all of it goes side by side."""
+        """Lower bound in seconds when compute, memory and link traffic overlap fully."""
         return max(self.compute_s, self.memory_s, self.link_s or 0.0)
 
     @property
     def limit(self) -> str:
-        """Name of the limit that holds."""
+        """Name of the limit that takes longest: compute, memory or links."""
         found = {"compute": self.compute_s, "memory": self.memory_s, "links": self.link_s or 0.0}
         return max(found, key=lambda name: found[name])
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A chip, all its cores together.
+    """A chip with all its cores.
 
     Attributes:
-        cores, matrix_units: NeuronCores and their tensor engines; TensorCores and their matrix units; SMs or compute units and
-            their matrix cores; cores of a CPU and their vector units.
-        bf16_tflop_per_s: peak for dense bfloat16 products.
-        memory_gb, memory_gb_per_s: size and bandwidth of its memory, in 1e9 bytes.
-        links: to other chips or to a switch.
-        link_gb_per_s: what one of them carries in one direction, in 1e9 bytes a second.
-        fabric: what they make.
+        cores: NeuronCores, TensorCores, SMs or compute units, or CPU cores.
+        matrix_units: tensor engines, matrix units, matrix cores, or vector units of a CPU, over all cores.
+        bf16_tflop_per_s: peak for dense bfloat16 matmuls.
+        memory_gb, memory_gb_per_s: size and bandwidth of the chip's memory, in 1e9 bytes.
+        links: number of links to other chips or to a switch.
+        link_gb_per_s: bandwidth of one link in one direction, in 1e9 bytes per second.
+        fabric: topology that the links form.
     """
 
     name: str
@@ -58,39 +58,44 @@ class Accelerator:
 
     @property
     def links_gb_per_s(self) -> float:
-        """All links, both directions together, as makers quote it."""
+        """Bandwidth of all links, both directions summed, as makers quote it, in 1e9 bytes per second."""
         return 2 * self.links * self.link_gb_per_s
 
     @property
     def flops_per_memory_byte(self) -> float:
-        """The ridge point: from how many operations a byte of memory traffic on compute is the limit."""
+        """Ridge point: operations per byte of memory traffic from which compute is the limit."""
         return 1e3 * self.bf16_tflop_per_s / self.memory_gb_per_s
 
     @property
     def flops_per_link_byte(self) -> float | None:
-        """Peak bfloat16 operations for each byte that passes its links, in either direction."""
+        """Peak bfloat16 operations per byte that passes the links in either direction; None without links."""
         return 1e3 * self.bf16_tflop_per_s / self.links_gb_per_s if self.links else None
 
     def roofline(self, flops: float, memory_bytes: float, link_bytes: float = 0.0) -> Roofline:
-        """The least time for so many operations and bytes; those over links are the ones it sends, in one direction.
+        """Returns the roofline of an amount of work.
+
+        Args:
+            flops: floating-point operations.
+            memory_bytes: bytes moved to and from the chip's memory.
+            link_bytes: bytes that the chip sends over its links, in one direction.
 
         Raises:
-            ValueError: bytes over links that it has not.
+            ValueError: `link_bytes` on a chip without links.
         """
         if link_bytes and not self.links:
-            raise ValueError(f"expected no bytes over links, for {self.name} has none; found {link_bytes:g}")
+            raise ValueError(f"expected no link bytes, because {self.name} has no links; found {link_bytes:g}")
         sent = 1e9 * self.links * self.link_gb_per_s
         link_s = link_bytes / sent if self.links else None
         return Roofline(flops / (1e12 * self.bf16_tflop_per_s), memory_bytes / (1e9 * self.memory_gb_per_s), link_s)
 
 
-def of_neuron(chip: NeuronChip) -> Accelerator:
+def from_neuron_chip(chip: NeuronChip) -> Accelerator:
     sizes = (chip.cores, chip.cores, chip.bf16_tflop_per_s, chip.hbm_gib * GIB, chip.hbm_gb_per_s)
     fabric = {1: "switch", 2: "ring", 4: "2-D torus"}[chip.links]
     return Accelerator(chip.name, "Neuron", *sizes, chip.links, chip.link_gb_per_s, fabric)
 
 
-def of_tpu(chip: TpuChip) -> Accelerator:
+def from_tpu_chip(chip: TpuChip) -> Accelerator:
     sizes = (chip.cores, chip.matrix_units, chip.bf16_tflop_per_s, chip.hbm_gb, chip.hbm_gb_per_s)
     return Accelerator(f"TPU {chip.name}", "TPU", *sizes, 2 * chip.ici_axes, chip.ici_gb_per_s, f"{chip.ici_axes}-D torus")
 
@@ -98,12 +103,12 @@ def of_tpu(chip: TpuChip) -> Accelerator:
 ACCELERATORS = {
     one.name: one
     for one in (
-        *map(of_neuron, NEURON_CHIPS.values()),
-        *map(of_tpu, CHIPS.values()),
-        # docs.cloud.google.com/tpu/docs/v4 and jax-ml.github.io/scaling-book/tpus: 45 GB/s a link and direction; units: JAX's
-        # pallas/mosaic/tpu_info.py. No slice of it is compiled for here, so that it has no row in `hardware/tpu.py`.
+        *map(from_neuron_chip, NEURON_CHIPS.values()),
+        *map(from_tpu_chip, CHIPS.values()),
+        # docs.cloud.google.com/tpu/docs/v4 and jax-ml.github.io/scaling-book/tpus: 45 GB/s per link and direction; units: JAX's
+        # pallas/mosaic/tpu_info.py. Nothing here compiles for v4 slices, so `hardware/tpu.py` has no row for it.
         Accelerator("TPU v4", "TPU", 2, 8, 275, 34.4, 1228, 6, 45, "3-D torus"),
-        # Peak, memory and units: JAX's tpu_info.py. Links: 1,200 GB/s a chip, recalled and not verified.
+        # Peak, memory and units: JAX's tpu_info.py. Links: 1,200 GB/s per chip, from memory and not verified.
         Accelerator("TPU 7x", "TPU", 2, 4, 2307, 206, 7400, 6, 100, "3-D torus"),
         # nvidia.com, A100 80 GB SXM data sheet: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s: twelve links.
         Accelerator("A100", "GPU", 108, 432, 312, 80, 2039, 12, 25, "switch"),
@@ -113,24 +118,24 @@ ACCELERATORS = {
         Accelerator("H200", "GPU", 132, 528, 989, 141, 4800, 18, 25, "switch"),
         # amd.com, MI250X data sheet: both dies together, 383 TFLOP/s, 3.2 TB/s, eight Infinity Fabric links of 100 GB/s.
         Accelerator("MI250X", "GPU", 220, 880, 383, 128, 3277, 8, 50, "point to point"),
-        # A server of 32 cores at 2.5 GHz with two AVX-512 units for bfloat16, eight channels of DDR5-4800: a working figure.
+        # A server with 32 cores at 2.5 GHz, two AVX-512 bfloat16 units per core and eight channels of DDR5-4800: an assumption.
         Accelerator("CPU", "CPU", 32, 64, 32 * 2.5e9 * 2 * 64 / 1e12, 512, 307, 0, 0, "none"),
     )
 }
-"""By name."""
+"""Chips by name."""
 
 
 def accelerator_of(name: str) -> Accelerator:
-    """The chip of this name, in any case of letters.
+    """Returns the chip with this name, ignoring case.
 
     Raises:
-        ValueError: there is none.
+        ValueError: unknown name.
     """
     found = next((one for key, one in ACCELERATORS.items() if key.lower() == name.lower()), None)
     return found or refuse_name("a chip", name, ACCELERATORS)
 
 
 def accelerator_of_device(kind: str) -> Accelerator | None:
-    """The chip behind JAX's `device_kind` ("TPU v5 lite", "NVIDIA H100 80GB HBM3"); None for a CPU, and for what has no row."""
+    """Returns the chip for JAX's `device_kind` ("TPU v5 lite", "NVIDIA H100 80GB HBM3"); None for CPUs and unlisted kinds."""
     names = {f"TPU {KINDS[kind]}"} if kind in KINDS else {kind, *re.split(r"[ -]", kind)}
     return next((one for name, one in ACCELERATORS.items() if name in names and one.maker != "CPU"), None)

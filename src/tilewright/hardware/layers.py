@@ -1,8 +1,8 @@
-"""Cost model of a decoder layer that devices divide, by which schedules are chosen before anything is compiled.
+"""Cost model of a tensor-parallel decoder layer, used to choose a strategy before anything is compiled.
 
-A product takes the longer of its operations at the chip's peak and its bytes at the memory's bandwidth. Transfers are those of
-`links.Fabric`. Left out is what is the same under all schedules, attention above all. `tilewright inspect overlap` shows what a
-compiler makes of each; the constants below were read from that, for Llama-3-8B's layers over eight chips.
+A matmul takes the longer of its operations at the chip's peak and its bytes at the memory's bandwidth. Transfers follow
+`links.Fabric`. Costs that all strategies share, such as attention, are left out. `tilewright inspect overlap` shows what the
+compiler produces for each strategy; the constants below were read from its output for Llama-3-8B's layers on eight chips.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,40 +16,41 @@ from tilewright.hardware.collectives import ring_chunks
 from tilewright.hardware.links import Fabric
 
 NUMBER_BYTES = 2
-"""Of an activation or a weight: bfloat16."""
+"""Bytes of an activation or a weight (bfloat16)."""
 
 TILE_US: Mapping[str, float] = MappingProxyType({"v5e": 3.3, "v5p": 3.1, "v6e": 0.8})
-"""Microseconds of each tile of a product beyond its roofline, by libtpu's estimates."""
+"""Microseconds per tile of a matmul beyond its roofline, by libtpu's estimates."""
 
 TILE_PASSES = 5
-"""Passes of rows and sums through memory where products are cut into tiles, all rows of the stream each time."""
+"""Passes of all tokens' activations and partial sums through memory where matmuls are split into tiles."""
 
 LEAST_GAIN = 0.1
-"""Share by which another schedule has to be faster than `sync` to be chosen: by so much these estimates were off."""
+"""Fraction by which a strategy must beat `sync` to be chosen: the error that these estimates had."""
 
-LATE_SHARE = 0.4
-"""Exposed part of queued hops that compute could hide, as a part of the share of the time in which links are busy: where
-that is large, hops wait for one another."""
+QUEUED_SHARE = 0.4
+"""Exposed fraction of queued hops that compute could hide, times the fraction of time in which links are busy. Hops wait for
+one another where links are busy most of the time."""
 
 MICRO_BATCHES = 2
 
 SPREAD = 3.0
-"""Standard deviations above the mean for which a capacity has room: one round is enough for nearly all pairs of devices, if
-rows choose evenly."""
+"""Standard deviations above the mean that a capacity covers. If tokens choose experts evenly, one round suffices for nearly all
+pairs of devices."""
 
 CHOICE_BYTES = 8
-"""Of the number of an expert and its weight, which go with a row."""
+"""Bytes of an expert's index and weight, sent with each token."""
 
 MULTIPLE = 8
-"""Rows of which capacities are multiples."""
+"""Expert capacities are multiples of this number of tokens."""
 
 
-class Product(NamedTuple):
-    """A matrix that devices divide: `inputs` and `columns` are one device's.
+class MatmulShape(NamedTuple):
+    """A matrix that is sharded over devices.
 
     Attributes:
-        experts, chosen: how many such matrices all devices have, and how many of them a row is multiplied with; inputs or
-            columns are then those of a row's, divided.
+        inputs, columns: sizes of one device's shard.
+        experts: number of such matrices over all devices.
+        chosen: experts per token; `inputs` or `columns` then count all chosen experts, divided by the devices.
     """
 
     inputs: int
@@ -57,53 +58,54 @@ class Product(NamedTuple):
     experts: int = 1
     chosen: int = 1
 
-    def read(self, rows: float) -> float:
-        """Reads of its numbers for so many rows, which choose evenly: those of more experts than a row's."""
+    def weight_reads(self, rows: float) -> float:
+        """Returns how often each of the matrix's numbers is read for this many tokens that choose experts evenly."""
         return self.experts * (1 - (1 - self.chosen / self.experts) ** rows) / self.chosen
 
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """A device's products in a layer.
+    """Matrices of one device in a layer.
 
     Attributes:
         hidden: size of the residual stream.
-        halves: the product that begins each half of a layer and the one that ends it, of attention and of the MLP.
-        shared: there is an expert that every row goes to besides, of which each device has a part: rows are gathered for it.
+        sublayers: first and last matrix of the attention sublayer and of the MLP sublayer.
+        shared: True if a shared expert is sharded over all devices; tokens are then gathered for it.
     """
 
     hidden: int
-    halves: tuple[tuple[Product, Product], tuple[Product, Product]]
+    sublayers: tuple[tuple[MatmulShape, MatmulShape], tuple[MatmulShape, MatmulShape]]
     shared: bool = False
 
     @property
     def experts(self) -> int:
-        """Experts of the second half; 1 where that is an MLP."""
-        return self.halves[1][0].experts
+        """Number of experts of the MLP sublayer; 1 for a dense MLP."""
+        return self.sublayers[1][0].experts
 
     @property
     def chosen(self) -> int:
-        """Number of them that a row goes to."""
-        return self.halves[1][0].chosen
+        """Experts per token."""
+        return self.sublayers[1][0].chosen
 
 
-def divided_layer(
+def sharded_layer(
     hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, devices: int, experts: int = 1, chosen: int = 1
 ) -> LayerShapes:
-    """A layer of these sizes over so many devices; key/value heads that are fewer than they are held by several of them.
+    """Returns the shapes of a layer sharded over devices; key/value heads are replicated if there are fewer than devices.
 
     Args:
-        mlp: columns of all experts that a row goes to, where there are such.
+        mlp: MLP columns of one token, summed over its chosen experts.
     """
-    own = heads // devices
+    local_heads = heads // devices
     kv = max(1, kv_heads // devices)
-    of = (experts, chosen)
-    attention = Product(hidden, (own + 2 * kv) * head_dim), Product(own * head_dim, hidden)
-    return LayerShapes(hidden, (attention, (Product(hidden, 2 * mlp // devices, *of), Product(mlp // devices, hidden, *of))))
+    mixture = (experts, chosen)
+    attention = MatmulShape(hidden, (local_heads + 2 * kv) * head_dim), MatmulShape(local_heads * head_dim, hidden)
+    mlp_pair = MatmulShape(hidden, 2 * mlp // devices, *mixture), MatmulShape(mlp // devices, hidden, *mixture)
+    return LayerShapes(hidden, (attention, mlp_pair))
 
 
 class LayerEstimate(NamedTuple):
-    """Estimated time of a layer: its products, norms and additions, and what of its communication nothing hides."""
+    """Estimated time of a layer: compute (matmuls, norms, additions) and communication that no compute hides, in seconds."""
 
     compute_s: float
     exposed_s: float
@@ -114,8 +116,8 @@ class LayerEstimate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of products and transfers on the devices of a fabric, in seconds."""
+class StrategyCosts:
+    """Estimates seconds of matmuls and transfers on the devices of a fabric."""
 
     fabric: Fabric
 
@@ -123,32 +125,36 @@ class Costs:
     def devices(self) -> int:
         return len(self.fabric.places)
 
-    def product_s(self, rows: int, product: Product, tiles: int = 1) -> float:
-        """Cut into tiles by its rows: weights are read once, as they stay in VMEM; those of experts, which do not, for each."""
-        read = tiles * product.read(rows / tiles) if product.experts > 1 else 1.0
-        numbers = read * product.inputs * product.columns + rows * (product.inputs + product.columns)
+    def product_s(self, rows: int, product: MatmulShape, tiles: int = 1) -> float:
+        """Returns the time of a matmul split into tiles by its rows.
+
+        Dense weights stay in VMEM and are read once. Weights of experts do not fit and are read for each tile.
+        """
+        reads = tiles * product.weight_reads(rows / tiles) if product.experts > 1 else 1.0
+        numbers = reads * product.inputs * product.columns + rows * (product.inputs + product.columns)
         flops = 2.0 * rows * product.inputs * product.columns
         least = self.fabric.chip.roofline_seconds(NUMBER_BYTES * numbers, flops)
         chip = self.fabric.chip.name
         return least + (1e-6 * tiles * TILE_US.get(chip, max(TILE_US.values())) if tiles > 1 else 0.0)
 
-    def tiles_s(self, rows: int, product: Product) -> float:
-        """A product in as many tiles as there are devices."""
+    def tiles_s(self, rows: int, product: MatmulShape) -> float:
+        """Returns the time of a matmul split into one tile per device."""
         return self.product_s(rows, product, self.devices)
 
     def stream_s(self, rows: int, layer: LayerShapes, passes: int = 10) -> float:
-        """Rows of the residual stream through memory; by default two norms, and two additions, in place."""
+        """Returns the time to move the residual stream through memory; by default two norms and two in-place additions."""
         return self.fabric.chip.roofline_seconds(float(passes) * NUMBER_BYTES * rows * layer.hidden, 0)
 
     def collective_s(self, kind: str, rows: int, layer: LayerShapes) -> float:
-        """Seconds of a collective of all rows; see `transfer_s`."""
+        """Returns the time of a collective over all rows; see `transfer_s`."""
         return self.transfer_s(kind, float(NUMBER_BYTES * rows * layer.hidden))
 
     def transfer_s(self, kind: str, whole: float) -> float:
-        """Seconds of a collective of so many bytes (see `Fabric.collective`), along the ways that compilers were seen to take.
+        """Returns the time of a collective over `whole` bytes (see `Fabric.collective`), by the algorithms that compilers use.
 
-        Of three axes along each, where a reduce-scatter is an all-reduce; else round all devices, reduce-scatters in one
-        direction. All-to-alls, of which nothing was seen, along each axis.
+        On three axes a collective runs along each axis, and a reduce-scatter becomes an all-reduce. On fewer axes it runs round
+        all devices, and a reduce-scatter uses one direction. No compiled all-to-all was inspected; it is assumed to run along
+        each axis.
         """
         axes = sum(size > 1 for size in self.fabric.torus.sizes)
         if kind == "all-to-all":
@@ -161,41 +167,42 @@ class Costs:
 
     @cached_property
     def hops(self) -> int:
-        """One after another, of a ring both ways."""
+        """Number of sequential hops of a ring with two directions."""
         return len(ring_chunks(self.devices, 2))
 
     def hop_s(self, rows: int, layer: LayerShapes) -> float:
-        """A device's share of so many rows, to the next device and to the one before."""
-        around = {(n, (n + step) % self.devices) for n in range(self.devices) for step in (1, -1)}  # of two, they are the same
+        """Returns the time to send a device's shard of these rows to both neighbours."""
+        # A set, because both neighbours are the same device where there are two.
+        around = {(n, (n + step) % self.devices) for n in range(self.devices) for step in (1, -1)}
         return self.fabric.permute(around, NUMBER_BYTES * rows / self.devices * layer.hidden).seconds
 
-    def ring_exposed_s(self, rows: int, layer: LayerShapes, product: Product) -> float:
-        """Of rows that travel under tiles of a product of them.
+    def ring_exposed_s(self, rows: int, layer: LayerShapes, product: MatmulShape) -> float:
+        """Returns the exposed time of rows that travel round a ring while tiles of their matmul run.
 
-        One tile is beside a hop: compilers were seen to compute that of the other direction where nothing travels.
+        Each hop overlaps with one tile: compilers were seen to compute the other direction's tile while nothing travels.
         """
         tile = self.product_s(rows, product) / self.devices
         return self.hops * max(0.0, self.hop_s(rows, layer) - tile)
 
 
 def visited_share(experts: int, chosen: int, devices: int) -> float:
-    """Share of the devices that a row goes to: 1 - C(E - E / n, K) / C(E, K), if it chooses evenly."""
+    """Returns the expected fraction of devices that a token visits: 1 - C(E - E / n, K) / C(E, K), for even choices."""
     return 1 - comb(experts - experts // devices, chosen) / comb(experts, chosen)
 
 
 def expert_capacity(rows: int, share: float) -> int:
-    """Rows that a device sends another one at once, of M of which each goes there with this probability; M at most."""
+    """Returns the number of rows, at most `rows`, that a device sends to another at once if each goes there with `share`."""
     wanted = rows * share + SPREAD * (rows * share * (1 - share)) ** 0.5
     return min(rows, ceil(wanted / MULTIPLE) * MULTIPLE)
 
 
 class ExpertExchange(NamedTuple):
-    """A choice of how rows get to their experts.
+    """A choice of how tokens reach their experts.
 
     Attributes:
-        capacity: rows that a pair of devices exchanges at once; None for rows that are gathered.
-        why: the estimates in words.
-        seconds: of each way, by its name, there and back.
+        capacity: rows that each pair of devices exchanges at once; None if rows are gathered.
+        why: the estimates as text.
+        seconds: round-trip time of each method, by name.
     """
 
     capacity: int | None
@@ -203,15 +210,15 @@ class ExpertExchange(NamedTuple):
     seconds: Mapping[str, float]
 
 
-def expert_exchange(costs: Costs, rows: int, hidden: int, experts: int, chosen: int) -> ExpertExchange:
-    """The way that is estimated to take less time on the links; rows are gathered unless the other is well below.
+def expert_exchange(costs: StrategyCosts, rows: int, hidden: int, experts: int, chosen: int) -> ExpertExchange:
+    """Returns the faster way to bring rows to their experts; all-to-alls must beat gathering by `LEAST_GAIN`.
 
-    Gathered, all rows come to all devices, and partial sums are added up and divided. By all-to-alls a row goes once to each
-    device that has one of its experts, with its choices, and one row comes back; before that the devices agree on the number of
-    rounds. One round is counted: more, where rows choose unevenly, take as many times as long.
+    Gathering sends all rows to all devices and reduce-scatters the partial sums. All-to-alls send a row once to each device
+    that has one of its experts, with the row's choices, and return one row; before that, the devices agree on the number of
+    rounds. The estimate counts one round. Uneven choices need more rounds, each of the same time.
 
     Args:
-        rows: M n.
+        rows: rows over all devices.
     """
     devices = costs.devices
     capacity = expert_capacity(rows // devices, visited_share(experts, chosen, devices))
@@ -225,20 +232,20 @@ def expert_exchange(costs: Costs, rows: int, hidden: int, experts: int, chosen: 
     }
     exchanged = seconds["all-to-all"] < (1 - LEAST_GAIN) * seconds["gather"]
     found = f"all-to-all, {capacity:,} rows for each pair of devices" if exchanged else "gather"
-    each = ", ".join(f"{name} {1e6 * of:,.0f} us" for name, of in seconds.items())
+    each = ", ".join(f"{name} {1e6 * time:,.0f} us" for name, time in seconds.items())
     why = f"rows to experts by {found}, for {rows:,} rows on {devices} {costs.fabric.chip.name}: {each}"
     return ExpertExchange(capacity if exchanged else None, why, seconds)
 
 
-def sync(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
-    """A sum over all devices after each half, by the compiler's own algorithm, with nothing beside it."""
-    products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
+def sync(costs: StrategyCosts, rows: int, layer: LayerShapes) -> LayerEstimate:
+    """Estimates an all-reduce after each sublayer, by the compiler's algorithm, without overlap."""
+    products = sum(costs.product_s(rows, product) for sublayer in layer.sublayers for product in sublayer)
     return LayerEstimate(products + costs.stream_s(rows, layer), 2 * costs.collective_s("all-reduce", rows, layer))
 
 
-def sequence(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
-    """The stream divided along its rows, with nothing beside its all-gathers and reduce-scatters, or all-to-alls to experts."""
-    products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
+def sequence(costs: StrategyCosts, rows: int, layer: LayerShapes) -> LayerEstimate:
+    """Estimates a residual stream sharded by rows: all-gathers and reduce-scatters (or all-to-alls to experts), no overlap."""
+    products = sum(costs.product_s(rows, product) for sublayer in layer.sublayers for product in sublayer)
     both = sum(costs.collective_s(kind, rows, layer) for kind in ("all-gather", "reduce-scatter"))
     second = both
     if layer.experts > 1 and not layer.shared:
@@ -247,44 +254,44 @@ def sequence(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     return LayerEstimate(products + costs.stream_s(rows // costs.devices, layer), both + second)
 
 
-def ring(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
-    """Each hop of these collectives beside tiles of the product that it belongs to."""
-    products = [product for half in layer.halves for product in half]
+def ring(costs: StrategyCosts, rows: int, layer: LayerShapes) -> LayerEstimate:
+    """Estimates collective matmuls: each hop of a collective overlaps with a tile of its own matmul."""
+    products = [product for sublayer in layer.sublayers for product in sublayer]
     compute = sum(costs.tiles_s(rows, product) for product in products) + costs.stream_s(rows, layer, TILE_PASSES)
     return LayerEstimate(compute, sum(costs.ring_exposed_s(rows, layer, product) for product in products))
 
 
-def domino(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
-    """Micro-batches, whose rows and sums queue for the links beside tiles of all products."""
-    own = rows // MICRO_BATCHES
-    products = [product for half in layer.halves for product in half]
-    tiles = MICRO_BATCHES * sum(costs.tiles_s(own, product) for product in products)
+def domino(costs: StrategyCosts, rows: int, layer: LayerShapes) -> LayerEstimate:
+    """Estimates micro-batches whose hops queue for the links while tiles of all matmuls run."""
+    batch = rows // MICRO_BATCHES
+    products = [product for sublayer in layer.sublayers for product in sublayer]
+    tiles = MICRO_BATCHES * sum(costs.tiles_s(batch, product) for product in products)
     compute = tiles + costs.stream_s(rows, layer, TILE_PASSES)
-    # Of a ring both ways, an all-gather and a reduce-scatter for each half.
-    links = MICRO_BATCHES * 2 * len(layer.halves) * (costs.devices - 1) / 2 * costs.hop_s(own, layer)
-    return LayerEstimate(compute, max(0.0, links - compute) + LATE_SHARE * links * links / (links + compute))
+    # Each sublayer has an all-gather and a reduce-scatter, both by a ring with two directions.
+    links = MICRO_BATCHES * 2 * len(layer.sublayers) * (costs.devices - 1) / 2 * costs.hop_s(batch, layer)
+    return LayerEstimate(compute, max(0.0, links - compute) + QUEUED_SHARE * links * links / (links + compute))
 
 
-ESTIMATES: Mapping[str, Callable[[Costs, int, LayerShapes], LayerEstimate]] = MappingProxyType(
+ESTIMATES: Mapping[str, Callable[[StrategyCosts, int, LayerShapes], LayerEstimate]] = MappingProxyType(
     {"sync": sync, "sequence": sequence, "ring": ring, "domino": domino}
 )
-"""By the names of schedules (`parallel/schedules.py`)."""
+"""Estimate of each strategy, by name (`parallel/strategies.py`)."""
 
 
 class StrategyChoice(NamedTuple):
-    """A schedule, why it is that one, and what each was estimated to take."""
+    """The chosen strategy, the reason as text, and all estimates by name."""
 
     name: str
     why: str
     estimates: Mapping[str, LayerEstimate]
 
 
-def choose(costs: Costs, rows: int, layer: LayerShapes, micro_batches: bool) -> StrategyChoice:
-    """The schedule with the least estimated time, if that is well below `sync`'s.
+def choose(costs: StrategyCosts, rows: int, layer: LayerShapes, micro_batches: bool) -> StrategyChoice:
+    """Returns the strategy with the least estimated time if it beats `sync` by `LEAST_GAIN`, else `sync`.
 
     Args:
-        rows: of the residual stream: rows of a batch times positions.
-        micro_batches: whether they can be divided in two that take turns.
+        rows: rows of the residual stream: batch size times positions.
+        micro_batches: True if the batch can be split into two alternating micro-batches.
     """
     names = ["sync"]
     if rows % costs.devices == 0:
@@ -295,7 +302,7 @@ def choose(costs: Costs, rows: int, layer: LayerShapes, micro_batches: bool) -> 
     best = min(names, key=lambda name: estimates[name].total_s)
     plain = estimates["sync"].total_s
     chosen = best if estimates[best].total_s < (1 - LEAST_GAIN) * plain else "sync"
-    each = ", ".join(f"{name} {1e6 * of.total_s:,.0f} us ({1e6 * of.exposed_s:,.0f} exposed)" for name, of in estimates.items())
+    each = ", ".join(f"{name} {1e6 * e.total_s:,.0f} us ({1e6 * e.exposed_s:,.0f} exposed)" for name, e in estimates.items())
     return StrategyChoice(
         chosen, f"{chosen} for {rows:,} rows on {costs.devices} {costs.fabric.chip.name}; a layer: {each}", estimates
     )

@@ -1,8 +1,8 @@
-"""The links between the chips of a TPU slice, and how long what passes them takes: latency (α) and bytes over bandwidth (β).
+"""Links between the chips of a TPU slice, and transfer times: latency (α) plus bytes over bandwidth (β).
 
-A collective over a group goes round a ring of its chips, as the compiler's own do, in one direction or in both. A permute sends
-from chip to chip, over the shortest way, one axis after another. Every link carries as much in one direction as in the other at
-the same time. Steps, starts, completions and memory are those of `collectives.py`.
+A collective over a group runs round a ring of the group's chips, in one or two directions, as compilers implement it. A permute
+takes the shortest route between two chips, one axis after another. Every link has the same bandwidth in each direction at the
+same time. `collectives.py` gives steps, starts, completions and memory traffic.
 """
 
 import re
@@ -17,15 +17,15 @@ from tilewright.hardware.ranged import Ranged
 from tilewright.hardware.tpu import TpuChip, chip_of
 
 HOP_US = Ranged(1.0, 0.5, 2.7)
-"""Latency of a hop to a neighbour, in microseconds, where nothing else is said: what jax-ml.github.io/scaling-book/sharding
-takes for a hop of a collective on TPU. A working figure and no specification. The ends are that book's half a microsecond for
-v5e (tpus, question 5), and a third of the 8 us that it measured for three hops of 32 kB on v5e (sharding, pop quiz 2)."""
+"""Default latency of a hop to a neighbour, in microseconds: the value that jax-ml.github.io/scaling-book/sharding uses for a
+hop of a collective on TPU, an assumption and no specification. The range ends at that book's 0.5 us for v5e (tpus, question 5)
+and at a third of the 8 us that it measured for three hops of 32 kB on v5e (sharding, pop quiz 2)."""
 
 Place = tuple[int, ...]
-"""Where a chip is: a coordinate on each axis."""
+"""Position of a chip: a coordinate per axis."""
 
 Link = tuple[Place, Place]
-"""From a chip to its neighbour, one direction of a wire."""
+"""A directed link, from a chip to its neighbour."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Torus:
 
     Attributes:
         sizes: chips along each axis.
-        wrapped: for each axis, whether its last chip is linked with its first.
+        wrapped: for each axis, True if its last chip is linked with its first.
     """
 
     sizes: tuple[int, ...]
@@ -42,14 +42,14 @@ class Torus:
 
     @property
     def fewest_links(self) -> int:
-        """Links of the chip that has fewest of them, to its neighbours: that of a corner where nothing wraps."""
-        # An axis of two is one link, and so is the end of one that does not wrap.
+        """Number of links of the chip with the fewest neighbours (a corner, where nothing wraps)."""
+        # An axis of two chips has a single link, as has the end of an axis that does not wrap.
         return sum(
             0 if size == 1 else 2 if wrap and size > 2 else 1 for size, wrap in zip(self.sizes, self.wrapped, strict=True)
         )
 
     def path(self, start: Place, end: Place) -> list[Link]:
-        """The links from one chip to another, the shortest way along each axis, one axis after another."""
+        """Returns the links of the shortest route from `start` to `end`, one axis after another."""
         links = []
         at = start
         for axis, (size, wrap) in enumerate(zip(self.sizes, self.wrapped, strict=True)):
@@ -64,15 +64,15 @@ class Torus:
 
 
 def torus_of(chip: TpuChip, sizes: Sequence[int]) -> Torus:
-    """The slice of such a size."""
+    """Returns the slice of this size, with the wrap-around links that the chip's kind has."""
     multiples = tuple(size % chip.wrap_multiple == 0 for size in sizes)
     return Torus(tuple(sizes), tuple(each and (all(multiples) or not chip.wraps_whole) for each in multiples))
 
 
 def ring_of(places: Iterable[Place]) -> list[Place]:
-    """Chips in the order of a ring of neighbours where they fill a box with an even number of chips; else in sorted order.
+    """Orders chips in a ring of neighbours where they fill a box with an even number of chips; else sorts them.
 
-    A row, which has no such ring, is in its order: its last chip is a neighbour of the first where the axis wraps.
+    A single row has no such ring and stays sorted: its last chip is a neighbour of the first where the axis wraps.
     """
     chips = sorted(set(places))
     axes = [sorted({chip[axis] for chip in chips}) for axis in range(len(chips[0]))]
@@ -82,7 +82,7 @@ def ring_of(places: Iterable[Place]) -> list[Place]:
 
 
 def grid_ring(sizes: Sequence[int]) -> list[Place]:
-    """Each point of a grid once, one beside the other, and the last beside the first if that can be."""
+    """Returns all points of a grid, each next to its predecessor, the last next to the first where possible."""
     if len(sizes) == 1:
         return [(at,) for at in range(sizes[0])]
     rows = sizes[0]
@@ -91,16 +91,16 @@ def grid_ring(sizes: Sequence[int]) -> list[Place]:
         return [(0, *point) for point in grid_ring(sizes[1:])]
     if len(rest) == 1:
         return [(row, *rest[0]) for row in range(rows)]
-    turned = rows % 2 == 1
-    down, across = (len(rest), rows) if turned else (rows, len(rest))
-    # Down the grid in bends that leave the first column free, and back through this.
+    flipped = rows % 2 == 1
+    down, across = (len(rest), rows) if flipped else (rows, len(rest))
+    # A serpentine down the grid that leaves the first column free, and back up this column.
     order = [(at, column) for at in range(down) for column in range(1, across)[:: 1 if at % 2 == 0 else -1]]
     order += [(at, 0) for at in reversed(range(down))]
-    return [(column, *rest[at]) if turned else (at, *rest[column]) for at, column in order]
+    return [(column, *rest[at]) if flipped else (at, *rest[column]) for at, column in order]
 
 
 def grid_path(sizes: Sequence[int]) -> list[Place]:
-    """Each point of a grid once, one beside the other."""
+    """Returns all points of a grid, each next to its predecessor."""
     points: list[Place] = [()]
     for size in reversed(sizes):
         points = [(at, *point) for at in range(size) for point in (points if at % 2 == 0 else points[::-1])]
@@ -109,12 +109,12 @@ def grid_path(sizes: Sequence[int]) -> list[Place]:
 
 @dataclass(frozen=True)
 class LinkOccupancy:
-    """A transfer, as the links see it.
+    """Occupancy of links and memory by a transfer.
 
     Attributes:
-        busy_s: how long each link is taken by its bytes.
-        latency_s: what passes besides before who waits for them goes on: hops, start and completion.
-        memory_s: how long a chip's memory needs for what is read and written.
+        busy_s: seconds that the transfer's bytes occupy each link.
+        latency_s: seconds of hops, start and completion.
+        memory_s: seconds that a chip's memory needs for the bytes read and written.
     """
 
     busy_s: Mapping[Link, float]
@@ -129,13 +129,13 @@ class LinkOccupancy:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The links of a slice under a program.
+    """Links of a slice under a program.
 
     Attributes:
-        places: where each of the program's devices is, in the order of its mesh.
+        places: position of each device of the program, in the order of its mesh.
         hop_us: latency of a hop, in microseconds.
-        start_us, completion_us, skew_us: of every transfer, collectives and permutes alike; see `CollectiveCosts`. No source
-            gives them for a TPU, and 0 is the least that they can be.
+        start_us, completion_us, skew_us: latencies of every collective and permute; see `CollectiveCosts`. No source gives
+            values for a TPU; 0 is a lower bound.
     """
 
     chip: TpuChip
@@ -148,12 +148,17 @@ class Fabric:
 
     @property
     def costs(self) -> CollectiveCosts:
-        """Of a transfer beside its bytes; a chip on the way costs as much as a hop."""
+        """Latencies of a transfer; each chip on the way costs one hop."""
         return CollectiveCosts(self.start_us, self.completion_us, self.hop_us, self.hop_us, self.skew_us)
 
     def occupancy(self, passes: Mapping[Link, float], hops: int, touched_bytes: float) -> LinkOccupancy:
-        """A transfer that sends so many bytes over each link, waits for so many hops one after another, and has a chip's memory
-        read or write so many bytes."""
+        """Returns the occupancy by a transfer.
+
+        Args:
+            passes: bytes over each link.
+            hops: sequential hops.
+            touched_bytes: bytes that a chip's memory reads or writes.
+        """
         rate = 1e9 * self.chip.ici_gb_per_s
         costs = self.costs
         latency = costs.begin_s + costs.latency_s(hops) + costs.end_s if hops else 0.0
@@ -161,7 +166,7 @@ class Fabric:
         return LinkOccupancy({link: sent / rate for link, sent in passes.items()}, latency, memory)
 
     def permute(self, pairs: Iterable[tuple[int, int]], sent_bytes: float) -> LinkOccupancy:
-        """Occupancy of links by a permute in which each source sends so many bytes to its target; devices by number."""
+        """Returns the occupancy by a permute in which each source device sends `sent_bytes` to its target device."""
         passes: Counter[Link] = Counter()
         sends: Counter[int] = Counter()
         farthest = 0
@@ -176,16 +181,16 @@ class Fabric:
     def collective(
         self, kind: str, groups: Iterable[Sequence[int]], whole_bytes: float, directions: int = 2, by_axis: bool = False
     ) -> LinkOccupancy:
-        """Occupancy of links by a collective, in all groups at the same time.
+        """Returns the occupancy by a collective that runs in all groups at the same time.
 
         Args:
-            kind: one of `COLLECTIVES`.
-            groups: devices by number.
-            whole_bytes: of the whole array: a device's before an all-reduce, a reduce-scatter or an all-to-all, and after an
-                all-gather.
-            directions: 2 if it goes round both ways at the same time, with half as much each.
-            by_axis: whether it goes along the axes of the slice, a part of it beginning with each (see `ring_seconds`), in
-                the place of one ring through all chips of a group.
+            kind: a kind of `COLLECTIVES`.
+            groups: device numbers of each group.
+            whole_bytes: bytes of the whole array: a device's array before an all-reduce, a reduce-scatter or an all-to-all, and
+                after an all-gather.
+            directions: 2 to send half of the data each way round at the same time, else 1.
+            by_axis: run along the axes of the slice, a part beginning with each axis (see `ring_seconds`), instead of one ring
+                through all chips of a group.
         """
         passes: Counter[Link] = Counter()
         hops = 0
@@ -208,13 +213,13 @@ class Fabric:
         return self.occupancy(passes, hops, touched)
 
     def round(self, ring: Sequence[Place], step: int) -> list[Link]:
-        """The links by which each chip of a ring sends to the one `step` places on."""
+        """Returns the links by which each chip of a ring sends to the chip `step` places further."""
         pairs = ((chip, ring[(at + step) % len(ring)]) for at, chip in enumerate(ring))
         return [link for start, end in pairs for link in self.torus.path(start, end)]
 
 
 def lines(chips: Sequence[Place]) -> list[list[list[Place]]]:
-    """For each axis along which chips differ, the rows of chips that differ on it alone."""
+    """Groups chips into rows along each axis on which they differ; the chips of a row differ on that axis alone."""
     found = []
     for axis in range(len(chips[0])):
         rows: dict[Place, list[Place]] = {}
@@ -228,11 +233,12 @@ def lines(chips: Sequence[Place]) -> list[list[list[Place]]]:
 def ring_seconds(
     chip: TpuChip, kind: str, whole_bytes: float, sizes: Sequence[int], directions: int = 2, hop_us: float = HOP_US
 ) -> float:
-    """A collective over the chips of one or several axes, each of which is a ring: the α–β time.
+    """Returns the α–β time of a collective over the chips of one or more axes, each of which is a ring.
 
-    Over k axes the array goes in k parts, each of which takes the axes in another order, so that all links have something to
-    carry. Source: jax-ml.github.io/scaling-book/sharding, whose times these are for all-gathers (bytes over bandwidth times
-    axes), with the share (n - 1) / n that does not stay, and with the hops' latency added instead of taken as a bound.
+    Over k axes the array splits into k parts, each of which takes the axes in another order, so that all links are busy.
+    Source: jax-ml.github.io/scaling-book/sharding, whose times for all-gathers (bytes over bandwidth times axes) these are,
+        with the
+    fraction (n - 1) / n that leaves a chip, and with the hops' latency added instead of used as a bound.
 
     Args:
         whole_bytes: see `Fabric.collective`.
@@ -244,7 +250,7 @@ def ring_seconds(
     rings = [size for size in sizes if size > 1]
     if not rings:
         return 0.0
-    if kind == "all-to-all":  # each axis carries what differs on it
+    if kind == "all-to-all":  # an axis carries the chunks whose source and target differ on it
         share = max(ring_share(kind, size, directions) for size in rings)
     else:
         share = ring_share(kind, chips, directions) / len(rings)
@@ -253,7 +259,7 @@ def ring_seconds(
 
 
 def least_seconds(chip: TpuChip, torus: Torus, kind: str, whole_bytes: float) -> float:
-    """The least time for a collective over a whole slice: every chip sends its share over all the links that each one has."""
+    """Returns the lower bound of a collective over a whole slice: every chip sends its share over all its links."""
     chips = prod(torus.sizes)
     if chips == 1:
         return 0.0
@@ -262,10 +268,10 @@ def least_seconds(chip: TpuChip, torus: Torus, kind: str, whole_bytes: float) ->
 
 
 def slice_fabric(topology: str, hop_us: float = HOP_US) -> Fabric:
-    """All links of a slice such as `v6e:4x2`, under a program whose devices go round a ring of neighbours (see `ring_of`).
+    """Returns the links of a slice such as `v6e:4x2`, for a program whose devices form a ring of neighbours (see `ring_of`).
 
     Raises:
-        ValueError: it names no chip that is known, or not a size for each of its axes.
+        ValueError: an unknown chip, or a wrong number of axes.
     """
     chip = chip_of(topology)
     dims = topology.partition(":")[2]

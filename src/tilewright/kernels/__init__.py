@@ -1,1 +1,1 @@
-"""The operations that are worth a kernel: one folder each, with the same file names; `select` picks among them."""
+"""Operations with several implementations, one folder each with the same file names; `select` chooses among them."""

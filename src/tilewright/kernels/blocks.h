@@ -1,14 +1,14 @@
-// How weights in blocks of 32 inputs lie in memory, in each form: those of llama.cpp's files, and 4 bits with a zero point. linear/blocks.py
-// packs them, linear/blocks.inc multiplies them.
+// Memory layout of weights in blocks of 32 inputs, for each format: those of llama.cpp's files, and 4 bits with zero points. linear/blocks.py packs
+// them, linear/blocks.inc multiplies them.
 //
-// A panel has 16 outputs, and in it some blocks lie together as a group. A group begins with its head, for each of the 16 outputs side by
-// side: scales [n][16] in half precision, minima likewise, then steps [n][16] and lows [n][16] of int8, and what is missing to a multiple of
-// 64 bytes. The integers of each block follow, `bits` registers of 64 bytes, in which four bytes of each output lie side by side. 8 bits:
-// register g has inputs 4 g to 4 g + 3. Fewer: the low halves of the first four registers have the low four bits of inputs 0 to 15, the high
-// halves those of 16 to 31; the bits above follow, those of inputs 4 g to 4 g + 3 at bit (bits - 4) g of the bytes of these registers.
+// A panel has 16 outputs, and consecutive blocks form a group (super-block). A group begins with its head, with values of the 16 outputs side by
+// side: scales [n][16] in half precision, minima likewise, steps [n][16] and lows [n][16] as int8, padded to a multiple of 64 bytes. The integers of
+// each block follow, in `bits` registers of 64 bytes, in which four bytes of each output are adjacent. With 8 bits, register g has inputs 4 g to 4 g
+// + 3. With fewer bits, the low nibbles of the first four registers have the low four bits of inputs 0 to 15, the high nibbles those of inputs 16 to
+// 31; higher bits follow, those of inputs 4 g to 4 g + 3 at bit (bits - 4) g of the bytes of these registers.
 //
-// A weight is (integer - offset) * scale + minimum. A scale is multiplied by its step and a minimum by its low, where there are some; without
-// minima, lows are times the scale. One scale or minimum of a group serves all of its blocks; two steps of a block serve 16 inputs each.
+// A weight is (integer - offset) * scale + minimum. If present, steps multiply scales and lows multiply minima; without minima, lows multiply the
+// scale. A single scale or minimum of a group applies to all its blocks; two steps per block apply to 16 inputs each.
 #pragma once
 
 #include <cmath>
@@ -18,16 +18,16 @@
 namespace blocks {
 
 struct Form {
-  int bits, group;                  // of an integer; blocks that lie together
-  int scales, minima, steps, lows;  // of a group
+  int bits, group;                  // bits of an integer; blocks per group
+  int scales, minima, steps, lows;  // numbers per group
   constexpr bool minimum() const { return minima + lows > 0; }
   constexpr int offset() const { return minimum() ? 0 : 1 << (bits - 1); }
-  constexpr int parts() const { return steps > group ? steps / group : 1; }  // scales of a block
+  constexpr int parts() const { return steps > group ? steps / group : 1; }  // scales per block
   constexpr int64_t minima_at() const { return 32 * scales; }                // bytes
   constexpr int64_t steps_at() const { return 32 * (scales + minima); }
   constexpr int64_t lows_at() const { return steps_at() + 16 * steps; }
   constexpr int64_t head() const { return (lows_at() + 16 * lows + 63) / 64 * 64; }
-  constexpr int64_t integers() const { return 64 * bits; }  // of a block
+  constexpr int64_t integers() const { return 64 * bits; }  // bytes per block
   constexpr int64_t size() const { return head() + group * integers(); }
   constexpr int64_t inputs() const { return 32 * group; }
 };
@@ -38,14 +38,14 @@ constexpr Form forms[FORMS] = {
     {4, 8, 1, 1, 8, 8}, {5, 8, 1, 1, 8, 8}, {6, 8, 1, 0, 16, 0}, {4, 4, 4, 0, 0, 4},
 };
 
-// Which form has groups of so many bytes; FORMS if none does.
+// Returns the format whose groups have this number of bytes; FORMS if none does.
 inline int form_of(int64_t size) {
   int form = 0;
   while (form < FORMS && forms[form].size() != size) ++form;
   return form;
 }
 
-// A finite number in half precision.
+// Converts a finite half-precision number.
 inline float from_half(const uint8_t* x) {
   uint16_t bits;
   std::memcpy(&bits, x, 2);
@@ -54,7 +54,7 @@ inline float from_half(const uint8_t* x) {
   return (bits & 0x8000) != 0 ? -size : size;
 }
 
-// What a lane of a panel has for one input.
+// Dequantisation of one weight: (integer - offset), scale and minimum.
 struct Weight {
   int whole;
   float scale, minimum;

@@ -1,7 +1,7 @@
-"""Compiles the CPU kernels. Standard library only: `hatch_build.py` loads this file by its path, where there is no JAX yet.
+"""Compiles the CPU kernels. Uses only the standard library, because `hatch_build.py` loads this file before JAX is installed.
 
-A library's name holds a digest of all that it was made from, so that one that does not fit is never found. Beside it lies a
-digest of itself: what a full disk or a machine that lost its power left of one is never loaded.
+The file name of a library contains a digest of everything that it was built from, so an outdated library is never found. A file
+beside it holds the library's own digest, so a truncated library (full disk, power loss) is never loaded.
 """
 
 import hashlib
@@ -13,27 +13,28 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
 HERE = Path(__file__).parent
 YES = ("1", "true", "yes", "y", "t")
 NO = ("", "0", "false", "no", "n", "f")
-"""Values of switches among the environment's variables, as the command line reads them."""
+"""Values of boolean environment variables, as the command line accepts them."""
 PREBUILT = HERE / "prebuilt"
-"""The libraries that a wheel brings; in a checkout there is no such folder."""
+"""Libraries in a wheel; a checkout has no such folder."""
 OPERATIONS = sorted(source.parent.name for source in HERE.glob("*/cpu.cc"))
 ISAS = ("plain", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
-"""Instruction sets as `isa.h` names them, worst first: a machine has those up to its best."""
+"""Instruction sets by their names in `isa.h`, in ascending order; each machine supports all up to its best."""
 ISA = "isa"
-"""The library that says which instruction set runs here, built as those of operations are."""
+"""Library that detects the machine's instruction set, built like those of operations."""
 
 
 def cache_folder() -> Path:
-    """Folder that keeps compiled kernels: `TILEWRIGHT_CACHE`, or below the user's cache folder.
+    """Returns the folder for compiled kernels: `TILEWRIGHT_CACHE`, or a folder in the user's cache.
 
     Raises:
-        ValueError: the variable names a file, or a place below one.
+        ValueError: the variable names a file, or a path below a file.
     """
     named = os.environ.get("TILEWRIGHT_CACHE")
     if not named:
@@ -46,10 +47,10 @@ def cache_folder() -> Path:
 
 
 def wanted_isa() -> str | None:
-    """Instruction set that `TILEWRIGHT_CPU_ISA` names; None for the machine's best.
+    """Returns the instruction set in `TILEWRIGHT_CPU_ISA`; None to use the machine's best.
 
     Raises:
-        ValueError: there is no such instruction set.
+        ValueError: an unknown instruction set.
     """
     named = os.environ.get("TILEWRIGHT_CPU_ISA") or None
     if named not in (None, *ISAS):
@@ -57,45 +58,51 @@ def wanted_isa() -> str | None:
     return named
 
 
-def unwanted() -> bool:
-    """True if `TILEWRIGHT_NO_NATIVE` asks for no kernels, neither in a wheel nor at run time.
+def native_disabled() -> bool:
+    """Returns True if `TILEWRIGHT_NO_NATIVE` disables the kernels, both when a wheel is built and at run time.
 
     Raises:
-        ValueError: it says neither yes nor no.
+        ValueError: the value is no boolean.
     """
-    said = os.environ.get("TILEWRIGHT_NO_NATIVE", "")
-    if said.lower() not in (*YES, *NO):
-        raise ValueError(f"expected TILEWRIGHT_NO_NATIVE to be 1 or 0, found {said!r}")
-    return said.lower() in YES
+    value = os.environ.get("TILEWRIGHT_NO_NATIVE", "")
+    if value.lower() not in (*YES, *NO):
+        raise ValueError(f"expected TILEWRIGHT_NO_NATIVE to be 1 or 0, found {value!r}")
+    return value.lower() in YES
 
 
 def find_compiler() -> str | None:
-    """`CXX` if it is set, else the first C++ compiler on the path."""
+    """Returns `CXX` if it is set, else the first C++ compiler on the path."""
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 def flags(isa: str | None) -> tuple[str, ...]:
-    """Options of the compiler for one instruction set, or for all that the sources know."""
+    """Returns the compiler options for one instruction set, or for all."""
     return FLAGS if isa is None else (*FLAGS, f'-DTILEWRIGHT_ISA="{isa}"')
 
 
+@cache
+def header_bytes(include: Path) -> bytes:
+    """Returns the contents of XLA's headers, which do not change while a process runs."""
+    return b"".join(header.read_bytes() for header in sorted((include / "xla" / "ffi" / "api").glob("*.h")))
+
+
 def library_name(operation: str, include: Path, isa: str | None = None) -> str:
-    """An operation's library: sources, headers of XLA, flags and kind of machine decide its name, and nothing else does.
+    """Returns the file name of an operation's library, determined by sources, XLA's headers, flags and type of machine.
 
     Args:
-        isa: the instruction set that it is for; None for one that chooses when it is loaded.
+        isa: instruction set of the library; None for a library that chooses it when it is loaded.
     """
     folders = [folder for folder in (HERE, HERE / operation) if folder.is_dir()]
     sources = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".h", ".inc", ".cc"))
-    headers = sorted((include / "xla" / "ffi" / "api").glob("*.h"))
     digest = hashlib.sha256(" ".join((*flags(isa), sys.platform, platform.machine())).encode())
-    for source in (*sources, *headers):
+    for source in sources:
         digest.update(source.read_bytes())
+    digest.update(header_bytes(include))
     return f"{operation}-{digest.hexdigest()[:16]}.so"
 
 
 def digest_file(library: Path) -> Path:
-    """File that notes a library's own digest."""
+    """Returns the file that holds a library's digest."""
     return library.with_name(f"{library.name}.sha256")
 
 
@@ -104,13 +111,13 @@ def digest(library: Path) -> str:
 
 
 def intact(library: Path) -> bool:
-    """True if a library is there, as it was when it was built."""
+    """Returns True if a library exists and is unchanged since it was built."""
     noted = digest_file(library)
     return library.is_file() and noted.is_file() and noted.read_bytes() == digest(library).encode()
 
 
 def seal(library: Path) -> Path:
-    """Notes a library's digest beside it, both safe on disk. Returns where."""
+    """Writes a library's digest to a file beside it, syncs both to disk, and returns the digest's path."""
     noted = digest_file(library)
     noted.write_text(digest(library))
     for path in (library, noted):
@@ -120,17 +127,17 @@ def seal(library: Path) -> Path:
 
 
 def build(operation: str, include: Path, compiler: str, folder: Path, isa: str | None = None) -> Path:
-    """Compiles an operation's `cpu.cc` into a folder, unless that has it already, undamaged.
+    """Compiles an operation's `cpu.cc` into a folder, unless the folder has an intact library.
 
     Args:
-        operation: one of `OPERATIONS`, or `ISA`.
-        include: the folder of XLA's headers.
-        compiler: a program, possibly with arguments, as in `CXX`.
+        operation: a name of `OPERATIONS`, or `ISA`.
+        include: folder of XLA's headers.
+        compiler: command, possibly with arguments, as in `CXX`.
         isa: the only instruction set to compile for, which takes half the time; None for all.
 
     Raises:
-        RuntimeError: the compiler failed; with the first error that it reported.
-        OSError: it could not be run, or the folder cannot be written to.
+        RuntimeError: the compiler failed; the message has the first error that it reported.
+        OSError: the compiler cannot be run, or the folder cannot be written.
     """
     built = folder / library_name(operation, include, isa)
     if intact(built):
@@ -150,6 +157,6 @@ def build(operation: str, include: Path, compiler: str, folder: Path, isa: str |
 
 
 def build_all(include: Path, compiler: str, folder: Path, isa: str | None = None) -> list[Path]:
-    """Compiles all operations at the same time. Arguments and errors as for `build`."""
+    """Compiles all operations in parallel; arguments and errors are those of `build`."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda operation: build(operation, include, compiler, folder, isa), OPERATIONS))

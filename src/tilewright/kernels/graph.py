@@ -1,6 +1,6 @@
-"""Reductions of graphs, which dispatch by the device that a program runs on.
+"""Graph reductions, which dispatch on the device that a program is compiled for.
 
-A program may be compiled for a chip that is not here, so that what a TPU would run is traced beside what runs here.
+A program may target a chip other than the local one, so the implementations for TPUs and for the local device are both traced.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,9 @@ from functools import partial
 from typing import Any
 
 import jax
+
+# JAX 0.12: importing Pallas while a program is traced changes the context of traces, so that the next call would trace again.
+import jax.experimental.pallas.tpu
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
@@ -23,9 +26,9 @@ Attended = tuple[Array, Array, Array]
 
 
 def gather_reduce(x: Array, sources: Array, degrees: Array, weights: Array | None = None, reduce: Reduce = "sum") -> Array:
-    """Reduces for each row the features of its first `degrees` sources, times their weights; see its `reference.py`."""
+    """Reduces, for each row, the features of its first `degrees` sources times their weights; see its `reference.py`."""
     plain = partial(gather_xla.gather_reduce, reduce=reduce)
-    on_tpu = first("graph reduction", "tpu", x, sources, weights)
+    on_tpu = first("gather_reduce", "tpu", x, sources, weights)
     if on_tpu is gather_xla:
         return plain(x, sources, degrees, weights)
     fused = partial(on_tpu.gather_reduce, reduce=reduce)
@@ -33,9 +36,9 @@ def gather_reduce(x: Array, sources: Array, degrees: Array, weights: Array | Non
 
 
 def gather_reduce_csr(x: Array, offsets: Array, sources: Array, weights: Array | None = None, reduce: Reduce = "sum") -> Array:
-    """Reduces for each row r the features of its sources `offsets[r]` to `offsets[r + 1]`, times their weights."""
+    """Reduces, for each row r, the features of its sources `offsets[r]` to `offsets[r + 1]`, times their weights."""
     plain = partial(reference.gather_reduce_csr, reduce=reduce)
-    if not reduces_lists():
+    if not has_csr_kernels():
         return plain(x, offsets, sources, weights)
     fused = partial(lists_kernel().gather_reduce_csr, reduce=reduce)
     return jax.lax.platform_dependent(x, offsets, sources, weights, cpu=fused, default=plain)
@@ -47,56 +50,59 @@ def attend_csr(
     target: Float[Array, "R H"],
     lists: tuple[Int32[Array, " R1"], Int32[Array, " E"]],
     slope: float,
-    otherwise: Callable[[], Attended],
+    fallback: Callable[[], Attended],
 ) -> Attended:
-    """Sums under a softmax over each row's list, with its maximum and its sum of powers; see `gather_reduce.cpu.attend_csr`.
+    """Sums features with a softmax over each row's edges as weights; see `gather_reduce.cpu.attend_csr`.
 
     Args:
         lists: offsets and sources.
-        otherwise: makes the same where there is no kernel for it.
+        fallback: computes the result if no kernel is available.
+
+    Returns:
+        The sums, and the maximum and the sum of exponentials of each row's scores.
     """
-    if not reduces_lists():
-        return otherwise()
+    if not has_csr_kernels():
+        return fallback()
     scores = source.astype(jnp.float32), target.astype(jnp.float32)
     fused = partial(lists_kernel().attend_csr, negative_slope=slope)
-    return jax.lax.platform_dependent(x, *scores, *lists, cpu=fused, default=lambda *_: otherwise())
+    return jax.lax.platform_dependent(x, *scores, *lists, cpu=fused, default=lambda *_: fallback())
 
 
-def attend_csr_grad(operands: tuple[Any, ...], slope: float, otherwise: Callable[[], Attended]) -> Attended:
-    """The gradients of features and both scores; `operands` are those of `gather_reduce.cpu.attend_csr_grad`."""
-    if not reduces_lists():
-        return otherwise()
+def attend_csr_grad(operands: tuple[Any, ...], slope: float, fallback: Callable[[], Attended]) -> Attended:
+    """Returns the gradients of features and both scores; `operands` are those of `gather_reduce.cpu.attend_csr_grad`."""
+    if not has_csr_kernels():
+        return fallback()
     fused = partial(lists_kernel().attend_csr_grad, negative_slope=slope)
-    return jax.lax.platform_dependent(*operands, cpu=fused, default=lambda *_: otherwise())
+    return jax.lax.platform_dependent(*operands, cpu=fused, default=lambda *_: fallback())
 
 
 def edge_dot_csr(
     rows: Float[Array, "R H D"],
     x: Float[Array, "M H D"],
     lists: tuple[Int32[Array, " R1"], Int32[Array, " E"]],
-    otherwise: Callable[[], Float[Array, "E H"]],
+    fallback: Callable[[], Float[Array, "E H"]],
 ) -> Float[Array, "E H"]:
-    """The product of each edge's row and source, head by head, in float32; `lists` and `otherwise` as in `attend_csr`."""
-    if not reduces_lists() or rows.dtype != x.dtype:
-        return otherwise()
+    """Computes the dot product of each edge's row and source, per head, in float32; see `attend_csr` for the arguments."""
+    if not has_csr_kernels() or rows.dtype != x.dtype:
+        return fallback()
     flat = jax.lax.collapse(rows, 1), jax.lax.collapse(x, 1)
     fused = partial(lists_kernel().edge_dot_csr, heads=x.shape[1])
-    return jax.lax.platform_dependent(*flat, *lists, cpu=fused, default=lambda *_: otherwise())
+    return jax.lax.platform_dependent(*flat, *lists, cpu=fused, default=lambda *_: fallback())
 
 
 def lists_kernel() -> Any:
-    """The kernel for lists of neighbours, which only CPUs have."""
-    return first("graph reduction", "cpu")
+    """Returns the kernel for graphs in compressed form, which exists for CPUs only."""
+    return first("gather_reduce", "cpu")
 
 
-def reduces_lists() -> bool:
-    """True if a kernel reduces lists of neighbours here, so that they beat padded rows."""
+def has_csr_kernels() -> bool:
+    """Returns True if a kernel for graphs in compressed form is available, which is faster than padded rows."""
     return native.kernels().isa is not None
 
 
 def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"]) -> Float[Array, "R F"]:
-    """Sums for each of R rows its first `degrees` of K messages."""
-    on_tpu = first("sums of messages", "tpu", messages)
+    """Sums, for each of R rows, its first `degrees` of K messages."""
+    on_tpu = first("scatter_add", "tpu", messages)
     if on_tpu is scatter_xla:
         return scatter_xla.scatter_add(messages, degrees)
     return jax.lax.platform_dependent(messages, degrees, tpu=on_tpu.scatter_add, default=scatter_xla.scatter_add)

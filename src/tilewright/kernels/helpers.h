@@ -1,6 +1,6 @@
-// Threads that help a kernel with its work. A layer's kernels follow each other within microseconds, and to wake a thread takes longer than
-// many of them: XLA's pool lets its threads sleep so soon that on two cores a small product often ran on one. These look out for the next
-// call for a while before they sleep.
+// Helper threads for kernels. A layer's kernels follow one another within microseconds, and waking a thread takes longer than many of them. XLA's
+// pool puts its threads to sleep so early that small matmuls often ran on one of two cores. These helpers poll for the next call for a while before
+// they sleep.
 
 #pragma once
 
@@ -25,17 +25,17 @@ inline void pause() {
 #endif
 }
 
-// One caller at a time has them.
+// Serves one caller at a time.
 class Helpers {
  public:
   typedef void (*Run)(const void* body, int64_t piece);
 
-  // Runs run(body, piece) for each of [0, pieces), in the calling thread and in up to `wanted` helpers that are free. A helper that comes late
-  // finds nothing left: it delays nobody. Returns false, and has run nothing, if another caller has them.
+  // Runs run(body, piece) for each of [0, pieces), in the calling thread and in up to `wanted` idle helpers. A helper that starts late finds no
+  // piece left and delays nothing. Returns false without running anything if another caller is active.
   bool help(int64_t wanted, int64_t pieces, const void* body, Run run) {
     if (busy_.exchange(true, std::memory_order_acquire)) return false;
     hire(std::min(wanted, pieces - 1));
-    // Whoever reads a value of this call reads, behind it, that the call before is closed.
+    // A thread that reads a value of this call also observes that the previous call is closed.
     body_.store(body, std::memory_order_release);
     run_.store(run, std::memory_order_release);
     pieces_.store(pieces, std::memory_order_release);
@@ -49,7 +49,7 @@ class Helpers {
     }
     int64_t own = 0;
     for (int64_t piece; (piece = (int64_t)(state_.fetch_add(1, std::memory_order_acq_rel) - opened)) < pieces; ++own) run(body, piece);
-    // What is not finished is being computed by a running thread.
+    // All pieces have been claimed; wait for those that other threads still compute.
     while (finished_.load(std::memory_order_acquire) < pieces - own) pause();
     state_.store(0);
     busy_.store(false, std::memory_order_release);
@@ -58,9 +58,9 @@ class Helpers {
 
  private:
   static constexpr uint64_t OPEN = uint64_t{1} << 32;
-  static constexpr auto AWAKE = std::chrono::microseconds(100);  // without work, before a helper sleeps
+  static constexpr auto AWAKE = std::chrono::microseconds(100);  // idle time before a helper sleeps
 
-  // As many threads as there were ever wanted; fewer where the system grants no more.
+  // Starts as many threads as were ever wanted, or as many as the system permits.
   void hire(int64_t wanted) {
     try {
       for (; hired_ < wanted; ++hired_) std::thread([this] { watch(); }).detach();
@@ -77,7 +77,7 @@ class Helpers {
       } else if (turn % 64 != 0) {
         pause();
       } else if (std::chrono::steady_clock::now() - since < AWAKE) {
-        std::this_thread::yield();  // somebody else may have better use for this processor
+        std::this_thread::yield();  // let another thread use this processor
       } else {
         std::unique_lock<std::mutex> lock(mutex_);
         asleep_.fetch_add(1);
@@ -88,7 +88,7 @@ class Helpers {
     }
   }
 
-  // Takes a piece of the open call, if there is one, and computes it.
+  // Claims and computes a piece of the open call, if there is one.
   bool work() {
     uint64_t state = state_.load(std::memory_order_acquire);
     while ((state & OPEN) != 0) {
@@ -97,7 +97,7 @@ class Helpers {
       const void* body = body_.load(std::memory_order_acquire);
       const Run run = run_.load(std::memory_order_acquire);
       if (piece >= pieces) return false;
-      // It succeeds only while the call is the one that was read: until this piece is finished it cannot end.
+      // Succeeds only if the call that was read is still open, and keeps it from ending until this piece is finished.
       if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
       run(body, piece);
       finished_.fetch_add(1, std::memory_order_release);
@@ -106,7 +106,7 @@ class Helpers {
     return false;
   }
 
-  // The call's number, whether it is open, and the next piece.
+  // The call's number, an open flag, and the next piece.
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int64_t> finished_{0};
   alignas(64) std::atomic<const void*> body_{nullptr};
@@ -120,7 +120,7 @@ class Helpers {
   std::condition_variable woken_;
 };
 
-// The process's: GCC makes such a variable one for all libraries that have it. It is never destroyed, as its threads are not.
+// One instance per process: GCC shares this static variable among all libraries. It is never destroyed, because its threads never end.
 inline Helpers& helpers() {
   static Helpers* const all = new Helpers;
   return *all;

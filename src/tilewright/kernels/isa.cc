@@ -1,4 +1,4 @@
-// Says which instruction set runs here. It is compiled in a tenth of a second, before kernels are compiled for that set alone.
+// Returns the instruction set that runs here. It compiles in a tenth of a second, before kernels are compiled for that instruction set alone.
 
 #include "isa.h"
 

@@ -1,4 +1,4 @@
-// The instruction sets that kernels are written for, and which of them this machine has.
+// Instruction sets of the kernels, and detection of those that this machine has.
 
 #pragma once
 
@@ -16,14 +16,14 @@
 
 namespace native {
 
-// What this machine can run, worst first: each one includes those before it.
+// Instruction sets in ascending order: each one includes those before it.
 enum Isa { PLAIN, AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX };
 constexpr const char* isa_names[] = {"plain", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"};
 
-// Tiles of 16 rows of 64 bytes, for bfloat16 and 8-bit products. The kernel of the operating system must grant their registers.
+// AMX: tiles of 16 rows of 64 bytes, for products of bfloat16 or 8-bit numbers. The operating system must permit the use of tile registers.
 inline bool amx_granted() {
 #if defined(TILEWRIGHT_AMX_TILES)
-  return true;  // the tests' emulation stands in for the tile unit
+  return true;  // the tests' emulation replaces the tile unit
 #elif defined(__x86_64__) && defined(__linux__)
   unsigned a, b, c, d;
   constexpr unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
@@ -56,12 +56,12 @@ constexpr Isa named(std::string_view name) {
   return static_cast<Isa>(found);
 }
 
-// The one that the library is compiled for, by name: the compiler leaves out what was written for others. Whoever loads the library has asked
-// `isa.cc` before whether the machine has it, which is also when the tiles are granted to the process.
+// The instruction set that the library is compiled for; code for others is left out. Before loading the library, its user checks with `isa.cc` that
+// the machine has this instruction set, which also requests permission for the tile registers.
 constexpr Isa compiled_for = named(TILEWRIGHT_ISA);
 constexpr Isa isa() { return compiled_for; }
 #else
-// The best, or what the environment variable TILEWRIGHT_CPU_ISA names, if the machine has it.
+// The machine's best instruction set, or the one named by the environment variable TILEWRIGHT_CPU_ISA if the machine has it.
 inline Isa isa() {
   static const Isa chosen = [] {
     const Isa best = best_isa();

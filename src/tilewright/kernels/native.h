@@ -1,4 +1,4 @@
-// What the CPU kernels share: sharing work with XLA's thread pool, memory that threads keep, and code for several instruction sets.
+// Common parts of the CPU kernels: sharing work among threads, per-thread scratch memory, and code for several instruction sets.
 
 #pragma once
 
@@ -22,7 +22,7 @@
 #include "isa.h"
 #include "xla/ffi/api/ffi.h"
 
-// Compiles what follows for an instruction set of its own, until TARGET_END.
+// Compiles the following functions for an instruction set, until TARGET_END.
 #if defined(__clang__)
 #define TARGET_PRAGMA(text) _Pragma(#text)
 #define TARGET(features) TARGET_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
@@ -33,7 +33,7 @@
 #define TARGET_END _Pragma("GCC pop_options")
 #endif
 
-// Of a function that isas.inc or its like made for several instruction sets, the one to run.
+// Selects the variant of a function for the current instruction set, for functions that isas.inc instantiates.
 #if defined(__x86_64__)
 #define ON_BEST_ISA(...) \
   (native::isa() >= native::AVX512 ? avx512::__VA_ARGS__ : native::isa() == native::AVX2 ? avx2::__VA_ARGS__ : plain::__VA_ARGS__)
@@ -45,8 +45,8 @@ namespace ffi = xla::ffi;
 
 namespace native {
 
-// Runs body(begin, end) over [0, items) in pieces of a multiple of `grain`, on as many threads as XLA's pool has; in the calling thread alone
-// where it is not worth it, or where the helpers are at work for somebody else.
+// Runs body(begin, end) over [0, items) in pieces of a multiple of `grain`, on as many threads as XLA's pool has. Runs in the calling thread alone
+// if sharing is not worth it or the helpers serve another caller.
 template <class Body>
 void share(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, const Body& body) {
   const int64_t threads = pool.num_threads();
@@ -64,8 +64,8 @@ void share(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, c
   if (!helpers().help(threads - 1, (items + piece - 1) / piece, &work, run)) body(0, items);
 }
 
-// The same on the threads of XLA's pool, for kernels that take long between loops of XLA's: these threads are awake then, and helpers that look
-// out for more work would be in their way. The calling thread claims pieces until none is left, and a busy pool delays nothing.
+// Variant on the threads of XLA's pool, for long kernels between XLA's own loops: those threads are awake then, and polling helpers would slow them
+// down. The calling thread claims pieces until none is left, so a busy pool causes no delay.
 template <class Body>
 void share_in_pool(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, const Body& body) {
   const int64_t threads = pool.num_threads();
@@ -84,11 +84,12 @@ void share_in_pool(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool wor
   };
   for (int64_t t = 1; t < std::min(threads, pieces); ++t) pool.Schedule(std::function<void()>(help));
   help();
-  // What is not finished is being computed by a running thread. A helper that starts later finds nothing left and touches only `state`.
+  // All pieces have been claimed; wait for those that other threads still compute. A helper that starts later finds no piece left and touches only
+  // `state`.
   while (state->finished.load(std::memory_order_acquire) < pieces) pause();
 }
 
-// Memory that a thread keeps from call to call: fresh pages cost more than small products. Aligned to 64 bytes; one block for each SLOT.
+// Scratch memory that a thread keeps between calls, because fresh pages cost more than small matmuls. Aligned to 64 bytes; one block per SLOT.
 template <int SLOT>
 void* scratch(size_t bytes) {
   struct Free {
@@ -103,7 +104,8 @@ void* scratch(size_t bytes) {
   return kept.get();
 }
 
-// For results. Memory of this size comes from the operating system at each call, and to get it in pages of 4 KiB takes as long as the work.
+// Requests huge pages for a result. The operating system provides memory of this size anew in each call, and in pages of 4 KiB that takes as long as
+// the work.
 inline void on_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t page = 4096;

@@ -1,8 +1,9 @@
 """Finds the compiled CPU kernels, or compiles them, and registers them with XLA.
 
-They come with a wheel that was built where there was a C++17 compiler, for every instruction set. Otherwise they are compiled
-at first use, into the user's cache, for the one that runs here. What cannot be had is said, and XLA serves. One that is
-damaged would end the process where it is called into: it is found by its digest, and built anew.
+A wheel built with a C++17 compiler contains kernels for every instruction set. Otherwise the kernels for this machine's
+instruction set are compiled on first use, into the user's cache folder. If neither works, the reason is recorded and XLA
+computes instead. A damaged library could crash the process, so each library is checked against its digest and rebuilt if
+damaged.
 """
 
 import ctypes
@@ -27,14 +28,14 @@ from tilewright.kernels.build import (
     find_compiler,
     intact,
     library_name,
-    unwanted,
+    native_disabled,
     wanted_isa,
 )
 
 log = logging.getLogger("tilewright.kernels")
 
 TARGETS = {
-    "append": {"tilewright_append": "TilewrightAppend", "tilewright_paged_append": "TilewrightPagedAppend"},
+    "write": {"tilewright_write": "TilewrightWrite"},
     "linear": {
         "tilewright_linear": "TilewrightLinear",
         "tilewright_grouped_linear": "TilewrightGroupedLinear",
@@ -45,17 +46,15 @@ TARGETS = {
     },
     "attention": {
         "tilewright_attention": "TilewrightAttention",
-        "tilewright_append_attend": "TilewrightAppendAttend",
+        "tilewright_attend_projected": "TilewrightAttendProjected",
         "tilewright_norm_rotate": "TilewrightNormRotate",
-        "tilewright_paged_attention": "TilewrightPagedAttention",
-        "tilewright_paged_append_attend": "TilewrightPagedAppendAttend",
-        "tilewright_quantised_append_attend": "TilewrightQuantisedAppendAttend",
+        "tilewright_quantised_attend_projected": "TilewrightQuantisedAttendProjected",
     },
-    "causal_attention": {
-        "tilewright_causal_attention": "TilewrightCausalAttention",
-        "tilewright_causal_attention_grad": "TilewrightCausalAttentionGrad",
+    "self_attention": {
+        "tilewright_self_attention": "TilewrightSelfAttention",
+        "tilewright_self_attention_grad": "TilewrightSelfAttentionGrad",
     },
-    "window_attention": {"tilewright_window_attention": "TilewrightWindowAttention"},
+    "sparse_attention": {"tilewright_window_attention": "TilewrightWindowAttention"},
     "nonzero": {"tilewright_nonzero": "TilewrightNonzero"},
     "scatter_rows": {"tilewright_scatter_rows": "TilewrightScatterRows", "tilewright_swap_rows": "TilewrightSwapRows"},
     "read": {"tilewright_read": "TilewrightRead"},
@@ -76,17 +75,17 @@ TARGETS = {
         "tilewright_attend_grad": "TilewrightAttendGrad",
     },
 }
-"""For each operation with a `cpu.cc` its handlers: the name that XLA knows it by, and its symbol in the library."""
+"""XLA FFI handlers of each operation with a `cpu.cc`: XLA's target name, and the symbol in the library."""
 
 
 @dataclass(frozen=True)
 class Native:
-    """The state of the CPU kernels on this machine.
+    """State of the CPU kernels on this machine.
 
     Attributes:
-        isa: the instruction set that they run on; None if they cannot be used.
-        reason: why they cannot be used.
-        folder: where their libraries are, if they can.
+        isa: instruction set in use; None if the kernels are unavailable.
+        reason: why the kernels are unavailable.
+        folder: folder of the libraries, if the kernels are available.
     """
 
     isa: str | None
@@ -95,21 +94,21 @@ class Native:
 
 
 def library_names(isa: str | None = None) -> dict[str, str]:
-    """The name that each operation's library must have to fit these sources and this JAX.
+    """Returns the file name of each operation's library for these sources and this version of JAX.
 
     Args:
-        isa: the instruction set that libraries are for; None for those that choose when they are loaded.
+        isa: instruction set of the libraries; None for libraries that choose it when they are loaded.
     """
     include = Path(jax.ffi.include_dir())
     return {operation: library_name(operation, include, isa) for operation in TARGETS}
 
 
 def libraries() -> dict[str, Path]:
-    """The library of each operation: built at installation, from the cache, or compiled now for this instruction set.
+    """Returns the library of each operation: built at installation, from the cache, or compiled now for this instruction set.
 
     Raises:
-        RuntimeError: there is none that fits, and it cannot be compiled; with the reason.
-        OSError: the cache cannot be written to.
+        RuntimeError: no library fits and none can be compiled; the message has the reason.
+        OSError: the cache folder cannot be written.
     """
     include = Path(jax.ffi.include_dir())
     cached = cache_folder()
@@ -118,34 +117,34 @@ def libraries() -> dict[str, Path]:
         installed = {operation: folder / name for operation, name in library_names().items()}
         if all(map(intact, installed.values())):
             return installed
-    known = [folder / name for folder in (PREBUILT, cached) for name in library_names().values()]
-    known.append(cached / library_name(ISA, include))
+    candidates = [folder / name for folder in (PREBUILT, cached) for name in library_names().values()]
+    candidates.append(cached / library_name(ISA, include))
     isa = None
     wanted = dict[str, Path]()
-    if intact(known[-1]) or compiler is not None:
+    if intact(candidates[-1]) or compiler is not None:
         isa = isa_of(build(ISA, include, compiler or "", cached))
         wanted = {operation: cached / name for operation, name in library_names(isa).items()}
         if all(map(intact, wanted.values())):
             return wanted
-        known += wanted.values()
-    damaged = [path for path in known if path.exists() and not intact(path)]
-    found = f"{damaged[0]} is damaged: its digest is not the one noted when it was built" if damaged else ""
+        candidates += wanted.values()
+    damaged = [path for path in candidates if path.exists() and not intact(path)]
+    found = f"{damaged[0]} is damaged: its digest differs from the one recorded when it was built" if damaged else ""
     if compiler is None:
-        fit = f"those built at installation do not fit these sources and JAX {jax.__version__}" if PREBUILT.exists() else ""
+        fit = f"the installed libraries do not fit these sources and JAX {jax.__version__}" if PREBUILT.exists() else ""
         why = found or fit
         raise RuntimeError(f"{why}{', and ' if why else ''}there is no C++ compiler")
     if damaged:
-        log.warning("%s; kernels are built anew", found)
+        log.warning("%s; rebuilding the kernels", found)
     build_all(include, compiler, cached, isa)
     return wanted
 
 
 def isa_of(library: Path) -> str:
-    """The instruction set that a library runs on here.
+    """Returns the instruction set that a library selects on this machine.
 
     Raises:
-        ValueError: `TILEWRIGHT_CPU_ISA` names one that this machine does not have.
-        OSError: it cannot be loaded.
+        ValueError: `TILEWRIGHT_CPU_ISA` names an instruction set that this machine lacks.
+        OSError: the library cannot be loaded.
     """
     loaded = ctypes.CDLL(str(library))
     loaded.TilewrightIsa.restype = ctypes.c_char_p
@@ -153,19 +152,19 @@ def isa_of(library: Path) -> str:
     wanted = wanted_isa()
     if wanted is not None and isa != wanted:
         here = ", ".join(ISAS[: ISAS.index(isa) + 1])
-        raise ValueError(f"expected TILEWRIGHT_CPU_ISA to name what this machine has, {here}; found {wanted!r}")
+        raise ValueError(f"expected TILEWRIGHT_CPU_ISA to name an instruction set of this machine, {here}; found {wanted!r}")
     return isa
 
 
 @cache
 def kernels() -> Native:
-    """Loads and registers the kernels on its first call, which may have to compile them.
+    """Loads and registers the kernels on the first call, compiling them if necessary.
 
     Raises:
-        ValueError: a variable of the environment has a value that it cannot have.
+        ValueError: an environment variable has an invalid value.
     """
     wanted_isa()
-    if unwanted():
+    if native_disabled():
         return Native(None, f"TILEWRIGHT_NO_NATIVE is {os.environ['TILEWRIGHT_NO_NATIVE']}")
     if jax.default_backend() != "cpu":
         return Native(None, f"the device is a {jax.default_backend()}")
@@ -177,13 +176,13 @@ def kernels() -> Native:
             isa = isa_of(path)
             folder = path.parent
             for name, symbol in TARGETS[operation].items():
-                # XLA refuses a handler made for a newer interface than its own, by a RuntimeError.
+                # XLA raises a RuntimeError for a handler built for a newer FFI version than its own.
                 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     except (OSError, RuntimeError) as error:
         return Native(None, " ".join(str(error).split()))
     return Native(isa, folder=folder)
 
 
-def or_nothing(x: Array | None, dtype: DTypeLike) -> Array | np.ndarray:
-    """An operand, or in the place of one that is left out an array without elements, which takes no tracing."""
+def or_empty(x: Array | None, dtype: DTypeLike) -> Array | np.ndarray:
+    """Returns an operand, or an empty NumPy array, which adds nothing to the trace, if the operand is None."""
     return np.zeros(0, dtype) if x is None else x

@@ -1,4 +1,4 @@
-// Where a cache's entries lie: in one block of memory for each row of a batch, or in pages that a table gives to the rows.
+// Layout of a KV cache: contiguous rows, or pages assigned to rows by a page table.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace native {
 // Keys or values [pages, heads, slots, d].
 struct Cache {
   int64_t heads, slots, pages;
-  const int32_t* table;  // [batch, width]: each row's pages in their order, negative where it has none; null: row b has page b and no other
+  const int32_t* table;  // page table [batch, width]: each row's pages in order, negative where it has none; null: row b has page b alone
   int64_t width;
 
   Cache() = default;
@@ -20,13 +20,13 @@ struct Cache {
 
   int64_t capacity() const { return width * slots; }
 
-  // Row b's entry, of the first head, counted in entries from the beginning of the memory; head h's is h * slots further on.
+  // Index of row b's entry for the first head, in entries from the start of memory; head h follows at h * slots.
   int64_t at(int64_t b, int64_t entry) const {
     if (table == nullptr) return b * heads * slots + entry;
     return table[b * width + entry / slots] * heads * slots + entry % slots;
   }
 
-  // What is wrong with row b's entries [first, end); nothing if it is empty.
+  // Describes an invalid range of entries [first, end) of row b; empty if the range is valid.
   std::string complaint(int64_t b, int64_t first, int64_t end) const {
     if (first < 0 || end > capacity())
       return std::to_string(end - first) + " entries from " + std::to_string(first) + " on do not fit a cache of " + std::to_string(capacity());
@@ -38,8 +38,8 @@ struct Cache {
     return "";
   }
 
-  // Calls run(entry, count, place) for each run of row b's entries [first, end) that follow one another in memory: `count` of them from `entry`
-  // on, whose first lies at `place` (see `at`).
+  // Calls run(entry, count, place) for each contiguous run of row b's entries [first, end): `count` entries from `entry` on, the first at `place`
+  // (see `at`).
   template <class Run>
   inline __attribute__((always_inline)) void each_run(int64_t b, int64_t first, int64_t end, const Run& run) const {
     for (int64_t entry = first; entry < end;) {
@@ -50,7 +50,10 @@ struct Cache {
   }
 };
 
-// Whether a table [batch, width] gives pages to so many rows, if there is one.
+// Returns the page table [batch, width]; null for a contiguous cache, whose operand is an empty list.
+inline const ffi::Buffer<ffi::S32>* table_of(const ffi::Buffer<ffi::S32>& given) { return given.dimensions().size() == 2 ? &given : nullptr; }
+
+// Returns whether a page table, if given, has this number of rows.
 inline bool fits_rows(const ffi::Buffer<ffi::S32>* table, int64_t batch) {
   return table == nullptr || (table->dimensions().size() == 2 && table->dimensions()[0] == batch);
 }

@@ -1,1 +1,1 @@
-"""A language model as a library's user holds it: load, generate, stream, serve."""
+"""Language models as a library: load, generate, stream, serve."""

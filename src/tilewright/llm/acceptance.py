@@ -1,4 +1,4 @@
-"""Figures of what became of drafts: those of vLLM's `metrics.speculative_decoding`, as it defines them, and τ."""
+"""Figures of speculative decoding: those of vLLM's `metrics.speculative_decoding`, as defined there, and τ."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,16 +17,16 @@ def num_spec_tokens(lm: LanguageModel) -> int:
 
 
 def drafting_rounds(responses: Sequence[Result]) -> list[tuple[int, int]]:
-    """(drafted, accepted) of all rounds that proposed anything."""
+    """Returns (drafted, accepted) of all rounds with a draft."""
     rounds = ((drafted, accepted) for r in responses for drafted, accepted in zip(r.drafted, r.accepted, strict=True))
     return [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
 
 
 def speculative_decoding(responses: Sequence[Result], num_spec_tokens: int) -> Row | None:
-    """The object that vLLM calls `metrics.speculative_decoding`, over all rounds that drafted; None where nothing drafts.
+    """Returns the object that vLLM calls `metrics.speculative_decoding`, over all rounds with a draft; None without a drafter.
 
-    Source: vLLM, `docs/features/speculative_decoding/acceptance_metrics.md`. There too, drafts count as accepted before an end
-    cuts the round, and rounds that propose nothing do not count. With no round at all its acceptance length is 1, its rate 0.
+    Source: vLLM, `docs/features/speculative_decoding/acceptance_metrics.md`. As there, drafts count as accepted even behind an
+    end that cuts the round, and rounds without drafts do not count. With no round the acceptance length is 1, and the rate 0.
     """
     if num_spec_tokens == 0:
         return None
@@ -48,49 +48,49 @@ def speculative_decoding(responses: Sequence[Result], num_spec_tokens: int) -> R
 
 
 def distinct_ngram_ratio(tokens: Sequence[int], n: int = 4) -> float:
-    """Different n-grams over all n-grams: 1 where nothing repeats, near 0 in a loop. 1 for texts shorter than n."""
+    """Returns the share of different n-grams among all: 1 without repetition, near 0 in a loop, 1 for texts shorter than n."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def mean_distinct_ngram_ratio(results: Sequence[Result], n: int = 4) -> float | None:
-    """The mean over results: loops make drafts look good, so the two are read together."""
+    """Returns the mean over results. Loops raise acceptance, so read the two figures together."""
     return mean(distinct_ngram_ratio(r.tokens, n) for r in results)
 
 
 def tokens_per_round(responses: Sequence[Result]) -> float | None:
-    """τ: all tokens over all rounds, a last round counted for what it added; 1 where nothing drafts, None before any round."""
+    """Returns τ: tokens per round, where a last round counts what it added; 1 without a drafter, None without a round."""
     return mean(added for r in responses for added in r.acceptance_lengths)
 
 
 def tau_by_response(responses: Sequence[Result]) -> float | None:
-    """The mean over responses of each one's mean over its rounds of accepted drafts + 1, an end that cuts a round left aside.
+    """Returns the mean over responses of the mean of accepted drafts + 1 over rounds, as if no end had cut a round.
 
-    It weighs a response alike however long it is, where `tokens_per_round` weighs rounds alike.
+    Each response has the same weight, whereas `tokens_per_round` gives each round the same weight.
     """
     return over_responses(r.accepted for r in responses)
 
 
 def tau_published(responses: Sequence[Result]) -> float | None:
-    """`tau_by_response` without the first round of each: the count of DFlash's published code (z-lab/dflash, `benchmark.py`).
+    """Returns `tau_by_response` without each response's first round, as DFlash's code (z-lab/dflash, `benchmark.py`).
 
-    Its first token comes from the prefill and belongs to no round; each of its rounds begins behind a generated token. Here the
-    first round begins behind the prompt and commits that token. Both count what a last round accepted past the end.
+    There, the first token comes from the prefill and belongs to no round, and each round begins behind a generated token. Here,
+    the first round begins behind the prompt and commits that token. Both count accepted drafts of a last round past the end.
     """
     return over_responses(r.accepted[1:] for r in responses)
 
 
 def over_responses(accepted: Iterable[Sequence[int]]) -> float | None:
-    """The mean over responses that have a round of the mean acceptance length of each."""
+    """Returns the mean of the responses' mean acceptance lengths, over responses with a round."""
     each = (mean(n + 1 for n in rounds) for rounds in accepted)
     return mean(value for value in each if value is not None)
 
 
 def acceptance_by_position(responses: Sequence[Result], num_spec_tokens: int) -> list[Row]:
-    """For each draft position, from 1: how often its draft was accepted.
+    """Returns acceptance figures of each draft position, from 1.
 
-    `rate` is the share of all rounds that drafted (vLLM's per-position acceptance rate: accepted at the position over
-    `num_spec_steps`); `conditional` is the share of the rounds that got there: a draft at the position, all before it accepted.
+    `rate` is the share of all rounds with drafts (vLLM's per-position acceptance rate: accepted at the position over
+    `num_spec_steps`); `conditional` is the share of the rounds that reach the position: a draft there, all before it accepted.
     """
     steps = drafting_rounds(responses)
     rows = []
@@ -110,9 +110,9 @@ def acceptance_by_position(responses: Sequence[Result], num_spec_tokens: int) ->
 
 
 def tau_by_position(responses: Sequence[Result], edges: Sequence[int] = (0, 32, 64, 128, 256, 512, 1024, 2048)) -> list[Row]:
-    """Accepted drafts + 1 of a round, in the mean, against how many tokens the response had when the round began.
+    """Returns the mean of accepted drafts + 1 of a round, by the response's number of tokens when the round began.
 
-    Bins go from one edge up to the next, which is outside; the last is open (`to` is None). Bins without a round are left out.
+    Bins go from one edge up to the next, which is excluded; the last is open (`to` is None). Bins without a round are left out.
     """
     lengths: list[list[int]] = [[] for _ in edges]
     for r in responses:
@@ -122,11 +122,11 @@ def tau_by_position(responses: Sequence[Result], edges: Sequence[int] = (0, 32, 
             position += added
     tops = [*edges[1:], None]
     bins = zip(edges, tops, lengths, strict=True)
-    return [{"from": low, "to": top, "rounds": len(own), "tau": mean(own)} for low, top, own in bins if own]
+    return [{"from": low, "to": top, "rounds": len(rounds), "tau": mean(rounds)} for low, top, rounds in bins if rounds]
 
 
 def acceptance_figures(responses: Sequence[Result]) -> Row:
-    """The means that a table shows of a dataset and of each of its categories."""
+    """Returns the means that a table shows for a dataset and for each of its categories."""
     return {
         "responses": len(responses),
         "tokens": sum(len(r.tokens) for r in responses),
@@ -138,7 +138,7 @@ def acceptance_figures(responses: Sequence[Result]) -> Row:
 
 
 def generation_figures(responses: Sequence[Result], num_spec_tokens: int) -> Row:
-    """Figures of results by themselves, whatever they are compared with."""
+    """Returns figures of results that need no comparison."""
     return {
         "block_size": num_spec_tokens + 1,
         **acceptance_figures(responses),

@@ -1,4 +1,4 @@
-"""Rounds that were chosen as decoding went, and the reasons, for JSON, tables and pages."""
+"""Figures of rounds that were chosen during decoding, and their costs, for JSON, tables and pages."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from tilewright.speculation.team import Team
 
 
 def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None:
-    """The figures of docs/metrics.md under `chosen`; None where nothing was chosen."""
+    """Returns the figures of docs/metrics.md under `chosen`; None if no rounds were chosen."""
     team = lm.drafter
     pacing = lm.pacing
     if not isinstance(team, Team) or pacing is None:
@@ -20,27 +20,27 @@ def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None
     rounds = [each for r in responses for each in zip(r.choices, r.acceptance_lengths, r.drafted, r.accepted, strict=True)]
     shapes = [
         {
-            "batch_size": of.rows,
-            "capacity": of.layout.capacity,
-            "drawn": of.drawn,
+            "batch_size": shape.rows,
+            "capacity": shape.layout.capacity,
+            "drawn": shape.drawn,
             "dispatch_ms": 1000 * costs.dispatch,
-            "rounds": cost_rows(team, Policy(pacing.history, costs.rounds, costs.rounds, 0.0, pacing.corrections_of(of))),
+            "rounds": cost_rows(team, Policy(pacing.history, costs.rounds, costs.rounds)),
         }
-        for of, costs in pacing.costs.items()
+        for shape, costs in pacing.costs.items()
     ]
     choices = []
     for choice in team.choices:
-        own = [each for each in rounds if each[0] == choice]
-        if own:
-            tokens = sum(added for _, added, _, _ in own)
-            about = {"drafter": choice.drafter, "block_size": choice.width, "rounds": len(own), "tokens": tokens}
-            about["share_of_rounds"] = len(own) / len(rounds)
-            choices.append({**about, "tokens_per_round": tokens / len(own)})
-    return {"widths": held(lm), "choices": choices, "costs": shapes}
+        of_choice = [each for each in rounds if each[0] == choice]
+        if of_choice:
+            tokens = sum(added for _, added, _, _ in of_choice)
+            about = {"drafter": choice.drafter, "block_size": choice.width, "rounds": len(of_choice), "tokens": tokens}
+            about["share_of_rounds"] = len(of_choice) / len(rounds)
+            choices.append({**about, "tokens_per_round": tokens / len(of_choice)})
+    return {"widths": exactness(lm), "choices": choices, "costs": shapes}
 
 
 def round_drafters(row: Result | OutputProcessor, drafter: Drafter | None) -> list[str]:
-    """Names of who drafted in each round, "none" for nobody; where n-grams come before another drafter the one that did."""
+    """Returns the name of the drafter of each round, or "none"; n-grams in front of another drafter count by themselves."""
     names = [choice.drafter for choice in row.choices] or [PLAIN.drafter if drafter is None else drafter.name] * len(
         row.drafted
     )
@@ -48,16 +48,16 @@ def round_drafters(row: Result | OutputProcessor, drafter: Drafter | None) -> li
     return [part[0] if from_ngrams else part[-1] for part, from_ngrams in zip(parts, row.from_ngrams, strict=True)]
 
 
-def held(lm: LanguageModel) -> str:
-    """Reason why no choice changes the output: all widths round alike, all run masked at the widest; or that it does."""
+def exactness(lm: LanguageModel) -> str:
+    """Returns why chosen widths keep the output ("alike": equal rounding, "masked": one width), or "inexact"."""
     assert isinstance(lm.drafter, Team)
     if lm.drafter.masked:
         return "masked"
-    return "alike" if is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.needs_xla) else "inexact"
+    return "alike" if is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.needs_xla, lm.quantised) else "inexact"
 
 
 def cost_rows(team: Team, policy: Policy) -> list[Row]:
-    """Of each choice: what a round costs, and what is expected of it after all that was decoded so far."""
+    """Returns, for each choice, the cost of a round and the expected figures after all decoding so far."""
     outlook = policy.outlook(team.choices)
     plain = policy.cost(PLAIN).drafting
     rows = []

@@ -1,4 +1,4 @@
-"""Embeddings on the caller's thread: an engine of just the size that they need, until it is idle."""
+"""Embeddings of prompts on the caller's thread, with an engine of the size that they need."""
 
 from collections.abc import Sequence
 
@@ -10,22 +10,19 @@ from tilewright.runtime.request import GenerateRequest, RequestOutput
 
 
 def embeddings(engine: Engine, requests: Sequence[GenerateRequest]) -> Float[np.ndarray, "N H"]:
-    """The embeddings that requests ask for, by an engine that serves them alone.
+    """Returns the embeddings of requests, with an engine that serves only these.
 
     Raises:
         ValueError: a request can never be served.
-        RuntimeError: one failed; the log says how.
+        RuntimeError: a request failed; the log has the cause.
     """
     found: dict[int, RequestOutput] = {}
     for number, request in enumerate(requests):
-        engine.check(request)
-        sequence = engine.sequence(request, lambda update, number=number: found.update({number: update}))
-        engine.enter(sequence)
-        engine.scheduler.wait(sequence)
-    engine.choose_rounds()
+        engine.add(request, lambda update, number=number: found.update({number: update}))
+    engine.decoding.measure(None)
+    engine.runner.reset()
     while engine.busy:
-        engine.fill(everything=True)
-        engine.read_all_but(0)
+        engine.step(wait=True)
     engine.runner.free()
     vectors = [found[number].embedding for number in range(len(requests))]
     failed = next((found[number].error for number, vector in enumerate(vectors) if vector is None), None)

@@ -6,40 +6,37 @@ DIFF = (
     Metric(
         "read_bytes",
         "bytes",
-        "of HBM, [by the account of the compiled program](#functions-side-by-side). `--fail-above` goes by them and by "
-        "`estimated_cycles`",
+        "HBM traffic by the compiled program; checked by `--fail-above`, as are `estimated_cycles`",
         form=",",
     ),
     Metric("written_bytes", "bytes", form=","),
-    Metric("estimated_cycles", "cycles", "the sum of the compiler's own estimates; operations that have none", form=","),
+    Metric("estimated_cycles", "cycles", "sum of the compiler's estimates; operations without one", form=","),
     Metric("without_estimate", form=","),
-    Metric("temp_bytes", "bytes", "device memory between arguments and results", form=","),
+    Metric("temp_bytes", "bytes", "memory of temporaries", form=","),
     Metric(
         "asynchronous",
         "",
-        "collectives that are begun at one place and waited for at another; that the core waits for at once; that run on a "
-        "SparseCore",
+        "collectives started and awaited separately; awaited at once; run on a SparseCore",
         form=",",
     ),
     Metric("synchronous", form=","),
     Metric("sparse_core", form=","),
-    Metric("asynchronous_bytes", "bytes", "that a device gives to them; those on a SparseCore are among the former", form=","),
+    Metric("asynchronous_bytes", "bytes", "bytes that a device sends in them", form=","),
     Metric("synchronous_bytes", "bytes", form=","),
     Metric("fusions", "", "fused operations", form=","),
-    Metric("copies", "", "copies on the core, and their reads and writes of HBM", form=","),
+    Metric("copies", "", "copies on the core, and their HBM traffic", form=","),
     Metric("copied_bytes", "bytes", form=","),
     Metric("prefetches", "", "copies between HBM and VMEM beside the core", form=","),
     Metric("prefetched_bytes", "bytes", form=","),
 )
-"""Of a program as one compiler made it."""
+"""Figures of a program from one compiler."""
 
 CHANGES = (
     Metric(
         "ways",
         "",
-        "by `kind` and `place` (JAX's name stack): how many collectives went which way, where that differs; other operations "
-        "too that came to a SparseCore or left it",
+        "changed numbers of collectives by `kind` and `place` (JAX's name stack), and operations moved to or from a SparseCore",
     ),
-    Metric("operations", "", "by `kind` and `place`: number and HBM bytes of other operations, where they differ"),
+    Metric("operations", "", "changed numbers and HBM bytes of other operations"),
 )
 """Fields of `inspect diff`: differences between the programs of two compilers."""

@@ -1,4 +1,4 @@
-"""Tables of docs/metrics.md, made of the declarations. `python -m tilewright.metrics.document docs/metrics.md` writes them."""
+"""Generates the tables of docs/metrics.md: `python -m tilewright.metrics.document docs/metrics.md`."""
 
 import re
 import sys
@@ -11,15 +11,12 @@ from tilewright.metrics import (
     diff,
     exactness,
     grammar,
-    linear,
     neuron,
     overlap,
     programs,
     prometheus,
     ranges,
-    round,
     serving,
-    shapes,
     speculative,
     traced,
     training,
@@ -34,8 +31,6 @@ TABLES: dict[str, tuple[Metric, ...]] = {
     "chosen": speculative.CHOSEN,
     "programs": programs.PROGRAMS,
     "graph": programs.GRAPH,
-    "linear": linear.LINEAR,
-    "shapes": shapes.SHAPES,
     "grammar": grammar.GRAMMAR,
     "latencies": serving.LATENCIES,
     "serving": serving.SERVING,
@@ -50,8 +45,6 @@ TABLES: dict[str, tuple[Metric, ...]] = {
     "transfers": overlap.TRANSFERS,
     "times": overlap.TIMES,
     "micro": overlap.MICRO,
-    "round": round.ROUND,
-    "round-parts": round.PARTS,
     "ranges": ranges.RANGES,
     "calibration": ranges.CALIBRATION,
     "neuron": neuron.NEURON,
@@ -62,43 +55,41 @@ TABLES: dict[str, tuple[Metric, ...]] = {
     "counters": prometheus.COUNTERS,
     "histograms": prometheus.HISTOGRAMS,
 }
-"""Tables of the document, each by the name that stands in the comment above it."""
+"""Tables of the document, by the name in the comment above each."""
 
-HEAD = ("field", "unit", "definition", "in")
+HEAD = ("field", "unit", "definition")
 PLACE = re.compile(r"<!-- metrics: ([\w-]+) -->\n\n(?:\|.*\n)*\n*")
 
 
 def table(metrics: Sequence[Metric]) -> str:
-    """Markdown of a table with a line for each definition. A column that would be empty is left out."""
+    """Returns a Markdown table with a line for each definition, without empty columns."""
     rows = list(map(cells, defined_together(metrics)))
-    wanted = [n for n in range(len(HEAD)) if any(row[n] for row in rows)]
-    lines = [[row[n] for n in wanted] for row in (HEAD, *rows)]
+    columns = [n for n in range(len(HEAD)) if any(row[n] for row in rows)]
+    lines = [[row[n] for n in columns] for row in (HEAD, *rows)]
     texts = ["|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines]
-    return "\n".join([texts[0], "|---" * len(wanted) + "|", *texts[1:], ""])
+    return "\n".join([texts[0], "|---" * len(columns) + "|", *texts[1:], ""])
 
 
 def defined_together(metrics: Sequence[Metric]) -> Iterator[list[Metric]]:
-    """Each metric with those behind it that have no definition of their own."""
+    """Yields each metric with the following metrics that have no definition of their own."""
     starts = [n for n, metric in enumerate(metrics) if metric.definition]
     for start, end in zip(starts, [*starts[1:], len(metrics)], strict=True):
         yield list(metrics[start:end])
 
 
-def cells(metrics: Sequence[Metric]) -> tuple[str, str, str, str]:
-    """The cells of a table's line; where a figure shows is said of those that CSV files can have."""
+def cells(metrics: Sequence[Metric]) -> tuple[str, str, str]:
+    """Returns the cells of a table line."""
     names = ", ".join(f"`{metric.name}{f'{{{metric.label}}}' if metric.label else ''}`" for metric in metrics)
     units = [metric.unit for metric in metrics]
     unit = units[0] if len(set(units)) == 1 else ", ".join(units).rstrip()
-    places = {"table": any(metric.head for metric in metrics), "CSV": any(metric.csv for metric in metrics)}
-    shown = ", ".join(place for place, there in places.items() if there) if places["CSV"] else ""
-    return names, unit, metrics[0].definition, shown
+    return names, unit, metrics[0].definition
 
 
 def with_tables(text: str) -> str:
-    """The document with its tables as they are declared.
+    """Returns the document with generated tables.
 
     Raises:
-        ValueError: a table has no place in it, has two, or is not declared.
+        ValueError: A declared table has no place or several places in the document, or a place has no declared table.
     """
     names = PLACE.findall(text)
     if sorted(names) != sorted(TABLES):

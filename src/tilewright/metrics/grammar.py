@@ -6,37 +6,34 @@ GRAMMAR = (
     Metric(
         "masks",
         "",
-        "who makes the masks of what may come next: the `device`, inside its loop, or the `host`, for each round anew",
+        "masks made on the `device` (inside the loop) or by the `host` (each round)",
         head="masks by",
         words=True,
     ),
     Metric(
         "brackets",
         "",
-        "within one another that the automaton describes where the grammar sets no bound, as in values of any kind: as many as "
-        "the table on the device has room for. Behind one more the host makes the masks. Null where the grammar sets bounds",
+        "nesting depth in the automaton if the grammar has no bound; deeper text uses host masks",
         head="brackets",
     ),
-    Metric("states", "", "of the automaton over tokens, at most 4,096", head="states", form=","),
+    Metric("states", "", "states of the token automaton, at most 4,096", head="states", form=","),
     Metric(
         "classes",
         "",
-        "of tokens: those of one class lead to the same states wherever they may come. States × classes are at most 262,144",
+        "token classes with equal transitions; states × classes are at most 262,144",
         head="classes of tokens",
         short="classes",
         form=",",
     ),
-    Metric("different_masks", "", "of all states, at most 256", head="masks", form=","),
-    Metric(
-        "automaton_bytes", "bytes", "masks and the table of states, as a device has them", head="kB", form=",.0f", factor=1e-3
-    ),
+    Metric("different_masks", "", "at most 256", head="masks", form=","),
+    Metric("automaton_bytes", "bytes", "masks and state table on the device", head="kB", form=",.0f", factor=1e-3),
     Metric(
         "processor_seconds",
         "s",
-        "that making it took, which the first request with the grammar waits for",
+        "construction time, which the first request waits for",
         head="s",
         form=".2f",
     ),
-    Metric("why", "", "the host makes the masks; null where the device does", head="why not the device", words=True),
+    Metric("why", "", "reason for host masks", head="why not the device", words=True),
 )
-"""Of a grammar with a model's tokens. Null where there is no automaton, but for `masks` and `why`."""
+"""Figures of a grammar with a model's tokens. Without an automaton, all but `masks` and `why` are null."""

@@ -1,35 +1,34 @@
-"""Figures of predictions for chips that are not here: their ranges, and what they were calibrated against."""
+"""Ranges and calibration of predictions for absent chips."""
 
 from tilewright.metrics.metric import Metric
 
 RANGES = (
     Metric("draws", "", "of the Latin hypercube"),
     Metric("seed"),
-    Metric("constants", "", "each constant that was drawn: low end, value that is used, high end"),
+    Metric("constants", "", "drawn constants: low, used, high"),
     Metric(
         "predictions",
         "`unit`",
-        "by name: `value` at the constants that are used; `range`, the 10th and 90th percentile of the draws, widened to the "
-        "value; `first`, in how many draws it is the smallest; `decides`, the constant with the largest rank correlation "
-        "(Spearman's) with it, and this",
+        "by name: `value`; `range`, 10th to 90th percentile, widened to `value`; `first`, draws in which it "
+        "is smallest; `decides`, constant with the largest Spearman correlation",
     ),
-    Metric("calibrated_against", "", "measurements that constants were fitted to"),
+    Metric("calibrated_against", "", "measurements of the fit"),
     Metric(
         "residual",
         "",
-        "geometric mean of how far measurements that were held out of the fit are off, as a factor above 1, less 1",
+        "geometric mean error factor of held-out measurements, minus 1",
     ),
-    Metric("roofline_share", "", "largest share of a program's compute time in operations without an estimate"),
+    Metric("roofline_share", "", "largest share of a program's compute without an estimate"),
     Metric("text", "", "the same in sentences"),
 )
-"""Of predictions that are set against each other."""
+"""Figures of compared predictions."""
 
 CALIBRATION = (
-    Metric("kind", "", "the collective, in how many ranks, and of how many bytes", head="collective", words=True),
+    Metric("kind", "", "collective, ranks, bytes", head="collective", words=True),
     Metric("devices", head="ranks"),
     Metric("bytes", "bytes", head="bytes", form=",.0f"),
-    Metric("measured_us", "µs", "what was measured, and what the fitted model gives", head="measured us", digits=3),
+    Metric("measured_us", "µs", "measurement and fitted model", head="measured us", digits=3),
     Metric("modelled_us", "µs", head="modelled us", digits=3),
-    Metric("role", "", "whether it was fitted to or held out", head="role", words=True),
+    Metric("role", "", "fitted or held out", head="role", words=True),
 )
-"""Of a measurement that constants are fitted to: `points` of `tilewright neuron calibrate`."""
+"""Figures of a calibration measurement: `points` of `tilewright neuron calibrate`."""

@@ -6,9 +6,7 @@ TAU = (
     Metric(
         "tokens_per_round",
         "",
-        "all tokens of all responses over all rounds. A last round that an end-of-sequence token, a stop string or "
-        "the length limit cuts counts for what it added. It is what a round gave in the end, and long responses "
-        "weigh more",
+        "tokens over rounds, of all responses; a cut last round counts what it added. τ in tables",
         head="τ",
         form=".2f",
         csv=True,
@@ -16,70 +14,66 @@ TAU = (
     Metric(
         "tau_by_response",
         "",
-        "of each response the mean over its rounds of accepted drafts + 1, of these the mean over the responses. A "
-        "response that is easy to draft weighs as much as one that takes many more rounds, so that this is the "
-        "higher one where responses differ; what the last round accepted past the end counts",
+        "mean over responses of each response's mean of accepted drafts + 1 per round, including drafts accepted past the end",
         csv=True,
     ),
     Metric(
         "tau_published",
         "",
-        "`tau_by_response` without the first round of each response: by the count of the published code",
+        "`tau_by_response` without each response's first round, as published code counts",
         csv=True,
     ),
 )
-"""The three counts of tokens a round."""
+"""Three definitions of tokens per round."""
 
 FIGURES = (
-    Metric("dataset", "", "name of the file, without its suffix", head="data", csv=True),
+    Metric("dataset", "", "file name without suffix", head="data", csv=True),
     Metric(
         "batch_size",
         "rows",
-        "decoded together; where several are measured, the tables name it behind the dataset",
+        "rows decoded together",
         csv=True,
     ),
-    Metric("drafter", "", "what drafted; `none` is the baseline", head="drafter", csv=True),
-    Metric("block_size", "tokens", "in a block, the known one included; 1 without a drafter", csv=True),
-    Metric("responses", "", "turns that were answered", csv=True),
-    Metric("skipped", "", "turns left out because they do not fit the context", csv=True),
-    Metric("tokens", "tokens", "generated, the end-of-sequence token included", csv=True),
+    Metric("drafter", "", "`none` is plain decoding, the baseline", head="drafter", csv=True),
+    Metric("block_size", "tokens", "tokens in a block, with the last committed token; 1 without a drafter", csv=True),
+    Metric("responses", "", "answered turns", csv=True),
+    Metric("skipped", "", "turns left out because they exceed the context", csv=True),
+    Metric("tokens", "tokens", "generated tokens, with end-of-sequence tokens", csv=True),
     Metric(
         "rounds",
         "",
-        "that ran, over all responses; a round of a batch counts once for each of its rows that was not done",
+        "rounds of all responses; a batch's round counts once per unfinished row",
         csv=True,
     ),
     Metric(
         "tokens_per_s",
         "tokens/s",
-        "generated tokens of all responses over the seconds of decoding, prefill and compilation excluded: the "
-        "median over the repetitions. All ways of decoding a dataset run in turns, every second time in reverse",
+        "generated tokens over decoding time, without prefill and compilation: median of alternating repetitions",
         head="tokens/s",
         short="tok/s",
         digits=3,
         csv=True,
     ),
-    Metric("tokens_per_s_range", "tokens/s", "the least and the most of the repetitions"),
+    Metric("tokens_per_s_range", "tokens/s", "minimum and maximum of the repetitions"),
     Metric(
         "baseline_tokens_per_s",
         "tokens/s",
-        "`tokens_per_s` of the baseline of that batch size, in the same turns",
+        "`tokens_per_s` of the baseline with this batch size",
         csv=True,
     ),
-    Metric("baseline_tokens_per_s_range", "tokens/s", "likewise"),
+    Metric("baseline_tokens_per_s_range", "tokens/s", "its minimum and maximum"),
     Metric("speedup", "", "`tokens_per_s` / `baseline_tokens_per_s`", head="speedup", form=".2f", csv=True, par=1.0),
-    Metric("speedup_range", "", "the least and the most of the quotients within one repetition"),
+    Metric("speedup_range", "", "minimum and maximum of the quotients of one repetition"),
     Metric(
         "mean_round_ms",
         "ms",
-        "seconds of decoding over the rounds of the batch (one that serves eight rows is one); for the baseline, of "
-        "a step. The median over the repetitions",
+        "decoding time over rounds of the batch (steps, for the baseline): median",
         csv=True,
     ),
     Metric(
         "round_cost_steps",
         "steps",
-        "`mean_round_ms` over the baseline's: what a round costs, in steps. For one row, a drafter pays where τ is larger",
+        "`mean_round_ms` over the baseline's. At batch size 1, a drafter pays off if τ is larger",
         head="steps a round",
         short="round",
         form=".1f",
@@ -88,8 +82,7 @@ FIGURES = (
     Metric(
         "round_ms",
         "ms",
-        "time of one round that drafts and of its parts: drafting; the target's pass over the block; all else (see "
-        "below); empty for the baseline. They are differences of times, and may come out below 0",
+        "one drafting round; its parts: draft, verification by the target, the rest ([time of a round](#time-of-a-round))",
         head="round",
         form=".2f",
         csv=True,
@@ -100,7 +93,7 @@ FIGURES = (
     Metric(
         "cost_per_million_tokens",
         "currency of the price",
-        "price per hour / (3600 · `tokens_per_s`) · 10⁶; for time in decoding alone",
+        "price per hour / (3600 · `tokens_per_s`) · 10⁶",
         head="cost/M tokens",
         short="cost/M",
         form=",.2f",
@@ -109,8 +102,7 @@ FIGURES = (
     Metric(
         "distinct_4gram_ratio",
         "",
-        "different 4-grams over all 4-grams of a response, the mean over responses. A text that loops is easy to "
-        "draft: read τ with this",
+        "distinct over all 4-grams of a response, mean over responses. Repetitive text is easy to draft",
         head="4-grams",
         form=".0%",
         csv=True,
@@ -118,94 +110,85 @@ FIGURES = (
     Metric(
         "identical",
         "",
-        "whether all responses equal the baseline's, token for token. *same* in the table: how many do",
+        "true if all responses equal the baseline's; tables show how many do",
         head="same",
         csv=True,
     ),
     Metric(
         "first_differences",
         "token position",
-        "for each response the first token that differs from the baseline's, from 0; null where none does",
+        "first token of each response that differs from the baseline's, from 0; null if equal",
     ),
-    Metric("speculative_decoding", "", "[below](#as-vllm-names-them)"),
-    Metric("acceptance_by_position", "", "[below](#acceptance-by-position)"),
-    Metric("tau_by_position", "", "[below](#τ-against-the-position-in-the-response)"),
-    Metric("chosen", "", "what rounds did where that was chosen as decoding went: [below](#rounds-that-were-chosen)"),
+    Metric("speculative_decoding", "", "acceptance [as in vLLM](#as-vllm-names-them)"),
+    Metric("acceptance_by_position", "", "[acceptance of each draft](#acceptance-by-position) of a block"),
+    Metric("tau_by_position", "", "τ of rounds that began with `from` up to below `to` response tokens: `rounds` and `tau`"),
+    Metric("chosen", "", "[adaptively chosen rounds](#rounds-that-were-chosen)"),
     Metric(
         "categories",
         "",
-        "for each category (where there are at least two) `category`, `responses`, `tokens`, `rounds` and the three "
-        "τ; a table each, and a line each in CSV",
+        "counts and τ of each category, if there are several",
     ),
 )
-"""Of each dataset, batch size and drafter; `TAU` goes with them."""
+"""Figures of each dataset, batch size and drafter, together with `TAU`."""
 
 VLLM = (
-    Metric("num_spec_steps", "", "rounds that proposed at least one draft (`vllm:spec_decode_num_drafts`)", csv=True),
-    Metric("num_draft_tokens", "", "drafts proposed (`vllm:spec_decode_num_draft_tokens`)", csv=True),
+    Metric("num_spec_steps", "", "rounds with at least one draft (`vllm:spec_decode_num_drafts`)", csv=True),
+    Metric("num_draft_tokens", "", "drafts (`vllm:spec_decode_num_draft_tokens`)", csv=True),
     Metric(
         "num_accepted_draft_tokens",
         "",
-        "drafts accepted, before an end cuts the round; the target's own token is none "
-        "(`vllm:spec_decode_num_accepted_tokens`)",
+        "accepted drafts, also past an end; without the target's own tokens (`vllm:spec_decode_num_accepted_tokens`)",
         csv=True,
     ),
-    Metric("num_spec_tokens", "", "the most drafts in a round: `block_size` − 1", csv=True),
+    Metric("num_spec_tokens", "", "`block_size` − 1", csv=True),
     Metric(
         "mean_acceptance_length",
         "",
-        "1 + `num_accepted_draft_tokens` / `num_spec_steps`; 1 without a step. Where every round drafts it exceeds "
-        "`tokens_per_round` by what the last rounds accepted past the end",
+        "1 + `num_accepted_draft_tokens` / `num_spec_steps`; 1 without rounds",
         csv=True,
     ),
-    Metric("draft_acceptance_rate", "", "`num_accepted_draft_tokens` / `num_draft_tokens`; 0 without a draft", csv=True),
-    Metric("acceptance_histogram", "", "entry j: rounds that accepted exactly j drafts; `num_spec_tokens` + 1 entries"),
+    Metric("draft_acceptance_rate", "", "`num_accepted_draft_tokens` / `num_draft_tokens`; 0 without drafts", csv=True),
+    Metric("acceptance_histogram", "", "entry j: rounds with exactly j accepted drafts"),
     Metric(
         "acceptance_histogram_by_draft_length",
         "",
-        'the same for each number k of drafts that rounds proposed, as an object: "k" to k + 1 entries',
+        "the histogram for each number of drafts in a round",
     ),
 )
-"""The fields of `speculative_decoding`, which mean what they mean in vLLM."""
+"""Fields of `speculative_decoding`, as vLLM defines them."""
 
 POSITIONS = (
-    Metric("accepted", "", "rounds that accepted the draft at this position (vLLM: `spec_decode_num_accepted_tokens_per_pos`)"),
-    Metric("reached", "", "rounds that had a draft here and accepted all before it"),
+    Metric("accepted", "", "rounds that accepted this draft"),
+    Metric("reached", "", "rounds with a draft here that accepted all earlier drafts"),
     Metric(
         "rate",
         "",
-        "`accepted` / `num_spec_steps`: unconditional, never rises with the position. 1 plus the sum of all rates "
-        "is `mean_acceptance_length`",
+        "`accepted` / `num_spec_steps`",
         head="rate",
         form=".0%",
     ),
-    Metric("conditional", "", "`accepted` / `reached`: how good the drafter is at this position once it has come this far"),
+    Metric("conditional", "", "`accepted` / `reached`"),
 )
-"""Of each draft of a block."""
+"""Figures of each draft position of a block."""
 
 CHOSEN = (
     Metric(
         "widths",
         "",
-        "why the output does not depend on the choices: `alike`, the target gives a row the same tokens in programs "
-        "of any width; `masked`, every round runs the widest program; `inexact`, neither (`bench speculative "
-        "--block-size auto-inexact`)",
+        "reason why choices do not change the output: `alike` (rows are independent of width), `masked` (all "
+        "rounds run the widest program), or `inexact` (they may)",
     ),
     Metric(
         "choices",
         "",
-        "of each choice that ran (`drafter` and `block_size`; `none` and 1 is plain decoding) `rounds`, `tokens` "
-        "that they added, `share_of_rounds`, `tokens_per_round`; of the last repetition",
+        "for each `drafter` and `block_size` of the last repetition: `rounds`, `tokens`, `share_of_rounds`, `tokens_per_round`",
     ),
     Metric(
         "costs",
         "",
-        "for each shape (`batch_size`, `capacity`) and by whether rows draw (`drawn`) `dispatch_ms`, what a dispatch "
-        "takes besides its rounds, and `rounds`: of each choice `round_ms` of a round that drafts and `idle_ms` of "
-        "one in which n-grams find nothing, or draft in a learnt drafter's place, `measured` or on a line between "
-        "those that were, corrected by the times of dispatches, all widths of a drafter alike; `round_cost_steps`, "
-        "`expected_tokens_per_round` and `expected_speedup` over plain decoding, by all that was decoded so far, "
-        "which is what the next batch begins with",
+        "for each shape and sampling mode (`drawn`): `dispatch_ms` per dispatch, and for each choice "
+        "`round_ms`, `idle_ms` (without drafts), `measured` or interpolated, `round_cost_steps`, "
+        "`expected_tokens_per_round`, `expected_speedup`",
     ),
 )
-"""What rounds did where that was chosen as decoding went."""
+"""Figures of adaptively chosen rounds."""

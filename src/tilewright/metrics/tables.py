@@ -1,4 +1,4 @@
-"""Tables of figures on the terminal, and in CSV files. `report/tables.py` puts the same tables on pages."""
+"""Tables of figures for terminals and CSV files. `report/tables.py` writes the same tables as HTML."""
 
 import csv
 import io
@@ -17,13 +17,13 @@ from rich.text import Text
 from tilewright.metrics.metric import Metric
 
 UNKNOWN = "–"
-"""On the terminal, in the place of a figure that is not known; on a page the cell is empty."""
+"""Text of an unknown figure on the terminal; on a page the cell is empty."""
 
 NAME_WIDTH = 12
-"""A column of names folds, but not below this."""
+"""Minimum width to which a column of names folds."""
 
 Row = Mapping[str, Any]
-"""A row of figures under the names of its metrics. Where a value is a text already, it is shown as it is."""
+"""Row of figures by metric name. Text values are shown unchanged."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class FigureTable:
     """A table of figures with a line for each row.
 
     Attributes:
-        title: above the table.
-        head: of the column of names; "" where rows have none, and metrics with `words` say what they are of.
-        groups: rows by what they belong to, each with its `name`; "" where they belong to nothing.
+        title: title above the table.
+        head: header of the column of names; "" if rows have no name.
+        groups: rows by group, each row with its `name`; "" for rows without a group.
         metrics: the columns.
-        best: of these, where the largest value of a group is the one to look at; on a page such a column has bars.
-        caption: below the table on the terminal, where no text of a page explains it.
-        apart: a field of rows; on the terminal an empty line stands where it changes.
-        shares: of the metrics, those from 0 to 1 that a page shows with a bar.
-        unknown: on the terminal in the place of a figure that is not known, or not meant.
+        best: metrics whose largest value in a group is highlighted; on a page these columns have bars.
+        caption: text below the table on the terminal.
+        section_by: field of rows; on the terminal an empty line separates rows with different values.
+        shares: metrics from 0 to 1 that a page shows with a bar.
+        unknown: text of an unknown figure on the terminal.
     """
 
     title: str
@@ -48,12 +48,12 @@ class FigureTable:
     metrics: Sequence[Metric]
     best: Sequence[str] = ()
     caption: str = ""
-    apart: str = ""
+    section_by: str = ""
     shares: Sequence[str] = ()
     unknown: str = UNKNOWN
 
     def terminal(self) -> Table:
-        """The table for `print_table`: a group's name stands above its rows."""
+        """Returns the table for `print_table`, with each group's name above its rows."""
         table = Table(title=Text(self.title), caption=self.caption or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         if self.head:
             table.add_column(self.head)
@@ -64,15 +64,15 @@ class FigureTable:
                 table.add_row(Text(group, style="bold"))
             for row, after in zip_longest(rows, rows[1:]):
                 names = [Text(f"  {row['name']}" if group else row["name"])] if self.head else []
-                texts = (metric.of(row) for metric in self.metrics)
+                texts = (metric.row_text(row) for metric in self.metrics)
                 cells = [Text(self.unknown if text is None else text) for text in texts]
-                ends = after is None or (self.apart != "" and after[self.apart] != row[self.apart])
+                ends = after is None or (self.section_by != "" and after[self.section_by] != row[self.section_by])
                 table.add_row(*names, *cells, end_section=ends)
         return table
 
 
 def grouped(rows: Iterable[Row], name: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """The rows by a field of theirs, or by what a function says of them, in the order of its first appearances."""
+    """Groups rows by a field or by a function of the row, in order of first appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row[name] if isinstance(name, str) else name(row), []).append(row)
@@ -80,9 +80,9 @@ def grouped(rows: Iterable[Row], name: str | Callable[[Row], Any]) -> dict[Any, 
 
 
 def uncut(table: Table, console: Console) -> Table:
-    """The table with its columns of figures, those on the right, as wide as their figures; names fold to make room.
+    """Gives right-aligned columns the width of their figures; columns of names fold to make room.
 
-    Where the figures alone are wider than the terminal, so is the table.
+    The table is wider than the terminal if the figures alone are.
     """
     for column in table.columns:
         texts = (str(text) for text in (column.header, *column.cells))
@@ -99,12 +99,12 @@ def uncut(table: Table, console: Console) -> Table:
 
 
 def print_table(console: Console, table: Table | FigureTable) -> None:
-    """Prints a table `uncut`; lines that are longer than the terminal's go on in its next."""
+    """Prints a table `uncut`; longer lines wrap."""
     console.print(uncut(table.terminal() if isinstance(table, FigureTable) else table, console), crop=False)
 
 
 def csv_text(fields: Sequence[str], rows: Iterable[Row]) -> str:
-    """The fields of rows as CSV with a head; a figure that is not known is an empty cell."""
+    """Returns the fields of rows as CSV with a header; unknown figures are empty cells."""
     out = io.StringIO()
     writer: csv.DictWriter[str] = csv.DictWriter(out, fields, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -1,1 +1,1 @@
-"""The maths of each model family, free of parallelism, and its checkpoint mapping."""
+"""Model families, without parallelism, and their checkpoint mapping."""

@@ -1,7 +1,7 @@
-"""A model's chat template: how a conversation becomes the one text that the model reads.
+"""Chat templates of models, which render a conversation as the text that the model reads.
 
-Templates are Jinja programs that come with a checkpoint, so they run in a sandbox (whose known holes jinja2 3.1.6 closed). They
-see what transformers gives its templates, so that they say the same here as there.
+Templates are Jinja programs in a checkpoint, so they run in a sandbox (jinja2 3.1.6 closed its known holes). Templates get the
+variables and functions that transformers gives them, so that they render the same text.
 """
 
 import json
@@ -26,27 +26,29 @@ from tilewright.models.tokenizer import GUARD, REPLACEMENT, guarded, special_tex
 CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
-"""Names that a caller's values for a template may not have: they are given otherwise, or not at all."""
+"""Names that extra values for a template may not have: other arguments set them, or they are not supported."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARK = "end-of-the-last-message"
-"""Text put behind a content to find where it ends in a rendered conversation."""
+"""Text placed after a content to find its end in a rendered conversation."""
 HALVES = re.compile("[\ud800-\udfff]")
-"""Halves of surrogate pairs: JSON within a message, such as a call's arguments, may have them alone; no text has."""
+"""Halves of surrogate pairs. JSON in a message, such as a call's arguments, may hold single ones; no text does."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template, made by `load`.
+    """Compiled template, made by `load`.
 
     Attributes:
         template: the compiled program.
-        special_tokens: texts of the special tokens that it may name, such as `bos_token`; what the model lacks is absent.
-        where: the file it came from.
-        source: of the program.
-        takes_tools: whether it reads `tools`.
-        begins: text that every conversation begins with, once: the beginning-of-sequence token of GGUF files that ask for it.
-        guards: special tokens that stay text where a message or a tool spells them, so that no message forges a turn.
-        searched: texts that the program looks for in others, such as `</think>`.
+        special_tokens: texts of the special tokens that it may use, such as `bos_token`; tokens that the model lacks are
+            absent.
+        where: its file.
+        source: its source.
+        takes_tools: it reads `tools`.
+        begins: text with which every conversation begins, once: the beginning-of-sequence token, for GGUF files that require
+            it.
+        guards: special tokens that stay text if a message or a tool spells them, so that no message forges a turn.
+        searched: texts that the program searches for in others, such as `</think>`.
     """
 
     template: jinja2.Template
@@ -60,22 +62,22 @@ class ChatTemplate:
 
     @cached_property
     def answer_guards(self) -> tuple[str, ...]:
-        """Special tokens that stay text in an assistant's message: not those by which the program finds a thought in it."""
+        """Special tokens that stay text in an assistant's message: all but those by which the program finds a thought."""
         return tuple(token for token in self.guards if not any(token in each for each in self.searched))
 
     @property
     def can_think(self) -> bool:
-        """True for a template that is told whether the model thinks first."""
+        """True if the template has a switch for thinking."""
         return "enable_thinking" in self.source
 
     @staticmethod
     def load(folder: Path, override: Path | None = None, parse_special_in_content: bool = False) -> "ChatTemplate | None":
         """Loads the template of a model's folder: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.
 
-        Of several named templates it is the one named "default". None where the model has none, as base models do.
+        Of several named templates, the one named "default" is used. None if the model has none, as base models do.
 
         Args:
-            override: file of a template that takes the place of the model's.
+            override: file of a template that replaces the model's.
             parse_special_in_content: take special tokens in messages and tools for tokens, not for text.
 
         Raises:
@@ -87,30 +89,30 @@ class ChatTemplate:
         else:
             where = str(folder / CONFIG)
             config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-        own = folder / FILE
-        if override is not None or own.is_file():
-            where = str(override or own)
-            source = read_text(override or own)
+        file_of_template = override or folder / FILE
+        if override is not None or file_of_template.is_file():
+            where = str(file_of_template)
+            source = read_text(file_of_template)
         else:
             source = default_template(config.get("chat_template"), where)
         if source is None:
             return None
-        made = ChatTemplate.compiled(source, where, special_tokens(config))
-        # Of folders transformers adds no token to what a template writes; of GGUF files llama.cpp does.
-        begins = made.special_tokens.get("bos_token", "") if file is not None and config["add_bos_token"] else ""
-        return replace(made, begins=begins, guards=() if parse_special_in_content else tuple(special_texts(folder)))
+        template = ChatTemplate.compiled(source, where, special_tokens(config))
+        # llama.cpp adds the token to the text of a template; transformers adds none.
+        begins = template.special_tokens.get("bos_token", "") if file is not None and config["add_bos_token"] else ""
+        return replace(template, begins=begins, guards=() if parse_special_in_content else tuple(special_texts(folder)))
 
     @staticmethod
     def compiled(source: str, where: str, special_tokens: Mapping[str, str] | None = None) -> "ChatTemplate":
-        """A template from its source.
+        """Compiles a template.
 
         Raises:
-            ValueError: it does not compile.
+            ValueError: the template does not compile.
         """
         try:
-            made = environment()
-            template = made.from_string(source)
-            parsed = made.parse(source)
+            sandbox = environment()
+            template = sandbox.from_string(source)
+            parsed = sandbox.parse(source)
             reads = meta.find_undeclared_variables(parsed)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from error
@@ -131,17 +133,17 @@ class ChatTemplate:
     ) -> str:
         """Renders a conversation as text.
 
-        The text holds the special tokens that the model wants. Encode it with `models.tokenizer.encode` and
-        `add_special_tokens=False`, or a tokenizer that adds a beginning-of-sequence token adds a second one. What looks like
-        a special token in a message has a mark, which `encode` takes out. Half of a surrogate pair becomes U+FFFD.
+        The text includes the model's special tokens. Encode it with `models.tokenizer.encode` and `add_special_tokens=False`;
+        otherwise a tokenizer that adds a beginning-of-sequence token adds a second one. Text in a message that looks like a
+        special token has a mark, which `encode` removes. Half of a surrogate pair becomes U+FFFD.
 
         Args:
             messages: each with at least `role` and `content`.
-            add_generation_prompt: end with what begins an answer.
-            continue_final_message: end within the last message, so that the model goes on with it.
-            values: whatever else the template is to know, such as `enable_thinking`. Templates ask what is defined, so that
-                nothing is by default.
-            tools: functions that the model may call, each as OpenAI describes it.
+            add_generation_prompt: append the beginning of an answer.
+            continue_final_message: end within the last message, so that the model continues it.
+            values: other variables of the template, such as `enable_thinking`. There are none by default, because templates
+                test whether a variable is defined.
+            tools: functions that the model may call, each in OpenAI's format.
 
         Raises:
             ValueError: the template refuses the conversation, or fails on it; a value has a reserved name; there is nothing to
@@ -150,60 +152,60 @@ class ChatTemplate:
         check_values(values or {})
         answers = {"assistant": self.answer_guards}
         guarded_messages = [self.guarded(dict(each), answers.get(each.get("role", ""), self.guards)) for each in messages]
-        known = {**self.special_tokens, **self.guarded(values or {}, self.guards), "messages": guarded_messages}
-        known |= {
+        variables = {**self.special_tokens, **self.guarded(values or {}, self.guards), "messages": guarded_messages}
+        variables |= {
             "tools": [self.guarded(dict(tool), self.guards) for tool in tools] if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self.rendered(known)
+        text = self.rendered(variables)
         if continue_final_message:
-            *before, last = known["messages"]
-            marked = self.rendered({**known, "messages": [*before, {**last, "content": last["content"].rstrip() + MARK}]})
+            *before, last = variables["messages"]
+            marked = self.rendered({**variables, "messages": [*before, {**last, "content": last["content"].rstrip() + MARK}]})
             text = up_to(text, last["content"], marked)
         if not text.startswith(self.begins):
             text = self.begins + text
         return HALVES.sub(REPLACEMENT, text)
 
     def guarded(self, value: Any, guards: tuple[str, ...]) -> Any:
-        """Marks what looks like one of some special tokens in all texts of a message, a tool or a value."""
+        """Marks text that looks like one of some special tokens, in all texts of a message, a tool or a value."""
         if isinstance(value, str):
             return guarded(value, guards)
         if isinstance(value, Mapping):
             return {self.guarded(name, guards): self.guarded(inner, guards) for name, inner in value.items()}
         return [self.guarded(inner, guards) for inner in value] if isinstance(value, list | tuple) else value
 
-    def rendered(self, known: Mapping[str, Any]) -> str:
-        """The template's output for these values. Raises a `ValueError` where it fails."""
+    def rendered(self, variables: Mapping[str, Any]) -> str:
+        """Returns the template's output for these variables. Raises a `ValueError` if the template fails."""
         try:
-            return self.template.render(known)
-        except Exception as error:  # a template is a program: what it raises is its own affair
+            return self.template.render(variables)
+        except Exception as error:  # a template is a program, and may raise anything
             raise ValueError(f"{self.where}: the chat template fails on this conversation: {error}") from error
 
 
 def check_values(values: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` for a value that templates are given otherwise."""
-    if taken := [name for name in RESERVED if name in values]:
-        raise ValueError(f"expected values of a template, of which {taken[0]} is none")
+    """Raises a `ValueError` for an extra value with a reserved name."""
+    if reserved := [name for name in RESERVED if name in values]:
+        raise ValueError(f"expected other names for values of a template, found the reserved {reserved[0]}")
 
 
 def up_to(text: str, last: str, marked: str) -> str:
-    """A rendered conversation up to the end of its last message's content, whose outer spaces a template may have taken away.
+    """Cuts a rendered conversation at the end of its last message's content, whose outer spaces a template may strip.
 
     Args:
         last: the content.
-        marked: the conversation rendered with a mark behind the content, which says where it ends: what it reads may stand
-            in the template's own words behind it, too. A template that writes something else before the mark does not tell.
+        marked: the conversation rendered with a mark after the content, which shows the end even if the content also occurs in
+            the text after it. If the template writes something else before the mark, the last occurrence counts.
 
     Raises:
-        ValueError: the content is empty, or does not stand in the text.
+        ValueError: the content is empty, or is not in the text.
     """
     bare = last.strip()
     before, mark, _ = marked.rpartition(MARK)
-    told = bool(mark) and text.startswith(before)
-    if not bare or not (told or bare in text):
-        raise ValueError("expected a last message that stands in the rendered conversation, to be continued")
-    end = len(before) if told else text.rfind(bare) + len(bare)
+    has_end = bool(mark) and text.startswith(before)
+    if not bare or not (has_end or bare in text):
+        raise ValueError("expected the last message in the rendered conversation, to continue it")
+    end = len(before) if has_end else text.rfind(bare) + len(bare)
     spaces = last[len(last.rstrip()) :]
     return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
 
@@ -221,11 +223,11 @@ SEARCHES = (
     "replace",
     "count",
 )
-"""Methods of a text that look for another text."""
+"""Methods of a text that search for another text."""
 
 
 def searched_texts(parsed: nodes.Template) -> tuple[str, ...]:
-    """Finds the texts that a program looks for in others, as in `content.split('</think>')` and `'</think>' in content`."""
+    """Finds the texts that a program searches for in others, as in `content.split('</think>')` and `'</think>' in content`."""
     places = [[each.expr] for each in parsed.find_all(nodes.Compare) if each.ops[0].op in ("in", "notin")]
     calls = (
         each for each in parsed.find_all(nodes.Call) if isinstance(each.node, nodes.Getattr) and each.node.attr in SEARCHES
@@ -249,7 +251,7 @@ def read_text(path: Path) -> str:
 
 
 def default_template(value: object, where: str) -> str | None:
-    """The template's source in a configuration: a text, or a list of `{"name", "template"}`."""
+    """Returns the template in a configuration: a text, or a list of `{"name", "template"}`."""
     if value is None or isinstance(value, str):
         return value
     named: dict[object, object] = {}
@@ -263,7 +265,7 @@ def default_template(value: object, where: str) -> str | None:
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer's configuration, each a text or an object with its `content`."""
+    """Returns the special tokens of a tokenizer's configuration, each a text or an object with its `content`."""
     tokens = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)
@@ -274,7 +276,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what an assistant says, for training; here it changes nothing."""
+    """`{% generation %} ... {% endgeneration %}` marks the text of an assistant for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an attribute of the instance)
 
@@ -289,21 +291,21 @@ def raise_exception(message: str) -> NoReturn:
 
 
 def strftime_now(format: str) -> str:
-    """The local time; some templates tell the model the date."""
+    """Returns the local time; some templates include the date."""
     return datetime.now().strftime(format)
 
 
 def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False):
-    """JSON as a model should read it. Jinja's own filter is made for web pages and escapes `<`, `>`, `&` and quotes."""
+    """Returns JSON as models read it. Jinja's own filter is for web pages and escapes `<`, `>`, `&` and quotes."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return text.replace(json.dumps(GUARD)[1:-1], GUARD) if ensure_ascii else text
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox: no access to Python's internals, no change to what a template is given."""
-    made = ImmutableSandboxedEnvironment(
+    """Returns the sandbox, without access to Python's internals and without changes to the variables."""
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = to_json
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return made
+    sandbox.filters["tojson"] = to_json
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return sandbox

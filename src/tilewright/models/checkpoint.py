@@ -1,9 +1,8 @@
-"""Reads and writes Hugging Face checkpoints: a folder with `config.json` and its tensors in safetensors files."""
+"""Reads and writes Hugging Face checkpoints: a folder with `config.json` and safetensors files."""
 
 import json
 import logging
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,25 +25,25 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors.numpy import save_file
 
 from tilewright.kernels.linear.blocks import PackedTable
-from tilewright.kernels.linear.scaled import divided
+from tilewright.kernels.linear.scaled import shard_matrix
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf, published
 from tilewright.models.config import bare_tensor, text_tensor
 from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
 from tilewright.models.family import Family
-from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
+from tilewright.models.params import AUTO, ArraySpec, Bounds, from_tensors, held_parts, map_specs, spec_leaves, to_tensors
 from tilewright.models.quantised import WeightLayout, quantised_layout
 from tilewright.models.registry import FAMILIES
 from tilewright.models.stored import (
     StoredTensor,
     compare,
+    first_names,
     gathered,
     open_file,
     read_headers,
-    read_kept,
+    read_native,
     read_weights,
-    some,
     stacked,
     without_zero_biases,
 )
@@ -56,23 +55,23 @@ log = logging.getLogger("tilewright.models")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 GPTQ_CONFIG = "quantize_config.json"
-"""AutoGPTQ's file on its quantisation, beside a `config.json` that says nothing of it."""
+"""AutoGPTQ's configuration, beside a `config.json` without `quantization_config`."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MATRICES = ("matrix", "head", "experts")
-"""Kinds of arrays whose bits may be kept."""
+"""Kinds of arrays that may stay in the file's quantised format."""
 LOGGED_S = 10.0
-"""Seconds between two lines on how far loading is, where there is no bar."""
+"""Seconds between log lines about loading, without a progress bar."""
 
 
 def byte_progress(console: Console | None) -> Progress:
-    """A progress bar that counts bytes; silent without a console, and gone from the terminal when done."""
+    """Returns a progress bar that counts bytes; hidden without a console, and removed when done."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=console is None, transient=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a file that must hold a JSON object; anything else is a `ValueError` that names it."""
+    """Reads a file that must hold a JSON object; raises a `ValueError` that names the file for anything else."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -85,9 +84,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The fields of `generation_config.json`, or of a GGUF file in its place; none where there is no such file.
+    """Reads the fields of `generation_config.json`, or of a GGUF file; empty if there is no such file.
 
-    What the file of a published model lacks, `published.PUBLISHED` has.
+    `published.PUBLISHED` adds fields that the file of a published model lacks.
     """
     if (file := gguf.gguf_file(folder)) is not None:
         return {**published.generation_config(file), **gguf.open_gguf(file).generation_config}
@@ -96,10 +95,10 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The fields of a checkpoint's `config.json`.
+    """Reads the fields of a checkpoint's `config.json`.
 
-    `eos_token_id` comes from `generation_config.json` where that file has one: there the chat models list every token that ends
-    an answer, and `config.json` only the first. `quantization_config` may be a file of its own, as AutoGPTQ wrote it.
+    `eos_token_id` is taken from `generation_config.json` if that file has one: chat models list every end token there, and only
+    the first in `config.json`. `quantization_config` may be a separate file, written by AutoGPTQ.
 
     Raises:
         ValueError: the folder or its `config.json` is missing, or one of these files is not a JSON object.
@@ -120,10 +119,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: `model.safetensors`, else those that the index names, else the only one.
+    """Returns the safetensors files of a checkpoint: `model.safetensors`, else those in the index, else the only one.
 
     Raises:
-        ValueError: there is none, there are several without an index, or the index is malformed or names an absent file.
+        ValueError: there is no file, there are several without an index, or the index is malformed or names a missing file.
     """
     if (file := gguf.gguf_file(folder)) is not None:
         return [file]
@@ -144,9 +143,9 @@ def _indexed_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder / INDEX}: weight_map must map tensor names to file names")
     names = sorted(set(places.values()))
     if strays := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{folder / INDEX}: expected names of files beside it, found {some(strays)}")
+        raise ValueError(f"{folder / INDEX}: expected names of files beside it, found {first_names(strays)}")
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"{folder / INDEX} names files that are not there: {some(absent)}")
+        raise ValueError(f"{folder / INDEX} names files that do not exist: {first_names(absent)}")
     return [folder / name for name in names]
 
 
@@ -154,15 +153,15 @@ STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def stored_dtype(folder: Path) -> str:
-    """The dtype of a checkpoint, in NumPy's words: what `config.json` says, else that of most of its numbers.
+    """Returns the NumPy name of a checkpoint's dtype: that in `config.json`, else that of most of its numbers.
 
     Raises:
-        ValueError: there is no configuration, or it says nothing and no tensors can be read.
+        ValueError: there is no configuration, or it has no dtype and no tensors can be read.
     """
     fields = read_config(folder)
-    said = fields.get("dtype") or fields.get("torch_dtype")
-    if said is not None:
-        return str(said).removeprefix("torch.")
+    declared = fields.get("dtype") or fields.get("torch_dtype")
+    if declared is not None:
+        return str(declared).removeprefix("torch.")
     counts = Counter[str]()
     for tensor in read_headers(weight_files(folder)):
         if tensor.dtype in STORED:
@@ -170,47 +169,47 @@ def stored_dtype(folder: Path) -> str:
     return counts.most_common(1)[0][0] if counts else "float32"
 
 
-def chosen_dtype(asked: str, stored: str, bfloat16: bool) -> str:
-    """The dtype that a model runs in.
+def chosen_dtype(requested: str, stored: str, bfloat16: bool) -> str:
+    """Returns the dtype that a model runs in.
 
     Args:
-        asked: one of `params.DTYPES`, or "auto": the checkpoint's, bfloat16 for float16, which nothing here computes in, and
-            float32 where bfloat16 is slow.
-        stored: the checkpoint's.
-        bfloat16: whether bfloat16 is fast.
+        requested: one of `params.DTYPES`, or "auto" for the checkpoint's dtype. "auto" selects bfloat16 for float16, in
+            which nothing computes, and float32 if bfloat16 is slow.
+        stored: the checkpoint's dtype.
+        bfloat16: bfloat16 is fast on this device.
     """
-    if asked != AUTO:
-        return asked
+    if requested != AUTO:
+        return requested
     return "bfloat16" if bfloat16 and stored in ("bfloat16", "float16") else "float32"
 
 
-def running_dtype(asked: str, folder: Path, ops: Operations) -> str:
-    """The dtype that the model of a folder runs in (see `chosen_dtype`); says so where numbers lose digits by it."""
-    stored = stored_dtype(folder) if asked == AUTO else ""
-    chosen = chosen_dtype(asked, stored, computes_bfloat16(ops))
+def running_dtype(requested: str, folder: Path, ops: Operations) -> str:
+    """Returns the dtype that a model runs in (see `chosen_dtype`); logs a warning if weights lose precision."""
+    stored = stored_dtype(folder) if requested == AUTO else ""
+    chosen = chosen_dtype(requested, stored, computes_bfloat16(ops))
     if stored == "float16" and chosen == "bfloat16":
-        log.warning("%s is in float16: its weights are rounded to bfloat16; --dtype float32 keeps all of their digits", folder)
+        log.warning("%s: rounding float16 weights to bfloat16; --dtype float32 keeps their precision", folder)
     return chosen
 
 
 def _match(
     folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: WeightLayout | None
 ) -> dict[str, StoredTensor]:
-    """The stored tensor of each declared name, or one error that lists all that does not fit."""
-    kept = [tensor for tensor in stored_tensors(folder, layout) if not ignore(tensor.name)]
-    times = Counter(rename(tensor.name) for tensor in kept)
+    """Returns the stored tensor of each declared name, or raises one error that lists all mismatches."""
+    tensors = [tensor for tensor in stored_tensors(folder, layout) if not ignore(tensor.name)]
+    times = Counter(rename(tensor.name) for tensor in tensors)
     twice = [name for name, n in times.items() if n > 1]
-    stored = {rename(tensor.name): tensor for tensor in kept}
+    stored = {rename(tensor.name): tensor for tensor in tensors}
     if layout is not None:
         stored = without_zero_biases(stored, {spec.name for spec in spec_leaves(specs)})
-    problems = compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {some(twice)}"] if twice else [])
+    problems = compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {first_names(twice)}"] if twice else [])
     if problems:
         raise ValueError(f"{folder}: the tensors do not fit the configuration; " + "; ".join(problems))
     return stored
 
 
 def stored_tensors(folder: Path, layout: WeightLayout | None) -> list[StoredTensor]:
-    """Tensors of a folder's files; a matrix in several tensors is one, and so are those of experts."""
+    """Returns the tensors of a folder's files, with the tensors of a quantised matrix, or of experts, merged."""
     headers = read_headers(weight_files(folder))
     try:
         return stacked(headers if layout is None else gathered(headers, layout))
@@ -218,7 +217,7 @@ def stored_tensors(folder: Path, layout: WeightLayout | None) -> list[StoredTens
         raise ValueError(f"{folder}: {error}") from error
 
 
-def _same(name: str) -> str:
+def _unchanged(name: str) -> str:
     return name
 
 
@@ -231,37 +230,37 @@ def load_params(
     specs: Tree,
     dtype: DTypeLike,
     *,
-    rename: Callable[[str], str] = _same,
+    rename: Callable[[str], str] = _unchanged,
     ignore: Callable[[str], bool] = _none,
     console: Console | None = None,
     shardings: Tree | None = None,
     ops: Operations | None = None,
     layout: WeightLayout | None = None,
 ) -> Tree:
-    """Reads the arrays that `specs` declare from a folder's files: the tree with a JAX array for each spec.
+    """Reads the arrays that `specs` declare from a folder: the tree with a JAX array for each spec.
 
     All headers are checked before any data is read. The data is converted and prepared tensor by tensor; with shardings, each
     process reads only what its own devices hold.
 
     Args:
-        folder: where the files lie (see `weight_files`).
+        folder: folder of the files (see `weight_files`).
         specs: a tree with an `ArraySpec` for each array.
-        dtype: the dtype of the result, whatever the files hold.
+        dtype: the dtype of the result, for any dtype of the files.
         rename: from a stored name to the declared one.
-        ignore: true for a stored name (before `rename`) that is to be passed over.
+        ignore: true for a stored name (before `rename`) that is not read.
         console: where to show a progress bar; None for no bar.
         shardings: see `params.from_tensors`; None for the default device.
-        ops: what the arrays are prepared for, which may keep the bits of matrices that the files have in few bits; None leaves
-            them as they are.
-        layout: how the files hold matrices that are quantised; None where they hold none, or are GGUF files.
+        ops: prepares the arrays, and may keep matrices in the files' quantised format; None leaves arrays unprepared.
+        layout: how the files store quantised matrices; None if there are none, and for GGUF files.
 
     Raises:
         ValueError: a file is missing or unreadable; or one message that lists the tensors that are missing, unknown, of the
-            wrong shape, of an unsupported dtype, or stored twice; or the name of one that is not finite.
+            wrong shape, of an unsupported dtype, or stored twice; or a tensor is not finite.
     """
     stored = _match(folder, specs, rename, ignore, layout)
-    sizes = each(specs, shardings, lambda spec, sharding: _read_bytes(stored[spec.name], held_parts(spec.shape, sharding)))
-    dequantised: list[tuple[str, str]] = []
+    sizes = map_specs(specs, shardings, lambda spec, sharding: _read_bytes(stored[spec.name], held_parts(spec.shape, sharding)))
+    kept: list[str] = []
+    converted: list[tuple[str, str]] = []  # list.append is thread-safe
     with ExitStack() as stack:
         files = {file: stack.enter_context(open_file(file)) for file in sorted({f for t in stored.values() for f in t.files})}
         advance = stack.enter_context(loading(console, folder, sum(jax.tree.leaves(sizes))))
@@ -271,85 +270,97 @@ def load_params(
             advance(_read_bytes(stored[name], [bounds]))
             return value
 
-        def kept(spec: ArraySpec, sharding: Sharding | None) -> Any:
+        def native(spec: ArraySpec, sharding: Sharding | None) -> Any:
             tensor = stored[spec.name]
             kinds = (*MATRICES, *(("embedding",) if ops is not None and ops.scales_tables else ()))
-            found = None if ops is None else kept_matrix(files, tensor, spec, sharding, ops)
+            found = None if ops is None else native_matrix(files, tensor, spec, sharding, ops)
             if found is not None:
                 advance(tensor.nbytes)
+                kept.append(tensor.quantised)
             elif tensor.quantised and spec.kind in kinds:
-                dequantised.append((tensor.quantised, tensor.kept))  # by any thread
+                converted.append((tensor.quantised, tensor.native_format))
             return found
 
-        params = from_tensors(specs, read, dtype, shardings, None if ops is None else ops.prepare_one, kept)
-    say_dequantised(folder, Counter(dequantised), ops, jnp.dtype(dtype).name)
+        params = from_tensors(specs, read, dtype, shardings, None if ops is None else ops.prepare_one, native)
+    if kept:
+        log.info("%s: keeping quantised: %s matrices", folder, listed(Counter(kept)))
+    log_converted(folder, Counter(converted), ops, jnp.dtype(dtype).name)
     return params
 
 
-def kept_matrix(
+def native_matrix(
     files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec, sharding: Sharding | None, ops: Operations
 ) -> Any:
-    """A matrix in its files' bits, as operations and devices take it; None if they do not."""
+    """Returns a matrix in its files' quantised format, sharded if needed; None if operations or devices cannot use it."""
     if spec.kind not in MATRICES or (spec.kind == "experts" and not ops.packs):  # only the CPU kernels read experts in blocks
         return None
-    found = read_kept(files, tensor, spec, ops.keeps_blocks, ops.keeps_fp8)
-    return found if found is None or sharding is None else divided(found, spec.shape, sharding)
+    found = read_native(files, tensor, spec, ops.keeps_blocks, ops.keeps_fp8)
+    return found if found is None or sharding is None else shard_matrix(found, spec.shape, sharding)
 
 
 def _read_bytes(tensor: StoredTensor, parts: Collection[Bounds]) -> int:
-    """Bytes that parts of a tensor take; of a matrix in several tensors all of these are read for each part."""
+    """Returns the bytes read for parts of a tensor; a matrix in several tensors is read whole for each part."""
     if tensor.layout is not None:
         return tensor.nbytes * len(parts)
     return sum(prod(stop - start for start, stop in part) for part in parts) * tensor.nbytes // max(1, prod(tensor.shape))
 
 
-def say_dequantised(folder: Path, matrices: Mapping[tuple[str, str], int], ops: Operations | None, dtype: str) -> None:
-    """One line on matrices whose bits are not kept, if there are some, and what keeps them.
+def log_converted(folder: Path, matrices: Mapping[tuple[str, str], int], ops: Operations | None, dtype: str) -> None:
+    """Logs what quantised matrices were converted to, and the option that keeps them: a warning if nobody requested it.
 
     Args:
-        matrices: how many there are of each format, as users read it and as products read it.
+        matrices: number of matrices of each format, by its name for users and the format in which matmuls read it.
     """
     if not matrices:
         return
-    listed = ", ".join(f"{count} in {name}" for (name, _), count in sorted(matrices.items()))
-    if ops is not None and (ops.keeps_blocks or ops.keeps_fp8):
-        anew = "no product reads them as they are or devices' parts end within their blocks"
-        log.warning("%s: matrices are dequantised, then quantised anew, for %s: %s", folder, anew, listed)
+    counts = Counter[str]()
+    for (name, _), count in matrices.items():
+        counts[name] += count
+    if ops is None or ops.weights == "dequantised":
+        log.info("%s: dequantising to %s: %s matrices", folder, dtype, listed(counts))
         return
-    bits = bits_of(*max(matrices, key=lambda each: matrices[each]))  # of most matrices
-    running = dtype if ops is None or ops.weights == "auto" else f"{ops.weights} and {dtype}"
-    kept = {"fp8" if kept == "fp8" else "int4" for _, kept in matrices if kept}
-    if ops is not None and ops.packs:
-        kept -= {"fp8"}  # which no CPU kernel reads
-    remedy = "".join(f"; add --weights {weights} to keep its bits" for weights in sorted(kept))
-    what = "file" if folder.is_file() else "checkpoint"
-    log.warning("%s: %d-bit %s, running in %s%s (matrices: %s)", folder, bits, what, running, remedy, listed)
+    readable = {"fp8" if native == "fp8" else "blocks" for _, native in matrices if native}
+    if ops.weights == "auto" and not ops.keeps_blocks:
+        action = f"dequantising to {dtype}"
+        options = [option for kind, option in (("fp8", "fp8"), ("blocks", "int4")) if kind in readable]
+        remedy = f"Use --weights {' or '.join(options)} to keep them quantised." if options else ""
+    elif ops.weights == "auto":
+        action = f"dequantising to {dtype}, because no CPU kernel reads their format or shards end within their blocks"
+        remedy = "Use --weights int8 or int4 to quantise them again."
+    elif ops.keeps_blocks or ops.keeps_fp8:
+        action = "quantising again, because no matmul reads their format or shards end within their blocks"
+        remedy = ""
+    else:
+        action = f"converting to {ops.weights}"
+        kept = "blocks" in readable
+        remedy = f"Use --weights {'auto' if ops.packs else 'int4'} to keep their bits." if kept else ""
+    log.warning("%s: %s: %s matrices.%s", folder, action, listed(counts), f" {remedy}" if remedy else "")
 
 
-def bits_of(name: str, kept: str) -> int:
-    """Bits of a weight in a format, by its name, or by the one under which products read it."""
-    return int(next(found[0] for text in (name, kept, "32") if (found := re.search(r"\d+", text))))
+def listed(counts: Mapping[str, int]) -> str:
+    """Lists numbers of matrices by format."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 @contextmanager
 def loading(console: Console | None, folder: Path, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many bytes of weights are read: as a bar on a console, else by a line in the log now and then.
+    """Shows the progress of loading weights: a bar on a console, else log lines now and then.
 
-    Gives what is to be called with each number of bytes, from any thread.
+    Yields a function to call with each number of bytes read, from any thread.
     """
     progress = byte_progress(console)
     task = progress.add_task("loading weights", total=total)
-    began = said = time.monotonic()
+    began = logged = time.monotonic()
     lock = Lock()
 
     def advance(size: int) -> None:
-        nonlocal said
+        nonlocal logged
         progress.advance(task, size)
         with lock:
             now = time.monotonic()
-            if console is not None or now - said < LOGGED_S:
+            if console is not None or now - logged < LOGGED_S:
                 return
-            said = now
+            logged = now
         done = progress.tasks[0].completed
         log.info("%s: read %.1f of %.1f GB of weights in %.0f s", folder, done / 1e9, total / 1e9, now - began)
 
@@ -357,11 +368,11 @@ def loading(console: Console | None, folder: Path, total: int) -> Iterator[Calla
         yield advance
 
 
-def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _same) -> dict[str, np.ndarray]:
-    """The tensors of these names as they are stored, integers and flags too; what a checkpoint lacks is left out.
+def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _unchanged) -> dict[str, np.ndarray]:
+    """Reads the named tensors in their stored dtype, including integers and flags; missing tensors are left out.
 
     Args:
-        rename: from a stored name to the one asked for.
+        rename: from a stored name to one of `names`.
     """
     found = {rename(tensor.name): tensor for tensor in read_headers(weight_files(folder)) if rename(tensor.name) in names}
     values = {}
@@ -372,7 +383,7 @@ def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], st
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file under another name first, so that `path` never holds half of it."""
+    """Writes to a temporary file first, so that `path` never holds an incomplete file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -382,17 +393,17 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file, which appears whole or not at all.
+    """Writes a safetensors file atomically.
 
-    Of several processes the first one writes, but all must call this where `tensors` gathers what they hold (`params.to_host`).
+    Only process 0 writes, but all processes must call this function if `tensors` gathers from them (`params.to_host`).
     """
-    kept = {}
+    gathered_tensors = {}
     for name, value in tensors:
         if jax.process_index() == 0:
-            kept[name] = value
+            gathered_tensors[name] = value
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, lambda partial: save_file(kept, partial, metadata=metadata))
+        _replace(path, lambda partial: save_file(gathered_tensors, partial, metadata=metadata))
 
 
 def save_params(
@@ -401,16 +412,16 @@ def save_params(
     specs: object,
     params: object,
     dtype: DTypeLike,
-    as_they_are: Mapping[str, np.ndarray] | None = None,
+    unconverted: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`, as other libraries read them too. Creates the folder.
+    """Writes `config.json` and `model.safetensors`, which other libraries read too. Creates the folder.
 
-    The parameters are stored as `dtype`, which `config.json` names as its `torch_dtype`; the tensors in `as_they_are`
-    (integers, flags) keep their own. Of several processes all must call this; the first one writes, and all return once it has.
+    Parameters are stored as `dtype`, which is the `torch_dtype` of `config.json`; tensors in `unconverted` (integers, flags)
+    keep their dtype. All processes must call this function; process 0 writes, and all return afterwards.
     """
     text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"
-    tensors = chain(to_tensors(specs, params, dtype), (as_they_are or {}).items())
-    # Readers built on torch refuse a file that does not say "pt".
+    tensors = chain(to_tensors(specs, params, dtype), (unconverted or {}).items())
+    # Readers built on torch require the format "pt".
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     if jax.process_index() == 0:
         _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
@@ -418,7 +429,7 @@ def save_params(
 
 
 def decoder_config(folder: Path) -> DecoderConfig:
-    """The configuration of a decoder language model; one that was saved without its head takes the embedding for it.
+    """Reads the configuration of a decoder. A decoder saved without an output head uses the embedding as its head.
 
     Raises:
         ValueError: see `read_config` and `config_from_hf`.
@@ -428,10 +439,10 @@ def decoder_config(folder: Path) -> DecoderConfig:
 
 
 def is_headless(folder: Path) -> bool:
-    """True for a decoder alone, as models of embeddings are saved: no output head, no `model.` before the tensors' names."""
+    """True for a decoder saved as an embedding model: no output head, and no `model.` before tensor names."""
     try:
         names = {tensor.name for tensor in read_headers(weight_files(folder))}
-    except ValueError:  # there are no weights yet, or none that can be read: whoever reads them says so
+    except ValueError:  # missing or unreadable weights are reported when they are read
         return False
     return any(bare_tensor(name) == EMBEDDING for name in names) and not any(name.endswith("lm_head.weight") for name in names)
 
@@ -445,23 +456,22 @@ def load_decoder(
 ) -> tuple[DecoderConfig, DecoderParams]:
     """Reads a decoder language model: its configuration, and its parameters as `dtype`.
 
-    Where the operations keep a file's blocks, a tied embedding that has some is read out of the output head.
+    If the operations keep a file's quantised blocks, a tied embedding in such blocks is read through the output head.
 
-    Two kinds of tensor are passed over, because they repeat what is known: rotary frequencies, which older files hold, and the
-    head of a model whose head is the embedding; so are layers that predict further tokens (`mtp.`), which are no part of the
-    model. Of a multimodal model the text half alone is read.
+    Redundant tensors are ignored: rotary frequencies, which older files hold, and the output head of a model whose head is the
+    embedding. So are layers of multi-token prediction (`mtp.`), and all but the text model of a multimodal model.
 
     Args:
-        shard: from the declaration to the shardings, say `lambda specs: shardings(specs, mesh, rules)`
+        shard: from the declaration to the shardings, such as `lambda specs: shardings(specs, mesh, rules)`
             (`tilewright.parallel.sharding`); None for the default device.
-        ops: what the parameters are prepared for, array by array; None leaves them as they are.
+        ops: prepares the parameters, array by array; None leaves them unprepared.
 
     Raises:
         ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
     """
     config = decoder_config(folder)
     if config != config_from_hf(read_config(folder)):
-        log.warning("%s has no output head: what it is for is embeddings, and what it generates means nothing", folder)
+        log.warning("%s has no output head: it is an embedding model, and its generated text is meaningless", folder)
     rename = declared_name(folder)
     multimodal = "text_config" in read_config(folder)
 
@@ -470,7 +480,7 @@ def load_decoder(
             return True
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 
-    specs = declare(config, ops is not None and ops.own_head, stored_family(folder, config))
+    specs = declare(config, ops is not None and ops.separate_head, stored_family(folder, config))
     layout = quantised_layout(read_config(folder).get("quantization_config"))
     packs = ops is not None and ops.packs and ops.keeps_blocks
     shared = packs and config.tie_word_embeddings and holds_blocks(folder, EMBEDDING)
@@ -487,27 +497,28 @@ def load_decoder(
 
 
 def declared_name(folder: Path) -> Callable[[str], str]:
-    """From the name of a decoder's tensor to that of the declared array: of a multimodal model the text half's.
+    """Returns a function from a stored tensor name to the declared name.
 
-    Names that lack the `model.` in front, where a decoder was saved without what is around it, get it.
+    For a multimodal model, names are those of its text model. Names without `model.`, of a decoder saved alone, get that
+    prefix.
     """
     multimodal = "text_config" in read_config(folder)
     return lambda name: bare_tensor(name) or (multimodal and text_tensor(name)) or name
 
 
-def kept_formats(folder: Path) -> dict[str, str]:
-    """The formats in which a folder's files have a decoder's matrices in few bits, by the arrays' names.
+def native_formats(folder: Path) -> dict[str, str]:
+    """Returns the format of each quantised matrix that matmuls can read without dequantising, by the array's name.
 
     Raises:
         ValueError: see `read_config` and `weight_files`.
     """
     layout = quantised_layout(read_config(folder).get("quantization_config"))
     rename = declared_name(folder)
-    return {rename(each.name): each.kept for each in stored_tensors(folder, layout) if each.kept}
+    return {rename(each.name): each.native_format for each in stored_tensors(folder, layout) if each.native_format}
 
 
 def stored_family(folder: Path, config: DecoderConfig) -> Family:
-    """The family of a model, with the names that its experts' tensors have in this folder."""
+    """Returns the family of a model, with the names of its experts' tensors in this folder."""
     family = FAMILIES[config.family]
     if config.mixture is None or family.experts_in_one is None:
         return family
@@ -517,10 +528,10 @@ def stored_family(folder: Path, config: DecoderConfig) -> Family:
 
 
 def holds_blocks(folder: Path, name: str) -> bool:
-    """True if a GGUF file has a tensor in blocks that products read."""
+    """True if a GGUF file has a tensor in blocks that matmuls read."""
     file = gguf.gguf_file(folder)
     return (
         file is not None
         and (tensors := gguf.open_gguf(file)).names.get(name) is not None
-        and tensors.get_slice(name).kept != ""
+        and tensors.get_slice(name).native_format != ""
     )

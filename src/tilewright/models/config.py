@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json` and collects everything that is wrong with it into one error."""
+"""Reads a Hugging Face `config.json` and reports all its problems in one error."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,30 +33,31 @@ SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
 }
-"""The kinds of `rope_scaling`: fields that each must have, and may have. "dynamic" scales positions from
-`max_position_embeddings` on alone, and no context here is longer."""
+"""Kinds of `rope_scaling`, each with its required and its optional fields.
+
+"dynamic" changes nothing here: it scales positions beyond `max_position_embeddings`, which no context exceeds."""
 
 YARN_FLAGS = ("truncate", "finetuned")
-"""Fields of "yarn" that are no numbers. Whether a model was trained with it changes nothing here."""
+"""Boolean fields of "yarn". `finetuned` changes nothing here."""
 
 ROPE_THETA = 10000.0
-"""The base of a configuration that names none (Su et al. 2021, and the libraries' default)."""
+"""Default rotary base (Su et al. 2021, and the libraries' default)."""
 
 IMAGE_AXES = ("mrope_section", "mrope_interleaved")
-"""Fields of `rope_parameters` that say which entries turn by which axis of an image: text has the same position on all."""
+"""Multimodal fields of `rope_parameters`, ignored because text has the same position on all axes."""
 
 Rotation = Literal["global", "local", "none"]
-"""Which rotation a layer has: the model's, that of its layers with a window where these have one of their own, or none."""
+"""Rotation of a layer: "global" (the model's), "local" (a separate base of sliding-window layers) or "none"."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Kind of a layer: what distinguishes layers of one model, besides their arrays.
+    """Settings in which the layers of one model differ, besides their arrays.
 
     Attributes:
         window, scale, softcap: see `operations.Scores`.
-        mixture: the experts in the place of its MLP; None for an MLP.
-        delta: linear attention in the place of attention; None for attention.
+        mixture: the experts that replace the MLP; None for an MLP.
+        delta: the linear attention that replaces attention; None for attention.
     """
 
     rotation: Rotation = "global"
@@ -98,20 +99,20 @@ class Sizes:
 
     @property
     def needs_xla(self) -> bool:
-        """True if XLA computes attention on a CPU, whatever kernels there are: they do not take heads of all sizes."""
+        """True if XLA must compute attention on CPUs, because the CPU kernels do not support the head size."""
         return self.head_dim % HEAD_MULTIPLE != 0
 
     def rope_tables(self, positions: Int[Array, "B T"]) -> dict[Rotation, Rope]:
-        """The rotations of positions, one of each kind that the layers have."""
+        """Computes cosines and sines of positions, for each rotation that the layers use."""
         factor = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
         return {"global": rope_tables(positions, self.rope_frequencies, factor)}
 
     def sizes(self) -> dict[str, Any]:
-        """These fields by name, for a drafter of a target's own sizes."""
+        """Returns these fields by name, for a drafter with its target's sizes."""
         return {field.name: getattr(self, field.name) for field in fields(Sizes)}
 
     def to_hf(self) -> dict[str, Any]:
-        """These fields under the names of a `config.json`."""
+        """Returns these fields under their `config.json` names."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -129,15 +130,15 @@ class Sizes:
 
 
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
-    """The fields of a scaling; which factors of LongRoPE are in use follows from the context."""
+    """Returns a scaling's `config.json` fields. LongRoPE's `long` is left out, because it follows from the context."""
     return {name: value for name, value in vars(scaling).items() if name != "long"}
 
 
-def lengthened(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration's fields with the context that YaRN gives it.
+def with_yarn_context(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a configuration's fields with `max_position_embeddings` extended by YaRN.
 
-    Who adds the scaling, as model cards advise for long texts, often leaves `max_position_embeddings` as it was. A scaling that
-    names no original length is one of the context as it stands.
+    Model cards advise adding YaRN for long texts, and often leave `max_position_embeddings` unchanged. A YaRN scaling without
+    `original_max_position_embeddings` leaves the context unchanged.
     """
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
     context = fields.get("max_position_embeddings")
@@ -150,15 +151,15 @@ def lengthened(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**fields, "max_position_embeddings": max(context, round(factor * original))}
 
 
-def within(config: Any, context: int | None) -> Any:
-    """A decoder's configuration for a context that is declared to be shorter, if that changes anything.
+def for_context(config: Any, context: int | None) -> Any:
+    """Returns a decoder's configuration for a shorter declared context.
 
-    It does with LongRoPE: the model then has that context, and rotates by the factors that go with it.
+    Only LongRoPE changes: the model gets that context and the matching frequency factors.
     """
     scaling = config.rope_scaling
     if context is None or context >= config.max_position_embeddings or not isinstance(scaling, LongRopeScaling):
         return config
-    return replace(config, max_position_embeddings=context, rope_scaling=scaling.within(context))
+    return replace(config, max_position_embeddings=context, rope_scaling=scaling.for_context(context))
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -166,7 +167,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 class ConfigReader:
-    """Reads fields one by one; `finish` raises a single `ValueError` that lists all problems met on the way."""
+    """Reads configuration fields and collects problems, which `finish` raises as a single `ValueError`."""
 
     def __init__(self, fields: Mapping[str, Any], where: str):
         self.fields = fields
@@ -197,7 +198,7 @@ class ConfigReader:
         return value if isinstance(value, str) and value in allowed else allowed[0]
 
     def expect(self, name: str, only: object) -> None:
-        """A field whose other values change the maths: absent or null is fine, anything else than `only` is refused."""
+        """Notes a problem unless a field is absent, null or `only`, because other values change the maths."""
         value = self.fields.get(name)
         self.require(value is None or value == only, f"{name}={value!r} is not supported (only {only!r})")
 
@@ -213,8 +214,8 @@ class ConfigReader:
         self.require(good, f"{name} must be a token id or a list of them, found {value!r}")
         return tuple(ids) if good else ()
 
-    def shares(self, name: str) -> tuple[float, ...]:
-        """A list of numbers from 0 to 1; empty where the field is absent."""
+    def fractions(self, name: str) -> tuple[float, ...]:
+        """Reads a list of numbers from 0 to 1; empty if the field is absent."""
         value = self.fields.get(name, [])
         good = isinstance(value, list) and all(is_number(each) and 0 <= each <= 1 for each in value)
         self.require(good, f"{name} must be a list of numbers from 0 to 1, found {value!r}")
@@ -226,32 +227,32 @@ class ConfigReader:
         return value if isinstance(value, bool) else default
 
     def rope(self, section: str | None = None) -> RopeFields:
-        """Base, scaling and share, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`.
+        """Reads rotary base, scaling and rotated fraction from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
         Args:
-            section: of `rope_parameters` that speak of several kinds of layers.
+            section: key in a `rope_parameters` that has an entry for each kind of layer.
         """
         older = self.fields.get("rope_scaling")
         newer = self.fields.get("rope_parameters")
         if section is not None and isinstance(newer, Mapping):
             newer = newer.get(section, newer)
-        if not all(isinstance(given or {}, Mapping) for given in (older, newer)):
+        if not all(isinstance(fields or {}, Mapping) for fields in (older, newer)):
             self.require(False, f"rope_scaling and rope_parameters must be objects, found {older!r} and {newer!r}")
             return RopeFields(ROPE_THETA, None, 1.0)
         scaling = dict(older or newer or {})
         theta = scaling.pop("rope_theta", self.fields.get("rope_theta"))
         good = theta is None or (is_number(theta) and theta > 1)
         self.require(good, f"rope_theta must be a number above 1, found {theta!r}")
-        share = scaling.pop("partial_rotary_factor", None) or self.fields.get("partial_rotary_factor") or 1.0
-        proper = is_number(share) and 0 < share <= 1
-        self.require(proper, f"partial_rotary_factor must be a number above 0, at most 1, found {share!r}")
+        fraction = scaling.pop("partial_rotary_factor", None) or self.fields.get("partial_rotary_factor") or 1.0
+        in_range = is_number(fraction) and 0 < fraction <= 1
+        self.require(in_range, f"partial_rotary_factor must be a number above 0, at most 1, found {fraction!r}")
         older_kind = scaling.pop("type", None)
         kind = scaling.pop("rope_type", None) or older_kind or "default"
-        kind = "longrope" if kind == "su" else kind  # as older configurations of Phi-3 call it
+        kind = "longrope" if kind == "su" else kind  # older configurations of Phi-3
         for name in IMAGE_AXES:
             scaling.pop(name, None)
         base = float(theta) if good and theta is not None else ROPE_THETA
-        return RopeFields(base, self._rope_scaling(kind, scaling), float(share) if proper else 1.0)
+        return RopeFields(base, self._rope_scaling(kind, scaling), float(fraction) if in_range else 1.0)
 
     def _rope_scaling(self, kind: object, given: dict[str, Any]) -> RopeScaling | None:
         if kind not in SCALINGS:
@@ -302,7 +303,7 @@ class ConfigReader:
         )
 
     def _longrope(self, given: Mapping[str, Any]) -> LongRopeScaling | None:
-        """The original length may stand beside the context, at the top; without one the context is the original."""
+        """Reads LongRoPE. The original length may be at the top level; by default it is the context."""
         before = len(self.problems)
         name = "original_max_position_embeddings"
         longest = self.integer("max_position_embeddings")
@@ -324,10 +325,10 @@ class ConfigReader:
         return LongRopeScaling(short, long, original, float(attention), longest > original)
 
     def sizes(self, head_dim: int | None = None, rope_section: str | None = None) -> dict[str, Any]:
-        """The fields of `Sizes`.
+        """Reads the fields of `Sizes`.
 
         Args:
-            head_dim: where the configuration names none; by default the hidden size divided by the heads.
+            head_dim: head size if the configuration names none; by default the hidden size divided by the number of heads.
             rope_section: see `rope`.
         """
         hidden = self.integer("hidden_size")
@@ -346,10 +347,10 @@ class ConfigReader:
         self.require(heads % sizes["num_kv_heads"] == 0, "num_attention_heads is no multiple of num_key_value_heads")
         self.require(sizes["head_dim"] % 2 == 0, "head_dim must be even")
         if isinstance(scaling := sizes["rope_scaling"], LongRopeScaling):
-            turned = int(sizes["head_dim"] * sizes["partial_rotary_factor"]) // 2
+            pairs = int(sizes["head_dim"] * sizes["partial_rotary_factor"]) // 2
             found = len(scaling.short_factor), len(scaling.long_factor)
-            said = f"rope_scaling: expected {turned} factors in each set, found {found[0]} and {found[1]}"
-            self.require(found == (turned, turned), said)
+            problem = f"rope_scaling: expected {pairs} factors in each set, found {found[0]} and {found[1]}"
+            self.require(found == (pairs, pairs), problem)
         return sizes
 
     def finish(self) -> None:
@@ -357,32 +358,29 @@ class ConfigReader:
             raise ValueError(f"{self.where}: " + "; ".join(self.problems))
 
 
-def text_half(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a multimodal model's text half; another model's as it is."""
+def text_config(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the text model's configuration of a multimodal model; other configurations unchanged."""
     text = fields.get("text_config")
     if not isinstance(text, Mapping):
         return fields
-    # Ends of an answer may come from `generation_config.json`, which is put at the top.
+    # `read_config` writes the end tokens of `generation_config.json` to the top level.
     shared = ("eos_token_id", "quantization_config", "tie_word_embeddings")
-    return {**{name: fields[name] for name in shared if name in fields}, **text, **_given(fields, "eos_token_id")}
-
-
-def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {} if fields.get(name) is None else {name: fields[name]}
+    ends = {} if fields.get("eos_token_id") is None else {"eos_token_id": fields["eos_token_id"]}
+    return {**{name: fields[name] for name in shared if name in fields}, **text, **ends}
 
 
 BARE = re.compile(r"(?:language_model\.)?((?:embed_tokens|layers|norm)\..*)")
-"""A tensor of a decoder that was saved by itself, or within a multimodal model that was."""
+"""Name of a tensor of a decoder that was saved without an output head, possibly inside a multimodal model."""
 
 
 def bare_tensor(name: str) -> str | None:
-    """The name of such a tensor in a model with a head, where `model.` stands before it; None for any other."""
+    """Adds `model.` to the tensor name of a decoder saved without an output head; returns None for other names."""
     found = BARE.fullmatch(name)
     return f"model.{found[1]}" if found else None
 
 
 def text_tensor(name: str) -> str | None:
-    """The name of a tensor of a multimodal checkpoint's text half in one of text alone; None for the other half's."""
+    """Maps a multimodal checkpoint's tensor name to the text model's; returns None for tensors of other parts."""
     for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)

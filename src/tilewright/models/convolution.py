@@ -1,6 +1,7 @@
-"""Short causal convolutions along a block, around each sublayer of a drafter's layers, as DFlash 2 has them.
+"""Short causal convolutions along a block, around each sublayer of a drafter's layers (DFlash 2).
 
-Each slot is mixed with those before it. The kernels depend on the slot, and groups of channels share what depends on it.
+Each slot is mixed with earlier slots. A part of each kernel depends on the slot, and a group of channels shares this dynamic
+part.
 
 Legend: B rows of a batch, T slots of a block, H hidden size, k taps of a convolution, C groups of channels.
 """
@@ -22,10 +23,10 @@ from tilewright.models.stack import Rows, Stack
 
 BEFORE = 0
 AFTER = 1
-"""The sides of a sublayer that has a convolution on each."""
+"""Sides of a sublayer, each of which has a convolution."""
 SIDES = 2
 SIZES = ("conv_kernel_size", "conv_group_size")
-"""Of a configuration: the taps k, the slot itself included, and the channels that share a kernel's dynamic part."""
+"""Configuration fields: the taps k, including the slot itself, and the channels that share a kernel's dynamic part."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +35,8 @@ class Convolution:
     """Both convolutions of a sublayer.
 
     Attributes:
-        base_kernel: `[side, tap, H]`; tap 0 is the slot itself, tap 1 the one before it.
-        kernel_projection: `[H, side * tap * group]`: what each slot's hidden state adds to its kernels.
+        base_kernel: `[side, tap, H]`; tap 0 is the slot itself, tap 1 the slot before it.
+        kernel_projection: `[H, side * tap * group]`: projects each slot's hidden state to the dynamic part of its kernels.
     """
 
     base_kernel: Any
@@ -44,7 +45,7 @@ class Convolution:
 
 @runtime_checkable
 class HasConvolutions(Protocol):
-    """Parameters of a drafter with convolutions, one of each kind for each layer."""
+    """Parameters of a drafter with convolutions around attention and MLP of each layer."""
 
     @property
     def backbone(self) -> DFlashParams: ...
@@ -54,20 +55,23 @@ class HasConvolutions(Protocol):
     def mlp_convs(self) -> tuple[Convolution, ...]: ...
 
 
-def groups_of(config: Any) -> int:
-    """C. `config` has the fields of a `DFlashConfig`, and `SIZES`."""
+def num_groups(config: Any) -> int:
+    """Returns C. `config` has the fields of a `DFlashConfig`, and `SIZES`."""
     return config.hidden_size // config.conv_group_size
 
 
 def declare(config: Any) -> tuple[tuple[Convolution, ...], tuple[Convolution, ...]]:
-    """The convolutions around attention and around the MLP, layer by layer. Fresh, the dynamic part of all kernels is zero."""
+    """Declares the convolutions around attention and around the MLP, layer by layer.
+
+    The dynamic part of all kernels is initialised to zero.
+    """
     h = config.hidden_size
     taps = config.conv_kernel_size
 
     def convolution(name: str) -> Convolution:
         return Convolution(
             ArraySpec(f"{name}.base_kernel", (SIDES, taps, h), ("conv", "conv", "hidden"), scale=0.0),
-            matrix(f"{name}.kernel_projection.weight", h, SIDES * taps * groups_of(config), ("hidden", "conv"), scale=0.0),
+            matrix(f"{name}.kernel_projection.weight", h, SIDES * taps * num_groups(config), ("hidden", "conv"), scale=0.0),
         )
 
     attention, mlp = (
@@ -76,31 +80,32 @@ def declare(config: Any) -> tuple[tuple[Convolution, ...], tuple[Convolution, ..
     return attention, mlp
 
 
-def passing(params: Any) -> Any:
-    """Fresh parameters whose convolutions pass every slot on as it is."""
+def pass_through(params: Any) -> Any:
+    """Sets the convolutions of fresh parameters to the identity."""
 
-    def opened(conv: Convolution) -> Convolution:
+    def identity(conv: Convolution) -> Convolution:
         return replace(conv, base_kernel=conv.base_kernel.at[:, 0].set(1))
 
-    convs = {name: tuple(map(opened, getattr(params, name))) for name in ("attention_convs", "mlp_convs")}
+    convs = {name: tuple(map(identity, getattr(params, name))) for name in ("attention_convs", "mlp_convs")}
     return replace(params, **convs)
 
 
 Kernels = Float32[Array, "B T sides k C"]
-"""What a slot adds to the kernels around its sublayer."""
+"""Dynamic part of the kernels around a slot's sublayer."""
 
 
 def dynamic_kernels(config: Any, ops: Operations, conv: Convolution, h: Float[Array, "B T H"]) -> Kernels:
     flat = ops.linear(h, conv.kernel_projection, jnp.float32)
-    return flat.reshape(*h.shape[:2], SIDES, config.conv_kernel_size, groups_of(config))
+    return flat.reshape(*h.shape[:2], SIDES, config.conv_kernel_size, num_groups(config))
 
 
 def convolve(config: Any, conv: Convolution, dynamic: Kernels, side: int, y: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-    """Each slot's weighted sum of itself and the slots before it, channel by channel; nothing lies before slot 0.
+    """Returns each slot's weighted sum of itself and earlier slots, channel by channel.
 
-    The weights are those of the slot that is written. In float32, whatever the dtype of `y`.
+    The weights are those of the slot that is written; slots before slot 0 count as zero. Sums are float32 regardless of the
+    dtype of `y`.
     """
-    base = conv.base_kernel[side].astype(jnp.float32).reshape(config.conv_kernel_size, groups_of(config), -1)
+    base = conv.base_kernel[side].astype(jnp.float32).reshape(config.conv_kernel_size, num_groups(config), -1)
     groups = y.astype(jnp.float32).reshape(*y.shape[:2], *base.shape[1:])
 
     def tap(j: int) -> Array:
@@ -111,45 +116,47 @@ def convolve(config: Any, conv: Convolution, dynamic: Kernels, side: int, y: Flo
 
 
 class ConvLayer(NamedTuple):
-    """A decoder's layer and the convolutions around its sublayers."""
+    """Decoder layer, and the convolutions around its sublayers."""
 
-    layer: Layer
+    decoder: Layer
     attention: Convolution
     mlp: Convolution
 
 
 def stack_of(config: Any, ops: Operations, params: HasConvolutions, attend: Attend) -> Stack:
-    """The layers in their parts. What a layer's norm gives also decides the kernels on both sides of the sublayer behind it."""
+    """Builds the stack of layers. A sublayer's normed input also determines the kernels before and after it."""
 
-    def project(ops: Operations, of: ConvLayer, x: Float[Array, "B T H"]) -> tuple[Projection, Kernels]:
-        h = ops.rms_norm(x, of.layer.input_norm, config.rms_norm_eps)
-        dynamic = dynamic_kernels(config, ops, of.attention, h)
-        return ops.project(convolve(config, of.attention, dynamic, BEFORE, h), of.layer.qkv), dynamic
+    def project(ops: Operations, layer: ConvLayer, x: Float[Array, "B T H"]) -> tuple[Projection, Kernels]:
+        h = ops.rms_norm(x, layer.decoder.input_norm, config.rms_norm_eps)
+        dynamic = dynamic_kernels(config, ops, layer.attention, h)
+        return ops.project(convolve(config, layer.attention, dynamic, BEFORE, h), layer.decoder.qkv), dynamic
 
     def attended(
-        ops: Operations, of: ConvLayer, projected: tuple[Projection, Kernels], rows: Rows, kept: Any
+        ops: Operations, layer: ConvLayer, projected: tuple[Projection, Kernels], rows: Rows, kv_cache: Any
     ) -> tuple[Any, Any]:
-        out, kept = attend(ops, projected[0], head_norms(config, of.layer, rows.rope["global"]), rows.seen, kept)
-        return (out, projected[1]), kept
+        out, kv_cache = attend(
+            ops, projected[0], head_norms(config, layer.decoder, rows.rope["global"]), rows.attn_metadata, kv_cache
+        )
+        return (out, projected[1]), kv_cache
 
     def output(
-        ops: Operations, of: ConvLayer, out: tuple[Array, Kernels], add: Float[Array, "B T H"] | None = None
+        ops: Operations, layer: ConvLayer, out: tuple[Array, Kernels], add: Float[Array, "B T H"] | None = None
     ) -> Float[Array, "B T H"]:
-        own = decoder.summed(config, ops, of.layer, "attention", decoder.output(config, ops, of.layer, out[0]))
-        y = convolve(config, of.attention, out[1], AFTER, own)
+        inner = decoder.post_reduce(config, ops, layer.decoder, "attention", decoder.output(config, ops, layer.decoder, out[0]))
+        y = convolve(config, layer.attention, out[1], AFTER, inner)
         return y if add is None else add + y
 
     def mlp(
-        ops: Operations, of: ConvLayer, x: Float[Array, "B T H"], add: Float[Array, "B T H"] | None = None
+        ops: Operations, layer: ConvLayer, x: Float[Array, "B T H"], add: Float[Array, "B T H"] | None = None
     ) -> Float[Array, "B T H"]:
-        h = ops.rms_norm(x, of.layer.post_attention_norm, config.rms_norm_eps)
-        dynamic = dynamic_kernels(config, ops, of.mlp, h)
-        inner = ops.gated_linear(convolve(config, of.mlp, dynamic, BEFORE, h), of.layer.gate_up)
-        y = convolve(config, of.mlp, dynamic, AFTER, ops.linear(inner, of.layer.down))
+        h = ops.rms_norm(x, layer.decoder.post_attention_norm, config.rms_norm_eps)
+        dynamic = dynamic_kernels(config, ops, layer.mlp, h)
+        inner = ops.gated_linear(convolve(config, layer.mlp, dynamic, BEFORE, h), layer.decoder.gate_up)
+        y = convolve(config, layer.mlp, dynamic, AFTER, ops.linear(inner, layer.decoder.down))
         return y if add is None else add + y
 
-    of = tuple(map(ConvLayer, params.backbone.layers, params.attention_convs, params.mlp_convs))
-    return Stack(ops, of, project, attended, output, mlp, summed=lambda ops, of, half, y: y)
+    layers = tuple(map(ConvLayer, params.backbone.layers, params.attention_convs, params.mlp_convs))
+    return Stack(ops, layers, project, attended, output, mlp, post_reduce=lambda ops, layer, sublayer, y: y)
 
 
 def run_block(
@@ -160,8 +167,8 @@ def run_block(
     positions: Int[Array, "B T"],
     context: tuple[Any, ...],
     attend: Attend,
-    seen: Any,
+    attn_metadata: Any,
 ) -> Float[Array, "B T H"]:
-    """Runs blocks through all layers; see `dflash.run_block`. The context is DFlash's: no convolution touches it."""
+    """Runs blocks through all layers; see `dflash.run_block`. The context is DFlash's, without convolutions."""
     stack = stack_of(config, ops, params, attend)
-    return dflash.run_stack(config, stack, params.backbone.norm, embedded, positions, context, seen)
+    return dflash.run_stack(config, stack, params.backbone.norm, embedded, positions, context, attn_metadata)

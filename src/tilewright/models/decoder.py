@@ -1,8 +1,8 @@
-"""Decoder language models, of all the families that `registry.py` lists.
+"""Decoder language models of all families in `registry.py`.
 
-A layer is four functions (see `stack.py`), and a schedule runs the layers. What a query may see, and where keys and values are
-kept, is the business of the `attend` callback; which implementation computes, that of the bundle of operations. How families
-differ stands in `families/`. Tensor names are those of their checkpoints.
+A layer is four functions (see `stack.py`), which a schedule runs. The `attend` callback decides the attention mask and stores
+keys and values. The bundle of operations decides the implementation. Differences between families are in `families/`. Tensor
+names are those of the checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,18 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.kernels.masks import causal_from
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed, softcapped
-from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, lengthened, text_half
+from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_config, with_yarn_context
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
 from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
-from tilewright.models.lora import adapted_operations, own_columns
-from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight
+from tilewright.models.lora import adapted_operations, row_ranks
+from tilewright.models.params import ArraySpec, declare_interleaved, matrix, norm_weight
 from tilewright.models.quantised import quantised_layout
 from tilewright.models.registry import FAMILIES, family_of
-from tilewright.models.stack import SINGLE_DEVICE, Half, Rows, Schedule, Stack
+from tilewright.models.stack import SINGLE_DEVICE, Rows, Stack, Strategy, Sublayer
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -37,16 +38,16 @@ class DecoderConfig(Sizes):
 
     Attributes:
         family: its name in `registry.FAMILIES`.
-        unrotated_layers: layers, from 0, whose queries and keys are not rotated.
-        sliding_window, sliding_layers: how many positions a query sees in these layers, its own included.
-        local_rope_theta: the base of these layers' rotation; None for the others'.
+        unrotated_layers: layers, from 0, without rotary embedding.
+        sliding_window, sliding_layers: number of positions that a query attends to in these layers, including its own.
+        local_rope_theta: rotary base of the sliding-window layers; None for that of the other layers.
         attention_scale, score_softcap: see `operations.Scores`.
-        logit_softcap: logits x become `logit_softcap * tanh(x / logit_softcap)`; None for as they are.
-        embedding_scale: what embeddings are multiplied by.
-        mixture: the experts of its layers; None where all layers have an MLP.
-        dense_layers: those that have an MLP all the same.
-        balance: what `experts.balancing_loss` is multiplied with in training (`router_aux_loss_coef`).
-        delta, delta_layers: the sizes of linear attention, and the layers that have it.
+        logit_softcap: logits x become `logit_softcap * tanh(x / logit_softcap)`; None for no cap.
+        embedding_scale: multiplier of embeddings.
+        mixture: the experts of the layers; None if all layers have an MLP.
+        dense_layers: layers with an MLP in a model with experts.
+        balance: coefficient of `experts.balancing_loss` in training (`router_aux_loss_coef`).
+        delta, delta_layers: the sizes of linear attention, and the layers that use it.
     """
 
     family: str
@@ -69,7 +70,7 @@ class DecoderConfig(Sizes):
     delta_layers: tuple[int, ...] = ()
 
     def kind(self, layer: int) -> LayerKind:
-        """The kind of a layer."""
+        """Returns the kind of a layer."""
         sliding = layer in self.sliding_layers
         local: Rotation = "local" if sliding and self.local_rope_theta is not None else "global"
         rotation = "none" if layer in self.unrotated_layers else local
@@ -80,13 +81,13 @@ class DecoderConfig(Sizes):
 
     @property
     def needs_xla(self) -> bool:
-        """True if XLA computes part of the layers on a CPU too: states, capped scores, sinks, and heads of odd sizes."""
+        """True if XLA must compute layers on CPUs too: linear attention, capped scores, sinks or unsupported head sizes."""
         scores = self.score_softcap is not None or FAMILIES[self.family].sinks
         return super().needs_xla or self.delta is not None or scores
 
     @property
     def mlp_columns(self) -> int:
-        """Columns of the widest MLP that a row meets, those of all its experts together."""
+        """Columns of the widest MLP that a row passes through; all experts of a row count together."""
         if self.mixture is None:
             return self.intermediate_size
         experts = self.mixture.chosen * self.mixture.size
@@ -94,7 +95,7 @@ class DecoderConfig(Sizes):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's window; None where a query sees everything before it."""
+        """Sliding window of each layer; None for full attention."""
         return tuple(self.kind(n).window for n in range(self.num_layers))
 
     def rope_tables(self, positions: Int[Array, "B T"]) -> dict[Rotation, Rope]:
@@ -110,11 +111,11 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
     """Reads a Hugging Face `config.json`.
 
     Raises:
-        ValueError: one message that lists every missing field and every value that this family does not support.
+        ValueError: one message that lists every missing field and every unsupported value.
     """
-    fields = text_half(fields)
+    fields = text_config(fields)
     family = family_of(fields, where)
-    read = ConfigReader(lengthened({**family.defaults, **fields}), where)
+    read = ConfigReader(with_yarn_context({**family.defaults, **fields}), where)
     config = read_decoder(read, family.name)
     try:
         quantised_layout(fields.get("quantization_config"))
@@ -125,13 +126,13 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
 
 
 def read_decoder(read: ConfigReader, name: str) -> DecoderConfig:
-    """The configuration of a decoder of the family of this name by `read`; its problems are for `read.finish`."""
+    """Reads the configuration of a decoder of the named family. Problems are collected in `read`."""
     family = FAMILIES[name]
     if family.activation == "silu":
         read.expect("hidden_act", "silu")
     else:
         read.expect("hidden_activation", "gelu_pytorch_tanh")
-    # Biases of queries, keys and values belong to a family; its configurations need not speak of them.
+    # The family decides on biases of queries, keys and values; its configurations may omit them.
     read.expect("attention_bias", family.qkv_bias)
     read.expect("mlp_bias", False)
     return DecoderConfig(
@@ -145,7 +146,7 @@ def read_decoder(read: ConfigReader, name: str) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """The `config.json` of a model that was made here; other libraries read it too."""
+    """Returns the `config.json` of a model, which other libraries read too."""
     family = FAMILIES[config.family]
     return {
         "architectures": [family.architecture],
@@ -162,16 +163,16 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `q_norm` and `k_norm` are Qwen3's, and `qkv_bias`, a tuple, Qwen2's; others have None there.
+    """Decoder layer. `q_norm`, `k_norm` (Qwen3) and the tuple `qkv_bias` (Qwen2) are None in other families.
 
     Attributes:
-        gate_up: `Joined`; two matrices by themselves where the gate is not a `silu`. Of experts, the matrices of all of them.
-        router: what chooses experts; None where the layer has an MLP.
-        o_bias, sinks: of attention's output, and of its scores (see `operations.Scores`); None where the family has none.
-        attention_out_norm, mlp_out_norm: of what the halves give, where that is normed.
-        gate: of what attention gives, where that is gated.
-        delta: `DeltaWeights`, in the place of queries, keys and values, where attention is linear.
-        kind: no array, but the same in a declaration and in what is made of it.
+        gate_up: `Joined` matrices; a tuple of two if the gate is not `silu`. For experts, the matrices of all of them.
+        router: routes rows to experts; None if the layer has an MLP.
+        o_bias, sinks: bias of the attention output, and attention sinks (see `operations.Scores`); None if the family has none.
+        attention_out_norm, mlp_out_norm: norms of the sublayers' outputs; None if the family has none.
+        gate: matrix of the attention output's gate; None if the family has none.
+        delta: `DeltaWeights` instead of queries, keys and values, if attention is linear.
+        kind: static settings, the same in a declaration and in its parameters.
     """
 
     input_norm: Any
@@ -194,27 +195,27 @@ class Layer:
 
 
 MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm", "router")
-"""Fields of a layer that its MLP half reads."""
+"""Fields of a layer that its MLP sublayer reads."""
 
 
 def split_layer(layer: Layer) -> tuple[Layer, Layer]:
-    """Parameters of a layer's attention half, and those of its MLP half, with None for the rest; of any tree like a layer's."""
+    """Splits a layer, or a tree of its form, into the fields of attention and of the MLP; the rest is None."""
     mlp = set(MLP_FIELDS)
     other = {field.name for field in fields(Layer)} - mlp - {"kind"}
     return replace(layer, **dict.fromkeys(mlp)), replace(layer, **dict.fromkeys(other))
 
 
 def join_layer(attention: Layer, mlp: Layer) -> Layer:
-    """The inverse of `split_layer`."""
+    """Joins the fields of attention and of the MLP; the inverse of `split_layer`."""
     return replace(attention, **{name: getattr(mlp, name) for name in MLP_FIELDS})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderParams:
-    """All arrays of a decoder. `head` is None where the output head is the embedding.
+    """All arrays of a decoder. `head` is None if the embedding is also the output head.
 
-    `adapters` is the table of ranks of low-rank adapters (`lora.Adapters.columns`), None without any.
+    `adapters` is the table of ranks of low-rank adapters (`lora.Adapters.columns`); None without adapters.
     """
 
     embed: Any
@@ -225,10 +226,10 @@ class DecoderParams:
 
 
 def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None = None, kind: LayerKind = LayerKind()) -> Layer:
-    """The arrays of one layer. `config` needs the sizes of `DecoderConfig`; a DFlash layer has the same arrays.
+    """Declares the arrays of one layer. `config` needs the sizes of `DecoderConfig`; DFlash layers have the same arrays.
 
     Args:
-        inputs: of queries, keys and values, where that is not the hidden size.
+        inputs: input size of queries, keys and values; by default the hidden size.
     """
     h = config.hidden_size
     i = config.intermediate_size
@@ -242,13 +243,13 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
         (f"{attn}.{name}_proj", size, axis)
         for name, size, axis in (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))
     ]
-    products = [matrix(f"{name}.weight", inputs or h, size, ("hidden", axis), units=(1, d)) for name, size, axis in qkv]
+    matrices = [matrix(f"{name}.weight", inputs or h, size, ("hidden", axis), units=(1, d)) for name, size, axis in qkv]
     gate_up = [matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")]
     if family.joined:
-        products = stored_together(f"{attn}.qkv_proj.weight", products)
-        gate_up = stored_together(f"{mlp}.gate_up_proj.weight", gate_up)
-    q = products[0]
-    products[0], gate = in_turns(q.name, [[q], [q]], config.num_heads) if family.output_gate else (q, None)
+        matrices = declare_stacked(f"{attn}.qkv_proj.weight", matrices)
+        gate_up = declare_stacked(f"{mlp}.gate_up_proj.weight", gate_up)
+    q = matrices[0]
+    matrices[0], gate = declare_interleaved(q.name, [[q], [q]], config.num_heads) if family.output_gate else (q, None)
     biases = [ArraySpec(f"{name}.bias", (size,), (axis,), units=(d,)) for name, size, axis in qkv]
 
     def norm(name: str, size: int = h, axis: str = "hidden") -> ArraySpec:
@@ -263,7 +264,7 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
     after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
     return Layer(
         input_norm=norm("input_layernorm"),
-        qkv=Joined(tuple(products)),
+        qkv=Joined(tuple(matrices)),
         o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale, units=(d, 1)),
         q_norm=norm("self_attn.q_norm", d, "head") if family.qk_norm else None,
         k_norm=norm("self_attn.k_norm", d, "head") if family.qk_norm else None,
@@ -281,24 +282,24 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
     )
 
 
-def stored_together(name: str, parts: Sequence[ArraySpec]) -> list[ArraySpec]:
-    """Matrices whose outputs one tensor of the checkpoint holds, one below the other."""
+def declare_stacked(name: str, parts: Sequence[ArraySpec]) -> list[ArraySpec]:
+    """Declares matrices whose outputs one checkpoint tensor holds one below the other."""
     ends = list(accumulate(part.shape[1] for part in parts))
     rows = [(end - part.shape[1], ends[-1]) for part, end in zip(parts, ends, strict=True)]
     return [replace(part, name=name, rows=each) for part, each in zip(parts, rows, strict=True)]
 
 
-def declare(config: DecoderConfig, own_head: bool = False, family: Family | None = None) -> DecoderParams:
-    """The model's arrays, each declared once (see `params.ArraySpec`).
+def declare(config: DecoderConfig, separate_head: bool = False, family: Family | None = None) -> DecoderParams:
+    """Declares the model's arrays (see `params.ArraySpec`).
 
     Args:
-        own_head: a tied model has a head of its own, which is read from the embedding's tensor.
-        family: the configuration's, with other names of tensors.
+        separate_head: a tied model gets a separate output head, read from the embedding's tensor.
+        family: replaces the configuration's family, for other tensor names.
     """
     v = config.vocab_size
     h = config.hidden_size
     stored = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
-    tied = config.tie_word_embeddings and not own_head
+    tied = config.tie_word_embeddings and not separate_head
     head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
     family = family or FAMILIES[config.family]
     layers = (declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers))
@@ -311,44 +312,48 @@ def declare(config: DecoderConfig, own_head: bool = False, family: Family | None
 
 
 def prepare(config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
-    """Parameters as the operations want them; a tied model gets a head of its own where these say so."""
-    if params.head is None and ops.own_head:
+    """Prepares parameters for the operations. A tied model gets a separate output head if the operations need one."""
+    if params.head is None and ops.separate_head:
         params = replace(params, head=params.embed.T)
-    return ops.prepare(declare(config, ops.own_head), params)
+    return ops.prepare(declare(config, ops.separate_head), params)
 
 
 Attend = Callable[[Operations, Projection, Heads, Any, Any], tuple[Array, Any]]
-"""`attend(ops, projection, heads, seen, kept) -> (out [B, T, N * D], kept)`: what the queries of a layer see.
+"""Attention of a layer: `attend(ops, projection, heads, attn_metadata, kv_cache) -> (out [B, T, N * D], kv_cache)`.
 
-`seen` is that of `stack.Rows`; `kept` is what the layer keeps, its cache for example.
-"""
+`attn_metadata` is that of `stack.Rows`, such as the mask. `kv_cache` is the layer's cache."""
 
 
 def head_norms(config: Any, layer: Layer, rope: Rope) -> Heads:
-    """The form of the heads that a layer's projections become."""
+    """Returns the settings of a layer's heads: norms, rotation, scores and window."""
     q_norm, k_norm = (None if w is None else Norm(w, config.rms_norm_eps) for w in (layer.q_norm, layer.k_norm))
-    scores = Scores(layer.kind.window, layer.kind.scale, layer.kind.softcap, layer.sinks)
-    return Heads(config.head_dim, q_norm, k_norm, rope, scores)
+    scores = Scores(layer.kind.scale, layer.kind.softcap, layer.sinks)
+    return Heads(config.head_dim, q_norm, k_norm, rope, scores, layer.kind.window)
 
 
 def output(
     config: Any, ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "*rows H"] | None = None
 ) -> Float[Array, "*rows H"]:
-    """The attention half's partial sum, on top of `add` if that is given; of some rows alone where the product gives these."""
+    """Returns the attention sublayer's partial sum, plus `add` if given.
+
+    Operations may return other rows than those of `out` (see `stack.py`).
+    """
     if add is None or (layer.o_bias is None and layer.attention_out_norm is None):
         return ops.linear(out, layer.o, add=add)
-    return add + summed(config, ops, layer, "attention", ops.linear(out, layer.o))
+    return add + post_reduce(config, ops, layer, "attention", ops.linear(out, layer.o))
 
 
-def summed(config: Any, ops: Operations, layer: Layer, half: Half, y: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
-    """What a half gives, all partial sums together, with its bias and its norm where the family has one."""
-    bias, norm = (layer.o_bias, layer.attention_out_norm) if half == "attention" else (None, layer.mlp_out_norm)
+def post_reduce(
+    config: Any, ops: Operations, layer: Layer, sublayer: Sublayer, y: Float[Array, "*rows H"]
+) -> Float[Array, "*rows H"]:
+    """Adds the bias and applies the norm of a sublayer, if the family has them, to the sublayer's reduced sum."""
+    bias, norm = (layer.o_bias, layer.attention_out_norm) if sublayer == "attention" else (None, layer.mlp_out_norm)
     y = y if bias is None else y + bias
     return y if norm is None else ops.rms_norm(y, norm, config.rms_norm_eps)
 
 
 class Gated(NamedTuple):
-    """A projection, and the gate `[B, T, N * D]` of what attention makes of it."""
+    """Projection, and the gate `[B, T, N * D]` of the attention output."""
 
     projection: Projection
     gate: Array
@@ -357,7 +362,7 @@ class Gated(NamedTuple):
 def gated_projection(
     ops: Operations, x: Float[Array, "*rows H"], w: Any, norm: Norm | None = None, count: Int[Array, ""] | None = None
 ) -> Gated:
-    """Queries, keys and values, and the gate, of rows.
+    """Projects rows to queries, keys, values and the gate.
 
     Args:
         w: the joined matrices, their biases or None, and the gate's matrix.
@@ -369,7 +374,7 @@ def gated_projection(
 def gelu_gated(
     ops: Operations, x: Float[Array, "*rows H"], w: Any, norm: Norm | None = None, count: Int[Array, ""] | None = None
 ) -> Float[Array, "*rows I"]:
-    """`gelu(x @ gate) * (x @ up)` by the approximation with tanh (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
+    """Computes `gelu(x @ gate) * (x @ up)` with the tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
 
     Args:
         w: gate and up.
@@ -388,9 +393,9 @@ def mlp(
     add: Float[Array, "B T H"] | None = None,
     count: Int[Array, ""] | None = None,
 ) -> Float[Array, "*rows H"]:
-    """The MLP half's partial sum, on top of `add` if that is given; of the first `count` rows at least (see `Operations`).
+    """Returns the MLP sublayer's partial sum, plus `add` if given, for at least the first `count` rows (see `Operations`).
 
-    Of other rows than those of `x` where the products give these (see `stack.py`).
+    Operations may return other rows than those of `x` (see `stack.py`).
     """
     norm = Norm(layer.post_attention_norm, config.rms_norm_eps)
     if layer.router is not None:
@@ -402,11 +407,11 @@ def mlp(
         inner = ops.gated_linear(x, layer.gate_up, norm, count=count)
     if add is None or layer.mlp_out_norm is None:
         return ops.linear(inner, layer.down, add=add, count=count)
-    return add + summed(config, ops, layer, "mlp", ops.linear(inner, layer.down, count=count))
+    return add + post_reduce(config, ops, layer, "mlp", ops.linear(inner, layer.down, count=count))
 
 
-def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:
-    """Layers in their parts. `config` is that of a decoder, or of a drafter with layers like a decoder's."""
+def stack_of(config: Any, ops: Operations, layers: tuple[Layer, ...], attend: Attend) -> Stack:
+    """Builds the stack of layers. `config` is that of a decoder, or of a drafter with decoder layers."""
 
     def norms(layer: Layer) -> tuple[Norm, Norm]:
         return Norm(layer.input_norm, config.rms_norm_eps), Norm(layer.post_attention_norm, config.rms_norm_eps)
@@ -419,17 +424,19 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
             return ops.begin(ops, gated_projection, x, (layer.qkv, layer.qkv_bias, layer.gate), norm)
         return ops.project(x, layer.qkv, norm, bias=layer.qkv_bias)
 
-    def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
+    def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kv_cache: Any) -> tuple[Array, Any]:
         if layer.kind.delta is not None:
-            return attend_delta(layer.kind.delta, ops, layer.delta, config.rms_norm_eps, projection, rows.seen, kept)
+            return attend_delta(
+                layer.kind.delta, ops, layer.delta, config.rms_norm_eps, projection, rows.attn_metadata, kv_cache
+            )
         heads = head_norms(config, layer, rows.rope[layer.kind.rotation])
         if not isinstance(projection, Gated):
-            return attend(ops, projection, heads, rows.seen, kept)
-        out, kept = attend(ops, projection.projection, heads, rows.seen, kept)
-        return out * jax.nn.sigmoid(projection.gate), kept
+            return attend(ops, projection, heads, rows.attn_metadata, kv_cache)
+        out, kv_cache = attend(ops, projection.projection, heads, rows.attn_metadata, kv_cache)
+        return out * jax.nn.sigmoid(projection.gate), kv_cache
 
-    halves = partial(output, config), partial(mlp, config), partial(summed, config)
-    return Stack(ops, of, project, attended, *halves, norms)
+    sublayers = partial(output, config), partial(mlp, config), partial(post_reduce, config)
+    return Stack(ops, layers, project, attended, *sublayers, norms)
 
 
 class Forward(NamedTuple):
@@ -437,13 +444,13 @@ class Forward(NamedTuple):
 
     Attributes:
         hidden: the residual stream after the last layer, before the final norm, `[B, T, H]`.
-        taps: the residual stream *after* each tapped layer, in the order asked for.
-        kept: what each layer keeps.
+        taps: the residual stream *after* each tapped layer, in the order of `tap_layers`.
+        caches: each layer's cache or state.
     """
 
     hidden: Array
     taps: tuple[Array, ...]
-    kept: tuple[Any, ...]
+    caches: tuple[Any, ...]
 
 
 def forward(
@@ -453,36 +460,41 @@ def forward(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     attend: Attend,
-    seen: Any = None,
-    kept: tuple[Any, ...] | None = None,
+    attn_metadata: Any = None,
+    caches: tuple[Any, ...] | None = None,
     tap_layers: tuple[int, ...] = (),
-    schedule: Schedule = SINGLE_DEVICE,
+    schedule: Strategy = SINGLE_DEVICE,
     adapter: Int[Array, " B"] | None = None,
 ) -> Forward:
     """Runs the layers over `tokens` at `positions`.
 
     Args:
-        seen, kept: what `attend` reads of each row, and what each layer keeps; by default nothing.
-        adapter: the number of each row's adapter, 0 for none; None for none in any row.
+        attn_metadata, caches: passed to `attend`: metadata of all layers, such as the mask, and the cache of each layer.
+        adapter: the number of each row's adapter, 0 for none; None if no row has one.
     """
     if params.adapters is not None:
-        rows_of = jnp.zeros(tokens.shape[0], jnp.int32) if adapter is None else adapter
-        ops = adapted_operations(ops, own_columns(params.adapters, rows_of))
-    rows = Rows(config.rope_tables(positions), seen)
+        numbers = jnp.zeros(tokens.shape[0], jnp.int32) if adapter is None else adapter
+        ops = adapted_operations(ops, row_ranks(params.adapters, numbers))
+    rows = Rows(config.rope_tables(positions), attn_metadata)
     stack = stack_of(config, ops, params.layers, attend)
-    before = (None,) * config.num_layers if kept is None else kept
+    before = (None,) * config.num_layers if caches is None else caches
     embedded = scaled(config, schedule.embed(ops, params.embed, tokens))
     hidden, taps, after = schedule.run(stack, embedded, rows, before, tap_layers)
     return Forward(hidden, taps, after)
 
 
 def scaled(config: DecoderConfig, embedded: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
-    """Embeddings as the layers read them."""
-    return embedded if config.embedding_scale == 1 else embedded * jnp.asarray(config.embedding_scale, embedded.dtype)
+    """Multiplies embeddings by the configured scale."""
+    if config.embedding_scale == 1:
+        return embedded
+    limits = jnp.finfo(embedded.dtype)
+    # XLA may contract a product and the sum that follows to one rounding, in some programs and not in others. Bounds that no
+    # product reaches keep them apart; an optimization barrier and `reduce_precision` do not.
+    return jnp.clip(embedded * jnp.asarray(config.embedding_scale, embedded.dtype), limits.min, limits.max)
 
 
 def output_head(params: DecoderParams) -> Any:
-    """The output head, `[hidden, vocab]`; of a tied model the embedding, to be read as its transpose."""
+    """Returns the output head, `[hidden, vocab]`; for a tied model the embedding, marked as `Transposed`."""
     return Transposed(params.embed) if params.head is None else params.head
 
 
@@ -491,9 +503,9 @@ def logits(
     ops: Operations,
     params: DecoderParams,
     hidden: Float[Array, "*rows H"],
-    schedule: Schedule = SINGLE_DEVICE,
+    schedule: Strategy = SINGLE_DEVICE,
 ) -> Float[Array, "*rows V"]:
-    """Final norm and output head; float32 sums whatever the model's dtype."""
+    """Applies the final norm and the output head. Sums are float32 regardless of the model's dtype."""
     found = schedule.logits(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
     return softcapped(found, config.logit_softcap)
 
@@ -506,7 +518,7 @@ def cross_entropy(
     labels: Int[Array, "*rows"],
     weights: Float[Array, "*rows"],
 ) -> Float[Array, ""]:
-    """The sum of `weights` times the loss of each label under `logits`, in nats, without these."""
+    """Returns the sum of `weights` times each label's loss in nats, without materialising `logits`."""
     h = ops.rms_norm(hidden, params.norm, config.rms_norm_eps)
     return ops.cross_entropy(h, output_head(params), labels, weights, config.logit_softcap)
 
@@ -516,16 +528,22 @@ def most_likely(
     ops: Operations,
     params: DecoderParams,
     hidden: Float[Array, "*rows H"],
-    schedule: Schedule = SINGLE_DEVICE,
+    schedule: Strategy = SINGLE_DEVICE,
     masks: Array | None = None,
 ) -> Int[Array, "*rows"]:
-    """The token with the largest of `logits`, without these; with masks of those that they allow (`Operations.head_argmax`)."""
+    """Returns the token with the largest of `logits`, without materialising them.
+
+    With masks, only allowed tokens count (see `Operations.head_argmax`).
+    """
     return schedule.head_argmax(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps), masks)
 
 
-def causal_attend(ops: Operations, projection: Projection, heads: Heads, seen: Any, kept: Any) -> tuple[Array, None]:
-    """Plain causal self-attention over a whole sequence: for training, and as the reference of every cached path."""
-    return ops.causal_attention(projection, heads), None
+def causal_attend(
+    ops: Operations, projection: Projection, heads: Heads, attn_metadata: Any, kv_cache: Any
+) -> tuple[Array, None]:
+    """Computes causal self-attention over a whole sequence, for training and as the reference of cached paths."""
+    mask = causal_from(jnp.zeros(heads.rope[0].shape[0], jnp.int32), window=heads.window)
+    return ops.attend_projected(ops, projection, heads, None, mask)
 
 
 def forward_full(
@@ -534,8 +552,8 @@ def forward_full(
     params: DecoderParams,
     tokens: Int[Array, "B T"],
     tap_layers: tuple[int, ...] = (),
-    schedule: Schedule = SINGLE_DEVICE,
+    schedule: Strategy = SINGLE_DEVICE,
 ) -> Forward:
-    """A whole sequence from position 0, without a cache."""
+    """Runs whole sequences from position 0, without a cache."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return forward(config, ops, params, tokens, positions, causal_attend, tap_layers=tap_layers, schedule=schedule)

@@ -1,12 +1,12 @@
-"""Layers of linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have them.
+"""Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
-In the place of keys and values such a layer keeps, for each row, a state of a fixed size and the last inputs of a short
-convolution. Positions change them for good. So a pass over a block of drafts, whose end is still open (`Positions.open_ended`),
-leaves both as they are and keeps the block's inputs beside them; `settle` then takes in as many positions as were committed.
-Both go position by position, by the sums of a step of one: the state behind a block is that of plain decoding.
+Instead of keys and values, a layer keeps for each row a state of a fixed size, and the last inputs of a short convolution.
+Positions change these two irreversibly. A pass over a block of drafts (`Positions.uncommitted`) therefore leaves both unchanged
+and keeps the block's inputs beside them; `commit` then applies the committed positions. The pass and `commit` go position by
+position, with the sums of a decode step of one position: the state after a block equals that of plain decoding.
 
-Over several devices each has some of the key heads, with their value heads. So in every array the channels of a key head stand
-together: its query, its key, its R values; then those of the next one.
+Over several devices each device has some of the key heads, with their value heads. The channels of a key head are therefore
+adjacent in every array: its query, its key, its R values; then those of the next key head.
 
 Legend: B rows of a batch, T positions, H hidden size, K key heads, R value heads to each of them, D size of a key, E size of a
 value, W taps of the convolution, C channels of the convolution: those of queries, keys and values.
@@ -23,20 +23,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from tilewright.kernels.operations import Norm, Operations
-from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight, turn_by_turn
+from tilewright.models.params import ArraySpec, declare_interleaved, declare_regrouped, matrix, norm_weight
 
 L2_EPS = 1e-6
-"""Added to the squared length by which queries and keys are divided."""
+"""Number added to the squared length by which queries and keys are divided."""
 
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Sizes of the layers with linear attention.
+    """Sizes of layers with linear attention.
 
     Attributes:
         key_heads, value_heads: K, and K * R.
         key_dim, value_dim: D and E.
-        taps: W, the position itself included.
+        taps: W, including the position itself.
     """
 
     key_heads: int
@@ -61,16 +61,16 @@ class DeltaSizes:
 
     @property
     def group(self) -> int:
-        """R."""
+        """R: value heads of each key head."""
         return self.value_heads // self.key_heads
 
     def part(self, value_heads: int) -> "DeltaSizes":
-        """Sizes of a part that has so many value heads, with their keys."""
+        """Returns the sizes of a part with `value_heads` value heads, and their key heads."""
         return replace(self, key_heads=value_heads // self.group, value_heads=value_heads)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of a row's state, `[K, R, D, E]`."""
+        """Shape of a row's state, `[K, R, D, E]`."""
         return self.key_heads, self.group, self.key_dim, self.value_dim
 
 
@@ -80,11 +80,11 @@ class DeltaWeights:
     """Arrays of a layer with linear attention, besides those that every layer has.
 
     Attributes:
-        qkv: queries, keys and values, a key head's after another's, `[H, C]`.
-        gate: of what the values' heads give.
-        beta, decay: of the share that is written, and of the share that stays; an output for each value head.
-        convolution: `[C, 1, W]`, the last tap being the position itself.
-        decay_bias, log_rate: the share that stays is `exp(-exp(log_rate) * softplus(decay + decay_bias))`.
+        qkv: projection to queries, keys and values, key head by key head, `[H, C]`.
+        gate: projection to the gate of the value heads' output.
+        beta, decay: projections to the write strength and to the decay of the state, an output for each value head.
+        convolution: `[C, 1, W]`; the last tap is the position itself.
+        decay_bias, log_rate: the state decays by `exp(-exp(log_rate) * softplus(decay + decay_bias))`.
         norm: of each value head's output.
     """
 
@@ -99,69 +99,73 @@ class DeltaWeights:
 
     @property
     def inputs(self) -> "DeltaInputs":
-        """The matrices of `project_delta`."""
+        """Matrices of `project_delta`."""
         return DeltaInputs(self.qkv, self.gate, self.beta, self.decay)
 
     @property
-    def of_heads(self) -> "HeadWeights":
-        """The others, which `attend_delta` reads."""
+    def head_weights(self) -> "HeadWeights":
+        """Arrays that `attend_delta` reads."""
         return HeadWeights(self.convolution, self.decay_bias, self.log_rate, self.norm)
 
 
 def declare_delta(
     sizes: DeltaSizes, prefix: str, hidden: int, out_scale: float, in_one: bool
 ) -> tuple[DeltaWeights, ArraySpec]:
-    """The arrays of one layer's attention, and that of its output.
+    """Declares the arrays of one layer's linear attention, and its output matrix.
 
     Args:
-        in_one: the checkpoint has inputs in two tensors, where the heads of a key take turns (Qwen3-Next); else they have
-            tensors of their own, all queries before all keys and all values (Qwen3.5).
+        in_one: the checkpoint stores the inputs in two tensors, interleaved by key head (Qwen3-Next). Otherwise they are
+            separate tensors, with all queries before all keys and all values (Qwen3.5).
     """
     values = sizes.values
     heads = sizes.value_heads
     parts = (sizes.keys, sizes.keys, sizes.values)
-    own = {"delta_channels": sizes.channels // sizes.key_heads, "delta_values": values // sizes.key_heads}
+    unit_sizes = {"delta_channels": sizes.channels // sizes.key_heads, "delta_values": values // sizes.key_heads}
 
     def inputs(name: str, size: int, axis: str) -> ArraySpec:
-        return matrix(f"{prefix}.in_proj_{name}.weight", hidden, size, ("hidden", axis), units=(1, own.get(axis, sizes.group)))
+        return matrix(
+            f"{prefix}.in_proj_{name}.weight", hidden, size, ("hidden", axis), units=(1, unit_sizes.get(axis, sizes.group))
+        )
 
-    def shares(name: str) -> ArraySpec:
-        """Of the state, for each head: small, and what is rounded in them adds up over positions. They keep their dtype."""
+    def state_control(name: str) -> ArraySpec:
+        # Rounding errors of these small matrices accumulate over positions, so "router" keeps their dtype.
         return replace(inputs(name, heads, "delta_heads"), kind="router")
 
-    def of_heads(name: str, **settings: Any) -> ArraySpec:
+    def per_head(name: str, **settings: Any) -> ArraySpec:
         return ArraySpec(f"{prefix}.{name}", (heads,), ("delta_heads",), units=(sizes.group,), **settings)
 
     if in_one:
         q, k, v = (inputs("qkvz", size, "delta_channels") for size in parts)
         z = inputs("qkvz", values, "delta_values")
-        qkv, gate = in_turns(q.name, [[q, k, v], [z]], sizes.key_heads)
-        beta, decay = in_turns(shares("ba").name, [[shares("ba")], [shares("ba")]], sizes.key_heads)
+        qkv, gate = declare_interleaved(q.name, [[q, k, v], [z]], sizes.key_heads)
+        beta, decay = declare_interleaved(
+            state_control("ba").name, [[state_control("ba")], [state_control("ba")]], sizes.key_heads
+        )
     else:
-        qkv = turn_by_turn(inputs("qkv", sizes.channels, "delta_channels"), parts, sizes.key_heads)
+        qkv = declare_regrouped(inputs("qkv", sizes.channels, "delta_channels"), parts, sizes.key_heads)
         gate = inputs("z", values, "delta_values")
-        beta = shares("b")
-        decay = shares("a")
+        beta = state_control("b")
+        decay = state_control("a")
     shape = (sizes.channels, 1, sizes.taps)
     axes = ("delta_channels", "single", "taps")
-    convolution = ArraySpec(f"{prefix}.conv1d.weight", shape, axes, scale=0.2, units=(own["delta_channels"], 1, 1))
+    convolution = ArraySpec(f"{prefix}.conv1d.weight", shape, axes, scale=0.2, units=(unit_sizes["delta_channels"], 1, 1))
     weights = DeltaWeights(
         qkv,
         gate,
         beta,
         decay,
-        convolution=turn_by_turn(convolution, parts, sizes.key_heads),
-        decay_bias=of_heads("dt_bias", init="ones"),
-        log_rate=of_heads("A_log", scale=1.0),
+        convolution=declare_regrouped(convolution, parts, sizes.key_heads),
+        decay_bias=per_head("dt_bias", init="ones"),
+        log_rate=per_head("A_log", scale=1.0),
         norm=norm_weight(f"{prefix}.norm.weight", sizes.value_dim, "delta_head"),
     )
     axes = ("delta_values", "hidden")
-    units = (own["delta_values"], 1)
+    units = (unit_sizes["delta_values"], 1)
     return weights, matrix(f"{prefix}.out_proj.weight", values, hidden, axes, out_scale, units)
 
 
 def with_delta(layer: Any, prefix: str, hidden: int, in_one: bool) -> Any:
-    """A declared `decoder.Layer`, with linear attention in the place of its attention where its kind says so."""
+    """Replaces attention by linear attention in a declared `decoder.Layer`, if its kind has linear attention."""
     if layer.kind.delta is None:
         return layer
     delta, o = declare_delta(layer.kind.delta, f"{prefix}.linear_attn", hidden, layer.o.scale, in_one)
@@ -170,10 +174,10 @@ def with_delta(layer: Any, prefix: str, hidden: int, in_one: bool) -> Any:
 
 @runtime_checkable
 class Positions(Protocol):
-    """Positions of each row that a pass computes: `count` `[B]` of them from `start` `[B]` on.
+    """Positions of each row that a pass computes: `count` `[B]` of them, from `start` `[B]` on.
 
     Attributes:
-        open_ended: how many of them stay is said later, by `settle`.
+        uncommitted: `commit` decides later how many of them stay.
     """
 
     @property
@@ -181,11 +185,11 @@ class Positions(Protocol):
     @property
     def count(self) -> Any: ...
     @property
-    def open_ended(self) -> bool: ...
+    def uncommitted(self) -> bool: ...
 
 
 class HeadWeights(NamedTuple):
-    """Arrays of heads; or, of each, the dim along which key heads lie. See `DeltaWeights`."""
+    """Arrays of heads, or the dim of each array along which key heads lie. See `DeltaWeights`."""
 
     convolution: Any
     decay_bias: Any
@@ -194,7 +198,7 @@ class HeadWeights(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Products of a layer's inputs, `[B, T, _]` each; or the matrices of these products."""
+    """Projections of a layer's inputs, `[B, T, _]` each, or the matrices of these projections."""
 
     qkv: Any
     gate: Any
@@ -205,10 +209,10 @@ class DeltaInputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PendingBlock:
-    """Inputs of a block of which it is not known yet how many positions stay, as `Operations.delta_rule` takes them.
+    """Inputs of a block that is not committed yet, in the form of `Operations.delta_rule`.
 
     Attributes:
-        channels: of the convolution, `[B, T, C]`.
+        channels: inputs of the convolution, `[B, T, C]`.
     """
 
     channels: Any
@@ -221,12 +225,12 @@ class PendingBlock:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaState:
-    """State of each row in a layer with linear attention. At position 0 it is that of an empty row, whatever it holds.
+    """State of each row in a layer with linear attention. A row at position 0 counts as empty, whatever its state holds.
 
     Attributes:
         state: float32 `[B, K, R, D, E]`.
         before: the convolution's last inputs, `[B, W - 1, C]`.
-        pending: the `PendingBlock` that was computed last, until it is settled; else None.
+        pending: the `PendingBlock` that was computed last, until `commit` commits it; else None.
     """
 
     state: Any
@@ -235,7 +239,7 @@ class DeltaState:
 
     @staticmethod
     def head_dims(pending: bool) -> "DeltaState":
-        """The dim of each array along which key heads lie, with or without a block that is pending."""
+        """Returns the dim of each array along which key heads lie, with or without a pending block."""
         return DeltaState(1, 2, PendingBlock(2, 2, 2, 2, 2) if pending else None)
 
     @staticmethod
@@ -243,58 +247,61 @@ class DeltaState:
         before = jnp.zeros((rows, sizes.taps - 1, sizes.channels), dtype)
         return DeltaState(jnp.zeros((rows, *sizes.state_shape), jnp.float32), before)
 
-    def settle(self, ops: Operations, count: Int[Array, " B"]) -> "DeltaState":
-        """The state with the first `count` positions of each row's block; one that has no block stays as it is."""
+    def commit(self, ops: Operations, count: Int[Array, " B"]) -> "DeltaState":
+        """Commits the first `count` positions of each row's pending block; without a block the state stays as it is."""
         if self.pending is None:
             return self
         dims = (self.head_dims(True), None), self.head_dims(False)
-        return ops.each_head(partial(settled, ops), self.state.shape[1], (self, count), *dims)
+        return ops.each_head(partial(commit_heads, ops), self.state.shape[1], (self, count), *dims)
 
-    def behind_block(self, ops: Operations) -> "DeltaState":
-        """The state with all of the block: what further positions of the same pass see."""
-        return self if self.pending is None else self.settle(ops, jnp.full(len(self.state), self.pending.k.shape[1]))
+    def after_block(self, ops: Operations) -> "DeltaState":
+        """Returns the state after the whole pending block, which further positions of the same pass read."""
+        return self if self.pending is None else self.commit(ops, jnp.full(len(self.state), self.pending.k.shape[1]))
 
     def with_block(self, block: PendingBlock) -> "DeltaState":
-        """Copy with further positions behind those of its pending block."""
+        """Appends positions to the pending block."""
         join = partial(jax.tree.map, lambda *parts: jnp.concatenate(parts, axis=1))
         return replace(self, pending=block if self.pending is None else join(self.pending, block))
 
     def rows(self, first: int | Array, count: int) -> "DeltaState":
-        """That of some rows, `count` from `first` on, which begin a pass: a block is one that other rows have gone through."""
+        """Returns `count` rows from `first` on, for a new pass.
+
+        A pending block is left out, because it belongs to other rows.
+        """
         return DeltaState(*(jax.lax.dynamic_slice_in_dim(x, first, count) for x in (self.state, self.before)))
 
-    def with_rows(self, first: int | Array, some: "DeltaState") -> "DeltaState":
-        """The state with rows from `first` on replaced. Where they have a block and the others none, these get one of zeros."""
+    def with_rows(self, first: int | Array, new: "DeltaState") -> "DeltaState":
+        """Replaces rows from `first` on. If only the new rows have a pending block, the other rows get zeros."""
         pending = self.pending
         if pending is None:
-            pending = jax.tree.map(lambda x: jnp.zeros((len(self.state), *x.shape[1:]), x.dtype), some.pending)
+            pending = jax.tree.map(lambda x: jnp.zeros((len(self.state), *x.shape[1:]), x.dtype), new.pending)
         whole = replace(self, pending=pending)
-        return jax.tree.map(lambda x, rows: jax.lax.dynamic_update_slice_in_dim(x, rows, first, 0), whole, some)
+        return jax.tree.map(lambda x, rows: jax.lax.dynamic_update_slice_in_dim(x, rows, first, 0), whole, new)
 
 
-def settled(ops: Operations, kept: DeltaState, count: Int[Array, " B"]) -> DeltaState:
-    """`DeltaState.settle` of some heads, of a state with a block."""
-    block = kept.pending
+def commit_heads(ops: Operations, state: DeltaState, count: Int[Array, " B"]) -> DeltaState:
+    """Computes `DeltaState.commit` for some heads of a state with a pending block."""
+    block = state.pending
     inside = slots_before(count, block.k.shape[1])
-    log_decay = only(block.log_decay, inside)
-    beta = only(block.beta, inside)
-    _, state = ops.delta_rule(block.k, block.k, block.v, log_decay, beta, kept.state, by_position=True)
-    return DeltaState(state, last_inputs(kept.before, block.channels, count))
+    log_decay = masked(block.log_decay, inside)
+    beta = masked(block.beta, inside)
+    _, committed = ops.delta_rule(block.k, block.k, block.v, log_decay, beta, state.state, by_position=True)
+    return DeltaState(committed, last_inputs(state.before, block.channels, count))
 
 
 def slots_before(count: Int[Array, " B"], slots: int) -> Bool[Array, "B T"]:
     return jnp.arange(slots)[None] < count[:, None]
 
 
-def only(x: Float[Array, "B T *rest"], inside: Bool[Array, "B T"]) -> Float[Array, "B T *rest"]:
-    """Zeros where positions are not inside."""
+def masked(x: Float[Array, "B T *rest"], inside: Bool[Array, "B T"]) -> Float[Array, "B T *rest"]:
+    """Sets entries outside of the mask to zero."""
     return jnp.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 def last_inputs(
     before: Float[Array, "B V C"], channels: Float[Array, "B T C"], count: Int[Array, " B"]
 ) -> Float[Array, "B V C"]:
-    """The convolution's last inputs behind the first `count` of each row's new ones."""
+    """Returns the convolution's last inputs after the first `count` of each row's new inputs."""
     at = count[:, None] + jnp.arange(before.shape[1])[None]
     return jnp.take_along_axis(jnp.concatenate([before, channels], axis=1), at[..., None], axis=1)
 
@@ -302,7 +309,7 @@ def last_inputs(
 def convolve(
     before: Float[Array, "B V C"], channels: Float[Array, "B T C"], kernel: Float[Array, "C 1 W"]
 ) -> Float[Array, "B T C"]:
-    """Causal convolution of each channel by itself, then `silu`; sums are float32, tap by tap."""
+    """Convolves each channel causally, then applies `silu`. Sums are float32, tap by tap."""
     line = jnp.concatenate([before, channels], axis=1).astype(jnp.float32)
     taps = kernel[:, 0].astype(jnp.float32)
     count = channels.shape[1]
@@ -313,7 +320,7 @@ def convolve(
 
 
 def unit(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """Vectors of length 1, in float32."""
+    """Scales vectors to length 1, in float32."""
     wide = x.astype(jnp.float32)
     return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + L2_EPS)
 
@@ -321,7 +328,7 @@ def unit(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 def project_delta(
     ops: Operations, x: Float[Array, "*rows H"], w: DeltaInputs, norm: Norm | None = None, count: Int[Array, ""] | None = None
 ) -> DeltaInputs:
-    """Products of rows with the matrices of a layer's inputs; see `Operations.begin`."""
+    """Projects rows with the matrices of a layer's inputs; see `Operations.begin`."""
     h = x if norm is None else ops.rms_norm(x, *norm)
     return DeltaInputs(*(ops.linear(h, each) for each in w))
 
@@ -332,49 +339,49 @@ def attend_delta(
     weights: DeltaWeights,
     eps: float,
     inputs: DeltaInputs,
-    seen: Positions | None,
-    kept: DeltaState | None,
+    positions: Positions | None,
+    state: DeltaState | None,
 ) -> tuple[Float[Array, "B T _"], DeltaState | None]:
-    """Linear attention of new positions over all before them, gated, and what the layer keeps.
+    """Computes gated linear attention of new positions over all before them. Returns the output and the layer's state.
 
     Args:
-        sizes: of all devices' heads; the arrays may be those of some of them.
-        seen, kept: None for whole sequences from position 0, of which nothing is kept.
+        sizes: of all heads; the arrays may hold only the heads of this device.
+        positions, state: None for whole sequences from position 0, which leave no state.
     """
-    arguments = weights.of_heads, inputs, kept
-    after = None if seen is None else DeltaState.head_dims(is_pending(seen, inputs.qkv.shape[1]))
-    before = None if kept is None else DeltaState.head_dims(kept.pending is not None)
+    arguments = weights.head_weights, inputs, state
+    after = None if positions is None else DeltaState.head_dims(is_pending(positions, inputs.qkv.shape[1]))
+    before = None if state is None else DeltaState.head_dims(state.pending is not None)
     dims = (HeadWeights(0, 0, 0, None), DeltaInputs(2, 2, 2, 2), before), (2, after)
     heads = sizes.part(inputs.beta.shape[-1]).key_heads
-    return ops.each_head(partial(attend_heads, sizes, ops, eps, seen), heads, arguments, *dims)
+    return ops.each_head(partial(attend_heads, sizes, ops, eps, positions), heads, arguments, *dims)
 
 
-def is_pending(seen: Positions, length: int) -> bool:
-    """True where so many positions are a block whose end is open."""
-    return seen.open_ended and length > 1
+def is_pending(positions: Positions, length: int) -> bool:
+    """True if a pass over `length` positions is a block that is committed later."""
+    return positions.uncommitted and length > 1
 
 
 def attend_heads(
     sizes: DeltaSizes,
     ops: Operations,
     eps: float,
-    seen: Positions | None,
+    positions: Positions | None,
     weights: HeadWeights,
     inputs: DeltaInputs,
-    kept: DeltaState | None,
+    state: DeltaState | None,
 ) -> tuple[Float[Array, "B T _"], DeltaState | None]:
-    """`attend_delta` of some key heads, with their value heads."""
+    """Computes `attend_delta` for some key heads and their value heads."""
     rows, length = inputs.qkv.shape[:2]
     sizes = sizes.part(inputs.beta.shape[-1])
-    before = DeltaState.empty(sizes, rows, inputs.qkv.dtype) if kept is None else kept
+    before = DeltaState.empty(sizes, rows, inputs.qkv.dtype) if state is None else state
     inside = None
-    if seen is not None:
-        inside = slots_before(seen.count, length)
-        fresh = (seen.start == 0) & (seen.count > 0)
+    if positions is not None:
+        inside = slots_before(positions.count, length)
+        fresh = (positions.start == 0) & (positions.count > 0)
         before = jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), 0, x), before)
-    held = before.behind_block(ops)
+    current = before.after_block(ops)
 
-    mixed = convolve(held.before, inputs.qkv, weights.convolution)
+    mixed = convolve(current.before, inputs.qkv, weights.convolution)
     by_head = mixed.reshape(rows, length, sizes.key_heads, -1)
     q, k, v = jnp.split(by_head, [sizes.key_dim, 2 * sizes.key_dim], axis=-1)
     q = unit(q)
@@ -386,24 +393,24 @@ def attend_heads(
     beta = jax.nn.sigmoid(inputs.beta).astype(jnp.float32)
     log_decay, beta = (x.reshape(rows, length, *groups) for x in (log_decay, beta))
     if inside is not None:
-        log_decay = only(log_decay, inside)
-        beta = only(beta, inside)
+        log_decay = masked(log_decay, inside)
+        beta = masked(beta, inside)
 
-    pending = seen is not None and is_pending(seen, length)
-    out, state = ops.delta_rule(q * sizes.key_dim**-0.5, k, v, log_decay, beta, held.state, by_position=pending)
+    pending = positions is not None and is_pending(positions, length)
+    out, new_state = ops.delta_rule(q * sizes.key_dim**-0.5, k, v, log_decay, beta, current.state, by_position=pending)
     out = gated_norm(ops, out.astype(inputs.gate.dtype), inputs.gate.reshape(rows, length, *groups, -1), weights.norm, eps)
-    if seen is None:
+    if positions is None:
         after = None
     elif pending:
         after = before.with_block(PendingBlock(inputs.qkv, k, v, log_decay, beta))
     else:
-        after = DeltaState(state, last_inputs(held.before, inputs.qkv, seen.count))
+        after = DeltaState(new_state, last_inputs(current.before, inputs.qkv, positions.count))
     return out.reshape(rows, length, -1), after
 
 
 def gated_norm(
     ops: Operations, x: Float[Array, "*rows E"], gate: Float[Array, "*rows E"], weight: Float[Array, " E"], eps: float
 ) -> Float[Array, "*rows E"]:
-    """RMSNorm of each head, times `silu` of its gate."""
+    """Applies an RMSNorm to each head, then multiplies by `silu` of its gate."""
     normed = ops.rms_norm(x, weight, eps).astype(jnp.float32)
     return (normed * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)

@@ -1,13 +1,12 @@
 """DFlash: a block-diffusion drafter that reads its target's hidden states (arXiv 2602.06036).
 
-One pass drafts a whole block. Its input is the known token followed by mask tokens, embedded by the target; its context is one
-*feature* for each earlier position, `hidden_norm(fc(taps))`, from which every layer makes keys and values with the projections
-that it also uses for the block. Within the block attention is bidirectional. Slot k predicts the token at its own position,
-through the target's output head.
+One pass drafts a whole block. The input is the last token followed by mask tokens, embedded by the target. The context is one
+*feature* for each earlier position, `hidden_norm(fc(taps))`, from which every layer computes keys and values with the
+projections that it also uses for the block. Attention within the block is bidirectional. Slot k predicts the token at its own
+position, through the target's output head.
 
-Published checkpoints vary it: windows and causal order within the block in some layers, sinks, a scale of the values, slots
-that draft the token behind them, an embedding, a head and an embedding of the mask of their own. `drafter_layouts.py` reads
-the layouts that they come in.
+Published checkpoints vary: sliding windows and causal order within the block in some layers, sinks, a scale of values, slots
+that draft the next token, and separate embeddings, output heads and mask embeddings. `drafter_layouts.py` reads their layouts.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +28,7 @@ from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Stack
 
 BLOCK_SIZE = 16
-"""Of a configuration that names none, as in the published code."""
+"""Default block size, as in the published code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +36,24 @@ class DFlashConfig(Sizes):
     """Sizes of a DFlash drafter.
 
     Attributes:
-        block_size: counts the known token.
+        block_size: block length, including the last token.
         target_layer_ids: the tapped layers, from 0.
-        input_embedding_scale: what the block's embeddings are multiplied by.
-        last_tap_before_norm: what follows the target's last layer is read before the target's final norm, as the published MLX
-            code does; the PyTorch code reads it after (`hidden_states[-1]` of transformers). A field of our own.
-        draft_vocab_size: how many tokens it can propose (see `draft_vocab.py`); None for all.
-        expected_acceptance: of each draft of a block, given that those before it were accepted: what training found on held-out
-            prompts. Where rounds are chosen, it is what they are expected to give before any was seen. Empty where nothing was
-            measured. Another field of our own.
-        sample_from_anchor: slot 0, which holds the known token, drafts too: every slot drafts the token behind its position.
-        sliding_window: how many positions a query sees in the layers of `sliding_layers`, its own included; all of its block.
-        causal_layers: where a block's slots see only those before them.
+        input_embedding_scale: multiplier of the block's embeddings.
+        last_tap_before_norm: a tap of the target's last layer is read before the target's final norm, as in the published MLX
+            code; the PyTorch code reads it after the norm (`hidden_states[-1]` of transformers). Not a published field.
+        draft_vocab_size: number of tokens that the drafter can propose (see `draft_vocab.py`); None for all.
+        expected_acceptance: acceptance of each draft of a block given that all drafts before it were accepted, measured in
+            training on held-out prompts; used to choose rounds before any acceptance was observed. Empty if
+            not measured. Not a published field.
+        sample_from_anchor: slot 0, which holds the last token, drafts too: every slot drafts the token after its position.
+        sliding_window: number of positions that a query in `sliding_layers` attends to, including its own; and the whole block.
+        causal_layers: layers in which a block's slots do not attend to later slots.
         attention_sinks: every layer has a sink for each head (see `operations.Scores`).
-        value_scale: what values are multiplied by; a checkpoint's parameters are read so that it is 1 (see `scaled_values`).
-        target_hidden_size: of the taps, where that is not the hidden size; the drafter then has an embedding and a head.
-        own_embedding, own_head: the checkpoint holds them; otherwise the target's serve. No fields of its configuration.
-        mask_embedding: the checkpoint holds what stands for the mask token's embedding. No such field either.
+        value_scale: multiplier of values; loaded parameters include it, so that it is 1 (see `fold_value_scale`).
+        target_hidden_size: size of the taps, if other than the hidden size; the drafter then has an embedding and a head.
+        own_embedding, own_head: the checkpoint has an embedding, or an output head; otherwise the target's are used. Not fields
+            of the configuration.
+        mask_embedding: the checkpoint has an embedding of the mask token. Not a field of the configuration.
     """
 
     block_size: int
@@ -77,28 +77,28 @@ class DFlashConfig(Sizes):
     mask_embedding: bool = False
 
     @property
-    def proposed(self) -> int:
-        """Number of tokens that it can propose."""
+    def num_proposable(self) -> int:
+        """Number of tokens that the drafter can propose."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def backbone(self) -> "DFlashConfig":
-        """A DFlash drafter's of the same sizes."""
+        """Configuration of a DFlash drafter of the same sizes."""
         return DFlashConfig(**{field.name: getattr(self, field.name) for field in fields(DFlashConfig)})
 
     @property
     def first_slot(self) -> int:
-        """The first slot that drafts a token."""
+        """First slot that drafts a token."""
         return 0 if self.sample_from_anchor else 1
 
     @property
     def slots(self) -> int:
-        """Slots that a whole block runs: one for each draft, and those before the first one."""
+        """Number of slots of a whole block: one for each draft, and those before the first draft."""
         return self.block_size - 1 + self.first_slot
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's window; None where a query sees everything."""
+        """Sliding window of each layer; None for full attention."""
         return tuple(self.sliding_window if n in self.sliding_layers else None for n in range(self.num_layers))
 
     @property
@@ -108,7 +108,7 @@ class DFlashConfig(Sizes):
 
     @property
     def variations(self) -> tuple[str, ...]:
-        """Features that it has and only some published drafters have, in words."""
+        """Features of the drafter that only some published drafters have, in words."""
         found = {
             "windows": self.sliding_layers,
             "causal layers": self.causal_layers,
@@ -118,37 +118,41 @@ class DFlashConfig(Sizes):
             "a head of its own": self.own_head,
             "an embedding of masks": self.mask_embedding,
         }
-        return tuple(name for name, there in found.items() if there)
+        return tuple(name for name, present in found.items() if present)
 
     @property
     def has_head(self) -> bool:
-        """True if it drafts through a head of its own, or through a part of the target's."""
+        """True if the drafter has a head of its own, or a part of the target's."""
         return self.own_head or self.draft_vocab_size is not None
 
 
 def default_target_layers(num_target_layers: int, taps: int) -> tuple[int, ...]:
-    """The tapped layers that the published drafters use: evenly from the second to the third last."""
+    """Returns the tapped layers of the published drafters: evenly from the second to the third last."""
     if taps == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps))
 
 
 def read_backbone(
-    read: ConfigReader, inner: Mapping[str, Any], own: Collection[str], target: DecoderConfig | None, anchored: bool = False
+    read: ConfigReader,
+    inner: Mapping[str, Any],
+    kind_fields: Collection[str],
+    target: DecoderConfig | None,
+    anchored: bool = False,
 ) -> DFlashConfig:
-    """The sizes that all drafters of this kind have. What is wrong with them is noted in `read`.
+    """Reads the sizes that all DFlash drafters share. Problems are collected in `read`.
 
     Args:
         inner: `dflash_config`.
-        own: fields that a kind has besides.
-        target: for what configurations may leave to it: the number of its layers, and its vocabulary's size.
-        anchored: whether slot 0 drafts where nothing is said.
+        kind_fields: additional fields of the kind of drafter.
+        target: for values that configurations may omit: the number of its layers, and its vocabulary size.
+        anchored: default of `sample_from_anchor`.
     """
-    drafter_fields.check_fields(read, inner, own)
+    drafter_fields.check_fields(read, inner, kind_fields)
     read.expect("model_type", "qwen3")
     if target is not None:
         read.fields = {"vocab_size": target.vocab_size, "num_target_layers": target.num_layers, **read.fields}
-    sizes = read.sizes(head_dim=128)  # as the published code's Qwen3 layers have
+    sizes = read.sizes(head_dim=128)  # of the published code's Qwen3 layers
     read.expect("v_head_dim", sizes["head_dim"])
     read.expect("rope_dim", int(sizes["head_dim"] * sizes["partial_rotary_factor"]))
     mask = read.token_ids("mask_token_id")
@@ -164,7 +168,7 @@ def read_backbone(
         input_embedding_scale=read.number("input_embedding_scale", default=1.0),
         last_tap_before_norm=read.flag("last_tap_before_norm", default=False),
         draft_vocab_size=read.integer("draft_vocab_size") if "draft_vocab_size" in read.fields else None,
-        expected_acceptance=read.shares("expected_acceptance"),
+        expected_acceptance=read.fractions("expected_acceptance"),
         sample_from_anchor=anchored,
         attention_sinks=read.flag("attention_sink_bias", default=read.flag("add_swa_attention_sink_bias", default=False)),
         value_scale=read.number("attention_value_scale", default=1.0),
@@ -173,17 +177,18 @@ def read_backbone(
     )
     if config.target_hidden_size == config.hidden_size:
         config = replace(config, target_hidden_size=None)
-    whole = f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}"
-    read.require(config.proposed <= config.vocab_size, whole)
+    too_many = f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}"
+    read.require(config.num_proposable <= config.vocab_size, too_many)
     read.require(len(mask) == 1, "mask_token_id is missing (expected in dflash_config)")
     read.require(config.block_size >= 2, f"block_size must be at least 2, found {config.block_size}")
     return config
 
 
 def finish(read: ConfigReader, config: DFlashConfig, target: DecoderConfig | None) -> None:
-    """Raises a `ValueError` if fields are wrong. It lists them, and how the drafter does not fit its target besides.
+    """Raises a `ValueError` that lists wrong fields, and mismatches between drafter and target; nothing without wrong fields.
 
-    Whether it fits is not asked of fields that are wrong, and of a good configuration later, together with its tensors.
+    Fields that are wrong are not compared with the target. A correct configuration is compared later, together with its
+    tensors.
     """
     if read.problems and target is not None:
         wrong = {problem.partition(" ")[0] for problem in read.problems}
@@ -192,18 +197,18 @@ def finish(read: ConfigReader, config: DFlashConfig, target: DecoderConfig | Non
 
 
 def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target: DecoderConfig | None = None) -> DFlashConfig:
-    """Reads a drafter's `config.json`. What is DFlash's own may stand at the top or inside `dflash_config`.
+    """Reads a drafter's `config.json`. DFlash's own fields may be at the top level or in `dflash_config`.
 
     Args:
-        target: for configurations that do not say what depends on it alone, as the newest published ones.
+        target: for values that depend only on the target, which the newest published configurations omit.
 
     Raises:
-        ValueError: one message that lists everything missing or unsupported, and then all that does not fit the target.
+        ValueError: one message that lists everything missing or unsupported, then every mismatch with the target.
     """
     read, inner = drafter_fields.open_config(fields, where)
-    # Others share the fields and differ in the layout.
+    # Other kinds share the fields and differ in the layout.
     read.expect_all("architectures", "DFlashDraftModel")
-    # Positive, these two change no argmax, and drafts are argmaxes: neither is needed.
+    # Positive values of these two fields do not change the argmax, which is all that drafts need.
     read.number("output_multiplier", default=1.0)
     if read.fields.get("final_logit_softcapping", 0) != 0:
         read.number("final_logit_softcapping", default=1.0)
@@ -213,7 +218,7 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target
 
 
 def config_to_hf(config: DFlashConfig) -> dict[str, Any]:
-    """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
+    """Returns the `config.json` of a drafter, with the fields of the published ones."""
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -235,7 +240,7 @@ def config_to_hf(config: DFlashConfig) -> dict[str, Any]:
 
 
 def misfits(drafter: DFlashConfig, target: DecoderConfig) -> list[str]:
-    """Every way in which a drafter does not fit its target; each begins with a field's name."""
+    """Lists every mismatch between a drafter and its target; each begins with the name of a field."""
     tapped = "hidden_size" if drafter.target_hidden_size is None else "target_hidden_size"
     problems = [
         f"{name} is {have} but the target's is {want}"
@@ -251,14 +256,14 @@ def misfits(drafter: DFlashConfig, target: DecoderConfig) -> list[str]:
         problems.append(f"target_layer_ids {outside} lie outside the target's {target.num_layers} layers")
     if drafter.mask_token_id >= target.vocab_size:
         problems.append(f"mask_token_id {drafter.mask_token_id} lies outside the target's vocabulary of {target.vocab_size}")
-    lacks = [name for name, has in (("embedding", drafter.own_embedding), ("head", drafter.own_head)) if not has]
-    if tapped == "target_hidden_size" and lacks:
-        problems.append(f"hidden_size is not target_hidden_size, and the drafter has no {' and no '.join(lacks)} of its own")
+    missing = [name for name, has in (("embedding", drafter.own_embedding), ("head", drafter.own_head)) if not has]
+    if tapped == "target_hidden_size" and missing:
+        problems.append(f"hidden_size is not target_hidden_size, and the drafter has no {' and no '.join(missing)} of its own")
     return problems
 
 
 def check_fits(drafter: DFlashConfig, target: DecoderConfig) -> None:
-    """Raises a `ValueError` that lists every way in which a drafter does not fit its target."""
+    """Raises a `ValueError` that lists every mismatch between a drafter and its target."""
     if problems := misfits(drafter, target):
         raise ValueError("the drafter does not fit the target: " + "; ".join(problems))
 
@@ -269,9 +274,9 @@ class DFlashParams:
     """All arrays of a drafter.
 
     Attributes:
-        vocab: the draft vocabulary, with its head; None in a declaration, while training, and where the target's head serves.
-        embed: None where the target's embedding serves.
-        mask: what stands for the mask token's embedding, `[hidden]`; None where that does.
+        vocab: the draft vocabulary with its head; None in a declaration, in training, and if the target's head is used.
+        embed: None if the target's embedding is used.
+        mask: the embedding of the mask token, `[hidden]`; None if it is a row of the embedding.
     """
 
     fc: Any
@@ -285,31 +290,31 @@ class DFlashParams:
 
 @runtime_checkable
 class HasBackbone(Protocol):
-    """Parameters of a drafter that adds something to DFlash."""
+    """Parameters of a drafter that extends DFlash."""
 
     @property
     def backbone(self) -> DFlashParams: ...
 
 
 def backbone_of(params: DFlashParams | HasBackbone) -> DFlashParams:
-    """The part of a drafter that is DFlash's."""
+    """Returns DFlash's part of a drafter's parameters."""
     return params if isinstance(params, DFlashParams) else params.backbone
 
 
 def with_backbone(params: Any, **changes: Any) -> Any:
-    """Parameters of a drafter of any of these kinds, with other arrays in the part that is DFlash's."""
+    """Replaces arrays in DFlash's part of a drafter's parameters."""
     if isinstance(params, DFlashParams):
         return replace(params, **changes)
     return replace(params, backbone=replace(params.backbone, **changes))
 
 
 def with_vocab(params: Any, vocab: DraftVocab | None) -> Any:
-    """Parameters of a drafter of any of these kinds, with this draft vocabulary."""
+    """Replaces the draft vocabulary of a drafter's parameters."""
     return with_backbone(params, vocab=vocab)
 
 
-def scaled_values(config: DFlashConfig, params: Any) -> tuple[Any, Any]:
-    """Configuration and parameters with the values' scale in the projection behind attention, where it does the same."""
+def fold_value_scale(config: DFlashConfig, params: Any) -> tuple[Any, Any]:
+    """Folds the scale of values into the projection after attention; returns configuration and parameters."""
     scale = config.value_scale
     layers = backbone_of(params).layers
     if scale == 1:
@@ -319,14 +324,14 @@ def scaled_values(config: DFlashConfig, params: Any) -> tuple[Any, Any]:
 
 
 def declare(config: DFlashConfig) -> DFlashParams:
-    """The drafter's arrays under their checkpoint names (see `drafter_layouts.plain_name`)."""
+    """Declares the drafter's arrays under their checkpoint names (see `drafter_layouts.plain_name`)."""
     h = config.hidden_size
     embed = ArraySpec(EMBEDDING.removeprefix("model."), (config.vocab_size, h), ("vocab", "hidden"), "embedding")
 
     def layer(n: int) -> Layer:
-        made = declare_layer(config, f"layers.{n}", QWEN3)
+        declared = declare_layer(config, f"layers.{n}", QWEN3)
         sinks = ArraySpec(f"layers.{n}.self_attn.attention_sink_bias", (config.num_heads,), ("query_heads",))
-        return replace(made, sinks=sinks) if config.attention_sinks else made
+        return replace(declared, sinks=sinks) if config.attention_sinks else declared
 
     return DFlashParams(
         fc=matrix("fc.weight", len(config.target_layer_ids) * config.tap_size, h, ("taps", "hidden")),
@@ -341,7 +346,7 @@ def declare(config: DFlashConfig) -> DFlashParams:
 def normal_taps(
     config: DFlashConfig, ops: Operations, taps: Sequence[Float[Array, "B T G"]], target_norm: Norm
 ) -> tuple[Float[Array, "B T G"], ...]:
-    """The taps as a drafter reads them: what follows the target's last layer, after the target's final norm.
+    """Applies the target's final norm to a tap of the target's last layer, as drafters read it.
 
     See `DFlashConfig.last_tap_before_norm`.
     """
@@ -353,7 +358,7 @@ def normal_taps(
 def context_features(
     config: DFlashConfig, ops: Operations, params: DFlashParams, taps: Sequence[Float[Array, "B T G"]]
 ) -> Float[Array, "B T H"]:
-    """One feature for each position, from the target's hidden states after the tapped layers, of its size (`normal_taps`)."""
+    """Computes a feature for each position from the target's hidden states at the tapped layers (`normal_taps`)."""
     return ops.rms_norm(ops.linear(jnp.concatenate(taps, axis=-1), params.fc), params.hidden_norm, config.rms_norm_eps)
 
 
@@ -364,17 +369,18 @@ def context_kv(
     features: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
 ) -> tuple[tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]], ...]:
-    """Keys and values of the context for every layer: a pure function of each feature and its position, so cached for good.
+    """Computes keys and values of the context for every layer.
 
-    The features do not pass through the layers' input norms.
+    Keys and values depend only on a feature and its position, so they can be cached. Features do not pass through the layers'
+    input norms.
     """
     rope = config.rope_tables(positions)["global"]
 
-    def of_layer(layer: Layer) -> tuple[Array, Array]:
+    def layer_kv(layer: Layer) -> tuple[Array, Array]:
         _, k, v = ops.heads(ops.project(features, layer.qkv, first=1), head_norms(config, layer, rope))
         return k, v
 
-    return tuple(of_layer(layer) for layer in params.layers)
+    return tuple(layer_kv(layer) for layer in params.layers)
 
 
 def run_block(
@@ -385,16 +391,18 @@ def run_block(
     positions: Int[Array, "B T"],
     context: tuple[Any, ...],
     attend: Attend,
-    seen: Any,
+    attn_metadata: Any,
 ) -> Float[Array, "B T H"]:
-    """Runs blocks through all layers; the result is normalised, ready for the target's output head.
+    """Runs blocks through all layers. The result is normalised, ready for the output head.
 
     Args:
-        embedded: the target's embeddings of the known token and the mask tokens.
-        context: that of each layer, the `kept` of `attend`.
-        attend, seen: what a block sees of it; see `decoder.Attend`.
+        embedded: the target's embeddings of the last token and the mask tokens.
+        context: each layer's context, the `kv_cache` of `attend`.
+        attend, attn_metadata: attention of a block over its context; see `decoder.Attend`.
     """
-    return run_stack(config, stack_of(config, ops, params.layers, attend), params.norm, embedded, positions, context, seen)
+    return run_stack(
+        config, stack_of(config, ops, params.layers, attend), params.norm, embedded, positions, context, attn_metadata
+    )
 
 
 def run_stack(
@@ -404,19 +412,19 @@ def run_stack(
     embedded: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     context: tuple[Any, ...],
-    seen: Any,
+    attn_metadata: Any,
 ) -> Float[Array, "B T H"]:
-    """`run_block` for layers that are given in their parts, and then a norm of this weight."""
-    rows = Rows(config.rope_tables(positions), seen)
+    """Runs blocks through a given stack, then applies the final norm; see `run_block`."""
+    rows = Rows(config.rope_tables(positions), attn_metadata)
     x, _, _ = SINGLE_DEVICE.run(stack, embedded * config.input_embedding_scale, rows, context, ())
     return stack.ops.rms_norm(x, norm, config.rms_norm_eps)
 
 
-def attend_context(ops: Operations, projection: Projection, heads: Heads, seen: Array, kept: Any) -> tuple[Array, Any]:
-    """Attention of a block over its context, what a cache holds of the positions before `seen` `[B]`, and over all of itself.
+def attend_context(ops: Operations, projection: Projection, heads: Heads, start: Array, kv_cache: Any) -> tuple[Array, Any]:
+    """Computes attention of a block over its cached context and over the whole block.
 
-    `seen` is the known token's position, at which the block begins.
+    `start` `[B]` is the position of the last token. The block begins there, and the context is the cache before it.
     """
     q, k, v = ops.heads(projection, heads)
-    context = kept if heads.scores.sinks is None else replace(kept, sinks=heads.scores.sinks)
-    return context.attend_before(ops, q, seen, (k, v)).reshape(*q.shape[:2], -1), kept
+    context = kv_cache if heads.scores.sinks is None else replace(kv_cache, sinks=heads.scores.sinks)
+    return context.attend_before(ops, q, start, (k, v)).reshape(*q.shape[:2], -1), kv_cache

@@ -1,9 +1,9 @@
 """DFlash 2: DFlash with convolutions along the block, and a selector that walks through the target's best candidates.
 
-The block is drafted as by DFlash (`dflash.py`), with two additions. Around each sublayer, a short causal convolution mixes
-every slot with those before it (`convolution.py`). And the drafts are not the argmaxes of each slot by itself: of each slot's K
-most likely tokens the selector takes the one that is best after the token taken in the slot before, by the logit of the
-target's head and a score of the pair under the slot's hidden state.
+The block is drafted as in DFlash (`dflash.py`), with two additions. Around each sublayer, a short causal convolution mixes
+every slot with earlier slots (`convolution.py`). And the drafts are not the argmax of each slot alone: of each slot's K most
+likely tokens, the selector takes the best one after the token taken in the slot before, by the logit of the target's head and a
+score of the pair under the slot's hidden state.
 
 Source: z-lab/dflash, `dflash/model.py`, and the checkpoints that declare `DFlash2DraftModel`.
 
@@ -29,7 +29,7 @@ from tilewright.models.drafter_fields import open_config
 from tilewright.models.params import ArraySpec, initialise, matrix
 
 ARCHITECTURE = "DFlash2DraftModel"
-OWN_FIELDS = (*convolution.SIZES, "selector_rank", "selector_top_k")
+SELECTOR_FIELDS = (*convolution.SIZES, "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,12 @@ class DFlash2Config(DFlashConfig):
     """Sizes of a DFlash 2 drafter.
 
     Attributes:
-        conv_kernel_size: k, the slot itself included.
+        conv_kernel_size: k, including the slot itself.
         conv_group_size: channels that share a kernel's dynamic part.
         selector_rank: r.
         selector_top_k: K.
-        output_multiplier: of the logits, before the softcap.
-        final_logit_softcapping: bounds the logits, `cap * tanh(logit / cap)`; None leaves them.
+        output_multiplier: multiplier of the logits, before the softcap.
+        final_logit_softcapping: caps the logits, `cap * tanh(logit / cap)`; None for no cap.
     """
 
     conv_kernel_size: int
@@ -63,16 +63,16 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target
     """Reads a drafter's `config.json`; see `dflash.config_from_hf`.
 
     Raises:
-        ValueError: one message that lists everything missing or unsupported, and then all that does not fit the target.
+        ValueError: one message that lists everything missing or unsupported, then every mismatch with the target.
     """
     read, inner = open_config(fields, where)
     read.expect_all("architectures", ARCHITECTURE)
-    backbone = dflash.read_backbone(read, inner, OWN_FIELDS, target)
+    backbone = dflash.read_backbone(read, inner, SELECTOR_FIELDS, target)
     cap = read.fields.get("final_logit_softcapping", 0)
-    own: dict[str, Any] = {name: read.integer(name) for name in OWN_FIELDS}
+    extra: dict[str, Any] = {name: read.integer(name) for name in SELECTOR_FIELDS}
     config = DFlash2Config(
         **vars(backbone),
-        **own,
+        **extra,
         output_multiplier=read.number("output_multiplier", default=1.0),
         final_logit_softcapping=read.number("final_logit_softcapping", default=1.0) if cap != 0 else None,
     )
@@ -80,32 +80,35 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target
     group = config.conv_group_size
     top_k = config.selector_top_k
     read.require(hidden % group == 0, f"conv_group_size {group} does not divide hidden_size {hidden}")
-    read.require(top_k <= config.proposed, f"selector_top_k {top_k} exceeds the {config.proposed} tokens that can be proposed")
+    read.require(
+        top_k <= config.num_proposable,
+        f"selector_top_k {top_k} exceeds the {config.num_proposable} tokens that can be proposed",
+    )
     dflash.finish(read, config, target)
     return config
 
 
 def config_to_hf(config: DFlash2Config) -> dict[str, Any]:
-    """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
+    """Returns the `config.json` of a drafter, with the fields of the published ones."""
     fields = dflash.config_to_hf(config)
-    own = {name: getattr(config, name) for name in OWN_FIELDS}
+    extra = {name: getattr(config, name) for name in SELECTOR_FIELDS}
     if config.output_multiplier != 1:
-        own["output_multiplier"] = config.output_multiplier
+        extra["output_multiplier"] = config.output_multiplier
     if config.final_logit_softcapping is not None:
-        own["final_logit_softcapping"] = config.final_logit_softcapping
+        extra["final_logit_softcapping"] = config.final_logit_softcapping
     full = {"sliding_window": None, "use_sliding_window": False, "is_causal": False}
-    return {**full, **fields, "architectures": [ARCHITECTURE], "dflash_config": fields["dflash_config"] | own}
+    return {**full, **fields, "architectures": [ARCHITECTURE], "dflash_config": fields["dflash_config"] | extra}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selector:
-    """Scores pairs of neighbouring tokens.
+    """Scores of pairs of neighbouring tokens.
 
     Attributes:
         predecessor: `[V, r]`.
         successor: `[W, r]`, for the tokens that the drafter can propose.
-        projection: `[H, r]`; None where a pair's score is the same in every slot.
+        projection: `[H, r]`; None if a pair's score is the same in every slot.
     """
 
     predecessor: Any
@@ -116,7 +119,7 @@ class Selector:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DFlash2Params:
-    """All arrays of a drafter. One convolution of each kind for each layer."""
+    """All arrays of a drafter, with one convolution of each kind for each layer."""
 
     backbone: DFlashParams
     attention_convs: tuple[Convolution, ...]
@@ -125,9 +128,9 @@ class DFlash2Params:
 
 
 def declare(config: DFlash2Config) -> DFlash2Params:
-    """The drafter's arrays under their checkpoint names.
+    """Declares the drafter's arrays under their checkpoint names.
 
-    Fresh, the dynamic part of all kernels and the scores of all pairs are zero. See `fresh` for the rest.
+    The dynamic part of all kernels and the scores of all pairs are initialised to zero. See `fresh` for the rest.
     """
     h = config.hidden_size
     r = config.selector_rank
@@ -140,19 +143,19 @@ def declare(config: DFlash2Config) -> DFlash2Params:
         *convolution.declare(config),
         Selector(
             codebook("predecessor", config.vocab_size, 0.02),
-            codebook("successor", config.proposed, 0.0),
+            codebook("successor", config.num_proposable, 0.0),
             matrix("candidate_selector.hidden_projection.weight", h, r, ("hidden", "rank")),
         ),
     )
 
 
 def fresh(config: DFlash2Config, key: Array) -> DFlash2Params:
-    """Random parameters that do what DFlash's would: the convolutions pass every slot on, the selector says nothing."""
-    return convolution.passing(initialise(declare(config), key))
+    """Draws random parameters that compute what DFlash would: identity convolutions, and pair scores of zero."""
+    return convolution.pass_through(initialise(declare(config), key))
 
 
 def scaled_logits(config: DFlash2Config, logits: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The target head's logits as this drafter was trained to read them; their order stays."""
+    """Scales and caps the target head's logits as in this drafter's training; their order stays."""
     return softcapped(logits * config.output_multiplier, config.final_logit_softcapping)
 
 
@@ -163,39 +166,40 @@ def pair_scores(
     previous: Int[Array, "B L P"],
     candidates: Int[Array, "B L K"],
 ) -> Float32[Array, "B L P K"]:
-    """Score that each slot's hidden state gives to every pair of a token before it and a candidate in it.
+    """Scores pairs of a token in the slot before and a candidate in a slot, given the slot's hidden state.
 
     Args:
-        previous: by the target's ids.
-        candidates: by the drafter's.
+        previous: as target ids.
+        candidates: as draft ids.
     """
-    before, here = (
+    before, after = (
         ops.gather_rows(codebook, tokens).astype(jnp.float32)
         for codebook, tokens in ((selector.predecessor, previous), (selector.successor, candidates))
     )
     if selector.projection is not None:
         before = before * ops.linear(hidden, selector.projection, jnp.float32)[:, :, None]
-    return jnp.einsum("blpr,blkr->blpk", before, here, precision=jax.lax.Precision.HIGHEST)
+    return jnp.einsum("blpr,blkr->blpk", before, after, precision=jax.lax.Precision.HIGHEST)
 
 
 def transition_scores(
     ops: Operations,
     selector: Selector,
     hidden: Float[Array, "B L H"],
-    known: Int[Array, " B"],
+    last_token: Int[Array, " B"],
     candidates: Int[Array, "B L K"],
     logits: Float32[Array, "B L K"],
     ids: Int[Array, "B L K"] | None = None,
 ) -> Float32[Array, "B L K K"]:
-    """The score of each slot's candidates after each of the slot before; before the first slot stands the known token alone.
+    """Scores each slot's candidates after each candidate of the slot before; before the first slot is the last token alone.
 
     Args:
         hidden: of the slots to be drafted, normalised, as the head reads it.
-        candidates: by the drafter's ids.
+        last_token: the last committed token, `[B]`.
+        candidates: as draft ids.
         logits: of the candidates, by the target's head; see `scaled_logits`.
-        ids: the target's ids of the candidates, where the drafter has its own.
+        ids: the candidates as target ids, if the drafter has its own ids.
     """
-    anchor = jnp.broadcast_to(known[:, None, None], (*candidates.shape[:1], 1, candidates.shape[2]))
+    anchor = jnp.broadcast_to(last_token[:, None, None], (*candidates.shape[:1], 1, candidates.shape[2]))
     previous = jnp.concatenate([anchor, (candidates if ids is None else ids)[:, :-1]], axis=1)
     return logits[:, :, None] + pair_scores(ops, selector, hidden, previous, candidates)
 
@@ -206,20 +210,19 @@ def walk(
     temperature: Float32[Array, " B"] | None = None,
     gumbel: Float32[Array, "B L K"] | None = None,
 ) -> Int32[Array, "B L"]:
-    """The drafts: in each slot the best candidate after the one taken in the slot before, the first of equals.
+    """Returns the drafts: in each slot the best candidate after the one taken in the slot before, the first among equals.
 
-    With a temperature, a candidate is drawn from `softmax(scores / temperature)` by the Gumbel-max rule instead, in rows where
-    it is above 0.
+    With a temperature, rows above 0 draw a candidate from `softmax(scores / temperature)` by the Gumbel-max rule instead.
     """
     if temperature is not None and gumbel is not None:
         warm = temperature[:, None, None, None]
         scores = jnp.where(warm > 0, scores / jnp.where(warm > 0, warm, 1.0) + gumbel[:, :, None], scores)
-    follower = argmax(scores)  # of every candidate, so that the walk itself only looks up
+    follower = argmax(scores)  # for every candidate at once, so that the loop only looks up
     place = follower[:, 0, :1]
     places = []
     for slot in range(scores.shape[1]):
         if slot:
             place = jnp.take_along_axis(follower[:, slot], place, axis=1)
         places.append(place)
-    taken = jnp.take_along_axis(candidates, jnp.stack(places, axis=1), axis=2)
-    return taken[..., 0].astype(jnp.int32)
+    drafts = jnp.take_along_axis(candidates, jnp.stack(places, axis=1), axis=2)
+    return drafts[..., 0].astype(jnp.int32)

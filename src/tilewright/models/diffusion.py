@@ -1,7 +1,7 @@
 """Diffusion language models: LLaDA and Dream.
 
-Their layers are a decoder's, and what they compute with is in `decoder.py`; here stands what differs. Every position sees every
-valid one, a token may be the mask, and the logits of all positions are predictions of one denoising step.
+Their layers are a decoder's (`decoder.py`); this module holds the differences. Every position attends to every valid position,
+a token may be the mask, and the logits of all positions are predictions of one denoising step.
 
 Sources: LLaDA (arXiv 2502.09992) and its `modeling_llada.py`; Dream (arXiv 2508.15487), whose backbone is Qwen2.5's; tensor
 names as in their checkpoints.
@@ -19,18 +19,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 from rich.console import Console
 
-from tilewright.kernels.operations import Heads, Operations, Projection
+from tilewright.kernels.masks import AttentionMask
+from tilewright.kernels.operations import Heads, KeyValueRows, Operations, Projection
 from tilewright.models import decoder
 from tilewright.models.checkpoint import CONFIG, load_params, read_config
 from tilewright.models.config import ConfigReader
 from tilewright.models.decoder import DecoderConfig, DecoderParams, Forward, read_decoder
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import SINGLE_DEVICE, Strategy
 
 Family = Literal["llada", "dream"]
 MODEL_TYPES: dict[str, Family] = {"llada": "llada", "Dream": "dream"}
 
 END_OF_TURN = {("llada", 126336): 126348, ("dream", 151666): 151645}
-"""What ends a turn, by family and mask id, of the published models, whose tokenizers say it and whose configurations do not."""
+"""End-of-turn token of published models, by family and mask id; only their tokenizers name it."""
 
 LLADA_ONLY: dict[str, Any] = {
     "block_type": "llama",
@@ -50,7 +51,7 @@ LLADA_ONLY: dict[str, Any] = {
     "input_emb_norm": False,
     "scale_logits": False,
 }
-"""Fields whose other values change the maths."""
+"""Fields with their only supported value; other values change the maths."""
 
 LLADA_NAMES = {
     "model.embed_tokens": "model.transformer.wte",
@@ -65,19 +66,21 @@ LLADA_NAMES = {
     "mlp.up_proj": "up_proj",
     "mlp.down_proj": "ff_out",
 }
-"""Parts of a tensor's name in a decoder, and in LLaDA: `ff_out` is the output head, and in a block the MLP's last matrix."""
+"""Parts of a decoder's tensor names, and LLaDA's names for them.
+
+`ff_out` is the output head, and in a block the MLP's last matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """A diffusion language model.
+    """Configuration of a diffusion language model.
 
     Attributes:
-        family: whose form its checkpoint has.
+        family: the form of its checkpoint.
         decoder: sizes of its layers; of the family "llama" for LLaDA and "qwen2" for Dream.
-        mask_token_id: stands where a token is still to be found.
-        pad_token_id: what training fills up with; None where the model names none.
-        eot_token_id: ends a turn; None where the model has no such token, or none that is known.
+        mask_token_id: token of positions that are not denoised yet.
+        pad_token_id: padding token in training; None if the model names none.
+        eot_token_id: token that ends a turn; None if the model has none, or none that is known.
     """
 
     family: Family
@@ -88,7 +91,7 @@ class DiffusionConfig:
 
     @property
     def shifted(self) -> bool:
-        """The logits of a position predict the token behind it, as in the decoder that Dream was made from."""
+        """True if a position's logits predict the next token, as in the decoder from which Dream was made."""
         return self.family == "dream"
 
     @property
@@ -97,21 +100,21 @@ class DiffusionConfig:
 
 
 def is_diffusion(folder: Path) -> bool:
-    """True if a folder holds a LLaDA or Dream. Raises a `ValueError` if it holds no configuration."""
+    """True if a folder holds a LLaDA or Dream model. Raises a `ValueError` if it holds no configuration."""
     return read_config(folder).get("model_type") in MODEL_TYPES
 
 
 def read_diffusion(folder: Path) -> DiffusionConfig:
-    """The configuration of a LLaDA or Dream in a folder. Raises a `ValueError` for one that is none, or not supported."""
+    """Reads the configuration of a LLaDA or Dream model. Raises a `ValueError` for any other, or unsupported, model."""
     return config_from_hf(read_config(folder), where=str(folder / CONFIG))
 
 
 def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DiffusionConfig:
-    """Reads the `config.json` of a LLaDA or Dream.
+    """Reads the `config.json` of a LLaDA or Dream model.
 
     Raises:
-        ValueError: one message that lists every missing field, every value that the family does not support, and every special
-            token outside the vocabulary.
+        ValueError: one message that lists every missing field, every unsupported value, and every special token outside the
+            vocabulary.
     """
     read = ConfigReader(fields, where)
     family = MODEL_TYPES[read.choice("model_type", tuple(MODEL_TYPES))]
@@ -134,7 +137,7 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dif
 
 
 def read_llada(read: ConfigReader) -> DecoderConfig:
-    """The configuration of LLaDA's layers by `read`; its problems are for `read.finish`."""
+    """Reads the configuration of LLaDA's layers. Problems are collected in `read`."""
     for name, only in LLADA_ONLY.items():
         read.expect(name, only)
     hidden = read.integer("d_model")
@@ -162,10 +165,10 @@ def read_llada(read: ConfigReader) -> DecoderConfig:
 
 
 def config_to_hf(config: DiffusionConfig) -> dict[str, Any]:
-    """The `config.json` of a model that was made here.
+    """Returns the `config.json` of a model.
 
     Raises:
-        ValueError: the family's configuration cannot say it.
+        ValueError: the family's configurations have no field for a setting.
     """
     sizes = config.decoder
     special: dict[str, Any] = {
@@ -200,15 +203,15 @@ def config_to_hf(config: DiffusionConfig) -> dict[str, Any]:
 
 
 def llada_name(name: str) -> str:
-    """LLaDA's name of a decoder's tensor."""
-    for part, theirs in LLADA_NAMES.items():
-        name = name.replace(part, theirs)
+    """Returns LLaDA's name of a decoder's tensor."""
+    for part, llada_part in LLADA_NAMES.items():
+        name = name.replace(part, llada_part)
     return name
 
 
-def declare(config: DiffusionConfig, own_head: bool = False) -> DecoderParams:
-    """The model's arrays, each declared once: a decoder's, under the family's names."""
-    specs = decoder.declare(config.decoder, own_head)
+def declare(config: DiffusionConfig, separate_head: bool = False) -> DecoderParams:
+    """Declares the model's arrays: a decoder's, under the family's names."""
+    specs = decoder.declare(config.decoder, separate_head)
     return specs if config.family == "dream" else jax.tree.map(lambda spec: replace(spec, name=llada_name(spec.name)), specs)
 
 
@@ -221,8 +224,8 @@ def load_diffusion(
 ) -> tuple[DiffusionConfig, DecoderParams]:
     """Reads a diffusion language model: its configuration, and its parameters as `dtype`.
 
-    `hub.resolve` finds the folder of a hub id; nothing that lies there is executed. Arguments and what is passed over as for
-    `checkpoint.load_decoder`.
+    `hub.resolve` finds the folder of a hub id. No code in the folder is executed. See `checkpoint.load_decoder` for arguments
+    and for tensors that are ignored.
 
     Raises:
         ValueError: see `checkpoint.read_config`, `config_from_hf` and `checkpoint.load_params`.
@@ -233,19 +236,18 @@ def load_diffusion(
     def ignore(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.decoder.tie_word_embeddings and name == head)
 
-    specs = declare(config, ops is not None and ops.own_head)
+    specs = declare(config, ops is not None and ops.separate_head)
     placed = None if shard is None else shard(specs)
     return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed, ops=ops)
 
 
 def bidirectional_attend(
-    ops: Operations, projection: Projection, heads: Heads, seen: Int[Array, " B"], kept: Any
+    ops: Operations, projection: Projection, heads: Heads, valid: Int[Array, " B"], kv_cache: Any
 ) -> tuple[Float[Array, "B T _"], None]:
-    """Every position of a row sees the row's first `seen` ones; with a gradient where the bundle trains."""
+    """Computes attention of every position over the row's first `valid` positions; differentiable if `ops` trains."""
     q, k, v = ops.heads(projection, heads)
-    batch, length = q.shape[:2]
-    out = ops.prefix_attention(q, k, v, jnp.broadcast_to(seen[:, None], (batch, length)))
-    return out.reshape(batch, length, -1), None
+    out = ops.attend(q, KeyValueRows(k, v), AttentionMask(valid[:, None]))
+    return out.reshape(*out.shape[:2], -1), None
 
 
 def forward_full(
@@ -255,9 +257,12 @@ def forward_full(
     tokens: Int[Array, "B L"],
     valid: Int[Array, " B"],
     tap_layers: tuple[int, ...] = (),
-    schedule: Schedule = SINGLE_DEVICE,
+    schedule: Strategy = SINGLE_DEVICE,
 ) -> Forward:
-    """Whole sequences from position 0, of which row b's first `valid[b]` are there; what padding gives means nothing."""
+    """Runs whole sequences from position 0, of which row b's first `valid[b]` positions are valid.
+
+    Outputs of padding positions are meaningless.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     sizes = config.decoder
     attend = cast(decoder.Attend, bidirectional_attend)
@@ -265,7 +270,10 @@ def forward_full(
 
 
 def predicting(config: DiffusionConfig, hidden: Float[Array, "B L H"]) -> Float[Array, "B L H"]:
-    """The rows that predict each position, for `logits`: with shifted ones the row before it (for the first, its own)."""
+    """Returns the rows that predict each position, for `logits`.
+
+    With shifted logits these are the rows before; the first position keeps its own.
+    """
     return jnp.concatenate([hidden[:, :1], hidden[:, :-1]], axis=1) if config.shifted else hidden
 
 
@@ -274,7 +282,7 @@ def logits(
     ops: Operations,
     params: DecoderParams,
     hidden: Float[Array, "*rows H"],
-    schedule: Schedule = SINGLE_DEVICE,
+    schedule: Strategy = SINGLE_DEVICE,
 ) -> Float[Array, "*rows V"]:
-    """Final norm and output head, of rows in the order of the backbone or of `predicting`."""
+    """Applies the final norm and the output head to rows in the order of the backbone, or of `predicting`."""
     return decoder.logits(config.decoder, ops, params, hidden, schedule)

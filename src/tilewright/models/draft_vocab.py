@@ -1,7 +1,7 @@
-"""Draft vocabulary: the tokens that a drafter can propose, where that is less than its target's vocabulary.
+"""Draft vocabulary: the tokens that a drafter can propose, if fewer than its target's vocabulary.
 
-A drafter that drafts through its target's output head reads all of it in each round; of a few thousand frequent tokens it reads
-a fraction. Any other token is drafted wrong, and the target commits its own as after any wrong draft.
+A drafter with the target's output head reads the whole head in each round; with a few thousand frequent tokens it reads a
+fraction. Any other token is drafted wrong, and the target commits its own token, as after any wrong draft.
 
 Sources: EAGLE-3 (arXiv 2503.01840), whose files hold the maps; FR-Spec (arXiv 2502.14856), for heads of any drafter.
 """
@@ -19,7 +19,8 @@ from jaxtyping import Int
 from tilewright.models.params import ArraySpec, matrix
 
 MAPS = ("d2t", "t2d")
-"""Tensors of a checkpoint: what to add to each draft id to get the target's id, and which of the target's ids have one."""
+"""Tensors of a checkpoint: `d2t` is the target id minus the draft id of each draft token, `t2d` marks target ids with a draft
+id."""
 
 
 @jax.tree_util.register_dataclass
@@ -28,8 +29,8 @@ class DraftVocab:
     """Tokens that a drafter can propose through its target's output head.
 
     Attributes:
-        ids: the target's ids of them, int32 `[W]`.
-        head: the target's output head for them alone, `[hidden, W]`; None as long as no target is at hand.
+        ids: their target ids, int32 `[W]`.
+        head: the part of the target's output head for them, `[hidden, W]`; None before a target is loaded.
     """
 
     ids: Any
@@ -37,23 +38,23 @@ class DraftVocab:
 
 
 def declare(size: int, hidden: int) -> DraftVocab:
-    """Arrays of a draft vocabulary that has its head."""
+    """Declares the arrays of a draft vocabulary with its head."""
     return DraftVocab(ArraySpec("d2t", (size,), ("vocab",)), matrix("d2t.head", hidden, size, ("hidden", "vocab"), kind="head"))
 
 
 def draft_ids(ids: Int[Array, " W"], vocab_size: int) -> Int[Array, " V"]:
-    """The draft id of each of the target's tokens; W for those that cannot be proposed."""
+    """Returns the draft id of each target token; W for tokens that cannot be proposed."""
     return jnp.full(vocab_size, ids.shape[0], jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
 
 
 def target_ids_from_maps(count: int, vocab: int, maps: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    """The target's id of each of `count` draft ids, from the stored maps.
+    """Returns the target id of each of `count` draft ids, from the stored maps.
 
-    The identity where there are none and the target's vocabulary `vocab` has as many.
+    Without maps, and with a target vocabulary of the same size, ids stay the same.
 
     Raises:
-        ValueError: `d2t` is missing or has another length or dtype, leaves the vocabulary, repeats itself, or contradicts
-            `t2d`.
+        ValueError: `d2t` is missing, has another length or dtype, maps outside of the vocabulary or twice to one id, or
+            contradicts `t2d`.
     """
     shifts = maps.get("d2t", np.zeros(count, np.int64) if count == vocab else None)
     if shifts is None:
@@ -62,15 +63,15 @@ def target_ids_from_maps(count: int, vocab: int, maps: Mapping[str, np.ndarray],
         raise ValueError(f"{where}: expected d2t to hold {count} integers, found {shifts.dtype} {list(shifts.shape)}")
     ids = np.arange(count) + shifts
     if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < count:
-        raise ValueError(f"{where}: expected d2t to lead to {count} different ids below {vocab}, found others")
+        raise ValueError(f"{where}: expected d2t to map to {count} different ids below {vocab}, found others")
     inverse = maps.get("t2d")
     if inverse is not None and not np.array_equal(np.flatnonzero(inverse), np.sort(ids)):
         raise ValueError(
-            f"{where}: expected t2d to be true for the {count} ids that d2t leads to, found {np.count_nonzero(inverse)}"
+            f"{where}: expected t2d to be true for the {count} ids that d2t maps to, found {np.count_nonzero(inverse)}"
         )
     return ids.astype(np.int32)
 
 
 def maps_from_target_ids(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
-    """The stored maps: `d2t` int64 `[W]` and `t2d` bool `[vocab_size]`."""
+    """Returns the stored maps: `d2t` int64 `[W]` and `t2d` bool `[vocab_size]`."""
     return {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": np.isin(np.arange(vocab_size), ids)}

@@ -1,13 +1,13 @@
-"""Layouts that drafters' checkpoints come in besides the published one, and what each is in its words.
+"""Layouts of drafters' checkpoints other than the published one, and their conversion.
 
-`as_published` turns a `config.json` of another layout into one of the published layout, which alone the readers of each kind
-know; `plain_name` does so for the name of a tensor.
+`as_published` converts a `config.json` of another layout to the published layout, which is the only one that the readers of
+each kind know; `plain_name` does so for the name of a tensor.
 
-- **speculators** (vllm-project/speculators; RedHatAI's checkpoints): sizes in `transformer_layer_config`, everything else at
-  the top. Tapped layers count the embedding, too: number i is the output of layer i - 1.
-- **Muse Glimmer's assistant** (transformers, `muse_glimmer_assistant`): a DFlash drafter with all fields at the top, without
-  the vocabulary's size, and with `encoder.` before what makes the features. A query also sees the position that lies
-  `sliding_window` before its own, which others do not.
+- **speculators** (vllm-project/speculators; RedHatAI's checkpoints): sizes in `transformer_layer_config`, all other fields at
+  the top level. Tapped layers count the embedding: number i is the output of layer i - 1.
+- **Muse Glimmer's assistant** (transformers, `muse_glimmer_assistant`): a DFlash drafter with all fields at the top level,
+  without the vocabulary size, and with `encoder.` before the tensors of features. A query also attends to the position
+  `sliding_window` before its own, unlike in other drafters.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ SPECULATORS = {
     "dspark": "Qwen3DSparkModel",
     "eagle3": "LlamaForCausalLMEagle3",
 }
-"""Kinds of speculators' that are read, and the published architecture of each."""
+"""Supported kinds of speculators, and the published architecture of each."""
 NON_CAUSAL = "sliding_window_non_causal"
 MUSE = ("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel")
 ALONGSIDE = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
-"""Beginnings of the names of tensors that serve training alone, or that repeat the configuration."""
+"""Prefixes of tensors that are used only in training, or repeat the configuration."""
 
 
 def as_published(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The fields of a `config.json` as the published layout has them; those of that layout as they are.
+    """Converts the fields of a `config.json` to the published layout; those in the published layout stay unchanged.
 
     Raises:
-        ValueError: a kind of speculators' that is not read, or what it must have is missing.
+        ValueError: a kind of speculators is not supported, or a required field is missing.
     """
     if fields.get("architectures") in [[name] for name in MUSE]:
         return _from_muse(fields)
@@ -40,7 +40,7 @@ def as_published(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def is_drafter(fields: Mapping[str, Any], where: str) -> bool:
-    """True if a `config.json` declares a drafter of any kind, also one that is not read."""
+    """True if a `config.json` declares a drafter of any kind, even an unsupported one."""
     if "speculators_model_type" in fields or "speculators_config" in fields:
         return True
     names = [str(name).lower() for name in as_published(fields, where).get("architectures") or ()]
@@ -56,16 +56,16 @@ def _from_muse(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_speculators(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     sizes = fields.get("transformer_layer_config")
-    about = fields.get("speculators_config") or {}
-    if not isinstance(sizes, Mapping) or not isinstance(about, Mapping):
+    settings = fields.get("speculators_config") or {}
+    if not isinstance(sizes, Mapping) or not isinstance(settings, Mapping):
         raise ValueError(
-            f"{where}: transformer_layer_config and speculators_config must be objects, found {sizes!r}, {about!r}"
+            f"{where}: transformer_layer_config and speculators_config must be objects, found {sizes!r}, {settings!r}"
         )
-    kind = fields.get("speculators_model_type") or about.get("algorithm")
+    kind = fields.get("speculators_model_type") or settings.get("algorithm")
     if kind not in SPECULATORS:
         raise ValueError(f"{where}: speculators_model_type must be one of {', '.join(SPECULATORS)}, found {kind!r}")
-    own = ("speculators_model_type", "speculators_config", "transformer_layer_config", "architectures", NON_CAUSAL)
-    rest = {name: value for name, value in fields.items() if name not in own and value is not None}
+    converted = ("speculators_model_type", "speculators_config", "transformer_layer_config", "architectures", NON_CAUSAL)
+    rest = {name: value for name, value in fields.items() if name not in converted and value is not None}
     found = {**sizes, **rest, "architectures": [SPECULATORS[kind]]}
     if found.get("draft_vocab_size") == found.get("vocab_size"):
         found.pop("draft_vocab_size", None)
@@ -80,7 +80,7 @@ def _from_speculators(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _outputs(layers: Any, name: str, where: str) -> list[int]:
-    """The layers, from 0, whose outputs are what speculators counts."""
+    """Converts numbers of layer outputs in speculators, where 0 is the embedding, to layers from 0."""
     if not isinstance(layers, list) or not all(isinstance(layer, int) and layer >= 1 for layer in layers):
         raise ValueError(f"{where}: {name} must be a list of integers from 1 on (0 is the embedding), found {layers!r}")
     return [layer - 1 for layer in layers]
@@ -96,12 +96,12 @@ RENAMED = {
 
 
 def plain_name(name: str) -> str:
-    """The published name of a stored tensor, without the `model.` that some files begin names with."""
+    """Returns the published name of a stored tensor, without the `model.` prefix of some files."""
     name = name.removeprefix("model.")
     return RENAMED.get(name, name)
 
 
 def is_alongside(name: str) -> bool:
-    """True for a stored tensor that is not read."""
+    """True if a stored tensor is ignored."""
     plain = plain_name(name)
     return plain.startswith(ALONGSIDE) or plain.endswith("rotary_emb.inv_freq")

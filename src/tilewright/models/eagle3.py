@@ -1,12 +1,12 @@
 """EAGLE-3: a drafter of one layer that drafts token after token from its target's hidden states (arXiv 2503.01840).
 
-The *feature* of a position is `fc` of the target's states after a few tapped layers. The layer reads pairs: what is known of
-position t, with the embedding of the token at t + 1; its output at t predicts the token at t + 2 over a small *draft
-vocabulary*. A chain goes on without the target: the next pair is that output, before the final norm, with the embedding of the
+The *feature* of a position is `fc` of the target's hidden states after a few tapped layers. The layer reads pairs: the feature
+of position t and the embedding of the token at t + 1. Its output at t predicts the token at t + 2 over a small *draft
+vocabulary*. A chain continues without the target: the next pair is that output, before the final norm, and the embedding of the
 token just drafted.
 
-A pair stands at position t, that of its feature, and the pairs of a chain at t + 1, t + 2, ... Published code counts alike; as
-attention sees only distances, the same shift of all of them changes nothing.
+A pair has the position t of its feature, and the pairs of a chain have t + 1, t + 2, ... Published code uses the same
+positions. Attention depends only on distances, so a common shift changes nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +34,10 @@ from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.stored import read_headers
 
 BLOCK_SIZE = 8
-"""The known token and the seven that the published drafters were trained to draft (EAGLE-3, training-time test)."""
+"""Default block size: the last token and seven drafts, as in the published training (EAGLE-3, training-time test)."""
 
 FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
-"""Families that a drafter's layer may be of."""
+"""Supported families of a drafter's layer."""
 EAGLE_FIELDS: dict[str, object] = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -51,7 +51,7 @@ EAGLE_FIELDS: dict[str, object] = {
     "fc_norm": False,
     "norm_output": False,
 }
-"""Fields of published configurations, inside `eagle_config` or beside it, with the only value that is supported here."""
+"""Fields of published configurations, in `eagle_config` or at the top level, with their only supported value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +59,14 @@ class Eagle3Config(Sizes):
     """Sizes of an EAGLE-3 drafter.
 
     Attributes:
-        vocab_size: of the target.
-        draft_vocab_size: tokens that the drafter can propose.
-        hidden_size, target_hidden_size: the same, unless the drafter brings its own embedding.
+        vocab_size: vocabulary size of the target.
+        draft_vocab_size: number of tokens that the drafter can propose.
+        hidden_size, target_hidden_size: equal, unless the drafter has its own embedding.
         target_layer_ids: the tapped layers, from 0, whose *outputs* are read.
-        block_size: tokens drafted at once that it was trained for, the known one included.
-        norm_before_residual: the residual stream starts from the normalised feature.
-        own_embedding: the checkpoint holds an embedding; otherwise the target's serves.
-        family: that of the layer: Qwen3's has norms of queries and keys besides.
+        block_size: tokens of a block in training, including the last token.
+        norm_before_residual: the residual stream begins with the normalised feature.
+        own_embedding: the checkpoint has an embedding; otherwise the target's is used.
+        family: the family of the layer; Qwen3's also norms queries and keys.
     """
 
     num_layers: int = 1
@@ -80,10 +80,10 @@ class Eagle3Config(Sizes):
 
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
-    """The tapped layers of a configuration that names none: an early, a middle and a late one.
+    """Returns the tapped layers of a configuration that names none: an early, a middle and a late one.
 
-    The published choice is the input of layers 2, L // 2 and L - 3. Below seven layers these are not distinct; then three (or
-    all) are spread over the target as evenly as can be, up to its last.
+    The published choice is the input of layers 2, L // 2 and L - 3. Below seven layers these are not distinct. Then three
+    layers, or all if there are fewer, are spread evenly over the target, up to its last.
     """
     if num_target_layers >= 7:
         return (1, num_target_layers // 2 - 1, num_target_layers - 4)
@@ -91,27 +91,26 @@ def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + i * (num_target_layers - 1 - first) / 2) for i in range(3)}))
 
 
-def _eagle_fields(read: ConfigReader) -> None:
-    """Refuses what `eagle_config` (or the fields beside it) asks for and is not supported."""
+def _check_eagle_fields(read: ConfigReader) -> None:
+    """Notes unsupported values in `eagle_config` or at the top level."""
     inner = read.fields.get("eagle_config") or {}
-    known = {*EAGLE_FIELDS, "eagle_aux_hidden_state_layer_ids", "block_size"}
-    unknown = sorted(inner.keys() - known)
+    allowed = {*EAGLE_FIELDS, "eagle_aux_hidden_state_layer_ids", "block_size"}
+    unknown = sorted(inner.keys() - allowed)
     read.require(not unknown, f"eagle_config has unknown fields: {', '.join(unknown)}")
     for name, only in EAGLE_FIELDS.items():
         for fields, where in ((inner, "eagle_config."), (read.fields, "")):
             value = fields.get(name)
             read.require(value is None or value == only, f"{where}{name}={value!r} is not supported (only {only!r})")
-    # Engines disagree about what these count where they stand outside: layers whose output is read, or whose input.
+    # At the top level, engines disagree whether these name layers by their output or by their input.
     outside = "eagle_aux_hidden_state_layer_ids" in read.fields and "eagle_aux_hidden_state_layer_ids" not in inner
-    read.require(
-        not outside, "eagle_aux_hidden_state_layer_ids must stand in eagle_config (layers, from 0, whose output is read)"
-    )
+    read.require(not outside, "eagle_aux_hidden_state_layer_ids must be in eagle_config (layers, from 0, whose output is read)")
 
 
 def is_eagle3(fields: Mapping[str, Any]) -> bool:
-    """True if a `config.json` is that of an EAGLE-3 drafter.
+    """True if a `config.json` declares an EAGLE-3 drafter.
 
-    Some do not say so, and are told by their draft vocabulary; but DFlash's kinds, which name themselves, may have one, too.
+    Some do not, and are recognised by their draft vocabulary. Drafters of the DFlash kinds, which name themselves, may have one
+    too.
     """
     names = [str(name).lower() for name in as_published(fields, CONFIG).get("architectures") or ()]
     if any("eagle3" in name for name in names):
@@ -124,7 +123,7 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
     """Reads a drafter's `config.json`, in the form of the published `LlamaForCausalLMEagle3`.
 
     Args:
-        num_target_layers: of the target, for the taps of a configuration that names none.
+        num_target_layers: layers of the target, for a configuration that names no taps.
 
     Raises:
         ValueError: one message that lists everything missing or unsupported.
@@ -157,7 +156,7 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
     if fields.get("use_sliding_window") is None:
         read.expect("sliding_window", None)
     read.expect_all("layer_types", "full_attention")
-    _eagle_fields(read)
+    _check_eagle_fields(read)
     inside = ConfigReader(inner, where)
     taps = inside.token_ids("eagle_aux_hidden_state_layer_ids")
     sizes = read.sizes(head_dim=family.head_dim)
@@ -181,7 +180,7 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
 
 
 def config_to_hf(config: Eagle3Config) -> dict[str, Any]:
-    """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
+    """Returns the `config.json` of a drafter, with the fields of the published ones."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": config.family,
@@ -199,7 +198,7 @@ def config_to_hf(config: Eagle3Config) -> dict[str, Any]:
 
 
 def check_fits(drafter: Eagle3Config, target: DecoderConfig) -> None:
-    """Raises a `ValueError` that lists every way in which a drafter does not fit its target."""
+    """Raises a `ValueError` that lists every mismatch between a drafter and its target."""
     sizes = [
         ("vocab_size", drafter.vocab_size, target.vocab_size),
         ("target_hidden_size", drafter.target_hidden_size, target.hidden_size),
@@ -221,8 +220,8 @@ class Eagle3Params:
 
     Attributes:
         layer: its projections of queries, keys and values read `2 * hidden_size`; `input_norm` is that of the embeddings.
-        embed: None where the target's embedding serves.
-        target_ids: the target's id of each draft id, int32 `[draft_vocab_size]`; None in a declaration and while training.
+        embed: None if the target's embedding is used.
+        target_ids: the target id of each draft id, int32 `[draft_vocab_size]`; None in a declaration and in training.
     """
 
     fc: Any
@@ -235,7 +234,7 @@ class Eagle3Params:
 
 
 def declare(config: Eagle3Config) -> Eagle3Params:
-    """The drafter's arrays under their checkpoint names, without the `model.` prefix that some files carry."""
+    """Declares the drafter's arrays under their checkpoint names, without the `model.` prefix of some files."""
     h = config.hidden_size
     embed = None
     if config.own_embedding:
@@ -251,7 +250,7 @@ def declare(config: Eagle3Config) -> Eagle3Params:
 
 
 def _plain_name(name: str) -> str:
-    """The declared name of a stored tensor; speculators' files count the layer."""
+    """Returns the declared name of a stored tensor; speculators' files number the layer."""
     plain = plain_name(name)
     return f"midlayer.{plain.removeprefix('layers.0.')}" if plain.startswith("layers.0.") else plain
 
@@ -266,8 +265,8 @@ def load(
     """Reads a drafter for a target: its configuration, and its parameters as `dtype`.
 
     Raises:
-        ValueError: what is missing, unknown or unsupported in its configuration; or all of how the drafter does not fit, its
-            tensors do not fit, and its vocabulary maps contradict themselves or each other.
+        ValueError: the configuration has missing, unknown or unsupported values; or one message with all mismatches with the
+            target, all tensors that do not match, and all contradictions in the vocabulary maps.
     """
     config = config_from_hf(read_config(folder), target.num_layers, str(folder / CONFIG))
     names = {_plain_name(tensor.name) for tensor in read_headers(weight_files(folder))}
@@ -291,27 +290,27 @@ def load(
 
 
 def save(folder: Path, config: Eagle3Config, params: Eagle3Params, dtype: DTypeLike) -> None:
-    """Writes a drafter as `load` and other libraries read it; see `checkpoint.save_params`."""
+    """Writes a drafter in the format of `load` and of other libraries; see `checkpoint.save_params`."""
     maps = maps_from_target_ids(np.asarray(params.target_ids), config.vocab_size)
     save_params(folder, config_to_hf(config), declare(config), replace(params, target_ids=None), dtype, maps)
 
 
 def prepare(config: Eagle3Config, ops: Operations, params: Eagle3Params) -> Eagle3Params:
-    """Parameters as the operations want them; the ids, which no declaration names, as they are."""
+    """Prepares parameters for the operations. `target_ids`, which no declaration names, stays unchanged."""
     return replace(ops.prepare(declare(config), replace(params, target_ids=None)), target_ids=params.target_ids)
 
 
 def fuse(
     config: Eagle3Config, ops: Operations, params: Eagle3Params, taps: Sequence[Float[Array, "B T G"]]
 ) -> Float[Array, "B T H"]:
-    """One feature for each position, from the target's hidden states after the tapped layers."""
+    """Computes a feature for each position from the target's hidden states after the tapped layers."""
     return ops.linear(jnp.concatenate(taps, axis=-1), params.fc)
 
 
 def pair(
     config: Eagle3Config, ops: Operations, params: Eagle3Params, h: Float[Array, "B T H"], embeds: Float[Array, "B T H"]
 ) -> Float[Array, "B T H2"]:
-    """Input of the layer's projections: the normalised embedding, then the normalised state."""
+    """Returns the input of the layer's projections: the normalised embedding, then the normalised state."""
     embedded = ops.rms_norm(embeds, params.layer.input_norm, config.rms_norm_eps)
     return jnp.concatenate([embedded, ops.rms_norm(h, params.hidden_norm, config.rms_norm_eps)], axis=-1)
 
@@ -324,7 +323,7 @@ def keys(
     embeds: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]:
-    """Keys and values of pairs, as a cache keeps them: a pure function of each pair and its position.
+    """Computes keys and values of pairs for a cache; both depend only on a pair and its position.
 
     Args:
         h: features, or outputs of `step` that are fed back.
@@ -345,10 +344,10 @@ def step(
     positions: Int[Array, "B T"],
     attend: Callable[[Projection, Heads], Float[Array, "B T _"]],
 ) -> Float[Array, "B T H"]:
-    """Runs the layer over pairs (see `keys`); `attend` decides what each pair sees.
+    """Runs the layer over pairs (see `keys`); `attend` computes their attention.
 
     Returns:
-        the output before the final norm, which `draft_logits` reads and the next step of a chain takes as its `h`.
+        the output before the final norm, for `draft_logits`, and as `h` of the next step of a chain.
     """
     layer = params.layer
     both = pair(config, ops, params, h, embeds)
@@ -361,10 +360,10 @@ def step(
 def draft_logits(
     config: Eagle3Config, ops: Operations, params: Eagle3Params, hidden: Float[Array, "*rows H"]
 ) -> Float[Array, "*rows W"]:
-    """Final norm and the drafter's own head, over the draft vocabulary; float32 whatever the drafter's dtype."""
+    """Applies the final norm and the drafter's head over the draft vocabulary; float32 for any dtype of the drafter."""
     return ops.linear(hidden, params.head, jnp.float32, Norm(params.norm, config.rms_norm_eps))
 
 
 def choose(config: Eagle3Config, ops: Operations, params: Eagle3Params, h: Float[Array, "*rows H"]) -> Int[Array, "*rows"]:
-    """The most likely token after a step, by the target's ids."""
+    """Returns the most likely token after a step, as a target id."""
     return params.target_ids[ops.head_argmax(h, params.head, Norm(params.norm, config.rms_norm_eps))[0]]

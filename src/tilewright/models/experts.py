@@ -1,7 +1,7 @@
-"""Mixtures of experts: routing, and the MLP half of a layer that has one.
+"""Mixtures of experts: routing, and the MLP sublayer of a layer with experts.
 
-Every row goes to its experts, however many rows choose the same (dropless), and shapes do not depend on what is chosen: rows
-are put in the order of their experts, and a grouped product takes them one expert after another.
+Routing is dropless: every row reaches all of its experts, and no shape depends on the routing. Rows are sorted by expert, and a
+grouped matmul multiplies them with one expert after another.
 
 Legend: R rows, H hidden size, E experts, K of them chosen for a row.
 """
@@ -21,15 +21,15 @@ from tilewright.models.params import ArraySpec, matrix
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts in the place of an MLP.
+    """Sizes of a mixture of experts that replaces an MLP.
 
     Attributes:
         experts: E.
         chosen: K.
-        size: what an expert has in the place of an MLP's intermediate size.
-        normalised: the weights of the chosen ones add up to one.
+        size: the intermediate size of an expert.
+        normalised: the weights of the chosen experts sum to 1.
         clamped: the gate is `ClampedGate`'s; None for `silu`.
-        shared: the intermediate size of an expert that every row goes to besides; 0 where there is none.
+        shared: the intermediate size of the shared expert, which every row uses; 0 if there is none.
     """
 
     experts: int
@@ -43,14 +43,17 @@ class Mixture:
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"expected from 1 to {self.experts} experts for each token, found {self.chosen}")
 
-    def read(self, rows: float) -> float:
-        """The experts that so many rows are expected to read, if each chooses evenly: E (1 - (1 - K / E) ** rows)."""
+    def expected_experts(self, rows: float) -> float:
+        """Returns the expected number of experts that `rows` rows read under uniform routing.
+
+        The number is E (1 - (1 - K / E) ** rows).
+        """
         return self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """gpt-oss' gate: `(up + 1) * gate * sigmoid(alpha * gate)`, of numbers up to a limit."""
+    """gpt-oss' gate: `(up + 1) * gate * sigmoid(alpha * gate)`, with inputs clamped to a limit."""
 
     alpha: float
     limit: float
@@ -63,13 +66,14 @@ class ClampedGate:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a mixture's tensors in a family's checkpoints, behind those of the layer.
+    """Names of a mixture's tensors in a family's checkpoints, after the name of the layer.
 
     Attributes:
-        router: the layer whose outputs are the experts' scores.
-        gate_up: gate and up, which may be one tensor that has gates before ups; or a tensor that has an output of each in turn.
+        router: the layer whose outputs are the router scores.
+        gate_up: gate and up. The same name twice is a tensor with gates before ups; a single name is a tensor whose outputs
+            alternate between gate and up.
         biased: all of them have biases, and experts' matrices are stored `[experts, in, out]`.
-        shared: the expert that every row goes to; its share is what `<shared>_gate` says.
+        shared: the shared expert, which `<shared>_gate` weights.
     """
 
     router: str
@@ -82,7 +86,7 @@ class ExpertNames:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that every row goes to, and the matrix `[H, 1]` whose sigmoid is its weight."""
+    """Expert that every row uses, and the matrix `[H, 1]` whose sigmoid is its weight."""
 
     gate_up: Any
     down: Any
@@ -92,13 +96,13 @@ class SharedExpert:
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "expert_bias", "shared"], meta_fields=["mixture"])
 @dataclass(frozen=True)
 class Router:
-    """Scores, and biases, of a layer with experts.
+    """Router and biases of a layer with experts.
 
     Attributes:
-        weight, bias: of the experts' scores, `[H, E]` and `[E]`.
-        expert_bias: of the experts' two products, `[E, O]`; None, as `bias`, where the family has none.
-        mixture: no array, but the same in a declaration and in what is made of it.
-        shared: `SharedExpert`; None where there is none.
+        weight, bias: of the router, `[H, E]` and `[E]`.
+        expert_bias: of the experts' two matmuls, `[E, O]`; None, as is `bias`, if the family has no biases.
+        mixture: static settings, the same in a declaration and in its parameters.
+        shared: `SharedExpert`; None if there is none.
     """
 
     weight: Any
@@ -111,13 +115,13 @@ class Router:
 def declare_mixture(
     mixture: Mixture, names: ExpertNames, prefix: str, hidden: int, out_scale: float
 ) -> tuple[Router, Any, Any]:
-    """The arrays of a mixture: its router, and what stands in the place of an MLP's gate and up, and down."""
+    """Declares the arrays of a mixture: router, gate and up, and down."""
     e = mixture.experts
     i = mixture.size
 
     def experts(name: str, d_in: int, d_out: int, axes: tuple[str, str], scale: float = 0.02) -> ArraySpec:
-        axes_of = ("experts", *axes)
-        return ArraySpec(f"{prefix}.{name}", (e, d_in, d_out), axes_of, "experts", scale=scale, transposed=not names.biased)
+        all_axes = ("experts", *axes)
+        return ArraySpec(f"{prefix}.{name}", (e, d_in, d_out), all_axes, "experts", scale=scale, transposed=not names.biased)
 
     width = i if len(names.gate_up) == 2 else 2 * i
     gate_up = tuple(experts(name, hidden, width, ("hidden", "gate_up")) for name in names.gate_up)
@@ -138,7 +142,7 @@ def declare_mixture(
 
 
 def declare_shared(size: int, name: str, hidden: int, out_scale: float) -> SharedExpert:
-    """The arrays of an expert that every row goes to."""
+    """Declares the arrays of a shared expert."""
     parts = (matrix(f"{name}.{part}_proj.weight", hidden, size, ("hidden", "shared_expert")) for part in ("gate", "up"))
     down = matrix(f"{name}.down_proj.weight", size, hidden, ("shared_expert", "hidden"), out_scale)
     weight = ArraySpec(f"{name}_gate.weight", (hidden, 1), ("hidden", "single"), "router", transposed=True)
@@ -146,9 +150,9 @@ def declare_shared(size: int, name: str, hidden: int, out_scale: float) -> Share
 
 
 def route(mixture: Mixture, scores: Float[Array, "R E"]) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
-    """Experts of each row, those with the largest scores first (of equals the first), and their weights, in float32.
+    """Selects the experts of each row, by descending score (the first among equals), and their weights in float32.
 
-    The weights are the softmax of the chosen scores, or of all where they are not normalised.
+    The weights are the softmax of the chosen scores, or of all scores if they are not normalised.
     """
     best, experts = jax.lax.top_k(scores.astype(jnp.float32), mixture.chosen)
     if mixture.normalised:
@@ -157,48 +161,50 @@ def route(mixture: Mixture, scores: Float[Array, "R E"]) -> tuple[Int[Array, "R 
 
 
 class ExpertRows(NamedTuple):
-    """Rows in the order of their experts: R * K of them, a row as often as it has experts.
+    """Rows sorted by expert: R * K entries, one for each row and chosen expert.
 
     Attributes:
-        rows: which row each of them is.
-        places: where each row's are, `[R, K]`.
-        experts: the expert of each of them.
-        sizes: how many each of this device's experts has. Those of other experts follow behind them.
+        rows: the row of each entry.
+        places: the entries of each row, `[R, K]`.
+        experts: the expert of each entry, by its number on this device.
+        sizes: number of entries of each of this device's experts. Entries of other experts follow behind.
     """
 
     rows: Int[Array, " RK"]
     places: Int[Array, "R K"]
     experts: Int[Array, " RK"]
-    sizes: Int[Array, " held"]
+    sizes: Int[Array, " num_local"]
 
 
-def grouped(experts: Int[Array, "R K"], held: int, first: Array | int = 0, count: Int[Array, ""] | None = None) -> ExpertRows:
-    """Puts rows in the order of their experts.
+def grouped(
+    experts: Int[Array, "R K"], num_local: int, first: Array | int = 0, count: Int[Array, ""] | None = None
+) -> ExpertRows:
+    """Sorts rows by their experts.
 
     Args:
-        held: how many experts this device has.
-        first: the number of the first of them.
-        count: only so many rows go to experts, from the first.
+        num_local: number of experts on this device.
+        first: the number of this device's first expert.
+        count: only the first `count` rows are routed.
     """
     r, k = experts.shape
-    here = (experts >= first) & (experts < first + held)
+    is_local = (experts >= first) & (experts < first + num_local)
     if count is not None:
-        here &= jnp.arange(r)[:, None] < count
-    own = jnp.where(here, experts - first, held).reshape(-1)
-    order = jnp.argsort(own, stable=True)
+        is_local &= jnp.arange(r)[:, None] < count
+    local = jnp.where(is_local, experts - first, num_local).reshape(-1)
+    order = jnp.argsort(local, stable=True)
     places = jnp.zeros(r * k, jnp.int32).at[order].set(jnp.arange(r * k, dtype=jnp.int32), unique_indices=True)
-    sizes = jnp.sum(own[:, None] == jnp.arange(held), axis=0, dtype=jnp.int32)
-    return ExpertRows(order // k, places.reshape(r, k), jnp.minimum(own[order], held - 1), sizes)
+    sizes = jnp.sum(local[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
+    return ExpertRows(order // k, places.reshape(r, k), jnp.minimum(local[order], num_local - 1), sizes)
 
 
 def routed_product(mixture: Mixture) -> RoutedProduct:
-    """The product of rows with a mixture's experts."""
+    """Returns the functions that compute a mixture: scores, routing, and the weighted sum."""
     steps = router_scores, partial(route, mixture), sum_of_chosen
     return RoutedProduct(*steps, mixture.experts, mixture.chosen, mixture.shared > 0)
 
 
 def routed_weights(router: Router, gate_up: Any, down: Any) -> RoutedWeights:
-    """The arrays of `routed_product`."""
+    """Returns the arrays of `routed_product`."""
     common = replace(router, expert_bias=None)
     shared = router.shared
     products = None
@@ -209,9 +215,9 @@ def routed_weights(router: Router, gate_up: Any, down: Any) -> RoutedWeights:
 
 
 def router_scores(ops: Operations, h: Float[Array, "R H"], w: RoutedWeights) -> Float[Array, "R E"]:
-    """The experts' scores for each row, float32."""
-    scores = ops.linear(h, w.whole.weight, jnp.float32)
-    return scores if w.whole.bias is None else scores + w.whole.bias.astype(jnp.float32)
+    """Computes each row's router scores, float32."""
+    scores = ops.linear(h, w.replicated.weight, jnp.float32)
+    return scores if w.replicated.bias is None else scores + w.replicated.bias.astype(jnp.float32)
 
 
 def sum_of_chosen(
@@ -222,24 +228,27 @@ def sum_of_chosen(
     weights: Float[Array, "R K"],
     count: Int[Array, ""] | None = None,
 ) -> Float[Array, "R H"]:
-    """The sum of each row's experts by their weights, in float32; of this device's experts alone where there are more."""
+    """Returns the weighted sum of each row's experts, in float32.
+
+    If experts are sharded, the sum is over this device's experts.
+    """
     router, (gate_up, down, expert_bias), shared = w
     mixture = router.mixture
-    held = down.shape[0]
-    groups = grouped(experts, held, ops.first_expert(held), count)
+    num_local = down.shape[0]
+    groups = grouped(experts, num_local, ops.first_expert(num_local), count)
     x = ops.gather_rows(h, groups.rows)
     if expert_bias is None:
         inner = ops.grouped_gated(x, gate_up, groups.sizes)
         y = ops.grouped_linear(inner, down, groups.sizes, jnp.float32)
     else:
-        of_gate, of_down = (bias.astype(jnp.float32)[groups.experts] for bias in expert_bias)
-        both = ops.grouped_linear(x, gate_up, groups.sizes, jnp.float32) + of_gate
-        assert mixture.clamped is not None, "experts with biases have gpt-oss' gate"
+        gate_bias, down_bias = (bias.astype(jnp.float32)[groups.experts] for bias in expert_bias)
+        both = ops.grouped_linear(x, gate_up, groups.sizes, jnp.float32) + gate_bias
+        assert mixture.clamped is not None, "expected the gate of gpt-oss for experts with biases"
         inner = mixture.clamped(both[:, ::2], both[:, 1::2]).astype(h.dtype)
-        there = jnp.arange(len(x))[:, None] < jnp.sum(groups.sizes)
-        y = ops.grouped_linear(inner, down, groups.sizes, jnp.float32) + jnp.where(there, of_down, 0)
+        is_routed = jnp.arange(len(x))[:, None] < jnp.sum(groups.sizes)
+        y = ops.grouped_linear(inner, down, groups.sizes, jnp.float32) + jnp.where(is_routed, down_bias, 0)
     parts = ops.gather_rows(y, groups.places)
-    total = weights[:, 0, None] * parts[:, 0]  # one after another: a row's sum is the same however many rows there are
+    total = weights[:, 0, None] * parts[:, 0]  # in a fixed order: a row's sum does not depend on the number of rows
     for n in range(1, mixture.chosen):
         total += weights[:, n, None] * parts[:, n]
     if shared is not None:
@@ -249,11 +258,11 @@ def sum_of_chosen(
 
 
 class RouterLoad(NamedTuple):
-    """Sums over rows, of which the balancing loss is made; those of several layers, or devices, add up.
+    """Sums over rows for the balancing loss. Sums of several layers or devices can be added.
 
     Attributes:
-        chosen: how many rows went to each expert.
-        shares: of the softmax of their scores.
+        chosen: number of rows that went to each expert.
+        shares: sum of the softmax of the rows' router scores.
     """
 
     chosen: Float[Array, " E"]
@@ -261,17 +270,17 @@ class RouterLoad(NamedTuple):
 
 
 def router_load(mixture: Mixture, scores: Float[Array, "R E"]) -> RouterLoad:
-    """The load that rows with these scores make."""
+    """Computes the load of rows from their router scores."""
     experts, _ = route(mixture, scores)
     chosen = jnp.sum(jax.nn.one_hot(experts, mixture.experts, dtype=jnp.float32), axis=(0, 1))
     return RouterLoad(chosen, jnp.sum(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), axis=0))
 
 
 def balancing_loss(mixture: Mixture, load: RouterLoad) -> Float[Array, ""]:
-    """E times the sum over experts of the part of all rows that went there and the mean share of its score.
+    """Returns E times the sum over experts of the fraction of rows and the mean router probability.
 
-    It is K where rows are spread evenly, and has a gradient by the shares alone. All layers' rows count as one batch, as in
-    transformers' `load_balancing_loss_func`; after Fedus et al., "Switch Transformers" (arXiv 2101.03961), section 2.2.
+    The loss is K if rows are spread evenly, and only the probabilities have a gradient. Rows of all layers count as one batch,
+    as in transformers' `load_balancing_loss_func`; after Fedus et al., "Switch Transformers" (arXiv 2101.03961), section 2.2.
     """
     rows = jnp.maximum(jnp.sum(load.chosen) / mixture.chosen, 1.0)
     return mixture.experts * jnp.sum(load.chosen / rows * (load.shares / rows))

@@ -1,6 +1,6 @@
-"""Families of decoders: how a configuration reads, and in what layers differ from those of other families.
+"""Families of decoders: how their configurations are read, and how their layers differ.
 
-Each family is an object in a file of its own (`families/`), which `registry.py` lists by one line.
+Each family is an object in its own file (`families/`), listed in `registry.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from tilewright.models.config import ConfigReader, is_number
 from tilewright.models.experts import ExpertNames, Mixture
 
 Reads = Callable[[ConfigReader], dict[str, Any]]
-"""What a family's `config.json` says beyond the sizes, by the names of `DecoderConfig`; problems are noted in the reader."""
+"""Reads a family's `config.json` fields beyond the sizes, by their `DecoderConfig` names, and notes problems in the reader."""
 
 
 BALANCE = "router_aux_loss_coef"
@@ -20,20 +20,20 @@ SLIDING = "sliding_attention"
 
 
 def full_attention(read: ConfigReader) -> dict[str, Any]:
-    """Nothing more: every layer sees all positions."""
+    """Checks that every layer attends to all positions; adds no fields."""
     read.expect("use_sliding_window", False)
     read.expect_all("layer_types", FULL)
     return {}
 
 
 def windows(
-    read: ConfigReader, sliding: Callable[[int], bool] = lambda layer: True, more_than_masks: bool = False
+    read: ConfigReader, sliding: Callable[[int], bool] = lambda layer: True, keep_long_windows: bool = False
 ) -> dict[str, Any]:
-    """The window, and the layers that have it; no window is one that no context comes to the end of.
+    """Reads the sliding window and its layers. A window as long as the context counts as none.
 
     Args:
-        sliding: which layers do, where `layer_types` are not given.
-        more_than_masks: these layers differ from others in more than what they see, so that any window is one.
+        sliding: tells which layers have a window if `layer_types` is absent.
+        keep_long_windows: keep a window as long as the context, because its layers differ in more than the mask.
     """
     count = read.integer("num_hidden_layers")
     longest = read.integer("max_position_embeddings")
@@ -44,23 +44,24 @@ def windows(
     if not good or SLIDING not in kinds or read.fields.get("sliding_window") is None:
         return {}
     window = read.integer("sliding_window")
-    if window >= longest and not more_than_masks:
+    if window >= longest and not keep_long_windows:
         return {}
     return {"sliding_window": window, "sliding_layers": tuple(n for n, kind in enumerate(kinds) if kind == SLIDING)}
 
 
 def write_windows(config: Any) -> dict[str, Any]:
-    """The fields that `windows` reads."""
+    """Returns the fields that `windows` reads."""
     kinds = [SLIDING if n in config.sliding_layers else FULL for n in range(config.num_layers)]
     return {"sliding_window": config.sliding_window, "layer_types": kinds}
 
 
 def mixture(read: ConfigReader, experts: str, size: str, normalised: bool = True, balance: float = 0.001) -> dict[str, Any]:
-    """The experts in all layers, and what their balancing loss is multiplied with.
+    """Reads the experts of all layers, and the coefficient of the balancing loss.
 
     Args:
-        experts, size: fields with how many there are, and with the intermediate size of each.
-        balance: of a configuration that does not say.
+        experts, size: names of the fields with the number of experts and with their intermediate size.
+        normalised: the weights of a token's experts sum to 1.
+        balance: default coefficient.
     """
     count = read.integer(experts)
     chosen = read.integer("num_experts_per_tok")
@@ -75,38 +76,38 @@ def mixture(read: ConfigReader, experts: str, size: str, normalised: bool = True
 
 
 def write_balance(config: Any) -> dict[str, Any]:
-    """The field for the balancing loss."""
+    """Returns the field for the balancing loss."""
     return {BALANCE: config.balance}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of decoders.
+    """Family of decoders.
 
     Attributes:
         name: the `model_type` of its configurations.
-        architecture: what other libraries call its models.
-        read: what its configurations say beyond the sizes.
-        write: the fields of a `config.json` that `read` finds again.
-        defaults: of fields that its configurations may leave out.
-        head_dim: where a configuration names none; None for the hidden size divided by the heads.
-        qk_norm: queries and keys are normed, head by head.
+        architecture: the class name in `architectures`, which other libraries use.
+        read: reads the configuration fields beyond the sizes.
+        write: returns the `config.json` fields that `read` reads.
+        defaults: values of fields that its configurations may omit.
+        head_dim: default head size; None for the hidden size divided by the number of heads.
+        qk_norm: queries and keys have an RMSNorm per head.
         qkv_bias: queries, keys and values have biases.
-        output_bias: so does what attention gives.
-        sinks: each query head has a sink; see `operations.Scores`.
-        windows: its configurations may name a sliding window.
-        joined: its checkpoints hold queries, keys and values in one tensor, and gate and up in another.
-        gguf: what llama.cpp calls its architecture; None where it has no such files.
-        rope_section: of `rope_parameters`, where these speak of several kinds of layers.
-        norm_offset: what is added to the stored weights of its norms.
-        post_norms: what attention and MLP give is normed before it is added to the stream.
-        activation: of the gate.
-        experts: the names of a mixture's tensors; None where its layers have none.
-        experts_in_one: those of checkpoints that hold all experts in one tensor; None where there are no such.
-        output_gate: what attention gives is gated; checkpoints have each head's gate behind its queries.
+        output_bias: the output projection of attention has a bias.
+        sinks: each query head has an attention sink; see `operations.Scores`.
+        windows: its configurations may have a sliding window.
+        joined: its checkpoints store queries, keys and values in one tensor, and gate and up in another.
+        gguf: llama.cpp's name of the architecture; None if its GGUF files are not supported.
+        rope_section: key in a `rope_parameters` that has an entry for each kind of layer.
+        norm_offset: number added to the stored norm weights.
+        post_norms: outputs of attention and MLP are normed before the residual addition.
+        activation: activation of the gate.
+        experts: tensor names of the mixture of experts; None without experts.
+        experts_in_one: tensor names in checkpoints that store all experts in one tensor; None if there are no such checkpoints.
+        output_gate: the attention output is gated; checkpoints store each head's gate after its queries.
         delta_in_one: see `delta.declare_delta`.
-        yarn_ramp: YaRN's begins and ends at whole dimensions, or between them; GGUF files do not say.
-        pairwise: GGUF files rotate neighbouring entries, where Hugging Face turns entry i with i + d / 2.
+        yarn_ramp: YaRN's ramp begins and ends at whole dimensions, or between them; GGUF files do not store this.
+        pairwise: GGUF files rotate neighbouring entries, where Hugging Face rotates entries i and i + d / 2.
     """
 
     name: str

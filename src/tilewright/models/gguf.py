@@ -1,8 +1,8 @@
-"""GGUF files: a model in one file, read as if it were a Hugging Face folder.
+"""GGUF files: a model in one file, read like a Hugging Face folder.
 
-llama.cpp's format holds configuration, tokenizer, chat template and tensors together. Its own library undoes the quantisation;
-here they get the names and layouts that `config.json`, `tokenizer.json` and safetensors have elsewhere, so that
-all else in this package sees one kind of checkpoint.
+llama.cpp's format holds configuration, tokenizer, chat template and tensors together. llama.cpp's library dequantises them.
+This module gives them the names and layouts of `config.json`, `tokenizer.json` and safetensors, so that the rest of the package
+reads one kind of checkpoint.
 
 Source: the format's description in ggml (docs/gguf.md), and how llama.cpp's converter writes each family.
 """
@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.family import Family
-from tilewright.models.gguf_delta import BY_TURNS, PREFIX, SHARED_GATE, delta_fields, delta_names, delta_slice
+from tilewright.models.gguf_delta import PREFIX, SHARED_GATE, STRIDED_VALUE_HEADS, delta_fields, delta_names, delta_slice
 from tilewright.models.gguf_head import MAGIC, GGUFTensor, read_head
-from tilewright.models.gguf_slices import ArrangedSlice, GGUFSlice, TurnedSlice
+from tilewright.models.gguf_slices import ArrangedSlice, GGUFSlice, TransposedSlice
 from tilewright.models.gguf_tokenizer import (
     CONTROL,
     END_TEXTS,
@@ -39,11 +39,11 @@ from tilewright.models.registry import FAMILIES
 
 SUFFIX = ".gguf"
 PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
-"""The name of one of several files that hold a model together."""
+"""Name of one of several files that hold a model together."""
 ARCHITECTURES = {family.gguf: family for family in reversed(FAMILIES.values()) if family.gguf is not None}
-"""The family of each value of `general.architecture` that is read; Mistral's files are Llama's."""
+"""Families by supported value of `general.architecture`; Mistral's files use Llama's."""
 WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
-"""That of files of the architecture that have experts, where it is another one."""
+"""Families of files with experts, if other than in `ARCHITECTURES`."""
 
 GLOBAL_NAMES = ("model.embed_tokens", "model.norm", "lm_head")
 LAYER_NAMES = (
@@ -54,25 +54,25 @@ LAYER_NAMES = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-"""What Hugging Face calls the parts of a layer; llama.cpp's library knows its own names for them."""
+"""Hugging Face's names for the parts of a layer; llama.cpp's library maps them to its names."""
 SEPARATE_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 JOINED_NAMES = ("self_attn.qkv_proj", "mlp.gate_up_proj")
-"""The others: of most families, and of those whose checkpoints join them."""
+"""Names of projections: separate in most families, joined in the checkpoints of some."""
 EXPERT_NAMES = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
-"""What llama.cpp's library knows the tensors of all experts by, one each."""
+"""Names by which llama.cpp's library knows the stacked tensors of all experts."""
 SHARED_SIZE = "expert_shared_feed_forward_length"
 GATES = "ffn_gate_exps"
 UPS = "ffn_up_exps"
-"""What llama.cpp calls tensors of experts' gates and ups, which are one in gpt-oss' checkpoints."""
+"""llama.cpp's names for experts' gates and ups, which are one tensor in gpt-oss' checkpoints."""
 ROPE_FACTORS = "rope_freqs.weight"
-"""What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
+"""Tensor of divisors of the rotary frequencies: Llama 3's scaling, already computed."""
 LONG_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
-"""The same of LongRoPE's two sets."""
+"""Tensors of divisors of the rotary frequencies: LongRoPE's two sets."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The published values of that scaling, of which a file holds only what comes of them."""
+"""Published values of Llama 3's scaling, of which a file holds only the resulting factors."""
 
 MESSAGE_END = "<|end|>"
-"""Token that ends an answer of Phi-3, and one message of several of gpt-oss."""
+"""Token that ends an answer of Phi-3, and one of several messages of gpt-oss."""
 HARMONY_ENDS = ("<|return|>", "<|call|>")
 """Tokens that end an answer of gpt-oss."""
 SAMPLING = {
@@ -84,11 +84,11 @@ SAMPLING = {
 }
 """Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""Layers of the models of 27 billion weights, whose scores are scaled by the hidden size for each head; files do not say it."""
+"""Number of layers of the 27B models, whose scores are scaled by hidden size / heads; files do not store this."""
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path stands for: itself, or the only one in a folder without a `config.json`; else None.
+    """Finds the GGUF file of a path: the path itself, or the only one in a folder without a `config.json`; else None.
 
     Raises:
         ValueError: the folder has several, or parts of one model.
@@ -108,7 +108,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def in_parts(path: Path, count: int) -> ValueError:
-    """The error for a file that holds a part of a model."""
+    """Returns the error for a file that holds a part of a model."""
     first = PART.sub(r"\1-00001-of-\2.gguf", path.name)
     return ValueError(
         f"{path} is one of {count} parts of a model: `llama-gguf-split --merge {first} model.gguf` makes one file of them"
@@ -116,11 +116,11 @@ def in_parts(path: Path, count: int) -> ValueError:
 
 
 def open_gguf(path: Path) -> "GGUFCheckpoint":
-    """Opens a GGUF file. Nothing but its head is read; what was opened once is kept as long as the file stays as it is.
+    """Opens a GGUF file, of which only the head is read. Opened files are cached until they change.
 
     Raises:
-        ValueError: it is no GGUF file, is damaged or cut off, holds another architecture or a part of a model, or the extra
-            `gguf` is missing.
+        ValueError: the file is not GGUF, is damaged or cut off, holds an unsupported architecture or a part of a model, or the
+            extra `gguf` is missing.
     """
     stat = path.stat()
     return _opened(path, stat.st_mtime_ns, stat.st_size)
@@ -129,16 +129,16 @@ def open_gguf(path: Path) -> "GGUFCheckpoint":
 @lru_cache(maxsize=4)
 def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
     try:
-        import gguf  # noqa: F401 (it undoes the quantisation, and knows the names of tensors)
+        import gguf  # noqa: F401 (dequantises tensors, and maps their names)
     except ImportError as error:
-        raise ValueError(f"{path} is a GGUF file: `pip install 'tilewright[gguf]'` brings what reads them") from error
+        raise ValueError(f"{path} is a GGUF file: `pip install 'tilewright[gguf]'` installs its reader") from error
     with path.open("rb") as file:
         start = file.read(4)
     if start != MAGIC:
         raise ValueError(f"{path} is not a GGUF file: it begins with {start!r}")
     try:
         fields, tensors = read_head(path)
-    except (ValueError, TypeError, ZeroDivisionError, OverflowError, MemoryError) as error:  # whatever damaged bytes may say
+    except (ValueError, TypeError, ZeroDivisionError, OverflowError, MemoryError) as error:  # of damaged bytes
         raise ValueError(f"{path} is damaged or cut off: its head cannot be read ({error})") from error
     if isinstance(count := fields.get("split.count"), int) and count > 1:
         raise in_parts(path, count)
@@ -149,21 +149,21 @@ def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
         check_type(kind, path)
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise ValueError(f"{path}: expected the architecture to be one of {known}, found {architecture!r}")
+        supported = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(f"{path}: expected the architecture to be one of {supported}, found {architecture!r}")
     families = {**ARCHITECTURES, **WITH_EXPERTS} if fields.get(f"{architecture}.expert_count") else ARCHITECTURES
     return GGUFCheckpoint(path, families[architecture], fields, tensors)
 
 
 def with_suffix(name: str, suffix: str) -> str:
-    """The name of a layer's other tensor, by that of its weights: `q.bias` for `q.weight`, `down_bias` for `down`."""
+    """Returns the name of a layer's other tensor from that of its weights: `q.bias` for `q.weight`, `down_bias` for `down`."""
     if suffix == "weight":
         return name
     return f"{name.removesuffix('weight')}{suffix}" if name.endswith(".weight") else f"{name}_{suffix}"
 
 
 def check_type(tensor: GGUFTensor, path: Path) -> None:
-    """Raises a `ValueError` if llama.cpp's library does not undo the quantisation of a tensor."""
+    """Raises a `ValueError` if llama.cpp's library cannot dequantise a tensor."""
     from gguf.quants import dequantize
 
     try:
@@ -174,7 +174,7 @@ def check_type(tensor: GGUFTensor, path: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class GGUFCheckpoint:
-    """A GGUF file under the names of a Hugging Face checkpoint.
+    """GGUF file under the names of a Hugging Face checkpoint.
 
     Attributes:
         family: that of its architecture.
@@ -188,7 +188,7 @@ class GGUFCheckpoint:
     tensors: Mapping[str, GGUFTensor]
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A value of the architecture's own: `llama.block_count` for "block_count"."""
+        """Returns an architecture's value by its short name: `llama.block_count` for "block_count"."""
         return self.fields.get(f"{self.family.gguf}.{name}", default)
 
     @property
@@ -197,7 +197,7 @@ class GGUFCheckpoint:
 
     @property
     def layers(self) -> int | None:
-        """Layers of the model; those that predict further ahead come behind them."""
+        """Number of layers; layers of multi-token prediction, which follow them, do not count."""
         count = self.field("block_count")
         return None if count is None else int(count) - int(self.field("nextn_predict_layers", 0))
 
@@ -207,7 +207,7 @@ class GGUFCheckpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Fields of a `config.json` for the file. Values that are missing stay so: whoever reads it names them."""
+        """Fields of a `config.json`. Missing values stay None, so that their reader reports them."""
         heads = self.field("attention.head_count")
         hidden = self.field("embedding_length")
         head_dim = self.field("attention.key_length") or (hidden // heads if heads and hidden else None)
@@ -231,14 +231,14 @@ class GGUFCheckpoint:
             "sliding_window": self.field("attention.sliding_window") or None,
             **self.mixture(),
             **self.gemma(head_dim),
-            **(delta_fields(self.field, self.architecture, str(self.path)) if self.architecture in BY_TURNS else {}),
+            **(delta_fields(self.field, self.architecture, str(self.path)) if self.architecture in STRIDED_VALUE_HEADS else {}),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "eos_token_id": self.end_ids,
             "dtype": "float16" if any(t.tensor_type.name == "F16" for t in self.tensors.values()) else "bfloat16",
         }
 
     def mixture(self) -> dict[str, Any]:
-        """Fields of a mixture of experts, of which llama.cpp normalises the weights."""
+        """Returns the fields of a mixture of experts; llama.cpp's default is normalised weights."""
         if self.family.experts is None:
             return {}
         return {
@@ -251,7 +251,7 @@ class GGUFCheckpoint:
         }
 
     def gemma(self, head_dim: int | None) -> dict[str, Any]:
-        """Fields of Gemma, as far as the file has them: the family's defaults are llama.cpp's."""
+        """Returns the fields of Gemma that the file has; the family's defaults are llama.cpp's."""
         if not self.family.post_norms:
             return {}
         heads = self.field("attention.head_count")
@@ -266,7 +266,7 @@ class GGUFCheckpoint:
         return {name: value for name, value in found.items() if value is not None}
 
     def check_supported(self, head_dim: int | None) -> None:
-        """Raises a `ValueError` that names what of the file changes the maths in a way that is not here."""
+        """Raises a `ValueError` that names a metadata value whose maths is not supported."""
         for name, supported in (
             *([] if self.family.experts is not None else [("expert_count", (None, 0))]),
             ("attention.value_length", (None, head_dim)),
@@ -280,9 +280,13 @@ class GGUFCheckpoint:
 
     @cached_property
     def end_ids(self) -> list[int]:
-        """Token ids that end an answer, told by their text: Phi-3's files do not mark `<|end|>` as a control token."""
+        """Token ids that end an answer, found by their text.
+
+        Phi-3's files do not mark `<|end|>` as a control token.
+        """
         named = [special_id(self.fields, name, str(self.path)) for name in ENDS]
-        numbers = {text: n for n, text in enumerate(self.vocabulary)}
+        wanted = {*END_TEXTS, *MORE_END_TEXTS, *HARMONY_ENDS, MESSAGE_END}
+        numbers = {text: n for n, text in enumerate(self.vocabulary) if text in wanted}
         control = set(self.control_texts)
         others = [text for text in MORE_END_TEXTS if text in control]
         ends = dict.fromkeys(end for end in chain(named, map(numbers.get, (*END_TEXTS, *others))) if end is not None)
@@ -291,13 +295,13 @@ class GGUFCheckpoint:
         return list(ends)
 
     def yarn(self) -> dict[str, Any]:
-        """YaRN's scaling. The file's attention factor comes on top of the paper's."""
+        """Returns YaRN's scaling. The file's attention factor multiplies the paper's."""
         factor = self.rope_factor or 1.0
-        own = self.field("rope.scaling.original_context_length", self.field("context_length"))
+        original = self.field("rope.scaling.original_context_length", self.field("context_length"))
         scaling = {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": own,
+            "original_max_position_embeddings": original,
             "beta_fast": self.field("rope.scaling.yarn_beta_fast"),
             "beta_slow": self.field("rope.scaling.yarn_beta_slow"),
         }
@@ -310,16 +314,17 @@ class GGUFCheckpoint:
 
     @property
     def rope_factor(self) -> float | None:
-        """Factor of the rotation's scaling, under its name of today or of old; None where the file has none, or 0."""
+        """Factor of the rotary scaling, under its current or its former name; None if the file has none, or 0."""
         return self.field("rope.scaling.factor") or self.field("rope.scale_linear") or None
 
     def rope_scaling(self, head_dim: int | None, theta: float) -> dict[str, Any] | None:
-        """YaRN; LongRoPE, whose factors are tensors; Llama 3's, found from the factors that stand for it; or linear scaling.
+        """Returns the rotary scaling: YaRN, LongRoPE, Llama 3's or linear.
 
-        As in llama.cpp, a factor without a type is that of linear scaling, and linear scaling without a factor has factor 1.
+        LongRoPE's factors are tensors. Llama 3's scaling is recognised by the tensor of its factors. As in llama.cpp, a factor
+        without a type is linear scaling, and linear scaling without a factor has factor 1.
 
         Raises:
-            ValueError: the factors are not those of Llama 3's scaling, or linear scaling is to come on top of them.
+            ValueError: the tensor's factors are not Llama 3's, or the file has both the tensor and linear scaling.
         """
         kind = self.field("rope.scaling.type")
         if kind == "yarn":
@@ -342,11 +347,11 @@ class GGUFCheckpoint:
 
     @property
     def has_longrope(self) -> bool:
-        """True if it has factors of LongRoPE."""
+        """True if the file has LongRoPE's factors."""
         return any(name in self.tensors for name in LONG_FACTORS.values())
 
     def longrope(self) -> dict[str, Any]:
-        """LongRoPE's scaling, of which files have the attention factor where it is other than 1."""
+        """Returns LongRoPE's scaling. Files store the attention factor only if it is not 1."""
         sets = {
             field: np.asarray(self.tensors[name].data, np.float64).reshape(-1).tolist()
             for field, name in LONG_FACTORS.items()
@@ -361,13 +366,13 @@ class GGUFCheckpoint:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """Fields of a `generation_config.json`: the ends, and sampling defaults where the file has any."""
+        """Fields of a `generation_config.json`: end tokens, and the sampling defaults that the file has."""
         found = {hf: self.fields.get(f"general.sampling.{name}") for name, hf in SAMPLING.items()}
         return {"eos_token_id": self.end_ids} | {name: value for name, value in found.items() if value is not None}
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
-        """Fields of a `tokenizer_config.json`: the chat template and the special tokens that it may name."""
+        """Fields of a `tokenizer_config.json`: the chat template, and the special tokens that it may use."""
         named = {}
         for name in ("bos", "eos", "unknown", "padding"):
             number = special_id(self.fields, f"{name}_token_id", str(self.path))
@@ -378,29 +383,29 @@ class GGUFCheckpoint:
 
     @property
     def control_texts(self) -> list[str]:
-        """Tokens that are no text, such as the marks of turns."""
+        """Tokens that are not text, such as marks of turns."""
         types = token_types(self.fields, str(self.path))
         return [text for text, kind in zip(self.vocabulary, types, strict=True) if kind in (CONTROL, UNKNOWN)]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises a `ValueError` for a kind that is not here."""
+        """Builds the tokenizer. Raises a `ValueError` for an unsupported kind."""
         return build_tokenizer(self.fields, str(self.path))
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """llama.cpp's name of each tensor, by Hugging Face's; a tensor that neither knows keeps its own.
+        """llama.cpp's name of each tensor, by Hugging Face's name; unknown tensors keep their name.
 
-        Of experts' gates and ups that are one tensor there, the gates'.
+        Experts' gates and ups that are one tensor in Hugging Face's checkpoints map to the gates.
         """
         import gguf
 
         blocks = self.layers or 0
-        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.architecture.upper().replace("-", "_")), blocks)
+        gguf_names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.architecture.upper().replace("-", "_")), blocks)
         parts = {name: f"{name}.weight" for name in (*LAYER_NAMES, *(JOINED_NAMES if self.family.joined else SEPARATE_NAMES))}
         parts |= self.expert_names
-        layers = {f"model.layers.{n}.{name}": f"model.layers.{n}.{own}" for n in range(blocks) for name, own in parts.items()}
+        layers = {f"model.layers.{n}.{name}": f"model.layers.{n}.{part}" for n in range(blocks) for name, part in parts.items()}
         whole = {name: f"{name}.weight" for name in GLOBAL_NAMES}
-        theirs = {known.get_name(name): own for name, own in chain(whole.items(), layers.items())}
+        hf_names = {gguf_names.get_name(name): hf_name for name, hf_name in chain(whole.items(), layers.items())}
         found = dict[str, str]()
         linear = delta_names(self.architecture, blocks)
         ahead = tuple(f"blk.{n}." for n in range(blocks, int(self.field("block_count", 0))))
@@ -411,8 +416,8 @@ class GGUFCheckpoint:
                 found[linear[name]] = name
                 continue
             stem, _, suffix = name.rpartition(".")
-            if not (self.turned(name) and UPS in name):
-                found[with_suffix(theirs[stem], suffix) if stem in theirs else name] = name
+            if not (self.is_transposed(name) and UPS in name):
+                found[with_suffix(hf_names[stem], suffix) if stem in hf_names else name] = name
         for name in (ROPE_FACTORS, *LONG_FACTORS.values()):
             found.pop(name, None)
         return found
@@ -425,21 +430,21 @@ class GGUFCheckpoint:
 
     @property
     def expert_names(self) -> dict[str, str]:
-        """Of a layer with experts, the names of their tensors in checkpoints, by what llama.cpp's library knows them by."""
+        """Checkpoint names of the tensors of a layer with experts, by the names that llama.cpp's library knows."""
         names = self.family.experts
         if names is None:
             return {}
         sinks = {"self_attn.sinks": "self_attn.sinks"} if self.family.sinks else {}
-        of_experts = zip(EXPERT_NAMES, (names.gate_up[0], names.gate_up[-1], names.down), strict=True)
+        experts = zip(EXPERT_NAMES, (names.gate_up[0], names.gate_up[-1], names.down), strict=True)
         shared = [f"{names.shared}.{part}_proj" for part in ("gate", "up", "down")] if names.shared else []
         others = [names.router, *shared, *([f"{names.shared}_gate"] if names.shared else [])]
-        return {**sinks, **{name: f"{name}.weight" for name in others}, **dict(of_experts)}
+        return {**sinks, **{name: f"{name}.weight" for name in others}, **dict(experts)}
 
-    def turned(self, name: str) -> bool:
-        """True for one of llama.cpp's tensors that is stored otherwise in checkpoints; see `TurnedSlice`."""
+    def is_transposed(self, name: str) -> bool:
+        """True if llama.cpp's tensor is transposed in checkpoints; see `TransposedSlice`."""
         return self.family.experts is not None and self.family.experts.biased and "_exps." in name
 
-    # What `safetensors.safe_open` offers of a file.
+    # The interface of `safetensors.safe_open`.
 
     def keys(self) -> Sequence[str]:
         return list(self.names)
@@ -447,25 +452,25 @@ class GGUFCheckpoint:
     def get_slice(self, name: str) -> GGUFSlice:
         tensor = self.tensors[self.names[name]]
         if f".{PREFIX}" in name:
-            return delta_slice(self.tensors, tensor.name, name, self.delta, BY_TURNS[self.architecture])
+            return delta_slice(self.tensors, tensor.name, name, self.delta, STRIDED_VALUE_HEADS[self.architecture])
         if name.endswith(SHARED_GATE):
             return ArrangedSlice([tensor], shape=(1, self.config["hidden_size"]))
-        if not self.turned(tensor.name):
+        if not self.is_transposed(tensor.name):
             offset = self.family.norm_offset if name.endswith("norm.weight") else 0.0
             return GGUFSlice(tensor, self.row_order(name), offset)
         if GATES not in tensor.name:
-            return TurnedSlice(tensor)
+            return TransposedSlice(tensor)
         other = tensor.name.replace(GATES, UPS)
         if other not in self.tensors or self.tensors[other].shape != tensor.shape:
-            raise ValueError(f"{self.path}: expected {other} of the shape of {tensor.name}, found none such")
-        return TurnedSlice(tensor, self.tensors[other])
+            raise ValueError(f"{self.path}: expected {other} of the shape of {tensor.name}, found none")
+        return TransposedSlice(tensor, self.tensors[other])
 
     def get_tensor(self, name: str) -> np.ndarray:
         part = self.get_slice(name)
         return part[tuple(slice(None) for _ in part.get_shape())]
 
     def row_order(self, name: str) -> np.ndarray | None:
-        """Index among the file's rows of each row of a projection of queries or keys, where the rotation is pairwise."""
+        """Row in the file of each row of a projection of queries or keys, if the rotation is pairwise; else None."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = next((part for part in heads if f".{part}." in name), None)
         if part is None or not self.family.pairwise:
@@ -477,4 +482,4 @@ class GGUFCheckpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is to be closed: the file is mapped into memory, and kept for who opens it again."""
+        """Does nothing: the file is mapped into memory, and cached for the next caller."""

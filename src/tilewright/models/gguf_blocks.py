@@ -1,9 +1,9 @@
-"""Blocks of a GGUF file as the products hold them, bit by bit.
+"""Blocks of a GGUF file in the format of the matmuls, bit by bit.
 
-Each function takes the file's rows as uint8 `[O, N, bytes]`, one entry of N for each of the file's own blocks: of 32 weights,
-or of 256 in the K-quants.
+Each function takes the file's rows as uint8 `[O, N, bytes]`, with an entry of N for each of the file's own blocks of 32
+weights, or super-blocks of 256 in the K-quants.
 
-Source: ggml's `ggml-common.h` (layouts) and `ggml-quants.c` (what they mean).
+Source: ggml's `ggml-common.h` (layouts) and `ggml-quants.c` (their meaning).
 """
 
 from collections.abc import Callable
@@ -18,22 +18,28 @@ NONLINEAR = np.asarray([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 
 
 def halves(parts: np.ndarray, at: int) -> np.ndarray:
-    """A number in half precision of each block, `[O, N]`."""
+    """Reads a half-precision number of each block, `[O, N]`."""
     return np.ascontiguousarray(parts[..., at : at + 2]).view(np.float16)[..., 0]
 
 
 def nibbles(bytes_: np.ndarray) -> np.ndarray:
-    """Bytes `[..., n]` as integers of 4 bits `[..., 2 n]`: all low halves, then all high ones."""
+    """Splits bytes `[..., n]` into 4-bit integers `[..., 2 n]`: all low halves, then all high ones."""
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1)
 
 
+FIFTH_BITS = np.asarray([sum((n >> bit & 1) << (8 * (bit % 4) + bit // 4) for bit in range(8)) for n in range(256)], np.uint32)
+"""Places of eight inputs' fifth bits, one byte of a file, in the four bytes of `joined_bits`."""
+
+
 def fifth_bits(bytes_: np.ndarray) -> np.ndarray:
-    """The bits of four bytes `[..., 4]`, from the lowest on, as 16 or 0: `[..., 32]`."""
-    return np.unpackbits(np.ascontiguousarray(bytes_), axis=-1, bitorder="little") << 4
+    """Reorders the fifth bits of 32 inputs, `[..., 4]`, from the file's order (lowest first) to that of `joined_bits`."""
+    placed = FIFTH_BITS[bytes_]
+    joined = placed[..., :1] | placed[..., 1:2] << 2 | placed[..., 2:3] << 4 | placed[..., 3:] << 6
+    return joined.astype("<u4").view(np.uint8)
 
 
 def plain(kind: BlockFormat, minimum: bool = False) -> Callable[[np.ndarray], QuantisedMatrix]:
-    """Q4_0, Q4_1 and Q8_0: the integers lie as they do here."""
+    """Reads Q4_0, Q4_1 and Q8_0, whose integers have the same order as here."""
 
     def read(parts: np.ndarray) -> QuantisedMatrix:
         head = 4 if minimum else 2
@@ -43,18 +49,21 @@ def plain(kind: BlockFormat, minimum: bool = False) -> Callable[[np.ndarray], Qu
 
 
 def with_fifth_bit(kind: BlockFormat, minimum: bool = False) -> Callable[[np.ndarray], QuantisedMatrix]:
-    """Q5_0 and Q5_1: scale, minimum, the fifth bits of 32 weights, and the four low ones."""
+    """Reads Q5_0 and Q5_1: scale, minimum, the fifth bits of 32 weights, and their four low bits."""
 
     def read(parts: np.ndarray) -> QuantisedMatrix:
         head = 4 if minimum else 2
-        units = nibbles(parts[..., head + 4 :]) | fifth_bits(parts[..., head : head + 4])
-        return QuantisedMatrix(kind, joined_bits(units, 5), halves(parts, 0), halves(parts, 2) if minimum else None)
+        integers = np.concatenate([parts[..., head + 4 :], fifth_bits(parts[..., head : head + 4])], axis=-1)
+        return QuantisedMatrix(kind, integers, halves(parts, 0), halves(parts, 2) if minimum else None)
 
     return read
 
 
 def six_bit_steps(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and lows, int8 `[O, 8 N]` each, of 12 bytes: the first four have all their bits, of the others two stand apart."""
+    """Reads steps and lows, int8 `[O, 8 N]` each, from 12 bytes.
+
+    The first four of each are whole; the others have two bits in another byte.
+    """
     first = packed[..., :4]
     second = packed[..., 4:8]
     third = packed[..., 8:]
@@ -64,7 +73,7 @@ def six_bit_steps(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def k_quant(kind: BlockFormat, bits: int) -> Callable[[np.ndarray], QuantisedMatrix]:
-    """Q4_K and Q5_K: two halves, 12 bytes of steps and lows, the fifth bits, and the four low ones of 64 weights at a time."""
+    """Reads Q4_K and Q5_K: two scales, 12 bytes of steps and lows, fifth bits, and four low bits of 64 weights at a time."""
 
     def read(parts: np.ndarray) -> QuantisedMatrix:
         rows = len(parts)
@@ -80,7 +89,10 @@ def k_quant(kind: BlockFormat, bits: int) -> Callable[[np.ndarray], QuantisedMat
 
 
 def q6_k(parts: np.ndarray) -> QuantisedMatrix:
-    """Q6_K: four low bits, two high ones, a step for 16 weights, and a scale. 128 weights share 64 and 32 bytes of these."""
+    """Reads Q6_K: four low bits, two high bits, a step for 16 weights, and a scale.
+
+    128 weights share 64 bytes of low and 32 bytes of high bits.
+    """
     rows = len(parts)
     low = parts[..., :128].reshape(*parts.shape[:-1], 2, 64)
     high = parts[..., 128:192].reshape(*parts.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
@@ -91,9 +103,9 @@ def q6_k(parts: np.ndarray) -> QuantisedMatrix:
 
 
 def q3_k(parts: np.ndarray) -> QuantisedMatrix:
-    """Q3_K, as 6-bit blocks of the same weights: a third bit, two low ones, and 6-bit steps for 16 weights, all with offsets.
+    """Reads Q3_K as Q6_K blocks of the same weights: a third bit, two low bits, and 6-bit steps for 16 weights, with offsets.
 
-    Of steps 8 bytes have four low bits each, those of the first 8 before those of the others, and four bytes the two high ones.
+    8 bytes have the four low bits of the steps, first those of the first 8; four bytes have the two high bits.
     """
     rows = len(parts)
     third = parts[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
@@ -107,12 +119,12 @@ def q3_k(parts: np.ndarray) -> QuantisedMatrix:
 
 
 def iq4_nl(parts: np.ndarray) -> QuantisedMatrix:
-    """IQ4_NL, as 8-bit blocks of the same weights: of 16 values each has 8 bits."""
+    """Reads IQ4_NL as Q8_0 blocks of the same weights: its 16 values are 8-bit integers."""
     return QuantisedMatrix("q8_0", NONLINEAR[nibbles(parts[..., 2:])].view(np.uint8), halves(parts, 0))
 
 
 def mxfp4(parts: np.ndarray) -> QuantisedMatrix | None:
-    """MXFP4: an exponent of two, and floats of four bits."""
+    """Reads MXFP4: an exponent of two for each block, and 4-bit floats."""
     return blocks_of_floats(nibbles(parts[..., 1:]), parts[..., 0])
 
 
@@ -129,15 +141,15 @@ READERS: dict[str, tuple[int, Callable[[np.ndarray], QuantisedMatrix | None]]] =
     "IQ4_NL": (18, iq4_nl),
     "MXFP4": (17, mxfp4),
 }
-"""Bytes of a block, and what reads it, by llama.cpp's name of the type."""
+"""Bytes of a block, and the function that reads it, by llama.cpp's name of the type."""
 
 
-KEPT: dict[str, str] = {name: name.lower() for name in READERS} | {"Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q5_0"}
-"""The format that weights of each type are read in."""
+BLOCK_FORMATS: dict[str, str] = {name: name.lower() for name in READERS} | {"Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q5_0"}
+"""Format in which weights of each type are read."""
 
 
 def read_blocks(rows: np.ndarray, kind: str) -> QuantisedMatrix | None:
-    """The blocks of a file's rows, uint8 `[O, bytes]`; None of a type that products do not hold as it is."""
+    """Reads blocks of a file's rows, uint8 `[O, bytes]`; None for types that matmuls cannot read."""
     if kind not in READERS:
         return None
     size, read = READERS[kind]

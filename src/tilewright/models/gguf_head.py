@@ -1,6 +1,6 @@
-"""The head of a GGUF file: its metadata, and where its tensors lie.
+"""Head of a GGUF file: its metadata, and the places of its tensors.
 
-llama.cpp's own library reads heads, too, but makes arrays of NumPy's for each string, which takes seconds for a vocabulary.
+llama.cpp's own library reads heads too, but makes NumPy arrays for each string, which takes seconds for a vocabulary.
 
 Source: the format's description in ggml (docs/gguf.md), versions 2 and 3.
 """
@@ -16,25 +16,27 @@ import numpy as np
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of metadata that have one size, in the words of `struct`, which are NumPy's."""
+"""Metadata types of a fixed size, as formats of `struct` and NumPy."""
 TEXT = 8
 ARRAY = 9
-"""The other types."""
+"""Metadata types of variable size."""
 TYPED = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-"""Tensors whose numbers NumPy knows; those of others are bytes."""
+"""Tensor types with a NumPy dtype; other tensors are bytes."""
+LENGTH = struct.Struct("<Q")
+"""Length of a string in bytes."""
 ALIGNMENT = 32
-"""Of tensors, unless the file says another."""
+"""Default alignment of tensors, in bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class GGUFTensor:
-    """One tensor of a file.
+    """Tensor of a file.
 
     Attributes:
         shape: its dims, the innermost first.
-        tensor_type: llama.cpp's type of it.
-        data_offset: where in the file it begins, in bytes.
-        n_bytes: its size there.
+        tensor_type: its type in llama.cpp's library.
+        data_offset: its first byte in the file.
+        n_bytes: its size in the file.
         file: the whole file as bytes.
     """
 
@@ -47,13 +49,16 @@ class GGUFTensor:
 
     @property
     def data(self) -> np.ndarray:
-        """The outermost dim first: numbers of a type that NumPy knows, else uint8, of which the innermost dim has its bytes."""
+        """Numbers of a type that NumPy knows, else uint8, with the outermost dim first.
+
+        The innermost dim then counts bytes.
+        """
         part = self.file[self.data_offset : self.data_offset + self.n_bytes].view(TYPED.get(self.tensor_type.name, np.uint8))
         return part.reshape(*reversed(self.shape[1:]), -1)
 
 
 class Cursor:
-    """Reads values one after another. What is missing is a `ValueError`."""
+    """Reads values one after another. Missing bytes raise a `ValueError`."""
 
     def __init__(self, data: np.ndarray):
         self.data = data.data
@@ -73,7 +78,7 @@ class Cursor:
         return self.bytes(self.number("Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """A value of metadata of this type."""
+        """Reads a value of metadata of a type."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == TEXT:
@@ -87,14 +92,30 @@ class Cursor:
             return np.frombuffer(self.bytes(count * dtype.itemsize), dtype).tolist()
         if inner != TEXT:
             raise ValueError(f"arrays of type {inner} are unknown")
-        return [self.text() for _ in range(count)]
+        return self.texts(count)
+
+    def texts(self, count: int) -> list[str]:
+        """Reads strings in one tight loop, because a vocabulary has hundreds of thousands of them."""
+        data = self.data
+        size = len(data)
+        begin = self.at
+        found = list[str]()
+        for _ in range(count):
+            first = begin + 8
+            end = first + LENGTH.unpack_from(data, begin)[0] if first <= size else first
+            if end > size:
+                raise ValueError(f"{end - size:,} bytes are missing at byte {size:,}")
+            found.append(str(data[first:end], "utf-8"))
+            begin = end
+        self.at = begin
+        return found
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """The metadata and the tensors of a file, by name.
+    """Reads the metadata and the tensors of a file, by name.
 
     Raises:
-        ValueError: it is no such file, or damaged, or cut off within its head.
+        ValueError: the file is not GGUF, is damaged, or is cut off within its head.
     """
     import gguf
 
@@ -121,6 +142,6 @@ def read_head(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     for name, shape, kind, offset in described:
         weights, size = gguf.GGML_QUANT_SIZES[kind]
         if name in found or not shape or shape[0] % weights:
-            raise ValueError(f"{name} is there twice, or has no whole number of blocks of {weights} weights: {list(shape)}")
+            raise ValueError(f"{name}: expected one tensor of whole blocks of {weights} weights, found two or {list(shape)}")
         found[name] = GGUFTensor(name, shape, kind, begin + offset, prod(shape) // weights * size, file)
     return fields, found

@@ -1,11 +1,11 @@
-"""Tensors of a GGUF file in Hugging Face's layout, of which only what is asked for is read."""
+"""Tensors of a GGUF file in Hugging Face's layout, read part by part."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from tilewright.kernels.linear.blocks import QuantisedMatrix
-from tilewright.models.gguf_blocks import KEPT, read_blocks
+from tilewright.models.gguf_blocks import BLOCK_FORMATS, read_blocks
 from tilewright.models.gguf_head import GGUFTensor
 
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -13,12 +13,12 @@ PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 class GGUFSlice:
-    """One tensor in Hugging Face's layout, of which only what is asked for is read; the interface is that of safetensors."""
+    """Tensor in Hugging Face's layout, read part by part; the interface is that of safetensors."""
 
     def __init__(self, tensor: GGUFTensor, rows: np.ndarray | None, offset: float = 0.0):
         """Args:
-        rows: those of the file, in Hugging Face's order; None where it is the file's.
-        offset: what the file's numbers are more than Hugging Face's.
+        rows: rows of the file in Hugging Face's order; None if the orders are the same.
+        offset: subtracted from the file's numbers.
         """
         self.tensor = tensor
         self.rows = rows
@@ -28,17 +28,17 @@ class GGUFSlice:
         return [int(size) for size in reversed(self.tensor.shape)]
 
     def get_dtype(self) -> str:
-        """The dtype that is read, whatever the file holds."""
+        """Returns the dtype of what is read, for any type in the file."""
         return "F32"
 
     @property
     def quantised(self) -> str:
-        """The format that its weights are quantised in, by llama.cpp's name; empty for plain numbers."""
+        """Format of quantised weights, by llama.cpp's name; empty for plain numbers."""
         kind = self.tensor.tensor_type.name
         return "" if kind in PLAIN else kind
 
     def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
-        """These parts of each dim, as float32. Rows are dequantised one by one, so that others cost nothing."""
+        """Reads these parts of each dim as float32, dequantising only the rows that are read."""
         from gguf.quants import dequantize
 
         rows, *columns = bounds
@@ -47,18 +47,21 @@ class GGUFSlice:
         return found - self.offset if self.offset else found
 
     @property
-    def kept(self) -> str:
-        """The format in which products read weights of this type as they are; empty if they do not."""
-        return KEPT.get(self.tensor.tensor_type.name, "")
+    def native_format(self) -> str:
+        """Format in which matmuls read weights of this type without dequantising; empty if they cannot."""
+        return BLOCK_FORMATS.get(self.tensor.tensor_type.name, "")
 
     def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
-        """Some rows of weights as the file has them, of formats that products read as they are; None of others."""
+        """Reads rows of weights as blocks of the file; None for types that matmuls cannot read."""
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
         return read_blocks(data.reshape(-1, data.shape[-1]), self.tensor.tensor_type.name)
 
 
-class TurnedSlice(GGUFSlice):
-    """Experts' matrices `[E, in, out]` of tensors `[E, out, in]`, or biases `[E, out]`: of several tensors, outputs in turn."""
+class TransposedSlice(GGUFSlice):
+    """Experts' matrices `[E, in, out]` of tensors `[E, out, in]`, or biases `[E, out]`.
+
+    Outputs of several tensors alternate.
+    """
 
     def __init__(self, *tensors: GGUFTensor):
         super().__init__(tensors[0], None)
@@ -69,10 +72,10 @@ class TurnedSlice(GGUFSlice):
         return [experts, *inputs, len(self.tensors) * outputs]
 
     def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
-        experts, *others = bounds
-        every = [slice(None)] * len(others)
+        experts, *other_dims = bounds
+        every = [slice(None)] * len(other_dims)
         parts = np.stack([GGUFSlice(tensor, None)[(experts, *every)] for tensor in self.tensors], axis=2)
-        return parts.reshape(len(parts), -1, *parts.shape[3:]).swapaxes(1, -1)[(slice(None), *others)]
+        return parts.reshape(len(parts), -1, *parts.shape[3:]).swapaxes(1, -1)[(slice(None), *other_dims)]
 
     @property
     def alike(self) -> bool:
@@ -80,11 +83,11 @@ class TurnedSlice(GGUFSlice):
         return len({tensor.tensor_type for tensor in self.tensors}) == 1
 
     @property
-    def kept(self) -> str:
-        return super().kept if self.alike else ""
+    def native_format(self) -> str:
+        return super().native_format if self.alike else ""
 
     def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
-        """Weights of some experts as the file has them; an expert's outputs behind another's."""
+        """Reads weights of some experts as blocks of the file; an expert's outputs follow another's."""
         if not self.alike:
             return None
         data = np.stack([tensor.data[rows] for tensor in self.tensors], axis=2)
@@ -92,7 +95,7 @@ class TurnedSlice(GGUFSlice):
 
 
 class ArrangedSlice(GGUFSlice):
-    """A tensor whose rows or columns come in another order than in the file, of one of its tensors or of several."""
+    """Tensor whose rows or columns have another order than in the file, from one or several of its tensors."""
 
     def __init__(
         self,
@@ -103,10 +106,10 @@ class ArrangedSlice(GGUFSlice):
         log_rates: bool = False,
     ):
         """Args:
-        tensors: whose rows come one behind another.
-        columns: those of the file, in Hugging Face's order.
-        shape: Hugging Face's, of a small tensor that the file has in other dims.
-        log_rates: the file has the numbers' exponentials, with a minus sign.
+        tensors: tensors whose rows follow one another.
+        columns: columns of the file in Hugging Face's order.
+        shape: Hugging Face's shape of a small tensor with other dims in the file.
+        log_rates: the file has the negated exponentials of the numbers.
         """
         super().__init__(tensors[0], rows)
         self.tensors = tensors
@@ -115,25 +118,25 @@ class ArrangedSlice(GGUFSlice):
         self.log_rates = log_rates
 
     def get_shape(self) -> list[int]:
-        _, *others = super().get_shape()
-        return [self.count, *others] if self.shape is None else list(self.shape)
+        _, *other_dims = super().get_shape()
+        return [self.count, *other_dims] if self.shape is None else list(self.shape)
 
     @property
     def count(self) -> int:
-        """Rows of all its tensors."""
+        """Number of rows of all its tensors."""
         return sum(int(tensor.shape[-1]) for tensor in self.tensors)
 
     def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
         if self.shape is not None:
             return self.arranged(slice(None)).reshape(self.shape)[bounds]
-        rows, *others = bounds
-        return self.arranged(rows)[(slice(None), *others)]
+        rows, *other_dims = bounds
+        return self.arranged(rows)[(slice(None), *other_dims)]
 
     def arranged(self, rows: slice) -> np.ndarray:
-        """Some rows, as float32."""
+        """Reads some rows, as float32."""
         wanted = self.order(rows)
-        _, *others = super().get_shape()
-        found = np.empty((len(wanted), *others), np.float32)
+        _, *other_dims = super().get_shape()
+        found = np.empty((len(wanted), *other_dims), np.float32)
         begin = 0
         for tensor in self.tensors:
             end = begin + int(tensor.shape[-1])
@@ -144,16 +147,16 @@ class ArrangedSlice(GGUFSlice):
         return np.log(-found) if self.log_rates else found
 
     def order(self, rows: slice) -> np.ndarray:
-        """Number among the rows of all its tensors of some rows."""
+        """Returns the numbers of some rows among the rows of all its tensors."""
         return np.arange(self.count)[rows] if self.rows is None else self.rows[rows]
 
     @property
-    def kept(self) -> str:
+    def native_format(self) -> str:
         alike = len({tensor.tensor_type for tensor in self.tensors}) == 1
-        return super().kept if alike and self.columns is None and self.shape is None else ""
+        return super().native_format if alike and self.columns is None and self.shape is None else ""
 
     def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
-        if not self.kept:
+        if not self.native_format:
             return None
         data = np.concatenate([tensor.data.reshape(-1, tensor.data.shape[-1]) for tensor in self.tensors])
         return read_blocks(data[self.order(rows)], self.tensor.tensor_type.name)

@@ -1,7 +1,7 @@
 """Graph neural networks: GraphSAGE, GCN, GIN and GAT, for nodes and for whole graphs.
 
-A model knows no table: it takes whatever offers `Neighbours`, one for all layers or one for each. All rows are in the order of
-that object. What a padding row holds never reaches another row, batch norm included.
+A model does not depend on a table: it takes any object with the methods of `Neighbours`, one for all layers or one for each.
+All rows are in the order of that object. Padding rows never affect other rows, not even through batch norm.
 
 Sources: GraphSAGE, Hamilton et al. (arXiv 1706.02216) §3; GCN, Kipf & Welling (arXiv 1609.02907) §2; GIN, Xu et al. (arXiv
 1810.00826) §4; GAT, Veličković et al. (arXiv 1710.10903) §2.1. Arrays are named as in PyTorch Geometric's modules.
@@ -29,11 +29,11 @@ BATCH_NORM_EPS = 1e-5
 
 @runtime_checkable
 class Neighbours(Protocol):
-    """Neighbours of each row, and how to reduce over them.
+    """Neighbours of each row, and reductions over them.
 
     Attributes:
-        num_nodes: rows that come out, N.
-        num_sources: rows that go in, M; the first N are the destinations themselves.
+        num_nodes: number of output rows, N.
+        num_sources: number of input rows, M; the first N are the destinations themselves.
     """
 
     @property
@@ -43,7 +43,7 @@ class Neighbours(Protocol):
     def num_sources(self) -> int: ...
 
     def aggregate(self, x: Array, *, reduce: Reduce = "sum", normalisation: Literal["symmetric"] | None = None) -> Array:
-        """`x[M, F]` reduced over the neighbours of each row, `[N, F]`; a row without any gets zeros.
+        """Reduces `x[M, F]` over the neighbours of each row to `[N, F]`; rows without neighbours get zeros.
 
         `normalisation="symmetric"` is GCN's: self-loops are added, and an edge counts 1 / sqrt(degree i · degree j).
         """
@@ -58,9 +58,9 @@ class Neighbours(Protocol):
         dropout: float = 0.0,
         key: Array | None = None,
     ) -> Array:
-        """Attention over the neighbours: `x[M, H, D]` and scores `[M, H]`, `[N, H]` to `[N, H, D]`.
+        """Attends over the neighbours: `x[M, H, D]` and scores `[M, H]`, `[N, H]` to `[N, H, D]`.
 
-        The weights are the softmax of `leaky_relu(source_score[j] + target_score[i])` over the neighbours j of i; with a key,
+        The weights are the softmax of `leaky_relu(source_score[j] + target_score[i])` over the neighbours j of i. With a key,
         each is then dropped with probability `dropout`, and the others are scaled.
         """
         ...
@@ -68,7 +68,7 @@ class Neighbours(Protocol):
 
 @runtime_checkable
 class SparseInput(Protocol):
-    """Features `[M, F]` of which most are zero: all that a first layer does with its input."""
+    """Sparse features `[M, F]`, with the operations that a first layer needs."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -76,7 +76,7 @@ class SparseInput(Protocol):
     def __matmul__(self, weight: Array) -> Array: ...
 
     def dropped(self, rate: float, key: Array) -> "SparseInput":
-        """The features after dropout."""
+        """Returns the features after dropout."""
         ...
 
 
@@ -85,16 +85,16 @@ Input = Array | SparseInput
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Settings that all models have.
+    """Settings of all models.
 
     Attributes:
         features: width of the input.
         classes: width of the output.
         hidden: width of a hidden layer (of one head, in GAT).
         layers: rounds of message passing.
-        dropout: probability with which an input of a layer is dropped in training (GIN: a layer's score; GAT: the weights of
-            the attention, too).
-        readout: how the nodes of a graph become the graph's scores.
+        dropout: probability with which an input of a layer is dropped in training (GIN: a layer's score; GAT: also the weights
+            of attention).
+        readout: reduction from the nodes of a graph to the graph's scores.
     """
 
     features: int
@@ -116,7 +116,7 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class GCNConfig(_Sizes):
-    """Kipf & Welling's graph convolution. Neighbours come without self-loops, which the normalisation adds."""
+    """Kipf & Welling's graph convolution. Neighbours exclude self-loops, which the normalisation adds."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class GraphSAGEConfig(_Sizes):
 
 @dataclass(frozen=True)
 class GATConfig(_Sizes):
-    """Graph attention. A node attends to itself too, so the neighbours must come with self-loops.
+    """Graph attention. A node also attends to itself, so the neighbours must include self-loops.
 
     Attributes:
-        heads: of a hidden layer, whose outputs stand side by side.
-        output_heads: of the last layer, whose outputs are averaged.
+        heads: heads of a hidden layer, whose outputs are concatenated.
+        output_heads: heads of the last layer, whose outputs are averaged.
         negative_slope: of the leaky ReLU on the scores.
     """
 
@@ -143,12 +143,12 @@ class GATConfig(_Sizes):
 
 @dataclass(frozen=True)
 class GINConfig(_Sizes):
-    """Graph isomorphism network: sums, an MLP of two layers with batch norm, scores from every layer's representation.
+    """Graph isomorphism network: sums, a two-layer MLP with batch norm, and scores from every layer's representation.
 
     The paper counts the input as a layer: its five layers are four here.
 
     Attributes:
-        learn_epsilon: whether a node's own weight 1 + ε is learnt (GIN-ε) or 1 (GIN-0).
+        learn_epsilon: learn a node's own weight 1 + ε (GIN-ε); otherwise it is 1 (GIN-0).
     """
 
     hidden: int = 64
@@ -164,7 +164,7 @@ FAMILIES: dict[str, type[Config]] = {"gcn": GCNConfig, "sage": GraphSAGEConfig, 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Linear:
-    """A matrix `[in, out]` and a bias."""
+    """Matrix `[in, out]` and bias."""
 
     weight: Any
     bias: Any
@@ -173,7 +173,7 @@ class Linear:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SAGELayer:
-    """`neighbour` for the mean of the neighbours, `root` (a matrix) for the node itself."""
+    """GraphSAGE layer: `neighbour` for the mean of the neighbours, `root` (a matrix) for the node itself."""
 
     neighbour: Any
     root: Any
@@ -182,7 +182,7 @@ class SAGELayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GATLayer:
-    """One matrix for all heads `[in, H * D]`, the attention vectors `[1, H, D]`, a bias."""
+    """GAT layer: one matrix for all heads `[in, H * D]`, the attention vectors `[1, H, D]`, and a bias."""
 
     weight: Any
     source: Any
@@ -202,7 +202,7 @@ class BatchNorm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunningStatistics:
-    """Statistics that a batch norm has seen in training and uses afterwards; no gradient reaches them."""
+    """Statistics that a batch norm gathers in training and uses afterwards; they have no gradient."""
 
     mean: Any
     variance: Any
@@ -211,7 +211,7 @@ class RunningStatistics:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GINLayer:
-    """The MLP `second(relu(inner(first(x))))` and the norm after it; `epsilon` is None in GIN-0."""
+    """GIN layer: MLP `second(relu(inner(first(x))))` and the norm after it; `epsilon` is None in GIN-0."""
 
     epsilon: Any
     first: Any
@@ -223,14 +223,14 @@ class GINLayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GNNParams:
-    """All arrays of a model. `scores` is GIN's: one linear layer for each representation, the input included."""
+    """All arrays of a model. `scores` is GIN's: one linear layer for each representation, including the input."""
 
     layers: tuple[Any, ...]
     scores: tuple[Any, ...] = ()
 
 
 State = tuple[tuple[Any, ...], ...]
-"""Running statistics of GIN, two for each layer; of the other models an empty tuple."""
+"""Running statistics of GIN, two for each layer; an empty tuple for the other models."""
 
 
 def glorot(name: str, d_in: int, d_out: int) -> ArraySpec:
@@ -242,7 +242,7 @@ def zeros(name: str, *shape: int) -> ArraySpec:
 
 
 def declare_linear(name: str, d_in: int, d_out: int) -> Linear:
-    """GIN's linear layers, drawn as widely as PyTorch draws its own, which the authors used."""
+    """Declares a linear layer of GIN, with PyTorch's initial spread, which the authors used."""
     return Linear(
         matrix(f"{name}.weight", d_in, d_out, ("features", "hidden"), (3 * d_in) ** -0.5), zeros(f"{name}.bias", d_out)
     )
@@ -253,7 +253,7 @@ def declare_norm(name: str, size: int) -> BatchNorm:
 
 
 def declare_layer(config: Config, n: int) -> Any:
-    """The arrays of layer n."""
+    """Declares the arrays of layer n."""
     last = n == config.layers - 1
     name = f"convs.{n}"
     d_in = config.hidden * (config.heads if isinstance(config, GATConfig) else 1) if n else config.features
@@ -286,7 +286,7 @@ def declare_layer(config: Config, n: int) -> Any:
 
 
 def declare(config: Config) -> GNNParams:
-    """The model's arrays, each declared once (see `params.ArraySpec`)."""
+    """Declares the model's arrays (see `params.ArraySpec`)."""
     layers = tuple(declare_layer(config, n) for n in range(config.layers))
     if not isinstance(config, GINConfig):
         return GNNParams(layers)
@@ -295,7 +295,7 @@ def declare(config: Config) -> GNNParams:
 
 
 def declare_state(config: Config) -> State:
-    """The running statistics."""
+    """Declares the running statistics."""
     if not isinstance(config, GINConfig):
         return ()
 
@@ -307,29 +307,32 @@ def declare_state(config: Config) -> State:
 
 
 def init(config: Config, key: Array, dtype: Dtype = "float32") -> tuple[GNNParams, State]:
-    """Random parameters, and the state before any training (always float32)."""
+    """Draws random parameters, and returns them with the initial state (always float32)."""
     return initialise(declare(config), key, DTYPES[dtype]), initialise(declare_state(config), key)
 
 
 def leaky_relu(x: Array, negative_slope: float) -> Array:
-    """The leaky ReLU. Its slope at 0 is the negative one, as in PyTorch; JAX's own has the slope 1 there."""
+    """Computes the leaky ReLU with PyTorch's slope at 0, the negative one (in JAX it is 1)."""
     return jnp.where(x > 0, x, negative_slope * x)
 
 
 def dropout(x: Any, rate: float, key: Array | None) -> Any:
-    """Drops entries with probability `rate` and scales the others; nothing without a key."""
+    """Drops entries with probability `rate` and scales the others; without a key, nothing is dropped."""
     if key is None or rate == 0:
         return x
     if not isinstance(x, Array):
         return x.dropped(rate, key)
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+    mask = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(mask, x / (1 - rate), 0).astype(x.dtype)
 
 
 def batch_norm(
     x: Float[Array, "N F"], norm: BatchNorm, running: RunningStatistics, rows: Bool[Array, " N"] | None, train: bool
 ) -> tuple[Float[Array, "N F"], RunningStatistics]:
-    """Batch norm (Ioffe & Szegedy 2015) over the rows that exist, in float32; the running variance is the unbiased one."""
+    """Applies batch norm (Ioffe & Szegedy 2015) over the valid rows, in float32.
+
+    The running variance is the unbiased one.
+    """
     wide = x.astype(jnp.float32)
     mean = running.mean
     variance = running.variance
@@ -338,20 +341,20 @@ def batch_norm(
         count = jnp.maximum(present.sum().astype(jnp.float32), 1.0)
         mean = jnp.where(present[:, None], wide, 0).sum(0) / count
         variance = (jnp.where(present[:, None], wide - mean, 0) ** 2).sum(0) / count
-        seen = (mean, variance * count / jnp.maximum(count - 1, 1.0))
+        batch = (mean, variance * count / jnp.maximum(count - 1, 1.0))
         old = (running.mean, running.variance)
-        moved = [o + BATCH_NORM_MOMENTUM * (jax.lax.stop_gradient(s) - o) for o, s in zip(old, seen, strict=True)]
+        moved = [o + BATCH_NORM_MOMENTUM * (jax.lax.stop_gradient(s) - o) for o, s in zip(old, batch, strict=True)]
         running = RunningStatistics(*moved)
     scale = norm.scale.astype(jnp.float32) * jax.lax.rsqrt(variance + BATCH_NORM_EPS)
     return ((wide - mean) * scale + norm.shift.astype(jnp.float32)).astype(x.dtype), running
 
 
 def product(ops: Operations, x: Input, weight: Any) -> Float[Array, "N O"]:
-    """`x @ weight`. Sparse features take matrices as they are."""
+    """Computes `x @ weight`. Sparse features need matrices that are not prepared."""
     if isinstance(x, Array):
         return ops.linear(x, weight)
     if ops.prepares:
-        raise ValueError("expected matrices as they are for sparse features, found prepared ones")
+        raise ValueError("expected unprepared matrices for sparse features, found prepared ones")
     return x @ weight
 
 
@@ -360,22 +363,22 @@ def linear(ops: Operations, x: Input, layer: Linear) -> Float[Array, "N O"]:
 
 
 def first_rows(ops: Operations, x: Input, rows: int, weight: Any) -> Float[Array, "N O"]:
-    """`x[:rows] @ weight`."""
+    """Computes `x[:rows] @ weight`."""
     return product(ops, x[:rows], weight) if isinstance(x, Array) else product(ops, x, weight)[:rows]
 
 
-def aggregated_linear(ops: Operations, graph: Neighbours, x: Input, layer: Linear, **how: Any) -> Float[Array, "N O"]:
-    """`linear(aggregate(x))`, in the order that costs less (both are linear)."""
+def aggregated_linear(ops: Operations, graph: Neighbours, x: Input, layer: Linear, **options: Any) -> Float[Array, "N O"]:
+    """Computes `linear(aggregate(x))`, in the cheaper of the two orders (both steps are linear)."""
     narrows = layer.bias.shape[0] <= x.shape[1] and graph.num_sources < 2 * graph.num_nodes
     if isinstance(x, Array) and not narrows:
-        return linear(ops, graph.aggregate(x, **how), layer)
-    return graph.aggregate(product(ops, x, layer.weight), **how) + layer.bias
+        return linear(ops, graph.aggregate(x, **options), layer)
+    return graph.aggregate(product(ops, x, layer.weight), **options) + layer.bias
 
 
 def convolve(
     config: Config, ops: Operations, layer: Any, graph: Neighbours, x: Input, last: bool, key: Array | None
 ) -> Float[Array, "N O"]:
-    """One layer of GCN, GraphSAGE or GAT, before its activation."""
+    """Computes one layer of GCN, GraphSAGE or GAT, before its activation."""
     x = dropout(x, config.dropout, key)
     match config:
         case GCNConfig():
@@ -387,8 +390,8 @@ def convolve(
             heads = product(ops, x, layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
             source = (heads * layer.source).sum(-1)
             target = (heads[: graph.num_nodes] * layer.target).sum(-1)
-            another = None if key is None else jax.random.fold_in(key, 1)
-            out = graph.attend(heads, source, target, config.negative_slope, config.dropout, another)
+            attention_key = None if key is None else jax.random.fold_in(key, 1)
+            out = graph.attend(heads, source, target, config.negative_slope, config.dropout, attention_key)
             return (out.mean(1) if last else out.reshape(out.shape[0], -1)) + layer.bias
         case _:
             raise AssertionError(config)
@@ -403,17 +406,17 @@ def isomorphism_layer(
     rows: Array | None,
     train: bool,
 ) -> tuple[Float[Array, "N O"], tuple[Any, ...]]:
-    """One layer of GIN, and its statistics afterwards."""
-    own = first_rows(ops, x, graph.num_nodes, layer.first.weight)
-    own = own if layer.epsilon is None else own * (1 + layer.epsilon)
-    summed = aggregated_linear(ops, graph, x, layer.first, reduce="sum") + own
+    """Computes one layer of GIN. Returns the output and the new statistics."""
+    root = first_rows(ops, x, graph.num_nodes, layer.first.weight)
+    root = root if layer.epsilon is None else root * (1 + layer.epsilon)
+    summed = aggregated_linear(ops, graph, x, layer.first, reduce="sum") + root
     h, inner = batch_norm(summed, layer.inner, statistics[0], rows, train)
     h, outer = batch_norm(linear(ops, jax.nn.relu(h), layer.second), layer.outer, statistics[1], rows, train)
     return jax.nn.relu(h), (inner, outer)
 
 
 def layer_graphs(config: Config, graphs: Neighbours | Sequence[Neighbours], x: Input) -> Sequence[Neighbours]:
-    """One `Neighbours` for each layer, each with as many sources as the layer before has rows."""
+    """Returns a `Neighbours` for each layer, with the number of sources checked against the rows of the layer before."""
     each = list(graphs) if isinstance(graphs, Sequence) else [graphs] * config.layers
     if len(each) != config.layers:
         raise ValueError(f"expected neighbours for {config.layers} layers, found {len(each)}")
@@ -444,17 +447,17 @@ def apply(
         graphs: the neighbours, of all layers or of each (a sampled mini-batch has one for each, the input's first).
         x: features of the first layer's sources, in the order of `graphs`; dense, or a `SparseInput`.
         state: the running statistics (GIN).
-        train: drop out, and let batch norm use and gather the statistics of these rows.
-        key: for dropout; without one there is none.
-        rows: which rows are nodes and no padding; by default all.
-        pool: whose "neighbours" are the nodes of each graph; the scores are then those of graphs.
-        ops: what computes the dense products, and what `params` were prepared for (`ops.prepare(declare(config), params)`).
+        train: apply dropout, and let batch norm use and gather the statistics of these rows.
+        key: for dropout; without a key there is none.
+        rows: marks rows that are nodes, not padding; by default all.
+        pool: `Neighbours` from nodes to graphs; the scores are then those of graphs.
+        ops: computes the dense matmuls, for which `params` were prepared (`ops.prepare(declare(config), params)`).
 
     Returns:
         Float32 scores (logits) of each node, or of each graph, and the state afterwards.
 
     Raises:
-        ValueError: neighbours, features and configuration do not fit one another.
+        ValueError: neighbours, features and configuration do not match.
     """
     if x.shape[1] != config.features:
         raise ValueError(f"expected {config.features} features, found {x.shape[1]}")
@@ -485,7 +488,7 @@ def apply_gin(
     rows: Array | None,
     pool: Neighbours | None,
 ) -> tuple[Array, State]:
-    """GIN: the score is the sum of a linear layer on the readout of each representation (the paper's §4.2)."""
+    """Runs GIN: the score is the sum of linear layers on the readouts of all representations (the paper's §4.2)."""
     if len(state) != config.layers:
         raise ValueError(f"expected the statistics of {config.layers} layers as the state, found {len(state)}")
     final = graphs[-1].num_nodes

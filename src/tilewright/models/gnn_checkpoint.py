@@ -16,7 +16,7 @@ from tilewright.models.params import DTYPES, Dtype
 
 
 def config_to_json(config: Config) -> dict[str, Any]:
-    """The fields of `config.json`."""
+    """Returns the fields of `config.json`."""
     (family,) = (name for name, kind in FAMILIES.items() if kind is type(config))
     return {"model_type": family, **asdict(config)}
 
@@ -51,10 +51,10 @@ def save_gnn(folder: Path, config: Config, params: GNNParams, state: State) -> N
 
 
 def load_gnn(folder: Path, dtype: Dtype = "float32") -> tuple[Config, GNNParams, State]:
-    """Reads a model; its running statistics are float32 whatever `dtype` is.
+    """Reads a model as `dtype`; its running statistics are always float32.
 
     Raises:
-        ValueError: a file is missing or malformed, or the tensors are not those that the configuration declares.
+        ValueError: a file is missing or malformed, or the tensors do not match the configuration.
     """
     config = config_from_json(read_config(folder), str(folder / CONFIG))
     specs = (gnn.declare(config), gnn.declare_state(config))

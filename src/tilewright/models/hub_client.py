@@ -1,7 +1,7 @@
-"""Fetches a model from the Hugging Face hub by way of the hub's own client.
+"""Fetches models from the Hugging Face hub with the hub's own client.
 
-The client keeps the standard cache (`HF_HOME`, `HF_HUB_CACHE`), resumes a transfer whose connection broke, and fetches only
-files that the cache lacks.
+The client keeps the standard cache (`HF_HOME`, `HF_HUB_CACHE`), resumes interrupted transfers, and fetches only files that the
+cache lacks.
 """
 
 import os
@@ -31,17 +31,17 @@ from tilewright.models.hub import TOKENIZER, TOKENIZER_PARTS
 
 SMALL = [CONFIG, GENERATION_CONFIG, GPTQ_CONFIG, *TOKENIZER, *TOKENIZER_PARTS]
 WANTED = [*SMALL, "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
-"""The last one belongs to some drafters; see `torch_file.py`."""
+"""Files to fetch. The last belongs to some drafters; see `torch_file.py`."""
 UNWANTED = ["*/*", "consolidated*.safetensors"]
-"""Other exports of the same weights: files in subfolders, and Mistral's own beside the shards."""
+"""Other exports of the same weights: files in subfolders, and Mistral's own format."""
 COMMIT = re.compile("[0-9a-f]{40}")
 
 NETWORK_ERRORS = (HTTPError, ConnectionError, TimeoutError)
-"""The hub did not answer, or its answer broke off. `HTTPError` is that of the HTTP library below the client."""
+"""Errors of a hub that did not answer, or broke off. `HTTPError` is that of the client's HTTP library."""
 
 
 def fetch(source: str, revision: str | None, console: Console | None, check: Callable[[Path], object] | None = None) -> Path:
-    """The snapshot of a hub id in the client's cache. Arguments and errors as for `hub.resolve`."""
+    """Returns the snapshot of a hub id in the client's cache. Arguments and errors as for `hub.resolve`."""
     try:
         validate_repo_id(source)
     except HFValidationError as error:
@@ -55,7 +55,7 @@ def _fetch(
     source: str, revision: str | None, endpoint: str, console: Console | None, check: Callable[[Path], object] | None
 ) -> Path:
     if revision is not None and COMMIT.fullmatch(revision):
-        # A commit never changes: what the cache holds of it needs no request.
+        # A commit never changes, so a cached one needs no request.
         cached = _from_cache(source, revision)
         if cached is not None:
             return cached
@@ -68,7 +68,7 @@ def _fetch(
         if cached is None:
             raise
         if console is not None:
-            console.print(f"{endpoint} cannot be reached: using {source} as it is in the cache", markup=False)
+            console.print(f"{endpoint} cannot be reached: using {source} from the cache", markup=False)
         return cached
     with byte_progress(console) as progress:
         bar = _bar_class(progress, source, _missing_bytes(source, info))
@@ -91,20 +91,20 @@ def _fetch(
 
 
 def _from_cache(source: str, revision: str | None) -> Path | None:
-    """The cached snapshot, if it is there and whole as far as the cache can tell."""
+    """Returns the cached snapshot if it is complete, as far as the cache can tell; else None."""
     try:
         found = snapshot_download(
             source, revision=revision, local_files_only=True, allow_patterns=WANTED, ignore_patterns=UNWANTED
         )
     except LocalEntryNotFoundError:
         return None
-    # Other programs may have fetched single files of a repository, its tokenizer say.
+    # Other programs may have fetched single files of a repository, such as its tokenizer.
     folder = Path(found)
     return folder if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")) else None
 
 
 def _missing_bytes(source: str, info: ModelInfo) -> int:
-    """The size of the wanted files that the cache does not hold yet."""
+    """Returns the size of the wanted files that the cache lacks."""
     wanted = [
         file
         for file in info.siblings or []
@@ -118,10 +118,10 @@ def _missing_bytes(source: str, info: ModelInfo) -> int:
 
 
 def _bar_class(progress: Progress, source: str, total: int) -> type[tqdm]:
-    """A class for the client to make its bars of. Bytes written to disk go to `progress`; nothing else shows.
+    """Returns a class for the client's progress bars. Bytes written to disk advance `progress`; nothing else is shown.
 
-    The client makes up to three bars: bytes that crossed the network (described as "Downloading bytes"; compression makes them
-    fewer), bytes written, and files.
+    The client makes up to three bars: transferred bytes (described as "Downloading bytes"; fewer with compression), bytes
+    written, and files.
     """
     task = progress.add_task(f"fetching {source}", total=total, visible=total > 0)
 
@@ -140,7 +140,7 @@ def _bar_class(progress: Progress, source: str, total: int) -> type[tqdm]:
 
 @contextmanager
 def _one_line_errors(source: str, revision: str | None, endpoint: str) -> Iterator[None]:
-    """Says in one line, as a `ValueError`, why the hub's client gave up."""
+    """Converts errors of the hub's client to a `ValueError` of one line."""
     try:
         yield
     except GatedRepoError as error:
@@ -156,9 +156,9 @@ def _one_line_errors(source: str, revision: str | None, endpoint: str) -> Iterat
         hint = "; check HF_TOKEN" if status in (401, 403) else ""
         raise ValueError(f"{endpoint} answered HTTP {status} when asked for {source!r}{hint}") from error
     except (LocalEntryNotFoundError, *NETWORK_ERRORS) as error:
-        which = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
-        where = f"neither a folder here nor (wholly) in the cache {constants.HF_HUB_CACHE}"
-        problem = f"{endpoint} cannot be reached, and {which} is {where}"
+        model = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
+        where = f"neither a local folder nor complete in the cache {constants.HF_HUB_CACHE}"
+        problem = f"{endpoint} cannot be reached, and {model} is {where}"
         raise ValueError(problem) from error
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Kinds of models that a folder may hold, told by its configuration before anything else is read."""
+"""Kinds of models, determined from the configuration in a folder."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,23 +10,23 @@ from tilewright.models.drafter_layouts import is_drafter
 ModelKind = Literal["target", "diffusion", "drafter"]
 
 KINDS: dict[ModelKind, tuple[str, str]] = {
-    "target": ("an autoregressive language model", "`tilewright generate`, `chat` and `serve` take it"),
-    "diffusion": ("a diffusion language model", "`tilewright diffuse`, `bench diffusion` and `serve` take it"),
-    "drafter": ("a drafter", "--drafter takes it, beside its target"),
+    "target": ("an autoregressive language model", "run it with `tilewright generate`, `chat` or `serve`"),
+    "diffusion": ("a diffusion language model", "run it with `tilewright generate`, `chat`, `serve` or `bench diffusion`"),
+    "drafter": ("a drafter", "pass it to --drafter, with its target"),
 }
-"""Name of each kind, and the commands that take it."""
+"""Name of each kind, and the commands that run such models."""
 
 
 def kind_of(folder: Path) -> ModelKind:
-    """Kind of the model in a folder. Raises a `ValueError` if it holds no configuration."""
+    """Returns the kind of the model in a folder. Raises a `ValueError` if the folder has no configuration."""
     if is_diffusion(folder):
         return "diffusion"
     return "drafter" if is_drafter(read_config(folder), str(folder / CONFIG)) else "target"
 
 
-def check_kind(model: str, folder: Path, wanted: ModelKind) -> None:
-    """Raises a `ValueError` that names the commands for a model of another kind."""
+def check_kind(model: str, folder: Path, expected: ModelKind) -> None:
+    """Raises a `ValueError` for a model of another kind, with the commands that run such models."""
     found = kind_of(folder)
-    if found != wanted:
-        name, takers = KINDS[found]
-        raise ValueError(f"expected {KINDS[wanted][0]}; {model} is {name}: {takers}")
+    if found != expected:
+        name, commands = KINDS[found]
+        raise ValueError(f"expected {KINDS[expected][0]}; {model} is {name}: {commands}")

@@ -1,4 +1,4 @@
-"""Rotary embeddings: the rotation of each position."""
+"""Rotary position embedding: frequencies, their scaling for long contexts, and tables of cosines and sines."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 
 def plain_frequencies(dim: int, theta: float) -> list[float]:
-    """Inverse frequencies without scaling, in radians per position; `dim // 2` of them."""
+    """Returns `dim // 2` inverse frequencies without scaling, in radians per position."""
     return [theta ** (-2 * i / dim) for i in range(dim // 2)]
 
 
@@ -30,17 +30,17 @@ class Llama3Scaling:
 
     def frequencies(self, dim: int, theta: float) -> list[float]:
         def scaled(frequency: float) -> float:
-            turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
-            share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            share = min(max(share, 0.0), 1.0)
-            return share * frequency + (1 - share) * frequency / self.factor
+            rotations = self.original_max_position_embeddings * frequency / (2 * math.pi)
+            fraction = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            fraction = min(max(fraction, 0.0), 1.0)
+            return fraction * frequency + (1 - fraction) * frequency / self.factor
 
         return [scaled(frequency) for frequency in plain_frequencies(dim, theta)]
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by a factor (Chen et al. 2023, arXiv 2306.15595)."""
+    """Linear scaling: positions divided by a factor (Chen et al. 2023, arXiv 2306.15595)."""
 
     factor: float
     rope_type: Literal["linear"] = "linear"
@@ -55,12 +55,12 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: stretched where a dimension turns seldom, kept where it turns often, a ramp between (arXiv 2309.00071).
+    """YaRN scaling: slow dimensions are stretched, fast ones kept, with a ramp between (arXiv 2309.00071).
 
     Attributes:
-        attention_factor: what cosines and sines are multiplied by.
-        beta_fast, beta_slow: turns within the original length from which on frequencies are kept, and below which they are
-            stretched.
+        attention_factor: multiplier of cosines and sines.
+        beta_fast, beta_slow: rotations within the original length. Dimensions with at least `beta_fast` are kept, those with at
+            most `beta_slow` are stretched.
         truncate: the ramp begins and ends at whole dimensions.
     """
 
@@ -74,12 +74,12 @@ class YarnScaling:
 
     @staticmethod
     def default_attention_factor(factor: float, mscale: float = 1.0) -> float:
-        """The paper's, by which scores keep their spread."""
+        """Returns the paper's factor, which keeps the spread of attention scores."""
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     def frequencies(self, dim: int, theta: float) -> list[float]:
-        def dimension(turns: float) -> float:
-            return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        def dimension(rotations: float) -> float:
+            return dim * math.log(self.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
         low = dimension(self.beta_fast)
         high = dimension(self.beta_slow)
@@ -88,7 +88,7 @@ class YarnScaling:
             high = math.ceil(high)
         low = max(low, 0)
         high = min(high, dim - 1)
-        width = high - low or 0.001  # as the libraries have it where the ramp is a step
+        width = high - low or 0.001  # the libraries' value for an empty ramp
 
         def scaled(i: int, frequency: float) -> float:
             stretched = min(max((i - low) / width, 0.0), 1.0)
@@ -99,15 +99,15 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency divided by a factor of its own, of one of two sets (arXiv 2402.13753).
+    """LongRoPE scaling: each frequency is divided by its own factor, from one of two sets (arXiv 2402.13753).
 
-    One set is for contexts within the original length, the other for longer ones. A key in a cache was rotated by one of them
-    for good, so that the context that is declared decides, and not how long a text has become.
+    One set is for contexts within the original length, the other for longer ones. A cached key keeps the rotation it was
+    written with, so the declared context decides, not the current length of a text.
 
     Attributes:
-        short_factor, long_factor: of each frequency.
-        attention_factor: what cosines and sines are multiplied by, whichever set it is.
-        long: whether it is the set for longer contexts.
+        short_factor, long_factor: divisor of each frequency.
+        attention_factor: multiplier of cosines and sines, for both sets.
+        long: use `long_factor`.
     """
 
     short_factor: tuple[float, ...]
@@ -119,11 +119,11 @@ class LongRopeScaling:
 
     @staticmethod
     def default_attention_factor(factor: float, original: int) -> float:
-        """The paper's, for a context of `factor` times the original length."""
+        """Returns the paper's factor for a context of `factor` times the original length."""
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
-    def within(self, context: int) -> "LongRopeScaling":
-        """The scaling of a context of at most so many positions."""
+    def for_context(self, context: int) -> "LongRopeScaling":
+        """Returns the scaling for a context of at most `context` positions."""
         return replace(self, long=context > self.original_max_position_embeddings)
 
     def frequencies(self, dim: int, theta: float) -> list[float]:
@@ -132,24 +132,24 @@ class LongRopeScaling:
 
 
 RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
-"""How frequencies are changed for contexts longer than those of pretraining; a field each of a `config.json`'s."""
+"""Scaling of frequencies for contexts longer than in pretraining; the fields are those of `config.json`."""
 
 
 def rope_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> list[float]:
-    """Inverse frequencies of the rotary embedding, in radians per position; `dim // 2` of them.
+    """Returns `dim // 2` inverse frequencies of the rotary embedding, in radians per position.
 
     Args:
-        dim: how many of a head's entries are rotated.
+        dim: number of rotated entries of a head.
     """
     return plain_frequencies(dim, theta) if scaling is None else scaling.frequencies(dim, theta)
 
 
 Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
-"""Cosines and sines for each position, `half` being half of a head's entries that are rotated; 0 where none are."""
+"""Cosines and sines for each position; `half` is half the number of rotated entries of a head, 0 without rotation."""
 
 
 def rope_tables(positions: Int[Array, "B T"], frequencies: list[float], attention_factor: float = 1.0) -> Rope:
-    """The rotation of each position, in float32."""
+    """Computes the rotation of each position, in float32."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
     cos = jnp.cos(angles)
     sin = jnp.sin(angles)

@@ -1,15 +1,15 @@
-"""LiLiCorr: DFlash, and a small transformer that tells which candidates of neighbouring slots go together (arXiv 2608.20530).
+"""LiLiCorr: DFlash, and a small transformer that scores pairs of candidates in neighbouring slots (arXiv 2608.20530).
 
-The block is drafted as by DFlash (`dflash.py`). The K most likely tokens of its slots form a lattice of L times K nodes, each
-with the token's embedding, its slot's hidden state, and how likely the drafter finds it. A transformer of two layers, which is
-run once, lets all nodes see one another. Of every node it makes two unit vectors: *out*, for the step to the slot behind, and
-*in*, for the step from the slot before. How well two neighbours go together is the cosine of the earlier one's out and the
-later one's in: one matrix product for a whole block. The *anchor*, the feature of the position before the known token, takes
-part in all vectors and has an out vector of its own, with which the walk begins. Then the walk of DFlash 2 takes in each slot
-the best candidate after the one taken before (`dflash2.walk`). The logits of the head take no other part in it.
+The block is drafted as in DFlash (`dflash.py`). The K most likely tokens of its slots form a lattice of L times K nodes, each
+with the token's embedding, its slot's hidden state, and features of its probability. A transformer of two layers runs once over
+all nodes, with full attention, and maps every node to two unit vectors: *out*, for the step to the next slot, and *in*, for the
+step from the slot before. The score of two neighbours is the cosine of the earlier node's out and the later node's in: one
+matmul for a whole block. The *anchor*, the feature of the position before the last token, is an input of all vectors and has an
+out vector of its own, with which the walk begins. The walk of DFlash 2 (`dflash2.walk`) then takes in each slot the best
+candidate after the one taken before, without the logits of the head.
 
 Source: NVIDIA/Model-Optimizer #2342 (`modeling_lilicorr.py`) and sgl-project/sglang #37462, whose maths this is, and the
-checkpoints that declare `LiLiCorrDraftModel`. Some of these have DFlash 2's convolutions around their layers besides.
+checkpoints that declare `LiLiCorrDraftModel`. Some of these also have DFlash 2's convolutions around their layers.
 
 Legend: B rows of a batch, L slots to be drafted, K candidates, H hidden size, h the lattice's, F size of the unit vectors.
 """
@@ -34,7 +34,7 @@ from tilewright.models.params import ArraySpec, initialise, matrix, norm_weight
 
 ARCHITECTURE = "LiLiCorrDraftModel"
 FEATURES = 5
-"""Numbers that say how likely the drafter finds a candidate; see `candidate_features`."""
+"""Number of features of a candidate's probability; see `candidate_features`."""
 LAYER_NORM_EPS = 1e-5
 EXACT = jax.lax.Precision.HIGHEST
 
@@ -46,7 +46,7 @@ INTEGERS = {
 }
 NUMBERS = {"mlp_ratio": "lilicorr_mlp_ratio", "vector_eps": "lilicorr_vector_eps", "logit_scale": "lilicorr_logit_scale"}
 WIDTH = "lilicorr_hidden_size"
-KNOWN = (
+EXTRA_FIELDS = (
     *convolution.SIZES,
     "conv_projection_init_std",
     "projector_type",
@@ -55,7 +55,7 @@ KNOWN = (
     *INTEGERS.values(),
     *NUMBERS.values(),
 )
-"""Fields that its configurations have besides DFlash's."""
+"""Configuration fields besides DFlash's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,13 @@ class LiLiCorrConfig(DFlashConfig):
 
     Attributes:
         candidate_top_k: K.
-        lattice_size: h; where it is H, the embeddings of the candidates are not projected.
+        lattice_size: h. If it equals H, the embeddings of the candidates are not projected.
         lattice_layers, lattice_heads: of the transformer.
-        mlp_ratio: width of its MLPs over h.
+        mlp_ratio: width of its MLPs divided by h.
         vector_size: F.
-        vector_eps: the least length that a vector is divided by.
-        logit_scale: of a cosine, which makes a logit of it.
-        conv_kernel_size, conv_group_size: of DFlash 2's convolutions (see `convolution.py`); None, both, without any.
+        vector_eps: least length that a vector is divided by.
+        logit_scale: multiplier that turns a cosine into a logit.
+        conv_kernel_size, conv_group_size: of DFlash 2's convolutions (see `convolution.py`); None if there are none.
     """
 
     candidate_top_k: int
@@ -97,10 +97,10 @@ def is_lilicorr(fields: Mapping[str, Any]) -> bool:
 def config_from_hf(
     fields: Mapping[str, Any], where: str = "config.json", target: DecoderConfig | None = None
 ) -> LiLiCorrConfig:
-    """Reads a drafter's `config.json`; see `dflash.config_from_hf`. All sizes of the lattice must be there, as in their code.
+    """Reads a drafter's `config.json`; see `dflash.config_from_hf`. All sizes of the lattice are required.
 
     Raises:
-        ValueError: one message that lists everything missing or unsupported, and then all that does not fit the target.
+        ValueError: one message that lists everything missing or unsupported, then every mismatch with the target.
     """
     read, inner = open_config(fields, where)
     read.expect_all("architectures", ARCHITECTURE)
@@ -109,18 +109,20 @@ def config_from_hf(
     read.expect("sample_from_anchor", False)
     read.expect("output_multiplier", 1)
     read.expect("final_logit_softcapping", 0)
-    backbone = dflash.read_backbone(read, inner, KNOWN, target)
-    wide = read.fields.get(WIDTH) in (None, 0)  # which is H for those who train them
-    own: dict[str, Any] = {name: read.integer(field) for name, field in INTEGERS.items()}
-    own |= {name: _required_number(read, field) for name, field in NUMBERS.items()}
+    backbone = dflash.read_backbone(read, inner, EXTRA_FIELDS, target)
+    is_hidden_size = read.fields.get(WIDTH) in (None, 0)
+    extra: dict[str, Any] = {name: read.integer(field) for name, field in INTEGERS.items()}
+    extra |= {name: _required_number(read, field) for name, field in NUMBERS.items()}
     if any(name in read.fields for name in convolution.SIZES):
-        own |= {name: read.integer(name) for name in convolution.SIZES}
-    config = LiLiCorrConfig(**vars(backbone), **own, lattice_size=backbone.hidden_size if wide else read.integer(WIDTH))
+        extra |= {name: read.integer(name) for name in convolution.SIZES}
+    config = LiLiCorrConfig(
+        **vars(backbone), **extra, lattice_size=backbone.hidden_size if is_hidden_size else read.integer(WIDTH)
+    )
     size = config.lattice_size
     heads = config.lattice_heads
     top_k = config.candidate_top_k
     read.require(size % heads == 0, f"lilicorr_num_heads {heads} does not divide {WIDTH} {size}")
-    most = config.proposed
+    most = config.num_proposable
     read.require(top_k <= most, f"lilicorr_candidate_topk {top_k} exceeds the {most} tokens that can be proposed")
     read.require(config.vector_eps < 0.5, f"lilicorr_vector_eps must be below 0.5, found {config.vector_eps}")
     group = config.conv_group_size or 1
@@ -131,26 +133,26 @@ def config_from_hf(
 
 
 def _required_number(read: ConfigReader, name: str) -> float:
-    """A number that changes the scores and no shape, so that a default would go unseen."""
+    """Reads a number without a default: it changes scores but no shape, so that a wrong value would be unnoticed."""
     read.require(read.fields.get(name) is not None, f"{name} is missing (expected in dflash_config)")
     return read.number(name, default=0.1)
 
 
 def config_to_hf(config: LiLiCorrConfig) -> dict[str, Any]:
-    """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
+    """Returns the `config.json` of a drafter, with the fields of the published ones."""
     fields = dflash.config_to_hf(config)
     names = {**INTEGERS, **NUMBERS, "lattice_size": WIDTH}
-    own = {field: getattr(config, name) for name, field in names.items()}
+    extra = {field: getattr(config, name) for name, field in names.items()}
     if config.conv_kernel_size is not None:
-        own |= {name: getattr(config, name) for name in convolution.SIZES}
-    inner = fields["dflash_config"] | {"projector_type": "lilicorr", "lilicorr_enabled": True} | own
+        extra |= {name: getattr(config, name) for name in convolution.SIZES}
+    inner = fields["dflash_config"] | {"projector_type": "lilicorr", "lilicorr_enabled": True} | extra
     return {**fields, "architectures": [ARCHITECTURE], "dflash_config": inner}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer with a bias: `weight` `[I, O]`, `bias` `[O]`."""
+    """Linear layer with a bias: `weight` `[I, O]`, `bias` `[O]`."""
 
     weight: Any
     bias: Any
@@ -159,7 +161,7 @@ class Dense:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatticeLayer:
-    """A layer of the transformer. `qkv` is `[h, 3h]`: queries, keys and values side by side; no rotary embedding."""
+    """Layer of the transformer. `qkv` `[h, 3h]` holds queries, keys and values; no rotary embedding."""
 
     attention_norm: Any
     qkv: Dense
@@ -172,19 +174,19 @@ class LatticeLayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lattice:
-    """The transformer over the candidates.
+    """Transformer over the candidates.
 
     Attributes:
-        token: of the candidates' embeddings; None where these are as wide as the lattice.
-        hidden: of the slots' hidden states.
+        token: projection of the candidates' embeddings; None if these are as wide as the lattice.
+        hidden: projection of the slots' hidden states.
         feature_norm, feature_up, feature_down: the LayerNorm and the MLP of `candidate_features`.
-        slots, ranks: what nodes of each slot `[1, 1, L, 1, h]`, and of each rank in their slot `[1, 1, 1, K, h]`, begin with.
+        slots, ranks: learnt embeddings of each slot `[1, 1, L, 1, h]`, and of each rank in a slot `[1, 1, 1, K, h]`.
         slot_bias: added to the attention's logits, for each head and each distance of two slots, `[heads, 2 * block_size - 1]`;
             `[:, block_size - 1]` is distance 0.
-        same_slot_bias: added besides between nodes of one slot, `[heads]`.
+        same_slot_bias: added as well between nodes of one slot, `[heads]`.
         anchor, anchor_norm, anchor_out: from the anchor's feature to its state, and to its out vector.
         combined: of a node's state, the anchor's, and their product, `[3h, h]`.
-        out, into: from there to a node's two vectors.
+        out, into: from `combined` to a node's two vectors.
     """
 
     token: Any
@@ -209,7 +211,7 @@ class Lattice:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LiLiCorrParams:
-    """All arrays of a drafter. The convolutions are empty where there are none."""
+    """All arrays of a drafter. The convolutions are empty if there are none."""
 
     backbone: DFlashParams
     lattice: Lattice
@@ -233,7 +235,7 @@ def _norm(name: str, size: int) -> ArraySpec:
 def _declare_layer(config: LiLiCorrConfig, n: int) -> LatticeLayer:
     h = config.lattice_size
     name = f"layers.{n}"
-    xavier = (2 / (4 * h)) ** 0.5  # the standard deviation that their published heads start from, here and nowhere else
+    xavier = (2 / (4 * h)) ** 0.5  # initial standard deviation of this matrix alone in the published code
     qkv = matrix(f"lilicorr.{name}.attn.in_proj_weight", h, 3 * h, ("lattice", "lattice"), xavier)
     return LatticeLayer(
         _norm(f"{name}.attn_norm", h),
@@ -246,7 +248,7 @@ def _declare_layer(config: LiLiCorrConfig, n: int) -> LatticeLayer:
 
 
 def declare(config: LiLiCorrConfig) -> LiLiCorrParams:
-    """The drafter's arrays under their checkpoint names."""
+    """Declares the drafter's arrays under their checkpoint names."""
     wide = config.hidden_size
     h = config.lattice_size
     block = config.block_size
@@ -276,8 +278,8 @@ def declare(config: LiLiCorrConfig) -> LiLiCorrParams:
 
 
 def fresh(config: LiLiCorrConfig, key: Array) -> LiLiCorrParams:
-    """Random parameters, whose lattice has no opinion about slots and ranks yet; the convolutions pass every slot on."""
-    return convolution.passing(initialise(declare(config), key))
+    """Draws random parameters, with zero slot and rank embeddings and identity convolutions."""
+    return convolution.pass_through(initialise(declare(config), key))
 
 
 def run_block(config: LiLiCorrConfig, ops: Operations, params: LiLiCorrParams, *block: Any) -> Float[Array, "B T H"]:
@@ -293,9 +295,10 @@ def apply(ops: Operations, layer: Dense, x: Float[Array, "*rows I"], add: Any = 
 
 
 def candidate_features(log_probs: Float[Array, "B L K"]) -> Float32[Array, "B L K 5"]:
-    """Log-probability that the drafter gives to each candidate of a slot, which are in descending order.
+    """Computes features of each candidate from the log-probabilities of a slot, which are in descending order.
 
-    Its log-probability and its probability, how far the first is ahead, its rank from 0 to 1, and whether it is the first.
+    The features are log-probability, probability, difference to the first candidate, rank from 0 to 1, and whether it is the
+    first.
     """
     log_probs = log_probs.astype(jnp.float32)
     top_k = log_probs.shape[-1]
@@ -312,7 +315,7 @@ def nodes(
     log_probs: Float[Array, "B L K"],
     hidden: Float[Array, "B L H"],
 ) -> Float[Array, "B L K h"]:
-    """The state of each node before the transformer."""
+    """Returns the state of each node before the transformer."""
     token = embedded if lattice.token is None else apply(ops, lattice.token, embedded)
     found = candidate_features(log_probs)
     centred = found - jnp.mean(found, axis=-1, keepdims=True)
@@ -325,10 +328,10 @@ def nodes(
 
 
 def attention_bias(config: LiLiCorrConfig, lattice: Lattice, slots: int) -> Float[Array, "heads N N"]:
-    """Bias of the attention's logits of every pair of nodes, those of so many slots one slot after another."""
+    """Returns the bias of attention logits between the nodes of `slots` slots, in slot order."""
     slot = jnp.repeat(jnp.arange(slots), config.candidate_top_k)
     apart = slot[:, None] - slot[None]
-    # The table's middle is distance 0, whether or not a block is as long as those of the training.
+    # The table's middle is distance 0, for blocks of any length.
     bias = lattice.slot_bias[:, apart + config.block_size - 1]
     return bias + jnp.where(apart == 0, lattice.same_slot_bias[:, None, None], 0)
 
@@ -336,12 +339,12 @@ def attention_bias(config: LiLiCorrConfig, lattice: Lattice, slots: int) -> Floa
 def run_layer(
     config: LiLiCorrConfig, ops: Operations, layer: LatticeLayer, x: Float[Array, "B N h"], bias: Float[Array, "heads N N"]
 ) -> Float[Array, "B N h"]:
-    """One layer: every node sees every node of its block."""
+    """Runs one layer, in which every node attends to every node of its block."""
     size = config.lattice_size // config.lattice_heads
     qkv = apply(ops, layer.qkv, ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps))
     q, k, v = (part.reshape(*x.shape[:2], config.lattice_heads, size) for part in jnp.split(qkv, 3, axis=-1))
-    seen = jnp.einsum("bqnd,bknd->bnqk", q, k, precision=EXACT, preferred_element_type=jnp.float32) * size**-0.5
-    weights = jax.nn.softmax(seen + bias.astype(jnp.float32), axis=-1).astype(v.dtype)
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k, precision=EXACT, preferred_element_type=jnp.float32) * size**-0.5
+    weights = jax.nn.softmax(scores + bias.astype(jnp.float32), axis=-1).astype(v.dtype)
     attended = jnp.einsum("bnqk,bknd->bqnd", weights, v, precision=EXACT)
     x = apply(ops, layer.out, attended.reshape(x.shape), x)
     inner = jax.nn.silu(apply(ops, layer.up, ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)))
@@ -351,7 +354,7 @@ def run_layer(
 def unit_vectors(
     config: LiLiCorrConfig, ops: Operations, layer: Dense, x: Float[Array, "*rows h"]
 ) -> Float32[Array, "*rows F"]:
-    """Vectors of length 1, or shorter ones where they are shorter than `vector_eps`."""
+    """Returns vectors of length 1; vectors shorter than `vector_eps` stay shorter than 1."""
     v = apply(ops, layer, x).astype(jnp.float32)
     squared = jnp.sum(v * v, axis=-1, keepdims=True)
     return v * jax.lax.rsqrt(jnp.maximum(squared, config.vector_eps**2))
@@ -367,13 +370,13 @@ def transition_scores(
     feature: Float[Array, "B H"],
     anchored: Bool[Array, " B"],
 ) -> Float32[Array, "B L K K"]:
-    """The score of each slot's candidates after each of the slot before; before the first slot stands the anchor alone.
+    """Scores each slot's candidates after each candidate of the slot before; before the first slot is the anchor alone.
 
     Args:
         embedded: the candidates' embeddings, by the target.
-        log_probs: theirs in their slot, over all tokens that the drafter can propose; in descending order.
+        log_probs: of the candidates in their slot, over all tokens that the drafter can propose; in descending order.
         hidden: of the slots, normalised, as the head reads it.
-        feature: of the position before the known token (`dflash.context_features`).
+        feature: of the position before the last token (`dflash.context_features`).
         anchored: whether there is such a position.
     """
     b, slots, top_k = log_probs.shape

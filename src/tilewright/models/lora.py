@@ -1,9 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside a model's matrices: several at once, each row of a batch with its own.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside a model's matrices: several at once, one for each row of a batch.
 
-The A matrices of all adapters lie side by side in one matrix `[I, R]`, their B matrices one below the other in one `[R, O]`. A
-row's inner values of other adapters than its own are set to zero between the two products. So which adapter a row has is data;
-a row without one adds zeros; and what multiplies are the bundle's own products, by which a row's result depends on no other row
-wherever they promise that. The matrices beside are in the dtype of activations, whatever holds the base in few bits.
+The A matrices of all adapters are concatenated in one matrix `[I, R]`, their B matrices in one `[R, O]`. Between the two
+matmuls, a row's inner values of other adapters are set to zero. A row's adapter is therefore data, and a row without an adapter
+adds zeros. The matmuls are those of the operations, so a row's result depends on no other row if they are batch-invariant. The
+adapters' matrices have the dtype of activations, even if the base is quantised.
 
 Legend: B rows of a batch, T positions, I inputs, O outputs, R ranks of all adapters together.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.kernels.operations import Joined, Norm, Operations, with_gates_apart
 from tilewright.models.params import ArraySpec
-from tilewright.models.stored import some
+from tilewright.models.stored import first_names
 
 FIELDS = ("qkv", "o", "gate_up", "down")
 """Fields of a decoder's layer whose matrices adapters may change."""
@@ -31,11 +31,11 @@ FIELDS = ("qkv", "o", "gate_up", "down")
 @partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["outputs"])
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """A matrix as operations prepared it, or several that are `Joined`, and adapters beside.
+    """Matrix prepared by operations, or several that are `Joined`, with adapters.
 
     Attributes:
         a: `[I, R * n]`, prepared, for the n matrices that adapters change.
-        b: for each matrix `[R, O]`, prepared; None for one that none changes.
+        b: for each matrix `[R, O]`, prepared; None for a matrix that no adapter changes.
         outputs: of each matrix.
     """
 
@@ -45,31 +45,31 @@ class AdaptedMatrix:
     outputs: tuple[int, ...]
 
 
-def own_columns(columns: Bool[Array, "N R"], adapter: Int[Array, " B"]) -> Bool[Array, "B 1 R"]:
-    """Which of all ranks are those of each row's adapter, row 0 of the table being that of no adapter."""
+def row_ranks(columns: Bool[Array, "N R"], adapter: Int[Array, " B"]) -> Bool[Array, "B 1 R"]:
+    """Returns a mask of each row's ranks; row 0 of `columns` is for no adapter."""
     return columns[adapter][:, None]
 
 
 @dataclass(frozen=True)
 class AdaptedProducts:
-    """Products of rows with matrices that are adapted or are not.
+    """Matmuls of rows with matrices, adapted or not.
 
     Attributes:
-        ops: what multiplies.
-        own: bool `[B, 1, R]`, which ranks each row has.
+        ops: computes the matmuls.
+        ranks: bool `[B, 1, R]`, the ranks of each row.
     """
 
     ops: Operations
-    own: Any
+    ranks: Any
 
     def corrections(
         self, x: Float[Array, "B T I"], w: AdaptedMatrix, out_dtype: DTypeLike, norm: Norm | None, count: Array | None
     ) -> list[Array | None]:
-        """What adapters add to the product with each matrix; None where none changes it."""
+        """Returns the adapters' addition to the matmul with each matrix; None where no adapter changes it."""
         changed = sum(b is not None for b in w.b)
         inner = self.ops.linear(x, w.a, jnp.float32, norm, count=count)
-        kept = jnp.where(jnp.tile(self.own, changed), inner, 0).astype(x.dtype)
-        parts = iter(jnp.split(kept, changed, axis=-1))
+        masked = jnp.where(jnp.tile(self.ranks, changed), inner, 0).astype(x.dtype)
+        parts = iter(jnp.split(masked, changed, axis=-1))
         return [None if b is None else self.ops.linear(next(parts), b, out_dtype, count=count) for b in w.b]
 
     def linear(
@@ -84,7 +84,7 @@ class AdaptedProducts:
         if not isinstance(w, AdaptedMatrix):
             return self.ops.linear(x, w, out_dtype, norm, add=add, count=count)
         (more,) = self.corrections(x, w, out_dtype or x.dtype, norm, count)
-        assert more is not None, "a matrix that no adapter changes is not adapted"
+        assert more is not None, "expected an adapter that changes the matrix"
         return self.ops.linear(x, w.base, out_dtype, norm, add=more if add is None else add + more, count=count)
 
     def project(
@@ -114,25 +114,25 @@ class AdaptedProducts:
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
-def summed(first: Array, *others: Array | None) -> Array:
-    """The sum of arrays, those left out that are None."""
-    for each in others:
+def summed(first: Array, *addends: Array | None) -> Array:
+    """Returns the sum of arrays, without those that are None."""
+    for each in addends:
         first = first if each is None else first + each
     return first
 
 
-def adapted_operations(ops: Operations, own: Bool[Array, "B 1 R"]) -> Operations:
-    """Operations over rows that have these ranks. They hold an array of a trace, and are made anew in each."""
-    products = AdaptedProducts(ops, own)
+def adapted_operations(ops: Operations, ranks: Bool[Array, "B 1 R"]) -> Operations:
+    """Returns operations for rows with these ranks, which hold a traced array and are made anew in each trace."""
+    products = AdaptedProducts(ops, ranks)
     return replace(ops, linear=products.linear, project=products.project, gated_linear=products.gated_linear)
 
 
 class LowRankPair(NamedTuple):
-    """What an adapter adds to the product with one stored matrix `[O, I]`: `x @ a.T @ b.T`.
+    """Addition of an adapter to the matmul with one stored matrix `[O, I]`: `x @ a.T @ b.T`.
 
     Attributes:
         a: float32 `[r, I]`.
-        b: float32 `[O, r]`, with the adapter's scale in it.
+        b: float32 `[O, r]`, including the adapter's scale.
     """
 
     a: np.ndarray
@@ -141,12 +141,12 @@ class LowRankPair(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """One adapter.
+    """Low-rank adapter.
 
     Attributes:
-        name: by which requests ask for it.
+        name: by which requests select it.
         rank: r.
-        pairs: by the names of the modules that they belong to, as the model's tensors have them ("model.layers.0.mlp.up_proj").
+        pairs: by the names of modules in the model's tensors ("model.layers.0.mlp.up_proj").
     """
 
     name: str
@@ -154,13 +154,13 @@ class Adapter:
     pairs: Mapping[str, LowRankPair]
 
     def check_fit(self, modules: Mapping[str, ArraySpec]) -> None:
-        """Raises a `ValueError` for modules that the model has not, or has of another shape.
+        """Raises a `ValueError` for modules that the model lacks, or has in another shape.
 
         Args:
-            modules: matrices that adapters may change, as they are declared.
+            modules: declared matrices that adapters may change.
         """
         if unknown := [module for module in self.pairs if module not in modules]:
-            raise ValueError(f"adapter {self.name}: expected modules among the model's projections, found {some(unknown)}")
+            raise ValueError(f"adapter {self.name}: expected projections of the model, found {first_names(unknown)}")
         for module, pair in self.pairs.items():
             outputs, inputs = modules[module].stored_shape
             if pair.a.shape[1] != inputs or pair.b.shape[0] != outputs:
@@ -190,26 +190,26 @@ class Adapters:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """R: sum of the ranks of all adapters."""
         return sum(adapter.rank for adapter in self.each)
 
     @property
     def columns(self) -> np.ndarray:
-        """Which of all ranks are each adapter's, bool `[1 + N, R]`."""
+        """Mask of the ranks of each adapter, bool `[1 + N, R]`."""
         numbers = np.repeat(np.arange(len(self.each)), [adapter.rank for adapter in self.each])
         return np.arange(-1, len(self.each))[:, None] == numbers[None]
 
     @property
     def change_gates(self) -> bool:
-        """True if a gate's or an up matrix is changed: then the two cannot be prepared for one product."""
+        """True if an adapter changes a gate or up matrix, so that the two cannot be prepared for one matmul."""
         return any(module.endswith((".gate_proj", ".up_proj", ".gate_up_proj")) for one in self.each for module in one.pairs)
 
     def changed(self, spec: ArraySpec) -> bool:
         """True if some adapter changes a matrix."""
         return any(module_of(spec) in adapter.pairs for adapter in self.each)
 
-    def beside(self, spec: ArraySpec) -> tuple[np.ndarray, np.ndarray]:
-        """All adapters' A `[I, R]` and B `[R, O]` of a matrix, in float32; zeros where an adapter does not change it."""
+    def matrices(self, spec: ArraySpec) -> tuple[np.ndarray, np.ndarray]:
+        """Returns all adapters' A `[I, R]` and B `[R, O]` of a matrix, in float32; zeros for adapters that do not change it."""
         inputs, outputs = spec.shape
         a = np.zeros((inputs, self.rank), np.float32)
         b = np.zeros((self.rank, outputs), np.float32)
@@ -223,15 +223,15 @@ class Adapters:
             begin = end
         return a, b
 
-    def applied(self, ops: Operations, specs: Any, params: Any, dtype: DTypeLike) -> Any:
-        """A decoder's prepared parameters with the adapters beside their matrices.
+    def apply(self, ops: Operations, specs: Any, params: Any, dtype: DTypeLike) -> Any:
+        """Adds the adapters to a decoder's prepared parameters.
 
         Args:
             specs: the declaration of these parameters.
             dtype: of activations.
 
         Raises:
-            ValueError: an adapter does not fit the model.
+            ValueError: an adapter does not match the model.
         """
         modules = {module_of(spec): spec for layer in specs.layers for spec in changeable(layer)}
         for adapter in self.each:
@@ -243,37 +243,40 @@ class Adapters:
         return replace(params, layers=layers, adapters=jnp.asarray(self.columns))
 
     def field(self, ops: Operations, spec: Any, base: Any, dtype: DTypeLike) -> Any:
-        """One field of a layer."""
+        """Adds the adapters to one field of a layer."""
         if isinstance(spec, tuple):
             return tuple(self.field(ops, *one, dtype) for one in zip(spec, base, strict=True))
         parts = parts_of(spec)
         if not any(map(self.changed, parts)):
             return base
-        beside = [self.beside(part) if self.changed(part) else None for part in parts]
-        a = np.concatenate([each[0] for each in beside if each is not None], axis=1)
+        pairs = [self.matrices(part) if self.changed(part) else None for part in parts]
+        a = np.concatenate([each[0] for each in pairs if each is not None], axis=1)
 
         def prepared(w: np.ndarray, name: str) -> Any:
             return ops.prepare_matrix(jnp.asarray(w, dtype), name, exact=True)
 
         b = tuple(
             None if each is None else prepared(each[1], f"lora_B of {part.name}")
-            for part, each in zip(parts, beside, strict=True)
+            for part, each in zip(parts, pairs, strict=True)
         )
         return AdaptedMatrix(base, prepared(a, f"lora_A of {parts[0].name}"), b, tuple(part.shape[1] for part in parts))
 
 
-def preparing(ops: Operations, adapters: Adapters | None) -> Operations:
-    """Operations that prepare weights such that adapters can be beside them."""
+def operations_for_adapters(ops: Operations, adapters: Adapters | None) -> Operations:
+    """Returns operations that prepare weights so that adapters can be added."""
     return with_gates_apart(ops) if adapters is not None and adapters.change_gates else ops
 
 
 def parts_of(spec: Any) -> Sequence[ArraySpec]:
-    """The matrices of a field, which may be several."""
+    """Returns the matrices of a field."""
     return () if spec is None else spec.parts if isinstance(spec, Joined) else (spec,)
 
 
 def changeable(layer: Any) -> Iterator[ArraySpec]:
-    """Declared matrices of a layer that adapters may change: no experts, and none that has a gate's outputs between its own."""
+    """Yields declared matrices of a layer that adapters may change.
+
+    Experts are excluded, and matrices whose stored tensor interleaves the outputs of a gate.
+    """
     for name in FIELDS:
         declared = getattr(layer, name)
         for spec in declared if isinstance(declared, tuple) else (declared,):
@@ -281,5 +284,5 @@ def changeable(layer: Any) -> Iterator[ArraySpec]:
 
 
 def module_of(spec: ArraySpec) -> str:
-    """The name of the module whose weight a matrix is."""
+    """Returns the name of the module to which a weight belongs."""
     return spec.name.removesuffix(".weight")

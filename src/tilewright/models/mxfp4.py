@@ -1,8 +1,8 @@
-"""MXFP4: floats of four bits, of which 32 share a power of two.
+"""MXFP4: 4-bit floats, 32 of which share a power of two.
 
-A float has a sign, two bits of exponent and one of fraction (E2M1); the shared scale is `2**(byte - 127)` (E8M0), and 255 is no
-number. gpt-oss publishes experts' weights as `*_blocks` and `*_scales`; compressed-tensors and GGUF have the same numbers in
-other orders.
+A float has a sign, two bits of exponent and one of fraction (E2M1). The shared scale is `2**(byte - 127)` (E8M0), and 255 is
+NaN. gpt-oss publishes experts' weights as `*_blocks` and `*_scales`; compressed-tensors and GGUF have the same numbers in other
+orders.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 6.3; transformers' `integrations/mxfp4.py`.
 """
@@ -13,30 +13,30 @@ from tilewright.kernels.linear.blocks import QuantisedMatrix, joined_bits
 
 BLOCK = 32
 FOUR_BIT_FLOATS = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""By their four bits."""
+"""Values of the floats, by their four bits."""
 NO_NUMBER = 255
-"""Of a shared scale."""
+"""Shared scale that is NaN."""
 SMALLEST = 127 - 23
 LARGEST = 127 + 16
-"""Shared scales whose half is a number in half precision."""
+"""Range of shared scales whose half is a half-precision number."""
 
 
 def check_scales(scales: np.ndarray, name: str) -> None:
-    """Raises a `ValueError` that names the tensor if a shared scale is no number."""
+    """Raises a `ValueError` that names the tensor if a shared scale is NaN."""
     if (scales == NO_NUMBER).any():
-        raise ValueError(f"{name} holds scales that are no numbers, of which nothing can be computed")
+        raise ValueError(f"{name}: expected finite scales, found NaN")
 
 
 def read_mxfp4(blocks: np.ndarray, scales: np.ndarray, name: str = "blocks") -> np.ndarray:
-    """The weights of `*_blocks` and `*_scales`, as float32 `[..., 32 * N]`.
+    """Dequantises `*_blocks` and `*_scales` to float32 `[..., 32 * N]`.
 
     Args:
-        blocks: uint8 `[..., N, 16]`: of each two weights that follow each other, the first one in the low half of a byte.
+        blocks: uint8 `[..., N, 16]`: two consecutive weights in each byte, the first in its low half.
         scales: uint8 `[..., N]`.
-        name: what a complaint calls them.
+        name: names the tensors in errors.
 
     Raises:
-        ValueError: the shapes or types are others, or a scale is no number.
+        ValueError: other shapes or dtypes, or a scale that is NaN.
     """
     fits = blocks.dtype == scales.dtype == np.uint8 and blocks.shape == (*scales.shape, BLOCK // 2)
     if not fits:
@@ -45,17 +45,19 @@ def read_mxfp4(blocks: np.ndarray, scales: np.ndarray, name: str = "blocks") -> 
     check_scales(scales, name)
     weights = FOUR_BIT_FLOATS[in_pairs(blocks)]
     exponents = scales.astype(np.int32)[..., None] - 127
-    with np.errstate(over="ignore", under="ignore"):  # what float32 does not hold becomes infinity or zero
+    with np.errstate(over="ignore", under="ignore"):  # overflow becomes infinity, underflow zero
         return np.ldexp(weights, exponents).reshape(*scales.shape[:-1], -1)
 
 
 def in_pairs(bytes_: np.ndarray) -> np.ndarray:
-    """Bytes `[..., n]` as integers of 4 bits `[..., 2 n]`: the low half of each, then its high half."""
+    """Splits bytes `[..., n]` into 4-bit integers `[..., 2 n]`: the low half of each, then its high half."""
     return np.stack([bytes_ & 15, bytes_ >> 4], axis=-1).reshape(*bytes_.shape[:-1], -1)
 
 
 def blocks_of_floats(floats: np.ndarray, scales: np.ndarray) -> QuantisedMatrix | None:
-    """Weights in blocks of 5 bits, exactly: twice a float is an integer from -12 to 12. None if half a scale is out of range.
+    """Converts weights to 5-bit blocks exactly; None if half of a scale is out of range.
+
+    Twice a float is an integer from -12 to 12.
 
     Args:
         floats: the bits of each float, uint8 `[O, N, 32]`.

@@ -1,8 +1,8 @@
-"""How a model declares its arrays.
+"""Declarations of a model's arrays, and everything that derives from them.
 
-A model's parameters are a tree of frozen dataclasses. `declare(config)` builds that tree with an `ArraySpec` in the place of
-every array; initialisation, abstract shapes and the checkpoint mapping all derive from it, and so do shardings, which come in
-as a tree of `jax.sharding.Sharding` (see `tilewright.parallel.sharding`).
+A model's parameters are a tree of frozen dataclasses. `declare(config)` builds the tree with an `ArraySpec` for every array.
+Initialisation, abstract shapes and the checkpoint mapping derive from this declaration. Shardings are passed as a tree of
+`jax.sharding.Sharding` (see `tilewright.parallel.sharding`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,46 +27,46 @@ Tree = TypeVar("Tree")
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-"""The dtypes that models run in, by their names."""
+"""Dtypes that models run in, by name."""
 
 AUTO = "auto"
-"""As a dtype: that of the checkpoint (see `checkpoint.chosen_dtype`)."""
+"""Value of a dtype option that selects the checkpoint's dtype (see `checkpoint.chosen_dtype`)."""
 
 
-def check_dtype(dtype: str, known: Collection[str] = DTYPES) -> None:
-    """Raises a `ValueError` for a dtype that is not among those that are known."""
-    if dtype not in known:
-        raise ValueError(f"expected dtype to be one of {', '.join(known)}, found {dtype!r}")
+def check_dtype(dtype: str, allowed: Collection[str] = DTYPES) -> None:
+    """Raises a `ValueError` for an unknown dtype."""
+    if dtype not in allowed:
+        raise ValueError(f"expected dtype to be one of {', '.join(allowed)}, found {dtype!r}")
 
 
-TURNED_ROWS = 256
-"""Rows of a matrix that are transposed at once: of more, what is written lies in too many places for the processor's cache."""
+TRANSPOSE_ROWS = 256
+"""Rows of a matrix that are transposed at once; more would write to too many places for the processor's cache."""
 
 Bounds = tuple[tuple[int, int], ...]
-"""A part of an array: start and stop in each dim."""
+"""Part of an array: start and stop in each dim."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array of a model.
+    """Declaration of one array of a model.
 
     Attributes:
         name: the tensor's name in a Hugging Face checkpoint. A `*` stands for the number of an expert: the checkpoint has a
-            tensor for each, and the array all of them.
-        shape: the shape in memory. A matrix is kept `[in, out]`, so that `x @ w` reads it row by row; those of experts are
+            tensor for each expert, and the array holds all of them.
+        shape: the shape in memory. Matrices are `[in, out]`, so that `x @ w` reads them row by row; those of experts are
             `[experts, in, out]`.
-        axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), which shardings go by.
-        kind: what it is, for its preparation: the weight of a linear layer, an output head (one too), the weights of a linear
-            layer of experts, a layer that routes to these or says what a state keeps, a norm, an embedding.
+        axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), by which shardings are chosen.
+        kind: decides how the array is prepared. "matrix" and "head" are weights of linear layers, "experts" the weights of all
+            experts, "router" a linear layer that routes to experts or controls a recurrent state.
         init: "normal" (truncated, with `scale` as its standard deviation) or "ones".
-        transposed: the checkpoint holds `[out, in]`, of experts `[experts, out, in]`.
-        units: for each dim, how many entries belong together and stay on one device: a head's. Empty where none do.
-        offset: what is added to the stored numbers.
-        rows: first row, and number of rows, of a stored tensor that several arrays share one below the other; None for a
-            tensor of its own. Of experts, those of each.
-        pieces: of a stored tensor whose rows come in another order, or are shared by several arrays in turns: first row, and
-            number of rows, of each piece, in the array's order. Empty where it is one piece.
-        turns_rows: rows of such a tensor.
+        transposed: the checkpoint holds `[out, in]`; for experts `[experts, out, in]`.
+        units: for each dim, the number of adjacent entries that stay on one device, such as a head's. Empty for no constraint.
+        offset: number added to the stored numbers.
+        rows: for arrays that share a stored tensor one below the other: the array's first row, and the number of rows of the
+            tensor; for experts, of each expert. None for a tensor that is not shared.
+        pieces: for an array whose stored rows are reordered, or interleaved with those of other arrays: first row and number of
+            rows of each piece, in the array's order. Empty for a single piece.
+        stored_rows: number of rows of the stored tensor, with `pieces`.
     """
 
     name: str
@@ -80,61 +80,67 @@ class ArraySpec:
     rows: tuple[int, int] | None = None
     offset: float = 0.0
     pieces: tuple[tuple[int, int], ...] = ()
-    turns_rows: int = 0
+    stored_rows: int = 0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of its tensor in the checkpoint."""
-        shape = turned(self.shape) if self.transposed else self.shape
+        """Shape of the tensor in the checkpoint."""
+        shape = swap_last_dims(self.shape) if self.transposed else self.shape
         if self.pieces:
-            return (self.turns_rows, *shape[1:])
+            return (self.stored_rows, *shape[1:])
         return shape if self.rows is None else (*shape[:-2], self.rows[1], *shape[-1:])
 
     def stored_bounds(self, bounds: Bounds) -> Bounds:
-        """Bounds of a part of the array in the checkpoint's tensor."""
-        places = turned(bounds) if self.transposed else bounds
+        """Converts bounds of a part of the array to bounds in the checkpoint's tensor."""
+        places = swap_last_dims(bounds) if self.transposed else bounds
         if self.rows is None:
             return places
         *before, (start, stop), last = places
         return (*before, (self.rows[0] + start, self.rows[0] + stop), last)
 
 
-def turned(dims: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Dims with the last two in each other's place."""
+def swap_last_dims(dims: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Swaps the last two dims."""
     return (*dims[:-2], dims[-1], dims[-2])
 
 
-def in_turns(name: str, parts: Sequence[Sequence[ArraySpec]], turns: int) -> tuple[ArraySpec, ...]:
-    """Matrices of which a checkpoint has one tensor: in each turn an equal share of the outputs of every part.
+def declare_interleaved(name: str, parts: Sequence[Sequence[ArraySpec]], groups: int) -> tuple[ArraySpec, ...]:
+    """Declares matrices whose outputs one checkpoint tensor interleaves.
+
+    Every group of the tensor has an equal share of the outputs of every part.
 
     Args:
-        parts: those that one array has, turn by turn as the tensor does, for each array; they lie in this order in a turn. The
-            first one's name, shape apart, is the array's.
+        name: the tensor.
+        parts: for each array its parts, which follow one another in a group. An array takes its settings from its first part.
+        groups: number of groups in the tensor.
     """
-    shares = [part.shape[1] // turns for part in chain(*parts)]
-    starts = [0, *accumulate(shares)]
-    period = sum(shares)
+    sizes = [part.shape[1] // groups for part in chain(*parts)]
+    starts = [0, *accumulate(sizes)]
+    period = sum(sizes)
     places = iter(
-        [tuple((turn * period + start, share) for turn in range(turns)) for start, share in zip(starts, shares, strict=False)]
+        [tuple((n * period + start, size) for n in range(groups)) for start, size in zip(starts, sizes, strict=False)]
     )
-    made = []
-    for own in parts:
-        pieces = tuple(chain(*zip(*(next(places) for _ in own), strict=True)))
-        shape = (own[0].shape[0], sum(part.shape[1] for part in own))
-        made.append(replace(own[0], name=name, shape=shape, pieces=pieces, turns_rows=turns * period))
-    return tuple(made)
+    specs = []
+    for array in parts:
+        pieces = tuple(chain(*zip(*(next(places) for _ in array), strict=True)))
+        shape = (array[0].shape[0], sum(part.shape[1] for part in array))
+        specs.append(replace(array[0], name=name, shape=shape, pieces=pieces, stored_rows=groups * period))
+    return tuple(specs)
 
 
-def turn_by_turn(spec: ArraySpec, sizes: Sequence[int], turns: int) -> ArraySpec:
-    """An array of a tensor that has parts one below the other: in each turn an equal share of the rows of every part.
+def declare_regrouped(spec: ArraySpec, sizes: Sequence[int], groups: int) -> ArraySpec:
+    """Declares an array that interleaves parts which the stored tensor has one below the other.
+
+    Every group of the array has an equal share of the rows of every part.
 
     Args:
         sizes: rows of each part.
+        groups: number of groups in the array.
     """
     starts = [0, *accumulate(sizes)]
     rows = sum(sizes)
-    each = [(start, size // turns) for start, size in zip(starts, sizes, strict=False)]
-    return replace(spec, pieces=tuple((start + turn * n, n) for turn in range(turns) for start, n in each), turns_rows=rows)
+    each = [(start, size // groups) for start, size in zip(starts, sizes, strict=False)]
+    return replace(spec, pieces=tuple((start + group * n, n) for group in range(groups) for start, n in each), stored_rows=rows)
 
 
 def matrix(
@@ -147,31 +153,31 @@ def matrix(
     kind: Literal["matrix", "head"] = "matrix",
     rows: tuple[int, int] | None = None,
 ) -> ArraySpec:
-    """The weight of a linear layer without bias, `[out, in]` in the checkpoint and `[in, out]` in memory."""
+    """Declares the weight of a linear layer without bias, `[out, in]` in the checkpoint and `[in, out]` in memory."""
     return ArraySpec(name, (d_in, d_out), axes, kind, scale=scale, transposed=True, units=units, rows=rows)
 
 
 def norm_weight(name: str, size: int, axis: str = "hidden", offset: float = 0.0) -> ArraySpec:
-    """The weight of an RMSNorm."""
+    """Declares the weight of an RMSNorm."""
     return ArraySpec(name, (size,), (axis,), "norm", init="ones", offset=offset)
 
 
 def spec_leaves(specs: object) -> list[ArraySpec]:
-    """All the arrays that a declaration names, in tree order."""
+    """Returns all declared arrays in tree order."""
     return jax.tree.leaves(specs)
 
 
-def each(specs: Tree, shardings: Tree | None, make: Callable[[ArraySpec, Sharding | None], Any]) -> Tree:
-    """The tree with `make(spec, sharding)` for each spec; its sharding is None where there are none."""
+def map_specs(specs: Tree, shardings: Tree | None, make: Callable[[ArraySpec, Sharding | None], Any]) -> Tree:
+    """Maps `make(spec, sharding)` over a tree of specs; without shardings, `sharding` is None."""
     if shardings is None:
         return jax.tree.map(lambda spec: make(spec, None), specs)
     return jax.tree.map(make, specs, shardings)
 
 
 def initialise(specs: Tree, key: Array, dtype: DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
-    """Draws random parameters, the same ones under any shardings. Returns the tree with an array for each spec.
+    """Draws random parameters, identical under any shardings. Returns the tree with an array for each spec.
 
-    With shardings, every device draws only what it holds (JAX's Threefry is a function of an entry's place).
+    With shardings, every device draws only its own part: in JAX's Threefry an entry depends only on its index.
     """
     if shardings is not None:
         return jax.jit(partial(initialise, specs, dtype=dtype), out_shardings=shardings)(key)
@@ -187,24 +193,27 @@ def initialise(specs: Tree, key: Array, dtype: DTypeLike = jnp.float32, sharding
 
 
 def abstract(specs: Tree, dtype: DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
-    """The tree with a `jax.ShapeDtypeStruct` for each spec: enough to compile, without any memory."""
-    return each(specs, shardings, lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding))
+    """Returns the tree with a `jax.ShapeDtypeStruct` for each spec, to compile without allocating memory."""
+    return map_specs(specs, shardings, lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding))
 
 
 def count(specs: object) -> int:
-    """The number of parameters."""
+    """Returns the number of parameters."""
     return sum(int(np.prod(spec.shape)) for spec in spec_leaves(specs))
 
 
 def to_host(value: Any) -> np.ndarray:
-    """The whole of an array. Where other processes hold parts of it, all of them must call this, in the same order."""
+    """Returns a whole array on the host.
+
+    If other processes hold parts of the array, all of them must call this function, in the same order.
+    """
     if isinstance(value, Array) and not (value.is_fully_addressable or value.is_fully_replicated):
         value = multihost_utils.process_allgather(value, tiled=True)
     return np.asarray(value)
 
 
 def to_tensors(specs: object, params: object, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
-    """The parameters under their checkpoint names, in the checkpoint's layout, gathered one at a time (see `to_host`)."""
+    """Yields parameters under their checkpoint names, in the checkpoint's layout, gathered one at a time (see `to_host`)."""
 
     def stored(spec: ArraySpec, value: Any) -> np.ndarray:
         held = to_host(value)
@@ -217,14 +226,14 @@ def to_tensors(specs: object, params: object, dtype: DTypeLike) -> Iterator[tupl
     for name, pairs in sharing.items():
         parts = [stored(*pair) for pair in pairs]
         if pairs[0][0].pieces:
-            whole = taking_turns([spec for spec, _ in pairs], parts)
+            whole = interleave([spec for spec, _ in pairs], parts)
         else:
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
         yield from [(name, whole)] if "*" not in name else ((name.replace("*", str(n)), one) for n, one in enumerate(whole))
 
 
-def taking_turns(specs: Sequence[ArraySpec], parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The tensor whose rows several arrays share in turns; the inverse of `read_part`."""
+def interleave(specs: Sequence[ArraySpec], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Interleaves the rows of several arrays in one tensor; the inverse of `read_part`."""
     whole = np.empty(specs[0].stored_shape, parts[0].dtype)
     for spec, part in zip(specs, parts, strict=True):
         ends = accumulate(count for _, count in spec.pieces)
@@ -234,54 +243,60 @@ def taking_turns(specs: Sequence[ArraySpec], parts: Sequence[np.ndarray]) -> np.
 
 
 def held_parts(shape: tuple[int, ...], sharding: Sharding | None) -> set[Bounds]:
-    """The parts of an array that this process's devices hold, each once; without a sharding the whole."""
+    """Returns the distinct parts of an array that this process's devices hold; without a sharding the whole."""
     if sharding is None:
         return {tuple((0, size) for size in shape)}
     return {_bounds(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    parts = index or (slice(None),) * len(shape)  # None is the whole
+    parts = index or (slice(None),) * len(shape)  # None stands for the whole array
     return tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))
 
 
 def from_parts(
     shape: tuple[int, ...], sharding: Sharding | None, dtype: DTypeLike, read: Callable[[Bounds], np.ndarray]
 ) -> Array:
-    """An array from the parts that this process's devices hold: `read` gives one, in any dtype, and is called once for each."""
+    """Builds an array from the parts that this process's devices hold.
+
+    `read` is called once for each part and may return any dtype.
+    """
     if sharding is None:
         (whole,) = held_parts(shape, None)
-        return jax.device_put(in_rows(read(whole), dtype))  # `jnp.asarray` compiles for each shape
-    once = cache(lambda bounds: in_rows(read(bounds), dtype))  # replicas share what was read
+        return jax.device_put(row_major(read(whole), dtype))  # `jnp.asarray` compiles for each shape
+    once = cache(lambda bounds: row_major(read(bounds), dtype))  # replicas share the data
     return jax.make_array_from_callback(shape, sharding, lambda index: once(_bounds(index, shape)), dtype=jnp.dtype(dtype))
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The array's memory as integers: NumPy copies those much faster than bfloat16, and other threads run meanwhile."""
+    """Views an array's memory as integers.
+
+    NumPy copies integers much faster than bfloat16, and other threads run during the copy.
+    """
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def in_rows(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """An array in another dtype, row after row in memory."""
+def row_major(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """Converts an array to a dtype, in row-major memory order."""
     same = array if array.dtype == jnp.dtype(dtype) else array.astype(jnp.dtype(dtype))
     if same.ndim not in (2, 3) or same.flags.c_contiguous:
         return np.asarray(same, order="C")
     out = np.empty(same.shape, same.dtype)
     if same.ndim == 3:
         for n, matrix in enumerate(same):
-            out[n] = in_rows(matrix, dtype)
+            out[n] = row_major(matrix, dtype)
         return out
-    for begin in range(0, same.shape[1], TURNED_ROWS):
-        bits(out)[:, begin : begin + TURNED_ROWS] = bits(same)[:, begin : begin + TURNED_ROWS]
+    for begin in range(0, same.shape[1], TRANSPOSE_ROWS):
+        bits(out)[:, begin : begin + TRANSPOSE_ROWS] = bits(same)[:, begin : begin + TRANSPOSE_ROWS]
     return out
 
 
 def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds: Bounds) -> np.ndarray:
-    """Part of an array, of which a checkpoint may hold the transpose."""
+    """Reads a part of an array, whose stored tensor may be transposed, reordered or offset."""
     if spec.pieces:
-        own, *others = turned(bounds) if spec.transposed else bounds
-        rows = [read(spec.name, ((first, first + count), *others)) for first, count in spec.pieces]
-        found = np.concatenate(rows)[slice(*own)]
+        dim, *other_dims = swap_last_dims(bounds) if spec.transposed else bounds
+        rows = [read(spec.name, ((first, first + count), *other_dims)) for first, count in spec.pieces]
+        found = np.concatenate(rows)[slice(*dim)]
     else:
         found = read(spec.name, spec.stored_bounds(bounds))
     if spec.offset:
@@ -295,35 +310,37 @@ def from_tensors(
     dtype: DTypeLike,
     shardings: Tree | None = None,
     prepare: Callable[[Any, Any], Any] | None = None,
-    kept: Callable[[ArraySpec, Sharding | None], Any] = lambda spec, sharding: None,
+    native: Callable[[ArraySpec, Sharding | None], Any] = lambda spec, sharding: None,
 ) -> Tree:
-    """Builds the tree from checkpoint tensors, whose names and shapes are already known to fit.
+    """Builds the tree from checkpoint tensors, whose names and shapes must have been checked.
 
-    `read` gives a part of the tensor of one name, in the checkpoint's layout. It is called once for each part that this
-    process's devices hold. On one device a thread for each core reads an array, turns and prepares it, so that the host holds
-    those of so many at a time besides the parameters; over several devices one array follows the other, for what prepares
-    them may talk from device to device.
+    `read` returns a part of the named tensor in the checkpoint's layout, and is called once for each part that this process's
+    devices hold. On one device, a thread for each core reads, transposes and prepares an array, the largest first, so the host
+    holds that many arrays besides the parameters. Over several devices the arrays follow one another, because preparing may
+    communicate between devices.
 
     Args:
         shardings: a tree like `specs` with a `jax.sharding.Sharding` for each array; None for the default device.
-        prepare: what becomes of each array, or of several that are `Joined`: `(spec, array)`; by default it stays as it is.
-        kept: what `prepare` is given in an array's place, which then is not read: blocks that keep their bits, say; None for
-            the array.
+        prepare: `(spec, array) -> result`, applied to each array, or to several that are `Joined`; None for no change.
+        native: `(spec, sharding) -> matrix or None`: replaces an array by blocks in the file's format; None reads the array.
     """
 
     def place(spec: ArraySpec, sharding: Sharding | None) -> Any:
-        found = kept(spec, sharding)
+        found = native(spec, sharding)
         return from_parts(spec.shape, sharding, dtype, partial(read_part, spec, read)) if found is None else found
 
-    def made(spec: Any, sharding: Any = None) -> Any:
-        value = each(spec, sharding, place)
+    def build(spec: Any, sharding: Any = None) -> Any:
+        value = map_specs(spec, sharding, place)
         return value if prepare is None else prepare(spec, value)
 
     def joined(part: Any) -> bool:
         return isinstance(part, Joined)
 
     if shardings is not None:
-        return jax.tree.map(made, specs, shardings, is_leaf=joined)
+        return jax.tree.map(build, specs, shardings, is_leaf=joined)
+    leaves, structure = jax.tree.flatten(specs, is_leaf=joined)
+    # The largest first: an output head at the end would occupy one thread while the others have nothing to do.
+    order = sorted(range(len(leaves)), key=lambda n: count(leaves[n]), reverse=True)
     with ThreadPoolExecutor(cores()) as pool:
-        waiting = jax.tree.map(lambda spec: pool.submit(made, spec), specs, is_leaf=joined)
-        return jax.tree.map(lambda one: one.result(), waiting)
+        waiting = {n: pool.submit(build, leaves[n]) for n in order}
+        return jax.tree.unflatten(structure, [waiting[n].result() for n in range(len(leaves))])

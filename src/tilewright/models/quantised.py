@@ -1,9 +1,9 @@
-"""Matrices in 4 and 8 bits as published checkpoints hold them, in several tensors each.
+"""Matrices in 4 and 8 bits as published checkpoints store them, in several tensors each.
 
-A layout says which tensors make up the weight of a linear layer, and what they mean: `quantised_layout` chooses one by a
-configuration's `quantization_config`. What it reads knows the weights in float32, and, where products can hold them as they
-are, in blocks that keep their bits. Layers that a checkpoint leaves as they were (`modules_to_not_convert`, `ignore`) have a
-plain `weight`, and are read as ever.
+A layout defines the tensors that make up the weight of a linear layer, and their meaning; `quantised_layout` chooses one by a
+configuration's `quantization_config`. A layout reads weights as float32 or, if matmuls can read them, in blocks of the same
+bits. Layers that a checkpoint does not quantise (`modules_to_not_convert`, `ignore`) have a plain `weight`, which is read as
+usual.
 
 Legend: O outputs, I inputs, G groups of inputs that share a scale.
 
@@ -24,11 +24,11 @@ from tilewright.models.mxfp4 import blocks_of_floats, check_scales, in_pairs, re
 Arrays = Mapping[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 MIDDLE = 8
-"""The zero point of weights in 4 bits that are symmetric."""
+"""Zero point of symmetric weights in 4 bits."""
 V1_ZEROS = np.uint32(0x1111_1111)
-"""What GPTQ's first format took from eight zero points in one word."""
+"""Number that GPTQ's format v1 subtracts from eight zero points in one word."""
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word each of eight outputs lies."""
+"""Position of each of eight outputs in a word."""
 SUPPORTED = (
     "gptq and awq of 4 bits, fp8, and compressed-tensors as pack-quantized of 4 bits, as float-quantized, int-quantized or "
     "naive-quantized of 8 bits, or as mxfp4-pack-quantized, and mxfp4 of gpt-oss' experts"
@@ -36,34 +36,34 @@ SUPPORTED = (
 WORDS = ("I32",)
 FLOATS = ("F16", "BF16", "F32")
 Tensors = Mapping[str, tuple[str, ...]]
-"""Names of tensors behind a layer's, and the dtypes that they may have, in the words of safetensors."""
+"""Names of tensors after the layer's, and their allowed safetensors dtypes."""
 ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-"""Tensors that scale activations, keys and values, which here stay in the model's dtype: they are passed over."""
+"""Scales of activations, keys and values, ignored because these stay in the model's dtype."""
 
 
 @runtime_checkable
 class StoredWeight(Protocol):
-    """One matrix as a layout has read it."""
+    """Matrix as a layout has read it."""
 
     def weights(self) -> np.ndarray:
-        """The matrix in float32, `[O, I]`."""
+        """Dequantises the matrix to float32, `[O, I]`."""
         ...
 
     def blocks(self) -> QuantisedMatrix | None:
-        """Its weights in blocks that products read; None where none hold them exactly."""
+        """Converts the weights to blocks that matmuls read; None if no block format holds them exactly."""
         ...
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Integers of 4 bits, each `(unit - zero) * scale` by its group of inputs.
+    """4-bit integers, each `(unit - zero) * scale` by its group of inputs.
 
     Attributes:
         units: uint8 `[O, I]`.
         scales: `[O, G]`.
         zeros: int16 `[O, G]`.
         size: inputs of a group.
-        order: the group of each input `[I]`, where they do not follow each other; else None.
+        order: the group of each input `[I]`, if groups are not contiguous; else None.
     """
 
     units: np.ndarray
@@ -74,8 +74,8 @@ class Groups:
 
     def weights(self) -> np.ndarray:
         inputs = self.units.shape[1]
-        of = np.arange(inputs) // self.size if self.order is None else self.order
-        return (self.units - self.zeros[:, of]).astype(np.float32) * self.scales.astype(np.float32)[:, of]
+        groups = np.arange(inputs) // self.size if self.order is None else self.order
+        return (self.units - self.zeros[:, groups]).astype(np.float32) * self.scales.astype(np.float32)[:, groups]
 
     def blocks(self) -> QuantisedMatrix | None:
         outputs, inputs = self.units.shape
@@ -93,11 +93,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Numbers of 8 bits, floats or integers, times the scale of their block.
+    """8-bit numbers, floats or integers, times the scale of their block.
 
     Attributes:
         values: float8 or int8 `[O, I]`.
-        scales: `[o, i]`, of blocks of this size; those at the end may have fewer weights.
+        scales: `[o, i]`, one for each block; the last blocks may have fewer weights.
         block: outputs and inputs of a block.
     """
 
@@ -106,7 +106,7 @@ class Scaled:
     block: tuple[int, int]
 
     def spread(self) -> np.ndarray:
-        """The scale of each weight of an output, `[O, i]`."""
+        """Returns the scale of each weight of an output, `[O, i]`."""
         return np.repeat(self.scales.astype(np.float32), self.block[0], axis=0)[: len(self.values)]
 
     def weights(self) -> np.ndarray:
@@ -122,7 +122,7 @@ class Scaled:
         return QuantisedMatrix("q8_0", self.values.view(np.uint8).reshape(len(self.values), -1, BLOCK), spread)
 
     def fp8(self) -> ScaledMatrix | None:
-        """The weights as floats of 8 bits, with scales for each output; None of others, or where a block is not whole."""
+        """Returns 8-bit floats with scales for each output; None for integers, or if a block is not whole."""
         if self.values.dtype != FP8 or self.values.shape[1] % self.block[1]:
             return None
         return ScaledMatrix(np.ascontiguousarray(self.values.T), np.ascontiguousarray(self.spread().T))
@@ -143,7 +143,7 @@ class Floats:
 
 
 def in_half_precision(scales: np.ndarray) -> np.ndarray | None:
-    """Scales in half precision; None if it does not hold them exactly."""
+    """Converts scales to half precision; None if the conversion is not exact."""
     wide = scales.astype(np.float32)
     with np.errstate(over="ignore"):
         half = wide.astype(np.float16)
@@ -151,82 +151,92 @@ def in_half_precision(scales: np.ndarray) -> np.ndarray | None:
 
 
 def in_words(words: np.ndarray) -> np.ndarray:
-    """Words of 32 bits `[..., n]` as integers of 4 bits `[..., 8 n]`, from the lowest bits on."""
+    """Splits 32-bit words `[..., n]` into 4-bit integers `[..., 8 n]`, from the lowest bits on."""
     return in_pairs(np.ascontiguousarray(words).view(np.uint8))
 
 
 @runtime_checkable
 class WeightLayout(Protocol):
-    """WeightLayout in which a checkpoint holds the weight of a linear layer.
+    """Layout in which a checkpoint stores the weight of a linear layer.
 
     Attributes:
-        name: as users read it.
-        needs: the tensors that it is made of.
-        may: those that there may be.
-        joint, whole: between a layer's name and those of its tensors, and behind it where the weight has one tensor.
-        dims: of the first tensor that it needs.
+        name: for users.
+        required: the tensors that make up the weight.
+        optional: tensors that may be present as well.
+        separator: between a layer's name and those of its tensors.
+        weight_suffix: after a layer's name, for the weight as a single tensor.
+        dims: number of dims of the first required tensor.
     """
 
     @property
     def name(self) -> str: ...
     @property
-    def joint(self) -> str: ...
+    def separator(self) -> str: ...
     @property
-    def whole(self) -> str: ...
+    def weight_suffix(self) -> str: ...
     @property
     def dims(self) -> int: ...
     @property
-    def kept(self) -> str:
-        """The format that products read, if they read it as it is: a `BlockFormat`, or "fp8"; empty for none."""
+    def native_format(self) -> str:
+        """Format in which matmuls read it without dequantising: a `BlockFormat`, or "fp8"; empty for none."""
         ...
 
     @property
-    def needs(self) -> Tensors: ...
+    def required(self) -> Tensors: ...
     @property
-    def may(self) -> Tensors: ...
+    def optional(self) -> Tensors: ...
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
-        """The shape of the "weight", and those that the others have to have, by that of the first that it needs."""
+        """Returns the shape of the "weight", and the expected shapes of the tensors, from that of the first required one."""
         ...
 
     def read(self, arrays: Arrays) -> StoredWeight: ...
 
 
-class OfMatrix:
-    """How the tensors of a matrix are called."""
+class MatrixNames:
+    """Naming of the tensors of a matrix."""
 
-    joint = "."
-    whole = ".weight"
+    separator = "."
+    weight_suffix = ".weight"
     dims = 2
 
 
-def groups_of(inputs: int, size: int) -> int:
+def num_groups(inputs: int, size: int) -> int:
     return 1 if size < 1 else -(-inputs // size)
 
 
+def format_of_groups(size: int, kind: str) -> str:
+    """Returns `kind` if groups of that size consist of whole blocks; else "", for no format that matmuls read."""
+    return kind if size < 1 or size % BLOCK == 0 else ""
+
+
 @dataclass(frozen=True)
-class Gptq(OfMatrix):
+class Gptq(MatrixNames):
     """GPTQ: eight inputs to a word of `qweight [I / 8, O]`, eight outputs to one of `qzeros [G, O / 8]`, `scales [G, O]`.
 
-    `g_idx [I]` names each input's group; they are out of order where inputs were quantised by their activations (`desc_act`).
+    `g_idx [I]` is each input's group; groups are not contiguous if inputs were quantised by their activations (`desc_act`).
     """
 
     size: int
     v2: bool = False
+    desc_act: bool = False
     name: str = "GPTQ"
-    kept: str = "q4_z"
 
     @property
-    def needs(self) -> Tensors:
+    def native_format(self) -> str:
+        return "" if self.desc_act else format_of_groups(self.size, "q4_z")
+
+    @property
+    def required(self) -> Tensors:
         return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
 
     @property
-    def may(self) -> Tensors:
+    def optional(self) -> Tensors:
         return {"g_idx": WORDS}
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
         words, outputs = found["qweight"]
-        groups = groups_of(8 * words, self.size)
+        groups = num_groups(8 * words, self.size)
         zeros = (groups, outputs // 8)
         return {"weight": (outputs, 8 * words), "qzeros": zeros, "scales": (groups, outputs), "g_idx": (8 * words,)}
 
@@ -243,24 +253,27 @@ class Gptq(OfMatrix):
 
 
 @dataclass(frozen=True)
-class Awq(OfMatrix):
-    """AWQ: eight outputs to a word of `qweight [I, O / 8]` and of `qzeros [G, O / 8]`, not in order; `scales [G, O]`."""
+class Awq(MatrixNames):
+    """AWQ: eight outputs, not in order, to a word of `qweight [I, O / 8]` and of `qzeros [G, O / 8]`; `scales [G, O]`."""
 
     size: int
     name: str = "AWQ"
-    kept: str = "q4_z"
 
     @property
-    def needs(self) -> Tensors:
+    def native_format(self) -> str:
+        return format_of_groups(self.size, "q4_z")
+
+    @property
+    def required(self) -> Tensors:
         return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
 
     @property
-    def may(self) -> Tensors:
+    def optional(self) -> Tensors:
         return {}
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
         inputs, words = found["qweight"]
-        groups = groups_of(inputs, self.size)
+        groups = num_groups(inputs, self.size)
         return {"weight": (8 * words, inputs), "qzeros": (groups, words), "scales": (groups, 8 * words)}
 
     def read(self, arrays: Arrays) -> Groups:
@@ -274,7 +287,7 @@ class Awq(OfMatrix):
 
 
 @dataclass(frozen=True)
-class PackQuantized(OfMatrix):
+class PackQuantized(MatrixNames):
     """compressed-tensors in 4 bits: `weight_packed [O, I / 8]`, `weight_scale [O, G]`, `weight_zero_point [O / 8, G]`."""
 
     size: int
@@ -282,21 +295,21 @@ class PackQuantized(OfMatrix):
     name: str = "compressed-tensors' pack-quantized"
 
     @property
-    def kept(self) -> str:
-        return "q4_0" if self.symmetric else "q4_z"
+    def native_format(self) -> str:
+        return format_of_groups(self.size, "q4_0" if self.symmetric else "q4_z")
 
     @property
-    def may(self) -> Tensors:
+    def optional(self) -> Tensors:
         return {"weight_g_idx": WORDS}
 
     @property
-    def needs(self) -> Tensors:
+    def required(self) -> Tensors:
         zeros = {} if self.symmetric else {"weight_zero_point": WORDS}
         return {"weight_packed": WORDS, "weight_scale": FLOATS, "weight_shape": ("I64", "I32"), **zeros}
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
         outputs, words = found["weight_packed"]
-        groups = groups_of(8 * words, self.size)
+        groups = num_groups(8 * words, self.size)
         return {
             "weight": (outputs, 8 * words),
             "weight_scale": (outputs, groups),
@@ -320,33 +333,33 @@ class PackQuantized(OfMatrix):
 
 
 @dataclass(frozen=True)
-class EightBits(OfMatrix):
-    """Floats or integers of 8 bits in `weight [O, I]`, and scales: of all, of each output, of groups of inputs, or of blocks.
+class EightBits(MatrixNames):
+    """8-bit floats or integers in `weight [O, I]`, with scales per tensor, output, group of inputs, or block.
 
     Attributes:
-        scale: the name of the tensor that has them.
+        scale: the name of the tensor of scales.
         block: outputs and inputs of a block; 0 for all of them.
     """
 
     name: str
     scale: str
     block: tuple[int, int]
-    kept: str = "fp8"
+    native_format: str = "fp8"
 
     @property
-    def may(self) -> Tensors:
+    def optional(self) -> Tensors:
         return {}
 
     @property
-    def needs(self) -> Tensors:
+    def required(self) -> Tensors:
         return {"weight": ("F8_E4M3", "I8"), self.scale: FLOATS}
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
         shape = found["weight"]
-        of = found[self.scale]
-        count = tuple(groups_of(entries, size) for entries, size in zip(shape, self.block, strict=True))
-        alone = int(np.prod(of)) == 1 and count == (1, 1)
-        return {"weight": shape, self.scale: of if alone else count}
+        scales = found[self.scale]
+        count = tuple(num_groups(entries, size) for entries, size in zip(shape, self.block, strict=True))
+        is_single = int(np.prod(scales)) == 1 and count == (1, 1)
+        return {"weight": shape, self.scale: scales if is_single else count}
 
     def read(self, arrays: Arrays) -> Scaled:
         values = arrays["weight"]
@@ -356,18 +369,18 @@ class EightBits(OfMatrix):
 
 
 @dataclass(frozen=True)
-class Mxfp4(OfMatrix):
+class Mxfp4(MatrixNames):
     """compressed-tensors' MXFP4: bytes `weight_packed [O, I / 2]` of two weights each, and `weight_scale [O, I / 32]`."""
 
     name: str = "compressed-tensors' mxfp4-pack-quantized"
-    kept: str = "q5_0"
+    native_format: str = "q5_0"
 
     @property
-    def needs(self) -> Tensors:
+    def required(self) -> Tensors:
         return {"weight_packed": ("U8",), "weight_scale": ("U8",)}
 
     @property
-    def may(self) -> Tensors:
+    def optional(self) -> Tensors:
         return {}
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
@@ -387,11 +400,11 @@ class ExpertFloats:
     scales: np.ndarray
 
     def weights(self) -> np.ndarray:
-        """The matrices in float32, `[E, I, O]`."""
+        """Dequantises the matrices to float32, `[E, I, O]`."""
         return read_mxfp4(self.pairs, self.scales).swapaxes(1, 2)
 
     def blocks(self) -> QuantisedMatrix | None:
-        """The weights in blocks; an expert's outputs behind another's."""
+        """Converts the weights to blocks; an expert's outputs follow another's."""
         groups = self.scales.shape[-1]
         return blocks_of_floats(in_pairs(self.pairs).reshape(-1, groups, BLOCK), self.scales.reshape(-1, groups))
 
@@ -401,17 +414,17 @@ class ExpertMxfp4:
     """gpt-oss' experts in MXFP4: `*_blocks [E, O, G, 16]` and `*_scales [E, O, G]`."""
 
     name: str = "MXFP4"
-    joint: str = "_"
-    whole: str = ""
+    separator: str = "_"
+    weight_suffix: str = ""
     dims: int = 4
-    kept: str = "q5_0"
+    native_format: str = "q5_0"
 
     @property
-    def needs(self) -> Tensors:
+    def required(self) -> Tensors:
         return {"blocks": ("U8",), "scales": ("U8",)}
 
     @property
-    def may(self) -> Tensors:
+    def optional(self) -> Tensors:
         return {}
 
     def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
@@ -424,10 +437,10 @@ class ExpertMxfp4:
 
 
 def quantised_layout(config: Mapping[str, Any] | None) -> WeightLayout | None:
-    """The layout that a `quantization_config` names; None where there is no such configuration.
+    """Returns the layout of a `quantization_config`; None for no configuration.
 
     Raises:
-        ValueError: the method, or something of it, is not supported; it says what is.
+        ValueError: the method, or one of its settings, is not supported; lists what is supported.
     """
     if config is None:
         return None
@@ -436,7 +449,7 @@ def quantised_layout(config: Mapping[str, Any] | None) -> WeightLayout | None:
         return gptq_layout(config)
     if method == "awq":
         expect(config, "awq", bits=(4,), version=("gemm", None), zero_point=(True, None))
-        return Awq(size_of(config.get("group_size"), "awq"))
+        return Awq(checked_size(config.get("group_size"), "awq"))
     if method == "fp8":
         expect(config, "fp8", fmt=("e4m3", None))
         size = config.get("weight_block_size")
@@ -459,14 +472,14 @@ def refuse(wrong: bool, method: str, found: str, supported: str) -> None:
 
 
 def expect(config: Mapping[str, Any], method: str, **allowed: tuple[Any, ...]) -> None:
-    """Raises a `ValueError` that names the first field whose value is none of those that are allowed."""
+    """Raises a `ValueError` that names the first field with an unsupported value."""
     for name, values in allowed.items():
         found = config.get(name)
         shown = " or ".join(repr(value) for value in values if value is not None)
         refuse(found not in values, method, f"{name}={found!r}", f"{name}={shown}" if shown else f"no {name}")
 
 
-def size_of(size: Any, method: str) -> int:
+def checked_size(size: Any, method: str) -> int:
     good = isinstance(size, int) and not isinstance(size, bool) and (size == -1 or size > 0)
     refuse(not good, method, f"group_size={size!r}", "a number of inputs, or -1 for all")
     return size
@@ -474,11 +487,12 @@ def size_of(size: Any, method: str) -> int:
 
 def gptq_layout(config: Mapping[str, Any]) -> Gptq:
     expect(config, "gptq", bits=(4,), checkpoint_format=("gptq", "gptq_v2", None), dynamic=(None, {}), lm_head=(False, None))
-    return Gptq(size_of(config.get("group_size"), "gptq"), config.get("checkpoint_format") == "gptq_v2")
+    size = checked_size(config.get("group_size"), "gptq")
+    return Gptq(size, config.get("checkpoint_format") == "gptq_v2", bool(config.get("desc_act")))
 
 
 def compressed_layout(config: Mapping[str, Any]) -> WeightLayout:
-    """The settings of compressed-tensors' only group of layers: layers that are quantised in several ways are refused."""
+    """Returns the layout of compressed-tensors, whose layers must all be quantised in the same way."""
     groups = list((config.get("config_groups") or {}).values())
     formats = {group.get("format") or config.get("format") for group in groups}
     schemes = [group.get("weights") or {} for group in groups]
@@ -498,7 +512,7 @@ def compressed_layout(config: Mapping[str, Any]) -> WeightLayout:
         refuse(
             bits != 4 or dtype != "int" or strategy not in ("group", "channel"), method, found, "4 bits, int, group or channel"
         )
-        return PackQuantized(size_of(size, method) if strategy == "group" else -1, symmetric)
+        return PackQuantized(checked_size(size, method) if strategy == "group" else -1, symmetric)
     if kind == "mxfp4-pack-quantized":
         refuse(
             bits != 4 or dtype != "float" or size != BLOCK or not symmetric, method, found, f"4 bits, float, group_size={BLOCK}"
@@ -509,6 +523,6 @@ def compressed_layout(config: Mapping[str, Any]) -> WeightLayout:
         blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size or 0), "block": tuple(block)}
         good = bits == 8 and symmetric and strategy in blocks
         refuse(not good, method, found, f"8 bits, symmetric, by {', '.join(blocks)}")
-        kept = "q8_0" if dtype == "int" else "fp8"
-        return EightBits(f"compressed-tensors' {kind}", "weight_scale", blocks[str(strategy)], kept)
+        native_format = "q8_0" if dtype == "int" else "fp8"
+        return EightBits(f"compressed-tensors' {kind}", "weight_scale", blocks[str(strategy)], native_format)
     raise ValueError(f"quantization_config: compressed-tensors of format {kind!r} is not supported (only {SUPPORTED})")

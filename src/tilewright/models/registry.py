@@ -1,4 +1,4 @@
-"""The families of decoders that are read, and what is said of any other."""
+"""Registry of decoder families, and errors for unsupported families."""
 
 from collections.abc import Mapping
 from difflib import SequenceMatcher
@@ -35,9 +35,9 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5_MOE,
     )
 }
-"""By the `model_type` of their configurations. A new family is a file in `families/` and a line here."""
+"""Families by `model_type`. A new family needs a file in `families/` and a line here."""
 
-ABSENT = {
+UNSUPPORTED = {
     "hc_count": "hyper-connections",
     "num_experts": "a mixture of experts",
     "num_local_experts": "a mixture of experts",
@@ -45,25 +45,25 @@ ABSENT = {
     "kv_lora_rank": "latent attention (MLA)",
     "ssm_cfg": "state-space layers",
     "mamba_d_state": "state-space layers",
-    "hidden_size_per_layer_input": "embeddings of each layer's own",
+    "hidden_size_per_layer_input": "per-layer embeddings",
     "attention_multiplier": "multipliers of scores, residuals and logits",
     "logit_scale": "scaled logits",
     "layer_norm_eps": "LayerNorm",
     "layernorm_epsilon": "LayerNorm",
 }
-"""Fields that only models with something else have, and what that is; the first one that a configuration has is named."""
+"""Configuration fields of unsupported features, by which errors name the first missing feature."""
 
 
 def nearest(model_type: object) -> Family:
-    """The family whose name is most like this one's."""
+    """Returns the family with the most similar name."""
     return max(FAMILIES.values(), key=lambda family: SequenceMatcher(None, family.name, str(model_type)).ratio())
 
 
 def family_of(fields: Mapping[str, Any], where: str) -> Family:
-    """The family of a `config.json`.
+    """Returns the family of a `config.json`.
 
     Raises:
-        ValueError: it is none of those that are read; names the first thing that is missing, and the nearest family.
+        ValueError: the family is not supported; names the first unsupported feature, and the nearest family.
     """
     model_type = fields.get("model_type")
     if model_type in FAMILIES:
@@ -71,6 +71,6 @@ def family_of(fields: Mapping[str, Any], where: str) -> Family:
     found = f"{where}: model_type must be one of {', '.join(FAMILIES)}, found {model_type!r}"
     if not isinstance(model_type, str):
         raise ValueError(found)
-    missing = next((f"{what} ({name})" for name, what in ABSENT.items() if fields.get(name)), None)
-    more = "" if missing is None else f" {missing} is not supported; "
-    raise ValueError(f"{found};{more or ' '}the nearest family is {nearest(model_type).name}")
+    missing = next((f"{feature} ({name})" for name, feature in UNSUPPORTED.items() if fields.get(name)), None)
+    unsupported = "" if missing is None else f"{missing} is not supported; "
+    raise ValueError(f"{found}; {unsupported}the nearest family is {nearest(model_type).name}")

@@ -1,11 +1,12 @@
-"""The layers of a model as a schedule sees them, and the plain schedule.
+"""Layers of a model as tensor-parallel strategies run them, and the strategy for one device.
 
-A layer is four plain functions, of which the last two give this shard's *partial sum*. A schedule owns the loop over the layers
-and decides how parts and collectives interleave: it may add the partial sums up between devices, divide a batch in two whose
-parts take turns, fetch a layer's weights while another one runs, or hand the parts other products, in the place of the
-operations that they are called with. Such products need not give the rows that they take: where the stream is divided along its
-rows, those that begin a half (`project`, `gated_linear`, `begin`) take a shard's and give all, and those that end it (`linear`)
-take all and give a shard's. So a model knows no mesh, and a schedule no model.
+A layer is four functions, of which the last two return this shard's *partial sum*. A strategy owns the loop over the layers and
+decides how parts and collectives interleave. A strategy may reduce partial sums between devices, split a batch in two
+micro-batches, prefetch a layer's weights, or replace the operations that the parts are called with.
+
+Replaced operations may return other rows than they take. If the residual stream is sharded along its rows, operations that
+begin a sublayer (`project`, `gated_linear`, `begin`) take a shard's rows and return all rows, and `linear`, which ends a
+sublayer, takes all rows and returns a shard's. Models know no mesh, and strategies know no model.
 
 Legend: B rows of a batch, T positions, H hidden size, N heads, D head size, V vocabulary.
 """
@@ -26,48 +27,47 @@ from tilewright.models.layers import Rope
 
 
 class Rows(NamedTuple):
-    """Rotation of each row, and where its keys and values go. Every array's first dim is the batch, so that it can be divided.
+    """Rotation and attention metadata of each row. Every array's first dim is the batch, so that rows can be split.
 
     Attributes:
-        rope: cosines and sines of its positions, for each of the rotations that the layers have.
-        seen: what `attend` asks for, such as where its entries go in a cache.
+        rope: cosines and sines of the positions, for each rotation that the layers use.
+        attn_metadata: attention metadata for `attend`, such as the positions of new entries in a cache.
     """
 
     rope: dict[Rotation, Rope]
-    seen: Any
+    attn_metadata: Any
 
     @property
     def divisible(self) -> bool:
-        """True if they can be divided along their positions, so that later ones see the earlier ones in a cache."""
-        return hasattr(self.seen, "positions")
+        """True if rows can be split along positions, because later positions read the earlier ones from a cache."""
+        return hasattr(self.attn_metadata, "positions")
 
     def positions(self, first: int, count: int) -> "Rows":
-        """A part of it: so many positions of each row, from the first on."""
+        """Returns `count` positions of each row, from `first` on."""
         rope = jax.tree.map(lambda part: jax.lax.slice_in_dim(part, first, first + count, axis=1), self.rope)
-        return Rows(rope, self.seen.positions(first, count))
+        return Rows(rope, self.attn_metadata.positions(first, count))
 
 
-Half = Literal["attention", "mlp"]
-"""A half of a layer."""
+Sublayer = Literal["attention", "mlp"]
+"""Sublayer of a layer."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers, and the parts of each.
+    """Layers, and the functions of each.
 
     Attributes:
-        ops: the operations that the parts are called with, unless a schedule puts others in their place.
+        ops: operations that the functions are called with, unless a strategy replaces them.
         layers: the parameters of each layer.
         project: `(ops, layer, x [B, T, H]) -> projection`: norm, then queries, keys and values.
-        attend: `(ops, layer, projection, rows, kept) -> (out [B, T, N * D], kept)`: what the layer keeps, a cache for example,
-            goes in and comes out.
-        output: `(ops, layer, out, add=None) -> partial sum [B, T, H]` of the attention half, on top of `add` if that is given:
-            a schedule that has nothing to do before the addition leaves it to the product.
-        mlp: `(ops, layer, x, add=None) -> partial sum` of the MLP half, its norm included.
-        summed: `(ops, layer, half, y) -> y`: what the whole sum of a half becomes before it is added to the stream. A schedule
-            that adds partial sums up calls it; one that gave `add` has that in the result.
-        norms: `layer -> (norm, norm)`, which `project` and `mlp` begin with and hand to their operations, for a schedule that
-            has rows normed before they come to these; None if they begin otherwise.
+        attend: `(ops, layer, projection, rows, kv_cache) -> (out [B, T, N * D], kv_cache)`.
+        output: `(ops, layer, out, add=None) -> partial sum [B, T, H]` of the attention sublayer, plus `add` if given. A
+            strategy that does nothing before the residual addition passes the residual stream as `add`.
+        mlp: `(ops, layer, x, add=None) -> partial sum` of the MLP sublayer, including its norm.
+        post_reduce: `(ops, layer, sublayer, y) -> y`: applied to a sublayer's reduced sum before the residual addition. A
+            strategy that reduces partial sums calls it; with `add`, `output` and `mlp` have already applied it.
+        norms: `layer -> (norm, norm)`: the norms with which `project` and `mlp` begin, and which they pass to their operations,
+            for strategies that norm rows earlier; None if they begin otherwise.
     """
 
     ops: Operations
@@ -76,34 +76,38 @@ class Stack:
     attend: Callable[[Operations, Any, Projection, Rows, Any], tuple[Array, Any]]
     output: Callable[..., Array]
     mlp: Callable[..., Array]
-    summed: Callable[[Operations, Any, Half, Array], Array]
+    post_reduce: Callable[[Operations, Any, Sublayer, Array], Array]
     norms: Callable[[Any], tuple[Norm, Norm]] | None = None
 
 
 @runtime_checkable
-class Schedule(Protocol):
-    """Strategy by which a model runs on its devices. Frozen and hashable: a static argument of whatever is compiled."""
+class Strategy(Protocol):
+    """Strategy by which a model runs on its devices. Frozen and hashable: a static argument of compiled functions."""
 
     def reduce(self, x: Array) -> Array:
-        """The sum of what the shards of the model have: a partial sum, or whatever is summed over heads."""
+        """Sums `x` over the shards of the model: a partial sum, or a sum over heads."""
         ...
 
     def embed(self, ops: Operations, table: Array, tokens: Array) -> Array:
-        """The rows of an embedding `[V, H]`, or of its shard."""
+        """Looks up rows of an embedding `[V, H]`, or of its shard."""
         ...
 
     def run(
-        self, stack: Stack, x: Array, rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
+        self, stack: Stack, x: Array, rows: Rows, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        """All layers, in order: the residual stream after the last one, after each of `taps`, and what each layer keeps."""
+        """Runs all layers in order.
+
+        Returns:
+            the residual stream after the last layer, the streams after each of `taps`, and each layer's cache.
+        """
         ...
 
     def logits(self, ops: Operations, x: Array, head: Any, norm: Norm | None = None) -> Array:
-        """Final norm and output head, float32 `[..., V]`. Without a norm, `x` is normalised already."""
+        """Applies the final norm and the output head; float32 `[..., V]`. Without `norm`, `x` is already normalised."""
         ...
 
     def head_argmax(self, ops: Operations, x: Array, head: Any, norm: Norm | None = None, masks: Array | None = None) -> Array:
-        """The index of the largest of the logits, the first of equals. Without a norm, `x` is normalised already.
+        """Returns the index of the largest logit, the first among equals. Without `norm`, `x` is already normalised.
 
         Args:
             masks: see `Operations.head_argmax`.
@@ -111,16 +115,16 @@ class Schedule(Protocol):
         ...
 
     def head_top_k(self, ops: Operations, x: Array, head: Any, k: int) -> tuple[Array, Array]:
-        """Indices and values of the `k` largest logits of an `x` that is normalised already; see `Operations.head_top_k`."""
+        """Returns indices and values of the `k` largest logits of a normalised `x`; see `Operations.head_top_k`."""
         ...
 
 
 @dataclass(frozen=True)
 class SingleDevice:
-    """The schedule without collectives: a shard's partial sum is the whole sum."""
+    """Strategy without collectives: partial sums are whole sums."""
 
     def traced(self, run_layer: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
-        """Function that runs a layer, as it is called for each."""
+        """Returns the function that runs a layer."""
         return run_layer
 
     def reduce(self, x: Array) -> Array:
@@ -130,23 +134,23 @@ class SingleDevice:
         return ops.gather_rows(table, tokens)
 
     def run(
-        self, stack: Stack, x: Float[Array, "B T H"], rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
+        self, stack: Stack, x: Float[Array, "B T H"], rows: Rows, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
         ops = stack.ops
         after = []
-        left = []
+        new_caches = []
 
-        def run_layer(layer: Any, x: Array, rows: Rows, own: Any) -> tuple[Array, Any]:
-            out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
+        def run_layer(layer: Any, x: Array, rows: Rows, kv_cache: Any) -> tuple[Array, Any]:
+            out, kv_cache = stack.attend(ops, layer, stack.project(ops, layer, x), rows, kv_cache)
             x = stack.output(ops, layer, out, x)
-            return stack.mlp(ops, layer, x, x), own
+            return stack.mlp(ops, layer, x, x), kv_cache
 
         run_layer = self.traced(run_layer)
-        for layer, own in zip(stack.layers, kept, strict=True):
-            x, own = run_layer(layer, x, rows, own)
+        for layer, kv_cache in zip(stack.layers, caches, strict=True):
+            x, kv_cache = run_layer(layer, x, rows, kv_cache)
             after.append(x)
-            left.append(own)
-        return x, tuple(after[tap] for tap in taps), tuple(left)
+            new_caches.append(kv_cache)
+        return x, tuple(after[tap] for tap in taps), tuple(new_caches)
 
     def logits(
         self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None
@@ -169,9 +173,9 @@ SINGLE_DEVICE = SingleDevice()
 
 @dataclass(frozen=True)
 class TracedOnce(SingleDevice):
-    """The schedule without collectives for programs of many layers: those that are alike are traced once.
+    """Strategy without collectives that traces layers of one kind once, for programs with many layers.
 
-    So nothing may be taken out of a layer but its results, and what it keeps, or is told of the rows, are arrays.
+    A layer's only outputs are therefore its results, and its cache and attention metadata are arrays.
     """
 
     def traced(self, run_layer: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:

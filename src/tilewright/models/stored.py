@@ -1,7 +1,7 @@
-"""Tensors as files hold them: what their headers say, and how parts of them are read.
+"""Tensors in files: what their headers describe, and how parts of them are read.
 
-safetensors files are read by `pread`, each part straight into memory of its own: threads read at the same time, and no mapped
-page stays behind that would count against the process.
+safetensors files are read by `pread`, each part straight into its own memory: threads read at the same time, and no mapped page
+stays behind that would count as memory of the process.
 """
 
 import json
@@ -40,22 +40,22 @@ DTYPES: dict[str, Any] = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-"""NumPy's dtype for each name that safetensors has for one."""
+"""NumPy's dtype for each dtype name of safetensors."""
 FLOATS = ("F32", "F16", "BF16")
-"""Dtypes of weights that are no quantised ones."""
+"""Dtypes of weights that are not quantised."""
 AT_ONCE = 1 << 30
-"""Bytes that the operating system is asked for at a time; it gives no more than two of these."""
+"""Bytes of a read call; the operating system returns less than 2 GiB."""
 EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
-"""The bits of a number's exponent, all of which are set in infinity and NaN."""
+"""Bits of a number's exponent, all of which are set in infinity and NaN."""
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-"""The name of a tensor of one expert: before its number, this, and behind it."""
+"""Name of an expert's tensor: the part before its number, the number, and the part after it."""
 LISTED = 8
-"""How many tensors of one kind an error names before it only counts."""
+"""Number of tensors of one kind that an error names; the rest is counted."""
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One tensor of an open safetensors file, of which only what is asked for is read."""
+    """Tensor of an open safetensors file, read part by part."""
 
     descriptor: int
     begin: int
@@ -69,36 +69,39 @@ class TensorSlice:
         return self.dtype
 
     def __getitem__(self, bounds: Sequence[slice]) -> np.ndarray:
-        """These parts of each dim. Of a matrix nothing else is read; of more dims, all from the first row to the last."""
+        """Reads these parts of each dim.
+
+        Of a matrix only the part is read; with more dims, everything from the first row to the last.
+        """
         if not self.shape:
             return self.read(np.empty((), DTYPES[self.dtype]), 0)
-        rows, *others = (part.indices(size)[:2] for part, size in zip(bounds, self.shape, strict=True))
+        rows, *other_dims = (part.indices(size)[:2] for part, size in zip(bounds, self.shape, strict=True))
         count = max(0, rows[1] - rows[0])
         row = prod(self.shape[1:])
-        if len(self.shape) == 2 and others[0] != (0, row):
-            begin, end = others[0]
+        if len(self.shape) == 2 and other_dims[0] != (0, row):
+            begin, end = other_dims[0]
             found = np.empty((count, max(0, end - begin)), DTYPES[self.dtype])
             for n in range(count):
                 self.read(found[n], (rows[0] + n) * row + begin)
             return found
         found = self.read(np.empty((count, *self.shape[1:]), DTYPES[self.dtype]), rows[0] * row)
-        return found[(slice(None), *(slice(*part) for part in others))]
+        return found[(slice(None), *(slice(*part) for part in other_dims))]
 
     def read(self, found: np.ndarray, first: int) -> np.ndarray:
-        """Fills an array with entries from the first on."""
+        """Fills an array with entries from number `first` on."""
         left = memoryview(found.reshape(-1).view(np.uint8).data)
         at = self.begin + first * found.itemsize
         while left:
             done = os.preadv(self.descriptor, [left[:AT_ONCE]], at)
             if done == 0:
-                raise ValueError(f"a safetensors file ends at byte {at:,}, where a tensor goes on")
+                raise ValueError(f"expected more of a tensor in a safetensors file, found its end at byte {at:,}")
             left = left[done:]
             at = at + done
         return found
 
 
 class SafetensorsFile:
-    """An open safetensors file. Raises a `ValueError` that names it if it is none, damaged or cut off."""
+    """Open safetensors file. Raises a `ValueError` that names the file if it is invalid, damaged or cut off."""
 
     def __init__(self, path: Path):
         try:
@@ -132,18 +135,18 @@ class SafetensorsFile:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as files' headers describe it.
+    """Tensor as described by the headers of files.
 
     Attributes:
         file: the file that holds it, or the first of its parts.
         name: its name in that file.
         shape: its shape in that file, or that of the matrix that its parts make up.
-        dtype: its dtype in the words of safetensors ("F32", "BF16", ...).
-        quantised: the format of its weights as users read it; empty for plain numbers.
-        kept: the format that products read if they read it as it is: a `BlockFormat`, or "fp8"; empty for none.
-        layout: what its parts mean; None for a tensor that is stored as itself.
-        parts: the tensors that it is stored as, by their names behind the layer's.
-        members: the tensors of all experts, which it has one behind another; empty for any other.
+        dtype: its safetensors dtype ("F32", "BF16", ...).
+        quantised: format of quantised weights, by its name for users; empty for plain numbers.
+        native_format: format in which matmuls read it without dequantising: a `BlockFormat`, or "fp8"; empty for none.
+        layout: meaning of its parts; None for a single tensor.
+        parts: its parts in a quantised layout, by their names after the layer's.
+        members: the tensors of all experts, which it stacks; empty for any other.
     """
 
     file: Path
@@ -151,7 +154,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     quantised: str = ""
-    kept: str = ""
+    native_format: str = ""
     layout: WeightLayout | None = None
     parts: Mapping[str, "StoredTensor"] | None = None
     members: tuple["StoredTensor", ...] = ()
@@ -164,7 +167,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read of it; of a GGUF file's as many as it has in float32."""
+        """Bytes that are read; for GGUF files, the size in float32."""
         if self.members:
             return sum(member.nbytes for member in self.members)
         if self.parts is not None:
@@ -177,43 +180,43 @@ def open_file(file: Path) -> Any:
 
 
 def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
-    """Names, shapes and dtypes of all tensors in `files`, without reading any data."""
+    """Reads names, shapes and dtypes of all tensors in `files`, without their data."""
     found = []
     for file in files:
         with open_file(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
                 part = tensors.get_slice(name)
-                quantised, kept = (part.quantised, part.kept) if isinstance(part, gguf.GGUFSlice) else ("", "")
-                found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype(), quantised, kept))
+                formats = (part.quantised, part.native_format) if isinstance(part, gguf.GGUFSlice) else ("", "")
+                found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype(), *formats))
     return found
 
 
-def some(entries: Iterable[str]) -> str:
-    """The first names of many."""
+def first_names(entries: Iterable[str]) -> str:
+    """Returns the first names of many, and the number of the other_dims."""
     names = sorted(entries)
     rest = len(names) - LISTED
     return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> list[str]:
-    """Everything that keeps `stored`, keyed by the declared names, from being what `specs` declare."""
+    """Lists all mismatches between `stored`, keyed by the declared names, and `specs`."""
     wanted = {spec.name: spec for spec in specs}
     missing = [name for name in wanted if name not in stored]
     unknown = [tensor.name for name, tensor in stored.items() if name not in wanted]
-    known = [(wanted[name].stored_shape, tensor) for name, tensor in stored.items() if name in wanted]
-    shapes = [f"{t.name} (expected {list(shape)}, found {list(t.shape)})" for shape, t in known if t.shape != shape]
-    dtypes = [f"{t.name} ({t.dtype})" for _, t in known if t.dtype not in FLOATS]
+    declared = [(wanted[name].stored_shape, tensor) for name, tensor in stored.items() if name in wanted]
+    shapes = [f"{t.name} (expected {list(shape)}, found {list(t.shape)})" for shape, t in declared if t.shape != shape]
+    dtypes = [f"{t.name} ({t.dtype})" for _, t in declared if t.dtype not in FLOATS]
     kinds = {
         "missing": missing,
         "unknown": unknown,
         "of the wrong shape": shapes,
         f"of a dtype other than {', '.join(FLOATS)}": dtypes,
     }
-    return [f"{len(found)} {kind}: {some(found)}" for kind, found in kinds.items() if found]
+    return [f"{len(found)} {kind}: {first_names(found)}" for kind, found in kinds.items() if found]
 
 
 def without_zero_biases(stored: Mapping[str, StoredTensor], wanted: Collection[str]) -> dict[str, StoredTensor]:
-    """Leaves out biases that are not declared and are all zeros, which GPTQ's writers give to every layer."""
+    """Leaves out biases that are not declared and are all zeros, which GPTQ writes for every layer."""
     extra = {name: tensor for name, tensor in stored.items() if name.endswith(".bias") and name not in wanted}
     zeros = set[str]()
     for path in {tensor.file for tensor in extra.values()}:
@@ -223,39 +226,43 @@ def without_zero_biases(stored: Mapping[str, StoredTensor], wanted: Collection[s
 
 
 def gathered(tensors: Iterable[StoredTensor], layout: WeightLayout) -> list[StoredTensor]:
-    """Tensors with one `weight` in place of those that a layout takes for one.
+    """Merges the tensors that a layout uses for one matrix into one `weight`.
 
     Raises:
-        ValueError: a layer lacks some of them, or they have other shapes or dtypes; it names all such.
+        ValueError: a layer lacks some of them, or they have other shapes or dtypes; names all such layers.
     """
     found = []
     layers = dict[str, dict[str, StoredTensor]]()
     for tensor in tensors:
-        layer, _, suffix = tensor.name.rpartition(layout.joint)
-        if suffix in layout.needs or suffix in layout.may:
+        layer, _, suffix = tensor.name.rpartition(layout.separator)
+        if suffix in layout.required or suffix in layout.optional:
             layers.setdefault(layer, {})[suffix] = tensor
         elif suffix not in ACTIVATIONS:
             found.append(tensor)
     problems = []
     for layer, parts in layers.items():
-        if parts.keys() == {"weight"}:  # a layer that was left as it is
+        if parts.keys() == {"weight"}:  # a layer that is not quantised
             found.append(parts["weight"])
         elif problem := misfit(parts, layout):
             problems.append(f"{layer}: {problem}")
         else:
             shape = layout.expected({suffix: part.shape for suffix, part in parts.items()})["weight"]
             first = next(iter(parts.values()))
-            found.append(StoredTensor(first.file, layer + layout.whole, shape, "F32", layout.name, layout.kept, layout, parts))
+            found.append(
+                StoredTensor(
+                    first.file, layer + layout.weight_suffix, shape, "F32", layout.name, layout.native_format, layout, parts
+                )
+            )
     if problems:
-        raise ValueError(f"tensors that are not as {layout.name} has them; {some(problems)}")
+        raise ValueError(f"tensors that do not match {layout.name}; {first_names(problems)}")
     return found
 
 
 def stacked(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Tensors with one in place of those of all experts, whose name has a `*` for an expert's number.
+    """Merges the tensors of all experts into one, whose name has a `*` for an expert's number.
 
     Raises:
-        ValueError: some of the experts are missing, or their tensors have several shapes or dtypes; it names all such.
+        ValueError: experts are missing, or their tensors differ in shape or dtype; names all such tensors.
     """
     found = []
     experts = dict[str, dict[int, StoredTensor]]()
@@ -274,19 +281,19 @@ def stacked(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
         shape = (len(members), *first.shape)
         found.append(StoredTensor(first.file, name, shape, first.dtype, first.quantised, members=members))
     if problems:
-        raise ValueError(f"experts whose tensors are missing, or of several shapes or dtypes: {some(problems)}")
+        raise ValueError(f"experts whose tensors are missing, or differ in shape or dtype: {first_names(problems)}")
     return found
 
 
 def misfit(parts: Mapping[str, StoredTensor], layout: WeightLayout) -> str:
-    """Problems of the tensors of one layer; empty if there are none."""
-    if missing := [suffix for suffix in layout.needs if suffix not in parts]:
+    """Describes the problems of the tensors of one layer; empty if there are none."""
+    if missing := [suffix for suffix in layout.required if suffix not in parts]:
         return f"it lacks {', '.join(missing)}"
-    known = {**layout.needs, **layout.may}
+    dtypes = {**layout.required, **layout.optional}
     for suffix, part in parts.items():
-        if part.dtype not in known[suffix]:
-            return f"{suffix} (expected {' or '.join(known[suffix])}, found {part.dtype})"
-    first = next(iter(layout.needs))
+        if part.dtype not in dtypes[suffix]:
+            return f"{suffix} (expected {' or '.join(dtypes[suffix])}, found {part.dtype})"
+    first = next(iter(layout.required))
     if len(parts[first].shape) != layout.dims:
         expected = "a matrix" if layout.dims == 2 else f"{layout.dims} dims"
         return f"{first} (expected {expected}, found {list(parts[first].shape)})"
@@ -300,14 +307,14 @@ def misfit(parts: Mapping[str, StoredTensor], layout: WeightLayout) -> str:
 
 
 def read_part(file: Any, name: str, bounds: Bounds) -> np.ndarray:
-    """A part of a tensor of an open file, of which nothing else is read."""
+    """Reads a part of a tensor of an open file."""
     return file.get_slice(name)[tuple(slice(start, stop) for start, stop in bounds)]
 
 
 def read_weights(files: Mapping[Path, Any], tensor: StoredTensor, bounds: Bounds) -> np.ndarray:
-    """A part of a tensor of weights. Raises a `ValueError` if it holds infinity or NaN.
+    """Reads a part of a tensor of weights. Raises a `ValueError` if it holds infinity or NaN.
 
-    Of a matrix in several tensors all are read, since any part of it may need any of them.
+    A matrix in several tensors is read whole, since any part of it may need any of them.
     """
     if tensor.members:
         (first, last), *rest = bounds
@@ -316,38 +323,39 @@ def read_weights(files: Mapping[Path, Any], tensor: StoredTensor, bounds: Bounds
         value = read_part(files[tensor.file], tensor.name, bounds)
     else:
         value = tensor.layout.read(read_parts(files, tensor)).weights()[tuple(slice(*part) for part in bounds)]
-    if not finite(value):
-        raise ValueError(f"{tensor.name} holds infinity or NaN, of which nothing can be computed")
+    if not is_finite(value):
+        raise ValueError(f"{tensor.name}: expected finite numbers, found infinity or NaN")
     return value
 
 
 def read_parts(files: Mapping[Path, Any], tensor: StoredTensor) -> dict[str, np.ndarray]:
-    """The tensors that a matrix is stored as."""
+    """Reads the tensors that a matrix is stored as."""
     return {suffix: files[part.file].get_tensor(part.name) for suffix, part in (tensor.parts or {}).items()}
 
 
-def read_kept(
+def read_native(
     files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec, blocks: bool, fp8: bool
 ) -> QuantisedMatrix | ScaledMatrix | None:
-    """A matrix in the bits that its files have it in; None where products do not read such as they are.
+    """Reads a matrix in its files' quantised format; None if matmuls cannot read that format.
 
-    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`). Those of experts become one, whose outputs are
-    those of one expert behind another's.
+    Parts of a stored tensor (`ArraySpec.rows`) are supported for GGUF files only. Experts' matrices become one, in which an
+    expert's outputs follow another's.
 
     Args:
-        blocks, fp8: whether products read integers in blocks, and FP8.
+        blocks, fp8: matmuls read integers in blocks, or FP8.
     """
     if spec.pieces:
         if tensor.layout is None:
             whole = read_blocks(files, tensor) if blocks else None
         else:
-            whole = read_kept(files, tensor, replace(spec, pieces=()), blocks, fp8)
+            whole = read_native(files, tensor, replace(spec, pieces=()), blocks, fp8)
         order = np.concatenate([np.arange(first, first + count) for first, count in spec.pieces])
         return None if whole is None else in_order(whole, order)
     if tensor.members:
-        found = [read_kept(files, member, spec, blocks, False) for member in tensor.members] if spec.rows is None else []
-        known = [each for each in found if isinstance(each, QuantisedMatrix)]
-        return side_by_side(known) if len({each.kind for each in known}) == 1 and len(known) == len(found) else None
+        found = [read_native(files, member, spec, blocks, False) for member in tensor.members] if spec.rows is None else []
+        in_blocks = [each for each in found if isinstance(each, QuantisedMatrix)]
+        same_kind = len({each.kind for each in in_blocks}) == 1 and len(in_blocks) == len(found)
+        return side_by_side(in_blocks) if same_kind else None
     if tensor.layout is not None:
         if spec.rows is not None:
             return None
@@ -360,18 +368,21 @@ def read_kept(
 
 
 def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor, rows: slice = slice(None)) -> QuantisedMatrix | None:
-    """Some rows of a GGUF file's tensor in its bits; None where products do not read such, and of other files."""
+    """Reads rows of a GGUF tensor as its blocks; None for formats that matmuls cannot read, and for other files."""
     return files[tensor.file].get_slice(tensor.name).blocks(rows) if tensor.file.suffix == gguf.SUFFIX else None
 
 
-def in_order(kept: QuantisedMatrix | ScaledMatrix, order: np.ndarray) -> QuantisedMatrix | ScaledMatrix:
-    """A matrix with outputs of another one, each of which has scales of its own."""
-    if isinstance(kept, QuantisedMatrix):
-        return QuantisedMatrix(kept.kind, **{name: array[order] for name, array in kept.arrays.items()})
-    return replace(kept, values=kept.values[:, order], scales=kept.scales[:, order])
+def in_order(matrix: QuantisedMatrix | ScaledMatrix, order: np.ndarray) -> QuantisedMatrix | ScaledMatrix:
+    """Selects and reorders outputs of a matrix, each of which has its own scales."""
+    if isinstance(matrix, QuantisedMatrix):
+        return QuantisedMatrix(matrix.kind, **{name: array[order] for name, array in matrix.arrays.items()})
+    return replace(matrix, values=matrix.values[:, order], scales=matrix.scales[:, order])
 
 
-def finite(values: np.ndarray) -> bool:
-    """True if all are finite; told by their bits, which leaves other threads running and takes half the time of `isfinite`."""
+def is_finite(values: np.ndarray) -> bool:
+    """True if all values are finite.
+
+    The check uses their bits: other threads keep running, and it takes half the time of `isfinite`.
+    """
     exponent = bits(values).dtype.type(EXPONENTS[values.dtype.name])
     return not np.any((bits(values) & exponent) == exponent)

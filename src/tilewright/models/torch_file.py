@@ -1,8 +1,8 @@
-"""Reads a tensor from a file that `torch.save` wrote, without torch and without running anything that stands in it.
+"""Reads tensors from a file of `torch.save`, without torch and without running code of the file.
 
-Such a file is a zip archive. `data.pkl` in it describes objects as a program for a stack machine, in which calls of Python
-functions may stand; the numbers lie beside it as they are. Here the program is only looked through (`pickletools` lists its
-instructions): tensors become descriptions, mappings of them stay mappings, and anything else is refused by name.
+Such a file is a zip archive. Its `data.pkl` describes objects as a program for a stack machine, which may call Python
+functions; the numbers are stored beside it. Here `pickletools` lists the program's instructions, which are interpreted without
+calls: tensors become descriptions, mappings of them stay mappings, and anything else is an error.
 """
 
 import pickletools
@@ -25,11 +25,11 @@ REBUILD = "torch._utils _rebuild_tensor_v2"
 PARAMETER = "torch._utils _rebuild_parameter"
 MAPPING = "collections OrderedDict"
 MOST_BYTES = 1 << 20
-"""Of the description: that of a few tensors takes some hundred bytes."""
+"""Maximum size of the description; that of a few tensors takes some hundred bytes."""
 
 
 class Global(NamedTuple):
-    """A function or class that the description names, "module name". It is never looked up."""
+    """Function or class that the description names, "module name"; never imported."""
 
     name: str
 
@@ -42,7 +42,7 @@ class Storage(NamedTuple):
 
 
 class TorchTensor(NamedTuple):
-    """A tensor as the description has it; offset and strides count numbers."""
+    """Tensor as the description has it; offset and strides count numbers."""
 
     storage: Storage
     offset: int
@@ -51,14 +51,14 @@ class TorchTensor(NamedTuple):
 
 
 class NotATensor(ValueError):
-    """Something in a description that no plain tensor needs."""
+    """Error for content of a description that plain tensors do not need."""
 
 
 def load_tensors(path: Path) -> Any:
-    """Content of a file: an array, or a mapping with arrays, numbers and texts.
+    """Reads a file: an array, or a mapping with arrays, numbers and texts.
 
     Raises:
-        ValueError: it is no such file, is damaged, or holds anything else; it names the file.
+        ValueError: the file is not from `torch.save`, is damaged, or holds anything else; names the file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -77,27 +77,27 @@ def load_tensors(path: Path) -> Any:
 
 
 def read(archive: zipfile.ZipFile, folder: str, value: Any) -> Any:
-    """A tensor's numbers, of whose storage nothing else is read; any other value as it is."""
+    """Reads a tensor's numbers from its storage; returns any other value unchanged."""
     if not isinstance(value, TorchTensor):
         return value
     dtype = np.dtype(value.storage.dtype)
     size = prod(value.shape)
     steps = [prod(value.shape[n + 1 :]) for n in range(len(value.shape))]
     if any(length > 1 and stride != step for length, stride, step in zip(value.shape, value.strides, steps, strict=True)):
-        raise NotATensor("a tensor whose numbers do not lie row after row")
+        raise NotATensor("a tensor that is not contiguous")
     if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-        raise NotATensor("numbers whose highest byte comes first")
+        raise NotATensor("big-endian numbers")
     numbers = archive.getinfo(f"{folder}data/{value.storage.key}")
     if numbers.compress_type != zipfile.ZIP_STORED or min(value.offset, size) < 0:
-        raise NotATensor("numbers that are compressed, or lie nowhere")
+        raise NotATensor("numbers that are compressed or out of range")
     with archive.open(numbers) as file:
         file.seek(value.offset * dtype.itemsize)
-        held = file.read(size * dtype.itemsize)
-    return np.frombuffer(held, dtype).reshape(value.shape)
+        content = file.read(size * dtype.itemsize)
+    return np.frombuffer(content, dtype).reshape(value.shape)
 
 
 def called(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Value that a call in the description stands for."""
+    """Returns the value of a call in the description."""
     match function, arguments:
         case Global(name), (Storage() as storage, int(offset), tuple(shape), tuple(strides), *_) if name == REBUILD:
             return TorchTensor(storage, offset, shape, strides)
@@ -109,7 +109,7 @@ def called(function: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def stored(persistent: Any) -> Storage:
-    """A storage that the description points to."""
+    """Returns a storage to which the description refers."""
     match persistent:
         case ("storage", Global(name), str(key), *_) if name in STORAGES:
             return Storage(STORAGES[name], key)
@@ -117,7 +117,7 @@ def stored(persistent: Any) -> Storage:
 
 
 def described(text: bytes) -> Any:
-    """The object that a description ends with."""
+    """Returns the object of a description."""
     machine = StackMachine()
     for code, argument, _ in pickletools.genops(text):
         machine.step(code.name, argument)
@@ -126,7 +126,7 @@ def described(text: bytes) -> Any:
 
 
 class StackMachine:
-    """The stack machine, of which only what descriptions of tensors need is there."""
+    """Stack machine with the instructions that descriptions of tensors need."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -135,18 +135,18 @@ class StackMachine:
 
     def since_mark(self) -> list[Any]:
         at = self.marks.pop()
-        taken = self.stack[at:]
+        values = self.stack[at:]
         del self.stack[at:]
-        return taken
+        return values
 
-    def put(self, pairs: list[Any]) -> None:
-        """Entries of the mapping on top."""
+    def add_entries(self, pairs: list[Any]) -> None:
+        """Adds entries to the mapping on top."""
         if not isinstance(self.stack[-1], dict):
             raise NotATensor(f"entries of {self.stack[-1]!r}")
         self.stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def step(self, name: str, argument: Any) -> None:
-        """Carries an instruction out, by its name in `pickletools`."""
+        """Runs an instruction, given its name in `pickletools`."""
         match name:
             case "PROTO" | "FRAME" | "STOP":
                 pass
@@ -157,16 +157,16 @@ class StackMachine:
             case "MEMOIZE":
                 self.memo[len(self.memo)] = self.stack[-1]
             case "SETITEMS":
-                self.put(self.since_mark())
+                self.add_entries(self.since_mark())
             case "SETITEM":
                 pair = self.stack[-2:]
                 del self.stack[-2:]
-                self.put(pair)
+                self.add_entries(pair)
             case _:
-                self.stack.append(self.made(name, argument))
+                self.stack.append(self.pushed(name, argument))
 
-    def made(self, name: str, argument: Any) -> Any:
-        """Value that an instruction puts on the stack."""
+    def pushed(self, name: str, argument: Any) -> Any:
+        """Returns the value that an instruction pushes on the stack."""
         stack = self.stack
         match name:
             case "GLOBAL":
@@ -192,6 +192,6 @@ class StackMachine:
                 return tuple(self.since_mark())
             case "NEWTRUE" | "NEWFALSE" | "NONE":
                 return {"NEWTRUE": True, "NEWFALSE": False}.get(name)
-        if isinstance(argument, int | float | str):  # a number or a text, in one of the forms that there are
+        if isinstance(argument, int | float | str):  # a number or a text
             return argument
         raise NotATensor(f"the instruction {name}")

@@ -1,1 +1,1 @@
-"""Many devices: the mesh, processes, and exchanges between shards that hide behind computation. Knows no model and no graph."""
+"""Several devices: mesh, processes, and collectives that overlap with compute. Independent of models and graphs."""

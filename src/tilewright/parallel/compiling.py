@@ -1,7 +1,7 @@
-"""Options for a TPU's compiler by which it begins transfers between devices earlier.
+"""Compiler options for TPUs that start transfers between devices earlier.
 
-They were tuned on the model of time in `perfmodel/timeline.py`, and no TPU has run a program that was compiled with them:
-nobody gets them without asking.
+The options were tuned on the model of `perfmodel/timeline.py`. No TPU has run a program compiled with them, so they are off by
+default.
 """
 
 import logging
@@ -16,28 +16,28 @@ from tilewright.parallel.lanes import AT_ONCE
 
 log = logging.getLogger("tilewright.parallel")
 
-Made = TypeVar("Made")
+Program = TypeVar("Program")
 
-PRODUCTS_COUNT = {"v5e": 0.35, "v5p": 0.25, "v6e": 0.25}
-"""Part of a product's time that libtpu's scheduler is to count, by kind of chip.
+MATMUL_TIME_FACTOR = {"v5e": 0.35, "v5p": 0.25, "v6e": 0.25}
+"""Factor on the time of a matmul in libtpu's latency-hiding scheduler, by kind of chip.
 
-It begins a transfer as early as what it takes the operations beside it to last, and was seen to take links to carry twice what
-they do and more, so that hops began when much of their time was over. With products that count for less they begin earlier.
+The scheduler starts a transfer just early enough to be hidden by its estimate of the operations in between. It was observed to
+assume at least twice the real bandwidth of the links, so that hops started too late. Shorter matmuls make them start earlier.
 """
 
 
 def hiding(kind: str) -> dict[str, Any]:
-    """The compiler options for a kind of chip; nothing that is computed changes."""
+    """Returns the compiler options for a kind of chip. The options do not change results."""
     return {
-        "xla_lhs_output_fusion_latency_multiplier": PRODUCTS_COUNT[kind],
-        "xla_max_concurrent_async_collective_permutes": 2 * AT_ONCE,  # both ways round a ring
+        "xla_lhs_output_fusion_latency_multiplier": MATMUL_TIME_FACTOR[kind],
+        "xla_max_concurrent_async_collective_permutes": 2 * AT_ONCE,  # both directions of a ring
     }
 
 
-def compile_hiding(kind: str | None, compile: Callable[[dict[str, Any] | None], Made]) -> Made:
-    """Result of `compile` with the options for a kind of chip, or for None without any.
+def compile_hiding(kind: str | None, compile: Callable[[dict[str, Any] | None], Program]) -> Program:
+    """Calls `compile` with the options for a kind of chip, or with None where `kind` is None.
 
-    A compiler that does not know them compiles without any; a line of the log says so.
+    A compiler without these options compiles without them and logs a warning.
     """
     if kind is None:
         return compile(None)
@@ -46,12 +46,12 @@ def compile_hiding(kind: str | None, compile: Callable[[dict[str, Any] | None], 
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
-        log.warning("collectives of this program may be exposed: %s", error)
+        log.warning("this compiler lacks the options that overlap collectives with compute, compiling without them: %s", error)
         return compile(None)
 
 
 def compile_over(mesh: Mesh | None, lowered: jax.stages.Lowered, compiler_options: bool) -> jax.stages.Compiled:
-    """Compiles a lowered program: with the options of its chips, if asked and if it runs over several TPUs of a known kind."""
+    """Compiles a lowered program, with the options of its chips where requested and where it runs on several known TPUs."""
     kind = None
     if compiler_options and mesh is not None and mesh.size > 1:
         kind = KINDS.get(mesh.devices.flat[0].device_kind)

@@ -1,9 +1,9 @@
-"""Sums that go hop by hop under products which do not depend on them: of another micro-batch, or of other columns.
+"""Reduce-scatters and all-gathers, hop by hop, under matmuls of another micro-batch or of other columns.
 
-After Wang et al., "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping" (2024): its
-split of inputs by rows is `Domino`, that of weights by columns is `Column`.
+After Wang et al., "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping" (2024):
+`Domino` splits inputs by rows, `Column` splits weights by columns.
 
-Legend: M rows of a device, R of a micro-batch (M times devices), H hidden size.
+Legend: M rows of a device, R rows of a micro-batch (M times devices), H hidden size, I inner size, O output size.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,53 +21,54 @@ from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.operations import Norm, Operations, RoutedProduct, RoutedWeights, routed_in_place
 from tilewright.parallel import rings
 from tilewright.parallel.lanes import Lanes, Rows, farthest_first, gather, scatter
+from tilewright.parallel.micro_batches import split_batch
 from tilewright.parallel.ordering import tied
-from tilewright.parallel.schedules import TensorParallel, run_layers
-from tilewright.parallel.turns import cut
+from tilewright.parallel.strategies import TensorParallel, run_layers
 
 LEAST_ROWS = 256
-"""Of a tile: with fewer, a TPU takes longer to read the weights again than to multiply."""
+"""Minimum rows of a tile; with fewer rows, a TPU takes longer to read the weights again than to multiply."""
 
 INTENSITY = 4000.0
-"""Operations that a chip does while a link passes a byte, where nothing else is said: about those of a v5e in bfloat16."""
+"""Default operations of a chip per byte on a link, about those of a v5e in bfloat16."""
 
 LOADING = 128
-"""Rows that take a chip as long as loading weights does, where nothing else is said; see `chips.tpu.TpuChip.loading_rows`."""
+"""Default number of rows with the matmul time of one weight load; see `hardware.tpu.TpuChip.loading_rows`."""
 
 MOVING = 240.0
-"""Operations that a chip does while a byte passes to or from its memory, where nothing else is said: those of a v5e."""
+"""Default operations of a chip per byte of device memory traffic, those of a v5e."""
 
 ATTENTION = 4.0
-"""Factor on attention's products over the causal half: softmax was seen to take that much longer."""
+"""Factor on the operations of causal attention, for the observed time of softmax."""
 
 PROJECTION_PASSES = 3
 OUT_PASSES = 6
-"""Passes through memory: of queries, keys and values before attention (placed together, rotated, cached), and of its output
-around it (other layouts, and back)."""
+"""Passes through device memory: of queries, keys and values before attention (joined, rotated, cached), and of its output
+(changes of layout)."""
 
 
 @dataclass(frozen=True)
 class Domino(TensorParallel):
-    """Micro-batches that take turns, so that what one of them waits for is under way while another is computed.
+    """Tensor-parallel strategy that overlaps the collectives of one micro-batch with the compute of another.
 
-    The residual stream is divided along the rows, as that of `Sequence`. A product that begins a half is computed of the rows
-    of one device after another, as they come; one that ends it, of those of the farthest device first, whose sums set out at
-    once. So collectives may begin before the half is done that makes them, and end after the half has begun that needs them.
-    All of them, of all micro-batches, queue for the two ways round the ring (`lanes.Lanes`). As many bytes travel as in
-    `TensorParallel`'s sums.
+    The residual stream is sharded along its rows, as in `Sequence`. The first product of a half computes one device's rows
+    after another, as the rows arrive; the last product starts with the farthest device's rows, whose partial sums leave at
+    once. A half's collectives may therefore begin before its products end and end after the next half begins. The collectives
+    of all micro-batches queue for the two directions of the ring (`lanes.Lanes`). The bytes sent equal those of
+    `TensorParallel`'s all-reduces.
 
-    A batch is divided by its rows, or, where these cannot be, by positions over caches; see `turns.cut`. It pays in prefill and
-    training: in decoding every micro-batch reads all weights again. Micro-batches whose rows times positions the devices do not
-    divide go the way of `TensorParallel`, as do layers whose halves begin with anything but a norm.
+    The batch is divided by rows or, where `count` does not divide them, by positions over caches; see
+    `micro_batches.split_batch`. The strategy pays off in prefill and training; a decode step reads all weights once per
+    micro-batch. Micro-batches with rows times positions that the devices do not divide run as under `TensorParallel`, as do
+    layers with a half that begins with anything but a norm.
 
     Attributes:
-        count: of the micro-batches; by default 4 where these are rows of the batch that leave a device enough of each for two
-            tiles, and 2 elsewhere. The more there are, the more there is to compute while one of them waits.
-        route: how rows and sums go round the ring: both ways or one; unrolled and in one chunk, whatever it says.
-        least: rows of a tile; tiles are of as many devices' rows as make so many.
-        intensity: operations of the core while a link passes a byte, which tell how much is computed beside a hop.
-        loading, moving: rows that a product counts for besides its own, and operations of the core while a byte passes to or
-            from its memory.
+        count: number of micro-batches. Default: 4 where the batch's rows divide by 4 and each device gets at least two tiles of
+            rows per micro-batch, else 2. More micro-batches leave more compute to overlap with each collective.
+        route: directions of the ring: both or one. Hops are always unrolled and in one chunk, whatever the route sets.
+        least: minimum rows of a tile; a tile joins the rows of several devices to reach it.
+        intensity: operations of the core per byte on a link; sets how much compute is placed beside a hop.
+        loading: extra rows that each product counts for, the time to load its weights.
+        moving: operations of the core per byte of device memory traffic.
     """
 
     count: int | None = None
@@ -86,94 +87,98 @@ class Domino(TensorParallel):
         return rings.all_reduce(x.reshape(-1, x.shape[-1]), self.axis, self.route).reshape(x.shape)
 
     def run(
-        self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
+        self, stack: Any, x: Float[Array, "B T H"], rows: Any, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        """See `models.stack.Schedule.run`.
+        """See `models.stack.Strategy.run`.
 
         Raises:
-            ValueError: the batch cannot be divided; see `turns.cut`.
+            ValueError: the batch cannot be divided; see `micro_batches.split_batch`.
         """
         size, (batch, length, _) = jax.lax.axis_size(self.axis), x.shape
         many = batch % 4 == 0 and batch // 4 * length >= 2 * self.least * size
         count = self.count or (4 if many else 2)
-        division = cut(x, rows, kept, count)
+        split = split_batch(x, rows, caches, count)
         if stack.norms is None or batch * length // count % size:
-            return super().run(stack, x, rows, kept, taps)
+            return super().run(stack, x, rows, caches, taps)
         lanes = Lanes(self.axis, self.route.bidirectional, self.intensity, self.loading, self.moving)
         norms = [stack.norms(layer) for layer in stack.layers]
-        groups = [MicroBatch(stack.ops, lanes, self.least, part, norms[0][0]) for part in division.streams(x)]
-        around = [division.rows(rows, n) for n in range(count)]
-        left = []
-        turn = 0
-        after = [norm for norm, _ in norms[1:]]
-        for layer, whole, (_, norm), next_norm in zip(stack.layers, kept, norms, [*after, None], strict=True):
+        groups = [MicroBatch(stack.ops, lanes, self.least, part, norms[0][0]) for part in split.split(x)]
+        group_rows = [split.rows(rows, n) for n in range(count)]
+        new_caches = []
+        position = 0  # of this layer's first half among the halves of all micro-batches, in the order of compute
+        next_norms = [norm for norm, _ in norms[1:]]
+        for layer, cache, (_, norm), next_norm in zip(stack.layers, caches, norms, [*next_norms, None], strict=True):
             for n, group in enumerate(groups):
-                ops = group.operations(turn + count + n, norm, partial(stack.summed, stack.ops, layer, "attention"))
-                projection = stack.project(ops, layer, group.own[None])
-                lanes.moved(projection, PROJECTION_PASSES)
-                projection = lanes.beside(projection)
-                out, own = stack.attend(stack.ops, layer, projection, around[n], division.kept(whole, n))
-                whole = division.with_group(whole, n, own)
-                lanes.worked(ATTENTION * 2.0 * out.size * out.shape[1])
-                lanes.moved(out, OUT_PASSES)
-                stack.output(ops, layer, lanes.beside(out))
+                post_reduce = partial(stack.post_reduce, stack.ops, layer, "attention")
+                ops = group.operations(position + count + n, norm, post_reduce)
+                projection = stack.project(ops, layer, group.stream[None])
+                lanes.count_traffic(projection, PROJECTION_PASSES)
+                projection = lanes.overlap(projection)
+                out, part = stack.attend(stack.ops, layer, projection, group_rows[n], split.cache(cache, n))
+                cache = split.with_cache(cache, n, part)
+                lanes.count_compute(ATTENTION * 2.0 * out.size * out.shape[1])
+                lanes.count_traffic(out, OUT_PASSES)
+                stack.output(ops, layer, lanes.overlap(out))
             for n, group in enumerate(groups):
-                summed = partial(stack.summed, stack.ops, layer, "mlp")
-                stack.mlp(group.operations(turn + 2 * count + n, next_norm, summed), layer, group.own[None])
-            turn += 2 * count
-            left.append(whole)
+                post_reduce = partial(stack.post_reduce, stack.ops, layer, "mlp")
+                stack.mlp(group.operations(position + 2 * count + n, next_norm, post_reduce), layer, group.stream[None])
+            position += 2 * count
+            new_caches.append(cache)
 
         def joined(layer: int) -> Array:
-            own = [group.after(layer) for group in groups]
-            parts = [rings.all_gather(part, self.axis, self.route) for part in own]
-            return division.joined([part.reshape(group.shape) for group, part in zip(groups, parts, strict=True)])
+            streams = [group.after(layer) for group in groups]
+            parts = [rings.all_gather(stream, self.axis, self.route) for stream in streams]
+            return split.join([part.reshape(group.shape) for group, part in zip(groups, parts, strict=True)])
 
         last = len(stack.layers) - 1
-        return joined(last), tuple(joined(tap) for tap in taps), tuple(left)
+        return joined(last), tuple(joined(tap) for tap in taps), tuple(new_caches)
 
 
 class MicroBatch:
-    """A micro-batch on its way through the layers. It exists while a program is traced.
+    """Residual stream of a micro-batch and its progress through the layers, while a program is traced.
 
     Attributes:
-        own: this device's rows of its residual stream, `[M, H]`, after the last half whose sum has come.
-        halves: the same after each half.
-        begun: halves whose sums were begun.
-        rows: normed ones of all devices, as far as they have come.
+        stream: this device's rows of the residual stream, `[M, H]`, after the last half with a complete sum.
+        halves: `stream` after each half.
+        begun: number of halves with a sum that has begun.
+        rows: normed rows of all devices that have arrived so far.
     """
 
     def __init__(self, ops: Operations, lanes: Lanes, least: int, x: Float[Array, "B T H"], norm: Norm):
-        """`norm` is the one that the layers begin with."""
+        """Takes this device's rows of `x`, and norms all rows with `norm`, the first norm of the layers."""
         self.ops = ops
         self.lanes = lanes
         self.shape = x.shape
         size = rings.shard_rows(x.shape[0] * x.shape[1], lanes.axis)
-        self.own = jax.lax.dynamic_slice_in_dim(x.reshape(-1, x.shape[-1]), jax.lax.axis_index(lanes.axis) * size, size)
+        first = jax.lax.axis_index(lanes.axis) * size
+        self.stream = jax.lax.dynamic_slice_in_dim(x.reshape(-1, x.shape[-1]), first, size)
         self.halves: list[Array] = []
         self.begun = 0
         self.at_once = min(lanes.size, ceil(least / size))
-        self.rows: Rows = self.cut(ops.rms_norm(x, *norm))
+        self.rows: Rows = self.by_device(ops.rms_norm(x, *norm))
 
     def starts(self, order: Iterable[int]) -> tuple[Array, ...]:
-        """First rows of devices in the micro-batch; they are named by how many places they are ahead."""
-        return rings.row_starts(order, len(self.own), len(self.own), self.lanes.axis)
+        """First rows of devices in the micro-batch; a device is given by the number of places it is ahead."""
+        return rings.row_starts(order, len(self.stream), len(self.stream), self.lanes.axis)
 
     def after(self, layer: int) -> Float[Array, "M H"]:
-        """`own` after a layer that was begun."""
+        """`stream` after a layer that has begun; waits for the layer's sums."""
         self.lanes.wait(lambda: len(self.halves) >= 2 * layer + 2)
         return self.halves[2 * layer + 1]
 
-    def operations(self, due: int, after: Norm | None, summed: Callable[[Array], Array]) -> Operations:
-        """Products of a half: one of the rows that come, and one whose sum is begun and is added to `own` when it has come.
+    def operations(self, deadline: int, next_norm: Norm | None, post_reduce: Callable[[Array], Array]) -> Operations:
+        """Operations of a half: the first matmul takes rows as they arrive, the last one begins the half's sum.
+
+        The sum is added to `stream` when complete.
 
         Args:
-            due: the turn of this micro-batch's next half among all halves, in the order in which they are computed.
-            after: the norm of the next half, for which rows are gathered when the sum has come; None if there is none.
-            summed: what the sum becomes before it is added, row by row.
+            deadline: position of this micro-batch's next half among all halves, in the order of compute.
+            next_norm: norm of the next half; its rows are gathered when the sum is complete. None after the last half.
+            post_reduce: applied to the sum, row by row, before the addition.
         """
         ops = self.ops
         inner = []
-        end = SumEnd(due, after, summed)
+        end = SumEnd(deadline, next_norm, post_reduce)
 
         def begin(
             _: Operations, product: Callable[..., Any], x: Array, w: Any, norm: Norm | None = None, count: Any = None
@@ -184,7 +189,7 @@ class MicroBatch:
             return self.of_all_rows(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), (w, bias))
 
         def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Array:
-            inner.append(self.tiles(ops.gated_linear, w))  # for `linear`, by which both are computed device by device
+            inner.append(self.tiles(ops.gated_linear, w))  # `linear` computes both matmuls device by device
             return x
 
         def linear(
@@ -196,8 +201,8 @@ class MicroBatch:
             if inner:
                 self.sum_tiles(inner.pop(), part, w, end)
             else:
-                self.begin_sum(self.lanes.ways(), self.cut(x), part, w, end)
-            return self.own[None]
+                self.begin_sum(self.lanes.hop_counts(), self.by_device(x), part, w, end)
+            return self.stream[None]
 
         def routed(
             _: Operations,
@@ -210,82 +215,84 @@ class MicroBatch:
         ) -> Array:
             tiles = self.tiles(lambda rows, w: product(ops, rows, w), w, product.chosen / product.experts)
             self.sum_tiles(tiles, lambda rows, _: rows, None, end)
-            return self.own[None]
+            return self.stream[None]
 
         return replace(ops, begin=begin, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
 
     def of_all_rows(self, product: rings.Product, w: Any) -> Any:
-        """A product of all rows, `[B, T, ...]`, as they come."""
-        made = self.tiles(product, w).all()
-        starts = self.starts(made)
+        """Computes a product of all rows, `[B, T, ...]`, as they arrive."""
+        results = self.tiles(product, w).all()
+        starts = self.starts(results)
 
         def whole(*parts: Array) -> Array:
             return rings.placed(parts, starts).reshape(*self.shape[:-1], *parts[0].shape[1:])
 
-        return jax.tree.map(whole, *made.values())
+        return jax.tree.map(whole, *results.values())
 
     def tiles(self, product: rings.Product, w: Any, share: float = 1.0) -> "Tiles":
-        """A product of the rows that come, once the sum has come that was begun last."""
+        """Returns a product of the rows as they arrive, after waiting for the last sum that has begun."""
         self.lanes.wait(lambda: len(self.halves) == self.begun)
         return Tiles(self.lanes, product, w, self.rows, self.at_once, share)
 
-    def cut(self, x: Float[Array, "B T I"]) -> Rows:
-        """All rows, device by device."""
+    def by_device(self, x: Float[Array, "B T I"]) -> Rows:
+        """Splits all rows by device."""
         order = range(self.lanes.size)
         return dict(zip(order, rings.sliced(x.reshape(-1, x.shape[-1]), self.starts(order)), strict=True))
 
     def sum_tiles(self, tiles: "Tiles", product: rings.Product, w: Any, end: "SumEnd") -> None:
-        """Begins a sum, as `begin_sum`, of tiles that are made of rows as they come.
+        """Begins a sum, as `begin_sum`, of tiles that are computed from rows as they arrive.
 
-        When all have come, the farthest devices' are made first.
+        Once all rows have arrived, the farthest devices' tiles are computed first.
         """
-        while len(tiles.rows) < self.lanes.size > len(tiles.made):
+        while len(tiles.rows) < self.lanes.size > len(tiles.results):
             tiles.next()
-        lengths = self.lanes.ways()
-        tiles.order = farthest_first(lengths, self.lanes.size)
-        while not tiles.made.keys() >= set(tiles.order[: len(lengths)]):
+        hop_counts = self.lanes.hop_counts()
+        tiles.order = farthest_first(hop_counts, self.lanes.size)
+        while not tiles.results.keys() >= set(tiles.order[: len(hop_counts)]):
             tiles.next()
-        self.begin_sum(lengths, tiles, product, w, end)
+        self.begin_sum(hop_counts, tiles, product, w, end)
         tiles.all()
 
-    def begin_sum(self, lengths: dict[int, int], rows: "Rows | Tiles", product: rings.Product, w: Any, end: "SumEnd") -> None:
-        """Begins the sum of the devices' products of rows, and what follows when it has come; see `operations`."""
+    def begin_sum(
+        self, hop_counts: dict[int, int], rows: "Rows | Tiles", product: rings.Product, w: Any, end: "SumEnd"
+    ) -> None:
+        """Begins the reduce-scatter of the devices' products of rows; see `operations` for its end."""
 
-        def part(at: int, *came: Array) -> Array:
-            self.lanes.worked(self.lanes.of_products(w, len(self.own)))
-            own, came = tied((rows[at], came))  # else what comes is added by itself
-            made = weighted(product, w, own)
-            return sum((each.astype(made.dtype) for each in came), made).astype(self.own.dtype)
+        def part(at: int, *received: Array) -> Array:
+            self.lanes.count_compute(self.lanes.matmul_operations(w, len(self.stream)))
+            inputs, received = tied((rows[at], received))  # otherwise the compiler adds the received sums separately
+            result = weighted(product, w, inputs)
+            return sum((each.astype(result.dtype) for each in received), result).astype(self.stream.dtype)
 
         def then(total: Array) -> None:
-            self.own = self.own + end.summed(total)
-            self.halves.append(self.own)
-            if end.after is not None:
-                self.rows = {0: self.ops.rms_norm(self.own, *end.after)}
-                gather(self.lanes, self.rows, end.due)
+            self.stream = self.stream + end.post_reduce(total)
+            self.halves.append(self.stream)
+            if end.next_norm is not None:
+                self.rows = {0: self.ops.rms_norm(self.stream, *end.next_norm)}
+                gather(self.lanes, self.rows, end.deadline)
 
         self.begun += 1
-        scatter(self.lanes, lengths, part, end.due, then)
+        scatter(self.lanes, hop_counts, part, end.deadline, then)
 
 
 class SumEnd(NamedTuple):
-    """End of a half, when its sum has come; see `MicroBatch.operations`."""
+    """Arguments for the end of a half's sum; see `MicroBatch.operations`."""
 
-    due: int
-    after: Norm | None
-    summed: Callable[[Array], Array]
+    deadline: int
+    next_norm: Norm | None
+    post_reduce: Callable[[Array], Array]
 
 
 @dataclass
 class Tiles:
-    """A product of the rows of one device after another, computed when its turn comes or when it is asked for.
+    """A product of rows, computed device by device on demand.
 
     Attributes:
-        rows: as far as they have come.
-        at_once: how many devices' rows make a tile.
-        share: of the rows, that are multiplied with a matrix.
-        made: what was computed, by how many places the device is ahead.
-        order: of the devices; that in which they come if it is empty.
+        rows: rows that have arrived so far.
+        at_once: number of devices in a tile.
+        share: share of the rows that are multiplied with a matrix.
+        results: results so far, by the number of places that the device is ahead.
+        order: order of devices; empty for the order of arrival.
     """
 
     lanes: Lanes
@@ -294,61 +301,63 @@ class Tiles:
     rows: Rows
     at_once: int
     share: float = 1.0
-    made: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
 
     def __getitem__(self, at: int) -> Any:
-        if at not in self.made:
+        if at not in self.results:
             self.compute([at])
-        return self.made[at]
+        return self.results[at]
 
     def compute(self, places: Sequence[int]) -> None:
+        """Computes the rows of some devices as one tile."""
         rows = together([self.rows[at] for at in places])
-        self.lanes.worked(self.lanes.of_products(self.w, self.share * len(rows)))
+        self.lanes.count_compute(self.lanes.matmul_operations(self.w, self.share * len(rows)))
         leaves, tree = jax.tree.flatten(weighted(self.product, self.w, rows))
         for at, *parts in zip(places, *(jnp.split(leaf, len(places)) for leaf in leaves), strict=True):
-            self.made[at] = tree.unflatten(parts)
-            self.lanes.loose.append((self.made, at))
+            self.results[at] = tree.unflatten(parts)
+            self.lanes.untied.append((self.results, at))
 
     def next(self) -> None:
-        """The next tile, beside what is under way."""
-        most = min(self.at_once, self.lanes.size - len(self.made))
-        self.lanes.wait(lambda: len(self.rows) >= len(self.made) + most)
-        new = [at for at in self.order or self.rows if at not in self.made][:most]
-        self.compute(new)
-        made = {at: self.made[at] for at in new}
-        left = {at: rows for at, rows in self.rows.items() if at not in self.made}
-        made, left = self.lanes.beside((made, left), self.lanes.of_products(self.w, self.share * most * len(self.rows[0])))
-        self.made.update(made)
+        """Computes the next tile and ties hops in flight to it."""
+        most = min(self.at_once, self.lanes.size - len(self.results))
+        self.lanes.wait(lambda: len(self.rows) >= len(self.results) + most)
+        places = [at for at in self.order or self.rows if at not in self.results][:most]
+        self.compute(places)
+        new = {at: self.results[at] for at in places}
+        left = {at: rows for at, rows in self.rows.items() if at not in self.results}
+        following = self.lanes.matmul_operations(self.w, self.share * most * len(self.rows[0]))
+        new, left = self.lanes.overlap((new, left), following)
+        self.results.update(new)
         self.rows.update(left)
 
     def all(self) -> dict[int, Any]:
-        """Results of all rows; makes those that are missing."""
-        while len(self.made) < self.lanes.size:
+        """Computes the missing tiles and returns the results of all rows."""
+        while len(self.results) < self.lanes.size:
             self.next()
-        return self.made
+        return self.results
 
 
 def weighted(product: rings.Product, w: Any, rows: Array) -> Any:
-    """The product, and its gradient by the weights for itself; see `rings.weighted`."""
+    """Computes a product with the weight gradient as a separate product; see `rings.weighted`."""
     return rings.weighted(product, w, rows, product(rows, jax.lax.stop_gradient(w)))
 
 
 def together(tiles: Sequence[Array]) -> Array:
-    """One after another; a TPU's compiler takes longer to concatenate them."""
+    """Joins tiles along their rows by updates in place, which a TPU compiler makes faster than a concatenation."""
     starts = tuple(jnp.int32(n * len(tiles[0])) for n in range(len(tiles)))
     return tiles[0] if len(tiles) == 1 else rings.placed(tuple(tiles), starts)
 
 
 @dataclass(frozen=True)
 class Column(TensorParallel):
-    """The columns of each half's last product in parts, the sum of one under way while the next one is computed.
+    """Tensor-parallel strategy that computes each half's last matmul in parts of columns, each part under the sum of the last.
 
-    The last part's sum is exposed, for the halves of a layer follow one another; what is hidden is at most all but one of
-    `parts`. Every weight is read once, so that it suits batches that cannot be divided. As many bytes as `TensorParallel`'s.
+    The sum of the last part is exposed, because the next half needs it; at most all parts but one are hidden. Each weight is
+    read once, so the strategy suits batches that cannot be divided. It sends as many bytes as `TensorParallel`.
 
     Attributes:
-        parts: of the columns of output and down projections; they divide the hidden size.
+        parts: number of parts of the columns of output and down projections; divides the hidden size.
         route, least: see `Domino`.
     """
 
@@ -362,18 +371,23 @@ class Column(TensorParallel):
             raise ValueError(f"expected at least 2 parts, and tiles of at least 1 row, found {found}")
 
     def run(
-        self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
+        self, stack: Any, x: Float[Array, "B T H"], rows: Any, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        """See `models.stack.Schedule.run`.
+        """See `models.stack.Strategy.run`.
 
         Raises:
-            ValueError: the parts do not divide the hidden size, or weights were packed, which cannot be cut.
+            ValueError: the parts do not divide the hidden size, or the weights are packed and cannot be sliced.
         """
-        own = stack.ops
-        ops = replace(own, linear=partial(self.summed, own), routed=partial(self.routed, own), begin=partial(self.begun, own))
-        return run_layers(replace(stack, ops=ops), x, rows, kept, taps, lambda x: x)
+        plain = stack.ops
+        ops = replace(
+            plain,
+            linear=partial(self.summed, plain),
+            routed=partial(self.routed, plain),
+            begin=partial(self.begin, plain),
+        )
+        return run_layers(replace(stack, ops=ops), x, rows, caches, taps, lambda x: x)
 
-    def begun(
+    def begin(
         self,
         ops: Operations,
         _: Operations,
@@ -383,7 +397,7 @@ class Column(TensorParallel):
         norm: Norm | None = None,
         count: Any = None,
     ) -> Any:
-        """`Operations.begin` by a device's own columns, whose products are summed nowhere."""
+        """`Operations.begin` with this device's columns; no sum over devices follows."""
         return product(ops, x, w, norm, count)
 
     def summed(
@@ -396,18 +410,18 @@ class Column(TensorParallel):
         add: Array | None = None,
         count: Any = None,
     ) -> Array:
-        """The sum of the devices' products."""
-        cut = isinstance(w, Array | ScaledMatrix)
-        if not cut or w.shape[1] % self.parts:
-            found = f"one of {w.shape[1]} columns" if cut else f"a {type(w).__name__}"
+        """Computes `Operations.linear` and sums it over the devices, a part of the columns at a time."""
+        sliceable = isinstance(w, Array | ScaledMatrix)
+        if not sliceable or w.shape[1] % self.parts:
+            found = f"one of {w.shape[1]} columns" if sliceable else f"a {type(w).__name__}"
             raise ValueError(f"expected a matrix whose columns {self.parts} parts divide, found {found}")
         rows = (x if norm is None else ops.rms_norm(x, *norm)).reshape(-1, x.shape[-1])
         lanes = Lanes(self.axis, self.route.bidirectional)
         sums = []
         for n in range(self.parts):
             part = jnp.split(w, self.parts, axis=1)[n] if isinstance(w, Array) else w.cut(n, self.parts, 1)
-            made = self.product(lanes, lambda rows, w: ops.linear(rows, w, out_dtype), rows, part)
-            sums.append(Sum(lanes, made, len(sums)))
+            partial_sum = self.product(lanes, lambda rows, w: ops.linear(rows, w, out_dtype), rows, part)
+            sums.append(Sum(lanes, partial_sum, len(sums)))
         y = jnp.concatenate([each.wait() for each in sums], axis=-1).reshape(*x.shape[:-1], -1)
         return y if add is None else add + y
 
@@ -422,28 +436,32 @@ class Column(TensorParallel):
         add: Array | None = None,
         count: Any = None,
     ) -> Array:
-        """The sum of the devices' experts, in one part: experts' matrices are cut nowhere."""
-        made = routed_in_place(ops, product, x, w, norm, count=count)
-        y = Sum(Lanes(self.axis, self.route.bidirectional), made.reshape(-1, x.shape[-1]), 0).wait().reshape(x.shape)
+        """`Operations.routed`, summed over the devices in one part; the matrices of experts are not split."""
+        partial_sum = routed_in_place(ops, product, x, w, norm, count=count)
+        lanes = Lanes(self.axis, self.route.bidirectional)
+        y = Sum(lanes, partial_sum.reshape(-1, x.shape[-1]), 0).wait().reshape(x.shape)
         return y if add is None else add + y
 
     def product(self, lanes: Lanes, product: rings.Product, rows: Float[Array, "R I"], w: Any) -> Float[Array, "R O"]:
-        """The product of all rows, a tile of them beside each hop of a sum that is under way, where tiles are large enough."""
+        """Computes a product with one tile of rows per hop in flight, as far as tiles have at least `least` rows."""
         most = max(1, *(2 * lane.hops for lane in lanes.lanes.values()))
         fixed = jax.lax.stop_gradient(w)
         count = next(n for n in range(most, 0, -1) if n == 1 or (len(rows) % n == 0 and len(rows) // n >= self.least))
         left = jnp.split(rows, count)
-        made = []
+        tiles = []
         while left:
-            tile, left = lanes.beside((product(left[0], fixed), left[1:]))
-            made.append(tile)
-        return rings.weighted(product, w, rows, together(made))
+            tile, left = lanes.overlap((product(left[0], fixed), left[1:]))
+            tiles.append(tile)
+        return rings.weighted(product, w, rows, together(tiles))
 
 
 class Sum:
-    """A sum over the devices on its way. Rows that they do not divide go in pieces of their numbers, the last one padded."""
+    """A sum over the devices in progress.
 
-    def __init__(self, lanes: Lanes, x: Float[Array, "R O"], due: int):
+    Rows that the devices do not divide are flattened and padded to one piece per device.
+    """
+
+    def __init__(self, lanes: Lanes, x: Float[Array, "R O"], deadline: int):
         self.lanes = lanes
         self.shape = x.shape
         pieces = x if len(x) % lanes.size == 0 else jnp.pad(x.reshape(-1), (0, -x.size % lanes.size)).reshape(lanes.size, -1)
@@ -453,12 +471,12 @@ class Sum:
 
         def then(total: Array) -> None:
             self.rows[0] = total
-            gather(lanes, self.rows, due)
+            gather(lanes, self.rows, deadline)
 
-        def part(at: int, *came: Array) -> Array:
-            return sum(came, parts[at])
+        def part(at: int, *received: Array) -> Array:
+            return sum(received, parts[at])
 
-        scatter(lanes, lanes.ways(), part, due, then)
+        scatter(lanes, lanes.hop_counts(), part, deadline, then)
 
     def starts(self, order: Iterable[int]) -> tuple[Array, ...]:
         return rings.row_starts(order, self.size, self.size, self.lanes.axis)

@@ -1,9 +1,9 @@
-"""The collectives of fully sharded training: which there are, by what plan, and how each array travels.
+"""Collectives of fully sharded training, and the plan that configures them.
 
-`fully_sharded.py` puts them in their places. There is a data axis, which divides batches and holds the shards of weights, and
-another one for tensor parallelism; both divide each matrix.
+`fully_sharded.py` schedules the collectives. The mesh has a data axis, which shards batches and weights, and an axis of tensor
+parallelism; each matrix is sharded over both.
 
-Legend: R rows that a group of the data axis has, M those of them that a device has, H hidden size.
+Legend: R rows of a group of the data axis, M rows of a device, H hidden size.
 """
 
 from collections.abc import Callable
@@ -22,45 +22,49 @@ from tilewright.parallel import rings, tokens
 
 Tree = TypeVar("Tree")
 Form = Literal["whole", "ring"]
-"""One collective, or hops between neighbours, which are asynchronous also where a compiler keeps collectives synchronous."""
+"""Form of a collective: one operation (`whole`), or hops between neighbours (`ring`).
+
+Hops are asynchronous even where a compiler keeps collectives synchronous.
+"""
 
 ACTIVATIONS = 0
 WEIGHTS = 1
-"""Streams."""
+"""Streams of collectives."""
 
 
-class Halves(NamedTuple):
-    """Something of both halves of a layer, in their order."""
+class Sublayers(NamedTuple):
+    """A pair of values for the attention and MLP sublayers of a layer, in order."""
 
     attention: Any
     mlp: Any
 
 
-NAMES = Halves("attention", "mlp")
-ONE = Halves(1, 1)
+NAMES = Sublayers("attention", "mlp")
+ONE = Sublayers(1, 1)
 
 
 @dataclass(frozen=True)
 class FullyShardedPlan:
-    """Layers and dtypes in which weights and gradients travel.
+    """Prefetching, delays, forms and dtypes of the collectives of a training step.
 
     Attributes:
-        prefetch_distance: by how many layers a half's weights are gathered before its turn, in both passes; for each half. That
-            many layers' weights are held besides its own. Backwards, attention's travel half a layer later, beside MLP halves.
-        scatter_delay: by how many layers a half's gradient is scattered after its turn in the backward pass; for each half.
-            That many layers' gradients are held whole.
-        remat: the backward pass gathers weights again and computes again what it needs but the stream before each half.
-            Otherwise everything is kept from the forward pass, whole weights too.
-        scan: layers run in a loop, whose carry has the weights and gradients that are under way; the first and last layers, as
-            many as the shifts, stand outside. It compiles faster, for a copy of the shards.
-        weights, gradients, activations: how they travel.
-        dtype: of weights on their way, products and the stream.
-        reduce_dtype: in which gradients are summed between devices.
-        threaded: by tokens. Otherwise a compiler chooses the order: for comparison.
+        prefetch_distance: layers by which weights are gathered before their use, in both passes, for each half. Memory holds
+            the weights of this many further layers. In the backward pass, attention's weights are gathered half a layer later,
+            beside MLP halves.
+        scatter_delay: layers by which gradients are reduce-scattered after they are computed, for each half. Memory holds the
+            whole gradients of this many layers.
+        remat: the backward pass gathers weights again and recomputes activations from the residual stream before each half.
+            Otherwise activations and whole weights are kept from the forward pass.
+        scan: layers run in a loop, with the weights and gradients in flight in its carry. As many first and last layers as the
+            distances need run outside. Compiles faster, at the cost of a copy of the shards.
+        weights, gradients, activations: form of their collectives.
+        dtype: dtype of gathered weights, matmuls and the residual stream.
+        reduce_dtype: dtype of gradient sums over devices.
+        threaded: tokens fix the order of collectives. Otherwise the compiler chooses the order, for comparison.
     """
 
-    prefetch_distance: Halves = ONE
-    scatter_delay: Halves = ONE
+    prefetch_distance: Sublayers = ONE
+    scatter_delay: Sublayers = ONE
     remat: bool = True
     scan: bool = False
     weights: Form = "whole"
@@ -71,14 +75,17 @@ class FullyShardedPlan:
     threaded: bool = True
 
     def check(self, layers: int, watched: bool = False) -> None:
-        """Raises a `ValueError` where a shift is negative or larger than the number of layers, or where experts are to be
-        balanced whose rows go in rings.
+        """Checks the plan for a number of layers.
 
         Args:
-            watched: layers note something of their rows; see `fully_sharded.Watch`.
+            watched: layers record statistics of their rows; see `fully_sharded.Watch`.
+
+        Raises:
+            ValueError: a distance or delay is negative or above the number of layers; or rows are recorded while activations
+                travel in rings.
         """
         if watched and self.activations == "ring":
-            raise ValueError("experts are not balanced where activations go in rings: expected them whole, or no such loss")
+            raise ValueError("expected activations in whole form where experts have a balance loss, found rings")
         for name in ("prefetch_distance", "scatter_delay"):
             for half, shift in zip(NAMES, getattr(self, name), strict=True):
                 if not 0 <= shift <= layers:
@@ -92,8 +99,8 @@ class ArrayPlacement:
     """Placement of one array on a mesh with a data axis.
 
     Attributes:
-        dim: that the data axis divides; None where none is.
-        over: other axes, over which the devices hold the same part: the gradient is summed over them.
+        dim: dim that the data axis shards; None for an array that the data axis replicates.
+        over: other axes that replicate the array; its gradient is summed over them.
     """
 
     dim: int | None
@@ -101,20 +108,20 @@ class ArrayPlacement:
 
 
 def array_placement(spec: PartitionSpec, axes: tuple[str, ...], data: str) -> ArrayPlacement:
-    """Reads a partition of an array over a mesh with these axes."""
-    of_dim = [() if of is None else (of,) if isinstance(of, str) else tuple(of) for of in spec]
-    used = {axis for of in of_dim for axis in of}
-    dim = next((at for at, of in enumerate(of_dim) if data in of), None)
+    """Returns the placement of an array from its partition spec over a mesh with these axes."""
+    dim_axes = [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
+    used = {axis for part in dim_axes for axis in part}
+    dim = next((at for at, part in enumerate(dim_axes) if data in part), None)
     return ArrayPlacement(dim, tuple(axis for axis in axes if axis not in used and axis != data))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The collectives of a plan.
+    """Collectives of a plan.
 
     Attributes:
-        data: the axis that divides batches, and weights on their way.
-        axis: of tensor parallelism.
+        data: axis that shards batches and weights.
+        axis: axis of tensor parallelism.
     """
 
     plan: FullyShardedPlan
@@ -122,51 +129,53 @@ class Exchange:
     axis: rings.Axis = "tp"
 
     def mark(self, values: Tree, token: Any) -> tuple[Tree, Any]:
-        """The next collectives of the chain wait for these values, and those that read them for the chain."""
+        """Ties values to the chain: later collectives wait for the values, and readers of the values wait for the chain."""
         return tokens.done(values, token) if self.plan.threaded else (jax.lax.optimization_barrier(values), token)
 
     def thread(self, token: Any, collective: Callable[..., Any], x: Any, kind: str, stream: int) -> tuple[Any, Any]:
+        """Runs a collective as the next one of the chain."""
         if self.plan.threaded:
             return tokens.thread(token, collective, x, kind=kind, stream=stream)
         with set_xla_metadata(collective_type=kind, stream_id=str(stream)):
             return collective(x), token
 
     def gather_rows(self, x: Float[Array, "M H"], token: Any) -> tuple[Float[Array, "R H"], Any]:
-        """Rows of all devices of the tensor-parallel axis."""
+        """All-gathers rows over the tensor-parallel axis."""
         return self.thread(token, partial(jax.lax.all_gather, axis_name=self.axis, tiled=True), x, "tp_all_gather", ACTIVATIONS)
 
     def scatter_rows(self, x: Float[Array, "R H"], token: Any) -> tuple[Float[Array, "M H"], Any]:
-        """The devices' partial sums added up, of a device's own rows."""
+        """Reduce-scatters partial sums over the tensor-parallel axis."""
         collective = partial(jax.lax.psum_scatter, axis_name=self.axis, tiled=True)
         return self.thread(token, collective, x, "tp_reduce_scatter", ACTIVATIONS)
 
     def gather(self, shards: Tree, placements: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:
-        """Whole weights, as far as the data axis divides them.
+        """All-gathers weights over the data axis.
 
-        Collectives are one after another in the chain. In rings all arrays go at once, hop beside hop: each hop needs a product
-        beside it to be hidden, and a half has few products.
+        Collectives follow one another in the chain. In ring form all arrays travel together, hop beside hop: each hop needs a
+        matmul beside it to be hidden, and a half has few matmuls.
         """
         leaves, tree = jax.tree.flatten(shards)
-        dims = {at: of.dim for at, of in enumerate(jax.tree.leaves(placements)) if of.dim is not None}
+        dims = {at: one.dim for at, one in enumerate(jax.tree.leaves(placements)) if one.dim is not None}
         with jax.named_scope(f"gather_{name}"):
             leaves = [shard.astype(self.plan.dtype) for shard in leaves]
-            for turn in [list(dims)] if dims and self.plan.weights == "ring" else [[at] for at in dims]:
+            for together in [list(dims)] if dims and self.plan.weights == "ring" else [[at] for at in dims]:
 
-                def collective(given: list[Array], turn: list[int] = turn) -> list[Array]:
-                    return [self._gathered(shard, dims[at]) for shard, at in zip(given, turn, strict=True)]
+                def collective(shards: list[Array], together: list[int] = together) -> list[Array]:
+                    return [self._gathered(shard, dims[at]) for shard, at in zip(shards, together, strict=True)]
 
-                made, token = self.thread(token, collective, [leaves[at] for at in turn], "fsdp_all_gather", WEIGHTS)
-                for at, each in zip(turn, made, strict=True):
+                inputs = [leaves[at] for at in together]
+                gathered, token = self.thread(token, collective, inputs, "fsdp_all_gather", WEIGHTS)
+                for at, each in zip(together, gathered, strict=True):
                     leaves[at] = each
         return tree.unflatten(leaves), token
 
     def scatter(self, cotangent: Tree, placements: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:
-        """A device's part of gradients that every device has a summand of, float32; what no axis divides stays a summand."""
+        """Reduce-scatters gradients over the data axis, to float32; gradients of replicated arrays stay partial sums."""
         leaves, tree = jax.tree.flatten(cotangent)
         with jax.named_scope(f"scatter_{name}"):
-            for at, (each, of) in enumerate(zip(leaves, jax.tree.leaves(placements), strict=True)):
-                if of.dim is not None:
-                    collective = partial(self._scattered, dim=of.dim, over=of.over)
+            for at, (each, placement) in enumerate(zip(leaves, jax.tree.leaves(placements), strict=True)):
+                if placement.dim is not None:
+                    collective = partial(self._scattered, dim=placement.dim, over=placement.over)
                     each, token = self.thread(
                         token, collective, each.astype(self.plan.reduce_dtype), "fsdp_reduce_scatter", WEIGHTS
                     )
@@ -174,12 +183,12 @@ class Exchange:
         return tree.unflatten(leaves), token
 
     def summed(self, cotangent: Tree, placements: Tree) -> Tree:
-        """Gradients of what the data axis does not divide, such as norms: the sums of what `scatter` left as summands."""
+        """All-reduces the gradients of arrays that the data axis replicates, such as norms, which `scatter` leaves partial."""
 
-        def of(each: Array, of: ArrayPlacement) -> Array:
-            return each if of.dim is not None else jax.lax.psum(each, (self.data, *of.over))
+        def one(each: Array, placement: ArrayPlacement) -> Array:
+            return each if placement.dim is not None else jax.lax.psum(each, (self.data, *placement.over))
 
-        return jax.tree.map(of, cotangent, placements)
+        return jax.tree.map(one, cotangent, placements)
 
     def _gathered(self, shard: Array, dim: int) -> Array:
         if self.plan.weights == "whole":
@@ -188,15 +197,15 @@ class Exchange:
 
     def _scattered(self, cotangent: Array, dim: int, over: tuple[str, ...]) -> Array:
         if self.plan.gradients == "whole":
-            mine = jax.lax.psum_scatter(cotangent, self.data, scatter_dimension=dim, tiled=True)
+            shard = jax.lax.psum_scatter(cotangent, self.data, scatter_dimension=dim, tiled=True)
         else:
-            mine = rings.reduce_scatter(cotangent.swapaxes(0, dim), self.data).swapaxes(0, dim)
+            shard = rings.reduce_scatter(cotangent.swapaxes(0, dim), self.data).swapaxes(0, dim)
         over = tuple(axis for axis in over if jax.lax.axis_size(axis) > 1)
-        return jax.lax.psum(mine, over) if over else mine
+        return jax.lax.psum(shard, over) if over else shard
 
 
-def whole(exchange: Exchange, placements: Any, shards: Tree, name: str) -> Tree:
-    """Weights outside the layers, gathered where they are read, and their gradient scattered where it is complete."""
+def gathered_weights(exchange: Exchange, placements: Any, shards: Tree, name: str) -> Tree:
+    """All-gathers weights outside the layers where they are read, and reduce-scatters their gradient where it is complete."""
 
     @jax.custom_vjp
     def run(shards: Tree) -> Tree:

@@ -1,15 +1,15 @@
-"""Hops of several collectives on the ways round a ring, tied to what is computed meanwhile. Within `jax.shard_map`.
+"""Hops of several collectives on the two directions of a ring, tied to the compute between them. Within `jax.shard_map`.
 
-Each way round is a lane. Collectives queue: whenever there is room on a lane, that one goes on which is needed first. So both
-directions of every link are busy as long as anything waits for one of them, whichever collectives it belongs to, where a
-collective by itself leaves one direction idle at its last hop, and both between two of them. Two hops may be on a lane, of two
-collectives: one passes the link, the other follows as soon as it has, also where the core is in the middle of one long
-operation and could not send it then.
+Each direction of the ring is a lane. Collectives queue for lanes; a lane with room sends the hop of the collective with the
+earliest deadline. Both directions of every link are therefore busy while any collective waits for one of them. A single
+collective leaves one direction idle at its last hop, and both between two collectives. A lane has room for two hops, of two
+collectives: one passes the link, and the other follows at once, even where the core is inside a long operation and could not
+send at that moment.
 
-All this happens while a program is traced. A hop is a permute between neighbours, which every TPU's compiler lets run beside
-products; it is tied to as much compute as it takes by `jax.lax.optimization_barrier`, for otherwise the compiler puts all tiles
-of a product beside one hop and nothing beside the others. What was computed while nothing arrived is kept before the next
-arrival, for otherwise it is put off to where it is needed. The gradient's hops are tied to its tiles in the same way.
+All scheduling happens while a program is traced. A hop is a permute between neighbours, which every TPU compiler can run beside
+matmuls. `jax.lax.optimization_barrier` ties the hop to as much compute as the hop takes; without this tie the compiler places
+all tiles of a matmul beside one hop and none beside the others. Results computed while nothing arrived are tied to the next
+arrival; without this tie the compiler postpones them to their first use. Hops of the gradient are tied to its tiles alike.
 """
 
 from collections.abc import Callable, Generator
@@ -26,78 +26,85 @@ from tilewright.parallel.ordering import tied
 Tree = TypeVar("Tree")
 
 Leg = Generator[Array, Array, None]
-"""A collective's hops on one lane: it yields what a device sends and takes what arrives."""
+"""Hops of a collective on one lane: yields the array that the device sends, and receives the array that arrives."""
 
 Rows = dict[int, Array]
-"""Of each device, by how many places it is ahead."""
+"""Rows of each device, by the number of places that the device is ahead on the ring."""
 
 AT_ONCE = 2
-"""Hops on a lane."""
+"""Maximum number of hops in flight on a lane."""
 
 
 @dataclass
-class Travel:
-    """A collective with so many legs that have not arrived."""
+class PendingCollective:
+    """A collective with `legs` legs that have not ended."""
 
     legs: int
     then: Callable[[], None]
 
-    def arrived(self) -> None:
+    def leg_ended(self) -> None:
         self.legs -= 1
         if not self.legs:
             self.then()
 
 
 @dataclass(eq=False)
-class Waiting:
-    """A leg whose next hop sends `sent`; see `Lanes.begin`."""
+class QueuedHop:
+    """The next hop of a leg, which sends `sent`; see `Lanes.begin`."""
 
-    due: int
+    deadline: int
     number: int
     sent: Array
     leg: Leg
-    travel: Travel
+    collective: PendingCollective
 
 
 @dataclass(eq=False)
 class Hop:
-    """One under way: what arrives, whose it is, and the work of the core by when it has."""
+    """A hop in flight.
+
+    Attributes:
+        arriving: array that arrives.
+        queued: hop as it was queued.
+        until: value of the clock at which the hop has passed the link.
+    """
 
     arriving: Array
-    waiting: Waiting
+    queued: QueuedHop
     until: float
 
 
 @dataclass
 class Lane:
-    """One way round.
+    """A direction of the ring.
 
     Attributes:
-        step: of its hops; see `rings.shift`.
-        hops: queued or under way.
-        under: what is under way, in the order in which it departed.
-        until: the work of the core by when the last of them has arrived; see `Lanes.work`.
+        step: places by which a hop moves; see `rings.shift`.
+        queue: hops that wait.
+        hops: number of hops queued or in flight, later hops of the same legs included.
+        in_flight: hops in flight, in order of departure.
+        until: value of the clock at which the last hop in flight has passed the link.
     """
 
     step: int
-    queue: list[Waiting] = field(default_factory=list)
+    queue: list[QueuedHop] = field(default_factory=list)
     hops: int = 0
-    under: list[Hop] = field(default_factory=list)
+    in_flight: list[Hop] = field(default_factory=list)
     until: float = 0.0
 
 
 class Lanes:
-    """The ways round a ring, and what is queued on them.
+    """The directions of a ring, with the hops queued and in flight on each.
 
     Attributes:
         size: devices on the ring.
-        lanes: by the step of their hops.
-        work: operations of the core so far, by which the program keeps time while it is traced.
-        intensity: operations that the core does while a link passes a byte: how much compute a hop is tied to. By default
-            whatever is computed next.
-        loading: rows that a product counts for besides its own: loading weights takes as long.
-        moving: operations that the core does while a byte passes to or from device memory.
-        loose: what was computed since the last arrival, by the dicts that hold it and its keys there.
+        lanes: lanes by their step.
+        clock: operations of the core so far; the clock of the program while it is traced.
+        intensity: operations of the core per byte on a link: the compute that a hop is tied to. By default a hop is tied to
+            the next operation.
+        loading: extra rows that each matmul counts for, the time to load its weights.
+        moving: operations of the core per byte of device memory traffic.
+        untied: results computed since the last arrival, each as the dict that holds it and its key.
     """
 
     def __init__(
@@ -111,141 +118,152 @@ class Lanes:
         steps = (1, -1) if bidirectional and self.size > 2 else (1,)
         self.lanes = {step: Lane(step) for step in steps}
         self.begun = 0
-        self.work = 0.0
-        self.loose: list[tuple[dict[int, Any], int]] = []
+        self.clock = 0.0
+        self.untied: list[tuple[dict[int, Any], int]] = []
 
-    def ways(self) -> dict[int, int]:
-        """Number of hops of the next collective on each lane; the longer way is that on which less is queued."""
-        first, *others = sorted(self.lanes.values(), key=lambda lane: lane.hops)
-        back = (self.size - 1) // 2 if others else 0
-        lengths = {first.step: self.size - 1 - back, **{lane.step: back for lane in others}}
-        return {step: hops for step, hops in lengths.items() if hops}
+    def hop_counts(self) -> dict[int, int]:
+        """Returns the number of hops of the next collective on each lane; the emptier lane gets the longer leg."""
+        first, *rest = sorted(self.lanes.values(), key=lambda lane: lane.hops)
+        back = (self.size - 1) // 2 if rest else 0
+        counts = {first.step: self.size - 1 - back, **{lane.step: back for lane in rest}}
+        return {step: hops for step, hops in counts.items() if hops}
 
-    def begin(self, legs: dict[int, Leg], lengths: dict[int, int], due: int, then: Callable[[], None]) -> None:
+    def begin(self, legs: dict[int, Leg], hop_counts: dict[int, int], deadline: int, then: Callable[[], None]) -> None:
         """Queues a collective.
 
         Args:
-            legs, lengths: on each lane, with the hops of each.
-            due: when its result is needed, in any unit: of those that could go on, the one with the least goes.
-            then: is called when the last of its hops has arrived.
+            legs: leg on each lane.
+            hop_counts: number of hops of each leg.
+            deadline: when the result is needed, in any unit. The queued hop with the least deadline departs first.
+            then: called when the last hop has arrived.
         """
         self.begun += 1
-        travel = Travel(len(legs), then)
+        collective = PendingCollective(len(legs), then)
         for step, leg in legs.items():
             lane = self.lanes[step]
-            lane.hops += lengths[step]
-            lane.queue.append(Waiting(due, self.begun, next(leg), leg, travel))
+            lane.hops += hop_counts[step]
+            lane.queue.append(QueuedHop(deadline, self.begun, next(leg), leg, collective))
             self.depart(lane)
         if not legs:
             then()
 
     def depart(self, lane: Lane) -> None:
-        """Sends what is needed first, as far as the lane has room."""
-        while lane.queue and len(lane.under) < AT_ONCE:
-            going = min(lane.queue, key=lambda each: (each.due, each.number))
-            lane.queue.remove(going)
-            lane.until = max(lane.until, self.work) + self.intensity * going.sent.nbytes
-            lane.under.append(Hop(rings.shift(going.sent, self.axis, lane.step), going, lane.until))
+        """Sends queued hops, earliest deadline first, while the lane has room."""
+        while lane.queue and len(lane.in_flight) < AT_ONCE:
+            queued = min(lane.queue, key=lambda each: (each.deadline, each.number))
+            lane.queue.remove(queued)
+            lane.until = max(lane.until, self.clock) + self.intensity * queued.sent.nbytes
+            lane.in_flight.append(Hop(rings.shift(queued.sent, self.axis, lane.step), queued, lane.until))
 
-    def worked(self, operations: float) -> None:
-        """Counts operations as beside what is under way."""
-        self.work += operations
+    def count_compute(self, operations: float) -> None:
+        """Advances the clock by operations of the core."""
+        self.clock += operations
 
-    def moved(self, arrays: Any, times: int) -> None:
-        """Counts as many passes of arrays through device memory."""
-        self.worked(self.moving * times * sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
+    def count_traffic(self, arrays: Any, times: int) -> None:
+        """Advances the clock by `times` passes of arrays through device memory."""
+        self.count_compute(self.moving * times * sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
 
-    def of_products(self, w: Any, rows: float) -> float:
-        """Weight of products of so many rows with matrices, in operations."""
+    def matmul_operations(self, w: Any, rows: float) -> float:
+        """Operations of matmuls of `rows` rows with the matrices of `w`, the loading of weights included."""
         matrices = [leaf for leaf in jax.tree.leaves(w) if leaf.ndim > 1]
         return sum(2.0 * (rows + self.loading) * matrix.size for matrix in matrices)
 
-    def beside(self, made: Tree, following: float = 0.0) -> Tree:
-        """Ties those hops to what was computed that have passed the link meanwhile (see `worked`), at most those on the lane.
+    def overlap(self, results: Tree, following: float = 0.0) -> Tree:
+        """Ties hops that have passed the link by now to computed results; at most those in flight at the call.
 
         Args:
-            made: what was computed, and whatever is to be read only when they have arrived.
-            following: operations of what could be computed before they are tied.
-        """
-        departed = {step: len(lane.under) for step, lane in self.lanes.items()}
-        for turn in range(AT_ONCE):
-            by = self.work + (0 if turn else following / 2)
-            ready = [lane for step, lane in self.lanes.items() if departed[step] > turn and lane.under[0].until <= by]
-            made = self.arrive(ready, made)
-        return made
+            results: results, and values that may be read only after the arrivals.
+            following: operations of the compute that could still run before the tie. A first hop is also tied where the
+                clock will reach it within half of them.
 
-    def arrive(self, lanes: list[Lane], made: Tree) -> Tree:
-        """The first hop under way on each of these lanes arrives, after `made` and what is loose; what is queued departs."""
+        Returns:
+            the results, tied to the arrivals.
+        """
+        departed = {step: len(lane.in_flight) for step, lane in self.lanes.items()}
+        for n in range(AT_ONCE):
+            by = self.clock + (0 if n else following / 2)
+            ready = [lane for step, lane in self.lanes.items() if departed[step] > n and lane.in_flight[0].until <= by]
+            results = self.arrive(ready, results)
+        return results
+
+    def arrive(self, lanes: list[Lane], results: Tree) -> Tree:
+        """Lets the first hop of each lane arrive after `results` and all untied values; then queued hops depart."""
         if not lanes:
-            return made
-        held = self.loose
-        self.loose = []
-        came, made, kept = tied(([lane.under[0].arriving for lane in lanes], made, [of[key] for of, key in held]))
-        for (of, key), value in zip(held, kept, strict=True):
-            of[key] = value
+            return results
+        untied = self.untied
+        self.untied = []
+        arrivals, results, values = tied(
+            ([lane.in_flight[0].arriving for lane in lanes], results, [holder[key] for holder, key in untied])
+        )
+        for (holder, key), value in zip(untied, values, strict=True):
+            holder[key] = value
         ended = []
-        going = []
+        landed = []
         for lane in lanes:
-            going.append(lane.under.pop(0).waiting)
+            landed.append(lane.in_flight.pop(0).queued)
             lane.hops -= 1
-        for lane, own, waiting in zip(lanes, came, going, strict=True):
+        for lane, arrived, hop in zip(lanes, arrivals, landed, strict=True):
             try:
-                waiting.sent = waiting.leg.send(own)
-                lane.queue.append(waiting)
+                hop.sent = hop.leg.send(arrived)
+                lane.queue.append(hop)
             except StopIteration:
-                ended.append(waiting.travel)
+                ended.append(hop.collective)
             self.depart(lane)
-        for travel in ended:
-            travel.arrived()
-        return made
+        for collective in ended:
+            collective.leg_ended()
+        return results
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Lets hops arrive, with nothing more beside them, until it is enough."""
+        """Lets hops arrive, without further compute beside them, until `enough()` is true."""
         while not enough():
-            under = [lane for lane in self.lanes.values() if lane.under]
-            assert under, "nothing is under way that could bring it"
-            self.work = max(self.work, min(lane.under[0].until for lane in under))
-            self.arrive([lane for lane in under if lane.under[0].until <= self.work], ())
+            busy = [lane for lane in self.lanes.values() if lane.in_flight]
+            assert busy, "no hop is in flight that could end the wait"
+            self.clock = max(self.clock, min(lane.in_flight[0].until for lane in busy))
+            self.arrive([lane for lane in busy if lane.in_flight[0].until <= self.clock], ())
 
 
-def gather(lanes: Lanes, came: Rows, due: int) -> None:
-    """Begins to bring the rows of all devices into `came`, in the order in which they come; this device's are there."""
+def gather(lanes: Lanes, received: Rows, deadline: int) -> None:
+    """Begins a ring all-gather into `received`, which holds this device's rows; others are added as they arrive."""
 
     def leg(step: int, hops: int) -> Leg:
-        rows = came[0]
+        rows = received[0]
         for hop in range(1, hops + 1):
             rows = yield rows
-            came[step * hop % lanes.size] = rows
+            received[step * hop % lanes.size] = rows
 
-    lengths = lanes.ways()
-    lanes.begin({step: leg(step, hops) for step, hops in lengths.items()}, lengths, due, lambda: None)
+    counts = lanes.hop_counts()
+    lanes.begin({step: leg(step, hops) for step, hops in counts.items()}, counts, deadline, lambda: None)
 
 
 def scatter(
-    lanes: Lanes, lengths: dict[int, int], part: Callable[..., Array], due: int, then: Callable[[Float[Array, "M H"]], None]
+    lanes: Lanes,
+    hop_counts: dict[int, int],
+    part: Callable[..., Array],
+    deadline: int,
+    then: Callable[[Float[Array, "M H"]], None],
 ) -> None:
-    """Begins the sum of the devices' parts of each other's rows, that of the farthest device first on each lane.
+    """Begins a ring reduce-scatter; on each lane, the partial sum for the farthest device leaves first.
 
     Args:
-        lengths: hops on each lane; see `Lanes.ways`.
-        part: `(at, *came) -> total`: what came and on top of it this device's part of the sum of the rows of the device so many
-            places ahead. It is asked for when that has come, so that a product takes the addition in.
-        then: is called with the sum of this device's own rows.
+        hop_counts: number of hops on each lane; see `Lanes.hop_counts`.
+        part: `(at, *received) -> total`: adds this device's partial sum for the device `at` places ahead to the received sums.
+            It is called after they arrive, so that a matmul can fuse the addition.
+        then: called with the sum of this device's own rows.
     """
     sums: list[Array] = []
 
     def leg(step: int, hops: int) -> Leg:
         total = part(-step * hops % lanes.size)
         for hop in range(hops - 1, 0, -1):
-            came = yield total
-            total = part(-step * hop % lanes.size, came)
+            received = yield total
+            total = part(-step * hop % lanes.size, received)
         sums.append((yield total))
 
-    legs = {step: leg(step, hops) for step, hops in lengths.items()}
-    lanes.begin(legs, lengths, due, lambda: then(part(0, *sums)))
+    legs = {step: leg(step, hops) for step, hops in hop_counts.items()}
+    lanes.begin(legs, hop_counts, deadline, lambda: then(part(0, *sums)))
 
 
-def farthest_first(lengths: dict[int, int], size: int) -> list[int]:
-    """The devices in the order in which `scatter` asks for their parts; this one is the last."""
-    turns = range(max(lengths.values(), default=0))
-    return [*(-step * (hops - turn) % size for turn in turns for step, hops in lengths.items() if turn < hops), 0]
+def farthest_first(hop_counts: dict[int, int], size: int) -> list[int]:
+    """Devices in the order in which `scatter` calls `part` for them; this device is last."""
+    rounds = range(max(hop_counts.values(), default=0))
+    return [*(-step * (hops - n) % size for n in rounds for step, hops in hop_counts.items() if n < hops), 0]

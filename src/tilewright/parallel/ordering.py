@@ -1,7 +1,7 @@
-"""Ties between what arrives and what is computed meanwhile, by which a schedule keeps the order of its program.
+"""Ties between arriving data and concurrent compute, which fix the order of a program.
 
-They are barriers for the compiler, and cost nothing at run time. `left_to_compiler` leaves them out, to see what the compiler
-makes of the same program without them.
+A tie is a barrier for the compiler and costs nothing at run time. `without_ties` omits ties, to show the compiler's own
+order of the same program.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ _tied = ContextVar("tied", default=True)
 
 
 def tied(values: Tree) -> Tree:
-    """The values, none of which the compiler may use before all of them are there."""
+    """Ties values: the compiler may use none of them before all are available."""
     return jax.lax.optimization_barrier(values) if _tied.get() else values
 
 
 @contextmanager
-def left_to_compiler() -> Iterator[None]:
-    """What is traced inside has no ties: the compiler alone orders hops and products."""
+def without_ties() -> Iterator[None]:
+    """Traces without ties inside the context: the compiler alone orders hops and matmuls."""
     token = _tied.set(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Weights prepared for the operations of a device, where each device holds a part of every matrix."""
+"""Preparation (packing) of weights that are sharded over devices."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,39 +10,39 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.kernels.linear.scaled import DividedMatrix
+from tilewright.kernels.linear.scaled import ShardedMatrix
 from tilewright.kernels.operations import Joined, Operations
 
 
-def on_each_device(ops: Operations, mesh: Mesh) -> Operations:
-    """Operations whose `prepare` takes parameters that lie over a mesh and prepares each device's part by itself.
+def preparing_shards(ops: Operations, mesh: Mesh) -> Operations:
+    """Returns operations with a `prepare` that takes sharded parameters and prepares each device's shard separately.
 
-    What comes of a matrix has a device's own meaning under `jax.shard_map` alone: its arrays are those of all devices one after
-    another, and what it says of sizes is of one part. A process prepares what its own devices hold, matrix by matrix.
+    A prepared matrix is valid under `jax.shard_map` only: its arrays concatenate those of all devices, and its sizes are those
+    of one shard. A process prepares the shards of its devices, matrix by matrix.
 
-    8-bit weights with a scale for each output are the same numbers on any number of devices: the scale goes by the output's
-    largest weight on all of them. Weights in blocks are the same where devices' parts end where blocks do. With the CPU
-    kernels, which blocks of a row are rounded to 8 bits and which to 16 depends on a device's share of the row.
+    8-bit weights with a scale per output are equal on any number of devices: the scale comes from the output's largest weight
+    over all devices. Weights in blocks are equal where shards end at block boundaries. With the CPU kernels, a device's share
+    of a row decides which blocks of the row are rounded to 8 bits and which to 16.
     """
     whole = NamedSharding(mesh, PartitionSpec())
     largest_of = jax.jit(lambda w: jnp.max(jnp.abs(w), axis=0), out_shardings=whole)
 
-    def matrix(w: Array | DividedMatrix, name: str, **which: bool) -> Any:
+    def matrix(w: Array | ShardedMatrix, name: str, **which: bool) -> Any:
         sharding = w.sharding
-        # All inputs of an output are here unless the first dim is divided. What a file keeps has its scales.
+        # A device has all inputs of an output unless the first dim is sharded. Stored quantised weights bring their scales.
         divided = isinstance(sharding, NamedSharding) and len(sharding.spec) > 0 and sharding.spec[0] is not None
-        known = isinstance(w, DividedMatrix) or not divided
-        largest = None if known else np.asarray(largest_of(w).addressable_data(0), np.float32)
+        local = isinstance(w, ShardedMatrix) or not divided
+        largest = None if local else np.asarray(largest_of(w).addressable_data(0), np.float32)
         return by_device(lambda part: ops.prepare_matrix(part, name, largest=largest, **which), w, mesh)
 
     def joined(w: Joined, name: str) -> Any:
         return by_device(lambda part: ops.prepare_joined(part, name), w, mesh)
 
     def groups(w: Any, count: int, name: str) -> Any:
-        """Each device has whole matrices of some of the groups."""
+        """Prepares the groups of each device; a device has whole matrices."""
         return by_device(lambda part: ops.prepare_groups(part, count // mesh.size, name), w, mesh)
 
-    def table(w: Array | DividedMatrix, name: str) -> Any:
+    def table(w: Array | ShardedMatrix, name: str) -> Any:
         return by_device(lambda part: ops.prepare_table(part, name), w, mesh) if ops.scales_tables else w
 
     return (
@@ -57,11 +57,11 @@ def shards(array: Array) -> dict[Any, Array]:
 
 
 def by_device(prepare: Callable[[Any], Any], weight: Any, mesh: Mesh) -> Any:
-    """`prepare` of what each of this process's devices holds of a weight, each array of the results as one over the mesh."""
+    """Applies `prepare` to each local device's shard of a weight, and joins the results into arrays over the mesh."""
     leaves, structure = jax.tree.flatten(weight)
-    held = [leaf.parts if isinstance(leaf, DividedMatrix) else shards(leaf) for leaf in leaves]
+    held = [leaf.parts if isinstance(leaf, ShardedMatrix) else shards(leaf) for leaf in leaves]
     devices = [device for device in mesh.devices.flat if device in held[0]]
-    made = [prepare(jax.tree.unflatten(structure, [parts[device] for parts in held])) for device in devices]
+    prepared = [prepare(jax.tree.unflatten(structure, [parts[device] for parts in held])) for device in devices]
     over = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     def whole(*parts: Array) -> Array:
@@ -69,13 +69,13 @@ def by_device(prepare: Callable[[Any], Any], weight: Any, mesh: Mesh) -> Any:
         placed = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
         return held_as_compiled(jax.make_array_from_single_device_arrays(shape, over, placed))
 
-    return jax.tree.map(whole, *made)
+    return jax.tree.map(whole, *prepared)
 
 
 def held_as_compiled(array: Array) -> Array:
-    """An array that a program which is compiled ahead of time takes.
+    """Returns an array that programs compiled ahead of time accept.
 
-    JAX 0.10 says of arrays of 4 bits on CPUs that they have no layout of such, and then refuses them: they become 8 bits there.
+    JAX 0.10 reports no 4-bit layout for 4-bit arrays on CPUs and then refuses them; such arrays are converted to 8 bits.
     """
     if array.dtype not in (jnp.int4, jnp.uint4):
         return array

@@ -1,11 +1,11 @@
-"""Exchanges between the devices of a mesh axis that go hop by hop, within `jax.shard_map`.
+"""Collectives over a mesh axis as hops around a ring, and collective matmuls. Within `jax.shard_map`.
 
-`ring` passes the shards round and works on the one at hand while the next is under way; `gathered` brings them all together
-first. A visit is the same function for both, so what is computed does not depend on how data travels. `ring_collect` and
-`gathered_collect` also bring home what the devices give to the shards that they see, as a gradient or a reduce-scatter does.
+`ring` passes shards around and computes with one shard while the next one travels; `gathered` all-gathers the shards first. The
+visit function is the same for both, so the result does not depend on the form of the exchange. `ring_collect` and
+`gathered_collect` also return contributions to their shards, as in a gradient or a reduce-scatter.
 
-These rings are unrolled, for XLA overlaps a transfer with what stands beside it in the same program, and that may differ from
-hop to hop. The collectives of matrices' rows (`all_gather_matmul`, `matmul_reduce_scatter`, and both without a product) take a
+These rings are unrolled: XLA overlaps a transfer with the compute beside it in the program, and the compute may differ from hop
+to hop. The collective matmuls (`all_gather_matmul`, `matmul_reduce_scatter`) and the collectives without a matmul take a
 `Route`. After Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
 """
 
@@ -24,14 +24,17 @@ from jaxtyping import Float, Shaped
 from tilewright.parallel.ordering import tied
 
 Tree = Any
-"""A pytree of arrays; a shard is one, and what is computed of it."""
+"""A pytree of arrays, such as a shard or a result."""
 
 Axis = str | tuple[str, ...]
-"""A mesh axis, or several that count as one: the devices along the first of them lie farthest apart."""
+"""A mesh axis, or several axes as one, the slowest-varying first."""
 
 
 def shift(tree: Tree, axis: Axis, by: int = 1) -> Tree:
-    """Each device takes what the device `by` places behind it on the axis holds; the last stands before the first."""
+    """Sends each device's tree to the device `by` places before it on the axis; the axis is a ring.
+
+    Each device receives the tree of the device `by` places ahead.
+    """
     size = jax.lax.axis_size(axis)
     if by % size == 0:
         return tree
@@ -40,7 +43,7 @@ def shift(tree: Tree, axis: Axis, by: int = 1) -> Tree:
 
 
 def checked_hops(hops: Sequence[int] | None, axis: Axis) -> list[int]:
-    """Hops that have a visit, by default all; the first of them needs no transfer."""
+    """Checks the hops that have a visit, by default all; hop 0 needs no transfer."""
     size = jax.lax.axis_size(axis)
     chosen = list(range(size)) if hops is None else list(hops)
     if not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < size:
@@ -51,22 +54,22 @@ def checked_hops(hops: Sequence[int] | None, axis: Axis) -> list[int]:
 def ring(
     visit: Callable[[int, Tree, Tree], Tree], shard: Tree, total: Tree, axis: Axis, hops: Sequence[int] | None = None
 ) -> Tree:
-    """Every shard visits every device.
+    """Passes every shard to every device and accumulates a total on each device.
 
     Args:
         visit: `visit(hop, shard, total) -> total`. At hop h, device i is visited by the shard of device `(i + h) % size`.
-        shard: this device's.
-        total: what the first visit starts from.
+        shard: this device's shard.
+        total: initial total.
         axis: name of the mesh axis.
-        hops: those at which there is a visit; the shards skip the others.
+        hops: hops with a visit; shards skip the rest.
 
     Returns:
-        the total after the last visit. It is differentiable, and its gradient is a ring in the other direction.
+        the total after the last visit. Differentiable; the gradient is a ring in the other direction.
     """
     chosen = checked_hops(hops, axis)
     shard = shift(shard, axis, chosen[0])
     for hop, after in zip(chosen, [*chosen[1:], None], strict=True):
-        arriving = None if after is None else shift(shard, axis, after - hop)  # under way while the visit is computed
+        arriving = None if after is None else shift(shard, axis, after - hop)  # in flight during the visit
         total = visit(hop, shard, total)
         shard = arriving
     return total
@@ -79,56 +82,56 @@ def ring_collect(
     axis: Axis,
     hops: Sequence[int] | None = None,
 ) -> tuple[Tree, Tree]:
-    """Every shard visits every device and is given something there, and the sum of it all comes home.
+    """Passes every shard to every device, and returns to each shard the sum of contributions from all devices.
 
     Args:
-        visit: `visit(hop, shard, total) -> (total, given)`, where `given` always has the same shapes. At hop h, device i is
-            visited by the shard of device `(i + h) % size`.
-        shard, total, axis, hops: see `ring`; nothing is given at a hop without a visit. The shard may be an empty tuple.
+        visit: `visit(hop, shard, total) -> (total, contribution)`, with equal shapes of `contribution` at all hops. At hop h,
+            device i is visited by the shard of device `(i + h) % size`.
+        shard, total, axis, hops: see `ring`; a hop without a visit contributes nothing. The shard may be an empty tuple.
 
     Returns:
-        the total after the last visit, and the sum of what all devices gave to this device's shard.
+        the total after the last visit, and the sum of all devices' contributions to this device's shard.
     """
     chosen = checked_hops(hops, axis)
     shard = shift(shard, axis, chosen[0])
     carried = None
     for hop, after in zip(chosen, [*chosen[1:], jax.lax.axis_size(axis)], strict=True):
         arriving = None if hop == chosen[-1] else shift(shard, axis, after - hop)
-        total, given = visit(hop, shard, total)
-        # What was carried here has travelled while this visit was computed.
-        carried = given if carried is None else jax.tree.map(lambda a, b: a + b, carried, given)
+        total, contribution = visit(hop, shard, total)
+        # The carried sum travelled during this visit.
+        carried = contribution if carried is None else jax.tree.map(lambda a, b: a + b, carried, contribution)
         carried = shift(carried, axis, after - hop)
         shard = arriving
     return total, carried
 
 
 def gathered(visit: Callable[[int, Tree, Tree], Tree], shard: Tree, total: Tree, axis: Axis) -> Tree:
-    """One visit, at hop 0, of all shards at once: their leading dims one after another, in the order of the devices."""
+    """Visits once, at hop 0, with all shards concatenated along their leading dims in device order."""
     return visit(0, gather(shard, axis), total)
 
 
 def gathered_collect(
     visit: Callable[[int, Tree, Tree], tuple[Tree, Tree]], shard: Tree, total: Tree, axis: Axis
 ) -> tuple[Tree, Tree]:
-    """`gathered`, where what is given is for all shards one after another, and each gets its own sum."""
-    total, given = visit(0, gather(shard, axis), total)
-    return total, jax.tree.map(lambda leaf: jax.lax.psum_scatter(leaf, axis, tiled=True), given)
+    """`ring_collect` by an all-gather and a reduce-scatter; contributions are for the concatenated shards."""
+    total, contribution = visit(0, gather(shard, axis), total)
+    return total, jax.tree.map(lambda leaf: jax.lax.psum_scatter(leaf, axis, tiled=True), contribution)
 
 
 def gather(shard: Tree, axis: Axis) -> Tree:
-    """The shards of all devices, their leading dims one after another."""
+    """All-gathers a tree along its leading dims."""
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis, tiled=True), shard)
 
 
 UNROLLED = 16
-"""Devices on an axis up to which a route is unrolled unless it says otherwise: beyond it, programs take long to compile."""
+"""Default maximum of devices on an axis for unrolled routes; longer unrolled programs compile slowly."""
 
 Product = Callable[[Array, Any], Tree]
-"""`product(rows [R, ...], w) -> tree of arrays [R, ...]`: what is computed of some rows, each row by itself."""
+"""`product(rows [R, ...], w) -> tree of arrays [R, ...]`: a function of rows that computes each row separately."""
 
 
 class RingDirection(NamedTuple):
-    """One of the ways round a ring: rows come from the device `by` ahead (see `shift`), and go so many hops."""
+    """A direction of a ring: rows arrive from the device `by` ahead (see `shift`), over `hops` hops."""
 
     by: int
     hops: int
@@ -136,17 +139,16 @@ class RingDirection(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """Route of the rows of shards round a ring.
+    """Route of shards' rows around a ring.
 
     Attributes:
-        bidirectional: every shard goes both ways at the same time, half as far each: links are used in both directions, there
-            are half as many hops one after another, and two products to hide each. An even number of devices leaves the
-            first way one hop more.
-        looped: a `jax.lax.scan` over the hops, which compiles faster, for one more copy of the rows on the side where they are
-            all together; by default where the axis has more than `UNROLLED` devices.
-        chunk: rows that are sent and computed with at once, at most: the largest number up to it that divides a shard's rows,
-            so that one route serves every shape. By default all of them, which makes the largest products and the fewest
-            transfers; smaller ones let a part of a shard go on while the rest is computed.
+        bidirectional: shards travel in both directions at once, half as far in each. Links are used in both directions, half
+            as many hops follow one another, and two matmuls hide each hop. With an even number of devices, the first
+            direction has one hop more.
+        looped: hops run in a `jax.lax.scan`, which compiles faster and costs one more copy of all devices' rows. Default: for
+            more than `UNROLLED` devices.
+        chunk: maximum rows per transfer and matmul; the largest divisor of a shard's rows up to `chunk` is used. Default: all
+            rows, for the largest matmuls and fewest transfers. Smaller chunks travel on while the rest of a shard is computed.
     """
 
     bidirectional: bool = True
@@ -154,12 +156,12 @@ class Route:
     chunk: int | None = None
 
     def ways(self, size: int) -> list[RingDirection]:
-        """Of a ring of so many devices, the longer one first; none goes nowhere."""
+        """Directions of a ring of `size` devices, the one with more hops first; directions without hops are left out."""
         back = (size - 1) // 2 if self.bidirectional else 0
         return [way for way in (RingDirection(1, size - 1 - back), RingDirection(-1, back)) if way.hops]
 
     def loop(self, size: int) -> int:
-        """Number of rounds in a loop: those in which rows come and go on all ways."""
+        """Number of hops in a loop: those with rows arriving and leaving in all directions."""
         looped = size > UNROLLED if self.looped is None else self.looped
         return max(0, min((way.hops for way in self.ways(size)), default=0) - 1) if looped else 0
 
@@ -168,7 +170,7 @@ class Route:
             raise ValueError(f"expected a chunk of at least one row, found {self.chunk}")
 
     def chunk_of(self, rows: int) -> int:
-        """Rows of a chunk of a shard that has so many."""
+        """Rows of a chunk, for a shard of `rows` rows."""
         return next(n for n in range(min(self.chunk or rows, rows), 0, -1) if rows % n == 0)
 
 
@@ -179,23 +181,23 @@ def all_gather_matmul(
     product: Product = jnp.matmul,
     route: Route = Route(),
 ) -> Tree:
-    """The product of all devices' rows with this device's columns: rows are under way while those that came are multiplied.
+    """All-gather fused with a matmul (collective matmul): rows travel around the ring while arrived rows are multiplied.
 
-    Equals `product(jax.lax.all_gather(x, axis, tiled=True), w)`. Its gradient by `x` is the ring of `matmul_reduce_scatter`;
-    that by `w` is one product over all rows, which are kept for it; `jax.checkpoint` has them travel again.
+    Equals `product(jax.lax.all_gather(x, axis, tiled=True), w)`. The gradient by `x` is the ring of `matmul_reduce_scatter`.
+    The gradient by `w` is one matmul over all rows, which are kept for it; under `jax.checkpoint` they travel again.
 
     Args:
         x: this device's M rows.
-        w: whatever the product takes: columns `[I, O]` of a matrix, several matrices, packed ones.
+        w: argument of the product: columns `[I, O]` of a matrix, several matrices, or packed ones.
         axis: name of the mesh axis.
-        product: of some rows and `w`. It may hold constants, but nothing that the gradient is taken by.
-        route: how the rows travel.
+        product: function of some rows and `w`. It may close over constants, but not over differentiated values.
+        route: route of the rows.
 
     Returns:
-        rows of all devices, in their order: `[M * devices, O]`, or a tree of such.
+        rows of all devices in device order, `[M * devices, O]` or a tree of such arrays.
 
-    Source: Wang et al. 2023, AllGather-Einsum with bidirectional transfers. What it replaces is the all-gather of Korthikanti
-    et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
+    Source: Wang et al. 2023, AllGather-Einsum with bidirectional transfers. It replaces the all-gather of Korthikanti et al.,
+    "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
     """
     size = jax.lax.axis_size(axis)
     rows = len(x)
@@ -207,8 +209,8 @@ def all_gather_matmul(
     def visit(held: list[list[Array]], going: list[RingDirection]) -> tuple[list[list[Array]], list[list[Tree]]]:
         return _sent(held, going, axis), [[(part, product(part, fixed)) for part in parts] for parts in held]
 
-    own = [x[first : first + chunk] for first in range(0, rows, chunk)]
-    held, (each, *_) = visit([own] * max(1, len(ways)), ways)
+    chunks = [x[first : first + chunk] for first in range(0, rows, chunk)]
+    held, (each, *_) = visit([chunks] * max(1, len(ways)), ways)
     tiles = {0: each}
     repeated = route.loop(size)
     if repeated:
@@ -216,17 +218,17 @@ def all_gather_matmul(
         for way, each in zip(ways, stacked, strict=True):
             tiles |= {way.by * (hop + 1): jax.tree.map(itemgetter(hop), each) for hop in range(repeated)}
     for hop in range(repeated + 1, farthest(ways) + 1):
-        held, made = visit(held, [way for way in ways if way.hops > hop])
-        tiles |= {way.by * hop: each for way, each in zip(ways, made, strict=False)}
+        held, results = visit(held, [way for way in ways if way.hops > hop])
+        tiles |= {way.by * hop: each for way, each in zip(ways, results, strict=False)}
     starts = row_starts(tiles, rows, chunk, axis)
     whole, y = jax.tree.map(lambda *leaves: placed(leaves, starts), *(tile for each in tiles.values() for tile in each))
     return weighted(product, w, whole, y)
 
 
 def _sent(held: list[list[Array]], going: list[RingDirection], axis: Axis) -> list[list[Array]]:
-    """Arrays that arrive on the ways that go on, where each device sends what it holds."""
+    """Sends the held arrays one hop further in the given directions and returns the arrivals."""
     arriving = [shift(parts, axis, way.by) for way, parts in zip(going, held, strict=False)]
-    return tied(arriving)  # together: else the compiler lets one direction wait for the other
+    return tied(arriving)  # tied together: otherwise the compiler lets one direction wait for the other
 
 
 def matmul_reduce_scatter(
@@ -237,21 +239,22 @@ def matmul_reduce_scatter(
     route: Route = Route(),
     dtype: DTypeLike | None = None,
 ) -> Tree:
-    """The devices' products summed, each keeping its rows; sums are under way while the products that join them are computed.
+    """Matmul fused with a reduce-scatter (collective matmul): partial sums travel while the next addends are computed.
 
-    Equals `jax.lax.psum_scatter(product(x, w), axis, tiled=True)` but for the order of the sums. With n devices, p[i] for what
-    device i has of the rows of device d, and i modulo n, rows that go one way have `((p[d + 1] + p[d + 2]) + ...) + p[d]`, and
-    those that go both `(before + behind) + p[d]`: `before` is `(p[d - n // 2] + ...) + p[d - 1]`, and `behind`
-    `(p[d + (n - 1) // 2] + ...) + p[d + 1]`. The gradient by `x` is the ring of `all_gather_matmul`, by `w` a sum over hops.
+    Equals `jax.lax.psum_scatter(product(x, w), axis, tiled=True)` but for the order of the sums. With n devices, indices modulo
+    n, and p[i] as device i's partial sum of the rows of device d: rows that travel in one direction sum to
+    `((p[d + 1] + p[d + 2]) + ...) + p[d]`. Rows that travel in both sum to `(before + behind) + p[d]`, with `before` as
+    `(p[d - n // 2] + ...) + p[d - 1]` and `behind` as `(p[d + (n - 1) // 2] + ...) + p[d + 1]`. The gradient by `x` is the ring
+    of `all_gather_matmul`, the one by `w` a sum over hops.
 
     Args:
-        x: this device's columns of all rows, R of them.
-        w: whatever the product takes: rows `[I, O]` of a matrix, for example.
+        x: this device's columns of all R rows.
+        w: argument of the product, such as rows `[I, O]` of a matrix.
         axis, product, route: see `all_gather_matmul`.
-        dtype: of the sums on their way and of the result, by default that of the products. These may be wider.
+        dtype: dtype of the travelling sums and of the result, by default that of the products. The products may be wider.
 
     Returns:
-        `[R / devices, O]`, or a tree of such.
+        `[R / devices, O]` or a tree of such arrays.
 
     Raises:
         ValueError: the devices do not divide the rows.
@@ -265,9 +268,9 @@ def matmul_reduce_scatter(
 
     def visit(sums: list[Tree], here: Sequence[Sequence[Array]]) -> list[Tree]:
         arriving = [shift(total, axis, -way.by) for way, total in zip(ways, sums, strict=False)]
-        made = [[product(part, w) for part in each] for each in here]  # while those arrive
-        joined = [_added(new, dtype, total) for total, new in zip(arriving, made, strict=False)]
-        return joined + [_added(new, dtype) for new in made[len(arriving) :]]
+        addends = [[product(part, w) for part in each] for each in here]  # in parallel to the arrivals
+        joined = [_added(new, dtype, total) for total, new in zip(arriving, addends, strict=False)]
+        return joined + [_added(new, dtype) for new in addends[len(arriving) :]]
 
     sums = []
     repeated = route.loop(size)
@@ -284,7 +287,7 @@ def matmul_reduce_scatter(
 
 
 def _parts(x: Array, ways: Sequence[RingDirection], chunk: int, axis: Axis) -> dict[int, tuple[Array, ...]]:
-    """For each hop the chunks of the device so far ahead."""
+    """Splits rows into chunks, by the number of places that their device is ahead."""
     hops = [0, *(way.by * hop for way in ways for hop in range(1, way.hops + 1))]
     tiles = sliced(x, row_starts(hops, len(x) // len(hops), chunk, axis))
     per = len(tiles) // len(hops)
@@ -292,13 +295,13 @@ def _parts(x: Array, ways: Sequence[RingDirection], chunk: int, axis: Axis) -> d
 
 
 def _added(new: Tree, dtype: DTypeLike | None, *totals: Tree) -> Tree:
-    """The sum of what came, `totals` in their order, and what is new, rounded once."""
+    """Adds `new` to the received `totals`, in order, and rounds the sum once."""
 
-    def of(own: Array, *came: Array) -> Array:
-        before = [each.astype(own.dtype) for each in came]
-        return (sum(before[1:], start=before[0]) + own if before else own).astype(dtype or own.dtype)
+    def add(addend: Array, *received: Array) -> Array:
+        before = [each.astype(addend.dtype) for each in received]
+        return (sum(before[1:], start=before[0]) + addend if before else addend).astype(dtype or addend.dtype)
 
-    return jax.tree.map(of, new, *totals)
+    return jax.tree.map(add, new, *totals)
 
 
 def all_gather(x: Shaped[Array, "M ..."], axis: Axis, route: Route = Route()) -> Shaped[Array, "R ..."]:
@@ -309,16 +312,16 @@ def all_gather(x: Shaped[Array, "M ..."], axis: Axis, route: Route = Route()) ->
 def reduce_scatter(x: Shaped[Array, "R ..."], axis: Axis, route: Route = Route()) -> Shaped[Array, "M ..."]:
     """`jax.lax.psum_scatter(x, axis, tiled=True)` by hops between neighbours.
 
-    The order of the sum is that of `matmul_reduce_scatter`, which raises the same.
+    The order of the sum and the errors are those of `matmul_reduce_scatter`.
     """
     return matmul_reduce_scatter(x, None, axis, _rows_alone, route)
 
 
 def all_reduce(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> Float[Array, "R ..."]:
-    """`jax.lax.psum(x, axis)` by `reduce_scatter` and `all_gather`: the same bits on all devices, rows summed in that order.
+    """`jax.lax.psum(x, axis)` by `reduce_scatter` and `all_gather`, with equal bits on all devices.
 
-    Rows that the devices do not divide are taken for one row of numbers each, in as many pieces as there are devices: so
-    little is sent for a few rows as for many, and at most a number per device is padding. A chunk of such pieces is the whole.
+    Rows that the devices do not divide are flattened and split into one piece per device, with at most one element of padding
+    per device. Such pieces travel in one chunk.
     """
     size = jax.lax.axis_size(axis)
     if len(x) % size == 0:
@@ -329,10 +332,10 @@ def all_reduce(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> 
 
 
 def shard_rows(rows: int, axis: Axis) -> int:
-    """A device's share of so many rows.
+    """Returns the number of rows per device.
 
     Raises:
-        ValueError: the devices do not divide them.
+        ValueError: the devices do not divide the rows.
     """
     size = jax.lax.axis_size(axis)
     if rows % size:
@@ -341,20 +344,20 @@ def shard_rows(rows: int, axis: Axis) -> int:
 
 
 def farthest(ways: Sequence[RingDirection]) -> int:
-    """Hops of the longest way; none of a single device."""
+    """Number of hops of the longest direction; 0 for a single device."""
     return max((way.hops for way in ways), default=0)
 
 
 def row_starts(hops: Iterable[int], rows: int, chunk: int, axis: Axis) -> tuple[Array, ...]:
-    """First rows of chunks among the rows of all devices: for each hop those of the shard of the device so far ahead."""
+    """First row of each chunk among the rows of all devices, by the places that the chunk's device is ahead."""
     size = jax.lax.axis_size(axis)
-    own = jax.lax.axis_index(axis)
-    return tuple((own + hop) % size * rows + first for hop in hops for first in range(0, rows, chunk))
+    index = jax.lax.axis_index(axis)
+    return tuple((index + hop) % size * rows + first for hop in hops for first in range(0, rows, chunk))
 
 
 @jax.custom_vjp
 def placed(tiles: tuple[Array, ...], starts: tuple[Array, ...]) -> Array:
-    """Tiles of as many rows each, which begin in the whole at `starts` and cover it."""
+    """Joins tiles of equal size that cover the whole, each beginning at its row in `starts`."""
     whole = jax.lax.empty((len(tiles) * len(tiles[0]), *tiles[0].shape[1:]), tiles[0].dtype)
     for tile, start in zip(tiles, starts, strict=True):
         whole = jax.lax.dynamic_update_slice_in_dim(whole, tile, start, 0)
@@ -363,13 +366,13 @@ def placed(tiles: tuple[Array, ...], starts: tuple[Array, ...]) -> Array:
 
 @jax.custom_vjp
 def sliced(whole: Array, starts: tuple[Array, ...]) -> tuple[Array, ...]:
-    """The inverse of `placed`."""
+    """Splits an array into tiles that begin at `starts`; the inverse of `placed`."""
     size = len(whole) // len(starts)
     return tuple(jax.lax.dynamic_slice_in_dim(whole, start, size) for start in starts)
 
 
-# They are permutations of rows, so that each is the other's transpose. JAX does not know that tiles cover the whole: it would
-# write zeros in their places, or add as many whole arrays as there are tiles.
+# `placed` and `sliced` permute rows, so each is the other's transpose. JAX does not know that tiles cover the whole: its own
+# gradient would write zeros in place of each tile, or add one whole array per tile.
 placed.defvjp(
     lambda tiles, starts: (placed(tiles, starts), starts), lambda starts, cotangent: (sliced(cotangent, starts), None)
 )
@@ -379,21 +382,21 @@ sliced.defvjp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def weighted(product: Product, w: Any, rows: Array, made: Tree) -> Tree:
-    """A product of rows and constant weights as it was made, with the weights' gradient.
+def weighted(product: Product, w: Any, rows: Array, result: Tree) -> Tree:
+    """Returns a product's result that was computed with constant weights, and adds the weights' gradient.
 
-    That is one product over all rows: a sum of as many as there are tiles would go through memory as often.
+    The gradient is one matmul over all rows; a sum over tiles would pass through memory once per tile.
     """
-    return made
+    return result
 
 
-def _weights_backward(product: Product, kept: tuple[Any, Array], cotangent: Tree) -> tuple[Any, None, Tree]:
-    w, rows = kept
+def _weights_backward(product: Product, residuals: tuple[Any, Array], cotangent: Tree) -> tuple[Any, None, Tree]:
+    w, rows = residuals
     _, back = jax.vjp(lambda w: product(rows, w), w)
     return *back(cotangent), None, cotangent
 
 
-weighted.defvjp(lambda product, w, rows, made: (made, (w, rows)), _weights_backward)
+weighted.defvjp(lambda product, w, rows, result: (result, (w, rows)), _weights_backward)
 
 
 def _rows_alone(rows: Array, _: None) -> Array:

@@ -1,7 +1,7 @@
-"""Some rows of a batch, out of whatever belongs to its rows: arrays whose first dim is the batch, and caches.
+"""Slices of a batch by rows: of arrays with the batch as first dim, and of caches.
 
-A cache that keeps its rows in another way, in pages for example, says itself what some of them are: it has methods `rows` and
-`with_rows`, of the same meaning as the functions here.
+A cache with another layout, such as pages, slices itself: it has methods `rows` and `with_rows`, equivalent to the functions
+here.
 """
 
 from typing import Any, TypeVar
@@ -17,18 +17,18 @@ def has_rows(part: Any) -> bool:
 
 
 def rows_of(tree: Tree, first: int | Array, count: int) -> Tree:
-    """The rows from `first` on, `count` of them."""
+    """Returns `count` rows of each leaf, from `first` on."""
 
-    def of(part: Any) -> Any:
+    def slice_rows(part: Any) -> Any:
         return part.rows(first, count) if has_rows(part) else jax.lax.dynamic_slice_in_dim(part, first, count)
 
-    return jax.tree.map(of, tree, is_leaf=has_rows)
+    return jax.tree.map(slice_rows, tree, is_leaf=has_rows)
 
 
 def with_rows(tree: Tree, first: int | Array, some: Tree) -> Tree:
-    """The tree with the rows from `first` on replaced by `some`, as `rows_of` gave them."""
+    """Returns the tree with the rows from `first` on replaced by `some`, a result of `rows_of`."""
 
-    def of(part: Any, rows: Any) -> Any:
+    def update_rows(part: Any, rows: Any) -> Any:
         return part.with_rows(first, rows) if has_rows(part) else jax.lax.dynamic_update_slice_in_dim(part, rows, first, 0)
 
-    return jax.tree.map(of, tree, some, is_leaf=has_rows)
+    return jax.tree.map(update_rows, tree, some, is_leaf=has_rows)

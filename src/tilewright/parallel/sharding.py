@@ -1,8 +1,8 @@
-"""Which part of each array a device holds: shardings derived from declared axes, a mesh and a table of rules.
+"""Shardings of declared arrays, from their logical axes, a mesh and a table of rules.
 
-A model declares what each dim of an array is (its logical axis: "vocab", "heads", "mlp"). A rule maps a logical axis to the
-mesh axis, or axes, that divide such dims, or to None where every device holds the whole dim. Every logical axis needs a rule,
-so that nothing is replicated by oversight.
+A model declares a logical axis for each dim of an array ("vocab", "heads", "mlp"). A rule maps a logical axis to the mesh axis
+or axes that shard such dims, or to None for replication. Every logical axis needs a rule, so that no array is replicated by
+oversight.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,11 @@ Tree = TypeVar("Tree")
 
 @runtime_checkable
 class Declared(Protocol):
-    """Protocol of a declared array (`models.params.ArraySpec` offers it).
+    """Protocol of a declared array, such as `models.params.ArraySpec`.
 
-    `axes` holds the logical axis of each dim; `units`, where it is not empty, how many entries of each dim stay together.
+    Attributes:
+        axes: logical axis of each dim.
+        units: number of entries of each dim that stay together; empty for 1 each.
     """
 
     @property
@@ -35,12 +37,12 @@ class Declared(Protocol):
 
 
 MeshAxes = str | tuple[str, ...]
-"""One or several; the first of several cuts a dim into the largest pieces, and the next one cuts those."""
+"""A mesh axis or several; the first of several is the outermost."""
 
 
 @dataclass(frozen=True)
 class IfDivides:
-    """A rule under which a dim that does not divide evenly is held whole by every device, instead of being an error."""
+    """A rule that replicates a dim which does not divide evenly, instead of raising an error."""
 
     axes: MeshAxes
 
@@ -74,7 +76,7 @@ WHOLE: Rules = MappingProxyType(
         )
     )
 )
-"""Every device holds everything."""
+"""Rules that replicate everything."""
 
 DIVIDED = (
     "vocab",
@@ -87,14 +89,15 @@ DIVIDED = (
     "delta_values",
     "delta_heads",
 )
-"""Axes that tensor parallelism divides over all devices; key/value heads besides."""
+"""Logical axes that tensor parallelism shards over all devices; key/value heads have rules of their own."""
 
 TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, **dict.fromkeys((*DIVIDED, "kv_heads"), "tp")})
-"""Heads, MLP columns, experts and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019). With more devices than key/value
-heads, see `GROUPED`: a device must hold the very head that its queries read."""
+"""Rules that shard heads, MLP columns, experts and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019).
+
+With more devices than key/value heads use `GROUPED`: a device must have the key/value heads that its queries read."""
 
 GROUPED_AXES = ("kv", "group")
-"""Axes that `grouped_mesh` makes of one axis. Together they are the axis of a schedule."""
+"""Mesh axes that `grouped_mesh` makes from one axis; together they are the axis of a tensor-parallel strategy."""
 
 GROUPED: Rules = MappingProxyType(
     {
@@ -103,35 +106,33 @@ GROUPED: Rules = MappingProxyType(
         "kv_heads": "kv",
     }
 )
-"""Tensor parallelism over a `grouped_mesh`: the devices of a "group" hold the same key/value heads, and share their queries.
-Nothing else is held twice; of weights and caches, "kv" divides what belongs to key/value heads."""
+"""Rules of tensor parallelism over a `grouped_mesh`: devices of a "group" replicate key/value heads and share their queries.
 
-FULLY_SHARDED: Rules = MappingProxyType({**WHOLE, "hidden": "fsdp"})
-"""The hidden dim of every array over "fsdp": no array is whole anywhere but the norms of single heads (Rajbhandari et al.,
-"ZeRO", 2020, stage 3)."""
+Weights and caches of key/value heads are sharded over "kv"; nothing else is replicated."""
 
 FULLY_SHARDED_TENSOR_PARALLEL: Rules = MappingProxyType({**TENSOR_PARALLEL, "kv_heads": IfDivides("tp"), "hidden": "fsdp"})
-"""Both, over a mesh of "fsdp" and "tp", for programs that the compiler divides: where there are fewer key/value heads than
-devices of "tp", each of these holds all of them."""
+"""Rules of fully sharded training with tensor parallelism, for programs that the compiler shards (GSPMD).
 
+The hidden dim is sharded over "fsdp" (Rajbhandari et al., "ZeRO", 2020, stage 3), other dims as in `TENSOR_PARALLEL`. Norms of
+single heads have no hidden dim and are replicated. Key/value heads that "tp" does not divide are replicated over "tp"."""
 
 FULLY_SHARDED_GROUPED: Rules = MappingProxyType({**GROUPED, "hidden": "fsdp"})
-"""`GROUPED`, and the hidden dim over "fsdp": for programs that gather weights themselves (`fully_sharded.py`)."""
+"""Rules of `GROUPED` with the hidden dim over "fsdp", for programs that gather weights themselves (`fully_sharded.py`)."""
 
 
 def grouped_mesh(mesh: Mesh, axis: str, *, heads: int, kv_heads: int, **others: int) -> Mesh:
-    """The mesh with one axis cut in two, `GROUPED_AXES`, for tensor parallelism over any number of devices.
+    """Splits one axis of a mesh into `GROUPED_AXES`, for tensor parallelism over more devices than key/value heads.
 
-    "kv" is as long as key/value heads can be divided, and "group" has the devices that share one of them.
+    The size of "kv" is the greatest common divisor of devices and key/value heads; devices of a "group" share heads.
 
     Args:
-        axis: that divides a model's layers.
-        heads, kv_heads: of the model.
-        others: whatever else is divided over all devices, under its name: `vocabulary=128256`.
+        axis: mesh axis of tensor parallelism.
+        heads, kv_heads: number of query heads and of key/value heads.
+        others: further sizes that the devices must divide, by name, such as `vocabulary=128256`.
 
     Raises:
-        ValueError: the mesh has no such axis, the devices do not divide the heads or something else, or they neither divide the
-            key/value heads nor are a multiple of them. It says how many devices could.
+        ValueError: the mesh lacks the axis; the devices do not divide the heads or another size; or they neither divide the
+            key/value heads nor are a multiple of them. The message lists the numbers of devices that fit.
     """
     if axis not in mesh.shape:
         raise ValueError(f"expected a mesh with the axis {axis!r}, found {', '.join(mesh.shape)}")
@@ -145,7 +146,7 @@ def grouped_mesh(mesh: Mesh, axis: str, *, heads: int, kv_heads: int, **others: 
 
 
 def grouping(size: int, *, heads: int, kv_heads: int, **others: int) -> tuple[int, int]:
-    """Sizes of `GROUPED_AXES` over so many devices.
+    """Sizes of `GROUPED_AXES` for `size` devices.
 
     Raises:
         ValueError: see `grouped_mesh`.
@@ -157,17 +158,17 @@ def grouping(size: int, *, heads: int, kv_heads: int, **others: int) -> tuple[in
 
     if not fits(size):
         expected = ", ".join(f"{count} {name}" for name, count in whole.items())
-        could = [n for n in range(1, gcd(*whole.values()) + 1) if fits(n)]
+        fitting = [n for n in range(1, gcd(*whole.values()) + 1) if fits(n)]
         raise ValueError(
             f"expected devices that divide {expected}, and that divide {kv_heads} key/value heads or are a multiple of them: "
-            f"{', '.join(map(str, could))}; found {size}"
+            f"{', '.join(map(str, fitting))}; found {size}"
         )
     kv = gcd(size, kv_heads)
     return kv, size // kv
 
 
 def shardings(specs: Tree, mesh: Mesh | AbstractMesh, rules: Rules) -> Tree:
-    """The tree with a `NamedSharding` for each declared array: for loading, initialisation, abstract shapes and `jax.jit`.
+    """Returns a tree with the `NamedSharding` of each declared array.
 
     Raises:
         ValueError: see `partition`.
@@ -176,17 +177,17 @@ def shardings(specs: Tree, mesh: Mesh | AbstractMesh, rules: Rules) -> Tree:
 
 
 def shard_entries(specs: Tree, shardings: Tree) -> int:
-    """Entries of all declared arrays of a tree that each device holds, under a tree of their shardings."""
+    """Number of entries of all declared arrays per device, under a tree of their shardings."""
     sizes = jax.tree.map(lambda spec, sharding: prod(sharding.shard_shape(spec.shape)), specs, shardings)
     return sum(jax.tree.leaves(sizes))
 
 
 def partition(spec: Declared, mesh_sizes: Mapping[str, int], rules: Rules) -> PartitionSpec:
-    """Partition spec of one array over a mesh, whose axes have these sizes.
+    """Returns the partition spec of one array, over a mesh with axes of these sizes.
 
     Raises:
-        ValueError: a logical axis without a rule, a rule that names an axis that the mesh has not, a dim whose units do not
-            divide evenly, or a mesh axis that would divide two dims.
+        ValueError: a logical axis has no rule; a rule names an axis missing from the mesh; the units of a dim do not divide
+            evenly; or a mesh axis would shard two dims.
     """
     units = spec.units or (1,) * len(spec.shape)
     dims = list(zip(spec.shape, spec.axes, units, strict=True))
@@ -195,15 +196,15 @@ def partition(spec: Declared, mesh_sizes: Mapping[str, int], rules: Rules) -> Pa
     if twice := sorted({axis for axis in used if used.count(axis) > 1}):
         found = ", ".join(f"{axis!r} over {' × '.join(axes)}" for axis, axes in zip(spec.axes, divided, strict=True) if axes)
         raise ValueError(f"{spec.name}: expected {' and '.join(twice)} to divide one dim at most, found {found}")
-    # Dims at the end that nothing divides are left out, as JAX does in what it returns: written otherwise, an equal sharding
-    # would be another one to its caches, and a step whose result goes into the next would compile twice.
+    # Trailing replicated dims are left out, as in the specs that JAX returns. JAX's caches tell equal shardings with different
+    # specs apart, and a train step with its own result as input would compile twice.
     while divided and not divided[-1]:
         divided.pop()
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in divided))
 
 
 def _axes_of_dim(name: str, size: int, axis: str, unit: int, mesh_sizes: Mapping[str, int], rules: Rules) -> tuple[str, ...]:
-    """The mesh axes that divide a dim of `size` entries, of which each `unit` stay together."""
+    """Returns the mesh axes that shard a dim of `size` entries in units of `unit` entries."""
     if axis not in rules:
         raise ValueError(f"{name}: expected a rule for each logical axis, found none for {axis!r}, only {', '.join(rules)}")
     rule = rules[axis]

@@ -1,32 +1,31 @@
-"""Token threading: a zero that is handed from collective to collective and fixes their order in the compiled program.
+"""Token threading: a zero passed from collective to collective fixes their order in the compiled program.
 
-A compiler is free to run collectives that don't depend on one another in any order: those of weights all at the earliest point,
-where they contend with those of activations, or each just before its use, where nothing hides it. `thread` makes each wait for
-the one before it, by a dependency that the optimisers keep, and tags it with what it is for:
+A compiler may run independent collectives in any order: all weight gathers at the earliest point, where they contend with
+collectives of activations, or each gather right before its use, where nothing hides it. `thread` makes each collective wait for
+the one before it, by a dependency that optimisers keep, and tags it with its purpose:
 
     token = tokens.new_token()
     w, token = tokens.thread(token, jax.lax.all_gather, shard, "fsdp", tiled=True, kind="fsdp_all_gather", stream=1)
     y, token = tokens.thread(token, jax.lax.psum, x @ w, "tp", kind="tp_all_reduce")
 
-Collectives of one token follow one another: the next begins when the one before it has ended. Those of different tokens don't
-wait for one another, so that a chain for weights and another for activations can be under way at the same time. For weights to
-be gathered under a layer's products, put them between that layer's collectives in one chain: where nothing waits for them
-after the products, a compiler begins them late. `done` makes a token of whatever has been computed; where a token is taken,
-a tuple of several is, all of which are waited for.
+Collectives of one chain of tokens run one after another. Collectives of different chains do not wait for each other, so a chain
+for weights and one for activations can be in flight together. To gather weights under a layer's matmuls, place the gathers
+between that layer's collectives in one chain: if no later collective waits for them, a compiler begins them late. `done` makes
+a token from any computed values. Functions that take a token also take a tuple of tokens and wait for all of them.
 
-The gradient's collectives are threaded too, each token's in reverse: the token's cotangent is the token of the backward pass.
-For that, `wait` and `done` are each other's transpose. Layers that are to run again in the backward pass go through
-`checkpoint`. Tokens are float32 scalars, always zero: they can be in the carry of a `jax.lax.scan`, and arguments and results
-of functions under `jax.jit` and `jax.shard_map`.
+Collectives of the gradient are threaded in reverse order: the cotangent of a token is the token of the backward pass. `wait`
+and `done` are each other's transpose. Use `checkpoint` for layers that run again in the backward pass. Tokens are float32
+scalars equal to zero; they may be in the carry of a `jax.lax.scan`, and arguments and results of functions under `jax.jit` and
+`jax.shard_map`.
 
-What holds the order: on TPUs `jax.lax.optimization_barrier`, of which nothing is left in a compiled program. No program was run
-on one: what is known of them is what their compiler makes, as `tests/parallel/test_tokens_tpu.py` has it for v5e and v6e. Other
-accelerators get the same barriers, and nothing has been seen of them.
+On TPUs, `jax.lax.optimization_barrier` holds the order and leaves nothing in the compiled program. No program has run on a TPU:
+`tests/parallel/test_tokens_tpu.py` checks the compiled programs for v5e and v6e. Other accelerators get the same barriers,
+untested.
 
-XLA's CPU compiler drops barriers before it orders anything, so that the order must be held by data, which costs something. A
-token is a number that is computed of the result and is zero, though the compiler can't know, and an entry of the next operand
-is written anew at that index: where it is, but in a copy if it is a program's argument, for these are not written to. A result
-stays in memory until its token is taken, which the compiler does when the next collective needs it.
+XLA's CPU compiler drops barriers before it orders operations. There, data holds the order, at some cost. A token is a zero that
+is computed from the result in a way that the compiler cannot simplify, and an entry of the next operand is rewritten at the
+token's index. The write is in place, or in a copy for arguments of the program. A result stays in memory until its token is
+computed, which happens when the next collective needs the token.
 
 After "Token Threading for FSDP" in the AWS Neuron SDK's "Overlapping compute and communication", whose compiler adds a
 one-element tensor to each collective's operands, keeps the order, and drops the tensors again.
@@ -50,45 +49,45 @@ from jax.interpreters import batching, mlir, partial_eval
 Tree = TypeVar("Tree")
 
 Token = Array | tuple[Any, ...]
-"""A float32 scalar that is zero, or several of them, also tuples of them; none at all in an empty tuple."""
+"""A float32 scalar equal to zero, or a (nested, possibly empty) tuple of such scalars."""
 
 
 def new_token() -> Array:
-    """A token that nothing has to be waited for."""
-    with jax.ensure_compile_time_eval():  # a number and not an operation, which tells it from other tokens
+    """Returns a token that begins a chain: no collective waits for it."""
+    with jax.ensure_compile_time_eval():  # a constant, which distinguishes it from other tokens
         return jnp.zeros((), jnp.float32)
 
 
 def thread(
     token: Token, collective: Callable[..., Any], *operands: Any, kind: str, stream: int = 0, **options: Any
 ) -> tuple[Any, Array]:
-    """Runs a collective after what the token stands for.
+    """Runs a collective after the operations of the token.
 
     Args:
-        token: of what comes before it.
-        collective: any function, one of `jax.lax`'s or one of several steps, such as those of `rings`.
-        operands: its arguments; the arrays among them, in any pytrees, wait for the token.
-        kind: `collective_type` of its operations, among the frontend attributes of HLO; the gradient's have the same.
-        stream: `stream_id` of its operations. Neuron runs those of one stream one after another, and several streams at a time;
-            to other compilers it is only a tag. What waits for what is up to the tokens.
-        options: its keyword arguments.
+        token: token of the operations to wait for.
+        collective: any function: a collective of `jax.lax`, or one of several steps, such as those of `rings`.
+        operands: positional arguments of the collective; arrays in any pytrees wait for the token.
+        kind: `collective_type` of the operations, a frontend attribute of HLO; also of the gradient's operations.
+        stream: `stream_id` of the operations. Neuron runs the operations of a stream one after another, and several streams at
+            a time. Other compilers ignore it. The order of operations depends on tokens only.
+        options: keyword arguments of the collective.
 
     Returns:
-        what it returns, and the token of it.
+        the collective's result, and its token.
 
     Raises:
         ValueError: no array among the operands, an empty kind, or a stream below 0.
     """
     if not kind or stream < 0:
         raise ValueError(f"expected the kind of a collective and a stream from 0, found {kind!r} and {stream}")
-    operands, passed = _tied(_wait, token, operands)
+    operands, tokens = _tied(_wait, token, operands)
     with set_xla_metadata(collective_type=kind, stream_id=str(stream)):
         result = collective(*operands, **options)
-    return done(result, tuple(passed))
+    return done(result, tuple(tokens))
 
 
 def wait(token: Token, values: Tree) -> Tree:
-    """The values, once what the token stands for is done; those of a pytree that are no arrays as they are.
+    """Returns the values, available after the operations of the token; leaves other than arrays are unchanged.
 
     Raises:
         ValueError: no array among the values.
@@ -97,11 +96,11 @@ def wait(token: Token, values: Tree) -> Tree:
 
 
 def done(values: Tree, token: Token = ()) -> tuple[Tree, Array]:
-    """The values, and a token of them. Whatever reads the values that come back reads them as if there were no token.
+    """Returns the values unchanged, and a token of their computation.
 
     Args:
-        token: of the same chain, which the values then wait for too. Without one a chain begins. Hand tokens on where you can:
-            TPUs' compiler loses the order of collectives whose chains begin anew after each of them.
+        token: token of the same chain; the values also wait for it. Without a token, a new chain begins. Pass tokens on where
+            possible: the TPU compiler loses the order of collectives where each of them begins a new chain.
 
     Raises:
         ValueError: no array among the values.
@@ -110,24 +109,24 @@ def done(values: Tree, token: Token = ()) -> tuple[Tree, Array]:
 
 
 def joined(*tokens: Token) -> Array:
-    """One token of several, done when all of them are: for where a single one is asked for, such as a loop's carry."""
+    """Joins tokens into one scalar token, for example for the carry of a loop."""
     return reduce(add, jax.tree.leaves(tokens))
 
 
 def checkpoint(layer: Callable[..., tuple[Any, Array]]) -> Callable[..., tuple[Any, Array]]:
-    """`jax.checkpoint` for threaded functions: what is computed again in the backward pass takes its place in its chain.
+    """`jax.checkpoint` for threaded functions: recomputed collectives are threaded into the chain of the backward pass.
 
-    A layer's collectives run again after those of the backward pass of the layer behind it, and before its own; those whose
-    results the gradient does not need don't (`jax.jit` drops them; a JAX that cannot be told runs them, and a warning says so).
-    `jax.checkpoint` itself would give them the token of the forward pass, which says nothing of when the backward pass has come
-    to them.
+    A layer's recomputed collectives run after the backward collectives of the next layer and before its own. Collectives with
+    results that the gradient does not need are dropped by `jax.jit`; a JAX version without `dce_rules` runs them, with a
+    warning. `jax.checkpoint` would thread the recomputed collectives by the token of the forward pass, which does not order
+    them within the backward pass.
 
     Args:
-        layer: `layer(token, *operands) -> (result, token)`, of arrays in any pytrees. The gradient is taken by the operands
-            alone: what it reads besides them must not depend on what is differentiated.
+        layer: `layer(token, *operands) -> (result, token)`, for arrays in any pytrees. It is differentiated by the operands
+            only; values that it closes over must not depend on differentiated values.
     """
     if not DROPS_UNREAD:
-        message = f"JAX {jax.__version__} has no dce_rules: what runs again includes collectives whose results nothing reads"
+        message = f"JAX {jax.__version__} has no dce_rules: recomputation includes collectives with unused results"
         warnings.warn(message, stacklevel=2)
 
     @jax.custom_vjp
@@ -148,19 +147,19 @@ def checkpoint(layer: Callable[..., tuple[Any, Array]]) -> Callable[..., tuple[A
 
 
 def _tied(tie: Callable[..., Any], token: Token, values: Any) -> Any:
-    """The values' pytree with its arrays tied, and the token or tokens that come with them."""
+    """Applies `tie` to the arrays of a pytree and the tokens; returns the tied pytree and the new token or tokens."""
     leaves, tree = jax.tree.flatten(values)
     arrays = _arrays(leaves)
-    # What is known while a program is traced need not be waited for.
+    # A constant token begins a chain and needs no wait.
     tokens = [each for each in jax.tree.leaves(token) if isinstance(each, Tracer)]
-    made, passed = tie(tokens, [leaves[at] for at in arrays])
-    for at, value in zip(arrays, made, strict=True):
+    values, new_tokens = tie(tokens, [leaves[at] for at in arrays])
+    for at, value in zip(arrays, values, strict=True):
         leaves[at] = value
-    return tree.unflatten(leaves), passed
+    return tree.unflatten(leaves), new_tokens
 
 
 def _arrays(leaves: list[Any]) -> list[int]:
-    """Which leaves are arrays with anything in them."""
+    """Indices of leaves that are non-empty arrays."""
     found = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Array | np.ndarray) and leaf.size]
     if not found:
         raise ValueError(f"expected an array to tie a token to, found {', '.join(map(str, leaves)) or 'nothing'}")
@@ -178,8 +177,8 @@ def _wait_forward(tokens: list[Array], values: list[Array]) -> tuple[tuple[list[
 
 def _wait_backward(count: int, cotangent: tuple[list[Any], list[Array]]) -> tuple[list[Array], list[Any]]:
     values, tokens = cotangent
-    made, token = _token_of(tokens, [each for each in values if _is_real(each)])
-    return [token] * count, _put_back(values, made)
+    real, token = _token_of(tokens, [each for each in values if _is_real(each)])
+    return [token] * count, _put_back(values, real)
 
 
 @jax.custom_vjp
@@ -197,7 +196,7 @@ def _done_backward(count: int, cotangent: tuple[list[Any], Array]) -> tuple[list
 
 
 def _put_back(values: list[Any], real: list[Array]) -> list[Any]:
-    """The cotangents, those with numbers in them replaced."""
+    """Replaces the real cotangents; see `_is_real`."""
     left = iter(real)
     return [next(left) if _is_real(each) else each for each in values]
 
@@ -207,17 +206,17 @@ _done.defvjp(_done_forward, _done_backward)
 
 
 def _is_real(cotangent: Any) -> bool:
-    """Whether there is a number in it: integers' cotangents have none."""
+    """Returns False for the empty cotangents (`float0`) of integers."""
     return cotangent.dtype != jax.dtypes.float0
 
 
 def _after(tokens: list[Array], values: list[Array]) -> list[Array]:
-    """The values, tied to the tokens."""
+    """Ties values to tokens."""
     return AFTER.bind(*tokens, *values, count=len(tokens)) if tokens and values else values
 
 
 def _token_of(tokens: list[Array], values: list[Array]) -> tuple[list[Array], Array]:
-    """The values, and a zero tied to them and to the tokens."""
+    """Returns the values, and a zero tied to the values and the tokens."""
     tokens = tokens or [new_token()]
     if not values:
         return values, tokens[0]
@@ -230,8 +229,7 @@ def _barrier_after(*args: Array, count: int) -> list[Array]:
 
 
 def _barrier_and_token(*args: Array, count: int) -> list[Array]:
-    """The token goes through the barriers of its chain from the first to the last: of those around a constant nothing is left.
-    The values must come out of them too."""
+    """Passes the first token and the values through one barrier; the compiler drops barriers around constants."""
     token, *values = [each for at, each in enumerate(jax.lax.optimization_barrier(args)) if at == 0 or at >= count]
     return [token, *values]
 
@@ -245,7 +243,7 @@ def _computed_token(*args: Array, count: int) -> list[Array]:
 
 
 def _written_anew(tokens: list[Array], values: list[Array]) -> list[Array]:
-    """The values, their first entry written to where it is, which is at the index that the tokens' sum gives."""
+    """Rewrites the first entry of each value in place, at the index that the sum of the tokens gives."""
     first = reduce(add, tokens).astype(jnp.int32)
 
     def written(value: Array) -> Array:
@@ -257,7 +255,7 @@ def _written_anew(tokens: list[Array], values: list[Array]) -> list[Array]:
 
 
 def _zero_of(value: Array) -> Array:
-    """Computed of a value's first entry, whatever that is: no number has 128 bits that are one."""
+    """Computes a zero from a value's first entry: no number has 128 set bits."""
     entry = jax.lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
     if jnp.issubdtype(entry.dtype, jnp.complexfloating):
         entry = entry.real
@@ -268,31 +266,39 @@ def _zero_of(value: Array) -> Array:
 
 
 def _primitive(name: str, shapes: Any, dims: Any, barrier: Callable[..., Any], on_cpu: Callable[..., Any]) -> Primitive:
-    """An operation that is lowered in one way for CPUs and in another for all else, without the branch around it that
-    `jax.lax.platform_dependent` leaves."""
-    made = Primitive(name)
-    made.multiple_results = True
-    made.def_impl(lambda *args, **options: jax.jit(partial(made.bind, **options))(*args))
-    made.def_abstract_eval(shapes)
-    mlir.register_lowering(made, mlir.lower_fun(barrier, multiple_results=True))
-    mlir.register_lowering(made, mlir.lower_fun(on_cpu, multiple_results=True), platform="cpu")
-    batching.primitive_batchers[made] = lambda args, at, **options: (made.bind(*args, **options), dims(at, **options))
-    return made
+    """Makes a primitive with one lowering for CPUs and one for other platforms.
+
+    `jax.lax.platform_dependent` would leave a branch around the operation.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *args, **options: jax.jit(partial(primitive.bind, **options))(*args))
+    primitive.def_abstract_eval(shapes)
+    mlir.register_lowering(primitive, mlir.lower_fun(barrier, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(on_cpu, multiple_results=True), platform="cpu")
+    batching.primitive_batchers[primitive] = lambda args, at, **options: (
+        primitive.bind(*args, **options),
+        dims(at, **options),
+    )
+    return primitive
 
 
-AFTER = _primitive("wait", lambda *of, count: of[count:], lambda at, count: at[count:], _barrier_after, _computed_after)
+AFTER = _primitive("wait", lambda *args, count: args[count:], lambda at, count: at[count:], _barrier_after, _computed_after)
 TOKEN_OF = _primitive(
     "done",
-    lambda *of, count: [of[0], *of[count:]],
+    lambda *args, count: [args[0], *args[count:]],
     lambda at, count: [at[0], *at[count:]],
     _barrier_and_token,
     _computed_token,
 )
 
 
-def _token_alone(read: list[bool], *of: Any) -> tuple[list[bool], Any]:
-    """Where nothing reads the values, the token does not wait for them either. JAX 0.12 passes more before the equation."""
-    *_, eqn = of
+def _token_alone(read: list[bool], *args: Any) -> tuple[list[bool], Any]:
+    """Drops unused values from the equation; the token then does not wait for them.
+
+    JAX 0.12 passes further arguments before the equation.
+    """
+    *_, eqn = args
     count = eqn.params["count"]
     if not any(read):
         return [False] * len(eqn.invars), None
@@ -302,7 +308,7 @@ def _token_alone(read: list[bool], *of: Any) -> tuple[list[bool], Any]:
     return [at < count for at in range(len(eqn.invars))], alone
 
 
-# JAX drops what nothing reads as it lowers a program; how it is told what a primitive reads is not documented.
+# JAX drops unused results when it lowers a program, by rules per primitive that are undocumented.
 DROPS_UNREAD = hasattr(partial_eval, "dce_rules")
 if DROPS_UNREAD:
     partial_eval.dce_rules[TOKEN_OF] = _token_alone

@@ -1,5 +1,5 @@
-"""Times that programs would take on chips that are not here, from compiled text and shapes: never from a model.
+"""Performance models: predicted times of programs on absent chips, from compiled text and shapes.
 
-`schedule` and `timeline` are for programs that were compiled for TPUs; the other files are a discrete-event model of Neuron
-chips (it needs the `neuron` extra, SimPy), programs for it, and plans.
+`schedule` and `timeline` model programs compiled for TPUs. The other modules are a discrete-event model of Neuron chips (needs
+the `neuron` extra, SimPy), programs for it, and plans.
 """

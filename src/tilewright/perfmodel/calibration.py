@@ -1,7 +1,7 @@
-"""Constants of a model fitted to measured collectives and products, with their uncertainty and the errors of held-out times.
+"""Calibration: model constants fitted to measured collectives and matmuls, with uncertainty and errors on held-out times.
 
-Two kinds of files are read: what `tilewright bench overlap --micro --json` wrote on several devices, and the output of
-`nccom-test`, AWS's tester of collectives, with its command line above each table.
+Two kinds of files are read: JSON of `tilewright bench overlap --micro --json` on several devices, and the output of
+    `nccom-test`, AWS's tester of collectives, with its command line above each table.
 """
 
 import json
@@ -28,16 +28,16 @@ PRODUCT = "product"
 MEMORY = "memory"
 
 LEAST_POINTS = 4
-"""Points that a file needs: half of them are fitted, the others held out."""
+"""Minimum points of a file; half of the points are fitted, the rest held out."""
 
 STANDARD_ERRORS = 2.0
-"""Ends of a fitted constant's range: so many standard errors either way, in the logarithm."""
+"""Standard errors, in the logarithm, from a fitted constant to the ends of its range."""
 
 MOST_STEPS = 60
 ENOUGH = 1e-9
 MOST_DAMPING = 1e9
-"""Steps of the fit; the part of the sum of squares by which a step has to lower it, and the damping up to which none does, for
-another one to follow."""
+"""Maximum steps of the fit. The fit ends when a step lowers the sum of squares by less than the share `ENOUGH`, or when the
+damping exceeds `MOST_DAMPING`."""
 
 OPERATIONS = {
     "allr": "all-reduce",
@@ -57,15 +57,15 @@ NCCOM_ROW = "size(B) count(elems) type time(us) algbw(GB/s) busbw(GB/s)"
 
 
 class Measurement(NamedTuple):
-    """A timed collective or product, or a pass through memory.
+    """A timed collective, matmul or pass through memory.
 
     Attributes:
-        kind: a collective, `product` or `memory`.
-        devices: that take part.
-        whole_bytes: of the whole array: a device's before an all-reduce, a reduce-scatter, an all-to-all or a permute, and
-            after an all-gather; of the others what a device reads and writes.
+        kind: a collective, `product` (a matmul) or `memory`.
+        devices: number of devices.
+        whole_bytes: bytes of the whole array: a device's input of an all-reduce, a reduce-scatter, an all-to-all or a permute,
+            its output of an all-gather; for `product` and `memory`, the bytes that a device reads and writes.
         us: microseconds.
-        flops: of a product.
+        flops: flops of a matmul.
     """
 
     kind: str
@@ -80,8 +80,9 @@ class MeasurementFile:
     """Measurements of one file.
 
     Attributes:
-        name: of the file and of the devices, as far as it says.
+        name: name of the file, with the devices where the file names them.
         tester: `micro` or `nccom-test`.
+        measurements: measurements of the file.
     """
 
     name: str
@@ -90,10 +91,10 @@ class MeasurementFile:
 
 
 def read_measurements(path: Path) -> MeasurementFile:
-    """Reads a file of either kind.
+    """Reads a measurement file of either kind.
 
     Raises:
-        ValueError: it holds something else, or too few points.
+        ValueError: the file has another content, or too few points.
     """
     text = path.read_text(encoding="utf-8")
     found = micro_measurements(path, text) if text.lstrip().startswith(("{", "[")) else nccom_measurements(path, text)
@@ -104,19 +105,19 @@ def read_measurements(path: Path) -> MeasurementFile:
 
 
 def micro_measurements(path: Path, text: str) -> MeasurementFile:
-    """What `bench overlap --micro --json` wrote where several devices were at hand; see `read_measurements`."""
+    """Reads the JSON of `bench overlap --micro --json` on several devices; see `read_measurements`."""
     try:
-        told: Any = json.loads(text)
+        data: Any = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(told, dict) or not told.get("measured") or not isinstance(told.get("devices"), int):
+    if not isinstance(data, dict) or not data.get("measured") or not isinstance(data.get("devices"), int):
         raise ValueError(
-            f"{path}: expected what `bench overlap --micro --json` wrote on several devices, with `devices` and `measured` "
+            f"{path}: expected the JSON of `bench overlap --micro --json` on several devices, with `devices` and `measured` "
             "records; found something else"
         )
     measurements = []
-    devices = told["devices"]
-    for one in told["measured"]:
+    devices = data["devices"]
+    for one in data["measured"]:
         try:
             kind = one["collective"]
             size = float(one["size_bytes"])
@@ -127,15 +128,15 @@ def micro_measurements(path: Path, text: str) -> MeasurementFile:
             memory = Measurement(MEMORY, devices, float(one["memory_bytes"]), float(one["memory_us"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: expected a measured record of `bench overlap --micro`, found {one!r}") from error
-        if count == 1:  # of two, compilers make one, or run them side by side
+        if count == 1:  # compilers merge two collectives or run them in parallel
             measurements.append(Measurement(kind, devices, size * (devices if kind == "all-gather" else 1), collective_us))
         measurements += [product, memory]
     checked(path, measurements)
-    return MeasurementFile(f"{path.name}, {devices} devices, {told.get('measured_on')}", "micro", tuple(measurements))
+    return MeasurementFile(f"{path.name}, {devices} devices, {data.get('measured_on')}", "micro", tuple(measurements))
 
 
 def nccom_measurements(path: Path, text: str) -> MeasurementFile:
-    """Tables of nccom-test, each below its command line; see `read_measurements`."""
+    """Reads tables of nccom-test, each below its command line; see `read_measurements`."""
     measurements: list[Measurement] = []
     kind = None
     ranks = 0
@@ -159,7 +160,7 @@ def nccom_measurements(path: Path, text: str) -> MeasurementFile:
 
 
 def nccom_command(path: Path, line: str) -> tuple[str, int]:
-    """The collective and the number of ranks in a command line."""
+    """Reads the collective and the number of ranks from a command line."""
     words = shlex.split(line)
     kind = next((OPERATIONS[word] for word in words if word in OPERATIONS), None)
     ranks = next((after for word, after in pairwise(words) if word in ("-r", "--nworkers")), "")
@@ -169,7 +170,7 @@ def nccom_command(path: Path, line: str) -> tuple[str, int]:
 
 
 def checked(path: Path, measurements: Sequence[Measurement]) -> None:
-    """Raises ValueError for numbers that no measurement gives."""
+    """Raises ValueError for impossible measurements."""
     for one in measurements:
         if one.kind not in (*COLLECTIVES, PERMUTE, PRODUCT, MEMORY):
             raise ValueError(f"{path}: expected a collective of {', '.join((*COLLECTIVES, PERMUTE))}, found {one.kind!r}")
@@ -178,18 +179,18 @@ def checked(path: Path, measurements: Sequence[Measurement]) -> None:
 
 
 Times = Callable[[Mapping[str, float], Sequence[Measurement]], Sequence[float]]
-"""A model: microseconds of measurements, from values of constants; those that are not given are as they are."""
+"""A model: microseconds of measurements, from values of constants; missing constants keep their defaults."""
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Constants that were fitted to a part of a file's measurements.
+    """Constants fitted to part of a file's measurements.
 
     Attributes:
-        source: the file.
-        constants: fitted values with their ranges, by name.
-        unconstrained: constants on which no fitted time depends; they stay as they are.
-        fitted, held_out: measurements with what the fitted model gives for them, in microseconds.
+        source: name of the file.
+        constants: fitted values with ranges, by name.
+        unconstrained: constants that no fitted time depends on; they keep their defaults.
+        fitted, held_out: measurements with the fitted model's times in microseconds.
     """
 
     source: str
@@ -200,17 +201,17 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """Geometric mean of how far held-out times are off, as a factor above 1, less 1."""
+        """Geometric mean of the error factors of held-out times, minus 1."""
         return exp(sum(abs(log(found / one.us)) for one, found in self.held_out) / len(self.held_out)) - 1
 
     @property
     def model_error(self) -> Ranged:
-        """The factor that the model leaves unexplained: two root mean squares of the logarithm of held-out times' ratios."""
+        """Unexplained error factor: two root mean squares of the log ratios of held-out times."""
         spread = (sum(log(found / one.us) ** 2 for one, found in self.held_out) / len(self.held_out)) ** 0.5
         return Ranged(1.0, exp(-2 * spread), exp(2 * spread))
 
     def record(self) -> dict[str, Any]:
-        """Figures, named as in docs/metrics.md."""
+        """Returns metrics, named as in docs/metrics.md."""
         roles = (("fitted", self.fitted), ("held out", self.held_out))
         rows = [(one, found, role) for role, rows in roles for one, found in rows]
         return {
@@ -232,35 +233,36 @@ class Calibration:
         }
 
 
-def basis_of(calibration: Calibration | None, roofline_share: float | None = None) -> Basis:
-    """Grounds of predictions with fitted constants, or without; see `Basis`."""
+def prediction_basis(calibration: Calibration | None, roofline_share: float | None = None) -> Basis:
+    """Returns the `Basis` of predictions, with or without fitted constants."""
     if calibration is None:
         return Basis(roofline_share=roofline_share)
     return Basis(calibration.source, calibration.error, roofline_share)
 
 
-def swept_with(calibration: Calibration | None, constants: Mapping[str, Ranged]) -> dict[str, Ranged]:
-    """Constants that a sweep draws, and the fitted model's own error."""
+def constants_to_sweep(calibration: Calibration | None, constants: Mapping[str, Ranged]) -> dict[str, Ranged]:
+    """Returns the constants that a sweep draws, with the error of the fitted model if there is a fit."""
     return dict(constants) if calibration is None else {**constants, MODEL_ERROR: calibration.model_error}
 
 
 def calibrate(name: str, measurements: Sequence[Measurement], times: Times, start: Mapping[str, float]) -> Calibration:
-    """Fits constants to every second measurement, in order of kind, devices and size, and tries them on the others.
+    """Fits constants to every second measurement, ordered by kind, devices and size, and tests them on the rest.
 
-    What was measured several times counts once, by the median.
+    Repeated measurements count once, by their median.
 
     Args:
-        times: the model.
-        start: where the search begins, by the names of the constants to fit. A bandwidth begins below what is expected of it,
-            so that it bounds times and not something else.
+        name: name of the file, for messages.
+        measurements: measurements to fit.
+        times: model.
+        start: start value of each constant to fit. Start a bandwidth below its expected value, so that it limits times.
 
     Raises:
-        ValueError: fewer than four measurements, or such that the constants don't follow from them.
+        ValueError: fewer than four measurements, or measurements that do not determine the constants.
     """
     repeated: dict[Measurement, list[float]] = {}
     for one in measurements:
         repeated.setdefault(one._replace(us=0.0), []).append(one.us)
-    ordered = sorted(one._replace(us=median(taken)) for one, taken in repeated.items())
+    ordered = sorted(one._replace(us=median(times_us)) for one, times_us in repeated.items())
     if len(ordered) < LEAST_POINTS:
         raise ValueError(f"{name}: expected at least {LEAST_POINTS} points, 2 of them to hold out, found {len(ordered)}")
     fitted = ordered[::2]
@@ -276,15 +278,15 @@ def calibrate(name: str, measurements: Sequence[Measurement], times: Times, star
 def least_squares(
     name: str, fitted: Sequence[Measurement], times: Times, start: Mapping[str, float]
 ) -> tuple[dict[str, Ranged], tuple[str, ...]]:
-    """Fits the logarithms of constants to those of times: Levenberg and Marquardt's method with numeric derivatives.
+    """Fits log constants to log times by Levenberg-Marquardt with numeric derivatives.
 
-    Standard errors are those of linear least squares at the end of the search, with the variance of its residuals.
+    Standard errors are those of linear least squares at the end of the search, with the variance of the residuals.
 
     Returns:
-        the constants with ranges of `STANDARD_ERRORS`, and the names of those on which no time depends.
+        the constants with ranges of `STANDARD_ERRORS`, and the names of constants that no time depends on.
 
     Raises:
-        ValueError: no more measurements than constants, or constants that run away.
+        ValueError: not more measurements than constants, or a diverging fit.
     """
     names = list(start)
     measured = np.log([one.us for one in fitted])
@@ -298,21 +300,23 @@ def least_squares(
     at, off, slope = descended(residuals, begin)
     moves = np.linalg.norm(slope, axis=0) > 1e-6
     if not moves.any() or np.max(np.abs(at - begin)[moves]) > log(1e6):
-        raise ValueError(
-            f"{name}: expected times from which {' and '.join(names)} follow, found such that don't depend on them"
-        )
+        raise ValueError(f"{name}: expected times that determine {' and '.join(names)}, found times that do not depend on them")
     variance = off @ off / (len(fitted) - int(moves.sum()))
     errors = np.sqrt(variance * np.diag(np.linalg.pinv(slope[:, moves].T @ slope[:, moves])))
-    kept = [each for each, moved in zip(names, moves, strict=True) if moved]
+    determined = [each for each, moved in zip(names, moves, strict=True) if moved]
     found = {}
-    for each, value, error in zip(kept, at[moves], errors, strict=True):
+    for each, value, error in zip(determined, at[moves], errors, strict=True):
         width = STANDARD_ERRORS * float(error)
         found[each] = Ranged(exp(value), exp(value - width), exp(value + width))
     return found, tuple(each for each in names if each not in found)
 
 
 def descended(residuals: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The point with the least sum of squares near one, and the residuals and their slopes there."""
+    """Minimises the sum of squared residuals from a start point.
+
+    Returns:
+        the minimum, and the residuals and their slopes at the minimum.
+    """
 
     def slopes(at: np.ndarray) -> np.ndarray:
         step = 1e-4
@@ -341,32 +345,32 @@ def descended(residuals: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> 
 
 
 FABRIC_CONSTANTS = ("hop_us", "start_us")
-"""Constants of a `Fabric`; all others are its chip's."""
+"""Constants of a `Fabric`; all other constants belong to its chip."""
 
 
 def chip_with(chip: TpuChip, changes: Mapping[str, float]) -> TpuChip:
-    """The chip with other constants; those of links' latencies are none of its own."""
+    """Returns the chip with changed constants, except those of the fabric."""
     return replace(chip, **{name: value for name, value in changes.items() if name not in FABRIC_CONSTANTS})
 
 
 def with_constants(fabric: Fabric, changes: Mapping[str, float]) -> Fabric:
-    """The slice with other constants, named as in `TpuChip` and `Fabric`."""
-    own = {name: value for name, value in changes.items() if name in FABRIC_CONSTANTS}
-    return replace(fabric, chip=chip_with(fabric.chip, changes), **own)
+    """Returns the slice with changed constants, named as in `TpuChip` and `Fabric`."""
+    latencies = {name: value for name, value in changes.items() if name in FABRIC_CONSTANTS}
+    return replace(fabric, chip=chip_with(fabric.chip, changes), **latencies)
 
 
 def calibrated_chip(chip: TpuChip, calibration: Calibration | None) -> TpuChip:
-    """The chip with the constants that were fitted, if any were."""
+    """Returns the chip with fitted constants; unchanged without a calibration."""
     return chip if calibration is None else chip_with(chip, calibration.constants)
 
 
 def calibrated(fabric: Fabric, calibration: Calibration | None) -> Fabric:
-    """The slice with the constants that were fitted, if any were."""
+    """Returns the slice with fitted constants; unchanged without a calibration."""
     return fabric if calibration is None else with_constants(fabric, calibration.constants)
 
 
 def tpu_times(chip: TpuChip) -> Times:
-    """The closed forms for a chip and its links, as a ring of all devices."""
+    """Returns the closed-form model of a chip and its links, as a ring of all devices."""
 
     def times(changes: Mapping[str, float], measurements: Sequence[Measurement]) -> list[float]:
         rings = {one.devices: ring_of(one.devices) for one in measurements}
@@ -388,10 +392,10 @@ def tpu_times(chip: TpuChip) -> Times:
 
 
 def calibrate_tpu(file: MeasurementFile, chip: TpuChip) -> Calibration:
-    """Start of a transfer and latency of a hop, rates of a link, of products and of memory, fitted to `bench overlap --micro`.
+    """Fits transfer start, hop latency, and rates of links, matmuls and memory to times of `bench overlap --micro`.
 
     Raises:
-        ValueError: another tester's file; see `calibrate`.
+        ValueError: the file is from another tester; see `calibrate`.
     """
     if file.tester != "micro":
         raise ValueError(f"expected --calibrate with the JSON of `bench overlap --micro` for a TPU, found {file.name}")

@@ -1,15 +1,15 @@
-"""A hop's latency and the DMA engines' rate of a Neuron chip, fitted to measured collectives."""
+"""Calibration of a Neuron chip: hop latency and DMA rate, fitted to measured collectives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tilewright.hardware.neuron import NeuronInstance, instance_of
 from tilewright.perfmodel.calibration import PERMUTE, Calibration, Measurement, MeasurementFile, Times, calibrate
-from tilewright.perfmodel.machine import Settings, machine_of, with_figures
+from tilewright.perfmodel.machine import Settings, machine_of, with_machine_constants
 from tilewright.perfmodel.program import Collective
 
 INSTANCE = "inf2.48xlarge"
-"""Taken for the one that AWS's published curve was measured on, which is not named."""
+"""Assumed instance of AWS's published curve, which names none."""
 
 PUBLISHED = MeasurementFile(
     "AWS's published curve of nccom-test, two ranks",
@@ -31,17 +31,17 @@ PUBLISHED = MeasurementFile(
         )
     ),
 )
-"""An all-reduce over two ranks of one instance, which is not named: tools/neuron-sys-tools/nccom-test, single instance
-examples; "should not be considered up-to-date"."""
+"""All-reduce over two ranks of one unnamed instance: tools/neuron-sys-tools/nccom-test, single instance examples. The source
+says "should not be considered up-to-date"."""
 
 
 def neuron_times(instance: NeuronInstance) -> Times:
-    """Single collectives on an instance, by the closed form that the simulation agrees with."""
+    """Returns a model of single collectives on an instance, in closed form; the simulation gives the same times."""
 
     def times(changes: Mapping[str, float], measurements: Sequence[Measurement]) -> list[float]:
         found = []
         for one in measurements:
-            machine = with_figures(machine_of(instance, Settings(), tp=one.devices), changes)
+            machine = with_machine_constants(machine_of(instance, Settings(), tp=one.devices), changes)
             kind = "permute" if one.kind == PERMUTE else one.kind
             found.append(1e6 * machine.collective_s(Collective(kind, one.whole_bytes)))  # type: ignore[arg-type]
         return found
@@ -50,13 +50,13 @@ def neuron_times(instance: NeuronInstance) -> Times:
 
 
 def calibrate_neuron(file: MeasurementFile = PUBLISHED, instance: NeuronInstance | None = None) -> Calibration:
-    """Fits latency of a hop and rate of a DMA engine to nccom-test's times.
+    """Fits hop latency and DMA rate to times of nccom-test.
 
     Args:
-        instance: that was measured; by default `INSTANCE`.
+        instance: measured instance; by default `INSTANCE`.
 
     Raises:
-        ValueError: another tester's file, a collective that is not modelled, or more ranks than the instance has; see
+        ValueError: the file is not from nccom-test, has a collective that is not modelled, or more ranks than the instance; see
             `calibration.calibrate`.
     """
     if file.tester != "nccom-test":

@@ -1,9 +1,9 @@
 """Algorithms of collectives (ring, mesh, recursive halving and doubling, KangaRing) over the ranks of a mesh of Neuron cores.
 
-The algorithms are those of the Neuron runtime (neuron-runtime/explore/intranode-collective-comm): N ranks, chunks of C bytes,
-an all-gather of N C bytes in all; and a ring both ways round at once, as a program of permutes may make it. A step sends along
-every edge of its pattern in all groups of the mesh at once; the wires in between are counted by `hardware/links.py`, and the
-most loaded one says how long it takes. What steps cost is `hardware/collectives.py`'s.
+The algorithms are those of the Neuron runtime (neuron-runtime/explore/intranode-collective-comm), with N ranks, chunks of C
+bytes and an all-gather of N C bytes in total; and a bidirectional ring, which a program of permutes can form. A step sends
+along all edges of its pattern in all groups of the mesh at once. `hardware/links.py` counts the load of each link, and the
+busiest link sets the time of the step. `hardware/collectives.py` has the costs of steps.
 """
 
 from collections import Counter
@@ -18,20 +18,21 @@ from tilewright.hardware.neuron import NeuronInstance
 from tilewright.perfmodel.program import ALGORITHMS, Collective
 
 KANGARING_TOUCHES = {"all-gather": 3, "reduce-scatter": 4}
-"""Reads and writes of device memory for a chunk to pass two ranks, where a ring's are 4 and 6 (the page above)."""
+"""Reads and writes of device memory per chunk and two ranks; 4 and 6 for a ring (same source)."""
 
 MESH_BELOW = 1e6
 RDH_BELOW = 56e6
-"""Where the runtime goes over from mesh to recursive doubling, and from that to KangaRing: bytes, the page's `< 1MB`,
-`1-56MB`."""
+"""Bytes from which the runtime uses recursive doubling instead of mesh, and KangaRing instead of recursive doubling (`< 1MB`,
+`1-56MB` in the source)."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks on the logical cores of an instance: the last axis over neighbouring cores, chips in the order of a ring.
+    """Mesh of ranks on the logical cores of an instance, the last axis over neighbouring cores, chips in ring order.
 
     Attributes:
-        axes: ranks along each axis, by name; their product is how many cores are used.
+        instance: instance with the cores.
+        axes: name and number of ranks of each axis; the product is the number of cores.
     """
 
     instance: NeuronInstance
@@ -53,20 +54,20 @@ class Mesh:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """The chip of each rank."""
+        """Chip of each rank."""
         every = [tuple(at) for at in grid(self.instance.sizes)]
         chips = ring_of(every)
         return tuple(chips[rank // self.instance.cores_per_chip] for rank in range(self.cores))
 
     def size(self, axis: str) -> int:
-        """Raises ValueError for an axis that there is not."""
+        """Returns the ranks along an axis; raises ValueError for an unknown axis."""
         found = dict(self.axes)
         if axis not in found:
             raise ValueError(f"expected an axis of {', '.join(found)}, found {axis!r}")
         return found[axis]
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Ranks that differ along this axis alone."""
+        """Returns groups of ranks that differ along this axis only."""
         self.size(axis)
         names = [name for name, _ in self.axes]
         sizes = [size for _, size in self.axes]
@@ -77,17 +78,21 @@ class Mesh:
         return [tuple(first + stride * n for n in range(length)) for first in firsts]
 
     def per_chip(self, axis: str) -> int:
-        """Number of ranks of a group on one chip, the same for all chips; 1 where that differs."""
+        """Number of a group's ranks per chip; 1 if the number differs between chips."""
         counts = {count for group in self.groups(axis) for count in Counter(self.places[rank] for rank in group).values()}
         return counts.pop() if len(counts) == 1 else 1
 
     def link_rate(self, start: Place, end: Place) -> float:
-        """Bytes a second of the link from one chip to its neighbour."""
+        """Bytes per second of the link from a chip to its neighbour."""
         slow = any(start[axis] != end[axis] for axis in self.instance.slow_axes)
         return 1e9 * (self.instance.slow_link_gb_per_s if slow else self.instance.chip.link_gb_per_s)
 
     def pattern(self, edges: Sequence[tuple[int, int]]) -> tuple[int, tuple[float, ...]]:
-        """Hops of the longest way of ranks that send to others at once, and seconds a byte on the busiest link, by channels."""
+        """Returns the hops of the longest path, and seconds per byte on the busiest link by number of channels.
+
+        Args:
+            edges: sending and receiving rank of all concurrent transfers.
+        """
         if self.instance.topology == "switched":
             out = Counter(self.places[a] for a, b in edges if self.places[a] != self.places[b])
             rate = 1e9 * self.instance.chip.link_gb_per_s
@@ -101,33 +106,33 @@ class Mesh:
         if not ahead:
             return 1, (0.0,)
         one = max(count / self.link_rate(*link) for link, count in ahead.items())
-        # Over more channels half goes each way round, and over a torus that is filled as many rings as it has axes.
+        # With several channels, half of the bytes go in each direction; a full torus has as many rings as axes.
         both = max((ahead[link] + ahead[link[1], link[0]]) / 2 / self.link_rate(*link) for link in ahead)
         rings = self.rings(ahead)
-        own = max(1 / self.link_rate(*link) for link in ahead)
-        spread = [max(own / channels, both / rings) for channels in range(1, 2 * rings + 1)]
+        slowest = max(1 / self.link_rate(*link) for link in ahead)
+        spread = [max(slowest / channels, both / rings) for channels in range(1, 2 * rings + 1)]
         return longest, tuple(min(one, each) for each in spread)
 
     def rings(self, links: Mapping[tuple[Place, Place], int]) -> int:
-        """Rings without a link in common through the chips that take part: of a filled torus as many as it has axes."""
+        """Number of link-disjoint rings through the participating chips: the number of axes of a full torus, else 1."""
         chips = {place for link in links for place in link}
         full = len(chips) == self.instance.chips and len(self.instance.sizes) > 1 and not self.instance.slow_axes
         return len(self.instance.sizes) if full else 1
 
 
 def grid(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every point of a grid."""
+    """Returns all points of a grid."""
     points: list[tuple[int, ...]] = [()]
     for size in sizes:
         points = [(*point, at) for point in points for at in range(size)]
     return points
 
 
-def chosen(mesh: Mesh, collective: Collective) -> str:
-    """The algorithm of a collective: the one it names, else the one that the runtime's page has for its size.
+def chosen_algorithm(mesh: Mesh, collective: Collective) -> str:
+    """Returns the algorithm of a collective: the one it names, else the runtime's choice for its size.
 
-    Rings of chips are not the 4 x 4 torus that page is about: there, and where an algorithm does not fit the group, it is a
-        ring.
+    The source describes the choice for a 4 x 4 torus. On a ring of chips, and where an algorithm does not fit the group, a ring
+    is used.
     """
     if collective.algorithm != "auto":
         return collective.algorithm
@@ -146,10 +151,10 @@ def rdh_fits(mesh: Mesh, axis: str) -> bool:
 
 
 def fits(mesh: Mesh, axis: str, algorithm: str) -> bool:
-    """True if an algorithm can run over the groups of an axis.
+    """Returns True if an algorithm can run over the groups of an axis.
 
-    Mesh sends from every chip to every other one: on a ring of chips, whose runtime is built around neighbours, only where all
-    of a group are neighbours.
+    Mesh sends from every chip to every other chip. On a ring of chips, whose runtime sends to neighbours, it fits only groups
+    of neighbours.
     """
     if algorithm == "rdh":
         return rdh_fits(mesh, axis)
@@ -162,19 +167,19 @@ def fits(mesh: Mesh, axis: str, algorithm: str) -> bool:
 
 
 def algorithms(mesh: Mesh, axis: str) -> tuple[str, ...]:
-    """The algorithms that fit the groups of an axis."""
+    """Returns the algorithms that fit the groups of an axis."""
     return tuple(name for name in ALGORITHMS if fits(mesh, axis, name))
 
 
 def steps_of(mesh: Mesh, collective: Collective) -> list[CollectiveStep]:
-    """The steps of a collective, one after another; of a permute the one step of a ring that it is.
+    """Returns the steps of a collective in order; a permute is one step of a ring.
 
     Raises:
-        ValueError: an algorithm that there is not, or that does not fit the group.
+        ValueError: the algorithm is unknown or does not fit the group.
     """
     axis = collective.axis
     ranks = mesh.size(axis)
-    name = chosen(mesh, collective)
+    name = chosen_algorithm(mesh, collective)
     if collective.kind == "permute":
         return [ring_step(mesh, axis, collective.bytes, collective.directions, collective.reduces)]
     if ranks == 1:
@@ -190,13 +195,13 @@ def steps_of(mesh: Mesh, collective: Collective) -> list[CollectiveStep]:
 
 
 def ring_edges(mesh: Mesh, axis: str, every: int = 1) -> list[tuple[int, int]]:
-    """Each rank to the next one of its group's ring, and the last to the first; of `every` so many ranks one."""
+    """Returns the edges of each group's ring, from each rank to the next, with one of `every` ranks."""
     rings = [folded(mesh, group)[::every] for group in mesh.groups(axis)]
     return [(ring[n], ring[(n + 1) % len(ring)]) for ring in rings for n in range(len(ring))]
 
 
 def folded(mesh: Mesh, group: Sequence[int]) -> list[int]:
-    """Ranks so that the last is near the first: chips that do not close a ring go out by every second, and back."""
+    """Orders ranks into a ring; chips that do not close a ring go out by every second chip, and back."""
     chips: dict[Place, list[int]] = {}
     for rank in group:
         chips.setdefault(mesh.places[rank], []).append(rank)
@@ -211,44 +216,44 @@ def touches_of(reduces: bool) -> int:
 
 
 def ring_step(mesh: Mesh, axis: str, sent: float, directions: int, reduces: bool) -> CollectiveStep:
-    """So many bytes from each rank to the next one of its ring, or in two directions half of them to each of its neighbours."""
+    """Returns a step that sends bytes to the next rank of the ring, or half of the bytes to each neighbour."""
     hops, links = mesh.pattern(ring_edges(mesh, axis))
     return CollectiveStep(sent, hops, links[:directions], touches_of(reduces), reduces)
 
 
 def ring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
-    """N - 1 steps of a chunk each, to the next rank: over several channels a part of each chunk goes the other way round."""
+    """Returns N - 1 steps of a chunk to the next rank; with several channels, part of a chunk goes in the other direction."""
     hops, links = mesh.pattern(ring_edges(mesh, axis))
     return [CollectiveStep(chunk, hops, links, touches_of(reduces), reduces)] * (mesh.size(axis) - 1)
 
 
 def both_ways(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
-    """A ring both ways round: half as many steps, a chunk to each neighbour in each."""
+    """Returns the steps of a bidirectional ring: half as many, each with a chunk to each neighbour."""
     return [ring_step(mesh, axis, count * chunk, 2, reduces) for count in ring_chunks(mesh.size(axis), 2)]
 
 
 def kangaring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
-    """A ring of every second rank, which moves the chunks of its neighbour on the same chip too: N / 2 - 1 steps of two.
+    """Returns the steps of KangaRing: a ring of every second rank, which also moves the chunks of its neighbour on the chip.
 
-    Ranks take turns at being the second one in different cycles, so that each moves one chunk a step on average; a read feeds
-    two writes, or three reads one.
+    The ring has N / 2 - 1 steps of two chunks. Ranks alternate between cycles, so that each moves one chunk per step on
+    average. One read feeds two writes, or three reads feed one write.
     """
     hops, links = mesh.pattern(ring_edges(mesh, axis, 2))
     touches = KANGARING_TOUCHES["reduce-scatter" if reduces else "all-gather"]
-    links = tuple(2 * each for each in links)  # two chunks pass where one of its ranks moves one on average
+    links = tuple(2 * each for each in links)  # a link carries two chunks; each of the two ranks moves one on average
     steps = [CollectiveStep(chunk, hops, links, touches, reduces)] * (mesh.size(axis) // 2 - 1)
-    # The first chunk of the pair: the neighbours exchange what they have.
+    # The neighbours on a chip exchange their own chunks.
     return [*steps, CollectiveStep(chunk, 1, (0.0,), touches, reduces)]
 
 
 def all_to_all(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
-    """Mesh: every chip to every other one, each rank to its part of them; then the ranks of a chip among themselves."""
+    """Returns the steps of mesh: each chip sends to all others, divided among its ranks; then ranks of a chip exchange."""
     local = mesh.per_chip(axis)
     chips = mesh.size(axis) // local
     touches = touches_of(reduces)
     steps = []
     if chips > 1:
-        # A rank reads the chunks of its chip and writes them to the part of the other chips that is its own.
+        # A rank reads the chunks of its chip and writes them to its share of the other chips.
         edges = [(a, b) for group in mesh.groups(axis) for a in group for b in group[group.index(a) % local :: local]]
         edges = [(a, b) for a, b in edges if mesh.places[a] != mesh.places[b]]
         hops, links = mesh.pattern(edges)
@@ -259,10 +264,10 @@ def all_to_all(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Colle
 
 
 def doubling(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
-    """Recursive doubling over chips, a distance along an axis at a time; then the ranks of a chip among themselves.
+    """Returns the steps of recursive doubling over chips, one distance along an axis at a time; then ranks of a chip exchange.
 
-    On a filled torus the ranks of a chip are taken to begin with different axes, so that all wires have something to carry: the
-    page says no more than "partial over-subscription".
+    On a full torus, the ranks of a chip are assumed to begin with different axes, so that all links are in use. The source says
+    only "partial over-subscription".
     """
     local = mesh.per_chip(axis)
     chips = mesh.size(axis) // local
@@ -282,7 +287,7 @@ def doubling(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Collect
 
 
 def by_axis(mesh: Mesh, group: Sequence[int]) -> list[int]:
-    """Ranks in an order in which the bits of a chip's number, in Gray code, are steps along the axes of the grid."""
+    """Orders ranks so that the bits of a chip's number, in Gray code, are steps along the axes of the grid."""
     sizes = [len({mesh.places[rank][axis] for rank in group}) for axis in range(len(mesh.instance.sizes))]
     if prod(sizes) != len({mesh.places[rank] for rank in group}):
         return list(group)
@@ -290,7 +295,7 @@ def by_axis(mesh: Mesh, group: Sequence[int]) -> list[int]:
 
 
 def gray_number(place: Place, sizes: Sequence[int]) -> int:
-    """The number whose Gray code has the Gray codes of the coordinates for its parts."""
+    """Returns the number with a Gray code that concatenates the Gray codes of the coordinates."""
     code = 0
     for at, size in zip(place, sizes, strict=True):
         code = code * size + (at ^ (at >> 1))
@@ -298,7 +303,7 @@ def gray_number(place: Place, sizes: Sequence[int]) -> int:
 
 
 def gray_partner(number: int, bit: int) -> int:
-    """The number whose Gray code differs in one bit: a neighbour on a ring of four."""
+    """Returns the number with a Gray code that differs in one bit; a neighbour on a ring of four."""
     return from_gray((number ^ (number >> 1)) ^ (1 << bit))
 
 

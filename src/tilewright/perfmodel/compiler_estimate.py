@@ -1,4 +1,4 @@
-"""The compiler's estimates of a program for a TPU that is not here, with what it knows nothing of: Pallas kernels."""
+"""Compiler estimates of a program for an absent TPU, completed by rooflines of Pallas kernels."""
 
 from dataclasses import dataclass, fields
 
@@ -7,20 +7,21 @@ from tilewright.compiled.hlo import execution, read_module
 from tilewright.hardware.tpu import TpuChip
 
 KERNEL = "tpu_custom_call"
-"""The custom-call target of a Pallas kernel."""
+"""Custom-call target of a Pallas kernel."""
 
 
 @dataclass(frozen=True)
 class CompilerEstimate:
-    """The compiler's estimates of a program: cycles, memory traffic and peak memory.
+    """Estimates of a program: cycles, memory traffic and peak memory.
 
     Attributes:
-        cycles: its estimated cycles, and `kernel_cycles`.
-        kernel_cycles: for Pallas kernels, of which it knows nothing: the roofline of the bytes and flops that they declare.
-        memory_cycles: the least number of cycles in which all its bytes can pass to and from device memory. Copies that run
-            beside the compute are here and not in `cycles`, so that a program takes at least the larger of the two.
-        read_bytes, written_bytes: of device memory.
-        peak_bytes: of device memory, at once.
+        cycles: the compiler's estimated cycles plus `kernel_cycles`.
+        kernel_cycles: roofline cycles of Pallas kernels, by the bytes and flops that they declare; the compiler has no
+            estimate of kernels.
+        memory_cycles: minimum cycles to move all bytes to and from device memory. Copies beside the compute count here and not
+            in `cycles`; a program takes at least the larger of the two.
+        read_bytes, written_bytes: bytes read from and written to device memory.
+        peak_bytes: peak use of device memory.
     """
 
     cycles: float
@@ -31,16 +32,16 @@ class CompilerEstimate:
     peak_bytes: float
 
     def combined(self, other: "CompilerEstimate", weight: float) -> "CompilerEstimate":
-        """This, and `weight` times the other."""
+        """Adds `weight` times another estimate."""
         return CompilerEstimate(*(getattr(self, one.name) + weight * getattr(other, one.name) for one in fields(self)))
 
     def beyond(self, fewer: "CompilerEstimate") -> "CompilerEstimate":
-        """Difference to an estimate of fewer layers: never less than nothing, however XLA placed the two."""
+        """Subtracts an estimate of fewer layers; differences are at least 0."""
         return CompilerEstimate(*(max(0, getattr(self, one.name) - getattr(fewer, one.name)) for one in fields(self)))
 
     @property
     def bound_cycles(self) -> float:
-        """The larger of compute and memory."""
+        """The larger of `cycles` and `memory_cycles`."""
         return max(self.cycles, self.memory_cycles)
 
     def record(self) -> dict[str, float]:
@@ -48,7 +49,7 @@ class CompilerEstimate:
 
 
 def estimate(chip: TpuChip, compiled: Compiled) -> CompilerEstimate:
-    """Reads the estimate of a compiled program."""
+    """Computes the estimate of a compiled program."""
     traffic = compiled.traffic()
     kernels = kernel_cycles(chip, compiled.hlo)
     memory = chip.roofline_cycles(traffic.total, 0)
@@ -56,10 +57,10 @@ def estimate(chip: TpuChip, compiled: Compiled) -> CompilerEstimate:
 
 
 def kernel_cycles(chip: TpuChip, hlo: str) -> float:
-    """The roofline of all Pallas kernels in a program, from the cost that each declares.
+    """Sums the roofline cycles of all Pallas kernels in a program, from their declared costs.
 
     Raises:
-        ValueError: one declares none.
+        ValueError: a kernel declares no cost.
     """
     total = 0.0
     for step in execution(read_module(hlo), lambda op, _: op.number("bytes_accessed") or 0).steps:
@@ -67,6 +68,6 @@ def kernel_cycles(chip: TpuChip, hlo: str) -> float:
             moved = step.op.number("bytes_accessed")
             flops = step.op.number("flops")
             if moved is None or flops is None:
-                raise ValueError(f"expected a kernel that declares its cost, found {step.op.name} without it")
+                raise ValueError(f"expected a Pallas kernel with a cost estimate, found {step.op.name} without one")
             total += step.times * chip.roofline_cycles(moved, flops)
     return total

@@ -1,6 +1,6 @@
-"""Environment variables of the Neuron runtime and compiler that training with overlap wants, and what each does.
+"""Environment variables of the Neuron runtime and compiler for training with overlapped communication.
 
-Source: neuron-runtime/explore/compute-comm-overlap of the AWS Neuron documentation, which calls these experimental.
+Source: neuron-runtime/explore/compute-comm-overlap of the AWS Neuron documentation, which calls the variables experimental.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ class Variable:
     """An environment variable with a value.
 
     Attributes:
-        frameworks: that read it.
-        does: what it changes.
+        frameworks: frameworks that read the variable.
+        does: effect of the variable.
     """
 
     name: str
@@ -29,13 +29,15 @@ class Variable:
 
     @property
     def line(self) -> str:
-        """Line of a shell that sets the variable."""
+        """Shell command that sets the variable."""
         return f"export {self.name}={self.value}"
 
 
 def recommended_packets(streams: int) -> tuple[int, tuple[int, ...]]:
-    """Packet sizes of compute's transfers and of each stream's that the source recommends: whole ones for compute and for
-    tensor-parallel collectives with a stream of their own, the smallest for the rest."""
+    """Returns the packet sizes that the source recommends, for compute's transfers and for each stream.
+
+    Compute, and tensor-parallel collectives with a separate stream, get the largest packets; other streams get the smallest.
+    """
     return CC_PACKET_BYTES, ((CC_PACKET_BYTES, DMA_PACKET_BYTES) if streams > 1 else (DMA_PACKET_BYTES,))
 
 
@@ -46,63 +48,66 @@ def variables(
     scatter_delay: int | None = None,
     packets: tuple[int, tuple[int, ...]] | None = None,
 ) -> list[Variable]:
-    """Environment variables that stand for a set of choices.
+    """Returns the environment variables of a training setting.
 
     Args:
         threaded: token threading.
-        streams: of collectives; the source knows one and two.
-        prefetch_distance, scatter_delay: shifts, in halves of layers; None leaves the default.
-        packets: sizes of compute's packets and of each stream's; None, or the defaults, leave them.
+        streams: number of collective streams; the source has one and two.
+        prefetch_distance, scatter_delay: shifts in half layers; None for the default.
+        packets: packet sizes of compute and of each stream; None for the defaults.
     """
     found = []
     if threaded:
         found.append(
             Variable(
-                "NEURON_FSDP", "1", ("jax",), "token threading: collectives stay in the order of a chain of one-element tokens"
+                "NEURON_FSDP", "1", ("jax",), "token threading: a chain of one-element tokens fixes the order of collectives"
             )
         )
     if threaded and streams > 1:
         found.append(
             Variable(
-                "NEURON_FSDP_CC_MULTISTREAM", "1", ("jax",), "streams: tensor-parallel collectives on 0, fully sharded on 1"
+                "NEURON_FSDP_CC_MULTISTREAM",
+                "1",
+                ("jax",),
+                "tensor-parallel collectives on stream 0, fully sharded ones on 1",
             )
         )
     if threaded:
-        both = "token threading and, with it, streams" if streams > 1 else "token threading (it turns streams on as well)"
+        both = "token threading and streams" if streams > 1 else "token threading (also enables streams)"
         found.append(Variable("NEURON_NXD_FSDP_CC_MULTISTREAM", "1", ("nxd",), both))
     shifts = (
-        ("EARLY_AG", prefetch_distance, "gathers weights so many halves of layers ahead"),
-        ("LATE_RS", scatter_delay, "scatters gradients so many halves of layers behind"),
+        ("EARLY_AG", prefetch_distance, "prefetch distance of weights in half layers"),
+        ("LATE_RS", scatter_delay, "reduce-scatter delay of gradients in half layers"),
     )
     for name, shift, does in shifts:
         if threaded and shift is not None:
-            said = f"{does}: attention and MLP count as a layer each here"
-            found.append(Variable(f"NEURON_FSDP_NUM_LAYER_{name}_SHIFT", str(shift), FRAMEWORKS, said))
+            text = f"{does} (the variable counts attention and MLP as a layer each)"
+            found.append(Variable(f"NEURON_FSDP_NUM_LAYER_{name}_SHIFT", str(shift), FRAMEWORKS, text))
     if packets is not None and packets != (DMA_PACKET_BYTES, (CC_PACKET_BYTES,)):
         dma, cc = packets
-        said = f"packets of compute's DMA, {DMA_PACKET_BYTES} by default: larger ones raise its share; not for DGE"
-        found.append(Variable("NEURON_RT_DBG_DMA_PACKETIZATION_SIZE", str(dma), FRAMEWORKS, said))
-        said = f"packets of collectives' copies by stream, {CC_PACKET_BYTES} by default: smaller ones lower their share"
-        found.append(Variable("NEURON_RT_DBG_CC_DMA_PACKET_SIZE", ",".join(map(str, cc)), FRAMEWORKS, said))
+        text = f"packet bytes of compute's DMA, default {DMA_PACKET_BYTES}: larger packets raise its share; not for DGE"
+        found.append(Variable("NEURON_RT_DBG_DMA_PACKETIZATION_SIZE", str(dma), FRAMEWORKS, text))
+        text = f"packet bytes of collectives' copies by stream, default {CC_PACKET_BYTES}: smaller packets lower their share"
+        found.append(Variable("NEURON_RT_DBG_CC_DMA_PACKET_SIZE", ",".join(map(str, cc)), FRAMEWORKS, text))
     return found
 
 
 def recommended(axes: Sequence[str]) -> dict[str, list[Variable]]:
-    """For each framework what the source recommends for training over these axes.
+    """Returns the recommended variables of each framework for training over the given axes.
 
     Raises:
-        ValueError: an axis that is none of `AXES`, or none.
+        ValueError: an axis is not in `AXES`, or `fsdp` is missing.
     """
     for axis in axes:
         if axis not in AXES:
             refuse_name("axes to train over", axis, AXES)
     if "fsdp" not in axes:
-        raise ValueError("expected fsdp among the axes, for what there is to set concerns fully sharded training; found none")
+        raise ValueError("expected fsdp among the axes, because all variables concern fully sharded training; found none")
     streams = 2 if "tp" in axes else 1
     found = variables(True, streams, 1, 2, recommended_packets(streams))
     return {name: [one for one in found if name in one.frameworks] for name in FRAMEWORKS}
 
 
 def as_record(found: Sequence[Variable]) -> list[Mapping[str, str]]:
-    """Plain data."""
+    """Returns variables as plain data."""
     return [{"name": one.name, "value": one.value, "does": one.does} for one in found]

@@ -1,4 +1,4 @@
-"""A model of many layers from simulations of few: what one more layer takes, times the layers that are left."""
+"""Estimates of many layers from two simulations of few layers, by linear extrapolation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,17 +12,17 @@ from tilewright.perfmodel.simulate import simulate
 
 @dataclass(frozen=True)
 class ProgramEstimate:
-    """Figures of a whole program.
+    """Metrics of a whole program.
 
     Attributes:
-        total_s: how long it takes.
-        moments_s: of it, by kind of moment; see `results.py`.
-        busy_s: of each engine, the DMA engines and each stream.
-        delay_s: how long tensor-parallel collectives stood behind others.
-        memory_bytes: peak of a core's device memory.
-        hbm_bytes: a core's share of what there is.
-        layer_exposed_s: exposed communication that one more layer brings.
-        notes: what was assumed.
+        total_s: seconds of the program.
+        moments_s: seconds by kind of moment; see `results.py`.
+        busy_s: busy seconds of each engine, the DMA engines and each stream.
+        delay_s: seconds that ready tensor-parallel collectives queued behind others.
+        memory_bytes: peak device memory of a core.
+        hbm_bytes: a core's share of the device memory.
+        layer_exposed_s: exposed communication of one more layer.
+        notes: assumptions.
     """
 
     total_s: float
@@ -40,16 +40,16 @@ class ProgramEstimate:
 
     @property
     def limit(self) -> str:
-        """The resource that was busy longest."""
+        """Name of the busiest resource."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
     @property
     def limit_share(self) -> float:
-        """For how much of the time it was."""
+        """Share of the time that `limit` is busy."""
         return self.busy_s[self.limit] / self.total_s
 
     def record(self) -> dict[str, Any]:
-        """Figures that every plan reports, named as in docs/metrics.md."""
+        """Returns the metrics that every plan reports, named as in docs/metrics.md."""
         return {
             **{f"{name}_ms": 1e3 * seconds for name, seconds in self.moments_s.items()},
             "layer_exposed_ms": 1e3 * self.layer_exposed_s,
@@ -62,14 +62,15 @@ class ProgramEstimate:
 
 
 def estimate(layers: int, few: tuple[int, int], build: Callable[[int], NeuronProgram], machine: Machine) -> ProgramEstimate:
-    """Simulates a program with so many layers as `few` says, twice, and goes on from there to `layers` in a straight line.
+    """Simulates a program with two numbers of layers, and extrapolates linearly to all layers.
 
     Args:
-        layers: of the model; where they are no more than the larger of `few`, all of them are simulated.
-        build: a program with so many layers.
+        layers: layers of the model; up to the larger of `few`, all layers are simulated.
+        few: the two numbers of layers to simulate, ascending.
+        build: builds the program of a number of layers.
 
     Raises:
-        ValueError: a program that cannot run.
+        ValueError: the program cannot run.
     """
     if layers <= few[1]:
         result = simulate(build(layers), machine)
@@ -79,7 +80,7 @@ def estimate(layers: int, few: tuple[int, int], build: Callable[[int], NeuronPro
 
 
 def between(low: SimulationResult, high: SimulationResult, further: float, apart: int) -> ProgramEstimate:
-    """`further` times the difference of two results, on top of the second."""
+    """Adds `further` times the difference of two results to the second; `apart` is their difference in layers."""
 
     def on(a: float, b: float) -> float:
         return b + further * (b - a)

@@ -1,18 +1,19 @@
-"""Programs of tensor-parallel inference: a prefill or a decoding step of a decoder under a schedule.
+"""Programs of tensor-parallel inference: a prefill or a decode step of a decoder, under a tensor-parallel strategy.
 
-- `sync`: an all-reduce after each half of a layer, and nothing beside it. A kernel loads its weights when its input is there.
-- `sequence`: the residual stream divided over ranks by its rows, padded to as many for each; an all-gather before each half and
-  a reduce-scatter after it, and nothing beside them.
-- `domino`: two micro-batches, rows of the batch or, where there is one row, positions; while the sum of one is under way, the
-  other computes. Weights that fit into SBUF serve both, others are read twice.
-- `column`: the second product of a half in tiles of its columns; while the sum of one tile is under way, the next is computed.
-- `tiles+ring`: the same tiles, whose sums go from neighbour to neighbour, hop by hop, while the next tile is computed.
-- `ring`: sums as reduce-scatters and all-gathers hop by hop around a ring, under tiles of the products before and after; over
-  rows where each rank has a tile of them, else over the hidden dim.
+- `sync`: an all-reduce after each half of a layer, without overlap. A kernel loads its weights when its input is ready.
+- `sequence`: the residual stream is sharded over ranks by rows, padded to equal numbers; an all-gather before each half and a
+  reduce-scatter after it, without overlap.
+- `domino`: two micro-batches, of rows or, for a batch of one row, of positions; the all-reduce of one runs under the compute of
+  the other. Weights that fit into SBUF serve both; other weights are read twice.
+- `column`: the second matmul of a half in tiles of columns; the all-reduce of a tile runs under the compute of the next tile.
+- `tiles+ring`: as `column`, with all-reduces as hops around a ring.
+- `ring`: reduce-scatters and all-gathers as hops around a ring, under tiles of the matmuls before and after them; over rows
+where
+  each rank has a tile of rows, else over the hidden dim.
 
-All are charged alike (`hardware/collectives.py`): a hop takes what the same step of the runtime's own ring takes, and as it is
-ordered by compute and waited for by it, a start and a completion besides. Only a hop that passes on what the one before it
-brought needs no start.
+All collectives have the same costs (`hardware/collectives.py`): a hop takes as long as the same step of the runtime's ring,
+plus a start and a completion, because compute orders it and waits for it. A hop that only passes on received data needs no
+start.
 """
 
 from collections.abc import Sequence
@@ -31,25 +32,26 @@ from tilewright.perfmodel.shapes import Config, Share
 SCHEDULES = ("sync", "sequence", "domino", "column", "tiles+ring", "ring")
 
 HOPS = ("tiles+ring", "ring")
-"""Schedules whose sums are hops of their own: no algorithm of the runtime's is chosen for them."""
+"""Strategies that issue hops themselves, without an algorithm of the runtime."""
 
 TILED = ("column", "tiles+ring")
-"""Schedules with tiles of columns."""
+"""Strategies with tiles of columns."""
 
 Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of an inference program: its phase, its sizes, and how it is cut.
+    """Work of an inference program: phase, sizes and tiling.
 
     Attributes:
-        phase: `prefill` of `positions` tokens in each row, or a step of `decode` with so many cached.
-        rows: sequences.
-        tile_bytes: weights loaded at a time.
-        tiles: of columns, where sums go in such.
-        prefetch: whether weights may be loaded before the input of their kernel is there, as far as SBUF has room.
-        algorithm: of the collectives that a schedule leaves to the runtime.
+        phase: `prefill`, or one step of `decode`.
+        rows: number of sequences.
+        positions: tokens of each row in a prefill; cached positions in a decode step.
+        tile_bytes: bytes of a weight tile.
+        tiles: number of column tiles, for strategies with column tiles.
+        prefetch: weights may load before the input of their kernel is ready, while SBUF has room.
+        algorithm: algorithm of the collectives of the runtime.
     """
 
     phase: Phase
@@ -68,17 +70,19 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Rows of the products."""
+        """Rows of the matmuls."""
         return self.rows * (self.positions if self.phase == "prefill" else 1)
 
 
 @dataclass(frozen=True)
 class InferenceBatch:
-    """A micro-batch: sequences, queries of each, and keys that they see.
+    """A micro-batch.
 
     Attributes:
-        keys: those of the queries are the last of them.
-        causal: whether a query sees none behind its own.
+        sequences: number of sequences.
+        queries: queries of each sequence.
+        keys: keys that the queries attend to; the queries' own keys are the last ones.
+        causal: causal attention.
     """
 
     sequences: int
@@ -91,18 +95,18 @@ class InferenceBatch:
         return self.sequences * self.queries
 
     @property
-    def seen(self) -> float:
-        """Share of all pairs of queries and keys that are scores."""
+    def mask_share(self) -> float:
+        """Share of query-key pairs that the mask allows."""
         return 1 - self.queries / (2 * self.keys) if self.causal else 1.0
 
     @property
     def loads(self) -> bool:
-        """True if keys and values come from the cache; those of the queries alone are there."""
+        """True if keys and values are loaded from the cache; a first causal chunk has all of them on chip."""
         return not self.causal or self.keys > self.queries
 
 
 def parts_of(work: Work, count: int) -> list[InferenceBatch]:
-    """The micro-batches of a phase, as equal as they can be.
+    """Splits a phase into micro-batches of nearly equal size.
 
     Raises:
         ValueError: fewer rows and positions than micro-batches.
@@ -118,7 +122,7 @@ def parts_of(work: Work, count: int) -> list[InferenceBatch]:
 
 
 class LayerBuilder:
-    """The halves of a decoder's layers on one rank, as operations of a program."""
+    """Builder of decoder layers on one rank, half by half."""
 
     def __init__(self, config: Config, machine: Machine, work: Work):
         self.share = Share(config, machine.mesh.size("tp"))
@@ -127,19 +131,19 @@ class LayerBuilder:
         self.build = Builder(machine, tile_bytes=work.tile_bytes)
 
     def gate(self, needs: Sequence[int]) -> Sequence[int]:
-        """After which a kernel's loads begin."""
+        """Operations after which a kernel's weight loads may begin."""
         return () if self.work.prefetch else needs
 
     def norm(self, part_tokens: int, needs: Sequence[int]) -> list[int]:
         return [self.build.elements("norm", part_tokens * self.share.config.hidden_size, needs)]
 
     def attend(self, part: InferenceBatch, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
-        """Attention of a part over keys and values in the cache, which it appends to."""
+        """Adds attention of a micro-batch over the cache, and the append to the cache."""
         build = self.build
         share = self.share
-        scores, values, count = share.attention_cycles(part.sequences, part.queries, part.keys, part.seen)
-        turned = build.elements("rotate", part.tokens * (share.heads + share.kv_heads) * share.config.head_dim, needs)
-        build.move("append", share.cache_bytes(part.tokens, 1), [turned])
+        scores, values, count = share.attention_cycles(part.sequences, part.queries, part.keys, part.mask_share)
+        rotated = build.elements("rotate", part.tokens * (share.heads + share.kv_heads) * share.config.head_dim, needs)
+        build.move("append", share.cache_bytes(part.tokens, 1), [rotated])
         cached = share.cache_bytes(part.sequences, part.keys)
         tiles = max(1, min(8, round(cached / self.work.tile_bytes)))
         tiles = max(tiles, ceil(cached / (SBUF_SHARE * self.machine.sbuf_bytes / 4)))
@@ -148,21 +152,21 @@ class LayerBuilder:
             held = {"holds": SBUF, "holds_bytes": cached / tiles}
             read = [build.move("load keys and values", cached / tiles, gate, 0, **held)] if part.loads else []
             psum = {"holds": PSUM, "holds_bytes": min(4 * count / tiles, self.machine.psum_bytes / 4)}
-            score = build.add("scores", "tensor", [turned, *read], cycles=scores / tiles, **psum)
+            score = build.add("scores", "tensor", [rotated, *read], cycles=scores / tiles, **psum)
             exp = build.add("softmax", "scalar", [score], cycles=element_cycles(count / tiles))
             build.elements("softmax sum", count / tiles, [exp])
             results.append(build.add("values", "tensor", [exp, *read], cycles=values / tiles))
         return [build.elements("take values", part.tokens * share.heads * share.config.head_dim, results)]
 
     def attention(self, part: InferenceBatch, weights: Sequence[WeightTiles], needs: Sequence[int], keep: bool) -> list[int]:
-        """The partial sums of a layer's attention."""
+        """Adds a layer's attention; returns the operations of its partial sums."""
         qkv, output = weights
         gate = self.gate(needs)
         found = self.build.product(qkv, part.tokens, self.norm(part.tokens, needs), gate, keep)
         return self.build.product(output, part.tokens, self.attend(part, found, gate), gate, keep)
 
     def mlp(self, part: InferenceBatch, weights: Sequence[WeightTiles], needs: Sequence[int], keep: bool) -> list[int]:
-        """The partial sums of a layer's MLP."""
+        """Adds a layer's MLP; returns the operations of its partial sums."""
         gate_up, down = weights
         gate = self.gate(needs)
         found = self.build.product(gate_up, part.tokens, self.norm(part.tokens, needs), gate, keep)
@@ -174,27 +178,30 @@ class LayerBuilder:
         return [self.build.elements("gate", inner, [gated])]
 
     def sum_up(self, tokens: int, sums: Sequence[int], part: int, share: float = 1.0) -> list[int]:
-        """The sum over ranks of a part, or of a share of its columns; parts have streams of their own as far as there are."""
+        """Adds the all-reduce of micro-batch `part`, or of a share of its columns, on a stream chosen by `part`."""
         return self.collective("all-reduce", tokens * share, sums, part % self.machine.settings.streams)
 
     def collective(self, kind: str, tokens: float, needs: Sequence[int], stream: int = 0) -> list[int]:
-        """A collective of the residual stream of so many tokens; nothing on a single rank."""
+        """Adds a collective of the residual stream of `tokens` tokens; nothing on a single rank."""
         if self.share.ranks == 1:
             return list(needs)
         size = BF16 * tokens * self.share.config.hidden_size
         return [self.build.collect(kind, kind, size, needs, algorithm=self.work.algorithm, stream=stream)]
 
     def residual(self, tokens: int, needs: Sequence[int], share: float = 1.0) -> list[int]:
-        """A sum added to the residual stream: in an engine's order it stands where its result is wanted, not before."""
+        """Adds a sum to the residual stream.
+
+        Call it right before the next use: engines run in program order, and an earlier addition would stall its engine.
+        """
         return [self.build.elements("residual", tokens * self.share.config.hidden_size * share, needs)]
 
     def halves(self) -> list[tuple[list[WeightTiles], bool]]:
-        """The weights of a layer's attention and of its MLP, and whether each stays in SBUF for a second micro-batch."""
+        """Returns the weights of a layer's attention and MLP, each with True if they stay in SBUF for a second micro-batch."""
         found = [[self.share.qkv(), self.share.output()], [self.share.gate_up(), self.share.down()]]
         return [(each, self.build.stays(*each)) for each in found]
 
     def head(self, streams: Sequence[int]) -> None:
-        """Norm and logits of each row's last position, and the best of all ranks."""
+        """Adds the head: norm and logits of each row's last position, and the best token over all ranks."""
         self.build.layer = None
         normed = self.norm(self.work.rows, streams)
         logits = self.build.product(self.share.head(), self.work.rows, normed, self.gate(normed))
@@ -203,7 +210,7 @@ class LayerBuilder:
             self.build.collect("best of ranks", "all-gather", 8 * self.work.rows * self.share.ranks, best)
 
     def program(self, schedule: str, positions: int) -> NeuronProgram:
-        """The program of what has been built, with what it keeps in device memory."""
+        """Returns the program, with weights and caches as resident memory."""
         config = self.share.config
         work = self.work
         resident = self.share.model_bytes + config.num_layers * self.share.cache_bytes(work.rows, positions)
@@ -212,27 +219,27 @@ class LayerBuilder:
 
 
 def micro_batched(model: LayerBuilder, layers: int, count: int) -> None:
-    """Layers over micro-batches that take turns; of one it is `sync`."""
+    """Adds layers with interleaved micro-batches (`domino`); a single micro-batch gives `sync`."""
     build = model.build
     config = model.share.config
     parts = parts_of(model.work, count)
     streams = [[build.elements("embed", part.tokens * config.hidden_size, [])] for part in parts]
-    under_way: list[list[int]] = [[] for _ in parts]
+    in_flight: list[list[int]] = [[] for _ in parts]
     for layer in range(layers):
         build.layer = layer
         for half, (weights, stays) in zip((model.attention, model.mlp), model.halves(), strict=True):
             for at, part in enumerate(parts):
-                if under_way[at]:
-                    streams[at] = model.residual(part.tokens, [*under_way[at], *streams[at]])
+                if in_flight[at]:
+                    streams[at] = model.residual(part.tokens, [*in_flight[at], *streams[at]])
                 sums = half(part, weights, streams[at], stays and at + 1 < count)
-                under_way[at] = model.sum_up(part.tokens, sums, at)
+                in_flight[at] = model.sum_up(part.tokens, sums, at)
     for at, part in enumerate(parts):
-        streams[at] = model.residual(part.tokens, [*under_way[at], *streams[at]])
+        streams[at] = model.residual(part.tokens, [*in_flight[at], *streams[at]])
     model.head([each for stream in streams for each in stream])
 
 
 def by_sequence(model: LayerBuilder, layers: int) -> None:
-    """Layers whose residual stream is divided over ranks, gathered before each half and scattered after it."""
+    """Adds layers with a sharded residual stream (`sequence`)."""
     build = model.build
     config = model.share.config
     (part,) = parts_of(model.work, 1)
@@ -252,10 +259,12 @@ def by_sequence(model: LayerBuilder, layers: int) -> None:
 
 
 def by_columns(model: LayerBuilder, layers: int, hop_by_hop: bool) -> None:
-    """Layers whose second products, and their sums, go in tiles of columns; the next half begins when all are there.
+    """Adds layers with second matmuls and sums in tiles of columns (`column`, `tiles+ring`).
+
+    The next half begins after all tiles.
 
     Args:
-        hop_by_hop: whether a sum is hops around a ring, ordered behind the next tile's product, in the place of an all-reduce.
+        hop_by_hop: sums are hops around a ring, ordered after the next tile's matmul, instead of all-reduces.
     """
     build = model.build
     config = model.share.config
@@ -286,7 +295,7 @@ def by_columns(model: LayerBuilder, layers: int, hop_by_hop: bool) -> None:
 
 
 class RingBuilder:
-    """Collectives hop by hop under tiles of products."""
+    """Builder of collectives as hops around a ring, under tiles of matmuls."""
 
     def __init__(self, model: LayerBuilder):
         self.model = model
@@ -295,19 +304,19 @@ class RingBuilder:
         self.tokens = model.work.tokens
         self.hidden = model.share.config.hidden_size
         self.by_rows = self.tokens >= TILE * self.ranks
-        # Both ways round at once, where a stream has a collective core for each.
+        # Bidirectional where the stream has a collective core for each direction.
         self.directions = 2 if model.machine.channels(0) > 1 and self.ranks > 2 else 1
         self.chunks = ring_chunks(self.ranks, self.directions)
 
     def hop(self, chunks: int, needs: Sequence[int] = (), reduces: bool = False, share: float = 1.0) -> int:
-        """Chunks to the neighbours, of a share of the columns; without needs, what the hop before brought is passed on."""
+        """Adds a hop of chunks of a share of the columns; a hop without needs passes on the received data of the last hop."""
         size = chunks * BF16 * self.tokens * self.hidden * share / self.ranks
         return self.build.collect("hop", "permute", size, needs, directions=self.directions, reduces=reduces)
 
     def all_reduce(self, sums: Sequence[int], share: float) -> list[int]:
-        """Partial sums of a share of the columns, to every rank: added up on their way round, then passed on once more.
+        """Adds a ring all-reduce of partial sums of a share of the columns: a reduce-scatter, then an all-gather.
 
-        The GPSIMD engine adds, so that the vector engine is free for the tile that is computed meanwhile.
+        The GPSIMD engine adds, so that the vector engine is free for the concurrent tile.
         """
         added = list(sums)
         for chunks in self.chunks:
@@ -321,7 +330,11 @@ class RingBuilder:
     def tile(
         self, weights: WeightTiles, chunks: int, split_inner: bool, needs: Sequence[int], gate: Sequence[int]
     ) -> list[int]:
-        """The product of so many chunks: rows of all weights, or all rows with a part of the weights."""
+        """Adds the matmul of `chunks` chunks: some rows with all weights, or all rows with part of the weights.
+
+        Args:
+            split_inner: the part of the weights is a share of the inner dim, else of the columns.
+        """
         share = chunks / self.ranks
         if not self.by_rows:
             inner, columns = (
@@ -331,14 +344,14 @@ class RingBuilder:
             )
             return self.build.product(WeightTiles(weights.name, inner, columns), self.tokens, needs, gate)
         rows = ceil(self.tokens * share)
-        if weights.loads:  # in SBUF by now
+        if weights.loads:  # already in SBUF
             cycles = product_cycles(rows, weights.inner, weights.columns)
             done = self.build.add(weights.name, "tensor", [*needs, *weights.loads], cycles=cycles)
             return [self.build.elements(f"take {weights.name}", rows * weights.columns, [done])]
         return self.build.product(weights, rows, needs, gate, self.build.stays(weights))
 
     def gather(self, weights: WeightTiles, chunk: Sequence[int]) -> list[int]:
-        """Rows from all ranks, each times the weights as it arrives."""
+        """Adds a collective matmul: a ring all-gather of rows with a matmul of each arriving chunk."""
         gate = self.model.gate(chunk)
         results = self.tile(weights, 1, True, chunk, gate)
         for at, chunks in enumerate(self.chunks):
@@ -348,8 +361,8 @@ class RingBuilder:
         return results
 
     def scatter(self, weights: WeightTiles, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
-        """Partial sums, each sent on as it is computed, with what has arrived added to it; the next is computed beside that."""
-        under_way: list[int] = []
+        """Adds a collective matmul: a ring reduce-scatter of partial sums, with the next chunk's matmul under each hop."""
+        in_flight: list[int] = []
         sizes = [*self.chunks, 1]
         ahead = self.tile(weights, sizes[0], False, needs, gate)
         for at, chunks in enumerate(sizes):
@@ -357,14 +370,14 @@ class RingBuilder:
             last = at + 1 == len(sizes)
             if not last:
                 ahead = self.tile(weights, sizes[at + 1], False, needs, gate)
-            added = self.build.elements("add", chunks * self.tokens * self.hidden / self.ranks, [*sums, *under_way])
-            under_way = [added] if last else [self.hop(chunks, [added], True)]
+            added = self.build.elements("add", chunks * self.tokens * self.hidden / self.ranks, [*sums, *in_flight])
+            in_flight = [added] if last else [self.hop(chunks, [added], True)]
         weights.loads = []
-        return under_way
+        return in_flight
 
 
 def ringed(model: LayerBuilder, layers: int) -> None:
-    """Layers whose residual stream is divided over ranks."""
+    """Adds layers with a sharded residual stream and collective matmuls (`ring`)."""
     build = model.build
     config = model.share.config
     work = model.work
@@ -386,15 +399,16 @@ def ringed(model: LayerBuilder, layers: int) -> None:
 def inference_program(
     config: Config, machine: Machine, work: Work, schedule: str, layers: int | None = None, cached: int | None = None
 ) -> NeuronProgram:
-    """A prefill or a decoding step.
+    """Builds a prefill or a decode step.
 
     Args:
-        machine: whose mesh has an axis `tp`.
-        layers: how many of the model's; all of them by default.
-        cached: positions for which keys and values have room; by default those of `work`.
+        machine: machine with a mesh axis `tp`.
+        schedule: tensor-parallel strategy, one of `SCHEDULES`.
+        layers: number of layers; by default all layers of the model.
+        cached: positions of the caches; by default those of `work`.
 
     Raises:
-        ValueError: no such schedule, more ranks than heads, or too few rows for micro-batches.
+        ValueError: an unknown strategy, more ranks than heads, or too few rows for micro-batches.
     """
     if schedule not in SCHEDULES:
         refuse_name("a schedule", schedule, SCHEDULES)

@@ -1,6 +1,6 @@
-"""The machine that programs run on: an instance, how its cores make a mesh, and the settings of its runtime.
+"""Machine of simulated programs: an instance, a mesh of its cores, and runtime settings.
 
-The constants of this file are the runtime's; those of the hardware are in `hardware/neuron.py`.
+This file has the constants of the runtime; `hardware/neuron.py` has those of the hardware.
 """
 
 from collections.abc import Hashable, Mapping
@@ -17,23 +17,22 @@ Resource = Hashable
 
 DMA_PACKET_BYTES = 4096
 CC_PACKET_BYTES = 65536
-"""Packets of compute's transfers and of collectives' unless set otherwise: the first can be raised, the second lowered
+"""Default packet sizes of compute's transfers, which can be raised, and of collectives', which can be lowered
 (NEURON_RT_DBG_DMA_PACKETIZATION_SIZE, NEURON_RT_DBG_CC_DMA_PACKET_SIZE; neuron-runtime/explore/compute-comm-overlap)."""
 
 HOP_US = Ranged(1.5, 1.0, 2.0, 27.0)
-"""Latency of a hop: 1 to 2 us (neuron-runtime/explore/intranode-collective-comm), of which the middle is used; 27 is what AWS's
-published curve of its collective tester fits (`calibration_neuron.py`)."""
+"""Latency of a hop: 1 to 2 us (neuron-runtime/explore/intranode-collective-comm), with the middle as value; 27 us is fitted to
+AWS's published curve of its collective tester (`calibration_neuron.py`)."""
 
 PASS_US = 0.2
-"""Latency that each further chip on the way adds: a working figure; routed writes are said to be O(1) "to a first degree"
-(there)."""
+"""Added latency of each further chip on a path, an assumption; the source calls routed writes O(1) "to a first degree"."""
 
 SIGNAL_US = 1.3
-"""From a semaphore to the start of what waits for it elsewhere (nki/deep-dives/nki-dma-bandwidth-guide)."""
+"""Latency from a semaphore to the start of a waiting operation on another engine (nki/deep-dives/nki-dma-bandwidth-guide)."""
 
 DESCRIPTOR_NS = 10.0
-"""Time of each descriptor in an engine beside its bytes: a working figure, by which 2 KiB reach 90 % of the rate and 4 KiB
-95 %, as that guide's `approaches peak` and `saturates`."""
+"""Time of each descriptor in an engine besides its bytes, an assumption: descriptors of 2 KiB reach 90 % of the rate and those
+of 4 KiB 95 %, which that guide calls `approaches peak` and `saturates`."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class Limits:
     """Bandwidths that transfers share.
 
     Attributes:
-        dma_bytes_per_s: of one engine.
-        engines: of a core.
-        others: bandwidth of whatever else, in bytes a second.
-        strict_priority: how engines choose among rings.
+        dma_bytes_per_s: bytes per second of a DMA engine.
+        engines: number of DMA engines of a core.
+        others: units per second of other resources, bytes for device memory.
+        strict_priority: engines serve a priority class before all higher-numbered ones.
     """
 
     dma_bytes_per_s: float
@@ -55,16 +54,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the runtime that a user can change, and its latencies.
+    """Settings of the runtime that a user can change, and latencies of the runtime.
 
     Attributes:
-        dma_packet_bytes: of compute's transfers.
-        cc_packet_bytes: of collectives' copies, for each stream; the last stands for all further ones.
-        streams: queues of collectives.
-        hop_us, pass_us: latency of a hop to a neighbour, and of each further chip on the way.
-        signal_us: of a trigger, and of a completion, between engines.
-        skew_us: by how much ranks are apart when a collective begins; no source gives it.
-        throttle: whether the tensor engine begins cold.
+        dma_packet_bytes: packet size of compute's transfers.
+        cc_packet_bytes: packet size of collectives' copies, per stream; the last size also holds for further streams.
+        streams: number of queues of collectives.
+        hop_us, pass_us: latency of a hop to a neighbour, and of each further chip on a path.
+        signal_us: latency of a trigger, and of a completion, between engines.
+        skew_us: time between the first and the last rank at the begin of a collective; no source gives a value.
     """
 
     dma_packet_bytes: int = DMA_PACKET_BYTES
@@ -74,7 +72,6 @@ class Settings:
     pass_us: float = PASS_US
     signal_us: float = SIGNAL_US
     skew_us: float = 0.0
-    throttle: bool = True
 
     def __post_init__(self) -> None:
         if self.dma_packet_bytes < DMA_PACKET_BYTES:
@@ -87,7 +84,7 @@ class Settings:
 
     @property
     def costs(self) -> CollectiveCosts:
-        """Of every collective, and of every hop that a program makes of its own."""
+        """Costs of each collective, and of each hop that a program issues itself."""
         return CollectiveCosts(self.signal_us, self.signal_us, self.hop_us, self.pass_us, self.skew_us)
 
     def cc_packet(self, stream: int) -> int:
@@ -96,12 +93,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Machine:
-    """An instance under a mesh and settings.
+    """An instance with a mesh of cores and runtime settings.
 
     Attributes:
-        instance: with its specs.
-        mesh: which cores are used, and how.
-        settings: of the runtime.
+        instance: instance and its specs.
+        mesh: mesh of the cores in use.
+        settings: settings of the runtime.
     """
 
     instance: NeuronInstance
@@ -110,25 +107,25 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.settings.streams > self.cc_cores:
-            said = f"the {self.cc_cores} collective cores of a core of {self.instance.name}"
-            raise ValueError(f"expected at most as many streams as {said}, found {self.settings.streams}")
+            limit = f"{self.cc_cores} streams, one per collective core of a core of {self.instance.name}"
+            raise ValueError(f"expected at most {limit}, found {self.settings.streams}")
 
     @property
     def width(self) -> int:
-        """Physical cores of a logical one."""
+        """Physical cores per logical core."""
         return self.instance.physical_per_logical
 
     @property
     def cc_cores(self) -> int:
-        """Of a logical core: of Trainium2's two for each physical one, of Inferentia2's three."""
+        """Collective cores of a logical core: two per physical core on Trainium2, three on Inferentia2."""
         return int(self.instance.chip.cc_cores) // self.instance.chip.cores * self.width
 
     def channels(self, stream: int) -> int:
-        """Collective cores of a stream: one each, and for the first all that are left."""
+        """Collective cores of a stream: one each; stream 0 has all remaining ones."""
         return self.cc_cores - self.settings.streams + 1 if stream == 0 else 1
 
     def engine_hz(self, engine: str) -> float:
-        """Cycles a second of one of the engines that compute, those of a logical core together."""
+        """Cycles per second of a compute engine, summed over a logical core."""
         return 1e9 * self.width * getattr(self.instance.chip.core, f"{engine}_ghz")
 
     @property
@@ -137,7 +134,7 @@ class Machine:
 
     @property
     def dma_bytes_per_s(self) -> float:
-        """Of all DMA engines of a logical core."""
+        """Bytes per second of all DMA engines of a logical core."""
         core = self.instance.chip.core
         return 1e9 * self.width * core.dma_engines * core.dma_gb_per_s
 
@@ -160,45 +157,43 @@ class Machine:
         return 2**20 * self.width * self.instance.chip.core.psum_mib
 
     def collective_s(self, collective: Collective) -> float:
-        """A collective by itself, from the end of what it waits for to the start of what waits for it."""
+        """Seconds of a collective alone, from the end of its needs to the start of its users."""
         rates = (self.channels(collective.stream), self.dma_bytes_per_s, self.hbm_bytes_per_s)
         return self.settings.costs.seconds(steps_of(self.mesh, collective), *rates)
 
-    def limits(self, ranks: int) -> Limits:
-        """Limits that transfers share, for so many simulated ranks. Links and channels are told in seconds a second."""
+    @property
+    def limits(self) -> Limits:
+        """Bandwidths that transfers of a core share. Links and channels have a capacity of one second per second."""
         core = self.instance.chip.core
-        others = {}
-        for rank in range(ranks):
-            others["hbm", rank] = self.hbm_bytes_per_s
-            others["link", rank] = 1.0
-            others |= {("channel", rank, stream): 1.0 for stream in range(self.settings.streams)}
+        others: dict[Resource, float] = {"hbm": self.hbm_bytes_per_s, "link": 1.0}
+        others |= {("channel", stream): 1.0 for stream in range(self.settings.streams)}
         return Limits(1e9 * core.dma_gb_per_s, core.dma_engines * self.width, others, core.strict_priority)
 
 
 SWEPT = ("dma_gb_per_s", "hbm_gb_per_s", "link_gb_per_s", "hop_us")
-"""Constants that a sweep draws. Others with a range, peaks and numbers of collective cores, move no simulated time."""
+"""Constants that a sweep draws. The remaining ranged ones, peaks and numbers of collective cores, change no simulated time."""
 
 
 def machine_constants(machine: Machine) -> dict[str, Ranged]:
-    """The constants of a machine that a sweep draws, by name."""
+    """Returns the constants of a machine that a sweep draws, by name."""
     chip = machine.instance.chip
     found = ranged(chip.core) | ranged(chip) | ranged(machine.settings)
     return {name: found[name] for name in SWEPT if name in found}
 
 
-def with_figures(machine: Machine, changes: Mapping[str, float]) -> Machine:
-    """The machine with other figures, named as in the specs (`dma_gb_per_s`) or in the settings (`hop_us`).
+def with_machine_constants(machine: Machine, changes: Mapping[str, float]) -> Machine:
+    """Returns the machine with changed constants, named as in the specs (`dma_gb_per_s`) or the settings (`hop_us`).
 
     Raises:
-        ValueError: a figure that nothing has.
+        ValueError: an unknown constant.
     """
     instance = machine.instance
     parts: dict[str, Any] = {"core": instance.chip.core, "chip": instance.chip, "settings": machine.settings}
     for name, value in changes.items():
-        known = {key: [one.name for one in fields(part)] for key, part in parts.items()}
-        owner = next((key for key, names in known.items() if name in names), None)
+        names_of = {key: [one.name for one in fields(part)] for key, part in parts.items()}
+        owner = next((key for key, names in names_of.items() if name in names), None)
         if owner is None:
-            refuse_name("a figure", name, [each for names in known.values() for each in names])
+            refuse_name("a constant", name, [each for names in names_of.values() for each in names])
         parts[owner] = replace(parts[owner], **{name: value})
     chip = replace(parts["chip"], core=parts["core"])
     changed = replace(instance, chip=chip)
@@ -206,10 +201,10 @@ def with_figures(machine: Machine, changes: Mapping[str, float]) -> Machine:
 
 
 def machine_of(instance: NeuronInstance, settings: Settings = Settings(), **axes: int) -> Machine:
-    """A machine whose mesh has these axes, the last one over neighbouring cores."""
+    """Returns a machine with a mesh of these axes, the last one over neighbouring cores."""
     return Machine(instance, Mesh(instance, tuple(axes.items())), settings)
 
 
 def engine_names(machine: Machine) -> tuple[str, ...]:
-    """Names of the engines that are reported: those that compute, DMA, and each stream of collectives."""
+    """Names of the reported engines: compute engines, DMA, and each stream of collectives."""
     return (*COMPUTE, DMA, *(f"cc{stream}" for stream in range(machine.settings.streams)))

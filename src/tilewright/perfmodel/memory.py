@@ -1,4 +1,4 @@
-"""A memory of a core: who asks for room gets it in the order of asking."""
+"""On-chip memory of a core, allocated in order of request."""
 
 from collections import deque
 
@@ -6,7 +6,7 @@ import simpy
 
 
 class OnChipMemory:
-    """Room for results, in bytes."""
+    """A memory with a capacity in bytes."""
 
     def __init__(self, env: simpy.Environment, size: float):
         self.env = env
@@ -15,28 +15,28 @@ class OnChipMemory:
         self.waiting: deque[tuple[float, simpy.Event]] = deque()
 
     def request(self, wanted: float) -> simpy.Event | None:
-        """Takes room: at once (None), or when the event comes.
+        """Allocates bytes: at once (returns None), or when the returned event is triggered.
 
         Raises:
-            ValueError: more than there is in all.
+            ValueError: the request exceeds the capacity.
         """
         if wanted > self.size:
             raise ValueError(f"expected at most {self.size:,.0f} bytes of on-chip memory for a tile, found {wanted:,.0f}")
         if not self.waiting and self.held + wanted <= self.size:
-            self.take(wanted)
+            self.allocate(wanted)
             return None
         event = self.env.event()
         self.waiting.append((wanted, event))
         return event
 
-    def take(self, wanted: float) -> None:
+    def allocate(self, wanted: float) -> None:
         self.held += wanted
         self.peak = max(self.peak, self.held)
 
-    def release(self, given: float) -> None:
-        """Gives room back, and passes it on."""
-        self.held -= given
+    def release(self, released: float) -> None:
+        """Releases bytes and grants waiting requests."""
+        self.held -= released
         while self.waiting and self.held + self.waiting[0][0] <= self.size:
             wanted, event = self.waiting.popleft()
-            self.take(wanted)
+            self.allocate(wanted)
             event.succeed()

@@ -1,4 +1,4 @@
-"""Plans of inference: throughput, time to the first token and time per token by cores, batch, input and schedule."""
+"""Inference plans: throughput, TTFT and TPOT by cores, batch, input and tensor-parallel strategy."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,33 +7,33 @@ from typing import Any
 from tilewright.hardware.neuron import NeuronInstance
 from tilewright.hardware.ranged import refuse_name
 from tilewright.perfmodel.builder import BF16
-from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
+from tilewright.perfmodel.calibration import Calibration, constants_to_sweep, prediction_basis
 from tilewright.perfmodel.collectives import algorithms, steps_of
 from tilewright.perfmodel.estimate import ProgramEstimate, estimate
 from tilewright.perfmodel.inference import HOPS, SCHEDULES, TILED, Phase, Work, inference_program
-from tilewright.perfmodel.machine import Machine, Settings, machine_constants, machine_of, with_figures
+from tilewright.perfmodel.machine import Machine, Settings, machine_constants, machine_of, with_machine_constants
 from tilewright.perfmodel.program import Algorithm, Collective, NeuronProgram
 from tilewright.perfmodel.shapes import Config
-from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, sweep_constants
 
 FEW_LAYERS = (1, 3)
-"""Layers that are simulated."""
+"""Numbers of layers that are simulated."""
 
 BASELINES = ("sync", "sequence")
-"""Schedules that the others are compared with, each under the algorithm that suits it best: nothing runs beside their
-collectives, and `sequence` is what a good peer does."""
+"""Strategies without overlap that the rest are compared with, each under its best algorithm. `sequence` is the stricter one."""
 
 TILE_BYTES = (2**20, 2**21, 2**22)
 COLUMN_TILES = (2, 4, 8)
-"""Tile sizes and numbers of column tiles that an adaptive plan tries."""
+"""Tile sizes and numbers of column tiles of an adaptive plan."""
 
 
 @dataclass(frozen=True)
 class PhaseChoice:
-    """Options of a phase: schedule, streams, tiles and prefetching.
+    """Options of a phase.
 
     Attributes:
-        streams: of collectives.
+        schedule: tensor-parallel strategy.
+        streams: number of collective streams.
         algorithm, tile_bytes, tiles, prefetch: see `inference.Work`.
     """
 
@@ -51,17 +51,18 @@ class PhaseChoice:
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """Comparison of inference schedules: a model, an instance, and the shapes to compare them at.
+    """Comparison of tensor-parallel strategies for inference: a model, an instance, and shapes.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
+        config: configuration of the model.
+        instance: Neuron instance.
         cores: tensor-parallel widths.
-        batches, inputs: rows, and prompt tokens of each.
-        output: tokens generated; a decoding step is taken in the middle of them.
-        schedules: some of `inference.SCHEDULES`.
-        adaptive: whether tile sizes, streams and prefetching are searched for each shape and phase.
-        settings: of the runtime; streams are the plan's.
-        calibration: whose fitted constants are taken.
+        batches, inputs: numbers of rows, and prompt tokens per row.
+        output: generated tokens; the decode step is the one in the middle.
+        schedules: strategies, some of `inference.SCHEDULES`.
+        adaptive: search tile sizes, streams and prefetching for each shape and phase.
+        calibration: source of fitted constants.
     """
 
     name: str
@@ -73,7 +74,6 @@ class InferencePlan:
     output: int
     schedules: tuple[str, ...] = ("sync", "sequence", "domino", "ring")
     adaptive: bool = False
-    settings: Settings = field(default_factory=Settings)
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -87,33 +87,31 @@ class InferencePlan:
             if min(values) < 1:
                 raise ValueError(f"expected {name} from 1, found {min(values)}")
         if "domino" in self.schedules and min(self.batches) < 2:
-            raise ValueError("expected batches of at least 2 rows for domino, whose micro-batches divide them; found 1")
+            raise ValueError("expected batches of at least 2 rows for domino, which splits them into micro-batches; found 1")
         for cores in self.cores:
             self.machine(cores)
 
     def machine(self, cores: int, streams: int = 1, changes: Mapping[str, float] | None = None) -> Machine:
-        """The cores, which the instance must have.
+        """Returns the machine of a number of cores.
 
         Raises:
-            ValueError: it has not.
+            ValueError: the instance has fewer cores.
         """
         if not 1 <= cores <= self.instance.cores:
-            had = f"1 to {self.instance.cores} cores of {self.instance.name}"
-            raise ValueError(f"expected {had}, found {cores}")
-        found = machine_of(self.instance, replace(self.settings, streams=streams), tp=cores)
+            raise ValueError(f"expected 1 to {self.instance.cores} cores of {self.instance.name}, found {cores}")
+        found = machine_of(self.instance, Settings(streams=streams), tp=cores)
         fitted = {} if self.calibration is None else self.calibration.constants
-        return with_figures(found, {**fitted, **(changes or {})})
+        return with_machine_constants(found, {**fitted, **(changes or {})})
 
     def work(self, phase: Phase, place: tuple[int, int, int], choice: PhaseChoice) -> Work:
-        """A prefill, or a decoding step in the middle of the output."""
+        """Returns the work of a prefill, or of a decode step in the middle of the output."""
         tokens, rows, _ = place
         positions = tokens if phase == "prefill" else tokens + self.output // 2
-        cut = (choice.tile_bytes, choice.tiles, choice.prefetch)
-        return Work(phase, rows, positions, *cut, choice.algorithm)
+        return Work(phase, rows, positions, choice.tile_bytes, choice.tiles, choice.prefetch, choice.algorithm)
 
     @property
     def places(self) -> list[tuple[int, int, int]]:
-        """Input, batch and cores of everything that is compared."""
+        """All combinations of input, batch and cores."""
         return [(tokens, rows, cores) for tokens in self.inputs for rows in self.batches for cores in self.cores]
 
 
@@ -124,7 +122,7 @@ def phase_estimate(
     choice: PhaseChoice,
     changes: Mapping[str, float] | None = None,
 ) -> ProgramEstimate:
-    """Figures of a phase under a choice."""
+    """Estimates a phase under a choice of options."""
     tokens, _, cores = place
     machine = plan.machine(cores, choice.streams, changes)
     work = plan.work(phase, place, choice)
@@ -137,8 +135,10 @@ def phase_estimate(
 
 
 def tried_algorithms(machine: Machine, size: float) -> list[Algorithm]:
-    """Algorithms that are worth simulating for all-reduces of so many bytes: the fastest by itself, and the one that passes
-    fewest bytes through memory, which is better where compute loads its weights meanwhile."""
+    """Returns the algorithms to simulate for all-reduces of `size` bytes: the fastest one, and one with least memory traffic.
+
+    The latter may win where compute loads weights at the same time.
+    """
     found = {name: Collective("all-reduce", size, algorithm=name) for name in algorithms(machine.mesh, "tp")}  # type: ignore[arg-type]
     fastest = min(found, key=lambda name: machine.collective_s(found[name]))
     steps = {name: steps_of(machine.mesh, one) for name, one in found.items()}
@@ -147,8 +147,7 @@ def tried_algorithms(machine: Machine, size: float) -> list[Algorithm]:
 
 
 def choices(plan: InferencePlan, phase: Phase, schedule: str, place: tuple[int, int, int]) -> list[PhaseChoice]:
-    """Options to try for a schedule, whatever else is searched: algorithms of its collectives, and for domino and columns
-    another stream where it helps."""
+    """Returns the options to try for a strategy: algorithms of collectives; for `domino` and `column`, a second stream."""
     machine = plan.machine(place[2])
     several = schedule in ("domino", "column") and machine.cc_cores > 1
     size = BF16 * plan.work(phase, place, PhaseChoice(schedule)).tokens * plan.config.hidden_size
@@ -159,7 +158,7 @@ def choices(plan: InferencePlan, phase: Phase, schedule: str, place: tuple[int, 
 def best_choice(
     plan: InferencePlan, phase: Phase, place: tuple[int, int, int], schedule: str
 ) -> tuple[PhaseChoice, ProgramEstimate]:
-    """The fastest way to run a phase under a schedule."""
+    """Finds the fastest options of a phase under a strategy."""
     tried = {choice: phase_estimate(plan, phase, place, choice) for choice in choices(plan, phase, schedule, place)}
     best = min(tried, key=lambda choice: tried[choice].total_s)
     if not plan.adaptive:
@@ -169,7 +168,7 @@ def best_choice(
         lambda choice: (replace(choice, tile_bytes=each) for each in TILE_BYTES),
         lambda choice: (replace(choice, tiles=each) for each in (COLUMN_TILES if schedule in TILED else (choice.tiles,))),
     ]
-    for move in moves:  # one after another: what one gains hardly depends on the others
+    for move in moves:  # one option after another: their gains hardly interact
         for choice in move(best):
             if choice not in tried:
                 tried[choice] = phase_estimate(plan, phase, place, choice)
@@ -178,7 +177,11 @@ def best_choice(
 
 
 def compare(plan: InferencePlan, done: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """A record for each place and schedule, named as in docs/metrics.md; the baselines first."""
+    """Returns a record per shape and strategy, with metrics named as in docs/metrics.md; baselines first.
+
+    Args:
+        done: called with a description of each finished record.
+    """
     found = []
     for place in plan.places:
         records = {}
@@ -196,16 +199,16 @@ def compare(plan: InferencePlan, done: Callable[[str], None] = lambda _: None) -
 
 
 def ratio_gain(ratio: float | None, better: str) -> float | None:
-    """By which share something became better."""
+    """Returns the relative improvement of a ratio to the baseline."""
     if ratio is None:
         return None
     return 1 - ratio if better == "less" else ratio - 1
 
 
 def record(plan: InferencePlan, place: tuple[int, int, int], schedule: str) -> dict[str, Any]:
-    """Both phases of a place under a schedule."""
+    """Returns the record of both phases of a shape under a strategy."""
     tokens, rows, cores = place
-    (ways, (prefill, decode)) = zip(
+    (options, (prefill, decode)) = zip(
         *(best_choice(plan, phase, place, schedule) for phase in ("prefill", "decode")), strict=True
     )
     return {
@@ -220,14 +223,14 @@ def record(plan: InferencePlan, place: tuple[int, int, int], schedule: str) -> d
         "memory_gib": max(prefill.memory_bytes, decode.memory_bytes) / 2**30,
         "memory_limit_gib": decode.hbm_bytes / 2**30,
         "fits": prefill.fits and decode.fits,
-        "prefill": {**ways[0].record(), **prefill.record()},
-        "decode": {**ways[1].record(), **decode.record()},
+        "prefill": {**options[0].record(), **prefill.record()},
+        "decode": {**options[1].record(), **decode.record()},
         "notes": list(decode.notes),
     }
 
 
 def winner(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The record with most tokens a second, of what fits where anything does; of equal ones the first token sooner."""
+    """Returns the record with most tokens per second, among those that fit into memory if any do; ties by TTFT."""
     fitting = [one for one in records if one["fits"]] or list(records)
     return max(fitting, key=lambda one: (one["tokens_per_s"], -one["ttft_ms"]))
 
@@ -239,32 +242,35 @@ def sweeps(
     draws: int = EVENT_DRAWS,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Sweep]:
-    """Ranges of both phases of every schedule at the winner's cores, batch and input, by `ttft_ms` and `tpot_ms`.
+    """Computes ranges of both phases of every strategy at the winner's cores, batch and input: `ttft_ms` and `tpot_ms`.
 
-    Each schedule keeps the options that are best at the constants that are used.
+    Each strategy keeps its best options at the default constants.
 
     Args:
-        records: of `compare`.
-        best: one of them, at whose place the schedules are set against each other.
-        progress: is called after each draw.
+        records: records of `compare`.
+        best: record with the shape of the comparison.
+        progress: called after each draw.
     """
     place = (best["input_tokens"], best["batch_rows"], best["cores"])
     same = [one for one in records if (one["input_tokens"], one["batch_rows"], one["cores"]) == place]
-    constants = swept_with(plan.calibration, machine_constants(plan.machine(place[2])))
+    constants = constants_to_sweep(plan.calibration, machine_constants(plan.machine(place[2])))
 
     def ranges(phase: Phase, unit: str) -> Sweep:
-        taken = {one["schedule"]: choice_of(one, phase) for one in same}
+        choice_by_name = {one["schedule"]: choice_of(one, phase) for one in same}
 
         def predict(changes: Mapping[str, float]) -> dict[str, float]:
-            return {name: 1e3 * phase_estimate(plan, phase, place, one, changes).total_s for name, one in taken.items()}
+            estimates = {name: phase_estimate(plan, phase, place, one, changes) for name, one in choice_by_name.items()}
+            return {name: 1e3 * one.total_s for name, one in estimates.items()}
 
-        return swept(predict, constants, draws, unit=unit, progress=progress, basis=basis_of(plan.calibration))
+        return sweep_constants(
+            predict, constants, draws, unit=unit, progress=progress, basis=prediction_basis(plan.calibration)
+        )
 
     return {"ttft_ms": ranges("prefill", "TTFT ms"), "tpot_ms": ranges("decode", "TPOT ms")}
 
 
 def choice_of(record: Mapping[str, Any], phase: Phase) -> PhaseChoice:
-    """The options of a phase that a record is of."""
-    of = record[phase]
-    cut = (1024 * of["tile_kib"], of["tiles"], of["prefetch"])
-    return PhaseChoice(record["schedule"], of["streams"], of["algorithm"] or "auto", *cut)
+    """Reads the options of a phase from a record."""
+    values = record[phase]
+    tiling = (1024 * values["tile_kib"], values["tiles"], values["prefetch"])
+    return PhaseChoice(record["schedule"], values["streams"], values["algorithm"] or "auto", *tiling)

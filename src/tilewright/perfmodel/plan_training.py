@@ -1,4 +1,4 @@
-"""Plans of training: which shifts, streams and packet sizes make a step shortest, and what limits it."""
+"""Training plans: prefetch distances, reduce-scatter delays, streams and packet sizes that minimise the step time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from tilewright.hardware.neuron import NeuronInstance
 from tilewright.hardware.ranged import refuse_name
-from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with
+from tilewright.perfmodel.calibration import Calibration, constants_to_sweep, prediction_basis
 from tilewright.perfmodel.environment import Variable, recommended_packets, variables
 from tilewright.perfmodel.estimate import ProgramEstimate, estimate
 from tilewright.perfmodel.machine import (
@@ -16,28 +16,29 @@ from tilewright.perfmodel.machine import (
     Settings,
     machine_constants,
     machine_of,
-    with_figures,
+    with_machine_constants,
 )
 from tilewright.perfmodel.shapes import Config
 from tilewright.perfmodel.training import TrainingStep, training_program
-from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, swept
+from tilewright.perfmodel.uncertainty import EVENT_DRAWS, Sweep, sweep_constants
 
 PACKETS = ("default", "recommended")
 FEW_LAYERS = (4, 6)
-"""Layers that are simulated: with fewer, what shifts hold in memory would still grow from one to the other."""
+"""Numbers of layers that are simulated; with fewer layers, the memory that shifts need would not be in a steady state."""
 
 COMPARED = 5
-"""Settings of which a sweep gives ranges, the compiler's own order beside them."""
+"""Number of settings in a sweep, besides the compiler's own order."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a train step, of which a plan chooses.
+    """A setting of a train step.
 
     Attributes:
-        packets: `default` or `recommended`.
-        prefetch_distance, scatter_delay: shifts, in halves of layers; of no account where not threaded. Names, records and
-            commands have layers.
+        streams: number of collective streams.
+        packets: packet sizes, `default` or `recommended`.
+        prefetch_distance, scatter_delay: shifts in half layers, used if `threaded`. Names, records and commands use layers.
+        threaded: tokens fix the order of collectives; otherwise the compiler orders them.
     """
 
     streams: int
@@ -54,11 +55,11 @@ class Setting:
 
     @property
     def packet_bytes(self) -> tuple[int, tuple[int, ...]]:
-        """Of compute's transfers, and of each stream's."""
+        """Packet sizes of compute's transfers, and of each stream."""
         return recommended_packets(self.streams) if self.packets == "recommended" else (DMA_PACKET_BYTES, (CC_PACKET_BYTES,))
 
     def variables(self) -> list[Variable]:
-        """The environment that asks for it."""
+        """Returns the environment variables of the setting."""
         shifts = (self.prefetch_distance, self.scatter_delay) if self.threaded else (None, None)
         return variables(self.threaded, self.streams, *shifts, self.packet_bytes)
 
@@ -68,12 +69,15 @@ class TrainingPlan:
     """Comparison of settings of a train step: a model, an instance, a mesh, and the values to try.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
+        config: configuration of the model.
+        instance: Neuron instance.
         fsdp, tp: ranks along each axis of the mesh.
-        streams, packets, prefetch_distance, scatter_delay: settings, each with each; shifts in halves of layers.
-        sequences, positions: of each fully sharded rank.
-        layers: of the model that are simulated.
-        calibration: whose fitted constants are taken.
+        streams, packets, prefetch_distance, scatter_delay: values of the settings, tried in all combinations; shifts in half
+            layers.
+        sequences, positions: sequences, and positions per sequence, of each fully sharded rank.
+        layers: numbers of layers that are simulated.
+        calibration: source of fitted constants.
     """
 
     name: str
@@ -100,15 +104,15 @@ class TrainingPlan:
         for name, shifts in (("prefetch_distance", self.prefetch_distance), ("scatter_delay", self.scatter_delay)):
             if not 0 <= min(shifts) <= max(shifts) <= 2 * min(self.layers[0], self.config.num_layers):
                 most = min(self.layers[0], self.config.num_layers)
-                given = ", ".join(f"{shift / 2:g}" for shift in shifts)
-                raise ValueError(f"expected --{name.replace('_', '-')} from 0 to {most} layers, found {given}")
+                shown = ", ".join(f"{shift / 2:g}" for shift in shifts)
+                raise ValueError(f"expected --{name.replace('_', '-')} from 0 to {most} layers, found {shown}")
         for setting in self.settings:
             self.machine(setting)
 
     @property
     def settings(self) -> list[Setting]:
-        """Everything that is compared, the compiler's own order first."""
-        own = Setting(1, "default", threaded=False)
+        """All settings of the comparison, the compiler's own order first."""
+        compiler_order = Setting(1, "default", threaded=False)
         each = [
             Setting(streams, packets, prefetch_distance, scatter_delay)
             for streams in self.streams
@@ -116,21 +120,25 @@ class TrainingPlan:
             for prefetch_distance in self.prefetch_distance
             for scatter_delay in self.scatter_delay
         ]
-        return [own, *each]
+        return [compiler_order, *each]
 
     def machine(self, setting: Setting, changes: Mapping[str, float] | None = None) -> Machine:
-        """Raises ValueError for a mesh that the instance has no cores for, or more streams than collective cores."""
+        """Returns the machine of a setting.
+
+        Raises:
+            ValueError: the instance has too few cores for the mesh, or too few collective cores for the streams.
+        """
         dma, cc = setting.packet_bytes
         found = machine_of(self.instance, Settings(dma, cc, setting.streams), fsdp=self.fsdp, tp=self.tp)
         fitted = {} if self.calibration is None else self.calibration.constants
-        return with_figures(found, {**fitted, **(changes or {})})
+        return with_machine_constants(found, {**fitted, **(changes or {})})
 
     def step(self, setting: Setting) -> TrainingStep:
         return TrainingStep(self.sequences, self.positions, setting.threaded, setting.prefetch_distance, setting.scatter_delay)
 
 
 def setting_estimate(plan: TrainingPlan, setting: Setting, changes: Mapping[str, float] | None = None) -> ProgramEstimate:
-    """A whole step under a setting."""
+    """Estimates a whole step under a setting."""
     machine = plan.machine(setting, changes)
     step = plan.step(setting)
     return estimate(
@@ -139,7 +147,11 @@ def setting_estimate(plan: TrainingPlan, setting: Setting, changes: Mapping[str,
 
 
 def compare(plan: TrainingPlan, done: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
-    """A record for each setting, named as in docs/metrics.md, the fastest that fits first."""
+    """Returns a record per setting, with metrics named as in docs/metrics.md; the fastest one that fits into memory first.
+
+    Args:
+        done: called with the name of each finished setting.
+    """
     found = []
     for setting in plan.settings:
         one = setting_estimate(plan, setting)
@@ -160,14 +172,14 @@ def compare(plan: TrainingPlan, done: Callable[[str], None] = lambda _: None) ->
             }
         )
         done(setting.name)
-    own = found[0]["step_ms"]
+    baseline_ms = found[0]["step_ms"]
     for one in found:
-        one["gain"] = 1 - one["step_ms"] / own
+        one["gain"] = 1 - one["step_ms"] / baseline_ms
     return sorted(found, key=lambda one: (not one["fits"], one["step_ms"]))
 
 
 def setting_of(record: Mapping[str, Any]) -> Setting:
-    """The setting that a record is of."""
+    """Reads the setting of a record."""
     prefetch_distance, scatter_delay = (round(2 * record[f"{name}_layers"]) for name in ("early", "late"))
     return Setting(record["streams"], record["packets"], prefetch_distance, scatter_delay, record["threaded"])
 
@@ -178,17 +190,19 @@ def sweep(
     draws: int = EVENT_DRAWS,
     progress: Callable[[], None] = lambda: None,
 ) -> Sweep:
-    """Ranges of the fastest settings' steps, and of that in the compiler's order.
+    """Computes ranges of the step times of the fastest settings and of the compiler's own order.
 
     Args:
         ranked: records of `compare`.
-        progress: is called after each draw.
+        progress: called after each draw.
     """
-    own = [one for one in ranked if not one["threaded"]]
-    settings = [setting_of(one) for one in (*[one for one in ranked if one["threaded"]][:COMPARED], *own)]
-    constants = swept_with(plan.calibration, machine_constants(plan.machine(settings[0])))
+    unthreaded = [one for one in ranked if not one["threaded"]]
+    settings = [setting_of(one) for one in (*[one for one in ranked if one["threaded"]][:COMPARED], *unthreaded)]
+    constants = constants_to_sweep(plan.calibration, machine_constants(plan.machine(settings[0])))
 
     def predict(changes: Mapping[str, float]) -> dict[str, float]:
         return {one.name: 1e3 * setting_estimate(plan, one, changes).total_s for one in settings}
 
-    return swept(predict, constants, draws, unit="step ms", progress=progress, basis=basis_of(plan.calibration))
+    return sweep_constants(
+        predict, constants, draws, unit="step ms", progress=progress, basis=prediction_basis(plan.calibration)
+    )

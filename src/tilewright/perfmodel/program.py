@@ -1,7 +1,7 @@
-"""Programs of simulated cores: operations in the order of their queues, with what they occupy and what they wait for.
+"""Programs of simulated cores: operations in queues, with their dependencies and resources.
 
-Every core of a group runs the same program, as SPMD programs do. An engine takes its operations in the program's order and
-waits for what each one needs; so does each DMA queue, and each stream of collectives. Nothing else orders them.
+All cores of a group run the same program (SPMD). Each engine, DMA queue and stream of collectives runs its operations in
+program order, and each operation waits for its dependencies. Nothing else orders operations.
 """
 
 from collections import deque
@@ -12,11 +12,11 @@ from typing import Literal
 from tilewright.hardware.ranged import refuse_name
 
 COMPUTE = ("tensor", "vector", "scalar", "gpsimd")
-"""Engines that compute."""
+"""Compute engines."""
 DMA = "dma"
 CC = "cc"
 ENGINES = (*COMPUTE, DMA, CC)
-"""All engines: those, the DMA engines, and the collective cores."""
+"""All engines: compute engines, the DMA engines, and the collective cores."""
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-reduce", "permute"]
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
@@ -26,25 +26,26 @@ ALGORITHMS = ("ring", "bidirectional", "mesh", "rdh", "kangaring")
 SBUF = "sbuf"
 PSUM = "psum"
 HBM = "hbm"
-"""Memories in which an operation's result is held."""
+"""Memories for results of operations."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective that the collective cores run.
+    """A collective on the collective cores.
+
+    A collective without dependencies continues the one before it in its stream, without a start cost: received data is passed
+        on.
 
     Attributes:
         kind: one of `KINDS`.
-        bytes: of the whole array: a rank's before a reduce-scatter or an all-reduce, after an all-gather; of a permute, what
-            each rank sends.
-        axis: of the mesh, over which ranks exchange.
-        stream: which queue of collectives it is in.
-        algorithm: one of `ALGORITHMS`, or the one that suits its size.
-        purpose: for the results, such as `tp` or `fsdp`.
-        directions: of a permute, 2 if half of its bytes go the other way.
-        reduces: of a permute, whether what arrives is added to something.
-
-    One that needs nothing goes on where the one before it in its stream ended, without a start: what a rank got is passed on.
+        bytes: bytes of the whole array: a rank's input of a reduce-scatter or an all-reduce, its output of an all-gather; the
+            bytes that each rank sends in a permute.
+        axis: mesh axis of the exchange.
+        stream: queue of the collective.
+        algorithm: one of `ALGORITHMS`, or `auto` to choose by size.
+        purpose: label in the results, such as `tp` or `fsdp`.
+        directions: for a permute, 2 if half of the bytes go in the other direction.
+        reduces: for a permute, True if received data is added.
     """
 
     kind: CollectiveKind
@@ -59,22 +60,20 @@ class Collective:
 
 @dataclass(frozen=True)
 class QueuedOp:
-    """An operation.
+    """An operation of a program.
 
     Attributes:
+        name: name in results and messages.
         engine: one of `ENGINES`.
-        needs: operations, by number, that must be done before it begins.
-        cycles: of the clock of its engine, for those that compute.
-        bytes: that a DMA moves.
-        queue: of a DMA, which ring of the DMA engines it is in.
-        engines: of a DMA, how many of the engines it is spread over.
-        packet_bytes: of a DMA; None for the setting of the machine.
-        descriptor_bytes: of a DMA, contiguous bytes of each descriptor; 0 where they are as large as packets.
-        priority: class in strict arbitration, 0 first.
-        collective: of `cc`, what it does.
-        holds: the memory in which its result is, from its begin to the end of the last operation that needs it.
-        holds_bytes: how large that is.
-        layer: to which it belongs; None for none.
+        needs: dependencies, by operation number.
+        cycles: cycles of a compute engine.
+        bytes: bytes of a DMA.
+        queue: ring of a DMA.
+        descriptor_bytes: contiguous bytes per descriptor of a DMA; 0 for descriptors as large as packets.
+        collective: collective of `cc`.
+        holds: memory of the result, occupied from the operation's begin to the end of its last user.
+        holds_bytes: bytes of the result.
+        layer: layer of the operation, or None.
     """
 
     name: str
@@ -83,10 +82,7 @@ class QueuedOp:
     cycles: float = 0.0
     bytes: float = 0.0
     queue: int = 0
-    engines: int = 16
-    packet_bytes: int | None = None
     descriptor_bytes: float = 0.0
-    priority: int = 0
     collective: Collective | None = None
     holds: str = ""
     holds_bytes: float = 0.0
@@ -94,7 +90,7 @@ class QueuedOp:
 
     @property
     def line(self) -> tuple[str, int]:
-        """The queue that it waits in."""
+        """Queue of the operation."""
         if self.engine == DMA:
             return DMA, self.queue
         return self.engine, self.collective.stream if self.collective is not None else 0
@@ -102,11 +98,13 @@ class QueuedOp:
 
 @dataclass(frozen=True)
 class NeuronProgram:
-    """Operations in their order.
+    """Operations in program order.
 
     Attributes:
-        resident_bytes: of device memory, held all the time: weights, caches, optimizer state.
-        notes: what had to be assumed to build it.
+        name: name of the program.
+        ops: operations.
+        resident_bytes: device memory in use all the time: weights, caches, optimizer state.
+        notes: assumptions of the program.
     """
 
     name: str
@@ -115,10 +113,10 @@ class NeuronProgram:
     notes: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Refuses what cannot run.
+        """Checks that the program can run.
 
         Raises:
-            ValueError: an engine that does not exist, a number of no operation, a negative size, or a cycle, by name.
+            ValueError: an unknown engine, memory or collective; an invalid dependency; a negative size; or a cycle, with names.
         """
         for number, op in enumerate(self.ops):
             what = f"operation {number} ({op.name})"
@@ -133,8 +131,6 @@ class NeuronProgram:
                 raise ValueError(f"expected cycles and bytes of 0 or more, found less in {what}")
             if op.holds not in ("", SBUF, PSUM, HBM):
                 refuse_name(f"a memory for {what}", op.holds, (SBUF, PSUM, HBM))
-            if op.engine == DMA and not 1 <= op.engines <= 16:
-                raise ValueError(f"expected {what} on 1 to 16 DMA engines, found {op.engines}")
             if op.collective is not None and op.collective.kind not in KINDS:
                 refuse_name(f"a collective for {what}", op.collective.kind, KINDS)
         cycle = find_cycle(self.ops)
@@ -144,7 +140,7 @@ class NeuronProgram:
 
 
 def find_cycle(ops: Sequence[QueuedOp]) -> list[int]:
-    """Operations each of which waits for the next and the last for the first, by need or by the order of a queue; or none."""
+    """Returns operations that wait for each other in a cycle, by dependency or queue order; empty if there is no cycle."""
     waits: list[list[int]] = [list(op.needs) for op in ops]
     last: dict[tuple[str, int], int] = {}
     for number, op in enumerate(ops):
@@ -166,7 +162,7 @@ def find_cycle(ops: Sequence[QueuedOp]) -> list[int]:
     if left is None:
         return []
     path: list[int] = []
-    while left not in path:  # each of them waits for another one that is left
+    while left not in path:  # each remaining operation waits for a remaining one
         path.append(left)
         left = next(need for need in waits[left] if waiting[need])
     return [*path[path.index(left) :], left]

@@ -1,4 +1,4 @@
-"""Programs of the project's other kinds of work: scheduled HLO, a DFlash round, a gather-reduce, a sparse diffusion step."""
+"""Simulated programs: scheduled HLO, a DFlash round, a gather-reduce, a sparse denoising step."""
 
 from math import ceil
 
@@ -12,20 +12,21 @@ from tilewright.perfmodel.shapes import Config, Share
 
 
 def hlo_program(graph: ScheduleGraph, chip: TpuChip, machine: Machine, name: str = "scheduled HLO") -> NeuronProgram:
-    """A program that XLA scheduled for a TPU, on a Neuron core.
+    """Converts a program that XLA scheduled for a TPU to a program of a Neuron core.
 
-    What the TPU's core executes goes to the tensor engine in the same order, and takes longer by the ratio of the two peaks;
-    collectives go to stream 0 over the axis `tp`, copies to the DMA engines. Where the core waited, so does the tensor engine.
+    Operations of the TPU's core run on the tensor engine in the same order, with times scaled by the ratio of peaks.
+    Collectives run on stream 0 over the axis `tp`, copies on the DMA engines. Waits of the TPU's core become waits of the
+    tensor engine.
 
     Raises:
-        ValueError: collectives over more devices than the axis has ranks.
+        ValueError: a collective over more devices than ranks of the axis.
     """
     build = Builder(machine)
     numbers = {}
     ratio = 1e12 * chip.bf16_tflop_per_s / machine.tensor_flop_per_s
     cycles = ratio * machine.engine_hz("tensor") / (1e9 * chip.clock_ghz)
     core: list[int] = []
-    notes = [*graph.notes, f"the compute of a TPU {chip.name}, {ratio:.2f} times as long: by peaks"]
+    notes = [*graph.notes, f"compute times of a TPU {chip.name} scaled by {ratio:.2f}, the ratio of peaks"]
     for number, node in enumerate(graph.nodes):
         needs = [numbers[need] for need in node.needs if need in numbers]
         build.layer = node.layer
@@ -43,7 +44,7 @@ def hlo_program(graph: ScheduleGraph, chip: TpuChip, machine: Machine, name: str
 
 
 def transfer_of(build: Builder, node: Node, transfer: ScheduledTransfer, needs: list[int]) -> int:
-    """A collective or a copy of scheduled HLO."""
+    """Adds a collective or a copy of scheduled HLO."""
     if transfer.kind == COPY:
         return build.move(node.name, transfer.bytes, needs)
     ranks = len(transfer.groups[0]) if transfer.groups else build.machine.mesh.size("tp")
@@ -51,7 +52,7 @@ def transfer_of(build: Builder, node: Node, transfer: ScheduledTransfer, needs: 
         had = build.machine.mesh.size("tp")
         raise ValueError(f"expected collectives over at most the {had} ranks of tp, found {ranks} in {node.name}")
     kinds = {"all-gather": ("all-gather", ranks), "reduce-scatter": ("reduce-scatter", 1), "all-reduce": ("all-reduce", 1)}
-    # An exchange of all with all sends nearly all of its bytes, as a permute does.
+    # An all-to-all sends nearly all of its bytes, like a permute.
     kind, times = kinds.get(transfer.kind, ("permute", 1))
     directions = transfer.directions if transfer.kind != PERMUTE else 1
     one = Collective(kind, times * transfer.bytes, directions=directions if kind == "permute" else 1)  # type: ignore[arg-type]
@@ -61,13 +62,13 @@ def transfer_of(build: Builder, node: Node, transfer: ScheduledTransfer, needs: 
 def dflash_program(
     config: Config, machine: Machine, rows: int, block: int, cached: int, drafter_layers: int = 5
 ) -> NeuronProgram:
-    """A round of block-diffusion speculative decoding: a drafter of a few layers drafts a block, the target checks it.
+    """Builds a round of block-diffusion speculative decoding: the drafter drafts a block, the target verifies it.
 
     Args:
-        rows: sequences.
-        block: tokens drafted at once, the known one included.
+        rows: number of sequences.
+        block: tokens of a block, the last token included.
         cached: positions before the block.
-        drafter_layers: of the target's sizes (arXiv 2602.06036: five); they read the same cache length.
+        drafter_layers: layers of the drafter, of the target's sizes (arXiv 2602.06036: five) and with its cache length.
 
     Raises:
         ValueError: fewer than one row, a block of fewer than two tokens, or more ranks than heads.
@@ -89,7 +90,7 @@ def dflash_program(
 
 
 def whole_layer(model: LayerBuilder, part: InferenceBatch, stream: list[int]) -> list[int]:
-    """A layer with a sum after each half."""
+    """Adds a layer with an all-reduce after each half."""
     for half, (weights, _) in zip((model.attention, model.mlp), model.halves(), strict=True):
         sums = model.sum_up(part.tokens, half(part, weights, stream, False), 0)
         stream = model.residual(part.tokens, [*sums, *stream])
@@ -97,7 +98,7 @@ def whole_layer(model: LayerBuilder, part: InferenceBatch, stream: list[int]) ->
 
 
 def block_head(model: LayerBuilder, part: InferenceBatch, stream: list[int]) -> list[int]:
-    """The best token of every position of a block, over all ranks."""
+    """Adds the head: the best token of each position of a block, over all ranks."""
     model.build.layer = None
     normed = model.norm(part.tokens, stream)
     logits = model.build.product(model.share.head(), part.tokens, normed, model.gate(normed))
@@ -108,12 +109,12 @@ def block_head(model: LayerBuilder, part: InferenceBatch, stream: list[int]) -> 
 
 
 def gather_reduce_program(machine: Machine, nodes: int, degree: int, features: int) -> NeuronProgram:
-    """Sums of neighbours' rows by DMA, as an NKI kernel does it: a descriptor for each row, 128 nodes at a time.
+    """Builds a gather-reduce by DMA as in an NKI kernel: a descriptor per neighbour row, 128 nodes at a time.
 
     Args:
         nodes: rows of the neighbour table.
-        degree: its columns.
-        features: of each row, in bfloat16.
+        degree: columns of the neighbour table.
+        features: bfloat16 features of a row.
 
     Raises:
         ValueError: sizes below 1.
@@ -134,17 +135,17 @@ def gather_reduce_program(machine: Machine, nodes: int, degree: int, features: i
 
 
 def diffusion_program(config: Config, machine: Machine, rows: int, positions: int, salient: float) -> NeuronProgram:
-    """A sparse denoising step: in each layer only salient rows go through products, and attend to all keys.
+    """Builds a sparse denoising step: in each layer only salient positions are computed; they attend to all keys.
 
-    Which rows are salient is known after attention's values are compared with the step before; they are gathered by
-    descriptors, and what they became is scattered back. The first layer computes all rows.
+    A comparison with the previous step selects the salient positions. Their rows are gathered by descriptors, and results are
+    scattered back. The first layer computes all positions.
 
     Args:
-        rows, positions: sequences and their length.
-        salient: share of positions, 1 for a dense step.
+        rows, positions: number of sequences and their length.
+        salient: share of salient positions, 1 for a dense step.
 
     Raises:
-        ValueError: a share that is not above 0 and at most 1.
+        ValueError: `salient` is not above 0 and at most 1.
     """
     if not 0 < salient <= 1:
         raise ValueError(f"expected a salient share above 0 and at most 1, found {salient:g}")

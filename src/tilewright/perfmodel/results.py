@@ -1,7 +1,7 @@
-"""Results of a simulation: when each operation ran, what engines were busy with, and which communication nothing hid.
+"""Results of a simulation: times of operations, busy engines, and exposed communication.
 
-Every moment belongs to one of four kinds. *Compute*: an engine that computes is busy. *Loading*: none is, but one of compute's
-transfers is under way. *Exposed*: neither is, but a collective is. *Waiting*: nothing is under way but signals and latencies.
+Each moment has one of four kinds. *Compute*: a compute engine is busy. *Loading*: no compute engine is busy, but a transfer of
+compute is in flight. *Exposed*: only collectives are in flight. *Waiting*: only signals and latencies are pending.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,13 +23,13 @@ MOMENTS = (COMPUTING, LOADING, EXPOSED, WAITING)
 
 @dataclass(frozen=True, slots=True)
 class OpSpan:
-    """An operation in time, in seconds from the program's beginning.
+    """Time span of an operation, in seconds from the begin of the program.
 
     Attributes:
-        op: its number.
-        engine: on which it ran; of a collective, `cc` and its stream.
-        ready_s: when all that it needs was done.
-        begin_s, end_s: when it ran.
+        op: operation number.
+        engine: engine of the operation; `cc` and the stream number for a collective.
+        ready_s: end of the last dependency.
+        begin_s, end_s: begin and end of the operation.
     """
 
     op: int
@@ -41,11 +41,14 @@ class OpSpan:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """A simulation's outcome on one rank.
+    """Result of a simulation, for one rank.
 
     Attributes:
-        total_s: from the first operation to the last.
-        peak_bytes: most that was held at once in each memory, by the program's results.
+        program: simulated program.
+        machine: simulated machine.
+        spans: time spans of the operations.
+        total_s: seconds from the first operation to the last.
+        peak_bytes: peak use of each memory by results of operations.
     """
 
     program: NeuronProgram = field(repr=False)
@@ -56,17 +59,12 @@ class SimulationResult:
 
     @property
     def memory_bytes(self) -> float:
-        """Peak of device memory: what is resident, and what the program holds besides."""
+        """Peak device memory: resident bytes plus results of operations."""
         return self.program.resident_bytes + self.peak_bytes["hbm"]
-
-    @property
-    def fits(self) -> bool:
-        """True if a core's share of device memory holds that."""
-        return self.memory_bytes <= self.machine.hbm_bytes
 
     @cached_property
     def busy_s(self) -> dict[str, float]:
-        """Seconds in which each engine, the DMA engines and each stream had something under way."""
+        """Busy seconds of each engine, the DMA engines and each stream."""
         found = {}
         for engine in engine_names(self.machine):
             spans = ((span.begin_s, span.end_s) for span in self.spans if span.engine == engine)
@@ -75,7 +73,7 @@ class SimulationResult:
 
     @cached_property
     def dma_bytes(self) -> dict[str, float]:
-        """Bytes that passed the DMA engines, by who sent them: `compute`, and each purpose of collectives."""
+        """Bytes through the DMA engines, of `compute` and of each purpose of collectives."""
         found = {"compute": 0.0}
         sizes: dict[Any, float] = {}
         for op in self.program.ops:
@@ -90,24 +88,24 @@ class SimulationResult:
 
     @cached_property
     def moments(self) -> list[tuple[float, float, str, int | None]]:
-        """All of the time, one piece after another: begin, end, one of `MOMENTS`, and the layer of what was under way."""
+        """Intervals of the whole time, in order: begin, end, one of `MOMENTS`, and the layer of the operation in progress."""
         events: list[tuple[float, int, int]] = []
         for number, span in enumerate(self.spans):
             if span.end_s > span.begin_s:
                 events += [(span.begin_s, 1, number), (span.end_s, 0, number)]
         events.sort()
-        under_way: dict[str, dict[int, None]] = {COMPUTING: {}, LOADING: {}, EXPOSED: {}}
+        in_flight: dict[str, dict[int, None]] = {COMPUTING: {}, LOADING: {}, EXPOSED: {}}
         found: list[tuple[float, float, str, int | None]] = []
         now = 0.0
         for at, begins, number in [*events, (self.total_s, 0, -1)]:
             if at > now:
-                kind = next((name for name in (COMPUTING, LOADING, EXPOSED) if under_way[name]), WAITING)
-                first = next(iter(under_way[kind])) if kind != WAITING else None
+                kind = next((name for name in (COMPUTING, LOADING, EXPOSED) if in_flight[name]), WAITING)
+                first = next(iter(in_flight[kind])) if kind != WAITING else None
                 layer = self.program.ops[self.spans[first].op].layer if first is not None else None
                 found.append((now, at, kind, layer))
                 now = at
             if number >= 0:
-                among = under_way[kind_of(self.spans[number].engine)]
+                among = in_flight[kind_of(self.spans[number].engine)]
                 if begins:
                     among[number] = None
                 else:
@@ -116,7 +114,7 @@ class SimulationResult:
 
     @cached_property
     def moments_s(self) -> dict[str, float]:
-        """Seconds of each kind of moment in all."""
+        """Total seconds of each kind of moment."""
         found: dict[str, float] = dict.fromkeys(MOMENTS, 0.0)
         for begin, end, kind, _ in self.moments:
             found[kind] += end - begin
@@ -124,7 +122,7 @@ class SimulationResult:
 
     @cached_property
     def exposed_s(self) -> dict[int | None, float]:
-        """Exposed communication of each layer: by that of the collective that began first among those under way."""
+        """Exposed communication of each layer, attributed to the earliest collective in flight."""
         found: dict[int | None, float] = {op.layer: 0.0 for op in self.program.ops}
         for begin, end, kind, layer in self.moments:
             if kind == EXPOSED:
@@ -132,22 +130,22 @@ class SimulationResult:
         return found
 
     def delay_s(self, purpose: str) -> float:
-        """Seconds that collectives of a purpose stood in their queue in all, ready but behind others."""
-        waited = 0.0
+        """Total seconds that ready collectives of a purpose queued behind others."""
+        delay = 0.0
         begin_s = self.machine.settings.costs.begin_s
         for span in self.spans:
             op = self.program.ops[span.op]
             if op.collective is not None and op.collective.purpose == purpose and op.needs:
-                waited += max(0.0, span.begin_s - span.ready_s - begin_s)
-        return waited
+                delay += max(0.0, span.begin_s - span.ready_s - begin_s)
+        return delay
 
     @property
     def limit(self) -> str:
-        """The resource that was busy longest: an engine, `dma`, or a stream of collectives."""
+        """Name of the busiest resource: an engine, `dma`, or a stream of collectives."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
     def record(self) -> dict[str, Any]:
-        """Figures, named as in docs/metrics.md."""
+        """Returns metrics, named as in docs/metrics.md."""
         moved = self.dma_bytes
         total = sum(self.dma_bytes.values()) or 1.0
         return {
@@ -171,12 +169,12 @@ class SimulationResult:
 
 
 def kind_of(engine: str) -> str:
-    """Kind of moments that an engine makes."""
+    """Kind of moment of an engine's operations."""
     return COMPUTING if engine in COMPUTE else LOADING if engine == DMA else EXPOSED
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Intervals that hold the same moments and are apart, in order."""
+    """Merges overlapping intervals; returns disjoint ones in order."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -187,7 +185,7 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def trace(results: Iterable[tuple[str, SimulationResult]]) -> dict[str, Any]:
-    """Programs as a Chrome trace, which Perfetto opens: a process for each, a track for each queue of each engine."""
+    """Converts results to a Chrome trace for Perfetto: a process per program, and a track per queue of each engine."""
     events: list[dict[str, Any]] = []
     for process, (name, result) in enumerate(results):
         lines = {op.line: None for op in result.program.ops}

@@ -1,17 +1,18 @@
-"""A scheduled program as a graph: what its core executes, in order, and what is under way beside it.
+"""Reader of scheduled programs: a graph of the core's operations, in order, and of concurrent transfers.
 
-The text of a scheduled program is in the order in which the core runs it. A collective or a copy that is asynchronous is begun
-at one place and waited for at another; all spellings that libtpu has for that are read:
+The text of a scheduled program is in the order of execution on the core. An asynchronous collective or copy starts at one place
+and is waited for at another. The reader handles all spellings of libtpu:
 
 - `X-start` and `X-done`: permutes, copies between HBM and VMEM, and on some platforms all-gathers and all-reduces;
-- `async-start`, `async-update`, `async-done`, with the operation in a computation of its own, and `call-start` of one that runs
-  on a SparseCore;
-- fusions around `AsyncCollectiveStart` and `AsyncCollectiveDone` (v5e), between which other fusions hand the transfer on while
-  they compute: these are compute, and the collective inside them is the one that was begun.
+- `async-start`, `async-update`, `async-done` with the operation in a separate computation, and `call-start` for an operation on
+a
+  SparseCore;
+- fusions around `AsyncCollectiveStart` and `AsyncCollectiveDone` (v5e). Fusions between the two pass the transfer on while they
+  compute; they count as compute, and the collective inside them is the one already started.
 
-A collective without any of this is synchronous, also where a fusion has taken it in: the core waits for it. Loops are unrolled
-by their trip counts, called computations are entered, of a conditional the heaviest branch is taken. The graph says nothing of
-time but for the cycles that the core needs: `timeline.py` has a model of that, and a simulator may have another.
+All other collectives are synchronous, also inside a fusion: the core waits for them. Loops are unrolled by their trip counts,
+    called computations are entered, and of a conditional the heaviest branch is taken. The graph has cycles of the core but no
+    times; `timeline.py` models these.
 """
 
 import re
@@ -39,33 +40,33 @@ from tilewright.hardware.tpu import TpuChip
 PERMUTE = "collective-permute"
 COPY = "copy"
 COLLECTIVE = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", PERMUTE)
-"""Kinds of collectives, as HLO calls them."""
+"""Kinds of collectives, by their HLO names."""
 
 UNMODELLED = frozenset({"collective-broadcast", "ragged-all-to-all", "send", "recv"})
-"""Transfers between devices whose time is not known here: counted as nothing, with a note."""
+"""Transfers between devices without a model of their time: counted as 0, with a note."""
 
 COPIES = frozenset({COPY, "slice", "dynamic-slice", "dynamic-update-slice"})
-"""Opcodes that copy between memories of the chip where they are asynchronous."""
+"""Opcodes of copies between memories of a chip, where asynchronous."""
 
 MOST_NODES = 2_000_000
-"""Operations of a graph, loops unrolled; beyond it, reading would take minutes."""
+"""Maximum operations of a graph with unrolled loops; reading more would take minutes."""
 
 Role = Literal["input", "run", "start", "done", "sync"]
 Value = Any
-"""Result of an operation, while a graph is read: the number of a node, or a tuple of values."""
+"""Result of an operation while a graph is read: a node number, or a tuple of values."""
 
 
 @dataclass(frozen=True)
 class ScheduledTransfer:
-    """A transfer beside the core, between devices or between the memories of one.
+    """A transfer between devices, or between memories of a device, concurrent to the core.
 
     Attributes:
         kind: one of `COLLECTIVE`, or `COPY`.
-        bytes: that each device has when it begins; of a copy, those that pass to or from HBM.
-        groups: devices that exchange with one another, by number; none stands for all of them.
-        pairs: of a permute, each source and its target.
-        directions: in which a ring is used: both, unless the compiler says that it chose one.
-        by_axis: whether it goes along the axes of the slice, and not round one ring.
+        bytes: input bytes of each device; for a copy, the bytes to or from HBM.
+        groups: groups of devices that exchange data, by number; empty for one group of all devices.
+        pairs: source and target devices of a permute.
+        directions: directions of the ring in use: 2, unless the compiler chose one.
+        by_axis: True if the transfer follows the axes of the slice instead of one ring.
     """
 
     kind: str
@@ -78,18 +79,19 @@ class ScheduledTransfer:
 
 @dataclass(frozen=True)
 class Node:
-    """An operation.
+    """An operation of the graph.
 
     Attributes:
-        name, opcode, op_name: as the compiler calls it, and where it comes from in the Python program.
-        role: `input` of the program; `run` by the core; `start` and `done` of a transfer; `sync`, both at once.
-        cycles: that the core needs for it.
-        estimated: whether it has an estimate by the compiler, or moves and computes nothing that counts. Other cycles are a
-            roofline: of what a kernel declares, else of the bytes to and from HBM.
-        transfer: of a `start` or a `sync`.
-        start: of a `done`, the node that began what it waits for.
-        needs: nodes whose results it reads.
-        layer: the last layer whose inputs it depends on, by number; None for what depends on none.
+        name, opcode: name and opcode in the compiled text.
+        op_name: place in the Python program.
+        role: `input` of the program; `run` on the core; `start` or `done` of a transfer; `sync` for both at once.
+        cycles: cycles on the core.
+        estimated: True if `cycles` is a compiler estimate, or the operation is negligible. Otherwise `cycles` is a roofline: of
+            a kernel's declared cost, else of the HBM traffic.
+        transfer: transfer of a `start` or `sync`.
+        start: for a `done`, the node that started the transfer.
+        needs: nodes with results that the operation reads.
+        layer: last layer with inputs that the operation depends on; None for no layer.
     """
 
     name: str
@@ -105,7 +107,7 @@ class Node:
 
     @property
     def engine(self) -> str:
-        """Resource that it occupies: the `core`, the links between chips (`ici`), or the way to memory (`hbm`)."""
+        """Resource of the operation: the `core`, the links between chips (`ici`), or the path to memory (`hbm`)."""
         if self.transfer is None:
             return "core"
         return "hbm" if self.transfer.kind == COPY else "ici"
@@ -113,36 +115,37 @@ class Node:
 
 @dataclass(frozen=True)
 class ScheduleGraph:
-    """A program's nodes, in the order of its core, and what had to be assumed to read them."""
+    """Nodes of a program in the order of the core, with notes on assumptions of the reader."""
 
     nodes: tuple[Node, ...] = field(repr=False)
     notes: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
-        """Plain data for a simulator: nodes by number, each with its engine, cycles, transfer and the nodes that it needs."""
+        """Returns plain data for a simulator: nodes in order, each with engine, cycles, transfer and dependencies."""
         return {"nodes": [{**asdict(node), "engine": node.engine} for node in self.nodes], "notes": list(self.notes)}
 
     @property
     def without_estimate(self) -> tuple[str, ...]:
-        """Operations that the compiler has no cycles for, each once."""
+        """Operations without a compiler estimate, without duplicates."""
         return tuple(dict.fromkeys(f"{node.name} ({node.opcode})" for node in self.nodes if not node.estimated))
 
 
 def read_schedule(hlo: str, chip: TpuChip, layer_of: Callable[[str], int | None] = lambda _: None) -> ScheduleGraph:
-    """The graph of a program.
+    """Reads the graph of a program.
 
     Args:
-        hlo: its optimised, scheduled HLO text.
-        chip: what it was compiled for; rooflines stand in where there is no estimate.
-        layer_of: the layer that an input belongs to, by its name in the Python program (`params[3].qkv`).
+        hlo: optimised, scheduled HLO text.
+        chip: chip of the program; its rooflines replace missing estimates.
+        layer_of: layer of an input, by the input's name in the Python program (`params[3].qkv`).
 
     Raises:
-        ValueError: no text of a scheduled program, one that waits for what nothing began, or one with more than `MOST_NODES`.
+        ValueError: the text is no scheduled program, waits for a transfer that was not started, or has more operations than
+            `MOST_NODES`.
     """
     module = read_module(hlo)
     if "is_scheduled=true" not in hlo[: hlo.find("\n")]:
         raise ValueError(
-            "expected a scheduled program (is_scheduled=true in its first line), for only its order says what overlaps"
+            "expected a scheduled program (is_scheduled=true in its first line), found HLO without an order of execution"
         )
     reader = Reader(module, chip, layer_of)
     reader.computation(module.entry, None)
@@ -150,7 +153,7 @@ def read_schedule(hlo: str, chip: TpuChip, layer_of: Callable[[str], int | None]
 
 
 class Reader:
-    """Walks through a program in the order of its execution, and collects its nodes."""
+    """Collects the nodes of a program in order of execution."""
 
     def __init__(self, module: Module, chip: TpuChip, layer_of: Callable[[str], int | None]):
         self.module = module
@@ -158,11 +161,14 @@ class Reader:
         self.layer_of = layer_of
         self.nodes: list[Node] = []
         self.notes: list[str] = []
-        self.handed_on: dict[int, int] = {}  # a node that computes while it hands on a transfer, and the start of this
-        self.cycles: dict[str, tuple[float, bool]] = {}  # by operation: loops come to the same ones many times
+        self.passed_on: dict[int, int] = {}  # compute node that passes a transfer on -> node of the transfer
+        self.cycles: dict[str, tuple[float, bool]] = {}  # by operation: loops repeat operations
 
     def computation(self, computation: Computation, arguments: Sequence[Value] | None) -> Value:
-        """Adds what runs; gives the value of its root. Without arguments it is the entry, whose parameters are inputs."""
+        """Adds the operations of a computation; returns the value of its root.
+
+        Without arguments, the computation is the entry, and its parameters are inputs.
+        """
         values: dict[str, Value] = {}
         for op in computation.ops:
             if op.opcode == "parameter" and arguments is not None:
@@ -172,6 +178,7 @@ class Reader:
         return values[computation.root.name]
 
     def value(self, computation: Computation, op: HloOp, operands: list[Value]) -> Value:
+        """Adds an operation; returns its value."""
         if op.opcode == "tuple":
             return tuple(operands)
         if op.opcode == "get-tuple-element" and isinstance(operands[0], tuple):
@@ -193,6 +200,7 @@ class Reader:
         return self.add(computation, op, tuple(sorted({node for value in operands for node in leaves(value)})))
 
     def loop(self, computation: Computation, op: HloOp, state: Value) -> Value:
+        """Adds all iterations of a loop; returns its final state."""
         trips = trip_count(self.module, computation, op)
         if trips is None:
             self.notes.append(f"{op.name}: trip count unknown, counted as one iteration")
@@ -202,10 +210,10 @@ class Reader:
         return state
 
     def add(self, computation: Computation, op: HloOp, needs: tuple[int, ...]) -> int:
-        """Adds an operation that is neither a name for something nor a way into another computation."""
+        """Adds a node for an operation that is neither an alias nor a call."""
         if len(self.nodes) >= MOST_NODES:
             raise ValueError(f"expected a program of at most {MOST_NODES:,} operations with its loops unrolled, found more")
-        layer = max((of for need in needs if (of := self.nodes[need].layer) is not None), default=None)
+        layer = max((one for need in needs if (one := self.nodes[need].layer) is not None), default=None)
         if op.opcode == "parameter":
             layer = self.layer_of(op.op_name)
         node = Node(op.name, op.opcode, op.op_name, "run", needs=needs, layer=layer)
@@ -215,7 +223,7 @@ class Reader:
         elif op.opcode in FREE or op.custom_call_target in FREE_CALLS:
             pass
         elif (unmodelled := op.opcode.removesuffix("-start")) in UNMODELLED:
-            self.notes.append(f"{op.name}: the time of a {unmodelled} is not modelled, and counted as none")
+            self.notes.append(f"{op.name}: the time of a {unmodelled} is not modelled and counts as 0")
         elif (started := self.waits_for(op, needs)) is not None:
             node = replace(node, role="done", start=started)
         elif (found := self.transfer(computation, op)) is not None:
@@ -224,23 +232,23 @@ class Reader:
         elif not op.opcode.endswith(("-start", "-done")):
             hands_on = [need for need in needs if self.started(need) is not None]
             if hands_on and is_continuation(self.module, op):
-                self.handed_on[number] = hands_on[-1]
+                self.passed_on[number] = hands_on[-1]
             cycles, estimated = self.cost(computation, op)
             node = replace(node, cycles=cycles, estimated=estimated)
         self.nodes.append(node)
         return number
 
     def started(self, number: int) -> int | None:
-        """The start of the transfer that a node begins or hands on."""
-        while number in self.handed_on:
-            number = self.handed_on[number]
+        """Returns the start of the transfer that a node begins or passes on."""
+        while number in self.passed_on:
+            number = self.passed_on[number]
         return number if self.nodes[number].role == "start" else None
 
     def waits_for(self, op: HloOp, needs: Sequence[int]) -> int | None:
-        """The start of the transfer that an operation waits for, if it does.
+        """Returns the start of the transfer that an operation waits for; None if it waits for none.
 
         Raises:
-            ValueError: it waits for what nothing began.
+            ValueError: the transfer was not started.
         """
         if not op.opcode.endswith("-done") and calls(self.module, op) != "AsyncCollectiveDone":
             return None
@@ -248,16 +256,16 @@ class Reader:
         if found:
             return found[-1]
         if needs and all(self.nodes[need].opcode.removesuffix("-start") in UNMODELLED | COPIES for need in needs):
-            return None  # not modelled, or a copy for the program's next run
+            return None  # not modelled, or a copy for the next run of the program
         raise ValueError(f"expected {op.name} to wait for a transfer that was started before it, found none")
 
     def transfer(self, computation: Computation, op: HloOp) -> tuple[Role, ScheduledTransfer] | None:
-        """Transfer that an operation begins, or does while the core waits; None if it transfers nothing."""
+        """Returns the role and transfer of an operation that starts or synchronously runs one; None for other operations."""
         begins = op.opcode.endswith("-start") or calls(self.module, op) == "AsyncCollectiveStart"
         role: Role = "start" if begins else "sync"
-        of, within = self.inner_collective(computation, op)
-        if of is not None:
-            return role, collective(of, within)
+        inner, within = self.inner_collective(computation, op)
+        if inner is not None:
+            return role, collective(inner, within)
         if not begins:
             return None
         base = op.opcode.removesuffix("-start")
@@ -266,19 +274,22 @@ class Reader:
         if base in COPIES:
             return role, ScheduledTransfer(COPY, copied_bytes(computation, op))
         read, _ = op_bytes(self.module, computation, op)
-        self.notes.append(f"{op.name}: taken for a copy of the bytes that it reads from HBM")
+        self.notes.append(f"{op.name}: modelled as a copy of the bytes that it reads from HBM")
         return role, ScheduledTransfer(COPY, read)
 
     def inner_name(self, computation: Computation, op: HloOp) -> str:
-        """Origin of the collective in an operation, if it says so: a sum may say it of its additions alone."""
-        of, _ = self.inner_collective(computation, op)
-        if of is None:
+        """Returns the place in the Python program of an operation's collective, or an empty string.
+
+        Only the additions of a sum may have the place.
+        """
+        inner, _ = self.inner_collective(computation, op)
+        if inner is None:
             return ""
-        sums = [self.module.computations[name].root.op_name for name in of.callees("to_apply")]
-        return next((name for name in (of.op_name, *sums) if name), "")
+        sums = [self.module.computations[name].root.op_name for name in inner.callees("to_apply")]
+        return next((name for name in (inner.op_name, *sums) if name), "")
 
     def inner_collective(self, computation: Computation, op: HloOp) -> tuple[HloOp | None, Computation]:
-        """The collective that an operation is, or has inside; not one that others began and it hands on."""
+        """Returns the collective that an operation is or contains, except a passed-on one, and the collective's computation."""
         if op.opcode.removesuffix("-start") in COLLECTIVE:
             return op, computation
         if op.opcode not in ("fusion", "async-start") and not (op.opcode.endswith("-start") and op.callees("calls")):
@@ -294,7 +305,7 @@ class Reader:
         return None, computation
 
     def cost(self, computation: Computation, op: HloOp) -> tuple[float, bool]:
-        """Cycles of an operation on the core, and whether the compiler estimates them."""
+        """Returns the cycles of an operation on the core, and True if the compiler estimates them."""
         key = f"{computation.name} {op.name}"
         if key not in self.cycles:
             noted = op.number("estimated_cycles")
@@ -302,7 +313,7 @@ class Reader:
         return self.cycles[key]
 
     def roofline(self, computation: Computation, op: HloOp) -> tuple[float, bool]:
-        """Roofline cycles of an operation without an estimate, and whether it only computes single numbers, for nothing."""
+        """Returns the roofline cycles of an operation without an estimate, and True for scalar operations, which cost 0."""
         moved = op.number("bytes_accessed")
         flops = op.number("flops")
         if op.opcode == "custom-call" and moved is not None and flops is not None:
@@ -313,24 +324,24 @@ class Reader:
 
 
 def leaves(value: Value) -> list[int]:
-    """The nodes that a value is made of."""
+    """Returns the nodes of a value."""
     return [node for part in value for node in leaves(part)] if isinstance(value, tuple) else [value]
 
 
 def weight(module: Module, branch: Computation) -> int:
-    """Cycles that the compiler estimates for a computation."""
+    """Returns the compiler's estimated cycles of a computation."""
     run = execution(Module(branch, module.computations), lambda op, _: op.number("estimated_cycles") or 0)
     return sum((step.op.number("estimated_cycles") or 0) * step.times for step in run.steps)
 
 
 def calls(module: Module, op: HloOp) -> str:
-    """The custom call at the root of a fusion, or an empty string."""
+    """Returns the target of the custom call at the root of a fusion, or an empty string."""
     names = op.callees("calls") if op.opcode == "fusion" else ()
     return module.computations[names[0]].root.custom_call_target if names else ""
 
 
 def is_continuation(module: Module, op: HloOp) -> bool:
-    """True if a fusion computes and hands on a collective that was begun before it."""
+    """Returns True if a fusion computes while it passes on a collective that was started before."""
     if op.opcode != "fusion" or calls(module, op) in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
         return False
     inner = [each for name in op.callees("calls") for each in module.computations[name].ops]
@@ -338,7 +349,7 @@ def is_continuation(module: Module, op: HloOp) -> bool:
 
 
 def collective(op: HloOp, computation: Computation) -> ScheduledTransfer:
-    """Transfer of a collective, by its attributes: kind, bytes, devices, and the strategy that the compiler chose."""
+    """Reads the transfer of a collective: kind, bytes, devices, and the strategy of the compiler."""
     kind = op.opcode.removesuffix("-start")
     arrays = [array for name in op.operands for array in computation.by_name[name].outputs]
     size = sum(array.elements * dtype_bits(array.dtype) // 8 for array in arrays)
@@ -354,8 +365,10 @@ def collective(op: HloOp, computation: Computation) -> ScheduledTransfer:
 
 
 def device_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
-    """The groups of a collective, as lists of devices (`{{0,1},{2,3}}`), as an array of them (`[2,2]<=[2,2]T(1,0)`), or as axes
-    of a mesh (`mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}`).
+    """Reads the replica groups of a collective.
+
+    The spellings are lists of devices (`{{0,1},{2,3}}`), an array of devices (`[2,2]<=[2,2]T(1,0)`), and axes of a mesh
+    (`mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}`).
 
     Raises:
         ValueError: another spelling.
@@ -381,24 +394,24 @@ def device_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
 
 
 def mesh_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
-    """Replica groups that name axes of a mesh; part of an axis is `'a':(2)4`, four in sequence behind a part of two.
+    """Reads replica groups that name axes of a mesh; `'a':(2)4` is the part of size 4 after a leading part of size 2.
 
     Raises:
         ValueError: another spelling.
     """
-    of = re.search(
+    match = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?)\))? \{([^}]*)\}", op.attributes
     )
-    named = re.findall(r"'([^']+)'=(\d+)", of[1]) if of else []
-    wanted = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", of[4]) if of else []
-    if of is None or len(named) != of[1].count("=") or len(wanted) != of[4].count("'") // 2:
+    named = re.findall(r"'([^']+)'=(\d+)", match[1]) if match else []
+    wanted = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[4]) if match else []
+    if match is None or len(named) != match[1].count("=") or len(wanted) != match[4].count("'") // 2:
         raise ValueError(f"expected replica groups by the axes of a mesh in {op.name}, found another spelling")
     sizes = {name: int(size) for name, size in named}
     devices = np.arange(prod(sizes.values()))
-    if of[2]:
-        devices = devices.reshape([int(n) for n in of[2].split(",")])
-        devices = devices.transpose([int(n) for n in of[3].split(",")]) if of[3] else devices
-    # Each axis in three: what lies before the wanted part of it, the part, and what lies behind.
+    if match[2]:
+        devices = devices.reshape([int(n) for n in match[2].split(",")])
+        devices = devices.transpose([int(n) for n in match[3].split(",")]) if match[3] else devices
+    # Split each axis in three: before the wanted part, the part, and after the part.
     parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in wanted}
     cut = [(*parts.get(name, (size, 1)), size // prod(parts.get(name, (size, 1)))) for name, size in sizes.items()]
     devices = devices.reshape([n for each in cut for n in each])
@@ -409,10 +422,10 @@ def mesh_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
 
 
 def copied_bytes(computation: Computation, start: HloOp) -> int:
-    """Bytes that an asynchronous copy moves to or from HBM."""
+    """Returns the bytes that an asynchronous copy moves to or from HBM."""
     sources = [array for name in start.operands for array in computation.by_name[name].outputs]
     base = start.opcode.removesuffix("-start")
-    # A copy gives (target, source, …), a slice ((source), target, …); an update writes what it is given.
+    # Outputs of a copy are (target, source, ...), of a slice ((source), target, ...); an update writes its second operand.
     target = sources[1] if base == "dynamic-update-slice" else start.outputs[0 if base == COPY else 1]
     touches_hbm = target.space == DEVICE_MEMORY or any(array.space == DEVICE_MEMORY for array in sources[:1])
     return target.bytes if touches_hbm else 0

@@ -1,4 +1,4 @@
-"""A rank's share of a decoder: its heads and columns, and the work of attention."""
+"""Sizes of a tensor-parallel rank's part of a decoder, and the cycles of its attention."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -9,9 +9,9 @@ from tilewright.perfmodel.builder import BF16, MOVING, WeightTiles, product_cycl
 
 @runtime_checkable
 class Config(Protocol):
-    """The sizes of a decoder that programs are built from; `models/decoder.py` has them, and so may anything else.
+    """Protocol of a decoder's sizes, such as `models.decoder.DecoderConfig`.
 
-    `mixture` and `delta` are None where all layers have an MLP, and attention that is not linear: `Share` refuses others.
+    `mixture` and `delta` are None for layers of softmax attention and an MLP; `Share` refuses other layers.
     """
 
     @property
@@ -38,16 +38,17 @@ class Config(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor-parallel rank's part of a decoder. What does not divide is padded: heads to whole heads, columns to whole
-    columns.
+    """A tensor-parallel rank's part of a decoder; sizes that the ranks do not divide are padded.
 
     Attributes:
-        heads, kv_heads: query and key/value heads; fewer key/value heads than ranks are held several times.
-        columns: of the MLP's inner dim.
+        config: sizes of the decoder.
+        ranks: number of tensor-parallel ranks.
+        heads, kv_heads: query and key/value heads of a rank; fewer key/value heads than ranks are replicated.
+        columns: columns of the MLP's inner dim.
         vocab: entries of the vocabulary.
 
     Raises:
-        ValueError: layers that are not modelled, no rank, or more ranks than heads.
+        ValueError: the model has layers that are not modelled, `ranks` is below 1, or above the number of heads.
     """
 
     config: Config
@@ -55,13 +56,13 @@ class Share:
 
     def __post_init__(self) -> None:
         parts = {"mixtures of experts": self.config.mixture, "linear attention": self.config.delta}
-        if others := [name for name, part in parts.items() if part is not None]:
-            found = " and ".join(others)
-            raise ValueError(f"expected layers of softmax attention and an MLP, as they are modelled, found {found}")
+        if unmodelled := [name for name, part in parts.items() if part is not None]:
+            found = " and ".join(unmodelled)
+            raise ValueError(f"expected layers of softmax attention and an MLP (no others are modelled), found {found}")
         if self.ranks < 1:
             raise ValueError(f"expected at least one tensor-parallel rank, found {self.ranks}")
         if self.ranks > self.config.num_heads:
-            raise ValueError(f"expected at most a rank for each of {self.config.num_heads} heads, found {self.ranks} ranks")
+            raise ValueError(f"expected at most one rank per head ({self.config.num_heads} heads), found {self.ranks} ranks")
 
     @property
     def heads(self) -> int:
@@ -81,13 +82,13 @@ class Share:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on sizes that are padded."""
+        """Notes on padded sizes."""
         config = self.config
         sizes = {"heads": (self.heads, config.num_heads), "MLP columns": (self.columns, config.intermediate_size)}
         return tuple(
-            f"{whole} {name} over {self.ranks} ranks are padded to {own * self.ranks}"
-            for name, (own, whole) in sizes.items()
-            if own * self.ranks != whole
+            f"{whole} {name} over {self.ranks} ranks are padded to {part * self.ranks}"
+            for name, (part, whole) in sizes.items()
+            if part * self.ranks != whole
         )
 
     def qkv(self) -> WeightTiles:
@@ -107,12 +108,12 @@ class Share:
 
     @property
     def attention_bytes(self) -> float:
-        """Weights of a layer's attention."""
+        """Bytes of a layer's attention weights."""
         return self.qkv().bytes + self.output().bytes
 
     @property
     def mlp_bytes(self) -> float:
-        """Weights of a layer's MLP."""
+        """Bytes of a layer's MLP weights."""
         return self.gate_up().bytes + self.down().bytes
 
     @property
@@ -121,28 +122,30 @@ class Share:
 
     @property
     def table_bytes(self) -> float:
-        """Weights of the head and of the embedding, which is divided like it; a tied model has one matrix for both."""
+        """Bytes of the head and of the embedding, sharded alike; a tied model has one matrix for both."""
         return (1 if self.config.tie_word_embeddings else 2) * self.head().bytes
 
     @property
     def model_bytes(self) -> float:
-        """All weights: layers, head and embedding."""
+        """Bytes of all weights: layers, head and embedding."""
         return self.config.num_layers * self.layer_bytes + self.table_bytes
 
     def cache_bytes(self, rows: float, positions: float) -> float:
-        """Keys and values of one layer."""
+        """Bytes of the keys and values of one layer."""
         return 2 * BF16 * rows * positions * self.kv_heads * self.config.head_dim
 
-    def attention_cycles(self, sequences: float, queries: int, keys: int, seen: float) -> tuple[float, float, float]:
-        """Tensor cycles of the scores and of their products with values, and how many scores there are.
+    def attention_cycles(self, sequences: float, queries: int, keys: int, mask_share: float) -> tuple[float, float, float]:
+        """Returns the tensor engine cycles of scores and of weighted values, and the number of scores.
 
         Args:
-            queries: of each sequence; where they are few, the heads that share keys go together.
-            seen: share of the scores that are computed: half of those of a prompt whose positions see what is before them.
+            sequences: number of sequences.
+            queries: queries of each sequence; with few queries, the heads of a group are computed together.
+            keys: keys of each sequence.
+            mask_share: share of the scores that are computed, half for a causal prompt.
         """
         dim = self.config.head_dim
         group = ceil(self.heads / self.kv_heads)
         rows, times = (queries * group, self.kv_heads) if queries < MOVING else (queries, self.heads)
-        scores = sequences * times * product_cycles(rows, dim, keys) * seen
-        values = sequences * times * product_cycles(rows, keys, dim) * seen
-        return scores, values, sequences * self.heads * queries * keys * seen
+        scores = sequences * times * product_cycles(rows, dim, keys) * mask_share
+        values = sequences * times * product_cycles(rows, keys, dim) * mask_share
+        return scores, values, sequences * self.heads * queries * keys * mask_share

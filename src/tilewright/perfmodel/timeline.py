@@ -1,14 +1,14 @@
-"""When the operations of a scheduled program would run, and how much of its communication the compute hides: a model.
+"""Timeline model of a scheduled TPU program: times of operations, and hidden and exposed communication.
 
-- The core runs its operations one after another, each for the cycles that the compiler estimates (`schedule.Node.cycles`).
-- A transfer begins when the core has come to it and all links that it needs are free, and takes them for as long as its bytes
-  need (`hardware/links.py`): transfers over the same link take turns, in the order in which the core began them, so that
-  concurrent ones share its bandwidth; those over other links, and in the other direction of the same wire, run beside them.
-- Copies to or from HBM take turns likewise, each with all its bandwidth; what fusions read themselves is in their cycles.
-- Where the core comes to the end of a transfer that is not done, it waits.
+- The core runs its operations one after another, each for the compiler's estimated cycles (`schedule.Node.cycles`).
+- A transfer begins when the core has reached it and all of its links are free. It occupies the links as long as its bytes need
+  (`hardware/links.py`). Transfers over one link run one after another, in the order in which the core began them. Transfers
+  over different links, and in opposite directions of a wire, run in parallel.
+- Copies to or from HBM also run one after another, each at full bandwidth. The cycles of fusions include their own reads.
+- Where the core reaches the end of an unfinished transfer, it waits.
 
-All devices are taken to be in step, as they are in a program that each of them runs on as much data. In this model, taking an
-operation of the core away never makes a program wait less for its transfers.
+All devices are assumed to be in step, as in a program with equal data per device. In this model, removing an operation of the
+core never reduces the waits for transfers.
 """
 
 from bisect import bisect_right
@@ -23,24 +23,24 @@ from tilewright.perfmodel.trace import Track, complete, named
 
 Interval = tuple[float, float]
 KindSpan = tuple[float, float, str]
-"""Begin, end and kind."""
+"""Begin and end of a span, and its kind."""
 
 HBM: Link = ((), ())
-"""The way to a chip's memory, which copies take as collectives take links."""
+"""The path to a chip's memory, a link for copies."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class TimelineTotals:
     """Seconds of a program or of a part of it. `communication_s = hidden_s + exposed_s`.
 
     Attributes:
-        compute_s: of the core's operations.
-        exposed_s: in which the core waits for a collective.
-        hidden_s: in which a collective is under way and the core does not wait for one.
-        memory_wait_s: in which the core waits for a copy to or from HBM.
-        alone_s: the sum of what each collective would take alone, one after another.
-        sent_bytes: that a device gives to collectives.
-        transfers: how many collectives.
+        compute_s: time of the core's operations.
+        exposed_s: time in which the core waits for a collective.
+        hidden_s: time in which a collective is in flight and the core does not wait for one.
+        memory_wait_s: time in which the core waits for a copy to or from HBM.
+        alone_s: sum of the times of the collectives without contention.
+        sent_bytes: bytes that a device gives to collectives.
+        transfers: number of collectives.
     """
 
     compute_s: float = 0.0
@@ -53,30 +53,30 @@ class Sums:
 
     @property
     def communication_s(self) -> float:
-        """Time in which at least one collective is under way."""
+        """Time in which at least one collective is in flight."""
         return self.hidden_s + self.exposed_s
 
     @property
     def total_s(self) -> float:
-        """From the first operation to the last."""
+        """Time from the first operation to the last."""
         return self.compute_s + self.exposed_s + self.memory_wait_s
 
-    def plus(self, other: "Sums") -> "Sums":
-        return Sums(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+    def plus(self, other: "TimelineTotals") -> "TimelineTotals":
+        return TimelineTotals(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
-    def times(self, factor: float) -> "Sums":
-        return Sums(*(getattr(self, one.name) * factor for one in fields(self)))
+    def times(self, factor: float) -> "TimelineTotals":
+        return TimelineTotals(*(getattr(self, one.name) * factor for one in fields(self)))
 
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """Something that takes time.
+    """Time span of an operation, a wait or a transfer.
 
     Attributes:
-        node: its number in the graph; of a transfer, that of its start.
-        track: `compute`, `exposed` (the core waits for a collective), `memory wait`; of transfers, `ici` or `hbm`.
-        begin_s, end_s: when, from the program's beginning.
-        alone_s: of a transfer, what it would take alone.
+        node: node number in the graph; the start node for a transfer.
+        track: `compute`, `exposed` (the core waits for a collective) or `memory wait`; `ici` or `hbm` for transfers.
+        begin_s, end_s: seconds from the begin of the program.
+        alone_s: seconds of a transfer without contention.
     """
 
     node: int
@@ -92,7 +92,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Modelled time of a program: what the core does, one thing after another, and the transfers beside it."""
+    """Modelled times of a program: spans of the core, one after another, and concurrent transfers."""
 
     graph: ScheduleGraph
     core: tuple[TimelineSpan, ...] = field(repr=False)
@@ -103,54 +103,59 @@ class Timeline:
 
     @property
     def layers(self) -> tuple[int | None, ...]:
-        """The layers that there are, those of no layer as None, first."""
+        """Layers of the spans, ascending; None, for spans of no layer, comes first."""
         found = {self.layer(span) for span in (*self.core, *self.transfers)}
         return tuple(sorted(found, key=lambda layer: -1 if layer is None else layer))
 
-    def sums(self) -> dict[int | None, Sums]:
-        """For each layer. Every moment belongs to one: of the core's time to that of its operation, or of what it waits for;
-        of the collectives' time to that of the one that began first among those under way."""
-        found = dict.fromkeys(self.layers, Sums())
+    def sums(self) -> dict[int | None, TimelineTotals]:
+        """Sums the spans of each layer.
+
+        A moment of the core belongs to the layer of its operation, or of the transfer that it waits for. A moment of
+        communication belongs to the layer of the earliest collective in flight.
+        """
+        found = dict.fromkeys(self.layers, TimelineTotals())
         for span in self.core:
             name = {"compute": "compute_s", "memory wait": "memory_wait_s"}.get(span.track)
             if name is not None:
-                found[self.layer(span)] = found[self.layer(span)].plus(Sums(**{name: span.seconds}))
+                found[self.layer(span)] = found[self.layer(span)].plus(TimelineTotals(**{name: span.seconds}))
         waits = [(span.begin_s, span.end_s) for span in self.core if span.track == "exposed"]
         until = 0.0
         for span in sorted(
             (each for each in self.transfers if each.track == "ici"), key=lambda each: (each.begin_s, each.end_s)
         ):
-            own = (max(until, span.begin_s), span.end_s)
+            remaining = (max(until, span.begin_s), span.end_s)
             until = max(until, span.end_s)
-            seconds = max(0.0, own[1] - own[0])
-            exposed = min(seconds, overlap(own, waits))
+            seconds = max(0.0, remaining[1] - remaining[0])
+            exposed = min(seconds, overlap(remaining, waits))
             transfer = self.graph.nodes[span.node].transfer
             sent = 0 if transfer is None else transfer.bytes
-            one = Sums(exposed_s=exposed, hidden_s=seconds - exposed, alone_s=span.alone_s, sent_bytes=sent, transfers=1)
+            one = TimelineTotals(
+                exposed_s=exposed, hidden_s=seconds - exposed, alone_s=span.alone_s, sent_bytes=sent, transfers=1
+            )
             found[self.layer(span)] = found[self.layer(span)].plus(one)
         return found
 
-    def whole(self) -> Sums:
-        """Of the whole program."""
-        total = Sums()
+    def whole(self) -> TimelineTotals:
+        """Sums the spans of the whole program."""
+        total = TimelineTotals()
         for one in self.sums().values():
             total = total.plus(one)
         return total
 
     def roofline_share(self, layers: Collection[int | None]) -> float:
-        """Part of these layers' compute in operations without a compiler's estimate, which count at the full roofline; or 0."""
-        taken = {True: 0.0, False: 0.0}
+        """Share of these layers' compute time in operations without a compiler estimate, which count by their roofline."""
+        seconds = {True: 0.0, False: 0.0}
         for span in self.core:
             if span.track == "compute" and self.layer(span) in layers:
-                taken[self.graph.nodes[span.node].estimated] += span.seconds
-        whole = sum(taken.values())
-        return taken[False] / whole if whole else 0.0
+                seconds[self.graph.nodes[span.node].estimated] += span.seconds
+        whole = sum(seconds.values())
+        return seconds[False] / whole if whole else 0.0
 
 
-def overlap(one: Interval, others: list[Interval]) -> float:
-    """Length of an interval that lies in others, which are apart and in order."""
+def overlap(one: Interval, intervals: list[Interval]) -> float:
+    """Length of the part of an interval inside other intervals, which are disjoint and in order."""
     found = 0.0
-    for begin, end in others[max(0, bisect_right(others, (one[0], one[0])) - 1) :]:
+    for begin, end in intervals[max(0, bisect_right(intervals, (one[0], one[0])) - 1) :]:
         if begin >= one[1]:
             break
         found += max(0.0, min(end, one[1]) - max(begin, one[0]))
@@ -158,10 +163,10 @@ def overlap(one: Interval, others: list[Interval]) -> float:
 
 
 def occupancy_of(transfer: ScheduledTransfer, fabric: Fabric) -> LinkOccupancy:
-    """Occupancy of the links by a transfer, or of the way to memory by a copy.
+    """Returns the link occupancy of a transfer, or the occupancy of the memory path of a copy.
 
     Raises:
-        ValueError: it names devices that the slice has not.
+        ValueError: the transfer names devices outside of the slice.
     """
     if transfer.kind == COPY:
         return LinkOccupancy({HBM: transfer.bytes / (1e9 * fabric.chip.hbm_gb_per_s)}, 0.0)
@@ -169,19 +174,19 @@ def occupancy_of(transfer: ScheduledTransfer, fabric: Fabric) -> LinkOccupancy:
     groups = transfer.groups or (tuple(range(devices)),)
     named = [device for each in (*transfer.groups, *transfer.pairs) for device in each]
     if named and max(named) >= devices:
-        raise ValueError(f"expected devices below {devices}, as many as the slice has, found {max(named)} in a {transfer.kind}")
+        raise ValueError(f"expected devices below {devices}, the size of the slice, found {max(named)} in a {transfer.kind}")
     if transfer.kind == PERMUTE:
         return fabric.permute(transfer.pairs, transfer.bytes)
-    # An all-gather is told by what a device has before it.
+    # The bytes of an all-gather are those of a device before it.
     whole = transfer.bytes * (len(groups[0]) if transfer.kind == "all-gather" else 1)
     return fabric.collective(transfer.kind, groups, whole, transfer.directions, transfer.by_axis)
 
 
 def simulate(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
-    """Places a program's operations in time.
+    """Simulates a scheduled program; returns the times of its operations and transfers.
 
     Raises:
-        ValueError: a collective names devices that the slice has not.
+        ValueError: a collective names devices outside of the slice.
     """
     occupancies: dict[ScheduledTransfer, LinkOccupancy] = {}
     free: dict[Link, float] = {}
@@ -197,7 +202,7 @@ def simulate(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
                 occupancies[node.transfer] = occupancy_of(node.transfer, fabric)
             occupancy = occupancies[node.transfer]
             begin = max([now, *(free.get(link, 0.0) for link in occupancy.busy_s)])
-            free.update((link, begin + taken) for link, taken in occupancy.busy_s.items())
+            free.update((link, begin + busy) for link, busy in occupancy.busy_s.items())
             ends[number] = begin + occupancy.seconds
             moved.append(TimelineSpan(number, node.engine, begin, ends[number], occupancy.seconds))
         if node.role in ("done", "sync"):
@@ -212,7 +217,7 @@ def simulate(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
 
 
 def trace(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
-    """Programs as a Chrome trace, which Perfetto opens: a process for each, a track for its core, for links and for HBM."""
+    """Converts timelines to a Chrome trace for Perfetto: a process per program, with tracks for core, links and HBM."""
     events: list[dict[str, Any]] = []
     tracks = {"core": 0, "ici": 1, "hbm": 2}
     for process, (name, timeline) in enumerate(timelines):
@@ -233,15 +238,15 @@ def lane_spans(timeline: Timeline) -> dict[str, list[KindSpan]]:
     """Spans of the `core` (compute, exposed, memory wait) and of the `links` (hidden, exposed) for a chart, in milliseconds."""
     core = timeline.core
     transfers = timeline.transfers
-    under_way = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
+    in_flight = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
     waits = [(span.begin_s, span.end_s, "exposed") for span in core if span.track == "exposed"]
-    # What is exposed is drawn over what is under way.
-    shown = {"core": merged([(span.begin_s, span.end_s, span.track) for span in core]), "links": under_way + merged(waits)}
+    # Exposed spans are drawn over the spans in flight.
+    shown = {"core": merged([(span.begin_s, span.end_s, span.track) for span in core]), "links": in_flight + merged(waits)}
     return {name: [(1e3 * begin, 1e3 * end, kind) for begin, end, kind in spans] for name, spans in shown.items()}
 
 
 def merged(spans: Iterable[KindSpan]) -> list[KindSpan]:
-    """The spans in order; those of a kind that touch or overlap are one."""
+    """Sorts spans and merges touching or overlapping spans of a kind."""
     found: list[KindSpan] = []
     for begin, end, kind in sorted(spans):
         if found and found[-1][2] == kind and begin <= found[-1][1] + 1e-12:
@@ -252,16 +257,16 @@ def merged(spans: Iterable[KindSpan]) -> list[KindSpan]:
 
 
 def busiest_link_s(timeline: Timeline, fabric: Fabric, layer: int | None) -> float:
-    """Seconds for which a layer's transfers occupy the busiest link: no schedule of them takes less."""
+    """Seconds that a layer's transfers occupy the busiest link, a lower bound of any schedule."""
     return busiest_s(timeline, fabric, [span for span in timeline.transfers if timeline.layer(span) == layer])
 
 
 def busiest_s(timeline: Timeline, fabric: Fabric, transfers: Iterable[TimelineSpan]) -> float:
-    """Seconds for which these transfers occupy the busiest link; copies don't count."""
-    taken: Counter[Link] = Counter()
+    """Seconds that transfers occupy the busiest link; copies do not count."""
+    busy: Counter[Link] = Counter()
     for span in transfers:
         transfer = timeline.graph.nodes[span.node].transfer
         if span.track == "ici" and transfer is not None:
             for link, seconds in occupancy_of(transfer, fabric).busy_s.items():
-                taken[link] += seconds  # type: ignore[assignment]
-    return max(taken.values(), default=0.0)
+                busy[link] += seconds  # type: ignore[assignment]
+    return max(busy.values(), default=0.0)

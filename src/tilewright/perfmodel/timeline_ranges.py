@@ -1,34 +1,34 @@
-"""Ranges of what the timeline of a scheduled TPU program gives: the same schedule over links and memory of drawn constants."""
+"""Ranges of timeline predictions of TPU programs, over drawn constants of links and memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tilewright.hardware.links import Fabric
 from tilewright.hardware.ranged import Ranged, ranged
-from tilewright.perfmodel.calibration import Calibration, basis_of, swept_with, with_constants
+from tilewright.perfmodel.calibration import Calibration, constants_to_sweep, prediction_basis, with_constants
 from tilewright.perfmodel.schedule import ScheduleGraph
 from tilewright.perfmodel.timeline import Timeline, simulate
-from tilewright.perfmodel.uncertainty import Sweep, swept
+from tilewright.perfmodel.uncertainty import Sweep, sweep_constants
 
 ROOFLINE_TIME = Ranged(1.0, 2.0)
-"""Time of operations without an estimate over their roofline, which they are counted at: a working range, for kernels seldom
-reach all of it."""
+"""Factor on the roofline time of operations without a compiler estimate: an assumed range, because kernels seldom reach the
+roofline."""
 
 
 def fabric_constants(fabric: Fabric) -> dict[str, Ranged]:
-    """Constants of a slice that have a range, by name."""
+    """Returns the ranged constants of a slice, by name."""
     return ranged(fabric.chip) | ranged(fabric)
 
 
 def with_roofline_time(graph: ScheduleGraph, factor: float) -> ScheduleGraph:
-    """The graph whose operations without an estimate take so many times their roofline."""
+    """Returns the graph with operations without an estimate scaled to `factor` times their roofline."""
     if factor == 1:
         return graph
     nodes = (node if node.estimated else replace(node, cycles=factor * node.cycles) for node in graph.nodes)
     return replace(graph, nodes=tuple(nodes))
 
 
-def swept_timelines(
+def sweep_timelines(
     timelines: Mapping[str, Timeline],
     fabric: Fabric,
     milliseconds: Callable[[str, Timeline], float],
@@ -37,15 +37,17 @@ def swept_timelines(
     draws: int,
     unit: str,
 ) -> Sweep:
-    """Sweep over programs that are set against each other on one slice.
+    """Sweeps the constants of a slice for several programs that are compared.
 
     Args:
-        timelines: each program at the constants that are used, by name.
-        milliseconds: the prediction from a timeline of the program of this name.
-        calibration: that the slice's constants are of.
-        roofline_share: the largest of the programs; see `Basis`.
+        timelines: timeline of each program at the default constants, by name.
+        milliseconds: prediction from a program's name and timeline.
+        calibration: source of fitted constants of the slice.
+        roofline_share: the largest share of the programs; see `Basis`.
+        draws: number of draws.
+        unit: unit of the predictions, for the text.
     """
-    constants = swept_with(calibration, {**fabric_constants(fabric), "roofline_time": ROOFLINE_TIME})
+    constants = constants_to_sweep(calibration, {**fabric_constants(fabric), "roofline_time": ROOFLINE_TIME})
 
     def predict(changes: Mapping[str, float]) -> dict[str, float]:
         links = {name: value for name, value in changes.items() if name != "roofline_time"}
@@ -56,4 +58,4 @@ def swept_timelines(
             for name, timeline in timelines.items()
         }
 
-    return swept(predict, constants, draws, unit=unit, basis=basis_of(calibration, roofline_share))
+    return sweep_constants(predict, constants, draws, unit=unit, basis=prediction_basis(calibration, roofline_share))

@@ -1,8 +1,7 @@
-"""A prediction of a program beside a trace of it: the time of each operation, of waits for communication, of the whole.
+"""Comparison of a program's predicted and traced times: per operation, for waits on communication, and in total.
 
-The prediction is the timeline of the program's compiled text (`timeline.py`), the trace a profiler's (`xplane.py`). Both name
-instructions as the compiler does, so that they are set against each other by name; where the trace has an instruction's text,
-opcode and shapes must agree too. All times are of one run.
+The prediction is the timeline of the compiled text (`timeline.py`); the trace is a profiler's (`xplane.py`). Instructions match
+by the compiler's names; where the trace has an instruction's text, opcode and shapes must also agree. Times are per run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,25 +14,27 @@ from tilewright.perfmodel.xplane import TracedOp, TracedProgram
 
 UNKNOWN = "not in the program"
 Part = Literal["compute", "exposed", "memory wait", "start", "control", "not in the program"]
-"""Part of a run that an operation belongs to: operations of the core; waits for collectives, and for copies to or from HBM;
-beginnings of both, which the prediction has for nothing; loops, calls and conditions, likewise; operations of no known name."""
+"""Part of a run: operations of the core; waits for collectives, and for copies to or from HBM; starts of both, predicted as 0;
+loops, calls and conditions, predicted as 0; operations with an unknown name."""
 
 LEAST_MATCHED = 0.5
-"""Least share of the traced operations, and of their time, that must be in the program: it is another one below that."""
+"""Minimum share of traced operations, and of their time, in the program; below this, the trace is of another program."""
 
 
 @dataclass(frozen=True)
 class OpTimes:
-    """One instruction in the prediction and in the trace.
+    """Predicted and traced times of an instruction.
 
     Attributes:
-        name, opcode, op_name: as the compiler calls it, and where it comes from in the Python program.
-        part: of the run that it belongs to.
-        calls: events of it in a run, on average; None where the trace has none.
-        predicted_calls: how often the program runs it; None where the prediction does not have it.
-        predicted_us: of all its calls in a run, or of the core's waits where it ends a transfer; None like `predicted_calls`.
-        measured_us: of all its calls in a run, its own time, median of the runs; None like `calls`.
-        estimated: whether the prediction has the compiler's estimate, and not a roofline.
+        name, opcode: name and opcode in the compiled text.
+        op_name: place in the Python program.
+        part: part of the run.
+        calls: mean number of events per run; None if the trace lacks the instruction.
+        predicted_calls: number of executions per run; None if the prediction lacks the instruction.
+        predicted_us: predicted microseconds of all executions in a run, or of the core's waits for a `done`; None like
+            `predicted_calls`.
+        measured_us: traced microseconds in a run, without nested events, median of the runs; None like `calls`.
+        estimated: True if the prediction is a compiler estimate, False for a roofline.
     """
 
     name: str
@@ -53,12 +54,12 @@ class OpTimes:
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """A program's prediction beside its trace.
+    """Comparison of a program's prediction and trace.
 
     Attributes:
-        timeline: the prediction.
-        program: the trace.
-        ops: instructions of either, those that took longest first.
+        timeline: prediction.
+        program: trace.
+        ops: instructions of both, the longest first.
     """
 
     timeline: Timeline = field(repr=False)
@@ -71,17 +72,17 @@ class TraceComparison:
 
     @property
     def untraced(self) -> list[OpTimes]:
-        """Operations that the prediction has time for, and the trace does not have."""
+        """Operations with predicted time that the trace lacks."""
         return [op for op in self.ops if op.measured_us is None and op.predicted_us]
 
     @property
     def matched(self) -> list[OpTimes]:
-        """Operations of the trace that are in the program."""
+        """Traced operations of the program."""
         return [op for op in self.traced if op.part != UNKNOWN]
 
     @property
     def matched_share(self) -> float:
-        """Part of the measured time that `matched` took."""
+        """Share of the measured time in `matched`."""
         return share(self.matched, self.traced)
 
     @property
@@ -93,11 +94,11 @@ class TraceComparison:
         return 1e6 * self.program.seconds
 
     def parts(self) -> list[dict[str, Any]]:
-        """Figures of each part of the run, and of the time of it in which no operation runs."""
+        """Returns metrics of each part of the run, of the time between operations, and of the whole run."""
         rows = []
         for part in get_args(Part):
             ops = [op for op in self.ops if op.part == part]
-            measured = 1e6 * self.program.own_seconds({op.name for op in ops if op.measured_us is not None})
+            measured = 1e6 * self.program.self_seconds({op.name for op in ops if op.measured_us is not None})
             if ops:
                 rows.append((part, sum(op.predicted_us or 0.0 for op in ops), measured))
         rows.append(("between operations", 0.0, 1e6 * self.program.between_seconds))
@@ -137,21 +138,21 @@ class TraceComparison:
 
 
 def quotient(measured: float | None, predicted: float | None) -> float | None:
-    """Measured over predicted; None where one is not there, or nothing was predicted."""
+    """Returns measured over predicted; None if either is missing or the prediction is 0."""
     return None if measured is None or not predicted else measured / predicted
 
 
 def share(some: Sequence[OpTimes], traced: Sequence[OpTimes]) -> float:
-    """Part of the measured time of operations that some of them took; of the number where they took no time."""
+    """Returns the share of measured time of some operations; by number of operations if all times are 0."""
     whole = sum(op.measured_us or 0.0 for op in traced)
     return sum(op.measured_us or 0.0 for op in some) / whole if whole else len(some) / len(traced)
 
 
 def module_name(hlo: str) -> str:
-    """Name of a program, from the first line of its text.
+    """Reads the name of a program from the first line of its text.
 
     Raises:
-        ValueError: that is none of a compiled program.
+        ValueError: the text is no compiled program.
     """
     words = hlo[: hlo.find("\n")].replace(",", " ").split()
     if len(words) < 2 or words[0] != "HloModule":
@@ -160,68 +161,69 @@ def module_name(hlo: str) -> str:
 
 
 def program_in(programs: Mapping[str, TracedProgram], module: str, name: str = "") -> TracedProgram:
-    """The program of a trace that has a module's name.
+    """Finds the program of a trace by a module's name.
 
     Args:
-        module: see `module_name`.
-        name: that the trace has for it, where the module's does not tell.
+        module: name of the module; see `module_name`.
+        name: full name in the trace, for traces with several programs of one module name.
 
     Raises:
-        ValueError: the trace has none of that name, or several.
+        ValueError: the trace has no such program, or several.
     """
     found = [one for one in programs.values() if (one.name == name if name else one.module == module)]
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(one.name for one in found)
-        raise ValueError(f"expected one program {module} in the trace, found {names}: name one with --program")
+        raise ValueError(f"expected one program {module} in the trace, found {names}: choose one with --program")
     raise ValueError(f"expected the program {name or module} in the trace, found {', '.join(programs)}")
 
 
 def compare(timeline: Timeline, hlo: str, program: TracedProgram) -> TraceComparison:
-    """Sets a prediction against a trace.
+    """Compares a prediction with a trace.
 
     Args:
-        timeline: of the program.
-        hlo: its text, which the timeline was read from.
+        timeline: timeline of the program.
+        hlo: compiled text of the timeline's program.
+        program: traced program.
 
     Raises:
-        ValueError: less than `LEAST_MATCHED` of what was traced is in the program.
+        ValueError: less than `LEAST_MATCHED` of the trace is in the program.
     """
-    known = {op.name: op for computation in read_module(hlo).computations.values() for op in computation.ops}
-    traced = {name: op for name, op in program.ops.items() if name in known and is_same(op, known[name])}
+    instructions = {op.name: op for computation in read_module(hlo).computations.values() for op in computation.ops}
+    traced = {name: op for name, op in program.ops.items() if name in instructions and is_same(op, instructions[name])}
     predicted = predictions(timeline)
     ops = []
     for name in dict.fromkeys((*traced, *predicted)):
         one = predicted.get(name)
         if name in traced or (one is not None and (one.seconds or one.part != "compute")):
-            ops.append(op_times(known[name], one, traced.get(name), program))
+            ops.append(op_times(instructions[name], one, traced.get(name), program))
     for name, op in program.ops.items():
         if name not in traced:
-            ops.append(OpTimes(name, "", "", UNKNOWN, op.calls, None, None, 1e6 * program.own_seconds([name]), False))
+            ops.append(OpTimes(name, "", "", UNKNOWN, op.calls, None, None, 1e6 * program.self_seconds([name]), False))
     ops.sort(key=lambda op: (-(op.measured_us or 0.0), -(op.predicted_us or 0.0)))
     found = TraceComparison(timeline, program, tuple(ops))
     if min(len(traced) / len(program.ops), found.matched_share) < LEAST_MATCHED:
         raise ValueError(
-            f"expected a trace of this program; of {len(program.ops)} operations of {program.name} in the trace, "
-            f"{len(traced)} are in it by name, opcode and shape, with {found.matched_share:.0%} of the time"
+            f"expected a trace of the program, found {program.name}: {len(traced)} of {len(program.ops)} traced operations "
+            f"match by name, opcode and shape, with {found.matched_share:.0%} of the time"
         )
     return found
 
 
 def is_same(traced: TracedOp, op: HloOp) -> bool:
-    """False if the trace says that an operation of this name has another opcode or another shape."""
+    """Returns False if the traced operation has another opcode or other shapes than `op`."""
     try:
         other = read_op(op.name, traced.text, op.is_root)
-    except ValueError:  # the trace does not have its text, or not all of it
+    except ValueError:  # the trace lacks the instruction's text or part of it
         return True
-    shapes, others = ([(array.dtype, array.dims) for array in one.outputs] for one in (op, other))
-    return (op.opcode, shapes) == (other.opcode, others)
+    shapes, other_shapes = ([(array.dtype, array.dims) for array in one.outputs] for one in (op, other))
+    return (op.opcode, shapes) == (other.opcode, other_shapes)
 
 
 @dataclass
 class PredictedOp:
-    """Prediction of one instruction: what all its calls in a run take."""
+    """Predicted number of calls and seconds of an instruction per run."""
 
     part: Part
     estimated: bool
@@ -230,14 +232,14 @@ class PredictedOp:
 
 
 def predictions(timeline: Timeline) -> dict[str, PredictedOp]:
-    """Prediction of each operation, by name: of those that compute, and of those that begin or end transfers."""
+    """Returns the prediction of each operation by name, for compute and for starts and ends of transfers."""
     nodes = timeline.graph.nodes
     ends = {node.start: number for number, node in reversed(list(enumerate(nodes))) if node.start is not None}
-    taken: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for span in timeline.core:
-        # The core waits for what began at the span's node, where that ends.
+        # A wait counts at the end of the transfer that began at the span's node.
         at = span.node if span.track == "compute" else ends.get(span.node, span.node)
-        taken[at] = taken.get(at, 0.0) + span.seconds
+        seconds[at] = seconds.get(at, 0.0) + span.seconds
     found: dict[str, PredictedOp] = {}
     for number, node in enumerate(nodes):
         if node.role == "input":
@@ -247,12 +249,12 @@ def predictions(timeline: Timeline) -> dict[str, PredictedOp]:
             part = "memory wait"
         one = found.setdefault(node.name, PredictedOp(part, node.estimated))
         one.calls += 1
-        one.seconds += taken.get(number, 0.0)
+        one.seconds += seconds.get(number, 0.0)
     return found
 
 
 def op_times(op: HloOp, predicted: PredictedOp | None, measured: TracedOp | None, program: TracedProgram) -> OpTimes:
-    """Both sides of one instruction of the program, of which there is at least one."""
+    """Joins the prediction and the measurement of an instruction; at least one of them is given."""
     return OpTimes(
         op.name,
         op.opcode,
@@ -261,6 +263,6 @@ def op_times(op: HloOp, predicted: PredictedOp | None, measured: TracedOp | None
         None if measured is None else measured.calls,
         None if predicted is None else predicted.calls,
         None if predicted is None else 1e6 * predicted.seconds,
-        None if measured is None else 1e6 * program.own_seconds([op.name]),
+        None if measured is None else 1e6 * program.self_seconds([op.name]),
         predicted is not None and predicted.estimated,
     )

@@ -1,13 +1,13 @@
-"""Programs of sharded training: a step of a decoder over a mesh of fully sharded and tensor-parallel ranks.
+"""Programs of sharded training: a train step of a decoder over a mesh of fully sharded and tensor-parallel ranks.
 
-A layer is two halves, attention and MLP, each a layer of its own to the shifts, as the source has it
-(neuron-runtime/explore/compute-comm-overlap). A half gathers its weights over `fsdp`; over `tp` it gathers its rows before its
-products and scatters their sums after them. The backward pass gathers both again, computes the half anew but for its last
-product, and scatters the gradients of its weights over `fsdp`.
+A layer has two halves, attention and MLP; shifts count halves, as in the source (neuron-runtime/explore/compute-comm-overlap).
+A half all-gathers its weights over `fsdp`. Over `tp` it all-gathers rows before its matmuls and reduce-scatters sums after
+them. The backward pass gathers both again, recomputes the half except its last matmul, and reduce-scatters weight gradients
+over `fsdp`.
 
-*Threaded*, collectives are issued in the order in which a token passes through them: in each half its rows, the weights of the
-half `prefetch_distance` halves ahead, the gradients of the half `scatter_delay` halves behind, its sums. Left to the compiler,
-all weights of a pass are gathered before it and all gradients scattered after it.
+In a *threaded* step, a token fixes the order of collectives. Each half issues the gather of its rows, the weights of the half
+`prefetch_distance` halves ahead, the gradients of the half `scatter_delay` halves behind, and its sums. The compiler's own
+order gathers all weights before a pass and scatters all gradients after it.
 """
 
 from collections.abc import Sequence
@@ -19,21 +19,22 @@ from tilewright.perfmodel.program import NeuronProgram
 from tilewright.perfmodel.shapes import Config, Share
 
 STATE_BYTES = 18
-"""Of a parameter, on the rank that keeps it: weight in bfloat16, master weight, two moments and gradient in float32."""
+"""State bytes of a parameter on its rank: bfloat16 weight, and float32 master weight, two moments and gradient."""
 
 UPDATE_BYTES = 26
-"""Of them read or written by the optimizer."""
+"""Bytes that the optimizer reads or writes per parameter."""
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step.
+    """A train step.
 
     Attributes:
-        sequences, positions: of each fully sharded rank.
-        threaded: whether a token orders collectives.
-        prefetch_distance, scatter_delay: by how many halves weights are gathered ahead and gradients scattered behind.
-        layers: how many of the model's; None for all.
+        sequences, positions: sequences, and positions per sequence, of each fully sharded rank.
+        threaded: a token fixes the order of collectives.
+        prefetch_distance: half layers by which weights are gathered ahead.
+        scatter_delay: half layers by which gradients are scattered behind.
+        layers: number of layers; None for all layers of the model.
     """
 
     sequences: int = 1
@@ -58,7 +59,7 @@ class TrainingStep:
 
 
 class TrainingBuilder:
-    """A step in the making."""
+    """Builder of a train step."""
 
     def __init__(self, config: Config, machine: Machine, step: TrainingStep):
         self.step = step
@@ -80,17 +81,17 @@ class TrainingBuilder:
         self.stream: list[int] = []
 
     def weights(self, half: int) -> tuple[WeightTiles, WeightTiles]:
-        """The two matrices of a half."""
+        """Returns the two matrices of a half."""
         return (self.share.qkv(), self.share.output()) if half % 2 == 0 else (self.share.gate_up(), self.share.down())
 
     def size(self, half: int) -> float:
-        """Bytes of a half's weights on a tensor-parallel rank; of the head, which is the last."""
+        """Bytes of a half's weights on a tensor-parallel rank; the last half is the head."""
         if half == self.halves:
             return self.share.head().bytes
         return self.share.mlp_bytes if half % 2 else self.share.attention_bytes
 
     def gather_weights(self, half: int, needs: Sequence[int]) -> None:
-        """Issues the all-gather of a half's weights, which holds them until their last use."""
+        """Adds the all-gather of a half's weights, which are held until their last use."""
         size = self.size(half)
         self.gathered[half] = self.build.collect(
             f"gather weights {half}",
@@ -104,13 +105,13 @@ class TrainingBuilder:
         )
 
     def scatter_gradients(self, half: int, needs: Sequence[int]) -> None:
-        """Issues the reduce-scatter of a half's gradients."""
+        """Adds the reduce-scatter of a half's gradients."""
         what = {"axis": "fsdp", "purpose": "fsdp", "stream": self.fsdp_stream}
         after = [self.gradients.pop(half), *needs]
         self.scattered.append(self.build.collect(f"scatter gradients {half}", "reduce-scatter", self.size(half), after, **what))
 
     def rows(self, kind: str, needs: Sequence[int]) -> list[int]:
-        """Rows from, or sums to, the tensor-parallel ranks."""
+        """Adds the all-gather of rows or the reduce-scatter of sums over the tensor-parallel ranks."""
         if self.share.ranks == 1:
             return list(needs)
         size = BF16 * self.step.tokens * self.config.hidden_size
@@ -120,11 +121,11 @@ class TrainingBuilder:
         return [self.build.elements(name, count, needs)]
 
     def own_rows(self, name: str, needs: Sequence[int]) -> list[int]:
-        """Element-wise work on the rows that a rank keeps."""
+        """Adds an element-wise operation on the rank's own rows."""
         return self.elements(name, self.step.tokens * self.config.hidden_size / self.share.ranks, needs)
 
     def inner(self, half: int, needs: Sequence[int], times: float = 1.0) -> list[int]:
-        """Adds the operations between a half's two products; its backward takes `times` as much."""
+        """Adds the operations between a half's two matmuls, `times` as many cycles in the backward pass."""
         build = self.build
         share = self.share
         tokens = self.step.tokens
@@ -141,7 +142,11 @@ class TrainingBuilder:
         return self.elements("take values", tokens * share.heads * self.config.head_dim, results)
 
     def forward(self, half: int, stream: list[int], window: Sequence[int]) -> list[int]:
-        """A half; `window` are the halves whose weights are gathered between its rows and its sums."""
+        """Adds a half.
+
+        Args:
+            window: halves with weights to gather between this half's rows and sums.
+        """
         first, second = self.weights(half)
         rows = self.rows("all-gather", self.own_rows("norm", stream))
         for ahead in window:
@@ -152,7 +157,12 @@ class TrainingBuilder:
         return self.own_rows("residual", [*self.rows("reduce-scatter", found), *stream])
 
     def backward(self, half: int, stream: list[int], window: Sequence[int], behind: Sequence[int]) -> list[int]:
-        """The gradient of a half; `behind` are the halves whose gradients are scattered in it."""
+        """Adds the gradient of a half.
+
+        Args:
+            window: halves with weights to gather during this half.
+            behind: halves with gradients to scatter during this half.
+        """
         build, tokens, (first, second) = self.build, self.step.tokens, self.weights(half)
         rows = self.rows("all-gather", self.own_rows("norm", stream))
         upstream = self.rows("all-gather", stream)
@@ -162,13 +172,13 @@ class TrainingBuilder:
             self.scatter_gradients(each, upstream)
         gate = [self.gathered[half]]
         inner = self.inner(half, build.product(first, tokens, rows, gate))
-        turned = WeightTiles(f"{second.name} backward", second.columns, second.inner)
-        found = build.product(turned, tokens, upstream, gate)
+        transposed = WeightTiles(f"{second.name} backward", second.columns, second.inner)
+        found = build.product(transposed, tokens, upstream, gate)
         of_second = self.weight_gradient(second, [*inner, *upstream])
-        # Attention's backward computes the scores anew, and four products in the place of two.
+        # Attention's backward pass recomputes the scores and has four matmuls instead of two.
         found = self.inner(half, [*found, *inner], 2.5 if half % 2 == 0 else 2.0)
         sums = build.product(WeightTiles(f"{first.name} backward", first.columns, first.inner), tokens, found, gate)
-        # The sums leave before the gradient of the weights, which hides them.
+        # The sums are scattered before the weight gradient, which hides them.
         stream = self.rows("reduce-scatter", sums)
         of_first = self.weight_gradient(first, [*found, *rows])
         self.gradients[half] = build.add(
@@ -177,14 +187,14 @@ class TrainingBuilder:
         return self.own_rows("residual", stream)
 
     def weight_gradient(self, weights: WeightTiles, needs: Sequence[int]) -> int:
-        """The product of a matrix's inputs with the gradient of its results, and its way to device memory."""
+        """Adds the matmul of a weight gradient and its store to device memory."""
         cycles = product_cycles(weights.inner, self.step.tokens, weights.columns)
         done = self.build.add(f"{weights.name} gradient", "tensor", needs, cycles=cycles)
-        taken = self.build.elements(f"take {weights.name} gradient", weights.inner * weights.columns, [done])
-        return self.build.move(f"store {weights.name} gradient", weights.bytes, [taken], 3)
+        read = self.build.elements(f"take {weights.name} gradient", weights.inner * weights.columns, [done])
+        return self.build.move(f"store {weights.name} gradient", weights.bytes, [read], 3)
 
     def head(self, stream: list[int]) -> list[int]:
-        """Logits, loss and the gradient of both."""
+        """Adds logits, loss and their gradients."""
         build = self.build
         tokens = self.step.tokens
         head = self.share.head()
@@ -198,7 +208,7 @@ class TrainingBuilder:
         return self.own_rows("norm backward", self.rows("reduce-scatter", found))
 
     def update(self) -> None:
-        """The optimizer: the norm of all gradients, then each half's part."""
+        """Adds the optimizer: the norm of all gradients, then the update of each half."""
         self.build.layer = None
         norm = self.build.elements("gradient norm", 1, self.scattered)
         if self.machine.mesh.cores > 1:
@@ -206,75 +216,75 @@ class TrainingBuilder:
                 if size > 1:
                     norm = self.build.collect("sum norm", "all-reduce", 4 * size, [norm], axis=axis, purpose="norm")
         for half in range(self.halves + 1):
-            own = self.size(half) / BF16 / self.machine.mesh.size("fsdp")
-            moved = self.build.move("optimizer state", own * UPDATE_BYTES, [norm], 2)
-            self.build.elements("update", 8 * own, [moved])
+            elements = self.size(half) / BF16 / self.machine.mesh.size("fsdp")
+            moved = self.build.move("optimizer state", elements * UPDATE_BYTES, [norm], 2)
+            self.build.elements("update", 8 * elements, [moved])
 
 
 def training_program(config: Config, machine: Machine, step: TrainingStep) -> NeuronProgram:
-    """A training step.
+    """Builds a train step.
 
     Args:
-        machine: whose mesh has axes `fsdp` and `tp`.
+        machine: machine with mesh axes `fsdp` and `tp`.
 
     Raises:
-        ValueError: shifts that are longer than the model, or more tensor-parallel ranks than heads.
+        ValueError: shifts exceed the layers, or more tensor-parallel ranks than heads.
     """
-    made = TrainingBuilder(config, machine, step)
-    forward_pass(made, order := list(range(made.halves)))
-    made.build.layer = None
-    backward_pass(made, order[::-1])
-    made.update()
-    parameters = (made.layers * made.share.layer_bytes + made.share.table_bytes) / BF16
-    saved = made.halves * BF16 * step.tokens * config.hidden_size / made.share.ranks
+    builder = TrainingBuilder(config, machine, step)
+    forward_pass(builder, order := list(range(builder.halves)))
+    builder.build.layer = None
+    backward_pass(builder, order[::-1])
+    builder.update()
+    parameters = (builder.layers * builder.share.layer_bytes + builder.share.table_bytes) / BF16
+    saved = builder.halves * BF16 * step.tokens * config.hidden_size / builder.share.ranks
     resident = STATE_BYTES * parameters / machine.mesh.size("fsdp") + saved
     shifts = f"prefetch {step.prefetch_distance / 2:g}, delay {step.scatter_delay / 2:g}"
     kind = shifts if step.threaded else "left to the compiler"
-    return made.build.program(f"training step, {kind}", resident, made.share.notes)
+    return builder.build.program(f"training step, {kind}", resident, builder.share.notes)
 
 
-def forward_pass(made: TrainingBuilder, order: Sequence[int]) -> None:
-    """From the embedding to the last half."""
-    step = made.step
-    last = made.halves
-    stream = made.own_rows("embed", [])
+def forward_pass(builder: TrainingBuilder, order: Sequence[int]) -> None:
+    """Adds the forward pass, from the embedding to the head."""
+    step = builder.step
+    last = builder.halves
+    stream = builder.own_rows("embed", [])
     distance = step.prefetch_distance if step.threaded else last + 1
     for half in (*order, last)[: max(distance, 1) if step.threaded else None]:
-        made.gather_weights(half, [])
+        builder.gather_weights(half, [])
     for half in order:
-        made.build.layer = half // 2
-        if step.threaded and distance == 0 and half not in made.gathered:
-            made.gather_weights(half, stream)
+        builder.build.layer = half // 2
+        if step.threaded and distance == 0 and half not in builder.gathered:
+            builder.gather_weights(half, stream)
         window = [half + distance] if step.threaded and distance and half + distance <= last else []
-        stream = made.forward(half, stream, window)
-    made.build.layer = None
-    if last not in made.gathered:
-        made.gather_weights(last, stream)
-    made.stream = made.head(stream)
+        stream = builder.forward(half, stream, window)
+    builder.build.layer = None
+    if last not in builder.gathered:
+        builder.gather_weights(last, stream)
+    builder.stream = builder.head(stream)
 
 
-def backward_pass(made: TrainingBuilder, order: Sequence[int]) -> None:
-    """From the last half to the first."""
-    step = made.step
-    stream = made.stream
-    made.gathered = {}
+def backward_pass(builder: TrainingBuilder, order: Sequence[int]) -> None:
+    """Adds the backward pass, from the last half to the first."""
+    step = builder.step
+    stream = builder.stream
+    builder.gathered = {}
     first = order[: max(step.prefetch_distance, 1)] if step.threaded else order
     for half in first:
-        made.gather_weights(half, stream)
-    waiting = [made.halves]
+        builder.gather_weights(half, stream)
+    waiting = [builder.halves]
     for at, half in enumerate(order):
-        made.build.layer = half // 2
-        if step.threaded and half not in made.gathered:
-            made.gather_weights(half, stream)
+        builder.build.layer = half // 2
+        if step.threaded and half not in builder.gathered:
+            builder.gather_weights(half, stream)
         ahead = at + step.prefetch_distance
         window = [order[ahead]] if step.threaded and step.prefetch_distance and ahead < len(order) else []
         full = step.threaded and len(waiting) > max(step.scatter_delay - 1, 0)
         behind = [waiting.pop(0)] if full and step.scatter_delay else []
-        stream = made.backward(half, stream, window, behind)
+        stream = builder.backward(half, stream, window, behind)
         waiting.append(half)
         if step.threaded and step.scatter_delay == 0:
             while waiting:
-                made.scatter_gradients(waiting.pop(0), [])
-    made.build.layer = None
+                builder.scatter_gradients(waiting.pop(0), [])
+    builder.build.layer = None
     for half in waiting:
-        made.scatter_gradients(half, stream)
+        builder.scatter_gradients(half, stream)

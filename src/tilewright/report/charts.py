@@ -1,4 +1,4 @@
-"""Charts as inline SVG, coloured by the page's style, so that they follow its light and dark scheme."""
+"""Charts as inline SVG. The page's style sets the colours of its light and dark schemes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ from tilewright.report.page import HtmlTable, series_class
 
 WIDTH = 340
 HEIGHT = 190
-"""Size of a line chart in its own units; on the page it takes the width it is given."""
+"""Size of a line chart in SVG units; on the page the chart scales to the available width."""
 LEFT = 38
 RIGHT = 8
 TOP = 22
 BOTTOM = 34
-"""Its margins: where the axes' numbers and names stand."""
+"""Margins for the numbers and names of the axes."""
 DIGIT = 6.5
 """Width of a digit of the axes' numbers."""
 DASHES = ("", "6 4", "2 4", "9 3 2 3", "4 2", "1 3")
@@ -25,24 +25,24 @@ DASHES = ("", "6 4", "2 4", "9 3 2 3", "4 2", "1 3")
 
 @dataclass(frozen=True)
 class Series:
-    """A line, as points in ascending x."""
+    """A line: points in ascending x."""
 
     name: str
     points: Sequence[tuple[float, float]]
 
 
 def lines(records: Iterable[Row], name: Callable[[Row], str], x: str, y: str) -> list[Series]:
-    """Lines of one field of records over another: a line for each of the names that the function gives them."""
-    return [Series(line, sorted((one[x], one[y]) for one in own)) for line, own in grouped(records, name).items()]
+    """Returns a line of field `y` over field `x` for each name that `name` gives to records."""
+    return [Series(line, sorted((one[x], one[y]) for one in group)) for line, group in grouped(records, name).items()]
 
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over one pair of axes; y starts at 0, or near values that are all far above it.
+    """Lines over one pair of axes. The y axis starts at 0, or close to the values if all are far above 0.
 
     Attributes:
-        x_label, y_label: names of the axes, with their units.
-        percent: whether y is a share, shown in percent; its axis then ends at 100 %.
+        x_label, y_label: names of the axes with units.
+        percent: True if y is a share, shown in percent; the y axis then ends at 100 %.
     """
 
     title: str
@@ -72,7 +72,7 @@ class LineChart:
         bottom = y_ticks[0]
         top = y_ticks[-1]
 
-        def at(x: float, y: float) -> tuple[float, float]:
+        def point(x: float, y: float) -> tuple[float, float]:
             across = (x - low) / (high - low) if high > low else 0.5
             up = (y - bottom) / (top - bottom)
             return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - up) * (HEIGHT - TOP - BOTTOM)
@@ -80,18 +80,18 @@ class LineChart:
         tick_text = "{:.0%}" if self.percent else "{:,.10g}"
         parts = []
         for tick in y_ticks:
-            _, height = at(low, tick)
+            _, height = point(low, tick)
             kind = "rule" if tick > bottom else "axis"
             parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
             parts.append(f'<text x="{LEFT - 6}" y="{height + 3.5:.1f}" text-anchor="end">{tick_text.format(tick)}</text>')
         for tick in x_ticks(sorted({*xs}), WIDTH - LEFT - RIGHT):
-            across, _ = at(tick, bottom)
+            across, _ = point(tick, bottom)
             parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:,.10g}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text class="ink" x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">{escape(self.x_label)}</text>')
         parts.append(f'<text class="ink" x="0" y="10">{escape(self.y_label)}</text>')
         for index, series in enumerate(self.series):
-            parts.append(self.line(index, series, [(at(x, y), x, y) for x, y in series.points]))
+            parts.append(self.line(index, series, [(point(x, y), x, y) for x, y in series.points]))
         names = [series.name for series in self.series]
         label = escape(f"{self.title}: {self.y_label} by {self.x_label}, a line for each of {', '.join(names)}")
         drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
@@ -110,7 +110,7 @@ class LineChart:
         return f'<polyline class="curve {kind}" points="{place}"{dashed}/>{marks}'
 
     def table(self) -> HtmlTable:
-        """The chart's figures."""
+        """Table of the chart's figures."""
         xs = sorted({x for series in self.series for x, _ in series.points})
         found = [dict(series.points) for series in self.series]
         rows = [[compact(x), *(None if (y := values.get(x)) is None else self.number(y) for values in found)] for x in xs]
@@ -119,12 +119,12 @@ class LineChart:
 
 @dataclass(frozen=True)
 class StackedBars:
-    """Horizontal bars, each the sum of its parts.
+    """Horizontal stacked bars.
 
     Attributes:
-        parts: names of the parts, in the order that they are stacked.
-        bars: a name for each bar, and as many values as there are parts.
-        unit: of the values.
+        parts: names of the parts in stacking order.
+        bars: name of each bar, with a value for each part.
+        unit: unit of the values.
     """
 
     title: str
@@ -164,29 +164,29 @@ class StackedBars:
         return f"{compact(value)} {escape(self.unit)}"
 
     def table(self) -> HtmlTable:
-        """The chart's figures."""
+        """Table of the chart's figures."""
         rows = [[name, *map(compact, values), compact(sum(values))] for name, values in self.bars]
         return HtmlTable(f"{self.title}, {self.unit}", ["", *self.parts, "together"], rows)
 
 
 def drawn(values: Sequence[float]) -> list[float]:
-    """The lengths of a bar's parts: a value below 0 stands in the figures alone."""
+    """Returns the lengths of a bar's parts; negative values have no length."""
     return [max(value, 0.0) for value in values]
 
 
 LANES_WIDTH = 1000
 LANE = 12
 LANE_GAP = 3
-"""Of a picture of lanes, in its own units: its width, the height of a lane, and what is between two of them."""
+"""Sizes of a lane chart in SVG units: width, height of a lane, gaps."""
 
 
 @dataclass(frozen=True)
 class LaneRow:
-    """Lanes of one thing, with what it does over time.
+    """Lanes of one program over time.
 
     Attributes:
-        lanes: of spans (begin, end, kind), one lane below the other.
-        marks: moments that get a line through all lanes.
+        lanes: lanes of spans (begin, end, kind), from top to bottom.
+        marks: times with a line through all lanes.
     """
 
     name: str
@@ -196,12 +196,12 @@ class LaneRow:
 
 @dataclass(frozen=True)
 class LaneChart:
-    """A chart of what several things do, all over the same axis of time.
+    """Chart of the activities of several programs over a common time axis.
 
     Attributes:
         kinds: names of the kinds of spans, in the order of the colours. Spans too short to see are left out.
-        longest: where the axis ends, in milliseconds as all times are.
-        figures: the chart's figures.
+        longest: end of the axis in milliseconds, the unit of all times.
+        figures: table of the chart's figures.
     """
 
     title: str
@@ -240,7 +240,7 @@ def figure(title: str, drawing: str, key: str, table: HtmlTable) -> str:
 
 
 def line_key(names: Sequence[str]) -> str:
-    """A legend of lines, as they are drawn."""
+    """Returns a legend of lines."""
     items = []
     for index, name in enumerate(names):
         kind = series_class(index)
@@ -251,22 +251,22 @@ def line_key(names: Sequence[str]) -> str:
 
 
 def bar_key(names: Sequence[str]) -> str:
-    """A legend of bar colours."""
+    """Returns a legend of bar colours."""
     box = '<svg viewBox="0 0 26 12" aria-hidden="true"><rect class="{}" width="26" height="12"/></svg>'
     items = (f"<li>{box.format(series_class(index))}{escape(name)}</li>" for index, name in enumerate(names))
     return f'<ul class="key">{"".join(items)}</ul>'
 
 
 def compact(value: float) -> str:
-    """A number in about three digits; a whole one without a point."""
+    """Formats a number with about three digits; integers without a decimal point."""
     return f"{value:,.0f}" if value == round(value) else significant(value)
 
 
 def tick_row(longest: float, unit: str = "", most: int = 3) -> str:
-    """An axis of round numbers below bars that are `longest` wide, with the unit beside the last one.
+    """Returns an axis of round numbers below bars of width `longest`, with the unit at the last number.
 
     Args:
-        most: steps between them.
+        most: maximum number of steps.
     """
     step = round_step((longest or 1.0) / most)
     marks = [step * n for n in range(math.floor((longest or 1.0) / step * (1 + 1e-9)) + 1)]
@@ -279,7 +279,8 @@ def tick_row(longest: float, unit: str = "", most: int = 3) -> str:
 
 
 def ticks(top: float, most: int = 5, least: float = 0.0) -> list[float]:
-    """Round numbers up to at least `top`, at most `most` steps: from 0, or from just below `least` if that is near `top`."""
+    """Returns round numbers up to at least `top` in at most `most` steps, from 0, or from just below `least` if `least` is
+    close to `top`."""
     near = least > 0.6 * top and least < top
     step = round_step((top - least) / (most - 1) if near else top / most)
     first = math.floor(least / step + 1e-9) if near else 0
@@ -287,7 +288,7 @@ def ticks(top: float, most: int = 5, least: float = 0.0) -> list[float]:
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, ... and their like below 1 that is not less than `least`."""
+    """Returns the smallest of 1, 2, 5, 10, 20, ... (and their decimal fractions) that is at least `least`."""
     if least <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(least))
@@ -295,11 +296,11 @@ def round_step(least: float) -> float:
 
 
 def x_ticks(xs: Sequence[float], width: float) -> list[float]:
-    """Values along x that get a number: those of points while they are few, as far as there is room; else round ones.
+    """Returns the x values with a number on the axis: those of the points if few enough, else round numbers.
 
     Args:
-        xs: values of the points, ascending, each once.
-        width: of the axis, in the chart's units.
+        xs: ascending, distinct x values of the points.
+        width: width of the axis in SVG units.
     """
     low = xs[0]
     high = xs[-1]
@@ -310,12 +311,12 @@ def x_ticks(xs: Sequence[float], width: float) -> list[float]:
         inside = [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
         return inside if inside and inside[0] - low < 0.6 * step else [low, *inside]
 
-    def apart(one: float, other: float) -> bool:
+    def fits_beside(one: float, other: float) -> bool:
         room = DIGIT * (2 + (len(f"{one:,.10g}") + len(f"{other:,.10g}")) / 2)
         return width * (other - one) / (high - low) >= room
 
     found = [low]
     for x in xs[1:-1]:
-        if apart(found[-1], x) and apart(x, high):
+        if fits_beside(found[-1], x) and fits_beside(x, high):
             found.append(x)
     return [*found, high]

@@ -1,4 +1,4 @@
-"""The replay page of a diffusion language model: a response as its masks give way, in the player of `replay.py`."""
+"""Replay page of a diffusion language model: a response step by step, in the player of `replay.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 from tilewright.report.replay import ReplayToken, Words, seconds_problems, token_problems, write_player
 
 SPANS = {"block": "its block", "response": "the response", "whole": "everything"}
-"""Names of the spans that a step can look at, as the page shows them."""
+"""Names of the spans of a step, as on the page."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class DenoisingStep:
     """One denoising step.
 
     Attributes:
-        seconds: how long it took.
-        span: what it looked at, a key of `SPANS`.
-        committed: what it put in the place of masks.
-        salient: for each layer the share of the sequence's positions that were recomputed; empty where all are.
+        seconds: time of the step.
+        span: computed part of the sequence, a key of `SPANS`.
+        committed: tokens that replaced masks.
+        salient: share of recomputed positions in each layer; empty if all positions are computed.
     """
 
     seconds: float
@@ -38,7 +38,7 @@ class DenoisingStep:
 
 @dataclass(frozen=True)
 class DenoisingPassage:
-    """A prompt and its response twice: by dense steps (`baseline`) and as it was asked for (`rounds`)."""
+    """A prompt with two responses: by dense steps (`baseline`) and by the requested mode (`rounds`)."""
 
     title: str
     prompt: str
@@ -48,19 +48,19 @@ class DenoisingPassage:
 
 @dataclass(frozen=True)
 class DenoisingReplay:
-    """All that the page shows. Plain data: `dataclasses.asdict` of it is JSON.
+    """Data of the page. Plain data: `dataclasses.asdict` gives JSON.
 
     Attributes:
-        title: of the page.
-        model: its name.
-        mode: which positions the steps computed.
-        block_size: tokens in a block of the response: the most that a step can commit.
-        passages: at least one.
-        about: what else the figures depend on, in the order shown.
-        kind: what the player tells pages apart by.
+        title: title of the page.
+        model: name of the model.
+        mode: denoising mode.
+        block_size: tokens in a block of the response, the maximum that a step can commit.
+        passages: at least one passage.
+        about: other settings of the measurement, in display order.
+        kind: kind of page, for the player.
 
     Raises:
-        ValueError: a figure cannot be, with the prompt and the step that it stands in.
+        ValueError: A figure is impossible. The message names the prompt and the step.
     """
 
     title: str
@@ -83,7 +83,7 @@ class DenoisingReplay:
 
 
 def steps_problems(steps: Sequence[DenoisingStep], block_size: int) -> Iterator[str]:
-    """Errors in the steps of a response, each in words."""
+    """Yields a message for each error in the steps of a response."""
     if not steps:
         yield "expected steps, found none"
     seen: set[int] = set()
@@ -104,9 +104,9 @@ def steps_problems(steps: Sequence[DenoisingStep], block_size: int) -> Iterator[
 
 WORDS = Words(
     plain="Dense steps",
-    fast="As asked for",
+    fast="As requested",
     per_round="Tokens a step",
-    fast_rate="As asked for",
+    fast_rate="As requested",
     plain_rate="Dense",
     round="step",
     legend='<span><i class="swatch accepted"></i>committed in this step</span>'
@@ -118,10 +118,10 @@ WORDS = Words(
 
 
 def write_denoising(path: str | Path, replay: DenoisingReplay) -> None:
-    """Writes the page as one HTML file that works offline; links into it are those of `write_replay`.
+    """Writes the page as one HTML file that works offline. Links into the page are those of `write_replay`.
 
     Raises:
-        ValueError: `about` holds something that JSON cannot.
+        ValueError: `about` holds values that JSON cannot represent.
     """
     lead = f"{replay.model}, {replay.mode} steps, blocks of {replay.block_size}"
     facts = {"model": replay.model, "mode": replay.mode, **replay.about}

@@ -1,42 +1,42 @@
-"""Terminal output of `tilewright verify-exact`, from its figures."""
+"""Terminal output of `tilewright verify-exact`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from tilewright.metrics.exactness import EXACTNESS
-from tilewright.metrics.metric import Metric, chosen
+from tilewright.metrics.metric import Metric, select_metrics
 from tilewright.metrics.tables import FigureTable, Row, grouped
 
 SHOWN_DIGITS = 8
-"""Of a hash."""
+"""Number of displayed digits of a hash."""
 
 
 def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -> FigureTable:
-    """A line for each path with a hash for each kind of sampling, beneath that of plain decoding.
+    """Returns a table with the reference hashes and a line for each path, with a hash for each kind of sampling.
 
     Args:
-        plain: the hash of the plain answers, by kind.
-        findings: as `--json` writes them.
+        plain: hash of the reference, by kind of sampling.
+        findings: findings as in the JSON.
     """
     hashes = {kind: sha[:SHOWN_DIGITS] for kind, sha in plain.items()}
     rows: list[Row] = [{"name": "none", "path": "plain decoding", **hashes, "same": "", "exercised": ""}]
-    for (drafter, path), group in by_path(findings).items():
-        # A hash that is not the plain one is marked.
+    for (drafter, path), group in group_by_path(findings).items():
+        # Marks hashes that differ from the reference.
         shown = {one["sampling"]: ("" if one["same"] else "≠ ") + one["sha256"][:SHOWN_DIGITS] for one in group}
         cells = dict.fromkeys(plain) | shown
         same = all(one["same"] for one in group)
         rows.append({"name": drafter, "path": path, **cells, "same": same, "exercised": exercised_text(group)})
-    path, same, exercised = chosen(EXACTNESS, "path same exercised")
+    path, same, exercised = select_metrics(EXACTNESS, "path same exercised")
     columns = [path, *(Metric(kind, head=kind) for kind in plain), same, exercised]
-    return FigureTable(title, "drafter", {"": rows}, columns, apart="name")
+    return FigureTable(title, "drafter", {"": rows}, columns, section_by="name")
 
 
-def by_path(findings: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The findings of each drafter and path."""
+def group_by_path(findings: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Groups the findings by drafter and path."""
     return grouped(findings, lambda one: (one["drafter"], one["path"]))
 
 
 def exercised_text(group: Sequence[Row]) -> str:
-    """Text on what a path did over all kinds of sampling, and on what it was to do and did not."""
+    """Describes the events of a path over all kinds of sampling, and the expected events that did not happen."""
     counts: dict[str, int] = {}
     missing: dict[str, list[str]] = {}
     for one in group:
@@ -49,25 +49,25 @@ def exercised_text(group: Sequence[Row]) -> str:
 
 
 def difference_lines(findings: Sequence[Row], most: int) -> Iterator[str]:
-    """A line for each problem and for each of the first `most` differences."""
-    told = 0
+    """Yields a line for each problem and for each of the first `most` differences."""
+    differences = 0
     for one in findings:
-        where = f"{one['drafter']}: {one['path']}, {one['sampling']}"
+        place = f"{one['drafter']}: {one['path']}, {one['sampling']}"
         if one["problem"]:
-            yield f"{where}: {one['problem']}"
+            yield f"{place}: {one['problem']}"
         for each in one["differences"]:
-            told += 1
-            if told <= most:
-                yield f"{where}: {difference_text(each)}"
-    if told > most:
-        yield f"and {told - most} more differences, which --json lists"
+            differences += 1
+            if differences <= most:
+                yield f"{place}: {difference_text(each)}"
+    if differences > most:
+        yield f"and {differences - most} more differences in --json"
 
 
 def difference_text(difference: Row) -> str:
     about = f" ({difference['about']})" if difference["about"] else ""
     found, plain = (token_text(difference[f"{name}token"], difference[f"{name}text"]) for name in ("", "plain_"))
     lead = difference["lead"]
-    ahead = "" if lead is None else f"; the plain token is {lead:.3g} ahead in what is compared"
+    ahead = "" if lead is None else f"; the plain token is {lead:.3g} ahead in the compared scores"
     return (
         f"request {difference['number']}{about} differs from token {difference['position']} on: {found} in the place of "
         f"{plain}; the target's best two logits there are {difference['margin']:.3g} apart{ahead}"

@@ -1,11 +1,11 @@
-"""The page of `tilewright inspect overlap`: for each phase its figures, the time of each layer, and what runs when."""
+"""Page of `tilewright inspect overlap`: figures of each phase, times of each layer, and charts of core and links."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewright.metrics.metric import Metric, chosen, significant
+from tilewright.metrics.metric import Metric, select_metrics, significant
 from tilewright.metrics.overlap import LAYER, MICRO
 from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LaneChart, LaneRow, StackedBars
@@ -18,35 +18,37 @@ KINDS = {
     "memory wait": "waiting for memory",
     "hidden": "hidden communication",
 }
-"""Kinds of spans in a chart and what it calls them, in the order of the colours."""
+"""Kinds of spans with their names in a chart, in the order of the colours."""
 
-COLUMNS = chosen(
+COLUMNS = select_metrics(
     LAYER,
     "layers_compiled compute_cycles compute_ms communication_ms hidden_ms exposed_ms exposed_share exposed_share_of_sync "
     "extra_compute_share least_exposed_ms total_ms total_over_bound model_total_ms",
 )
 FIRST_COLUMNS = "exposed_ms exposed_share total_ms total_over_bound model_total_ms"
 AGAINST = (
-    "Total: compute, exposed communication, and waiting for copies from memory; × bound: against the layer without "
-    "communication; least exposed: what the busiest link takes beyond the compute. Not steady: the layer's neighbours "
-    "differ from it, so that it may not stand for all."
+    "Total: compute, exposed communication and waiting for memory copies; × bound: relative to the "
+    "layer without communication; "
+    "least exposed: time of the busiest link beyond the compute. Not steady: the neighbouring "
+    "layers differ, so that the layer may "
+    "not represent all."
 )
 HIDDEN = Metric("hidden_share_of_communication", head="hidden", form=".0%")
-MICRO_COLUMNS = (*chosen(MICRO, "made_of_it compute_us communication_us exposed_us"), HIDDEN)
-MEASURED_COLUMNS = chosen(MICRO, "collective program size_bytes product_us collective_us both_us hidden_share")
+MICRO_COLUMNS = (*select_metrics(MICRO, "made_of_it compute_us communication_us exposed_us"), HIDDEN)
+MEASURED_COLUMNS = select_metrics(MICRO, "collective program size_bytes product_us collective_us both_us hidden_share")
 
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """All that the page shows: plain data.
+    """Data of the page.
 
     Attributes:
-        title: of the page.
-        records: the figures of each chip, phase and schedule, named as in docs/metrics.md.
-        lanes: for each chip and phase, as `chip phase:BATCHxPOSITIONS`, one entry for each schedule: its name, `core` and
-            `links` with (begin, end, kind) in milliseconds, kinds as in `KINDS`, and `layer_begins_ms`.
-        environment: what the figures depend on, in the order shown.
-        ranges: of predictions that are set against each other, by their place; see `tables.ranges_section`.
+        title: title of the page.
+        records: figures of each chip, phase and schedule (docs/metrics.md).
+        lanes: for each chip and phase (`chip phase:BATCHxPOSITIONS`) an entry for each schedule: its name, `core` and `links`
+            with (begin, end, kind) in milliseconds, kinds as in `KINDS`, and `layer_begins_ms`.
+        environment: settings of the figures, in display order.
+        ranges: ranges of predictions by place; see `tables.ranges_section`.
     """
 
     title: str
@@ -62,13 +64,13 @@ class OverlapReport:
     def write(self, path: str | Path, sections: Sequence[Section], verdict: str) -> None:
         """Writes a page of these sections and the ranges as one HTML file that works offline.
 
-        The figures are in it as JSON too, in the element `data`.
+        The element `data` contains the figures as JSON.
 
         Args:
-            verdict: a sentence at its top.
+            verdict: sentence at the top of the page.
 
         Raises:
-            ValueError: the environment holds something that JSON cannot.
+            ValueError: The environment holds values that JSON cannot represent.
         """
         data = {"environment": self.environment, "data": self.records, "ranges": self.ranges}
         shown = [*sections, ranges_section(self.ranges)]
@@ -77,11 +79,12 @@ class OverlapReport:
 
 
 CAVEATS = (
-    "The model flatters schedules with many transfers: starting one costs nothing, and links take nothing from the bandwidth "
-    "of memory. Operations without an estimate by the compiler count at the chip's full roofline. Part of what a schedule "
-    "saves may be less compute and no hidden communication: compare with sequence, which divides norms and additions as well."
+    "The model favours schedules with many transfers: starting a transfer costs nothing, and "
+    "transfers use no memory bandwidth. "
+    "Operations without a compiler estimate count with their full roofline. A schedule may save compute as well as hide "
+    "communication: compare with sequence, which also shards norms and additions."
 )
-"""Beside every time that `perfmodel/timeline.py` predicts."""
+"""Caveat for every time that `perfmodel/timeline.py` predicts."""
 
 LEAD = (
     "Compiler estimates and a model of links and memory; nothing ran. Exposed is communication that the core waits for, hidden "
@@ -90,21 +93,21 @@ LEAD = (
 
 
 def without_estimate(programs: Iterable[tuple[str, int, float]]) -> str:
-    """Sentence on the operations for which the compiler has no estimate; of programs of one name those of the worst.
+    """Returns a sentence on operations without a compiler estimate; for several programs of one name, on the worst.
 
     Args:
-        programs: names, operations without an estimate, and the part of the reported layer's compute that these are.
+        programs: name, number of operations without an estimate, and their share of the reported layer's compute.
     """
     most: dict[str, tuple[int, float]] = {}
     for name, count, share in programs:
         before = most.get(name, (0, 0.0))
         most[name] = max(count, before[0]), max(share, before[1])
-    said = (f"{name} {count:,} ({share:.0%} of a layer's compute)" for name, (count, share) in most.items())
-    return f"Operations without an estimate, at the full roofline: {', '.join(said)}."
+    texts = (f"{name} {count:,} ({share:.0%} of a layer's compute)" for name, (count, share) in most.items())
+    return f"Operations without an estimate, at the full roofline: {', '.join(texts)}."
 
 
 def layer_estimates(records: Iterable[Row], name: str) -> str:
-    """Sentence on operations without an estimate, in records of one layer whose programs have this name."""
+    """Returns a sentence on operations without an estimate, for records of one layer grouped by the field `name`."""
     return without_estimate((one[name], one["without_estimate"], one["roofline_share"]) for one in records)
 
 
@@ -123,38 +126,39 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
         table = page_table(layer_table("Communication of a layer", records), AGAINST, FIRST_COLUMNS)
         blocks = [table, layer_bars(records, "schedule"), picture]
         sections.append(Section(name, blocks, text))
-    report.write(path, sections, verdict_of(report, place, "schedule"))
+    report.write(path, sections, report_verdict(report, place, "schedule"))
 
 
-def verdict_of(report: OverlapReport, place: Callable[[Row], str], name: str) -> str:
-    """Sentence on what takes the least time for a layer at each place, beside the first of what it was compared with.
+def report_verdict(report: OverlapReport, place: Callable[[Row], str], name: str) -> str:
+    """Returns a sentence on the program with the least time per layer at each place, compared with the first reference.
 
     Args:
-        name: the field of records that says what was compiled.
+        name: field of a record that names the program.
     """
     clauses = []
-    for where, records in grouped(report.records, place).items():
+    for group, records in grouped(report.records, place).items():
         best = min(records, key=lambda one: one["total_ms"])
         first = records[0]
         others = "" if best is first else f", {1 - best['total_ms'] / first['total_ms']:.0%} less than {first[name]}"
-        ranges = report.ranges.get(where) or report.ranges.get(str(first["chip"]))
-        clause = f"{best[name]} on {where} ({significant(best['total_ms'])} ms{others}"
+        ranges = report.ranges.get(group) or report.ranges.get(str(first["chip"]))
+        clause = f"{best[name]} on {group} ({significant(best['total_ms'])} ms{others}"
         clauses.append(f"{clause}; {sure})" if (sure := first_text(ranges, best[name])) else f"{clause})")
     return f"Least time for a layer: {', '.join(clauses)}."
 
 
 def layer_lanes(name: str, records: Sequence[Row], rows: Sequence[Row]) -> LaneChart:
-    """Chart of what runs when: in the reported layer alone where its neighbours are like it, else in all that were compiled."""
+    """Returns a chart of core and links over time: of the reported layer if its neighbours are similar, else of all compiled
+    layers."""
     number = records[0]["reported_layer"]
-    alike = all(one["steady"] for one in records) and all(len(row["layer_begins_ms"]) > number + 1 for row in rows)
-    if not alike:
+    is_repeated = all(one["steady"] for one in records) and all(len(row["layer_begins_ms"]) > number + 1 for row in rows)
+    if not is_repeated:
         return lane_chart(f"What runs when, {name}", rows)
-    own = [cropped(row, *row["layer_begins_ms"][number : number + 2]) for row in rows]
-    return lane_chart(f"What runs when in a layer, {name}", own)
+    layer_rows = [cropped(row, *row["layer_begins_ms"][number : number + 2]) for row in rows]
+    return lane_chart(f"Core and links in a layer, {name}", layer_rows)
 
 
 def cropped(row: Row, begin: float, end: float) -> dict[str, Any]:
-    """Lanes between two moments, in milliseconds from the first of them."""
+    """Returns the lanes between two times, in milliseconds from the first."""
     cut = {
         lane: [
             (max(start, begin) - begin, min(stop, end) - begin, kind)
@@ -167,7 +171,7 @@ def cropped(row: Row, begin: float, end: float) -> dict[str, Any]:
 
 
 def place(record: Row) -> str:
-    """The chip and the phase that figures are of."""
+    """Returns chip and phase of a record."""
     return f"{record['chip']} {record['phase']}:{record['batch_rows']}x{record['positions']}"
 
 
@@ -176,7 +180,7 @@ def milliseconds(value: float) -> str:
 
 
 def layer_table(title: str, records: Sequence[Row]) -> FigureTable:
-    """Table of the layer of one phase under each schedule, against that of plain sums and against what cannot be less."""
+    """Returns the table of one phase: the layer under each schedule, compared with `sync` and with lower bounds."""
     first = records[0]
     bound = dict.fromkeys(metric.name for metric in COLUMNS)
     total = first["bound_total_ms"]
@@ -188,14 +192,14 @@ def layer_table(title: str, records: Sequence[Row]) -> FigureTable:
 
 
 def total_text(total_ms: float, steady: bool) -> str:
-    """A time, with a remark if the layer may not stand for all."""
+    """Formats a time; layers that are not steady get a remark."""
     return significant(total_ms) + ("" if steady else "\nnot steady")
 
 
 def layer_bars(records: Sequence[Row], name: str) -> StackedBars:
-    """The time of each compiled layer, in each pass if there are two, of the programs that this field of records names.
+    """Returns the time of each compiled layer (in each pass, if there are two) for the programs that field `name` names.
 
-    Layers behind one another that are alike have one bar.
+    Adjacent similar layers share one bar.
     """
     bars = []
     for one in records:
@@ -210,17 +214,17 @@ def layer_bars(records: Sequence[Row], name: str) -> StackedBars:
 
 PARTS = ("compute_ms", "exposed_ms", "memory_wait_ms")
 LIKE = 0.01
-"""Share of a layer's time by which each part of another one may differ for both to count as alike."""
+"""Maximum difference of each part, as a share of the layer's time, between layers that are shown as one."""
 
 
 def runs_of_like(layers: Sequence[Row]) -> list[list[Row]]:
-    """Layers in runs: those behind one another, in one pass, that differ little from the first of their run."""
+    """Groups adjacent layers of one pass that differ little from the first of their group."""
     found: list[list[Row]] = []
     for layer in layers:
         first = found[-1][0] if found else None
         total = sum(layer[part] for part in PARTS)
-        alike = first is not None and layer.get("pass") == first.get("pass")
-        if first is not None and alike and all(abs(layer[part] - first[part]) <= LIKE * total for part in PARTS):
+        same_pass = first is not None and layer.get("pass") == first.get("pass")
+        if first is not None and same_pass and all(abs(layer[part] - first[part]) <= LIKE * total for part in PARTS):
             found[-1].append(layer)
         else:
             found.append([layer])
@@ -228,19 +232,19 @@ def runs_of_like(layers: Sequence[Row]) -> list[list[Row]]:
 
 
 def lane_chart(title: str, rows: Sequence[Row]) -> LaneChart:
-    """Chart of what the core does under each schedule and, below it, its links, with a table of the time of each kind.
+    """Returns a chart of core and links under each schedule, with a table of the time of each kind.
 
     Args:
-        rows: see `OverlapReport.lanes`.
+        rows: rows of `OverlapReport.lanes`.
     """
     figures = []
     for row in rows:
-        taken = dict.fromkeys(KINDS, 0.0)
+        times = dict.fromkeys(KINDS, 0.0)
         for begin, end, kind in row["core"]:
-            taken[kind] += end - begin
+            times[kind] += end - begin
         under_way = sum(end - begin for begin, end, kind in row["links"] if kind == "hidden")
-        taken["hidden"] = max(0.0, under_way - taken["exposed"])
-        figures.append([row["schedule"], *(milliseconds(taken[kind]) for kind in KINDS)])
+        times["hidden"] = max(0.0, under_way - times["exposed"])
+        figures.append([row["schedule"], *(milliseconds(times[kind]) for kind in KINDS)])
     table = HtmlTable(f"{title}, ms", ["", *KINDS.values()], figures)
     longest = max((span[1] for row in rows for span in (*row["core"], *row["links"])), default=0.0)
     lanes = [LaneRow(row["schedule"], [row["core"], row["links"]], row["layer_begins_ms"]) for row in rows]
@@ -248,8 +252,8 @@ def lane_chart(title: str, rows: Sequence[Row]) -> LaneChart:
 
 
 ABOUT_MICRO = (
-    "Beside: a product and an independent collective; after: a collective of what a product gives; before: a product of what a "
-    "collective gives; two: a product and two independent collectives of one kind."
+    "Beside: a matmul and an independent collective; after: a collective of a matmul's result; before: a matmul of a "
+    "collective's result; two: a matmul and two independent collectives of one kind."
 )
 
 
@@ -258,7 +262,7 @@ def size_name(size_bytes: int) -> str:
 
 
 def micro_table(title: str, records: Sequence[Row]) -> FigureTable:
-    """Table of what was compiled for one chip: a line for each collective, program and size."""
+    """Returns the table of programs compiled for one chip: a line for each collective, program and size."""
     rows = []
     for one in records:
         under_way = one["communication_us"]
@@ -269,7 +273,7 @@ def micro_table(title: str, records: Sequence[Row]) -> FigureTable:
 
 
 def measured_micro_table(title: str, records: Sequence[Row], caption: str = "") -> FigureTable:
-    """Table of what ran here."""
+    """Returns the table of measurements on present devices."""
     rows = [{**one, "size_bytes": size_name(one["size_bytes"])} for one in records]
     return FigureTable(title, "", {"": rows}, MEASURED_COLUMNS, caption=caption)
 
@@ -280,17 +284,17 @@ def write_micro(
     measured: Sequence[Row],
     environment: Row,
 ) -> None:
-    """Writes the page of `tilewright bench overlap --micro`: a table for each chip, and one of what ran.
+    """Writes the page of `tilewright bench overlap --micro`: a table for each chip, and one of measurements.
 
     Args:
-        compiled, measured: records, named as in docs/metrics.md.
-        environment: what they depend on, in the order shown.
+        compiled, measured: records of docs/metrics.md.
+        environment: settings of the figures, in display order.
     """
     sections = [
-        Section(chip, [page_table(micro_table("Programs", of))], f"Compiler estimates; nothing ran. {ABOUT_MICRO}")
-        for chip, of in grouped(compiled, "chip").items()
+        Section(chip, [page_table(micro_table("Programs", group))], f"Compiler estimates; nothing ran. {ABOUT_MICRO}")
+        for chip, group in grouped(compiled, "chip").items()
     ]
-    ran = [page_table(measured_micro_table("Medians of runs in turns", measured))] if measured else []
+    ran = [page_table(measured_micro_table("Medians of alternating runs", measured))] if measured else []
     sections.append(Section("Measured here", ran, ABOUT_MICRO))
     data = {"environment": environment, "compiled": compiled, "measured": measured}
     write_sections(path, "Collectives beside products", sections, facts=environment, data=data, ran=bool(measured))

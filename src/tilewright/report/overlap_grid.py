@@ -1,10 +1,10 @@
-"""The page of `tilewright bench overlap`: times to the first token and for each further one, over the number of devices."""
+"""Page of `tilewright bench overlap`: time to first token and time per output token over the number of devices."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.metrics.metric import Metric, chosen, significant
+from tilewright.metrics.metric import Metric, select_metrics, significant
 from tilewright.metrics.overlap import TIMES
 from tilewright.metrics.tables import FigureTable, Row, grouped
 from tilewright.report.charts import LineChart, lines
@@ -19,27 +19,27 @@ PREDICTED = (
     f"{CAVEATS}"
 )
 CPUS = (
-    "A small model of random weights. Several devices of one CPU share its cores: what counts here is that tokens are the "
-    "same, and how many collectives of how many bytes the programs hold. The times say nothing about a schedule."
+    "A small model with random weights. Simulated devices share the CPU's cores: only equal tokens and the number and bytes of "
+    "collectives are meaningful, not the times."
 )
-RAN = "A small model of random weights, on the devices that are here."
+RAN = "A small model with random weights, on this machine's devices."
 
 FIGURES = (("output_tokens_per_s", "Throughput", "tokens/s"), ("ttft_ms", "TTFT", "ms"), ("tpot_ms", "TPOT", "ms"))
 
 
 FIRST_COLUMNS = "input_tokens batch_rows devices schedule ttft_ms tpot_ms output_tokens_per_s fits"
-CASE_COLUMNS = chosen(TIMES, "input_tokens output_tokens batch_rows devices schedule")
+CASE_COLUMNS = select_metrics(TIMES, "input_tokens output_tokens batch_rows devices schedule")
 EXPOSED = (
     Metric("prefill_exposed_share", head="exposed of TTFT", short="of it\nexposed", form=".0%"),
     Metric("decode_exposed_share", head="exposed of TPOT", short="of it\nexposed", form=".0%"),
 )
 """Shares of predicted times in which the core waits for a collective."""
-PREDICTED_COLUMNS = chosen(
+PREDICTED_COLUMNS = select_metrics(
     (*TIMES, *EXPOSED),
     "ttft_ms prefill_exposed_share ttft_over_sync prefill_compute_over_sync tpot_ms decode_exposed_share tpot_over_sync "
     "output_tokens_per_s fits",
 )
-MEASURED_COLUMNS = chosen(
+MEASURED_COLUMNS = select_metrics(
     TIMES,
     "ttft_ms tpot_ms output_tokens_per_s same_tokens prefill_collectives prefill_sent_bytes step_collectives step_sent_bytes",
 )
@@ -52,22 +52,22 @@ def write_grid(
     about: Row,
     ranges: Mapping[str, Row],
 ) -> None:
-    """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
+    """Writes the page as one HTML file that works offline. The element `data` contains the figures as JSON.
 
     Args:
-        predicted, measured: records as docs/metrics.md defines them; at least one.
-        about: what they depend on.
-        ranges: of the predictions, by their place.
+        predicted, measured: records of docs/metrics.md; at least one.
+        about: settings of the figures.
+        ranges: ranges of the predictions, by place.
 
     Raises:
-        ValueError: there is no record.
+        ValueError: There is no record.
     """
     if not predicted and not measured:
         raise ValueError("expected at least one record, found none")
     sections = []
-    for kind, of in grouped(predicted, kind_of).items():
-        sections.append(Section(f"Predicted for {kind}", charts(of), f"{PREDICTED} {grid_estimates(of)}", grid=True))
-        table = predicted_table("Predictions", of, (*PREDICTED_COLUMNS, *chosen(TIMES, "device_gb")))
+    for kind, group in grouped(predicted, device_kind).items():
+        sections.append(Section(f"Predicted for {kind}", charts(group), f"{PREDICTED} {grid_estimates(group)}", grid=True))
+        table = predicted_table("Predictions", group, (*PREDICTED_COLUMNS, *select_metrics(TIMES, "device_gb")))
         sections.append(Section(f"Figures for {kind}", [page_table(table, first=FIRST_COLUMNS)]))
     sections.append(ranges_section(ranges))
     if measured:
@@ -80,22 +80,22 @@ def write_grid(
 
 
 def grid_verdict(predicted: Sequence[Row]) -> str:
-    """Sentence on what is predicted to give the most tokens a second on each kind of chip; nothing without predictions."""
+    """Returns a sentence on the fastest prediction for each kind of chip; empty without predictions."""
     clauses = []
-    for kind, of in grouped(predicted, kind_of).items():
-        best = max(of, key=lambda one: one["output_tokens_per_s"])
+    for kind, group in grouped(predicted, device_kind).items():
+        best = max(group, key=lambda one: one["output_tokens_per_s"])
         rate = significant(best["output_tokens_per_s"])
         clauses.append(f"{best['schedule']} over {best['devices']} of {kind}, batch {best['batch_rows']} ({rate} tokens/s)")
     return f"Most tokens a second, predicted: {', '.join(clauses)}." if clauses else ""
 
 
-def kind_of(record: Row) -> str:
-    """The kind of chip that a record is of."""
+def device_kind(record: Row) -> str:
+    """Returns the kind of chip of a record."""
     return record["chip"].partition(":")[0]
 
 
 def grid_estimates(records: Sequence[Row]) -> str:
-    """Sentence on the operations of predicted programs for which the compiler has no estimate."""
+    """Returns a sentence on the operations of predicted programs without a compiler estimate."""
     return without_estimate(
         (f"{one['schedule']} {phase}", one[f"{phase}_without_estimate"], one[f"{phase}_roofline_share"])
         for phase in ("prefill", "decode")
@@ -104,18 +104,18 @@ def grid_estimates(records: Sequence[Row]) -> str:
 
 
 def charts(records: Sequence[Row]) -> list[Block]:
-    """For each figure and input a chart over the number of devices, with a line for each batch and schedule."""
+    """Returns a chart over the number of devices for each figure and input, with a line for each batch and schedule."""
     found: list[Block] = []
     for field, name, unit in FIGURES:
-        for tokens, of in grouped(records, "input_tokens").items():
-            series = lines(of, lambda one: f"batch {one['batch_rows']}, {one['schedule']}", "devices", field)
-            title = f"{name} ({unit}), {tokens:,} tokens in and {of[0]['output_tokens']:,} out"
+        for tokens, group in grouped(records, "input_tokens").items():
+            series = lines(group, lambda one: f"batch {one['batch_rows']}, {one['schedule']}", "devices", field)
+            title = f"{name} ({unit}), {tokens:,} tokens in and {group[0]['output_tokens']:,} out"
             found.append(LineChart(title, "devices", unit, series))
     return found
 
 
 def predicted_table(title: str, records: Sequence[Row], metrics: Sequence[Metric] = PREDICTED_COLUMNS) -> FigureTable:
-    """Table of the predictions for a kind of chip; of each time the share in which the core waits for a collective."""
+    """Returns the table of a chip kind's predictions, with the share of each time in which the core waits for collectives."""
     rows = []
     for one in records:
         row = {**one}
@@ -127,7 +127,7 @@ def predicted_table(title: str, records: Sequence[Row], metrics: Sequence[Metric
 
 
 def measured_table(title: str, records: Sequence[Row]) -> FigureTable:
-    """Table of the cases that ran: tokens, collectives, and the bytes that a device gives to them."""
+    """Returns the table of measured cases: tokens, collectives, and the bytes that a device sends."""
 
     def text(counts: Mapping[str, int]) -> str:
         return " + ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -137,7 +137,7 @@ def measured_table(title: str, records: Sequence[Row]) -> FigureTable:
 
 
 def case_table(title: str, rows: Sequence[dict[str, Any]], metrics: Sequence[Metric]) -> FigureTable:
-    """Table with a line for each row, in the order of the cases."""
+    """Returns a table with a line for each row, in the order of the cases."""
     ordered = sorted(rows, key=lambda one: (one["input_tokens"], one["batch_rows"], one["devices"]))
     shares = [metric.name for metric in EXPOSED]
-    return FigureTable(title, "", {"": ordered}, (*CASE_COLUMNS, *metrics), apart="batch_rows", shares=shares, unknown="")
+    return FigureTable(title, "", {"": ordered}, (*CASE_COLUMNS, *metrics), section_by="batch_rows", shares=shares, unknown="")

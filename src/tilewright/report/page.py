@@ -1,4 +1,4 @@
-"""Offline HTML pages: one file with its style, scripts and data inside, which asks nothing of a network."""
+"""Offline HTML pages: one file with style, scripts and data, without network requests."""
 
 import base64
 import hashlib
@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 DATA_ID = "data"
-"""The id of the element that holds a page's data as JSON."""
+"""Id of the element with a page's data as JSON."""
 
 
 @runtime_checkable
 class Block(Protocol):
-    """Protocol of what a section can hold: a table, a chart."""
+    """Protocol of the contents of a section: tables and charts."""
 
     def html(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell that is more than its text.
+    """Table cell with formatting.
 
     Attributes:
-        text: what is shown.
-        strong: the one to look at in its group.
-        share: 0 to 1, drawn as a bar under the text; None draws none.
+        text: displayed text.
+        strong: True for the best value of a group.
+        share: 0 to 1, drawn as a bar under the text; None for no bar.
         colour: index of the bar's colour, see `series_class`.
     """
 
@@ -44,14 +44,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class HtmlTable:
-    """A table whose first column names its rows.
+    """Table whose first column names its rows.
 
     Attributes:
         columns: headers; the first is that of the row names.
-        rows: as long as `columns`; None leaves a cell empty.
-        note: below it.
-        folded_columns, folded_rows: indexes of those that are hidden until a reader unfolds them.
-        words: indexes of columns of names and remarks, which stand at the left and break.
+        rows: rows with an entry for each column; None for an empty cell.
+        note: text below the table.
+        folded_columns, folded_rows: indices of columns and rows that are hidden until unfolded.
+        words: indices of left-aligned text columns, which wrap.
     """
 
     title: str
@@ -73,8 +73,8 @@ class HtmlTable:
         body = "".join(row_html(row, kinds, class_attribute(folded=n in self.folded_rows)) for n, row in enumerate(self.rows))
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         caption = f"<caption>{escape(self.title)}</caption>"
-        whole = ((self.folded_columns, len(self.columns), "columns"), (self.folded_rows, len(self.rows), "rows"))
-        names = " and ".join(f"{count} {name}" for some, count, name in whole if some)
+        folded = ((self.folded_columns, len(self.columns), "columns"), (self.folded_rows, len(self.rows), "rows"))
+        names = " and ".join(f"{count} {name}" for some, count, name in folded if some)
         unfold = f'<label class="unfold"><input type="checkbox">all {names}</label>' if names else ""
         return (
             f'{unfold}<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>{caption}'
@@ -83,16 +83,16 @@ class HtmlTable:
 
 
 def class_attribute(**classes: bool) -> str:
-    """Attribute with the classes that an element has, a blank before it; nothing without any."""
-    names = " ".join(name for name, has in classes.items() if has)
+    """Returns a class attribute with a leading space; empty without classes."""
+    names = " ".join(name for name, is_set in classes.items() if is_set)
     return f' class="{names}"' if names else ""
 
 
 def row_html(row: Sequence[str | Cell | None], kinds: Sequence[str], kind: str = "") -> str:
-    """A row.
+    """Returns the HTML of a row.
 
     Args:
-        kinds: the class attribute of each cell; `kind` is that of the row.
+        kinds: class attribute of each cell; `kind` is that of the row.
     """
     first, *rest = row
     name = first.text if isinstance(first, Cell) else first or ""
@@ -115,13 +115,13 @@ def cell_html(cell: str | Cell | None, kind: str = "") -> str:
 
 
 def series_class(index: int) -> str:
-    """The CSS class of a series' colour. There are six; charts tell series apart by more than colour."""
+    """Returns the CSS class of a series' colour. There are six colours; charts also distinguish series by other means."""
     return f"s{index % 6 + 1}"
 
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a heading; `grid` sets them side by side where there is room."""
+    """Blocks under a heading; `grid` places them side by side if there is room."""
 
     title: str
     blocks: Sequence[Block]
@@ -136,12 +136,12 @@ class Section:
 
 
 def sentences(notes: Iterable[str]) -> str:
-    """Notes as the text of a page, each once."""
+    """Joins notes to a text of sentences, without duplicates."""
     return " ".join(f"{note[0].upper()}{note[1:]}." for note in dict.fromkeys(notes))
 
 
 def facts_html(facts: Mapping[str, Any]) -> str:
-    """Names and values, such as what was measured on and with; values that are None are left out."""
+    """Returns names and values, such as the settings of a measurement; None values are left out."""
     items = (
         f"<div><dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd></div>"
         for name, value in facts.items()
@@ -152,17 +152,17 @@ def facts_html(facts: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a page of figures shows. Plain data: `dataclasses.asdict` of it is JSON.
+    """Data of a page of figures. Plain data: `dataclasses.asdict` gives JSON.
 
     Attributes:
-        title: of the page.
-        lead: a sentence under it: what was measured.
-        records: rows of figures, named as in docs/metrics.md.
-        environment: what the figures depend on, in the order shown.
-        notes: what a reader must know.
+        title: title of the page.
+        lead: sentence below the title on what was measured.
+        records: rows of figures of docs/metrics.md.
+        environment: settings of the figures, in display order.
+        notes: notes for the reader.
 
     Raises:
-        ValueError: there are no records.
+        ValueError: There are no records.
     """
 
     title: str
@@ -176,13 +176,13 @@ class Report:
             raise ValueError(f"{self.title}: expected at least one row of figures, found none")
 
     def write(self, path: Path, sections: Sequence[Section], ran: bool = True) -> None:
-        """Writes a page of these sections as one HTML file that works offline, with all of this as JSON in it.
+        """Writes a page of these sections as one HTML file that works offline, with the report as JSON.
 
         Args:
-            ran: whether the figures were measured.
+            ran: True if the figures were measured.
 
         Raises:
-            ValueError: records or environment hold something that JSON cannot.
+            ValueError: Records or environment hold values that JSON cannot represent.
         """
         write_sections(path, self.title, sections, lead=self.lead, facts=self.environment, data=asdict(self), ran=ran)
 
@@ -198,17 +198,17 @@ def write_sections(
     data: Any = None,
     ran: bool = True,
 ) -> None:
-    """Writes a page of titled tables and charts; a section without any is left out.
+    """Writes a page of sections with tables and charts; empty sections are left out.
 
     Args:
-        verdict: a sentence under the title that says what came out.
-        lead: a sentence below it on what the figures are.
-        facts: circumstances that the figures depend on, at the foot of the page.
-        data: the figures themselves, JSON-able, embedded for programs that read the page.
-        ran: whether the figures were measured; else the facts are settings of a prediction.
+        verdict: sentence below the title with the result.
+        lead: sentence below the verdict on what the figures are.
+        facts: settings of the figures, at the end of the page.
+        data: figures, JSON-able, embedded for programs that read the page.
+        ran: True if the figures were measured; otherwise the facts are settings of a prediction.
 
     Raises:
-        ValueError: `data` holds something that JSON cannot.
+        ValueError: `data` holds values that JSON cannot represent.
     """
     heading = "Measured on and with" if ran else "Settings; nothing ran"
     foot = f"<footer><h2>{heading}</h2>{facts_html(facts)}</footer>" if facts else ""
@@ -221,14 +221,14 @@ def write_sections(
 
 
 def document(title: str, body: str, *, styles: Sequence[str], scripts: Sequence[str] = (), data: Any = None) -> str:
-    """A whole page from its body.
+    """Returns a whole page from its body.
 
     Args:
-        styles, scripts: names of package files, inlined in this order; scripts run after the body and the data are there.
-        data: JSON-able, found by scripts and other readers in the element with the id `DATA_ID`.
+        styles, scripts: names of package files, inlined in this order; scripts run after body and data are loaded.
+        data: JSON-able data in the element with the id `DATA_ID`.
     """
     code = [asset(name) for name in scripts]
-    # Only these scripts may run, and nothing may be fetched, whatever text finds its way into the page.
+    # Only these scripts may run, and nothing may be fetched, even if injected text reaches the page.
     hashes = " ".join(f"'sha256-{sha256(text)}'" for text in code) or "'none'"
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; base-uri 'none'; form-action 'none'"
     embedded = "" if data is None else f'<script type="application/json" id="{DATA_ID}">{embed_json(data)}</script>\n'
@@ -243,20 +243,20 @@ def document(title: str, body: str, *, styles: Sequence[str], scripts: Sequence[
 
 
 def asset(name: str) -> str:
-    """A text file of this package."""
+    """Returns a text file of this package."""
     return resources.files("tilewright.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def sha256(text: str) -> str:
-    """SHA-256 of a text, as a content security policy wants it."""
+    """Returns the SHA-256 of a text in the format of a content security policy."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def embed_json(data: Any) -> str:
-    """JSON that can stand inside a script element: no `<`, so that neither `</script>` nor `<!--` can occur in it.
+    """Returns JSON for a script element: without `<`, so that neither `</script>` nor `<!--` can occur.
 
     Raises:
-        ValueError: it holds NaN or an infinity, which JSON has not, or an object of another kind.
+        ValueError: The data holds NaN, an infinity, or an object that JSON cannot represent.
     """
     try:
         text = json.dumps(data, allow_nan=False, separators=(",", ":"))

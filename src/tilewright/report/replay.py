@@ -1,4 +1,4 @@
-"""The replay page: a text token by token as speculative decoding made it, beside plain decoding on the same clock."""
+"""Replay page: a text token by token as speculative decoding generated it, beside plain decoding on the same clock."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,10 @@ class ReplayToken:
     """A token.
 
     Attributes:
-        id: in the target's vocabulary.
-        text: what it adds to the text, possibly nothing: half of a character, an end of sequence.
-        probability: what the target gave it in its place, 0 to 1; None where that is not known.
-        margin: the target's largest logit less its second largest in that place; None where that is not known.
+        id: id in the target's vocabulary.
+        text: text that the token adds; possibly empty (part of a character, end of sequence).
+        probability: the target's probability of the token, 0 to 1; None if unknown.
+        margin: the target's largest logit minus the second largest at this position; None if unknown.
     """
 
     id: int
@@ -30,7 +30,7 @@ class ReplayToken:
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """One step of plain decoding: its token, and how long it took."""
+    """One step of plain decoding: its token and its time."""
 
     token: ReplayToken
     seconds: float
@@ -41,13 +41,13 @@ class ReplayRound:
     """One draft and one verification.
 
     Attributes:
-        seconds: how long the round took.
-        drafted: the proposals, without the known token that the block begins with; empty where nothing was proposed.
-        accepted: how many of them the target accepted.
-        emitted: what the round added to the text: the accepted drafts, then the target's own token. Shorter only in the last
-            round, if the text ended within it.
-        drafter, width: whose proposals they are, "none" in a plain step, and the tokens in its block, where rounds were chosen
-            as decoding went; None where all are alike.
+        seconds: time of the round.
+        drafted: drafted tokens, without the last committed token at the start of the block; empty without drafts.
+        accepted: number of accepted drafts.
+        emitted: tokens added to the text: the accepted drafts, then the target's own token. The last round may be cut short by
+            the end of the text.
+        drafter, width: drafter ("none" for a plain step) and tokens in the block, if rounds are chosen adaptively; None if all
+            rounds are alike.
     """
 
     seconds: float
@@ -60,7 +60,7 @@ class ReplayRound:
 
 @dataclass(frozen=True)
 class Passage:
-    """A prompt and both ways of continuing it; `title` names it where there are several."""
+    """A prompt continued in both ways; `title` names the passage if there are several."""
 
     title: str
     prompt: str
@@ -70,17 +70,17 @@ class Passage:
 
 @dataclass(frozen=True)
 class Replay:
-    """All that a replay page shows. Plain data: `dataclasses.asdict` of it is JSON.
+    """Data of a replay page. Plain data: `dataclasses.asdict` gives JSON.
 
     Attributes:
-        title: of the page.
+        title: title of the page.
         model, drafter: their names.
-        block_size: tokens in a block, the known one included: the most that a round can add to the text.
-        passages: at least one.
-        about: what else the figures depend on, in the order shown: chip, dtype, kernels, sampling settings, versions, date.
+        block_size: tokens in a block, including the last committed token: the maximum that a round can add to the text.
+        passages: at least one passage.
+        about: other settings of the figures in display order: chip, dtype, kernels, sampling, versions, date.
 
     Raises:
-        ValueError: a figure cannot be, with the prompt and the round or step that it stands in.
+        ValueError: A figure is impossible. The message names the prompt and the round or step.
     """
 
     title: str
@@ -101,7 +101,7 @@ class Replay:
 
 
 def passage_problems(passage: Passage, block_size: int) -> Iterator[str]:
-    """Errors in a passage, each in words."""
+    """Yields a message for each error in a passage."""
     if not passage.baseline or not passage.rounds:
         yield f"expected steps and rounds, found {len(passage.baseline)} steps and {len(passage.rounds)} rounds"
     for number, step in enumerate(passage.baseline, 1):
@@ -147,14 +147,14 @@ def token_problems(token: ReplayToken) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Words:
-    """Words of the player's page.
+    """Labels of the player's page.
 
     Attributes:
-        plain, fast: the two ways of making a text; `plain_rate` and `fast_rate` where their speeds stand.
-        per_round: the figure of tokens over rounds.
-        round: one of them.
-        legend: HTML.
-        denoising: whether texts are unmasked, and not written from left to right.
+        plain, fast: names of the two ways of generating; `plain_rate` and `fast_rate` label their speeds.
+        per_round: label of tokens per round.
+        round: name of one round.
+        legend: HTML of the legend.
+        denoising: True if texts are unmasked instead of generated from left to right.
     """
 
     plain: str
@@ -183,10 +183,10 @@ WORDS = Words(
 def write_replay(path: str | Path, replay: Replay) -> None:
     """Writes the page as one HTML file that works offline.
 
-    A link may name a place in it: `FILE.html#prompt=2&round=12`.
+    A link can name a position: `FILE.html#prompt=2&round=12`.
 
     Raises:
-        ValueError: `about` holds something that JSON cannot.
+        ValueError: `about` holds values that JSON cannot represent.
     """
     lead = f"{replay.model} with {replay.drafter}, blocks of {replay.block_size}"
     facts = {"target": replay.model, "drafter": replay.drafter, "block size": replay.block_size, **replay.about}

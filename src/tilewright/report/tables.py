@@ -1,4 +1,4 @@
-"""Tables of figures on a page, and how far predictions for chips that are not here may be off."""
+"""Tables of figures on a page, and ranges of predictions for absent chips."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,41 +10,42 @@ from tilewright.report.page import Block, Cell, HtmlTable, Section, sentences
 def page_table(
     table: FigureTable, note: str = "", first: str = "", first_row: Callable[[Row], bool] | None = None
 ) -> HtmlTable:
-    """The table for a page: a group's name stands before those of its rows.
+    """Returns the table for a page. Row names have their group's name as a prefix.
 
     Args:
-        note: below it.
-        first: names of the metrics that show at once, blanks between them; the others fold out. Without any all show.
-        first_row: tells rows that show at once from those that fold out.
+        note: text below the table.
+        first: names of the visible metrics, separated by spaces; the others are folded. All are visible by default.
+        first_row: returns True for visible rows; the others are folded.
     """
-    every = [row for rows in table.groups.values() for row in rows]
+    all_rows = [row for rows in table.groups.values() for row in rows]
     lines: list[Sequence[str | Cell | None]] = []
     for group, rows in table.groups.items():
         for row in rows:
             names = [f"{group}, {row['name']}" if group else row["name"]] if table.head else []
-            lines.append([*names, *(cell(table, metric, row, rows, every) for metric in table.metrics)])
+            lines.append([*names, *(cell(table, metric, row, rows, all_rows) for metric in table.metrics)])
     heads = [*([table.head] if table.head else []), *(metric.head for metric in table.metrics)]
     others = [n for n, metric in enumerate(table.metrics, len(heads) - len(table.metrics)) if metric.name not in first.split()]
     words = [n for n, metric in enumerate(table.metrics, len(heads) - len(table.metrics)) if metric.words]
-    rest = [n for n, row in enumerate(every) if first_row is not None and not first_row(row)]
-    return HtmlTable(table.title, heads, lines, note, others if first else (), rest, words)
+    folded = [n for n, row in enumerate(all_rows) if first_row is not None and not first_row(row)]
+    return HtmlTable(table.title, heads, lines, note, others if first else (), folded, words)
 
 
-def cell(table: FigureTable, metric: Metric, row: Row, rows: Sequence[Row], every: Sequence[Row]) -> str | Cell | None:
-    """A figure, with its bar among all, or with a bar of a share. The best of a group is strong, unless it is no gain."""
-    text = metric.of(row)
+def cell(table: FigureTable, metric: Metric, row: Row, rows: Sequence[Row], all_rows: Sequence[Row]) -> str | Cell | None:
+    """Formats a figure, with a bar relative to all rows or a bar of a share. The best of a group is strong, unless it is no
+    gain."""
+    text = metric.row_text(row)
     value = row[metric.name]
     if text is None or metric.name not in (*table.best, *table.shares):
         return text
     if metric.name in table.shares:
         return Cell(text, share=min(1.0, max(0.0, value)), colour=1)
-    best, most = (max(row[metric.name] for row in some if row[metric.name] is not None) for some in (rows, every))
+    best, most = (max(row[metric.name] for row in some if row[metric.name] is not None) for some in (rows, all_rows))
     strong = value == best and (metric.par is None or value > metric.par)
     return Cell(text, strong, value / most if value >= 0 < most else None)
 
 
 def first_text(sweep: Row | None, label: str) -> str:
-    """Clause on how often a prediction is the best when constants are drawn from their ranges; nothing without draws."""
+    """Returns a clause on how often a prediction ranks first over draws of the constants; empty without draws."""
     if sweep is None or label not in sweep["predictions"]:
         return ""
     counts = {name: one["first"] for name, one in sweep["predictions"].items()}
@@ -54,7 +55,8 @@ def first_text(sweep: Row | None, label: str) -> str:
 
 
 def ranges_section(sweeps: Mapping[str, Row]) -> Section:
-    """Predictions that are set against each other, with their ranges; records of `perfmodel/uncertainty.py` by name."""
+    """Returns a section of compared predictions with their ranges; `sweeps` has records of `perfmodel/uncertainty.py` by
+    name."""
     tables: list[Block] = []
     for name, sweep in sweeps.items():
         rows = []

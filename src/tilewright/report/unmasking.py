@@ -1,4 +1,4 @@
-"""A response as its masks give way, in the terminal; and the figures of it in one line."""
+"""Terminal display of a response during denoising, and its figures in one line."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ MASK = "▒"
 MASKED = "dim"
 FRESH = "not dim bold black on green"
 Piece = tuple[str | None, bool]
-"""Text that a token adds, None for a mask; and whether it is new since the frame before."""
+"""Text that a token adds (None for a mask), and whether it is new since the last frame."""
 
 
 def unmasking_text(prompt: str, pieces: Sequence[Piece]) -> Text:
-    """The prompt and the response so far; each mask is one glyph."""
+    """Returns the prompt and the response so far; each mask is one glyph."""
     text = Text(prompt, style="dim")
     for piece, fresh in pieces:
         text.append(MASK if piece is None else piece, MASKED if piece is None else FRESH if fresh else "not dim")
@@ -22,7 +22,7 @@ def unmasking_text(prompt: str, pieces: Sequence[Piece]) -> Text:
 
 
 def frame(console: Console, prompt: str, pieces: Sequence[Piece], status: str) -> RenderableType:
-    """The part of a response that fits the terminal, with what is new in sight, and a line below it."""
+    """Returns the part of a response that fits the terminal, with new tokens in view, and a status line below."""
     lines = list(unmasking_text(prompt, pieces).wrap(console, console.width))
     room = max(console.height - 3, 1)
     newest = max((n for n, line in enumerate(lines) if any(span.style == FRESH for span in line.spans)), default=0)
@@ -31,7 +31,7 @@ def frame(console: Console, prompt: str, pieces: Sequence[Piece], status: str) -
 
 
 def figures_line(figures: Mapping[str, Any]) -> str:
-    """Line of the figures of a denoising, named as in docs/metrics.md."""
+    """Returns a line with the figures of a denoising (docs/metrics.md)."""
     parts = [f"{figures['tokens']:,} tokens in {figures['seconds']:.2f} s"] if figures["seconds"] else []
     if figures["seconds"]:
         parts.append(f"{figures['tokens_per_s']:,.0f} tokens/s")

@@ -1,1 +1,1 @@
-"""One way to produce tokens: requests, pages, scheduler, programs, sampling, outputs. Drafters plug in by `interfaces.py`."""
+"""Token generation: requests, pages, scheduler, programs, sampling, outputs. Drafters plug in through `interfaces.py`."""

@@ -1,6 +1,6 @@
-"""Constraints of few states, as automata over tokens: what may come in each of them is known beforehand.
+"""Constraints with few states, as automata over tokens whose masks are computed beforehand.
 
-A mask has a bit for each token of the vocabulary: token v is bit `v % 32` of word `v // 32`, 1 where it may come.
+A mask has a bit for each token of the vocabulary: token v is bit `v % 32` of word `v // 32`, 1 if it is allowed.
 
 Legend: S states, M masks, W words of a mask, V tokens, C classes of tokens.
 """
@@ -15,34 +15,34 @@ from jaxtyping import Int32, UInt32
 WORD = 32
 """Bits in a word of a mask."""
 ALL = np.uint32(0xFFFFFFFF)
-"""A word of a mask that allows all of its tokens."""
+"""Mask word that allows all of its tokens."""
 
 BEYOND = -2
-"""The state behind what leaves an automaton: the constraint goes on there, and the automaton does not."""
+"""State behind an allowed token that the automaton does not cover: only the host can follow the constraint from there."""
 
 MOST_STATES = 4096
 MOST_MASKS = 256
-"""Different ones of one automaton: most states of a long text have the same."""
+"""The most different masks of one automaton. Most states of a long text share a mask."""
 MOST_ENTRIES = 2**18
-"""States times classes of tokens, of one automaton."""
+"""The most entries of an automaton's transition table: states times classes of tokens."""
 
 
 def words(vocab: int) -> int:
-    """Words in a mask."""
+    """Number of words in a mask."""
     return -(-vocab // WORD)
 
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
-    """A constraint of few states over tokens; it begins in state 0.
+    """Constraint with few states over tokens; it begins in state 0.
 
     Attributes:
         masks: the different masks.
-        mask_of: which of them each state has.
-        classes: of tokens. Those of one class lead to the same state, wherever they may come.
-        after: the state behind a token of each class; -1 where it may not come, and behind a token that ends the text;
-            `BEYOND` where it may come, and what follows is not described here.
-        forced: the token that a state's forced text begins with; -1 where there is none.
+        mask_of: index of each state's mask.
+        classes: class of each token. Tokens of one class lead to the same state wherever they are allowed.
+        after: the state behind a token of each class; -1 if the token is not allowed, and behind a token that ends the text;
+            `BEYOND` if the token is allowed and leaves the automaton.
+        forced: first token of the forced text of each state; -1 if no text is forced.
     """
 
     masks: UInt32[np.ndarray, "M W"]
@@ -60,24 +60,24 @@ class Automaton:
             )
 
     def advance(self, state: int, tokens: Sequence[int]) -> int | None:
-        """The state behind tokens; None once they leave it. Raises a `ValueError` for one that may not come."""
+        """Returns the state behind tokens; None once they leave the automaton. Raises a `ValueError` for a forbidden token."""
         for token in tokens:
             following = int(self.after[state, self.classes[token]])
             if following == BEYOND:
                 return None
             if following < 0:
-                raise ValueError(f"expected a token that may come in state {state}, found {token}")
+                raise ValueError(f"expected a token that is allowed in state {state}, found {token}")
             state = following
         return state
 
 
 class AutomatonState(NamedTuple):
-    """Where a row stands in its automaton."""
+    """State of a row in its automaton."""
 
     automaton: Automaton
     state: int
 
     def advance(self, tokens: Sequence[int]) -> "AutomatonState | None":
-        """Where it stands behind tokens; None once they leave it. Raises a `ValueError` for one that may not come."""
+        """Returns the state behind tokens; None once they leave the automaton. Raises a `ValueError` for a forbidden token."""
         state = self.automaton.advance(self.state, tokens)
         return None if state is None else self._replace(state=state)

@@ -1,7 +1,7 @@
-"""Key/value caches of a fixed size, written in place.
+"""KV caches of a fixed size, written in place.
 
-One `KVCache` holds the keys and values of one layer, for all rows of a batch, in one of several layouts. What lies at or beyond
-a row's length is stale: masked until a later write replaces it, so a rejected draft needs no clean-up.
+A `KVCache` holds the keys and values of one layer for all rows of a batch. There are several layouts. Entries at or beyond a
+row's length are stale: they are masked until a later write replaces them, so a rejected draft needs no clean-up.
 
 Legend: B rows of a batch, T new positions, S slots, N query heads, K key/value heads, D head size, M pages that a row may have.
 """
@@ -19,61 +19,60 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from tilewright.kernels import select
-from tilewright.kernels.operations import UNMAPPED, Heads, Operations, Pool, Projection, Scores
+from tilewright.kernels.masks import AttentionMask
+from tilewright.kernels.operations import UNMAPPED, Heads, KeyValueRows, Operations, PagedCache, Pool, Projection, Scores
 
 
 @runtime_checkable
 class KVCache(Protocol):
-    """Keys and values of one layer, whatever their layout. A pytree."""
+    """Interface of the keys and values of one layer, in any layout. A pytree."""
 
     def append(self, ops: Operations, k: Array, v: Array, start: Array, count: Array) -> Any:
-        """The cache with the first `count` `[B]` of each row's new entries `[B, K, T, D]` at its positions from `start` on.
+        """Writes the first `count` `[B]` of each row's new entries `[B, K, T, D]` to its positions from `start` on.
 
-        Nothing else is written: a row of count 0 stays as it is.
+        Nothing else is written: a row with count 0 does not change. Returns the cache.
         """
         ...
 
-    def attend(self, ops: Operations, q: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-        """Attention `[B, T, N, D]` of queries over the first `lengths` `[B, T]` entries, and all of `own` `[B, K, T, D]`."""
+    def attend(self, ops: Operations, q: Array, mask: AttentionMask, block_kv: tuple[Array, Array] | None = None) -> Array:
+        """Attention `[B, T, N, D]` of queries over the cache and over `block_kv`; see `Operations.attend`."""
         ...
 
     def visible(self, stop: Array) -> Array:
-        """Number of entries, from the first, that hold a position before `stop`, `[B]`."""
+        """Number of entries, from the first on, that hold a position before `stop`, `[B]`."""
         ...
 
-    def attend_before(self, ops: Operations, q: Array, stop: Array, own: tuple[Array, Array]) -> Array:
-        """Attention of queries at `stop` `[B]` and behind it over what it holds before `stop`, and over all of `own`."""
+    def attend_before(self, ops: Operations, q: Array, stop: Array, block_kv: tuple[Array, Array]) -> Array:
+        """Attention of queries from `stop` `[B]` on over the cached positions before `stop`, and over all of `block_kv`."""
         ...
 
     def rows(self, first: int | Array, count: int) -> Any:
-        """Caches of `count` rows, from the `first` on."""
+        """Returns the cache of `count` rows from `first` on."""
         ...
 
     def with_rows(self, first: int | Array, some: Any) -> Any:
-        """The cache with these rows replaced."""
+        """Returns the cache with the rows from `first` on replaced by `some`."""
         ...
 
 
 @runtime_checkable
 class CausalCache(KVCache, Protocol):
-    """A cache that a target can decode over: one that keeps every position."""
+    """Cache that a target can decode over: it keeps every position."""
 
-    def append_attend(
-        self, ops: Operations, projection: Projection, heads: Heads, start: Array, count: Array
-    ) -> tuple[Array, Any]:
-        """Appends a projection's keys and values; its query at `start + t` sees all entries up to its own, `[B, T, N * D]`."""
+    def attend_projected(self, ops: Operations, projection: Projection, heads: Heads, mask: AttentionMask) -> tuple[Array, Any]:
+        """Appends a projection's keys and values behind each row's context, and attends; see `Operations.attend_projected`."""
         ...
 
 
-def attend_visible(cache: Any, ops: Operations, q: Array, stop: Array, own: tuple[Array, Array]) -> Array:
-    """Attention of all queries over what a cache holds before `stop` `[B]`, and over all of `own`."""
-    return cache.attend(ops, q, jnp.broadcast_to(cache.visible(stop)[:, None], q.shape[:2]), own)
+def attend_visible(cache: Any, ops: Operations, q: Array, stop: Array, block_kv: tuple[Array, Array]) -> Array:
+    """Attention of all queries over a cache's positions before `stop` `[B]`, and over all of `block_kv`."""
+    return cache.attend(ops, q, AttentionMask(cache.visible(stop)[:, None], "full"), block_kv)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InRows:
-    """Keys and values `[B, K, S, D]`."""
+    """Cache with keys and values `[B, K, S, D]`."""
 
     k: Any
     v: Any
@@ -82,10 +81,10 @@ class InRows:
         self,
         ops: Operations,
         q: Float[Array, "B T N D"],
-        lengths: Int[Array, "B T"],
-        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+        mask: AttentionMask,
+        block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
     ) -> Float[Array, "B T N D"]:
-        return ops.prefix_attention(q, self.k, self.v, lengths, own)
+        return ops.attend(q, KeyValueRows(self.k, self.v), mask, block_kv)
 
     def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
         return jnp.minimum(stop, self.k.shape[2])
@@ -95,9 +94,9 @@ class InRows:
         ops: Operations,
         q: Float[Array, "B T N D"],
         stop: Int[Array, " B"],
-        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
+        block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
     ) -> Float[Array, "B T N D"]:
-        return attend_visible(self, ops, q, stop, own)
+        return attend_visible(self, ops, q, stop, block_kv)
 
     def rows(self, first: int | Array, count: int) -> Any:
         return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, count), self)
@@ -109,7 +108,7 @@ class InRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Contiguous(InRows):
-    """Position p lies in slot p."""
+    """Cache with position p in slot p."""
 
     def append(
         self,
@@ -119,19 +118,19 @@ class Contiguous(InRows):
         start: Int[Array, " B"],
         count: Int[Array, " B"],
     ) -> "Contiguous":
-        return Contiguous(ops.append(self.k, k, start, count), ops.append(self.v, v, start, count))
+        return Contiguous(*ops.write(KeyValueRows(self.k, self.v), k, v, start, count))
 
-    def append_attend(
-        self, ops: Operations, projection: Projection, heads: Heads, start: Int[Array, " B"], count: Int[Array, " B"]
+    def attend_projected(
+        self, ops: Operations, projection: Projection, heads: Heads, mask: AttentionMask
     ) -> tuple[Array, "Contiguous"]:
-        out, k, v = ops.append_attend(projection, heads, self.k, self.v, start, count)
-        return out, Contiguous(k, v)
+        out, after = ops.attend_projected(ops, projection, heads, KeyValueRows(self.k, self.v), mask)
+        return out, Contiguous(*after)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Ring(InRows):
-    """Position p lies in slot p modulo S: only the last S positions stay, in no particular order."""
+    """Ring buffer with position p in slot p modulo S: it keeps the last S positions."""
 
     def append(
         self,
@@ -142,24 +141,24 @@ class Ring(InRows):
         count: Int[Array, " B"],
     ) -> "Ring":
         last = (start + count)[:, None] - 1
-        # The position that each slot holds afterwards, as an index into the new entries; negative where it holds an older one.
+        # The position that each slot then holds, as an index into the new entries; negative if it keeps an older one.
         index = last - (last - jnp.arange(self.k.shape[2])[None]) % self.k.shape[2] - start[:, None]
 
-        def put(cached: Array, new: Array) -> Array:
+        def write(cached: Array, new: Array) -> Array:
             picked = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[:, None, :, None], axis=2)
             return jnp.where((index >= 0)[:, None, :, None], picked, cached)
 
-        return replace(self, k=put(self.k, k), v=put(self.v, v))
+        return replace(self, k=write(self.k, k), v=write(self.v, v))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "sinks"], meta_fields=["window", "causal"])
 @dataclass(frozen=True)
 class Sliding(Ring):
-    """A ring for a layer whose query at position p sees the positions above `p - window` alone: each row of a block its own.
+    """Ring buffer of a layer with sliding-window attention: a query at position p attends to the positions above `p - window`.
 
     Attributes:
-        causal: the queries of a block see only those of its positions that are not behind their own.
-        sinks: see `operations.Scores`; no part of what is kept, but set where attention is computed.
+        causal: the queries of a block attend only to positions of the block up to their own.
+        sinks: see `operations.Scores`; not cached, but set when attention is computed.
     """
 
     window: int
@@ -171,31 +170,31 @@ class Sliding(Ring):
         ops: Operations,
         q: Float[Array, "B T N D"],
         stop: Int[Array, " B"],
-        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
+        block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
     ) -> Float[Array, "B T N D"]:
         last = stop[:, None] - 1
         slots = self.k.shape[2]
-        held = last - (last - jnp.arange(slots)[None]) % slots  # negative where there was no such position yet
+        held = last - (last - jnp.arange(slots)[None]) % slots  # negative for slots never written
         positions = stop[:, None] + jnp.arange(q.shape[1])[None]
         seen = (held[:, None] >= 0) & (held[:, None] > positions[:, :, None] - self.window)
-        block = jnp.ones((1, q.shape[1], own[0].shape[2]), bool)
-        parts = [select.KeyValues(self.k, self.v, seen), select.KeyValues(*own, jnp.tril(block) if self.causal else block)]
+        block = jnp.ones((1, q.shape[1], block_kv[0].shape[2]), bool)
+        parts = [select.KeyValues(self.k, self.v, seen), select.KeyValues(*block_kv, jnp.tril(block) if self.causal else block)]
         return select.attention_over(q, parts, Scores(sinks=self.sinks))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pool", "table"], meta_fields=["group"])
 @dataclass(frozen=True)
 class Paged:
-    """Position p of a row lies in a page that a table gives to the row for it; the pages are a pool that all rows share.
+    """Paged cache: a block table maps the positions of a row to pages of a pool that all rows share.
 
-    Whoever fills the table sees to it that a row's pages are there before they are written or seen, and that no row writes to a
-    page that another one reads. Some rows of it are those of the table, beside the whole pool: of rows that were taken out the
-    latest pool is what counts, so they are put back before the next ones are taken.
+    The caller fills the table. It allocates a row's pages before they are written or read, and lets no row write to a page that
+    another row reads. A selection of rows has their rows of the table and the whole pool. The latest pool is the valid one, so
+    selected rows must be put back before others are selected.
 
     Attributes:
-        pool: what `Operations.pages` made.
-        table: int32 `[B, M]`; `UNMAPPED` where a row has no page.
-        group: of layers, whose table it is.
+        pool: pool made by `Operations.pages`.
+        table: int32 `[B, M]`; `UNMAPPED` for columns without a page.
+        group: number of the group of layers whose table it is.
     """
 
     pool: Any
@@ -210,38 +209,34 @@ class Paged:
         start: Int[Array, " B"],
         count: Int[Array, " B"],
     ) -> "Paged":
-        return replace(self, pool=ops.paged_append(self.pool, self.table, k, v, start, count))
+        return replace(self, pool=ops.write(PagedCache(self.pool, self.table), k, v, start, count).pool)
 
-    def append_attend(
-        self, ops: Operations, projection: Projection, heads: Heads, start: Int[Array, " B"], count: Int[Array, " B"]
+    def attend_projected(
+        self, ops: Operations, projection: Projection, heads: Heads, mask: AttentionMask
     ) -> tuple[Array, "Paged"]:
-        table = self.table
-        window = heads.scores.window
-        if window is not None:
-            table, start = seen_columns(table, start, window, heads.rope[0].shape[1], self.pool.page_size)
-        out, pool = ops.paged_append_attend(projection, heads, self.pool, table, start, count)
-        return out, replace(self, pool=pool)
+        out, after = ops.attend_projected(ops, projection, heads, PagedCache(self.pool, self.table), mask)
+        return out, replace(self, pool=after.pool)
 
     def attend(
         self,
         ops: Operations,
         q: Float[Array, "B T N D"],
-        lengths: Int[Array, "B T"],
-        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+        mask: AttentionMask,
+        block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
     ) -> Float[Array, "B T N D"]:
-        return ops.paged_attention(q, self.pool, self.table, lengths, own)
+        return ops.attend(q, PagedCache(self.pool, self.table), mask, block_kv)
 
     def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
-        return jnp.minimum(stop, select.held(self.table, self.pool.page_size))
+        return jnp.minimum(stop, select.mapped_entries(self.table, self.pool.page_size))
 
     def attend_before(
         self,
         ops: Operations,
         q: Float[Array, "B T N D"],
         stop: Int[Array, " B"],
-        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
+        block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
     ) -> Float[Array, "B T N D"]:
-        return attend_visible(self, ops, q, stop, own)
+        return attend_visible(self, ops, q, stop, block_kv)
 
     def rows(self, first: int | Array, count: int) -> "Paged":
         return replace(self, table=jax.lax.dynamic_slice_in_dim(self.table, first, count))
@@ -251,22 +246,8 @@ class Paged:
         return replace(self, pool=some.pool, table=table)
 
 
-def seen_columns(
-    table: Int[Array, "B M"], start: Int[Array, " B"], window: int, size: int, page_size: int
-) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-    """The columns that queries at `size` positions from `start` on see through a window, and where they begin there.
-
-    So many columns as any row may need: what lies before a row's window is not read, and may have no page.
-    """
-    columns = min(table.shape[1], (window + size - 2) // page_size + 2)
-    first = jnp.maximum(start - window + 1, 0) // page_size
-    at = first[:, None] + jnp.arange(columns)[None]
-    found = jnp.take_along_axis(table, jnp.minimum(at, table.shape[1] - 1), axis=1)
-    return jnp.where(at < table.shape[1], found, UNMAPPED), start - first * page_size
-
-
 def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> tuple[Contiguous, ...]:
-    """Empty caches of `capacity` positions, one for each layer."""
+    """Returns empty caches of `capacity` positions, one for each layer."""
     shape = (batch, kv_heads, capacity, head_dim)
     return tuple(Contiguous(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
 
@@ -274,12 +255,12 @@ def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: in
 def allocate_rings(
     layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike, window: int
 ) -> tuple[Ring, ...]:
-    """Empty caches for a context that keeps its last `window` positions alone."""
+    """Returns empty ring buffers for the last `window` positions, one for each layer."""
     return tuple(Ring(one.k, one.v) for one in allocate(layers, batch, kv_heads, min(window, capacity), head_dim, dtype))
 
 
 PAGE_MULTIPLE = 16
-"""Page sizes are multiples of this: of the panels that the CPU kernels read keys in, and of a TPU's tiles."""
+"""Divisor of page sizes: the CPU kernels' panels of keys and a TPU's tiles have this length."""
 
 
 def allocate_paged(
@@ -293,17 +274,17 @@ def allocate_paged(
     dtype: DTypeLike,
     devices: int = 1,
 ) -> tuple[Paged, ...]:
-    """Empty pools of `pages` pages, one for each layer, all with this table; each layer has its own copy, for donation.
+    """Returns empty pools of `pages` pages, one for each layer, all with this table; each layer has its own copy, for donation.
 
     Args:
-        ops: what will compute over them, which lays pages out.
-        table: int `[B, M]`: row b's positions from `i * page_size` on lie in page `table[b, i]`; `UNMAPPED` where it has none.
-            None where each program is given one (`layout.rows_of`).
+        ops: operations that will use the pools, and lay out their pages.
+        table: int `[B, M]`: row b's positions from `i * page_size` on lie in page `table[b, i]`, or nowhere if that is
+            `UNMAPPED`. None if each program gets its own table (`layout.rows_of`).
         page_size: positions of a page.
-        devices: among which the heads are divided.
+        devices: number of devices that share the heads.
 
     Raises:
-        ValueError: a page size that is no multiple of 16, or a table that names pages which are not there.
+        ValueError: a page size that is not a multiple of 16, or a table with invalid page numbers.
     """
     if page_size < 1 or page_size % PAGE_MULTIPLE:
         raise ValueError(f"expected a page size that is a multiple of {PAGE_MULTIPLE}, found {page_size}")

@@ -1,4 +1,4 @@
-"""Tokens that requests take from the rounds of a dispatch, and what the engine counts of them."""
+"""Collects requests' tokens from the rounds of a dispatch, and counts rounds for the engine's statistics."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +13,16 @@ from tilewright.runtime.state import NOT_FINITE, StepInfo
 
 
 class NotFinite(ArithmeticError):
-    """The target's logits are not finite, and what the device holds of a row is not either."""
+    """The target's logits are not finite, so the row's caches on the device are not finite either."""
 
 
 def collect_rounds(
     sequence: TokenSequence, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]
 ) -> RequestOutput:
-    """Hands a sequence the tokens that each round committed for its row; what comes behind its end is dropped.
+    """Gives a sequence the tokens that each round committed for its row; tokens behind its end are dropped.
 
     Raises:
-        NotFinite: one of them was to be drawn from logits that are not.
+        NotFinite: a token was drawn from logits that are not finite.
     """
     tokens: list[Token] = []
     rounds: list[Round] = []
@@ -40,7 +40,7 @@ def collect_rounds(
             if not sequence.wants_logprobs
             else token_logprobs(infos.logprobs, (n, row), len(pieces), sequence.alternatives)
         )
-        tokens += [Token(one.token, one.text, one.drafted, own) for one, own in zip(pieces, logprobs, strict=True)]
+        tokens += [Token(piece.token, piece.text, piece.drafted, each) for piece, each in zip(pieces, logprobs, strict=True)]
         if sequence.processor.finish_reason is not None:
             break
     reason = sequence.processor.finish_reason
@@ -48,11 +48,11 @@ def collect_rounds(
 
 
 def token_logprobs(found: Any, at: tuple[int, ...], count: int, alternatives: int) -> list[TokenLogprobs]:
-    """The log-probabilities of the first `count` positions of a block.
+    """Returns the log-probabilities of the first `count` positions of a block.
 
     Args:
-        found: what `logprobs.Logprobs` holds, on the host.
-        at: which block of it.
+        found: a `logprobs.Logprobs` on the host.
+        at: index of the block.
     """
     chosen, ids, logprobs = (np.asarray(each)[at] for each in found)
     tops = [zip(ids[slot].tolist(), logprobs[slot].tolist(), strict=True) for slot in range(count)]
@@ -60,17 +60,17 @@ def token_logprobs(found: Any, at: tuple[int, ...], count: int, alternatives: in
 
 
 def prompt_logprobs(sequence: TokenSequence) -> tuple[TokenLogprobs, ...] | None:
-    """Those of the prompt, the first time that somebody asks; None without."""
+    """Returns the prompt's log-probabilities once; None later, or if the request wants none."""
     if sequence.prompt_logprobs is None:
         return None
     parts = sequence.prompt_logprobs
     sequence.prompt_logprobs = None
     found = [one for found, row, count in parts for one in token_logprobs(found, (row,), count, sequence.alternatives)]
-    return tuple(found[: len(sequence.processor.prompt) - 1])  # of what follows the prompt, where all of it was computed, none
+    return tuple(found[: len(sequence.processor.prompt) - 1])  # prefill of a whole prompt also covers the token behind it
 
 
 def count_rounds(counted: EngineStats, sent: SentRounds, infos: StepInfo) -> None:
-    """Counts rounds that were read."""
+    """Adds rounds that were read to the statistics."""
     rounds = len(infos.committed)
     ran = infos.committed > 0
     drafted = infos.drafted > 0

@@ -1,13 +1,13 @@
-"""Constraints: which tokens may come next in a row, as a source of masks says that the runtime knows by these protocols alone.
+"""Constraints: rules for a row's tokens. The runtime knows them by these protocols only.
 
-Masks (`automata.py` has their form) are applied to the target's logits before anything else is, so that what is drawn is what
-plain decoding under the same masks draws. The mask behind a draft depends on the draft. Where every row's constraint has an
-automaton, and has not left it, the device makes masks by itself (`automaton_table.py`). Else the host must know a block's
-drafts before it is verified: a dispatch is one round then, in which the block comes from the host and the drafts behind what
-it commits go back. It is the same program (`rounds.masked_round`).
+Masks (see `automata.py` for their form) are applied to the target's raw logits, so the drawn tokens equal those of plain
+decoding under the same masks. The mask behind a draft depends on the draft. If every row's constraint has an automaton, and has
+not left the automaton, the device makes the masks (`automaton_table.py`). Otherwise the host must know a block's drafts before
+they are verified: a dispatch is then a single round, whose block the host provides, and which returns the drafts for the next
+round. Both cases run the same program (`rounds.masked_round`).
 
-A state takes in what was committed, and nothing else: what was drafted is never part of it, so that nothing is rolled back, and
-a row that gives its pages up goes on from the state that it has.
+A state takes in committed tokens only. It never contains drafts, so it needs no rollback, and a preempted row continues with
+its state.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from jaxtyping import UInt32
 from tilewright.runtime.automata import ALL, AutomatonState, words
 
 MaskSource = Literal["none", "host", "device"]
-"""Where the masks of a round come from: there are none, the host makes them, or the device does."""
+"""Source of the masks of a round: no masks, the host, or the device."""
 
 
 class ConstraintError(Exception):
-    """A constraint cannot say what may come next; its message may be shown to whoever asked.
+    """Failure of a constraint to determine the allowed tokens; its message may be shown to the client.
 
     Attributes:
-        row: of the batch whose constraint it is, where masks are made for one.
+        row: row of the batch whose constraint failed, if masks were made for a batch.
     """
 
     row: int = 0
@@ -39,53 +39,53 @@ class ConstraintState(Protocol):
 
     @property
     def automaton(self) -> AutomatonState | None:
-        """Where it stands in the constraint's automaton; None for a constraint that has none, and outside of it.
+        """State of the constraint's automaton; None outside of the automaton, or for a constraint without one.
 
-        What leaves it comes back, if at all, with tokens that were drawn later: the device rests until it is told the state.
+        A text that has left the automaton may return with later tokens: the device pauses the row until it gets the state.
         """
         ...
 
     def forced(self) -> list[int]:
-        """Tokens of the text that has to come next, whatever the model says; it may have them in other tokens. Often none."""
+        """Tokens of the forced text, often none. The model may write the text with other tokens."""
         ...
 
     def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
-        """Writes the mask of the next token and of those behind the drafts that the constraint allows; the state stays.
+        """Writes the masks of the next token and of the tokens behind allowed drafts. The state does not change.
 
-        An end-of-sequence token may come where the constraint is met.
+        End-of-sequence tokens are allowed where the constraint is met.
 
         Args:
             drafts: at most T - 1.
-            masks: the first is that of the next token.
+            masks: the first is the mask of the next token.
 
         Returns:
-            how many of the drafts it allows, from the first. What stands in `masks` behind theirs means nothing.
+            the number of allowed drafts, from the first on. The `masks` behind theirs are undefined.
 
         Raises:
-            ConstraintError: it cannot say.
+            ConstraintError: the constraint cannot determine the allowed tokens.
         """
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Takes in tokens that were committed, drawn under its masks. Raises a `ConstraintError` where it cannot."""
+        """Takes in tokens that were committed under its masks. Raises a `ConstraintError` if it cannot."""
         ...
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Rule that a row's text must follow: made once, whatever it takes, and of any number of rows."""
+    """Rule that a row's text must follow. Its compilation may be slow; any number of rows can share it."""
 
     def begin(self) -> ConstraintState:
-        """The state before the first token."""
+        """Returns the state before the first token."""
         ...
 
 
 class Blocks(NamedTuple):
-    """Drafts and masks that the host gives to rounds of rows of which some have a constraint.
+    """Drafts and masks from the host for rounds of rows of which some have a constraint.
 
     Attributes:
         drafts: int32 `[B, T - 1]`.
-        counts: how many of them each row has, int32 `[B]`; below 0 for those that the device has proposed for itself.
+        counts: number of drafts of each row, int32 `[B]`; below 0 for drafts that the device has proposed itself.
         masks: uint32 `[B, T, ceil(V / 32)]`.
     """
 
@@ -95,46 +95,46 @@ class Blocks(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """A row of a block before its masks are made: its state, None without a constraint, and its drafts."""
+    """Row of a block before its masks are made: the constraint's state, None without one, and its drafts."""
 
     state: ConstraintState | None
     drafts: Sequence[int]
 
 
 def fill_blocks(batch: Sequence[Drafted], rows: int, width: int, vocab: int) -> Blocks:
-    """Blocks with masks for all slots of a batch. Other rows allow all tokens.
+    """Returns blocks with masks for all rows of a batch. Rows behind the batch allow all tokens.
 
-    Drafts that break a row's constraint are cut off. A text that has to come is drafted before what a drafter would have.
+    Drafts that violate a row's constraint are cut off. Forced text replaces a drafter's drafts.
 
     Raises:
-        ConstraintError: a row's constraint cannot say what may come.
+        ConstraintError: the constraint of a row cannot determine the allowed tokens.
     """
     drafts = np.zeros((rows, width - 1), np.int32)
     counts = np.zeros(rows, np.int32)
     masks = np.full((rows, width, words(vocab)), ALL, np.uint32)
-    for row, (state, own) in enumerate(batch):
+    for row, (state, proposed) in enumerate(batch):
         try:
             if state is not None:
-                own = forced_first(state.forced(), own)
-            own = own[: width - 1]
-            counts[row] = len(own) if state is None else state.fill(own, masks[row])
+                proposed = forced_first(state.forced(), proposed)
+            proposed = proposed[: width - 1]
+            counts[row] = len(proposed) if state is None else state.fill(proposed, masks[row])
         except ConstraintError as error:
             error.row = row
             raise
-        drafts[row, : counts[row]] = own[: counts[row]]
+        drafts[row, : counts[row]] = proposed[: counts[row]]
     return Blocks(drafts, counts, masks)
 
 
-def open_blocks(rows: int, width: int, vocab: int) -> Blocks:
-    """Blocks of drafts that the device has proposed, in which any token may come."""
+def unconstrained_blocks(rows: int, width: int, vocab: int) -> Blocks:
+    """Returns blocks of drafts that the device has proposed, which allow all tokens."""
     return fill_blocks((), rows, width, vocab)._replace(counts=np.full(rows, -1, np.int32))
 
 
 def block_shapes(rows: int, width: int, vocab: int) -> Blocks:
-    """The arrays of blocks, abstract."""
-    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), open_blocks(rows, width, vocab))
+    """Returns the abstract arrays of blocks."""
+    return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), unconstrained_blocks(rows, width, vocab))
 
 
 def forced_first(forced: Sequence[int], drafts: Sequence[int]) -> Sequence[int]:
-    """The drafts where they begin with what is forced, and else what is forced."""
+    """Returns the drafts if they begin with the forced tokens, else the forced tokens."""
     return drafts if list(drafts[: len(forced)]) == list(forced) else forced

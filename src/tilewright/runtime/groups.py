@@ -1,8 +1,8 @@
-"""Groups of layers, each with pages and a table of its own: those that see every position, and those that see a window.
+"""Groups of layers, each with its own page pool and block table: layers without a window, and layers with one.
 
-A group with a window keeps the pages that a query may still see, and gives up those that lie wholly before. A rejected draft
-takes a row back to its last committed position and no further, so that no query stands before that again. Page numbers of one
-group mean nothing to another; all have the same page size, so that a column of every table stands for the same positions.
+A group with a window keeps the pages that later queries may attend to, and releases the pages wholly before them. A rejected
+draft returns a row to its last committed position and no further, so no later query is before that position. Each group numbers
+its own pages. All groups have the same page size, so a column of every table covers the same positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,10 @@ from tilewright.runtime.pages import Pages
 
 
 def first_column(window: int | None, position: int, page_size: int) -> int:
-    """The first column that queries see from the beginning of a position's page on.
+    """Returns the first column that queries from the beginning of a position's page on attend to.
 
-    From the page's beginning, so that a row that ends in it leaves what a later one needs that goes on behind the page before.
+    It counts from the beginning of the page: a row that ends within a page leaves all pages that a row behind the page before
+    needs.
     """
     if window is None:
         return 0
@@ -24,12 +25,12 @@ def first_column(window: int | None, position: int, page_size: int) -> int:
 
 @dataclass(eq=False)
 class RowPages:
-    """The pages of a row in one group.
+    """Pages of a row in one group.
 
     Attributes:
-        columns: of its table, from position 0 on; `UNMAPPED` before the `first`.
-        first: columns before it were given up.
-        published: columns before it were offered to others.
+        columns: its row of the block table, from position 0 on; `UNMAPPED` before `first`.
+        first: first column that was not released.
+        published: number of columns that were published.
     """
 
     columns: list[int] = field(default_factory=list)
@@ -43,38 +44,38 @@ class RowPages:
 
 @dataclass(frozen=True, eq=False)
 class PageGroup:
-    """The accounts of one group.
+    """Page pool of one group of layers.
 
     Attributes:
-        window: of its layers; None where a query sees every position.
+        window: window of its layers; None if a query attends to every position.
     """
 
     pages: Pages
     window: int | None = None
 
     def first(self, position: int) -> int:
-        """The first column that queries at a position, or behind it, may see."""
+        """Returns the first column that queries from a position on attend to."""
         return first_column(self.window, position, self.pages.page_size)
 
     def shared(self, keys: Sequence[bytes]) -> RowPages:
-        """The pages kept under these keys, of which a row that goes on behind them needs some; it holds them."""
+        """Takes references to the cached pages that a row behind a prefix needs. `keys` are those of the prefix's pages."""
         first = min(len(keys), self.first(len(keys) * self.pages.page_size))
         found = self.pages.acquire_prefix(iter(keys[first:]))
-        assert len(found) == len(keys) - first, "what is shared was found before"
+        assert len(found) == len(keys) - first, "a usable prefix has all pages"
         return RowPages([UNMAPPED] * first + found, first, len(keys))
 
     def lacking(self, row: RowPages, columns: int) -> int:
-        """Number of pages that a row lacks up to a column."""
+        """Returns the number of pages that a row lacks up to a column."""
         return max(0, columns - len(row.columns))
 
     def grow(self, row: RowPages, columns: int) -> None:
-        """Takes the pages that a row lacks, of which there are enough."""
-        taken = self.pages.take(self.lacking(row, columns))
-        assert taken is not None, "there are enough pages"
-        row.columns += taken
+        """Allocates the pages that a row lacks up to a column. The caller has checked that there are enough."""
+        pages = self.pages.take(self.lacking(row, columns))
+        assert pages is not None, "there are enough free pages"
+        row.columns += pages
 
     def slide(self, row: RowPages, position: int) -> None:
-        """Gives up what no query at a position, or behind it, sees."""
+        """Releases the pages that no query from a position on attends to."""
         first = min(self.first(position), len(row.columns))
         if first > row.first:
             self.pages.release(row.columns[row.first : first])
@@ -82,13 +83,13 @@ class PageGroup:
             row.first = first
 
     def publish(self, row: RowPages, columns: int, key: Callable[[int], bytes]) -> None:
-        """Lets others find the pages of a row before a column, those that it still has."""
+        """Publishes a row's pages before a column, as far as it still holds them."""
         for column in range(max(row.published, row.first), columns):
             self.pages.publish(row.columns[column], key(column))
         row.published = max(row.published, columns)
 
     def release(self, row: RowPages) -> None:
-        """Gives up all of a row's pages."""
+        """Releases all pages of a row."""
         self.pages.release(row.held)
         row.columns = []
         row.first = 0
@@ -97,11 +98,13 @@ class PageGroup:
 def usable_prefix(
     groups: Sequence[PageGroup], keys: Callable[[int], bytes], most: int, ends: Callable[[bytes], bool] = lambda key: True
 ) -> list[bytes]:
-    """The keys of the longest prefix, of at most so many pages, of which every group has all that a row behind it needs.
+    """Returns the keys of the longest usable prefix of at most `most` pages.
+
+    A prefix is usable if every group has all pages that a row behind the prefix needs.
 
     Args:
-        keys: of each page of a text.
-        ends: whether a prefix may end with the page of a key.
+        keys: the key of each page of a text.
+        ends: whether a prefix may end with a page, given the page's key.
     """
     found: list[bytes] = []
     usable = 0

@@ -1,7 +1,7 @@
-"""Interfaces of what plugs into the runtime: drafters, and choosers of rounds.
+"""Interfaces of drafters, and of choosers of rounds, which plug into the runtime.
 
-The runtime knows drafters by these protocols alone. A drafter is a frozen, hashable description; its arrays are in
-`Models.drafter`, and what it keeps of the rows in `DecodeState.draft_cache`.
+The runtime knows drafters by these protocols only. A drafter is a frozen, hashable description. Its arrays are in
+`Models.drafter`, and its context of each row is in `DecodeState.draft_cache`.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Int
+from rich.console import Console
 
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, StepInfo, Target
@@ -25,8 +26,8 @@ class Choice:
     """Kind of a round: its drafter and its width.
 
     Attributes:
-        drafter: the name of the one that drafts; "none" for plain decoding.
-        width: tokens in its block, the known one included; 1 for plain decoding.
+        drafter: the drafter's name; "none" for plain decoding.
+        width: tokens in its block, the last committed token included; 1 for plain decoding.
     """
 
     drafter: str
@@ -43,9 +44,9 @@ class Proposal(NamedTuple):
     """Drafts for every row.
 
     Attributes:
-        block: the known token, then the drafts, `[B, T]`; what lies behind the last draft is run and never accepted.
-        drafts: how many drafts each row has, from 0 to T - 1, `[B]`.
-        from_ngrams: true for a row whose drafts n-grams made in place of a model, bool `[B]`; None if that cannot be.
+        block: the last committed token, then the drafts, `[B, T]`; entries behind the last draft are run and never accepted.
+        drafts: number of drafts of each row, from 0 to T - 1, `[B]`.
+        from_ngrams: true for a row whose drafts n-grams made in place of a model, bool `[B]`; None if n-grams make none.
     """
 
     block: Array
@@ -55,14 +56,14 @@ class Proposal(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes blocks, and extends its context by what was accepted.
+    """Proposes blocks, and extends its context by the accepted tokens.
 
-    One with arrays has a field `ops` besides: the operations that they were prepared for.
+    A drafter with arrays also has a field `ops`: the operations that the arrays were prepared for.
     """
 
     @property
     def block_size(self) -> int:
-        """Tokens in its widest block, the known one included."""
+        """Tokens in its widest block, the last committed token included."""
         ...
 
     @property
@@ -72,12 +73,12 @@ class Drafter(Protocol):
 
     @property
     def dtype(self) -> str | None:
-        """Of its weights and activations; None if it has none."""
+        """Dtype of its weights and activations; None if it has no weights."""
         ...
 
     @property
     def declared(self) -> Any:
-        """Its arrays as they are declared (`models.params.ArraySpec`); None if it has none."""
+        """Declaration of its arrays (`models.params.ArraySpec`); None if it has none."""
         ...
 
     @property
@@ -92,24 +93,24 @@ class Drafter(Protocol):
 
     @property
     def choices(self) -> tuple[Choice | None, ...]:
-        """The kinds of rounds that it has, each a program of its own; a single None where all are alike."""
+        """Kinds of rounds, each with a program of its own; a single None if all rounds are alike."""
         ...
 
     @property
     def contexts(self) -> tuple[str, ...]:
-        """Names of contexts that may fall behind what is committed, since not every round extends them."""
+        """Names of contexts that may lag behind the committed tokens, since not every round extends them."""
         ...
 
-    def turn(self, choice: Choice | None) -> "Variant":
-        """The drafter of one kind of rounds. Raises a `ValueError` for a kind that it has not."""
+    def variant(self, choice: Choice | None) -> "Variant":
+        """Returns the drafter of one kind of rounds. Raises a `ValueError` for an unknown kind."""
         ...
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
-        """An empty context for the rows of a layout."""
+        """Returns an empty context for the rows of a layout."""
         ...
 
     def on_prefill(self, context: Any, start: Int[Array, " B"], admitted: Bool[Array, " B"]) -> Any:
-        """The context of rows of which positions from `start` on are about to be prefilled, those that are `admitted`."""
+        """Prepares the context of the `admitted` rows for a prefill from position `start` on."""
         ...
 
     def extend(
@@ -121,42 +122,42 @@ class Drafter(Protocol):
         start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:
-        """Adds positions `start` to `stop - 1` to the context, from the target's hidden states at `start` onwards.
+        """Adds positions `start` to `stop - 1` to the context, from the target's hidden states from `start` on.
 
-        Tokens up to `stop` are committed in `state.tokens`. A row whose `stop` is its `start` keeps its context as it is.
+        Tokens up to `stop` are committed in `state.tokens`. A row whose `stop` equals its `start` keeps its context.
         """
         ...
 
 
 @runtime_checkable
 class Variant(Drafter, Protocol):
-    """A drafter in rounds of one kind."""
+    """Drafter in rounds of one kind."""
 
     @property
     def expected_acceptance(self) -> tuple[float, ...]:
-        """The share of each draft that is accepted where those before it were, as training measured; empty if nobody did."""
+        """Acceptance rate of each draft behind accepted ones, as measured in training; empty if unknown."""
         ...
 
     @property
     def may_be_idle(self) -> bool:
-        """True if a round without any proposal is run as a plain step of one row."""
+        """True if a round without any draft runs as a plain step of one token a row."""
         ...
 
     def params_for(self, models: Models) -> Models:
-        """The parameters that its rounds read: every array that a dispatch hands over takes time."""
+        """Parameters that its rounds read. Every array that a dispatch passes costs time."""
         ...
 
-    def open(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
-        """The state as rounds may begin with it: with a context that is complete."""
+    def complete_context(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
+        """Completes the context, so that rounds may begin with the state."""
         ...
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        """Drafts what follows the known token."""
+        """Drafts the tokens behind the last committed token."""
         ...
 
 
 class OneKind:
-    """Base of drafters whose rounds are all of one kind, and whose context is complete after each."""
+    """Base of drafters whose rounds are all of one kind and leave a complete context."""
 
     @property
     def expected_acceptance(self) -> tuple[float, ...]:
@@ -170,9 +171,9 @@ class OneKind:
     def contexts(self) -> tuple[str, ...]:
         return ()
 
-    def turn(self, choice: Choice | None) -> Any:
+    def variant(self, choice: Choice | None) -> Any:
         if choice is not None:
-            raise ValueError(f"expected rounds of the one kind that there is, found {choice}")
+            raise ValueError(f"expected no kind of round, since this drafter has only one, found {choice}")
         return self
 
     def params_for(self, models: Models) -> Models:
@@ -181,30 +182,34 @@ class OneKind:
     def on_prefill(self, context: Any, start: Int[Array, " B"], admitted: Bool[Array, " B"]) -> Any:
         return context
 
-    def open(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
+    def complete_context(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
         return state
 
 
 @runtime_checkable
 class RoundChooser(Protocol):
-    """Says what the next dispatch runs, and hears what came of it."""
+    """Chooses the rounds of the next dispatch, and observes the results."""
 
     def follow(self, prompt: Sequence[int]) -> Any:
-        """Begins to follow a request's text, on any thread; the result is kept in `TokenSequence.followed`."""
+        """Begins to track a request's text, on any thread; the result is kept in `TokenSequence.chooser_state`."""
         ...
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
-        """The kind of the next rounds of so many rows, and how many of them a dispatch runs.
+        """Returns the kind of the next rounds for a number of rows, and how many rounds the dispatch runs.
 
         Args:
-            most: rounds that a dispatch may have.
-            hurried: whether somebody waits for its end.
-            left: tokens that the one with the most has still to get.
+            most: the most rounds of a dispatch.
+            hurried: whether a request waits for the end of the dispatch.
+            left: the most tokens that any row still generates.
         """
         ...
 
+    def measure(self, console: Console | None) -> None:
+        """Measures the costs of rounds, once all programs are compiled; without it they are learnt from dispatches."""
+        ...
+
     def under_masks(self, rows: int, choice: Choice | None, most: int, hurried: bool) -> int:
-        """How many rounds of a kind, under masks that the device makes, a dispatch runs; arguments as of `next`."""
+        """Returns the number of rounds of a dispatch under masks that the device makes; arguments as for `next`."""
         ...
 
     def observe(
@@ -212,15 +217,15 @@ class RoundChooser(Protocol):
         sent: "SentRounds",
         infos: StepInfo,
         sequences: Sequence["TokenSequence"],
-        heard: Sequence[int],
+        tokens_before: Sequence[int],
         began: float,
         ended: float,
     ) -> None:
-        """Takes in what came of a dispatch.
+        """Records the result of a dispatch.
 
         Args:
-            sequences: whose rows it ran, in their order.
-            heard: how many tokens each of them had before.
-            began, ended: when somebody began to wait for it, and had it, by `time.perf_counter()`.
+            sequences: the sequences of its rows, in order.
+            tokens_before: number of tokens that each sequence had before the dispatch.
+            began, ended: when the engine began to wait for the dispatch, and received it, by `time.perf_counter()`.
         """
         ...

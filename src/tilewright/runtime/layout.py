@@ -1,4 +1,4 @@
-"""Where the caches of rows lie: in pages of one pool, which a table gives to rows."""
+"""Layout of the rows' caches: pages of a shared pool, which block tables map to rows."""
 
 import math
 from collections.abc import Iterable
@@ -17,18 +17,18 @@ from tilewright.runtime import cache
 from tilewright.runtime.cache import KVCache
 
 ROUNDS_AHEAD = 4
-"""Rounds of a dispatch for which rows always have pages of their layers with a window."""
+"""Rounds of a dispatch for which rows always have pages in layers with a window."""
 LARGEST_PAGE = 64
-"""Positions of a page, unless something else is asked for."""
+"""Default positions of a page."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["bits", "table"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class AuxiliaryBuffer:
-    """Auxiliary buffer: a vector for each position, in pages `[P, E, F]`, which a table `[B, M]` gives to rows (`cache.Paged`).
+    """Buffer of auxiliary vectors, one for each position, in pages `[P, E, F]` with a block table `[B, M]` (`cache.Paged`).
 
     Attributes:
-        bits: the vectors' bits, as unsigned integers: XLA:CPU would convert all that is bfloat16 to write a few entries of it.
+        bits: the vectors' bits as unsigned integers: XLA:CPU would convert a whole bfloat16 array to write a few entries.
     """
 
     bits: Any
@@ -42,7 +42,7 @@ class AuxiliaryBuffer:
         return AuxiliaryBuffer(jnp.zeros((pages, page_size, size), unsigned), None, jnp.dtype(dtype))
 
     def append(self, ops: Operations, new: Array, start: Int[Array, " B"], count: Int[Array, " B"]) -> "AuxiliaryBuffer":
-        """With the first `count` of each row's new vectors `[B, T, F]` at its positions from `start` on."""
+        """Writes the first `count` of each row's new vectors `[B, T, F]` to its positions from `start` on."""
         size = new.shape[-1]
         slot = jnp.arange(new.shape[1])[None]
         entries = jnp.where(slot < count[:, None], self.entries(start[:, None] + slot), -1)
@@ -52,12 +52,12 @@ class AuxiliaryBuffer:
         return replace(self, bits=flat.at[wanted].set(bits, mode="drop").reshape(self.bits.shape))
 
     def at(self, ops: Operations, positions: Int[Array, "B T"]) -> Array:
-        """The vectors at these positions, `[B, T, F]`; of a position that there is not, any."""
+        """Returns the vectors at these positions, `[B, T, F]`; undefined at positions without a page."""
         found = jnp.take(self.bits.reshape(-1, self.bits.shape[-1]), jnp.maximum(self.entries(positions), 0), axis=0)
         return jax.lax.bitcast_convert_type(found, self.dtype)
 
     def entries(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """Places of positions among all entries of all pages; below 0 where a row has no page."""
+        """Returns the indices of positions among all entries of all pages; -1 where a row has no page."""
         size = self.bits.shape[1]
         page = jnp.minimum(positions // size, self.table.shape[1] - 1)
         at = jnp.take_along_axis(self.table, page, axis=1)
@@ -66,7 +66,7 @@ class AuxiliaryBuffer:
 
 
 class WindowPages(NamedTuple):
-    """A group of layers that see a window of positions, and its pages."""
+    """Number of pages of a group of layers with a window."""
 
     window: int
     pages: int
@@ -74,16 +74,16 @@ class WindowPages(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows that share pages of `page_size` positions, by tables that each program is given: one for each group of layers.
+    """Rows that share pages of `page_size` positions. Each program gets one block table for each group of layers.
 
-    What keeps a window of a drafter's positions alone stays in rows.
+    Drafters' contexts with a window are not paged.
 
     Attributes:
-        batch: rows.
-        capacity: positions of a row, at most.
-        pages: of the group of layers that see every position.
+        batch: number of rows.
+        capacity: the most positions of a row.
+        pages: number of pages of the group of layers without a window.
         windows: the other groups.
-        snapshots: of the target's states that lie in no page, which have rows of their own behind those of the batch.
+        snapshots: number of snapshots of the target's states outside of pages, in rows behind those of the batch.
     """
 
     batch: int
@@ -95,17 +95,17 @@ class Layout:
 
     @staticmethod
     def full(batch: int, capacity: int, windows: Iterable[int | None] = (), ahead: int = 0) -> "Layout":
-        """One whose pages hold every row to its end; capacity is a multiple of `cache.PAGE_MULTIPLE`.
+        """Returns a layout with pages for all positions of all rows; capacity is a multiple of `cache.PAGE_MULTIPLE`.
 
         Args:
-            windows: of the target's layers.
+            windows: windows of the target's layers.
             ahead: see `window_pages`.
         """
         size = math.gcd(capacity, LARGEST_PAGE)
         return Layout(batch, capacity, batch * capacity // size, size).with_windows(windows, ahead)
 
     def with_windows(self, windows: Iterable[int | None], ahead: int) -> "Layout":
-        """With a group for each window that some layers have: pages for all rows, or as many as there are of the others."""
+        """Adds a group for each window of the layers, with pages for all rows, at most those of the first group."""
         found = sorted({window for window in windows if window is not None})
         most = [self.batch * window_pages(window, ahead, self.page_size, self.capacity) for window in found]
         groups = [WindowPages(window, min(self.pages, pages)) for window, pages in zip(found, most, strict=True)]
@@ -118,21 +118,21 @@ class Layout:
 
     @property
     def state_rows(self) -> int:
-        """Rows of states that lie in no page."""
+        """Number of rows of states outside of pages."""
         return self.batch + self.snapshots
 
     def target_caches(
         self, ops: Operations, windows: Iterable[int | None], kv_heads: int, head_dim: int, dtype: DTypeLike, devices: int = 1
     ) -> tuple[KVCache, ...]:
-        """Empty caches of layers with these windows, each in the pages of its group."""
+        """Returns empty caches of layers with these windows, each in the pages of its group."""
         groups = {None: (0, self.pages)} | {each.window: (n, each.pages) for n, each in enumerate(self.windows, 1)}
 
-        def of_layer(window: int | None) -> KVCache:
+        def allocate(window: int | None) -> KVCache:
             group, pages = groups[window]
-            (one,) = cache.allocate_paged(ops, 1, None, pages, kv_heads, self.page_size, head_dim, dtype, devices)
-            return replace(one, group=group)
+            (paged,) = cache.allocate_paged(ops, 1, None, pages, kv_heads, self.page_size, head_dim, dtype, devices)
+            return replace(paged, group=group)
 
-        return tuple(map(of_layer, windows))
+        return tuple(map(allocate, windows))
 
     def caches(
         self,
@@ -144,34 +144,34 @@ class Layout:
         window: int | None = None,
         devices: int = 1,
     ) -> tuple[KVCache, ...]:
-        """Empty caches, one for each layer; with a window such as keep that many last positions alone.
+        """Returns empty caches, one for each layer; ring buffers of the last positions if there is a window.
 
         Args:
-            ops: what will compute over them.
-            devices: among which the heads are divided.
+            ops: operations that will use the caches.
+            devices: number of devices that share the heads.
         """
         if window is not None:
             return cache.allocate_rings(layers, self.batch, kv_heads, self.capacity, head_dim, dtype, window)
         return cache.allocate_paged(ops, layers, None, self.pages, kv_heads, self.page_size, head_dim, dtype, devices)
 
     def auxiliary(self, size: int, dtype: DTypeLike) -> Any:
-        """Room for a vector of `size` at each position."""
+        """Returns an empty buffer for a vector of `size` entries at each position."""
         return AuxiliaryBuffer.empty(self.pages, self.page_size, size, dtype)
 
 
 def look_ahead(chunk: int, widest: int) -> int:
-    """Positions that are written ahead of a row's oldest query: a chunk of a prompt, or the rounds of a few dispatches.
+    """Returns how many positions are written ahead of a row's oldest query: a prefill chunk, or the rounds of some dispatches.
 
-    Where the pages behind a window are fewer than more rounds take, a dispatch has fewer.
+    If the pages of a window hold fewer positions than a dispatch would write, the dispatch runs fewer rounds.
     """
     return 2 * max(chunk, ROUNDS_AHEAD * widest)
 
 
 def window_pages(window: int, ahead: int, page_size: int, capacity: int) -> int:
-    """Pages that a row holds of layers with a window, at most.
+    """Returns the most pages that a row holds in layers with a window.
 
     Args:
-        ahead: positions that are written behind the last one that may still be asked for.
+        ahead: positions that are written behind the last position that a query may still attend to.
     """
     return min((window + ahead) // page_size + 3, -(-capacity // page_size))
 
@@ -180,48 +180,48 @@ PAGED = (cache.Paged, AuxiliaryBuffer)
 
 
 def is_paged(part: Any) -> bool:
-    """True if a part of a state lies in pages, which all rows share; every other array has the rows as its first dim."""
+    """True if a part of a state is in pages that all rows share; every other array has the rows as its first dim."""
     return isinstance(part, PAGED)
 
 
 def rows_of(state: Any, rows: Int[Array, " n"], tables: Int[Array, "G n M"]) -> Any:
-    """The state of some rows, whose pages tables name, one for each group; the pages are the whole pool."""
+    """Selects some rows of a state. The tables, one for each group, name their pages; the pages are the whole pool."""
 
-    def of(part: Any) -> Any:
+    def select(part: Any) -> Any:
         return replace(part, table=tables[part.group]) if is_paged(part) else part[rows]
 
-    return jax.tree.map(of, state, is_leaf=is_paged)
+    return jax.tree.map(select, state, is_leaf=is_paged)
 
 
 def with_rows(state: Any, some: Any, rows: Int[Array, " n"]) -> Any:
-    """The state in which these rows, all different, are what `some` says."""
+    """Writes rows, which are all different, back to a state."""
 
-    def put(old: Any, new: Any) -> Any:
+    def write(old: Any, new: Any) -> Any:
         return replace(new, table=None) if is_paged(old) else old.at[rows].set(new, unique_indices=True)
 
-    return jax.tree.map(put, state, some, is_leaf=is_paged)
+    return jax.tree.map(write, state, some, is_leaf=is_paged)
 
 
-def restored(caches: Any, own: Any, rows: Int[Array, " n"]) -> Any:
-    """The caches of some rows, of which states that lie in no page are those of other rows, where these are not below 0.
+def restore_states(caches: Any, some: Any, rows: Int[Array, " n"]) -> Any:
+    """Returns the caches of some rows, with states outside of pages replaced by those of `rows`; a row below 0 replaces none.
 
     Args:
-        caches: of all rows.
-        own: of these.
+        caches: caches of all rows.
+        some: caches of the selected rows.
     """
 
-    def of(whole: Any, own: Any) -> Any:
+    def restore(whole: Any, part: Any) -> Any:
         if is_paged(whole):
-            return own
-        return jnp.where((rows >= 0).reshape(-1, *[1] * (own.ndim - 1)), whole[jnp.maximum(rows, 0)], own)
+            return part
+        return jnp.where((rows >= 0).reshape(-1, *[1] * (part.ndim - 1)), whole[jnp.maximum(rows, 0)], part)
 
-    return jax.tree.map(of, caches, own, is_leaf=is_paged)
+    return jax.tree.map(restore, caches, some, is_leaf=is_paged)
 
 
-def kept(caches: Any, own: Any, rows: Int[Array, " n"]) -> Any:
-    """The caches in which these rows' states that lie in no page are what `own` says; those below 0 go nowhere."""
+def save_states(caches: Any, some: Any, rows: Int[Array, " n"]) -> Any:
+    """Copies the states of `some` rows outside of pages to `rows` of the caches; a row below 0 is not copied."""
 
-    def put(whole: Any, own: Any) -> Any:
-        return whole if is_paged(whole) else whole.at[jnp.where(rows < 0, len(whole), rows)].set(own, mode="drop")
+    def keep(whole: Any, part: Any) -> Any:
+        return whole if is_paged(whole) else whole.at[jnp.where(rows < 0, len(whole), rows)].set(part, mode="drop")
 
-    return jax.tree.map(put, caches, own, is_leaf=is_paged)
+    return jax.tree.map(keep, caches, some, is_leaf=is_paged)

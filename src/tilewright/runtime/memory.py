@@ -1,4 +1,4 @@
-"""How much memory can still be had, on the host or on the devices that a model lies on, and whether weights fit into it."""
+"""Free memory of the host or of a model's devices, and the check that weights fit into it."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Kernels, Weights, formats
 from tilewright.models.decoder import DecoderParams
-from tilewright.models.params import DTYPES, ArraySpec, each
+from tilewright.models.params import DTYPES, ArraySpec, map_specs
 
 Tree = TypeVar("Tree")
 
@@ -24,26 +24,27 @@ FEW_BITS: dict[Weights, str] = {
     "int4": "in 4 bits (--weights int4)",
     "fp8": "in FP8 (--weights fp8)",
 }
-"""How a message speaks of a format."""
+IN_FILE = "quantised as in the file (--weights auto)"
+"""Names of the weight formats in messages."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP_FILES = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
-"""Of control groups, version 2 and 1: the controller's folder, its limit, what is used, and what of that are files, which go
-when memory is needed."""
+"""Files of control groups, version 2 and 1: the controller's folder, its limit, its usage, and the entries of `memory.stat` for
+cached files, which the kernel drops when memory is needed."""
 
 
 def amount(count: float) -> str:
-    """A number of bytes for people."""
+    """Formats a number of bytes."""
     return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{count / 1e6:.1f} MB"
 
 
 def free_bytes(devices: Iterable[Any] | None = None) -> int:
-    """Bytes that each of these devices (by default the first one) can still give: of the one that has the least.
+    """Returns the free bytes of each of these devices (by default the first one): those of the device with the least.
 
-    CPU devices share the host's.
+    CPU devices share the host's memory.
     """
     every = jax.local_devices()[:1] if devices is None else devices
     local = [device for device in every if device.process_index == jax.process_index()]
@@ -55,10 +56,12 @@ def free_bytes(devices: Iterable[Any] | None = None) -> int:
 
 
 def host_free(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes that this process can still get of the host's memory, within its control group; all of it where nobody says.
+    """Returns the bytes of host memory that this process can still get within its control group.
+
+    Without that information of the kernel, it returns the host's whole memory.
 
     Args:
-        proc, cgroups: where the kernel says it.
+        proc, cgroups: folders of the kernel's information.
     """
     available = meminfo_bytes(proc, "MemAvailable")
     if available is None:
@@ -67,14 +70,14 @@ def host_free(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def meminfo_bytes(proc: Path, name: str) -> int | None:
-    """A line of `/proc/meminfo`; None where there is none."""
+    """Returns the bytes in a line of `/proc/meminfo`; None without such a line."""
     file = proc / "meminfo"
     lines = file.read_text().splitlines() if file.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
 def cgroup_free(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Bytes left of each limit that this process's control group is under: its own, and those of the groups around it."""
+    """Yields the bytes left under each memory limit of this process: its control group's, and those of the groups around it."""
     file = proc / "self" / "cgroup"
     groups = [line.split(":", 2) for line in file.read_text().splitlines()] if file.is_file() else []
     for controller, limit, used, files in CGROUP_FILES:
@@ -91,70 +94,75 @@ def cgroup_free(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def stat_bytes(file: Path, names: Sequence[str]) -> int:
-    """The sum of these lines of a `memory.stat`."""
+    """Returns the sum of these lines of a `memory.stat`."""
     lines = [line.split() for line in file.read_text().splitlines()] if file.is_file() else []
     return sum(int(value) for name, value in lines if name in names)
 
 
 def held_bytes(arrays: Any) -> int:
-    """Bytes of all arrays in a tree, each once, on all devices together."""
+    """Returns the bytes of all arrays in a tree, each counted once, on all devices together."""
     return sum({id(leaf): array_bytes(leaf) for leaf in jax.tree.leaves(arrays)}.values())
 
 
 def array_bytes(array: Any) -> int:
-    """Bytes of an array. Of integers of 4 bits two share one, of which `nbytes` knows nothing."""
+    """Returns the bytes of an array. Two 4-bit integers share a byte, unlike in `nbytes`."""
     return array.nbytes // 2 if array.dtype in (jnp.int4, jnp.uint4) else array.nbytes
 
 
 def step_bytes(target: DecoderParams, rows: int = 1) -> int:
-    """Bytes that a pass over so many rows reads of a target's weights as they are held.
+    """Returns the bytes of a target's weights that a pass over `rows` rows reads.
 
-    All of them; but of an embedding that is not the output head only rows, and of a mixture the experts that so many rows are
-    expected to choose. A block has a row for each of its slots.
+    These are all weights, except for an embedding that is not the output head, of which it reads only rows, and the experts of
+    a mixture, of which it reads the expected number that the rows choose. A block has a row for each of its slots.
     """
     whole = held_bytes(target if target.head is None else replace(target, embed=()))
     for layer in target.layers:
         if layer.router is not None:
             mixture = layer.router.mixture
-            whole -= held_bytes((layer.gate_up, layer.down)) * (1 - mixture.read(rows) / mixture.experts)
+            whole -= held_bytes((layer.gate_up, layer.down)) * (1 - mixture.expected_experts(rows) / mixture.experts)
     return round(whole)
 
 
-def weight_bytes(specs: Any, shardings: Any, itemsize: int, ops: Operations, kept: Mapping[str, str]) -> int:
-    """Bytes that declared arrays take on each device, as operations prepare them.
+def is_quantised(params: Any) -> bool:
+    """Returns True if some arrays have at most 8 bits per weight, as quantised matrices have."""
+    return any(jnp.dtype(array.dtype).itemsize == 1 for array in jax.tree.leaves(params))
+
+
+def weight_bytes(specs: Any, shardings: Any, itemsize: int, ops: Operations, native_formats: Mapping[str, str]) -> int:
+    """Returns the bytes that declared arrays take on each device, in the format that operations prepare.
 
     Args:
         shardings: a tree like `specs`; None for one device.
-        itemsize: bytes of an entry of an array that stays as it is.
-        kept: the formats in which files have matrices in few bits, by the arrays' names.
+        itemsize: bytes of an entry of an array that is not converted.
+        native_formats: formats of the quantised matrices of the files, by the arrays' names.
     """
 
     def size(spec: ArraySpec, sharding: Sharding | None) -> int:
         shape = spec.shape if sharding is None else sharding.shard_shape(spec.shape)
-        prepared = ops.bytes_of(spec.kind, shape, kept.get(spec.name, ""))
+        prepared = ops.bytes_of(spec.kind, shape, native_formats.get(spec.name, ""))
         return prod(shape) * itemsize if prepared is None else prepared
 
-    return sum(jax.tree.leaves(each(specs, shardings, size)))
+    return sum(jax.tree.leaves(map_specs(specs, shardings, size)))
 
 
 def check_fit(name: str, needed: Mapping[str, int], free: int) -> None:
-    """Refuses weights for which there is no memory.
+    """Checks that weights fit into free memory.
 
     Args:
-        needed: bytes on each device, by the way in which the weights are kept: first the one that was asked for.
-        free: bytes that each device can still give.
+        needed: bytes on each device by format; the first format is the requested one.
+        free: free bytes of each device.
 
     Raises:
-        ValueError: the first of `needed` is more than `free`; it says what would fit.
+        ValueError: the requested format needs more than `free`. The message names formats that fit.
     """
-    (asked, most), *others = needed.items()
+    (way, most), *other_ways = needed.items()
     if most <= free:
         return
-    fitting = [f"{amount(least)} {way}" for way, least in others if least <= free]
+    fitting = [f"{amount(least)} {other}" for other, least in other_ways if least <= free]
     instead = f"they would take {' or '.join(fitting)}" if fitting else "no smaller format of them fits"
-    more = f"; {-(-most // max(1, free))} such devices could divide them (--tensor-parallel)"
+    more = f"; {-(-most // max(1, free))} such devices could share them (--tensor-parallel)"
     raise ValueError(
-        f"{name}: its weights take {amount(most)} {asked}, and {amount(free)} are free: {instead}"
+        f"{name}: its weights take {amount(most)} {way}, and {amount(free)} are free: {instead}"
         + ("" if jax.default_backend() == "cpu" else more)
     )
 
@@ -166,24 +174,27 @@ def check_weights(
     dtype: str,
     weights: Weights,
     kernels: Kernels,
-    kept: Mapping[str, str],
+    native_formats: Mapping[str, str],
 ) -> None:
-    """Refuses weights that do not fit, before any of them is read; see `check_fit`.
+    """Checks that weights fit, before any of them is read; see `check_fit`.
 
     Args:
-        declare: the arrays of the model; of a tied one with a head of its own or without.
-        shard: from the declaration to the shardings; None for the default device.
-        kept: see `weight_bytes`.
+        declare: returns the model's declared arrays, given whether a tied model has an output head of its own.
+        shard: returns the shardings of declared arrays; None for the default device.
+        native_formats: see `weight_bytes`.
     """
     few = formats(kernels)
-    specs = {kind: declare(ops.own_head) for kind, ops in few.items()}
+    specs = {kind: declare(ops.separate_head) for kind, ops in few.items()}
     placed = {kind: None if shard is None else shard(each) for kind, each in specs.items()}
 
     def needed(kind: Weights, dtype: str) -> int:
-        return weight_bytes(specs[kind], placed[kind], jnp.dtype(DTYPES[dtype]).itemsize, few[kind], kept)
+        return weight_bytes(specs[kind], placed[kind], jnp.dtype(DTYPES[dtype]).itemsize, few[kind], native_formats)
 
-    ways = {f"in {one}": needed("auto", one) for one in DTYPES}
+    dense = f"in {dtype}"
+    ways = {f"in {one}": needed("dequantised", one) for one in DTYPES}
+    in_file = needed("auto", dtype)
+    ways |= {IN_FILE: in_file} if in_file < ways[dense] else {}
     ways |= {FEW_BITS[kind]: needed(kind, dtype) for kind in few if kind in FEW_BITS}
-    asked = FEW_BITS.get(weights, f"in {dtype}")
+    requested = FEW_BITS.get(weights, IN_FILE if weights == "auto" and IN_FILE in ways else dense)
     devices = None if shard is None else jax.tree.leaves(placed["auto"])[0].mesh.devices.flat
-    check_fit(name, {asked: ways[asked]} | ways, free_bytes(devices))
+    check_fit(name, {requested: ways[requested]} | ways, free_bytes(devices))

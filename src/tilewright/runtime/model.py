@@ -1,4 +1,4 @@
-"""A model as the runtime serves it: a target, what drafts for it, and how text becomes tokens."""
+"""Model that the runtime serves: a target, its drafter, and their tokenizer."""
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ from tilewright.runtime.state import Models, Target
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A target and its drafter, with their parameters.
+    """Target and drafter, with their parameters.
 
     Attributes:
-        models: the parameters, prepared for the operations that the target and the drafter name.
-        dtype: of the target's weights and activations, and of its caches unless `Target.kv_dtype` says otherwise.
+        models: the parameters, prepared for the operations of the target and the drafter.
+        dtype: dtype of the target's weights and activations, and of its caches unless `Target.kv_dtype` sets another.
         drafter: None for plain decoding.
         adapters: names of its low-rank adapters, in the order of their numbers from 1 on.
     """
@@ -33,7 +33,7 @@ class Model:
     adapters: tuple[str, ...] = ()
 
     def adapter_number(self, name: str | None) -> int:
-        """The number of an adapter, 0 for none. Raises a `ValueError` for a name that there is not."""
+        """Returns the number of an adapter, 0 for None. Raises a `ValueError` for an unknown name."""
         if name is None:
             return 0
         if name not in self.adapters:
@@ -41,10 +41,10 @@ class Model:
         return self.adapters.index(name) + 1
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a prompt, which may be tokens already.
+        """Returns the tokens of a prompt, which may be token ids already.
 
         Raises:
-            ValueError: it is empty, neither a text nor token ids, or holds an id outside the vocabulary.
+            ValueError: the prompt is empty, is neither a text nor token ids, or has an id outside of the vocabulary.
         """
         tokens = encode(self.tokenizer, prompt) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens:
@@ -57,7 +57,7 @@ class Model:
 
 
 def token_ids(prompt: object) -> list[int]:
-    """Token ids of a prompt that is no text. Raises a `ValueError` where it holds anything but integers."""
+    """Returns the token ids of a prompt that is not a text. Raises a `ValueError` for anything but integers."""
     if isinstance(prompt, Mapping) or (isinstance(prompt, list | tuple) and any(isinstance(one, Mapping) for one in prompt)):
         raise ValueError("expected a prompt, a text or token ids, found messages of a chat: `chat` takes them")
     try:

@@ -1,4 +1,4 @@
-"""How an engine is set up."""
+"""Options of engines."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from tilewright.runtime.shapes import ShapeTable
 Guard = Literal["off", "warn", "fail"]
 
 WIDTHS = (4, 16)
-"""Of blocks, where these are chosen round by round: fewer than `generate` has, for all programs are compiled before serving."""
+"""Block widths for choosers of rounds: fewer than `generate` has, since serving compiles all programs beforehand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class ServiceOptions:
     """Options of every engine.
 
     Attributes:
-        queue_requests, queue_tokens: how many requests, and how many of their prompts' tokens, may wait.
-        guard: what a compile does once the engine is ready.
-        dispatch_s: about how long a dispatch takes: what is shown, admitted or cancelled waits as long.
+        queue_requests, queue_tokens: limits of the queue: requests, and tokens of their prompts.
+        guard: reaction to a compilation once the engine is ready.
+        dispatch_s: target duration of a dispatch, in seconds. Outputs, admissions and cancellations wait for its end.
     """
 
     queue_requests: int = 256
@@ -36,7 +36,7 @@ class ServiceOptions:
         if self.guard not in GUARD_MODES:
             raise ValueError(f"expected the guard to be one of {', '.join(GUARD_MODES)}, found {self.guard!r}")
         if not self.dispatch_s > 0:
-            raise ValueError(f"expected a dispatch of more than 0 seconds, found {self.dispatch_s}")
+            raise ValueError(f"expected dispatch_s of more than 0 seconds, found {self.dispatch_s}")
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class EngineOptions(ServiceOptions):
     """Options of an engine: shapes, pages and memory.
 
     Attributes:
-        table: the declared shapes: its batches are the numbers of rows that rounds run with, the largest of them is the number
-            of slots; its capacities are the positions that rounds look at, the largest of them bounds a request. None for up to
-            8 slots of the context.
+        table: declared shapes. Its batches are the numbers of rows of the rounds; the largest is the number of slots. Its
+            capacities are the numbers of positions that rounds attend to; the largest bounds a request. None for up to 8 slots
+            of the context.
         page_size: positions of a page, a multiple of 16.
-        pages: in the pool; None for as many as all slots can fill, or as `memory_fraction` lets.
-        prefix_cache: keep full pages for later requests that begin alike; None for wherever a drafter keeps no window of
-            its last positions, which is not in pages, and layers with states have snapshots of them.
-        state_snapshots: of the states of layers with linear attention, for the prefix cache; None for as many as there are
-            slots, and 4 at least. A request can go on behind a prefix where there is one.
-        slots: how many requests run at once; None for the largest batch of the table.
-        context: the most positions of a request; None for the model's context. Fewer if the pages hold fewer.
-        memory_fraction: the share of the memory that is free, once the weights are loaded, that the pages and what programs
-            compute with may take; None for no bound.
-        constraints: whether requests may have one, for which there are further programs.
+        pages: size of the pool; None for as many pages as all slots can fill, or as `memory_fraction` allows.
+        prefix_cache: keeps full pages for later requests with the same prefix. None enables the cache unless a drafter keeps a
+            window of its last positions, which is not in pages, or layers have states without snapshots.
+        state_snapshots: number of snapshots of linear-attention states, for the prefix cache; None for one a slot, and at
+            least 4. A request can only continue a cached prefix that has a snapshot.
+        slots: number of requests that run at once; None for the largest batch of the table.
+        context: the most positions of a request; None for the model's context. A small page pool lowers it.
+        memory_fraction: share of the memory that is free after loading the weights which pages and temporary buffers may take;
+            None for no bound.
+        constraints: compiles the programs for requests with a constraint.
     """
 
     table: ShapeTable | None = None
@@ -84,14 +84,14 @@ class EngineOptions(ServiceOptions):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of blocks, where these are chosen round by round."""
+        """Block widths for choosers of rounds."""
         return WIDTHS if self.table is None else self.table.widths
 
     def shapes(self, context: int) -> ShapeTable:
-        """The table, for a context of so many positions; capacities are multiples of a page.
+        """Returns the table for a context of that many positions; capacities are multiples of a page.
 
         Raises:
-            ValueError: a capacity of the given table is no multiple of a page.
+            ValueError: a capacity of the given table is not a multiple of the page size.
         """
         if self.table is None:
             chunks = ShapeTable().chunks
@@ -105,12 +105,12 @@ class EngineOptions(ServiceOptions):
 
 
 def batches_for(slots: int | None, declared: tuple[int, ...], factor: int = 2) -> tuple[int, ...]:
-    """The numbers of rows that programs are compiled for.
+    """Returns the numbers of rows that programs are compiled for.
 
     Args:
-        slots: the largest; None for the declared ones as they are.
-        declared: those that are kept as far as they are smaller; from the largest of them on each is `factor` times the one
-            before, so that no request pays for more than so many times the rows that are running.
+        slots: the largest number; None for the declared numbers unchanged.
+        declared: smaller numbers are kept. Behind the largest kept number, each is `factor` times the one before, so that no
+            request pays for more than `factor` times the running rows.
     """
     if slots is None:
         return declared

@@ -1,11 +1,11 @@
-"""The text of one request on the host: from tokens to characters, stop strings, ends, and what becomes of it."""
+"""Output processing of one request on the host: detokenising, stop strings, ends, and the result."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.interfaces import Choice
@@ -16,7 +16,7 @@ FinishReason = Literal["eos", "stop", "length", "interrupted"]
 
 @dataclass(frozen=True)
 class Piece:
-    """The text that one token added to a row; `drafted` if the drafter had proposed it. A token may add no text yet."""
+    """Text that one token added to a row; `drafted` if a drafter had proposed the token. A token may add no text yet."""
 
     row: int
     text: str
@@ -29,19 +29,19 @@ class Result:
     """Generated text and tokens of one request.
 
     Attributes:
-        text: the generated text, without the stop string or the token that ended it, unless `include_stop` asks for them.
-        tokens: the generated tokens, with the one that ended them if one came; at a stop string they end with the token that
-            completed it.
-        acceptance_lengths: how many tokens each round (each step, without a drafter) added to `tokens`. A round's last token is
-            the target's, those before it are accepted drafts; only the last round may be cut short, by an end.
-        drafted, accepted: how many drafts each round ran and how many of them the target agreed with, in a round that was cut
-            short also those behind the end. Zeros without a drafter.
+        text: generated text, without the stop string or the token that ended it, unless `include_stop` is set.
+        tokens: generated tokens, including a token that ended them; at a stop string they end with the token that completed the
+            string.
+        acceptance_lengths: number of tokens that each round (each step, without a drafter) added to `tokens`. A round's last
+            token is the target's, those before it are accepted drafts. Only the last round may be cut short by an end.
+        drafted, accepted: number of drafts of each round, and number of accepted ones; drafts behind an end count, too. Zeros
+            without a drafter.
         finish_reason: "eos", "stop", "length" or "interrupted".
         prompt_tokens: length of the prompt.
-        seed: what it was drawn with; None where nothing was drawn and no seed was given.
-        choices: what each round did, where that was chosen as decoding went; else empty.
-        from_ngrams: true for each round whose drafts n-grams made, where a model drafts the other rounds.
-        stop_reason: the stop string, or the token of `stop_token_ids`, at which it ended; None for any other end.
+        seed: seed of the draws; None if nothing was drawn and no seed was given.
+        choices: kind of each round, if a chooser chose it; else empty.
+        from_ngrams: true for each round whose drafts n-grams made in place of a model.
+        stop_reason: the stop string or the token of `stop_token_ids` that ended the text; None for any other end.
     """
 
     text: str
@@ -57,37 +57,40 @@ class Result:
     from_ngrams: list[bool] = field(default_factory=list)
 
 
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
 @dataclass(frozen=True)
-class Generation:
-    """The results of one call, in the order of its prompts, with the times of the whole call.
+class Generation(Generic[AnyResult]):
+    """Results of one call, in the order of its prompts, with the times of the whole call.
 
     Attributes:
-        prefill_seconds, decode_seconds: compilation excluded.
+        prefill_seconds, decode_seconds: times without compilation.
         rounds: rounds (steps, without a drafter), counted once for each batch.
     """
 
-    results: list[Result]
+    results: list[AnyResult]
     prefill_seconds: float
     decode_seconds: float
     rounds: int
 
-    def __iter__(self) -> Iterator[Result]:
+    def __iter__(self) -> Iterator[AnyResult]:
         return iter(self.results)
 
     def __len__(self) -> int:
         return len(self.results)
 
-    def __getitem__(self, index: int) -> Result:
+    def __getitem__(self, index: int) -> AnyResult:
         return self.results[index]
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens of all rows for each second of decoding."""
+        """Generated tokens of all rows per second of decoding."""
         return sum(len(r.tokens) for r in self.results) / self.decode_seconds
 
     @staticmethod
-    def joined(parts: Sequence["Generation"]) -> "Generation":
-        """Several as one."""
+    def joined(parts: "Sequence[Generation[Any]]") -> "Generation[Any]":
+        """Joins several generations."""
         return Generation(
             [result for part in parts for result in part],
             sum(part.prefill_seconds for part in parts),
@@ -98,11 +101,11 @@ class Generation:
 
 @dataclass
 class OutputProcessor:
-    """One request on the host: what it asks for, and its text so far.
+    """Output of one request on the host: its options, and its text so far.
 
     Attributes:
-        index: what its pieces are numbered with.
-        sampling: with the seed that it draws with.
+        index: row number of its pieces.
+        sampling: sampling options, with the seed of the draws.
     """
 
     index: int
@@ -129,43 +132,43 @@ class OutputProcessor:
         choice: Choice | None = None,
         from_ngrams: bool = False,
     ) -> list[Piece]:
-        """Takes the tokens that a round committed, up to a stop string. Returns what they add to the text."""
+        """Adds the tokens that a round committed, up to an end. Returns the pieces that they add to the text."""
         pieces = []
         self.from_ngrams.append(from_ngrams)
         if choice is not None:
             self.choices.append(choice)
         self.drafted.append(drafted)
         self.accepted.append(accepted)
-        taken = 0
+        count = 0
         for slot, token in enumerate(tokens):
             self.tokens.append(token)
-            taken += 1
+            count += 1
             self.add_text(token, eos)
             pieces.append(Piece(self.index, self.newly_shown(), token, drafted=slot < accepted))
             if self.finish_reason is not None:
                 break
-        self.acceptance_lengths.append(taken)
+        self.acceptance_lengths.append(count)
         return pieces
 
     def add_text(self, token: int, eos: Sequence[int]) -> None:
-        """Adds a token's text, and sees whether the text ends there."""
-        asked = self.sampling
+        """Adds a token's text, and detects the end of the text."""
+        options = self.sampling
         before = len(self.text)
-        if token in eos and not asked.ignore_eos:
+        if token in eos and not options.ignore_eos:
             self.finish_reason = "eos"
-        elif token in asked.stop_token_ids:
+        elif token in options.stop_token_ids:
             self.finish_reason = "stop"
             self.stop_reason = token
-        if self.finish_reason is None or asked.include_stop:
+        if self.finish_reason is None or options.include_stop:
             self.text += self.decoder.push([token])
         if self.finish_reason is None and len(self.prompt) + len(self.tokens) >= self.end:
             self.finish_reason = "length"
         if self.finish_reason is not None:
             self.text += self.decoder.flush()
-        at = find_stop(self.text, asked.stop, before) if len(self.tokens) > asked.min_tokens else None
+        at = find_stop(self.text, options.stop, before) if len(self.tokens) > options.min_tokens else None
         if at is not None:
-            found = next(stop for stop in asked.stop if place_of(self.text, stop, before) == at)
-            self.text = self.text[: at + len(found) if asked.include_stop else at]
+            found = next(stop for stop in options.stop if place_of(self.text, stop, before) == at)
+            self.text = self.text[: at + len(found) if options.include_stop else at]
             self.finish_reason = "stop"
             self.stop_reason = found
 
@@ -174,7 +177,7 @@ class OutputProcessor:
         return len(self.prompt) + self.sampling.max_new_tokens
 
     def newly_shown(self) -> str:
-        """Text that can be shown now: all of it, less a tail that may turn out to begin a stop string."""
+        """Returns the text that can be shown now: the new text without a possible beginning of a stop string at its end."""
         shows_stop = self.finish_reason is not None or self.sampling.include_stop
         hold = 0 if shows_stop else beginning_of_stop(self.text, self.sampling.stop)
         until = max(len(self.text) - hold, self.shown)
@@ -183,7 +186,7 @@ class OutputProcessor:
         return text
 
     def result(self) -> Result:
-        # A copy is flushed: decoding may go on after this.
+        # Flushes a copy, since decoding may go on.
         text = self.text if self.finish_reason else self.text + copy(self.decoder).flush()
         reason = self.finish_reason or "interrupted"
         rounds = (list(self.acceptance_lengths), reason, len(self.prompt), list(self.drafted), list(self.accepted))
@@ -193,33 +196,33 @@ class OutputProcessor:
 
 
 def find_stop(text: str, stops: Sequence[str], searched: int = 0) -> int | None:
-    """Index at which the earliest stop string begins; None if there is none.
+    """Returns the index of the earliest stop string; None if there is none.
 
     Args:
-        searched: none that ends within so many of the first characters counts.
+        searched: number of first characters; stop strings that end within them are ignored.
     """
     return min((at for stop in stops if (at := place_of(text, stop, searched)) >= 0), default=None)
 
 
 def place_of(text: str, stop: str, searched: int) -> int:
-    """Index at which a stop string begins that ends behind the first `searched` characters; -1 if it is not there."""
+    """Returns the index of a stop string that ends behind the first `searched` characters; -1 if there is none."""
     return text.find(stop, max(0, searched - len(stop) + 1))
 
 
 def beginning_of_stop(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is the beginning of a stop string."""
+    """Returns the length of the longest end of `text` that is the beginning of a stop string."""
     if not stops:
         return 0
-    ordered = in_order(tuple(stops))
+    ordered = sorted_stops(tuple(stops))
     longest = min(max(map(len, stops)) - 1, len(text))
     for length in range(longest, 0, -1):
         end = text[len(text) - length :]
-        at = bisect_right(ordered, end)  # those that begin with it, and go on, come right behind it
+        at = bisect_right(ordered, end)  # longer strings that begin with `end` follow at once
         if at < len(ordered) and ordered[at].startswith(end):
             return length
     return 0
 
 
 @lru_cache
-def in_order(stops: tuple[str, ...]) -> tuple[str, ...]:
+def sorted_stops(stops: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(stops))

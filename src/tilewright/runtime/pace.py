@@ -1,10 +1,11 @@
-"""How long rounds, or steps, take on the device, and how many of them a dispatch gets."""
+"""Timing of rounds and steps on the device, and the resulting number of rounds of a dispatch."""
 
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from tilewright.runtime.constraints import MaskSource
 from tilewright.runtime.interfaces import Choice
@@ -13,35 +14,39 @@ from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
 
 FIRST_ROUNDS = 8
-"""Of a dispatch before any was timed."""
+"""Rounds of a dispatch before any dispatch was timed."""
 IN_HURRY = 4
-"""Where somebody waits for a first token, or for a place, dispatches are so many times as short."""
+"""Factor by which dispatches are shorter while a request waits for a slot or for its first token."""
 WAITED_S = 1e-4
-"""How long somebody must have waited for a dispatch to know when it ended."""
+"""Least wait for a dispatch, in seconds, after which its end time is known."""
 SLOWER = 1.05
-"""How much slower than before a round may be taken to be after each dispatch. The fastest lately is what counts: dispatches of
-few rounds, and those beside which a host was at work, tell little of what more rounds would take."""
+"""Largest factor by which the recorded time of a round may grow with each dispatch.
+
+The smallest recent time counts: dispatches of few rounds, or beside a busy host, say little about the time of further rounds.
+"""
 
 
 def kind_of(sent: SentRounds) -> tuple[Hashable, ...]:
-    """Key by which rounds are timed."""
+    """Returns the key under which rounds are timed."""
     return rounds_kind(sent.rows, sent.choice, sent.masks)
 
 
 def rounds_kind(rows: int, choice: Choice | None, masks: MaskSource = "none") -> tuple[Hashable, ...]:
-    """Key by which rounds of so many rows are timed."""
+    """Returns the key under which rounds of that many rows are timed."""
     return (rows, choice) if masks == "none" else (rows, choice, masks)
 
 
 class Pace:
-    """Dispatches that take about as long as asked for.
+    """Timer that sizes dispatches for a target duration.
 
     Args:
-        dispatch_s: how long that is; infinity for as many rounds as there may be.
-        longest: rounds that a dispatch can have.
+        dispatch_s: target duration of a dispatch, in seconds; infinity for the most rounds.
+        longest: the most rounds of a dispatch.
 
     Attributes:
-        seconds: of a round, by what it is.
+        seconds: recorded time of a round, by kind.
+        read_at: time at which the last dispatch was read.
+        waited: whether the host waited for the last dispatch, so that its end time is known.
     """
 
     def __init__(self, dispatch_s: float, longest: int):
@@ -52,10 +57,10 @@ class Pace:
         self.waited = False
 
     def most(self, seconds: float | None, hurry: bool) -> int:
-        """Number of rounds of so many seconds each that a dispatch may have.
+        """Returns the number of rounds of that many seconds that a dispatch may run.
 
         Args:
-            hurry: whether somebody waits for its end.
+            hurry: whether a request waits for the end of the dispatch.
         """
         if math.isinf(self.dispatch_s):
             return self.longest
@@ -65,17 +70,17 @@ class Pace:
         return int(np.clip(wanted / seconds, 1, self.longest))
 
     def under_masks(self, rows: int, choice: Choice | None, most: int, hurried: bool) -> int:
-        """Number of rounds that a dispatch under masks of the device's runs; arguments as of `next`."""
+        """Returns the number of rounds of a dispatch under the device's masks; arguments as for `next`."""
         return min(most, self.most(self.seconds.get(rounds_kind(rows, choice, "device")), hurried))
 
     def time(self, kind: Hashable, rounds: int, sent: float, alone: bool, began: float, ended: float) -> float | None:
-        """Takes in a dispatch of so many rounds that was read. Returns how long it took, if that is known.
+        """Records a dispatch of that many rounds that was read. Returns its duration, if known.
 
         Args:
-            sent: when; all times by `time.perf_counter()`.
-            alone: nothing else was sent since the dispatch before.
-            began, ended: when somebody began to wait for it and had it. If it was there before, it is not known when it ended,
-                nor how long the next one took, if that had been sent already.
+            sent: time of the dispatch; all times are by `time.perf_counter()`.
+            alone: whether nothing else was dispatched since the dispatch before.
+            began, ended: when the host began to wait for the dispatch, and received it. If the host did not wait, the end time
+                of the dispatch is unknown, and so is the duration of a dispatch that was already queued behind it.
         """
         waited = ended - began > WAITED_S
         follows = self.waited or sent >= self.read_at
@@ -88,10 +93,13 @@ class Pace:
 
 
 class FixedRounds(Pace):
-    """Chooses how many rounds dispatches run, where all rounds are of one kind."""
+    """Chooses the number of rounds of a dispatch, for drafters whose rounds are all of one kind."""
 
     def follow(self, prompt: Sequence[int]) -> Any:
         return None
+
+    def measure(self, console: Console | None) -> None:
+        """Measures nothing: all rounds are of one kind."""
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         return None, min(most, self.most(self.seconds.get((rows, None)), hurried))
@@ -101,7 +109,7 @@ class FixedRounds(Pace):
         sent: SentRounds,
         infos: StepInfo,
         sequences: Sequence[TokenSequence],
-        heard: Sequence[int],
+        tokens_before: Sequence[int],
         began: float,
         ended: float,
     ) -> None:

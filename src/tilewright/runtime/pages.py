@@ -1,8 +1,8 @@
-"""Which pages of the pool are whose: handed out, shared by rows that begin alike, kept for later ones, given away again.
+"""Page pool with reference counts, shared prefixes and a cache of evictable pages.
 
-Plain host code. A page that is full, and whose keys and values are final, may be kept under a key that says what it holds:
-all tokens before it, its own, and the one behind it (a drafter's context may have read that one, too). Whoever finds it
-holds it with the others; nobody writes to it any more.
+Host code only. A full page with final keys and values may be published under a key of its contents: all tokens before it, its
+own tokens, and the token behind it (which a drafter's context may have read, too). A row that finds the page takes a reference.
+Published pages are never written to.
 """
 
 import hashlib
@@ -12,21 +12,23 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 FIRST = b""
-"""Stands for what comes before the first page."""
+"""Key before that of the first page."""
 
 
-def page_key(before: bytes, held: Sequence[int]) -> bytes:
-    """The key of a full page, given that of the one before it (`FIRST` for the first), its tokens and the one behind them."""
-    return hashlib.blake2b(before + np.asarray(held, np.int32).tobytes(), digest_size=16).digest()
+def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Returns the key of a full page from the key of the page before (or `FIRST`), its tokens and the token behind them."""
+    return hashlib.blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
 
 
 class Pages:
-    """The accounts of a pool.
+    """Page pool.
 
     Attributes:
-        count, page_size: of the pool.
-        ref_counts: how many rows hold each page.
-        evictable: published pages that no row holds, the one that was held the longest ago first.
+        count, page_size: number of pages, and positions of a page.
+        ref_counts: number of rows that hold each page.
+        empty: pages without contents.
+        published, keys: published pages by key, and their keys by page.
+        evictable: published pages that no row holds, the least recently released first.
     """
 
     def __init__(self, count: int, page_size: int):
@@ -40,35 +42,35 @@ class Pages:
 
     @property
     def used(self) -> int:
-        """Pages that rows hold."""
+        """Number of pages that rows hold."""
         return self.count - self.free
 
     @property
     def free(self) -> int:
-        """Pages that can be taken: those that nobody holds, kept ones included."""
+        """Number of pages that can be allocated, evictable ones included."""
         return len(self.empty) + len(self.evictable)
 
     @property
     def cached(self) -> int:
-        """Pages that are kept though no row holds them."""
+        """Number of published pages that no row holds."""
         return len(self.evictable)
 
     def take(self, count: int) -> list[int] | None:
-        """Pages for one row, which now holds them; None if there are not so many. What was kept the longest ago goes first."""
+        """Allocates pages for one row, empty ones first, then the least recently released; None if there are too few."""
         if count > self.free:
             return None
-        taken = [self.empty.popleft() if self.empty else self.forget_oldest() for _ in range(count)]
-        for page in taken:
+        pages = [self.empty.popleft() if self.empty else self.evict() for _ in range(count)]
+        for page in pages:
             self.ref_counts[page] = 1
-        return taken
+        return pages
 
-    def forget_oldest(self) -> int:
+    def evict(self) -> int:
         page, _ = self.evictable.popitem(last=False)
         del self.published[self.keys.pop(page)]
         return page
 
     def acquire_prefix(self, keys: Iterator[bytes]) -> list[int]:
-        """The pages kept under these keys, as far as they go without a gap; the row that asks holds them."""
+        """Takes references to the pages published under these keys, up to the first missing one. Returns the pages."""
         found = []
         for key in keys:
             page = self.published.get(key)
@@ -80,16 +82,16 @@ class Pages:
         return found
 
     def publish(self, page: int, key: bytes) -> None:
-        """Lets others find a page that is held; the first one under a key stays."""
-        assert self.ref_counts[page] > 0, "only a page that is held is known to hold what its key says"
+        """Publishes a page under a key. A page that is published under the key already stays there."""
+        assert self.ref_counts[page] > 0, f"page {page} is published without a reference"
         if key not in self.published and page not in self.keys:
             self.published[key] = page
             self.keys[page] = key
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives up a row's hold, the last page first: of a text kept in part, its beginning is what others can use."""
+        """Drops a row's references, the last page's first, so that the beginning of a text is evicted last."""
         for page in reversed(pages):
-            assert self.ref_counts[page] > 0, f"page {page} is held by nobody"
+            assert self.ref_counts[page] > 0, f"page {page} has no reference to release"
             self.ref_counts[page] -= 1
             if self.ref_counts[page]:
                 continue
@@ -99,7 +101,7 @@ class Pages:
                 self.empty.append(page)
 
     def forget(self) -> None:
-        """Keeps nothing any more that nobody holds, and lets nobody find what somebody does."""
+        """Drops all unreferenced pages and unpublishes the rest, so that later requests share none of them."""
         self.empty.extend(self.evictable)
         self.evictable.clear()
         self.published.clear()

@@ -1,6 +1,6 @@
-"""Embeddings: what prefill makes of a prompt, pooled to one vector of length 1.
+"""Embeddings: prefill's hidden states of a prompt, pooled to a vector of length 1.
 
-Programs of prefill give, for each chunk, the sum of its normed hidden states and the last of them; the host does the rest.
+Prefill programs return, for each chunk, the sum of its normed hidden states and the last of them. The host does the rest.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from tilewright.models.decoder import DecoderParams
 from tilewright.runtime.state import Target
 
 Pooling = Literal["last", "mean"]
-"""Of a prompt's hidden states behind the final norm: that of its last token, or the mean of all."""
+"""Pooling of a prompt's hidden states behind the final norm: that of the last token, or the mean over all tokens."""
 
 
 class PooledChunk(NamedTuple):
     """Pooled hidden states of a chunk, still on the device.
 
     Attributes:
-        states: float32 `[n, 2, H]`: for each row the sum over the chunk, and its last.
-        row: of the one that is meant.
-        positions: how many the chunk has.
+        states: float32 `[n, 2, H]`: for each row the sum over the chunk, and the last hidden state.
+        row: row of the prompt.
+        positions: number of positions of the chunk.
     """
 
     states: Any
@@ -35,7 +35,7 @@ class PooledChunk(NamedTuple):
 def pooled(
     target: Target, params: DecoderParams, hidden: Float[Array, "B T H"], count: Int[Array, " B"]
 ) -> Float[Array, "B 2 H"]:
-    """For each row the sum of its first `count` hidden states behind the final norm, and the last of these; zeros for none."""
+    """Returns for each row the sum of its first `count` normed hidden states, and the last of them; zeros for count 0."""
     normed = target.ops.rms_norm(hidden, params.norm, target.config.rms_norm_eps).astype(jnp.float32)
     slot = jnp.arange(hidden.shape[1])[None, :, None]
     inside = slot < count[:, None, None]
@@ -44,7 +44,7 @@ def pooled(
 
 
 def embedding(chunks: Sequence[PooledChunk], pooling: Pooling) -> np.ndarray:
-    """The embedding of a prompt that was computed in these chunks, float32 `[H]`, of length 1; a zero vector stays one."""
+    """Returns the embedding of a prompt from its chunks, float32 `[H]`, of length 1; a zero vector stays zero."""
     states = np.stack([np.asarray(chunk.states)[chunk.row].astype(np.float64) for chunk in chunks])
     if pooling == "last":
         return unit(states[-1, 1])
@@ -52,6 +52,6 @@ def embedding(chunks: Sequence[PooledChunk], pooling: Pooling) -> np.ndarray:
 
 
 def unit(vector: np.ndarray) -> np.ndarray:
-    """A vector in float32, brought to length 1; a zero vector stays one."""
+    """Scales a vector to length 1, in float32; a zero vector stays zero."""
     length = np.linalg.norm(vector)
     return (vector / length if length > 0 else vector).astype(np.float32)

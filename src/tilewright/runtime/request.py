@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it tells in return."""
+"""Requests to the engine, and the outputs that it gives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.sampling import Sampling
 
 EndReason = Literal["eos", "stop", "length", "cancelled", "deadline", "error"]
-"""Why a request ended: the end-of-sequence token, a stop string, its length limit; the client gave it up, its time was up, or
-the engine failed on it."""
+"""Reason for the end of a request: an end-of-sequence token, a stop string or token, the length limit, a cancellation, the
+deadline, or a failure of the engine."""
 
 
 class Overloaded(Exception):
     """The queue is full.
 
     Attributes:
-        retry_after_s: when it may be worth asking again.
+        retry_after_s: seconds after which a retry may succeed.
     """
 
     def __init__(self, message: str, retry_after_s: float):
@@ -30,25 +30,25 @@ class Overloaded(Exception):
 
 
 class Stopped(Exception):
-    """The engine takes no requests: it has not begun, or is ending."""
+    """The engine accepts no requests: it has not started, or is stopping."""
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One request, as the engine takes it.
+    """Request for tokens, or for an embedding.
 
     Attributes:
         prompt: token ids, at least one.
-        sampling: what to draw, and when to stop.
-        logprobs: with each token its log-probability and those of so many alternatives, from 0 to 20; None for neither. They
-            are the target's, of its logits as they are: before temperature, filters and penalties.
-        prompt_logprobs: the same for the prompt's tokens from the second one on; needs `logprobs`.
-        deadline_s: seconds after which it is ended, waiting or not; None for never.
-        constraint: what its text must be; None for anything. Log-probabilities are of the tokens that it allows. The text ends
-            where the constraint is met: stop tokens do not come before (`stop_masks.py`), and stop strings do not count.
-        lora: the name of the low-rank adapter that it runs with; None for the model as it is.
-        pooling: the prompt's embedding is asked for, and no token: what is pooled for it. None for tokens. The prompt may fill
-            the context, and its log-probabilities may be asked for, too.
+        sampling: sampling options, length limit and stop conditions.
+        logprobs: number of alternatives, from 0 to 20, whose log-probabilities come with those of each token; None for no
+            log-probabilities. They are computed from the target's raw logits, before temperature, filters and penalties.
+        prompt_logprobs: also returns log-probabilities of the prompt's tokens from the second one on; needs `logprobs`.
+        deadline_s: seconds after which the request is ended, waiting or running; None for no deadline.
+        constraint: rule that the text must follow; None for free text. Log-probabilities are those of the allowed tokens. The
+            text ends where the constraint is met: stop tokens are masked before (`stop_masks.py`), stop strings are ignored.
+        lora: name of the low-rank adapter; None for the base model.
+        pooling: returns an embedding of the prompt, pooled in this way, and no tokens; None for tokens. The prompt may fill
+            the context. `prompt_logprobs` may be combined with pooling.
     """
 
     prompt: Sequence[int]
@@ -66,10 +66,10 @@ class GenerateRequest:
             raise ValueError(f"expected pooling to be one of {', '.join(get_args(Pooling))}, found {self.pooling!r}")
         generated_logprobs = self.logprobs is not None and not self.prompt_logprobs
         if self.pooling is not None and (generated_logprobs or self.constraint is not None):
-            raise ValueError("expected neither logprobs nor a constraint with pooling, which generates no token")
+            raise ValueError("expected neither logprobs nor a constraint with pooling, which generates no tokens")
         if self.constraint is not None and (sampling.ignore_eos or sampling.min_tokens):
             found = "ignore_eos" if sampling.ignore_eos else f"min_tokens {sampling.min_tokens}"
-            raise ValueError(f"expected a constraint to end as it says, without ignore_eos or min_tokens, found {found}")
+            raise ValueError(f"expected neither ignore_eos nor min_tokens with a constraint, found {found}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
             raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
         if self.prompt_logprobs and self.logprobs is None:
@@ -79,7 +79,7 @@ class GenerateRequest:
 
 @runtime_checkable
 class AnyRequest(Protocol):
-    """Request to any engine, whatever model it serves."""
+    """Interface of a request to any engine."""
 
     @property
     def prompt(self) -> Sequence[int]: ...
@@ -103,8 +103,8 @@ class TokenLogprobs(NamedTuple):
     """The target's log-probabilities at one position.
 
     Attributes:
-        logprob: of the token that stands there.
-        top: the most likely tokens with theirs, the likeliest first.
+        logprob: log-probability of the token at the position.
+        top: the most likely tokens and their log-probabilities, the most likely first.
     """
 
     logprob: float
@@ -112,13 +112,13 @@ class TokenLogprobs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token that a request committed.
+    """Token that a request committed.
 
     Attributes:
-        text: what can be shown since the token before; it may be empty, for a character may take several tokens, and what may
-            turn out to begin a stop string is held back.
-        drafted: a drafter had proposed it.
-        logprobs: None where they were not asked for.
+        text: text that can be shown since the token before. It may be empty: a character may take several tokens, and a
+            possible beginning of a stop string is held back.
+        drafted: whether a drafter proposed the token.
+        logprobs: None if the request wants none.
     """
 
     token: int
@@ -128,12 +128,12 @@ class Token(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round (a step, without a drafter) of a request.
+    """Round (or step, without a drafter) of a request.
 
     Attributes:
-        tokens: how many it added.
-        drafted, accepted: drafts that it ran, and how many of them the target agreed with.
-        choice: what it did, where that was chosen: "plain", or the drafter and the block's width; else empty.
+        tokens: number of tokens that it added.
+        drafted, accepted: number of drafts that it ran, and number of these that the target agreed with.
+        choice: "plain", or the drafter and the block's width; empty if all rounds are alike.
     """
 
     tokens: int
@@ -147,12 +147,13 @@ class RequestOutput:
     """Tokens and rounds that one dispatch added to a request.
 
     Attributes:
-        tokens: those that it committed, in order; none in an update that only ends the request.
-        rounds: those that committed them.
-        end: why the request ended; None while it goes on. Nothing comes after an update that has it.
-        prompt_logprobs: of the prompt's tokens from the second one on, once, in the first update; None where nobody asked.
-        error: what a client may be told of a failure; empty otherwise.
-        embedding: of the prompt, float32 `[H]` of length 1, with the end of a request that asked for it; else None.
+        tokens: committed tokens, in order; none in an update that only ends the request.
+        rounds: the rounds that committed them.
+        end: reason for the end; None while the request runs. An update with an end is the last one.
+        prompt_logprobs: log-probabilities of the prompt's tokens from the second one on, once, in the first update; None if the
+            request wants none.
+        error: error message that a client may see; empty without a failure.
+        embedding: embedding of the prompt, float32 `[H]` of length 1, in the last update of a request with pooling; else None.
     """
 
     tokens: tuple[Token, ...] = ()
@@ -164,14 +165,14 @@ class RequestOutput:
 
 
 Listener = Callable[[RequestOutput], None]
-"""Called on the engine's thread with each update, in order; it must not block."""
+"""Callback that the engine's thread calls with each update, in order; it must not block."""
 
 
 @dataclass
 class Times:
-    """Times at which things happened to a request, by `time.monotonic()`; 0 where they did not yet."""
+    """Timestamps of a request, by `time.monotonic()`; 0 until the event happens."""
 
-    asked: float = 0.0
+    submitted_at: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
@@ -179,15 +180,15 @@ class Times:
 
 @dataclass(eq=False)
 class RequestHandle:
-    """A request that the engine has taken.
+    """Request that the engine has accepted.
 
     Attributes:
-        number: its place in the order of arrival, from 0.
-        cached_tokens: of the prompt, how many were found in the prefix cache.
-        preemptions: how often it gave its pages to an older one and was computed anew.
-        steps: that it took, of a model that commits many tokens over and over.
-        masks: where those of its rounds came from, if it has a constraint.
-        given_up: nobody waits for it any more; the engine ends it before the next dispatch.
+        number: position in the order of arrival, from 0.
+        cached_tokens: number of prompt tokens found in the prefix cache.
+        preemptions: how often the request lost its pages to an older one and was computed again.
+        steps: number of denoising steps that the request took.
+        masks: sources of the masks of its rounds, if it has a constraint.
+        cancelled: whether it was cancelled; the engine ends it before the next dispatch.
     """
 
     request: AnyRequest
@@ -197,37 +198,40 @@ class RequestHandle:
     preemptions: int = 0
     steps: int = 0
     masks: set[MaskSource] = field(default_factory=set)
-    given_up: bool = False
+    cancelled: bool = False
     result: Result | None = None
-    """All that came of it, once it has ended: tokens, text, acceptance lengths, drafts run and accepted, widths chosen."""
+    """Result once the request has ended: tokens, text, acceptance lengths, numbers of drafts, and widths."""
 
 
 @dataclass
 class EngineStats:
-    """Counts of the engine since it began; a snapshot.
+    """Counters of the engine since it started; a snapshot.
 
     Attributes:
-        running, waiting: requests now.
-        waiting_tokens: of their prompts.
-        slots, pages, pages_used: pages that hold something for a running request; what the prefix cache alone keeps is free.
-        pages_cached: pages that the prefix cache keeps and that can be given away.
+        running, waiting: number of requests now.
+        waiting_tokens: prompt tokens of the waiting requests.
+        slots, pages: sizes of the engine.
+        pages_used: pages that running requests hold; pages that only the prefix cache keeps count as free.
+        pages_cached: evictable pages of the prefix cache.
         prompt_tokens, generated_tokens: of all requests.
-        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found.
-        preemptions, rejected: requests computed anew, and turned away.
-        ended: how many ended, for each reason.
-        dispatches, rounds: of decoding; a round is counted once for all its rows.
-        constrained_rounds: those of them that ran under masks made on the host, for the sake of one row or more.
-        automaton_rounds: those that ran under masks made on the device.
-        row_rounds, padding_rows: rows that rounds ran for requests, and beside them to fill a shape.
-        prefill_tokens, prefill_padding: positions that prefill computed, and beside them to fill a chunk.
-        drafts: rounds of a row in which something was drafted.
-        drafted, accepted: drafts.
-        accepted_at: of each position of a block, from the first draft on, how many were accepted.
-        widths: rounds by "drafter, block width" ("plain").
-        compilations: programs compiled since the engine was ready: 0, or something is wrong.
-        warm_seconds: time that compiling took before; `programs` of them.
-        step_age_s: since the engine last went round: with each dispatch and each piece of a prompt, and twice a second without
-            any.
+        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found there.
+        preemptions: number of preempted requests.
+        rejected: number of requests refused because the queue was full.
+        ended: number of ended requests, for each reason.
+        dispatches, rounds: dispatches and rounds of decoding; a round counts once for all its rows.
+        constrained_rounds: rounds under masks that the host made, for at least one row.
+        automaton_rounds: rounds under masks that the device made.
+        row_rounds, padding_rows: rows that rounds ran for requests, and rows that filled a shape.
+        prefill_tokens, prefill_padding: positions that prefill computed for prompts, and positions that filled a chunk.
+        drafts: row rounds with at least one draft.
+        drafted, accepted: number of drafts, and of accepted drafts.
+        accepted_at: number of accepted drafts at each position of a block, from the first draft on.
+        widths: number of rounds of each "drafter, block width" (or "plain").
+        compilations: programs compiled since the engine was ready; anything but 0 is a fault.
+        warm_seconds: time of compiling programs before the engine was ready.
+        programs, programs_declared: number of programs that exist, and of all that serving may use.
+        step_age_s: seconds since the engine's last step. A step runs with each dispatch and each prefill chunk, and twice a
+            second when idle.
     """
 
     running: int = 0
@@ -260,4 +264,5 @@ class EngineStats:
     compilations: int = 0
     warm_seconds: float = 0.0
     programs: int = 0
+    programs_declared: int = 0
     step_age_s: float = 0.0

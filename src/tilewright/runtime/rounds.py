@@ -1,10 +1,9 @@
-"""A step of plain decoding, and a round of speculative decoding, whatever the drafter: propose, verify, accept, extend.
+"""Step of plain decoding, and round of speculative decoding with any drafter: propose, verify, accept, extend.
 
-Why the output is the target's own: in each slot the target draws its token from its full, warped distribution with the
-randomness of that *position* (`sampling.sample`), and a draft is accepted only if it is that very token. So every token that
-is committed is the one that autoregressive decoding with the same seed would have drawn; the draft decides only how many of
-them a round may commit. For a drafter that proposes its argmax this has the acceptance probability of the one-hot rejection
-rule, p(draft).
+The output equals the target's own: in each slot the target draws its token from its full, warped distribution with the
+randomness of that *position* (`sampling.sample`), and a draft is accepted only if it is that token. So every committed token is
+the token that autoregressive decoding with the same seed would have drawn. Drafts determine only how many tokens a round
+commits. For a drafter that proposes its argmax, the acceptance probability is that of the one-hot rejection rule, p(draft).
 """
 
 from collections.abc import Callable
@@ -21,26 +20,26 @@ from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, ad
 from tilewright.runtime.constraints import Blocks
 from tilewright.runtime.interfaces import OneKind, Proposal, Variant
 from tilewright.runtime.layout import Layout
-from tilewright.runtime.state import DecodeState, Models, Step, StepInfo, Target, commit, known_token, verify
+from tilewright.runtime.state import DecodeState, Models, Step, StepInfo, Target, commit, last_token, verify
 
 
 def autoregressive_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """Runs the known token through the target and commits the one that follows it."""
-    verified = verify(target, models.target, state, known_token(state), ())
-    none = jnp.zeros_like(state.known)
+    """Runs the last committed token through the target, and commits the next one."""
+    verified = verify(target, models.target, state, last_token(state), ())
+    none = jnp.zeros_like(state.last_position)
     state, committed = commit(target, verified.state, verified.tokens, none)
     return state, StepInfo(verified.tokens, committed, none, none, verified.logprobs)
 
 
 def speculative_round(drafter: Variant, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """One round: commits the accepted drafts and one more token from the target."""
+    """Runs a round: commits the accepted drafts and one more token from the target."""
     return run_block(drafter, target, models, state, drafter.propose(target, models, state))
 
 
 def run_block(
     drafter: Variant, target: Target, models: Models, state: DecodeState, proposal: Proposal, masks: Array | None = None
 ) -> tuple[DecodeState, StepInfo]:
-    """A round with the drafts of a proposal; without any, a plain step where the drafter may be idle."""
+    """Runs a round with given drafts. If no row has a draft and the drafter may be idle, it is a plain step."""
     if not drafter.may_be_idle:
         return verify_and_extend(drafter, target, models, state, proposal, masks)
 
@@ -58,37 +57,37 @@ def run_block(
 def one_of(
     first: Array, run: Callable[[DecodeState], Any], otherwise: Callable[[DecodeState], Any], state: DecodeState
 ) -> tuple[DecodeState, StepInfo]:
-    """`run(state)` where `first` is true, else `otherwise(state)`.
+    """Returns `run(state)` if `first` is true, else `otherwise(state)`.
 
-    A branch, which a chip whose compiler takes none avoids by `may_be_idle`; on a CPU two loops of one turn or none, for XLA
-    copies there what it gives to a branch, caches and all, and updates in place what a loop carries.
+    It is a branch; a drafter for a chip whose compiler takes no branches sets `may_be_idle` to False. On a CPU it is two loops
+    of at most one iteration: XLA:CPU copies the inputs of a branch, caches included, and updates the carry of a loop in place.
     """
     if jax.default_backend() != "cpu":
         return jax.lax.cond(first, run, otherwise, state)
-    turns = first.astype(jnp.int32)
+    iterations = first.astype(jnp.int32)
     nothing = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), jax.eval_shape(run, state)[1])
-    carry = jax.lax.fori_loop(0, turns, lambda _, carry: run(carry[0]), (state, nothing))
-    return jax.lax.fori_loop(0, 1 - turns, lambda _, carry: otherwise(carry[0]), carry)
+    carry = jax.lax.fori_loop(0, iterations, lambda _, carry: run(carry[0]), (state, nothing))
+    return jax.lax.fori_loop(0, 1 - iterations, lambda _, carry: otherwise(carry[0]), carry)
 
 
 def verify_and_extend(
     drafter: Variant, target: Target, models: Models, state: DecodeState, proposal: Proposal, masks: Array | None = None
 ) -> tuple[DecodeState, StepInfo]:
-    """Runs the block through the target, commits what it agrees with, and extends the drafter's context by that."""
+    """Runs the block through the target, commits the accepted drafts, and extends the drafter's context by them."""
     block = proposal.block
     verified = verify(target, models.target, state, block, drafter.tap_layers, masks)
     is_draft = jnp.arange(block.shape[1] - 1)[None] < proposal.drafts[:, None]
     agrees = is_draft & (block[:, 1:] == verified.tokens[:, :-1])
     accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
     after, committed = commit(target, verified.state, verified.tokens, accepted)
-    after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
+    after = drafter.extend(target, models, after, verified.taps, state.last_position, after.last_position)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
     return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs, proposal.from_ngrams)
 
 
 @dataclass(frozen=True)
 class HostDrafts(OneKind):
-    """Stands in for a drafter where there is none, in rounds under masks: all that is drafted is text that has to come.
+    """Drafter without a model, for rounds under masks: only forced text is drafted.
 
     Attributes:
         may_be_idle: False for a compiler that takes no branches.
@@ -107,8 +106,8 @@ class HostDrafts(OneKind):
         return ()
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        rest = jnp.zeros((state.known.shape[0], self.block_size - 1), jnp.int32)
-        return Proposal(jnp.concatenate([known_token(state), rest], axis=1), jnp.zeros_like(state.known))
+        rest = jnp.zeros((state.last_position.shape[0], self.block_size - 1), jnp.int32)
+        return Proposal(jnp.concatenate([last_token(state), rest], axis=1), jnp.zeros_like(state.last_position))
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Array, stop: Array
@@ -117,14 +116,14 @@ class HostDrafts(OneKind):
 
 
 class RowMasks(NamedTuple):
-    """Masks of a program's rows: what the host has made, and the automata that the device makes them of.
+    """Masks of a program's rows, made by the host, by automata on the device, or both.
 
-    A token may come where both let it. A row under masks of the one has none of the other: its blocks allow all tokens, or its
-    place in the table is that of rows without a constraint.
+    A token must be allowed by both sources. For each row at most one source restricts tokens: the host's blocks allow all
+    tokens, or the row's place in the table is that of rows without a constraint.
 
     Attributes:
-        blocks: for a single round; of rows that allow all tokens for any number.
-        automata: those of the rows, and where each row stands in its own; None where the device makes no masks.
+        blocks: the host's masks for a single round; for any number of rounds where they allow all tokens.
+        automata: automata of the rows, and the state of each row; None if the device makes no masks.
     """
 
     blocks: Blocks
@@ -132,17 +131,17 @@ class RowMasks(NamedTuple):
 
 
 def begin_masked(masks: RowMasks, state: DecodeState) -> DecodeState:
-    """The state with rows where they stand in their automata. Those that have left theirs wait for the host, as if done."""
+    """Sets the rows' automaton states. Rows that have left their automaton count as done until the host continues them."""
     if masks.automata is None:
         return state
-    begun = starting(masks.automata[1], state.automaton)
-    return replace(state, automaton=begun, done=state.done | has_left(begun))
+    states = starting(masks.automata[1], state.automaton)
+    return replace(state, automaton=states, done=state.done | has_left(states))
 
 
 def masked_round(
     drafter: Variant, masks: RowMasks, target: Target, models: Models, state: DecodeState
 ) -> tuple[DecodeState, StepInfo]:
-    """One round under masks of drafts that are known before it, and the drafts for the next one, in the state.
+    """Runs a round with drafts from the round before, and drafts for the next one, which it leaves in the state.
 
     So the host can make masks for drafts before they are run; see `constraints.py`. A row that leaves its automaton counts as
     done until the dispatch ends.
@@ -155,8 +154,8 @@ def masked_round(
     if masks.automata is not None:
         table, rows = masks.automata
         drafts, counts, states = follow(table, rows.place, state.automaton, drafts, counts)
-        allowed = allowed & table.of(rows.place, states)
-    proposal = Proposal(jnp.concatenate([known_token(state), drafts], axis=1), counts)
+        allowed = allowed & table.masks_at(rows.place, states)
+    proposal = Proposal(jnp.concatenate([last_token(state), drafts], axis=1), counts)
     after, info = run_block(drafter, target, models, state, proposal, allowed)
     if masks.automata is not None:
         table, rows = masks.automata
@@ -167,15 +166,14 @@ def masked_round(
 
 
 def end_masked(masks: RowMasks, state: DecodeState) -> DecodeState:
-    """The state in which rows that have left their automata are done only if nothing comes behind."""
+    """Restores `done` of rows that have left their automata: they are done only at their end."""
     if masks.automata is None:
         return state
-    return replace(state, done=jnp.where(has_left(state.automaton), state.known >= state.end - 1, state.done))
+    return replace(state, done=jnp.where(has_left(state.automaton), state.last_position >= state.end - 1, state.done))
 
 
 def step_of(drafter: Variant | None, target: Target, masks: RowMasks | None = None) -> Step:
-    """The step that a decode loop runs: a round with the drafter, under masks if there are any, or an autoregressive step
-    without one."""
+    """Returns the step of a decode loop: a round with the drafter, masked if there are masks, or a plain step without one."""
     if drafter is None:
         return partial(autoregressive_step, target)
     return partial(speculative_round, drafter, target) if masks is None else partial(masked_round, drafter, masks, target)

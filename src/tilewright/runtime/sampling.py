@@ -1,7 +1,7 @@
-"""Sampling: what a request asks for, the warped distribution, and one draw from it.
+"""Sampling: a request's options, the warped distribution, and a draw from it.
 
-The randomness of a token is a function of its request's seed and its position alone. So a row of a batch draws what it would
-draw by itself, and speculative decoding draws the very token that autoregressive decoding draws (see `speculative.py`).
+The randomness of a token is a function of its request's seed and its position only. So a row of a batch draws the same tokens
+as alone, and speculative decoding draws the same tokens as autoregressive decoding (see `rounds.py`).
 """
 
 import secrets
@@ -19,50 +19,50 @@ from tilewright.kernels.select import argmax
 from tilewright.runtime.noise import gumbel
 
 SamplingMode = Literal["greedy", "any", "logprobs"]
-"""What the rows of a program may ask for: the most likely token; whatever a `Sampling` can say; log-probabilities, too."""
+"""The most general sampling of a program's rows: the most likely token; any `Sampling`; log-probabilities, too."""
 
 TEMPERATURES = (1e-6, 1e6)
 REPETITION_PENALTIES = (1e-3, 1e3)
-"""What logits may be divided by: quotients are finite in float32, so that different logits never become equal infinities."""
+"""Bounds of the divisors of logits. Quotients stay finite in float32, so different logits never become equal infinities."""
 LEAST_TOP_P = 1e-6
-"""Keeps the most likely token, as every smaller one would, were it not rounded to nothing at all."""
+"""Lower bound of top_p on the device. It keeps only the most likely token; a smaller value could be rounded to no token."""
 MOST_BIASED = 300
 """The most tokens whose logits a request may change."""
 MOST_STOP_TOKENS = 128
-"""The most tokens that may end a request, besides those that end any."""
+"""The most stop tokens of a request, besides the model's end-of-sequence tokens."""
 ADJUSTED = 512
-"""Places of a row for tokens whose logits are changed: those, and all that end it, which `min_tokens` keeps away."""
+"""Places of a row for tokens whose logits change: biased tokens, and all tokens that `min_tokens` masks."""
 BIASES = (-100.0, 100.0)
 SEEDS = (-(2**63), 2**63 - 1)
 """Seeds are int64, as in OpenAI's client and vLLM."""
-NOBODY = 2**31 - 1
-"""The token id of a place that holds none."""
+NO_TOKEN = 2**31 - 1
+"""Token id of an empty place."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options of one request.
+    """Sampling options of a request.
 
     Attributes:
-        max_new_tokens: the length limit.
+        max_new_tokens: length limit.
         temperature: 0 takes the most likely token; otherwise from 1e-6 to 1e6.
-        top_p: keep the smallest set of most likely tokens that holds this much probability (ties with the last are kept).
-        top_k: keep this many most likely tokens (ties with the last are kept); 0 keeps all.
-        seed: the request's own randomness, from -2**63 to 2**63 - 1; without one, each request draws a fresh one, which its
-            result reports.
+        top_p: keeps the smallest set of most likely tokens with this much probability (ties with the last are kept).
+        top_k: keeps this many most likely tokens (ties with the last are kept); 0 keeps all.
+        seed: randomness of the request, from -2**63 to 2**63 - 1. Without a seed the request draws a fresh one, and reports it
+            in its result.
         stop: texts that end the generation, in a tuple; they are not part of the result.
-        ignore_eos: go on past the end-of-sequence token.
-        min_p: keep tokens that are at least this share as likely as the most likely one; 0 keeps all.
-        repetition_penalty: a token that came before, in the prompt or after it, has its logit divided by this if it is positive
-            and multiplied if negative; 1 changes nothing, from 0.001 to 1000 (CTRL, arXiv 1909.05858, section 4.1; the signs as
-            in transformers).
-        presence_penalty: taken off the logit of every token that was generated before; from -2 to 2.
-        frequency_penalty: taken off once for each time that it was generated; from -2 to 2.
-        logit_bias: pairs of a token and what is added to its logit, from -100 to 100, before the penalties; at most 300.
-        min_tokens: so many tokens are generated before any that ends the request may come, or a stop string counts.
-        stop_token_ids: tokens that end the generation, whatever `ignore_eos` says; at most 128.
-        include_stop: the text has the stop string, or the text of the token that ended it, at its end.
-        skip_special_tokens: the text leaves special tokens out.
+        ignore_eos: continues past the end-of-sequence token.
+        min_p: keeps tokens with at least this share of the probability of the most likely one; 0 keeps all.
+        repetition_penalty: divides the logit of a token that occurred before, in the prompt or the output, if the logit is
+            positive, and multiplies a negative one; 1 changes nothing, from 0.001 to 1000 (CTRL, arXiv 1909.05858, section 4.1;
+            the signs as in transformers).
+        presence_penalty: subtracted from the logit of every token that was generated before; from -2 to 2.
+        frequency_penalty: subtracted once for each earlier occurrence among the generated tokens; from -2 to 2.
+        logit_bias: pairs of a token and a number added to its logit, from -100 to 100, before the penalties; at most 300.
+        min_tokens: number of tokens before any token may end the request, or a stop string counts.
+        stop_token_ids: tokens that end the generation, regardless of `ignore_eos`; at most 128.
+        include_stop: includes the stop string, or the text of the token that ended the generation, in the text.
+        skip_special_tokens: leaves special tokens out of the text.
     """
 
     max_new_tokens: int = 128
@@ -118,20 +118,20 @@ class Sampling:
                 f"at most {MOST_STOP_TOKENS} stop_token_ids",
                 len(self.stop_token_ids),
             ),
-            (all(0 <= each < NOBODY for each in biased), "a logit_bias of tokens from 0 on", sorted(biased)),
-            (all(0 <= each < NOBODY for each in self.stop_token_ids), "stop_token_ids from 0 on", self.stop_token_ids),
+            (all(0 <= each < NO_TOKEN for each in biased), "a logit_bias of tokens from 0 on", sorted(biased)),
+            (all(0 <= each < NO_TOKEN for each in self.stop_token_ids), "stop_token_ids from 0 on", self.stop_token_ids),
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found!r}")
 
     @property
     def is_greedy(self) -> bool:
-        """True if it takes the most likely token of the logits as they are."""
+        """True if it takes the most likely token of the raw logits."""
         changed = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
         return self.temperature == 0 and not (changed or self.logit_bias or self.min_tokens)
 
     def seeded(self) -> "Sampling":
-        """Copy with a fresh seed, if it draws and has none."""
+        """Returns a copy with a fresh seed if it draws and has none."""
         return replace(self, seed=secrets.randbits(32)) if self.seed is None and self.temperature > 0 else self
 
 
@@ -140,18 +140,18 @@ def is_seed(seed: object) -> bool:
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The upper and the lower 32 bits of a seed, which make its key."""
+    """Splits a seed into its upper and lower 32 bits, which make its key."""
     return int(seed) >> 32 & 0xFFFFFFFF, int(seed) & 0xFFFFFFFF
 
 
 def seed_of(words: Sequence[int] | np.ndarray) -> int:
-    """The seed of `seed_words`."""
+    """Joins the words of `seed_words` to a seed."""
     upper, lower = map(int, words)
     return wrapped(upper << 32 | lower)
 
 
 def later_seed(seed: int, number: int) -> int:
-    """The seed so many behind another; behind the last one comes the first."""
+    """Returns the seed `number` steps behind another; the seeds wrap around."""
     return wrapped(int(seed) + number)
 
 
@@ -160,7 +160,7 @@ def wrapped(seed: int) -> int:
 
 
 def check_vocabulary(sampling: Sampling, vocab: int) -> None:
-    """Raises a `ValueError` if a request biases a token that the model does not have."""
+    """Raises a `ValueError` if a request biases a token outside of the vocabulary."""
     if outside := [token for token, _ in sampling.logit_bias if token >= vocab]:
         raise ValueError(f"expected logit_bias of tokens below the vocabulary size {vocab}, found {outside[0]}")
 
@@ -168,15 +168,15 @@ def check_vocabulary(sampling: Sampling, vocab: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowSampling:
-    """The sampling parameters of a batch, one entry a row, named as in `Sampling`.
+    """Sampling parameters of a batch, one entry a row, named as in `Sampling`.
 
     Attributes:
-        key: the raw key made from the seed, uint32 `[B, 2]`.
+        key: raw key made from the seed, uint32 `[B, 2]`.
         prompt_length: int32 `[B]`; tokens from this position on count as generated.
-        wants_logprobs: bool `[B]`; whether log-probabilities are asked for.
-        adjusted: int32 `[B, ADJUSTED]`, tokens whose logits are changed; places that hold none have `NOBODY`.
-        adjustment: float32 `[B, ADJUSTED]`, what is added to theirs; that of a token that ends the row is -inf.
-        min_tokens: int32 `[B]`; from the position that comes after so many generated tokens on, -inf is 0.
+        wants_logprobs: bool `[B]`; whether the row wants log-probabilities.
+        adjusted: int32 `[B, ADJUSTED]`, tokens whose logits change; empty places have `NO_TOKEN`.
+        adjustment: float32 `[B, ADJUSTED]`, numbers added to their logits; -inf for a token that ends the row.
+        min_tokens: int32 `[B]`; behind that many generated tokens, -inf counts as 0.
     """
 
     temperature: Any
@@ -203,8 +203,8 @@ def row_sampling(
     """Gathers requests into arrays, on the host.
 
     Args:
-        wants_logprobs: which of them ask for log-probabilities; none by default.
-        eos: the model's end-of-sequence tokens, which requests with `min_tokens` need.
+        wants_logprobs: whether each request wants log-probabilities; none by default.
+        eos: the model's end-of-sequence tokens; requests with `min_tokens` need them.
 
     Raises:
         ValueError: a request changes more logits than a row has places for.
@@ -228,23 +228,23 @@ def row_sampling(
 
 
 def adjustments(requests: Sequence[Sampling], eos: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens whose logits requests change, and what is added to them; see `RowSampling`."""
-    tokens = np.full((len(requests), ADJUSTED), NOBODY, np.int32)
+    """Returns the tokens whose logits requests change, and the numbers added to them; see `RowSampling`."""
+    tokens = np.full((len(requests), ADJUSTED), NO_TOKEN, np.int32)
     added = np.zeros((len(requests), ADJUSTED), np.float32)
-    for own_tokens, own_added, request in zip(tokens, added, requests, strict=True):
+    for row_tokens, row_added, request in zip(tokens, added, requests, strict=True):
         if request.min_tokens and eos is None:
             raise ValueError("expected the model's end-of-sequence tokens for a request with min_tokens, found none")
         ends = {*(eos or ()), *request.stop_token_ids} if request.min_tokens else ()
         changes = [*request.logit_bias, *((token, -np.inf) for token in ends)]
         if len(changes) > ADJUSTED:
-            raise ValueError(f"expected at most {ADJUSTED} tokens to bias and to end with, found {len(changes)}")
+            raise ValueError(f"expected at most {ADJUSTED} biased and ending tokens, found {len(changes)}")
         for place, change in enumerate(changes):
-            own_tokens[place], own_added[place] = change
+            row_tokens[place], row_added[place] = change
     return tokens, added
 
 
 def occurrences(tokens: Int[Array, "B N"], counted: Bool[Array, "B T N"], vocab: int) -> Int32[Array, "B T V"]:
-    """Occurrences of each token of the vocabulary among `tokens`; slot t counts those that `counted[:, t]` names."""
+    """Counts each token of the vocabulary among `tokens`; slot t counts those that are true in `counted[:, t]`."""
     batch, slots, _ = counted.shape
     row = jnp.arange(batch)[:, None, None]
     slot = jnp.arange(slots)[None, :, None]
@@ -255,22 +255,22 @@ def penalise(
     logits: Float[Array, "B T V"],
     rows: RowSampling,
     tokens: Int[Array, "B L"],
-    known: Int[Array, " B"],
+    last_position: Int[Array, " B"],
     block: Int[Array, "B T"],
 ) -> Float[Array, "B T V"]:
-    """The logits after biases and penalties: of these the one for repetition first, then frequency and presence (vLLM's order).
+    """Applies biases, then penalties to logits: repetition first, then frequency and presence (vLLM's order).
 
-    Tokens that would end a row before its `min_tokens` get -inf. What slot t has before it is the row's tokens up to `known`
-    and the block's tokens 1 to t: a slot is committed only if all drafts up to it were accepted, and then just these are its
-    history. A row that asks for none of it keeps its logits.
+    Tokens that would end a row before its `min_tokens` get -inf. The history of slot t is the row's tokens up to
+    `last_position` and the block's tokens 1 to t: a slot is committed only if all drafts up to it were accepted, and then
+    exactly these precede it. The logits of a row without biases and penalties do not change.
     """
-    logits = adjust(logits, rows, known)
+    logits = adjust(logits, rows, last_position)
     place = jnp.arange(tokens.shape[1])[None]
     slot = jnp.arange(block.shape[1])
     length = jnp.asarray(rows.prompt_length)[:, None]
-    # Counted anew in each step: no state to keep, and little beside the passes over the vocabulary that follow.
+    # Counted in each step: this needs no state, and costs little beside the passes over the vocabulary that follow.
     in_prompt = place < length
-    since = (place >= length) & (place <= known[:, None])
+    since = (place >= length) & (place <= last_position[:, None])
     before = occurrences(tokens, jnp.stack([in_prompt, since], axis=1), logits.shape[-1])
     drafted = jnp.broadcast_to((slot[None] > 0) & (slot[None] <= slot[:, None]), (*block.shape, len(slot)))
     generated = before[:, 1:] + occurrences(block, drafted, logits.shape[-1])
@@ -282,10 +282,10 @@ def penalise(
     return logits - frequency * generated.astype(logits.dtype) - presence * (generated > 0).astype(logits.dtype)
 
 
-def adjust(logits: Float[Array, "B T V"], rows: RowSampling, known: Int[Array, " B"]) -> Float[Array, "B T V"]:
-    """The logits with each row's biases; slot t is about the position `known + 1 + t`."""
+def adjust(logits: Float[Array, "B T V"], rows: RowSampling, last_position: Int[Array, " B"]) -> Float[Array, "B T V"]:
+    """Adds each row's biases to logits; slot t has the logits of position `last_position + 1 + t`."""
     (batch, slots, _), tokens = logits.shape, jnp.asarray(rows.adjusted)
-    generated = known[:, None] + 1 + jnp.arange(slots) - jnp.asarray(rows.prompt_length)[:, None]
+    generated = last_position[:, None] + 1 + jnp.arange(slots) - jnp.asarray(rows.prompt_length)[:, None]
     early = generated < jnp.asarray(rows.min_tokens)[:, None]
     added = jnp.asarray(rows.adjustment)[:, None]
     added = jnp.where(early[..., None] | (added > -jnp.inf), added, 0.0).astype(logits.dtype)
@@ -295,16 +295,16 @@ def adjust(logits: Float[Array, "B T V"], rows: RowSampling, known: Int[Array, "
 
 
 def sortable(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows V"]:
-    """Integers in the order of the floats."""
+    """Maps floats to integers of the same order."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-    return jnp.where(x == 0, 0, order)  # -0.0 too
+    return jnp.where(x == 0, 0, order)  # -0.0, too
 
 
 def threshold(x: Int32[Array, "*rows V"], enough: Callable[[Array], Array]) -> Int32[Array, "*rows 1"]:
-    """The largest t for which `enough(x >= t)` holds, by bisection: 32 passes instead of a sort of the vocabulary.
+    """Returns the largest t for which `enough(x >= t)` holds, by bisection: 32 passes instead of a sort of the vocabulary.
 
-    `enough` must hold for the whole row and be monotone: once a set is enough, a larger one is too.
+    `enough` must hold for the whole row, and must hold for every superset of a set for which it holds.
     """
 
     def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -319,13 +319,13 @@ def threshold(x: Int32[Array, "*rows V"], enough: Callable[[Array], Array]) -> I
 
 
 def temper(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
-    """The logits at each row's temperature; greedy rows, which are not meant to be drawn from, come out with 1."""
+    """Divides logits by each row's temperature; by 1 in greedy rows, which are not drawn from."""
     temperature = jnp.asarray(rows.temperature)[:, None, None]
     return logits / jnp.where(temperature > 0, temperature, 1.0)
 
 
 def keep_best(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
-    """Top-k: -inf for what it leaves out."""
+    """Applies top-k: sets the other logits to -inf."""
     order = sortable(logits)
     vocab = logits.shape[-1]
     top_k = jnp.asarray(rows.top_k)[:, None, None]
@@ -335,12 +335,12 @@ def keep_best(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, 
 
 
 class Nucleus(NamedTuple):
-    """Condition that top-p puts on a token: those before it hold less than a mass.
+    """Condition of top-p on a token: the tokens before it hold less than a mass.
 
     Attributes:
-        p: the distribution, `[B, T, V]`.
-        order: integers in its order.
-        mass: that the kept ones hold at least, `[B, T, 1]`.
+        p: distribution, `[B, T, V]`.
+        order: integers in the order of `p`.
+        mass: least mass of the kept tokens, `[B, T, 1]`.
     """
 
     p: Array
@@ -353,39 +353,39 @@ class Nucleus(NamedTuple):
 
 def nucleus(logits: Float[Array, "B T V"], rows: RowSampling) -> Nucleus:
     p = jax.nn.softmax(logits, axis=-1)
-    # Rounding may leave the whole row a little short of 1. It also hides whatever is smaller, which top_p = 1 must keep.
+    # Rounding may leave the whole row a little short of 1, and hides smaller probabilities, which top_p = 1 must keep.
     return Nucleus(p, sortable(p), jnp.asarray(rows.top_p)[:, None, None] * jnp.sum(p, axis=-1, keepdims=True))
 
 
 def keep_likely(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
-    """Min-p: -inf for what it leaves out."""
+    """Applies min-p: sets the other logits to -inf."""
     least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(jnp.asarray(rows.min_p))[:, None, None]
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def warp_logits(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
-    """The logits of the distribution that tokens are drawn from: temperature first, then top-k, top-p of what is left, min-p.
+    """Returns the logits of the sampling distribution: temperature first, then top-k, top-p of the rest, and min-p.
 
-    The order is that of transformers; vLLM takes min-p before top-k and top-p. Penalties come before all of it (`penalise`).
+    The order is that of transformers; vLLM applies min-p before top-k and top-p. Penalties are applied before (`penalise`).
     Filtered tokens get -inf.
     """
     logits = keep_best(temper(logits, rows), rows)
-    of = nucleus(logits, rows)
-    kept = of.order >= threshold(of.order, lambda kept: of.holding(kept) >= of.mass)
+    top_p = nucleus(logits, rows)
+    kept = top_p.order >= threshold(top_p.order, lambda kept: top_p.holding(kept) >= top_p.mass)
     return jnp.where(kept | (jnp.asarray(rows.top_p)[:, None, None] >= 1), keep_likely(logits, rows), -jnp.inf)
 
 
 def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
-    """Draws the token at each of `positions` by the Gumbel-max rule; rows of temperature 0 take the argmax."""
+    """Draws the token at each of `positions` by the Gumbel-max rule; rows with temperature 0 take the argmax."""
     drawn = argmax(drawn_scores(logits, rows, positions))
     return jnp.where(jnp.asarray(rows.temperature)[:, None] > 0, drawn, argmax(logits))
 
 
 def drawn_scores(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Scores that a draw takes the argmax of: the warped logits and the noise of each row's seed and position."""
+    """Returns the scores whose argmax is the draw: the warped logits plus the noise of each row's seed and position."""
     return warp_logits(logits, rows) + noise(rows, positions, logits.shape[-1])
 
 
 def noise(rows: RowSampling, positions: Int32[Array, "B T"], vocab: int) -> Float[Array, "B T {vocab}"]:
-    """Gumbel noise for every token, of each row's seed and position."""
+    """Returns the Gumbel noise of every token for each row's seed and position."""
     return gumbel(jnp.asarray(rows.key), positions, jnp.arange(vocab)[None, None])

@@ -1,4 +1,4 @@
-"""A shape table as a JSON file: an object with the fields of `ShapeTable`, those left out at their defaults."""
+"""Shape table as a JSON file: an object with the fields of `ShapeTable`; missing fields have their defaults."""
 
 import json
 from dataclasses import asdict, fields
@@ -11,16 +11,16 @@ FIELDS = tuple(field.name for field in fields(ShapeTable))
 
 
 def table_text(table: ShapeTable) -> str:
-    """Text of a shape table, as `read_table` reads it, a field a line."""
+    """Formats a shape table as `read_table` reads it, one field a line."""
     lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(table).items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def read_table(path: Path) -> ShapeTable:
-    """The table in a file.
+    """Reads the table in a file.
 
     Raises:
-        ValueError: the file cannot be read or is no JSON object; a field is unknown, or its value not what a table takes.
+        ValueError: the file cannot be read or is no JSON object; a field is unknown, or its value is invalid.
     """
     try:
         found = json.loads(path.read_bytes().decode("utf-8"))
@@ -41,7 +41,7 @@ def read_table(path: Path) -> ShapeTable:
 
 
 def field_value(name: str, value: Any) -> Any:
-    """A field's value out of JSON: a tuple of whole numbers."""
+    """Converts a field's JSON value to a tuple of integers."""
     if not isinstance(value, list) or not all(type(one) is int for one in value):
-        raise ValueError(f"{name}: expected a list of whole numbers, found {json.dumps(value)[:60]}")
+        raise ValueError(f"{name}: expected a list of integers, found {json.dumps(value)[:60]}")
     return tuple(value)

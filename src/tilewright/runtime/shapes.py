@@ -1,17 +1,18 @@
-"""The finite table of shapes that generation runs in.
+"""Finite table of the shapes that generation runs in.
 
-A call is described by three things, each from a short list: rows in the batch, positions in the caches, and tokens in a prefill
-chunk. Prompts, lengths and how a request samples are data; nothing else about a request reaches the compiler.
+A call has three sizes, each from a short list: rows of the batch, positions of the caches, and tokens of a prefill chunk.
+    Prompts,
+lengths and sampling options are data. Nothing else about a request reaches the compiler.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, starmap
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of one batch: its rows, and the positions in its caches."""
+    """Shape of a batch: its rows, and the positions of its caches."""
 
     batch: int
     capacity: int
@@ -19,14 +20,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class ShapeTable:
-    """The declared shapes.
+    """Declared shapes.
 
     Attributes:
         batches: numbers of rows; more prompts than the largest run as several batches.
         capacities: numbers of cache positions.
         chunks: lengths of a prefill chunk.
-        widths: of blocks, where these are chosen round by round; a drafter adds its own block size, which is its widest, and
-            plain decoding has a width of 1.
+        widths: block widths for choosers of rounds. A drafter adds its own block size as the widest; plain decoding has width
+            1.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
@@ -38,57 +39,62 @@ class ShapeTable:
         for name in ("batches", "capacities", "chunks"):
             values = getattr(self, name)
             if not values or sorted(set(values)) != list(values) or values[0] < 1:
-                raise ValueError(f"{name} must be increasing positive numbers, found {values}")
+                raise ValueError(f"expected {name} that are increasing positive numbers, found {values}")
         if sorted(set(self.widths)) != list(self.widths) or min(self.widths, default=2) < 2:
-            raise ValueError(f"widths must be increasing numbers from 2 on, found {self.widths}")
-        if any(capacity % self.chunks[-1] for capacity in self.capacities):
-            raise ValueError(f"every capacity must be a multiple of the largest chunk, {self.chunks[-1]}")
+            raise ValueError(f"expected widths that are increasing numbers from 2 on, found {self.widths}")
+        if wrong := [capacity for capacity in self.capacities if capacity % self.chunks[-1]]:
+            raise ValueError(f"expected capacities that are multiples of the largest chunk {self.chunks[-1]}, found {wrong[0]}")
 
     def reaching(self, positions: int) -> "ShapeTable":
-        """The table whose largest capacity is doubled until it holds so many positions."""
+        """Returns the table with its largest capacity doubled until it holds that many positions."""
         capacities = list(self.capacities)
         while capacities[-1] < positions:
             capacities.append(2 * capacities[-1])
         return replace(self, capacities=tuple(capacities))
 
     def shape(self, rows: int, positions: int) -> Shape:
-        """The smallest declared shape that holds `rows` rows of `positions` positions.
+        """Returns the smallest declared shape that holds `rows` rows of `positions` positions.
 
         Raises:
-            ValueError: none does.
+            ValueError: no declared shape is large enough.
         """
         batch = next((b for b in self.batches if b >= rows), None)
         capacity = next((c for c in self.capacities if c >= positions), None)
         if batch is None or capacity is None:
             largest = f"{self.batches[-1]} rows of {self.capacities[-1]} positions"
-            raise ValueError(f"no declared shape holds {rows} rows of {positions} positions; the largest has {largest}")
+            raise ValueError(f"expected at most {largest}, as declared, found {rows} rows of {positions} positions")
         return Shape(batch, capacity)
 
     def prefill_plan(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Covers `tokens` tokens with chunks: pairs of (first position, chunk length).
 
-        A chunk is at most half padding, except that the smallest one takes whatever is left.
+        A chunk is at most half padding, except for the smallest chunk.
         """
-        start = 0
-        while start < tokens:
-            fitting = [c for c in self.chunks if c <= 2 * (tokens - start)]
-            chunk = fitting[-1] if fitting else self.chunks[0]
-            yield start, chunk
-            start += chunk
+        return prefill_plan(tokens, self.chunks)
 
     @property
     def together(self) -> tuple[int, int]:
-        """Rows and chunk length of the program that prefills several short prompts: no more tokens than in the longest chunk.
+        """Rows and chunk length of the program that prefills several short prompts, at most the tokens of the longest chunk.
 
-        A single row where there is no such program.
+        The number of rows is 1 if there is no such program.
         """
         size = self.chunks[-2:][0]
         return min(self.batches[-1], self.chunks[-1] // size), size
 
     def needed(self, positions: int) -> tuple[int, ...]:
-        """The capacities that requests of up to `positions` positions may run in."""
+        """Returns the capacities that requests of up to `positions` positions may run in."""
         return tuple(size for n, size in enumerate(self.capacities) if n == 0 or self.capacities[n - 1] < positions)
 
     def shapes(self, positions: int) -> Iterator[Shape]:
-        """All shapes that requests of up to `positions` positions may run in."""
+        """Returns all shapes that requests of up to `positions` positions may run in."""
         return starmap(Shape, product(self.batches, self.needed(positions)))
+
+
+def prefill_plan(tokens: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Covers `tokens` tokens with chunks of some lengths, in ascending order; see `ShapeTable.prefill_plan`."""
+    start = 0
+    while start < tokens:
+        fitting = [chunk for chunk in chunks if chunk <= 2 * (tokens - start)]
+        chunk = fitting[-1] if fitting else chunks[0]
+        yield start, chunk
+        start += chunk

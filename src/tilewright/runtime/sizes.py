@@ -1,7 +1,7 @@
-"""How large an engine is: the pages of its pool, and the context that it serves.
+"""Sizes of an engine: the number of pages, and the longest context that it serves.
 
-The pool takes what memory is free, if it is told to, but never more than all slots can fill. A request gets the smallest of the
-model's context, of the one that was asked for, and of what the pages hold.
+With a memory fraction the pool takes free memory, but never more than all slots can fill. The context is the smallest of the
+model's context, the requested one, and the positions of the pages.
 """
 
 from dataclasses import dataclass, replace
@@ -9,42 +9,47 @@ from typing import Any
 
 import jax
 
-from tilewright.parallel.mesh import least_bytes
+from tilewright.parallel.mesh import min_over_processes
 from tilewright.runtime.automaton_table import table_bytes
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import Layout, look_ahead
-from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
+from tilewright.runtime.memory import amount, free_bytes, held_bytes, is_quantised, step_bytes
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import part_of
 from tilewright.runtime.programs import allocate_caches, makes_masks, masked_width, outside_pages
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
 
-MATRICES = {"int8": "in 8 bits", "int4": "in 4 bits or those of their file", "fp8": "in FP8"}
-"""Words on a format of matrices."""
+MATRICES = {
+    "auto": "quantised as in their file",
+    "int8": "in 8 bits",
+    "int4": "in 4 bits or those of their file",
+    "fp8": "in FP8",
+}
+"""Names of the weight formats in the description of an engine's memory."""
 FEWEST_SNAPSHOTS = 4
-"""Of states, unless another number is asked for."""
+"""Least default number of snapshots of states."""
 LOGITS = 4
-"""Float32 arrays of all logits of a program that may be there at once: themselves, scaled, as probabilities, and in order."""
+"""Float32 arrays of all logits that a program may hold at once: raw, scaled, as probabilities, and as sortable integers."""
 
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The sizes of an engine.
+    """Sizes of an engine.
 
     Attributes:
-        table: the declared shapes.
-        pages, page_size: of the pool.
+        table: declared shapes.
+        pages, page_size: number of pages of the pool, and positions of a page.
         full: pages that all slots together can fill.
         context: the most positions of a request.
-        longest: the most that the model or the options allow, whatever the pages hold.
-        widest: tokens in the widest block.
-        page_bytes: that a page of every group of layers takes on each device.
-        layout: pages of all groups of layers.
-        held_bytes: that all pages take on each device.
-        row_bytes: that a row, or a snapshot, of states takes that lie in no page; 0 without such.
-        automata_bytes: that tables of automata take on each device once a request has one; 0 where none may have a constraint.
-        free: bytes that were free on each device when the pool was sized; None where it takes no more than was asked for.
+        longest: the most positions that the model and the options allow, regardless of the pages.
+        widest: number of tokens in the widest block.
+        page_bytes: bytes of a page of every group of layers on each device.
+        layout: layout with the pages of all groups of layers.
+        held_bytes: bytes of all pages on each device.
+        row_bytes: bytes of a row, or a snapshot, of the states outside of pages; 0 without such states.
+        automata_bytes: bytes of tables of automata on each device once a request has one; 0 without constraints.
+        free: bytes that were free on each device when the pool was sized; None if its size was not derived from free memory.
     """
 
     table: ShapeTable
@@ -63,37 +68,37 @@ class EngineSizes:
 
 
 def served_context(longest: int, capacity: int, held: int, widest: int) -> int:
-    """The most positions of a request, prompt and new tokens.
+    """Returns the most positions of a request, prompt and new tokens.
 
     Args:
-        longest: that the model and the options allow.
-        capacity: positions of a slot, behind which nothing is written.
+        longest: the most positions that the model and the options allow.
+        capacity: positions of a slot; nothing is written behind them.
         held: positions of all pages.
-        widest: tokens in a block, which is written in one piece: behind a request's last position too.
+        widest: tokens in a block, which is written as a whole, even behind a request's last position.
 
     Raises:
-        ValueError: not even two positions, a token and the one behind it.
+        ValueError: the pages hold fewer than two positions, a token and the next one, and a block.
     """
     context = min(longest, capacity, held if held >= capacity else held - widest)
     if context < 2:
-        raise ValueError(f"expected pages for at least {2 + widest} positions, found room for {held}")
+        raise ValueError(f"expected pages for at least {2 + widest} positions, found pages for {held}")
     return context
 
 
 def pages_within(budget: int, page_bytes: int, most: int) -> int:
-    """Pages for which there is memory, and no more than can be filled."""
+    """Returns the number of pages that fit into a budget, at most `most`."""
     return max(0, min(most, budget // page_bytes if page_bytes else most))
 
 
 def state_bytes(target: Target, drafter: Drafter | None, layout: Layout, dtype: Any) -> int:
-    """Bytes of all caches on each device."""
+    """Returns the bytes of all caches on each device."""
     part = part_of(target)
     state = jax.eval_shape(lambda: allocate_caches(part, layout, drafter, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
-    """About what programs compute with besides weights and caches, on each device: logits, and what is between two layers."""
+    """Estimates the bytes of temporary buffers of programs on each device: logits, and activations between two layers."""
     config = target.config
     devices = 1 if target.mesh is None else target.mesh.size
     tokens = max(table.chunks[-1], table.batches[-1] * widest)
@@ -104,12 +109,11 @@ def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
 
 @dataclass(frozen=True)
 class PoolBytes:
-    """Bytes that pages take, of all groups of layers.
+    """Calculator of the bytes of pools, over all groups of layers.
 
     Attributes:
-        batch, capacity, page_size: of layouts.
+        batch, capacity, page_size, snapshots: see `layout.Layout`.
         ahead: see `layout.look_ahead`.
-        snapshots: see `Layout`.
     """
 
     target: Target
@@ -130,12 +134,12 @@ class PoolBytes:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of every group."""
+        """Bytes of one page in every group."""
         return self.bytes_of(self.layout(2)) - self.bytes_of(self.layout(1))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, or a snapshot, of the target's states that lie in no page."""
+        """Bytes of a row, or a snapshot, of the target's states outside of pages."""
         if self.target.config.delta is None:
             return 0
         one = self.layout(1)
@@ -143,13 +147,13 @@ class PoolBytes:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of what is not in pages."""
+        """Bytes of everything outside of pages."""
         return self.bytes_of(self.layout(1)) - self.page_bytes
 
     def within(self, budget: int, most: int) -> int:
-        """Pages for which there is memory, and no more than can be filled.
+        """Returns the number of pages that fit into a budget, at most `most`.
 
-        Layers with a window need no more pages from some number on; where there are fewer, as many as the others.
+        From some number on, layers with a window need no more pages; below it, they have as many as the other layers.
         """
         fewest = pages_within(budget, self.page_bytes, most)
         one = self.layout(1)
@@ -160,15 +164,15 @@ class PoolBytes:
 
 
 def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: EngineOptions) -> EngineSizes:
-    """The sizes of an engine for a model that is loaded.
+    """Computes the sizes of an engine for a loaded model.
 
     Raises:
-        ValueError: there is no memory for the pages of a single request, or a wrong option.
+        ValueError: an invalid option, or too little memory for the pages of a single request.
     """
-    own = target.config.max_position_embeddings
-    if options.context is not None and options.context > own:
-        raise ValueError(f"expected a context of at most {own}, the model's, found {options.context}")
-    longest = min(own, options.context or own)
+    model_context = target.config.max_position_embeddings
+    if options.context is not None and options.context > model_context:
+        raise ValueError(f"expected a context of at most {model_context}, the model's, found {options.context}")
+    longest = min(model_context, options.context or model_context)
     masked = masked_width(target, dtype) if options.constraints else 1
     widest = masked if drafter is None else drafter.block_size
     table = options.shapes(longest)
@@ -184,14 +188,14 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     automata = table_bytes(table.batches[-1], target.config.vocab_size)
     automata *= options.constraints and makes_masks(target)
     if options.pages is None and options.memory_fraction is not None:
-        free = least_bytes(target.mesh, free_bytes(None if target.mesh is None else target.mesh.devices.flat))
-        besides = fixed + temporary_bytes(target, table, widest) + automata
-        pages = pool.within(int(options.memory_fraction * free) - besides, full)
+        free = min_over_processes(target.mesh, free_bytes(None if target.mesh is None else target.mesh.devices.flat))
+        other = fixed + temporary_bytes(target, table, widest) + automata
+        pages = pool.within(int(options.memory_fraction * free) - other, full)
         if pages * size < min(capacity, size + widest):
             raise ValueError(
-                f"no memory for keys and values: of {amount(free)} that are free {options.memory_fraction:g} may be taken, "
-                f"programs compute with about {amount(besides)} of that, and a page of {size} positions takes "
-                f"{amount(each)}; a larger --memory-fraction, fewer --slots or a shorter --context need less"
+                f"too little memory for the KV cache: {amount(free)} are free, of which a fraction of "
+                f"{options.memory_fraction:g} may be used; programs need about {amount(other)} of this, and a page of {size} "
+                f"positions {amount(each)}. Use a larger --memory fraction, fewer --slots or a shorter --context."
             )
     context = served_context(longest, capacity, pages * size, widest)
     shapes = options.shapes(context)
@@ -201,7 +205,7 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
 
 
 def snapshots_for(pool: PoolBytes, options: EngineOptions) -> int:
-    """Snapshots of states that an engine keeps: those that were asked for, where a prefix cache has a use for them."""
+    """Returns the number of snapshots of states: the requested number, or a default where the prefix cache can use them."""
     if pool.target.config.delta is None or options.prefix_cache is False:
         return 0
     if options.state_snapshots is not None:
@@ -210,36 +214,38 @@ def snapshots_for(pool: PoolBytes, options: EngineOptions) -> int:
     return 0 if outside_pages(pool.target, with_one, pool.drafter, pool.dtype) else max(FEWEST_SNAPSHOTS, pool.batch)
 
 
-def sizes_line(sizes: EngineSizes, weights: Any, target: Target, dtype: str, kv_dtype: str, own: int) -> str:
-    """Memory that an engine takes, and what would change it, on one line.
+def sizes_line(sizes: EngineSizes, weights: Any, target: Target, dtype: str, kv_dtype: str, model_context: int) -> str:
+    """Describes the memory of an engine, and the options that change it, in one line.
 
     Args:
-        weights: all that are loaded.
-        kv_dtype: of the target's keys and values.
-        own: the model's context.
+        weights: all loaded weights.
+        kv_dtype: dtype of the target's KV cache.
+        model_context: the model's context.
     """
     pages = f"{sizes.pages:,} pages of {sizes.page_size} positions"
     if sizes.pages < sizes.full:
-        pages += f" of the {sizes.full:,} that all slots could fill"
-    of = "" if sizes.free is None else f" of {amount(sizes.free)} that are free"
-    if sizes.context == own:
-        why = "the model's"
+        pages += f" (all slots could fill {sizes.full:,})"
+    free = "" if sizes.free is None else f" of {amount(sizes.free)} free"
+    if sizes.context == model_context:
+        why = "the model's context"
     elif sizes.context < sizes.longest:
-        why = f"what the {'pages' if sizes.pages < sizes.full else 'shapes'} hold; the model's is {own:,}"
+        why = f"limited by the {'pages' if sizes.pages < sizes.full else 'shapes'}, the model's is {model_context:,}"
     else:
-        why = f"as asked for; the model's is {own:,}"
+        why = f"as requested, the model's is {model_context:,}"
     held = f"in {dtype} (--dtype, --weights)"
-    if target.ops.weights != "auto":
+    if target.ops.weights not in ("auto", "dequantised") or is_quantised(weights.target):
         held = f"with matrices {MATRICES[target.ops.weights]} (--weights {target.ops.weights}), the rest in {dtype} (--dtype)"
     layout = sizes.layout
     states = ""
     if sizes.row_bytes:
         rows = f"{layout.batch} rows and {layout.snapshots} snapshots"
-        states = f"; states {amount(sizes.row_bytes * layout.state_rows)}: {rows} (--slots, --state-snapshots)"
-    automata = f"; automata of grammars {amount(sizes.automata_bytes)} (--structured-output)" if sizes.automata_bytes else ""
+        states = f"; states {amount(sizes.row_bytes * layout.state_rows)}: {rows} (--slots, --memory state_snapshots)"
+    automata = (
+        f"; automata of grammars {amount(sizes.automata_bytes)} (--compile structured_output)" if sizes.automata_bytes else ""
+    )
     return (
-        f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) {held}; "
-        f"keys and values {amount(sizes.held_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
+        f"weights {amount(held_bytes(weights))} {held}, of which a plain step reads {amount(step_bytes(weights.target))}; "
+        f"KV cache {amount(sizes.held_bytes)}{free} in {kv_dtype} (--kv-dtype): {pages} (--memory fraction, --memory pages, "
         f"--slots){states}{automata}; "
         f"context {sizes.context:,}, {why} (--context)"
     )

@@ -1,8 +1,8 @@
-"""Snapshots of the states that layers keep of a row in no page, such as those of linear attention.
+"""Snapshots of layer states outside of pages, such as those of linear attention.
 
-A state holds all that came before it and cannot be taken back, so that a prefix's pages are not enough to go on behind it: it
-takes the state at their end, too. Some prefills therefore stop at the end of a page and copy the row's states to a place of
-their own, and a later request that begins alike starts from the copy. Plain host code: which snapshot is whose.
+A state summarises all earlier positions and cannot be rolled back. To continue a cached prefix, a row needs the state at the
+prefix's end besides its pages. Therefore some prefills stop at the end of a page and copy the row's states to a snapshot, from
+which a later request with the same prefix starts. Host code only: it tracks the contents of each snapshot.
 """
 
 from collections import OrderedDict
@@ -12,19 +12,19 @@ from tilewright.kernels.operations import UNMAPPED
 from tilewright.runtime.pages import Pages
 
 OVERHEAD = 64
-"""What a prefill takes besides its positions, in positions: weights are read, and a dispatch is sent."""
+"""Cost of a prefill besides its positions, in positions: reading the weights, and a dispatch."""
 
 
 class Snapshots:
-    """The accounts of a fixed number of snapshots.
+    """Fixed number of snapshots.
 
     Attributes:
-        count: how many there may be.
-        pages: of the group of layers that see every position, beside which snapshots are found.
-        least: positions that a snapshot saves over the one before it, at the least: as many as it costs to stop for it.
-        published: the snapshot at the end of each prefix, by the key of its last page; the one that was used the longest ago
-            first.
-        held: how many sequences are still to begin with each.
+        count: number of snapshots.
+        pages: pages of the group of layers without a window.
+        least: least number of positions that a snapshot must save over the one before it: the cost of the stop.
+        published: snapshot at the end of each prefix, by the key of its last page, the least recently used first.
+        held: number of sequences that will start from each snapshot.
+        empty: unused snapshots.
     """
 
     def __init__(self, count: int, pages: Pages, least: int = OVERHEAD):
@@ -39,7 +39,7 @@ class Snapshots:
         return key in self.published
 
     def stops(self, start: int, ends: Sequence[int]) -> tuple[int, ...]:
-        """Which of these positions, in order, a prefill from `start` on stops at for the sake of a snapshot."""
+        """Returns the positions among `ends`, in order, at which a prefill from `start` on stops for a snapshot."""
         found = [start]
         for end in ends:
             if end - found[-1] > self.least:
@@ -47,38 +47,38 @@ class Snapshots:
         return tuple(found[1:])
 
     def acquire(self, key: bytes) -> int:
-        """The snapshot of a key, for a sequence that is to begin with it; it holds it until it has."""
+        """Takes a reference to the snapshot of a key, until the sequence has started from it."""
         found = self.published[key]
         self.published.move_to_end(key)
         self.held[found] += 1
         return found
 
     def release(self, snapshot: int) -> None:
-        """Gives up a sequence's hold."""
-        assert self.held[snapshot] > 0, f"snapshot {snapshot} is held by nobody"
+        """Drops a reference."""
+        assert self.held[snapshot] > 0, f"snapshot {snapshot} has no reference to release"
         self.held[snapshot] -= 1
 
     def take(self) -> int:
-        """A place for a new snapshot; `UNMAPPED` if sequences hold all that there are.
+        """Allocates a snapshot; `UNMAPPED` if all have references.
 
-        Those go first whose page is given away, for nobody finds them; then the one that was used the longest ago.
+        It evicts snapshots whose page was evicted first, since no request finds them, then the least recently used one.
         """
         if self.empty:
             return self.empty.pop()
-        idle = [key for key, snapshot in self.published.items() if not self.held[snapshot]]
-        if not idle:
+        unused = [key for key, snapshot in self.published.items() if not self.held[snapshot]]
+        if not unused:
             return UNMAPPED
-        return self.published.pop(next((key for key in idle if key not in self.pages.published), idle[0]))
+        return self.published.pop(next((key for key in unused if key not in self.pages.published), unused[0]))
 
     def publish(self, snapshot: int, key: bytes) -> None:
-        """Lets others find a snapshot that was taken; the first one under a key stays."""
+        """Publishes a snapshot under a key. A snapshot that is published under the key already stays there."""
         if key in self.published:
             self.empty.append(snapshot)
         else:
             self.published[key] = snapshot
 
     def forget(self) -> None:
-        """Keeps none any more, and none is held: what the device held is lost."""
+        """Drops all snapshots and references, because the device's state is lost."""
         self.empty = list(range(self.count))
         self.held = [0] * self.count
         self.published.clear()

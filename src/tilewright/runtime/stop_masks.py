@@ -1,7 +1,7 @@
-"""Stop tokens beside a constraint: a text that follows one ends where the constraint is met, and nowhere before.
+"""Stop tokens of requests with a constraint: a constrained text ends only where its constraint is met.
 
-So stop tokens may not come until then, as in vLLM. Two kinds may, as text that ends nothing: tokens of a single character,
-without which some texts could not be written at all, and those of which one has to come.
+Stop tokens are therefore masked until then, as in vLLM. Two kinds stay allowed, as text that ends nothing: tokens of a single
+character, without which some texts could not be written, and tokens where the mask allows nothing else.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,18 +17,18 @@ from tilewright.runtime.constraints import ConstraintState
 
 
 def without_stops(state: ConstraintState, stops: Sequence[int], tokenizer: Tokenizer, eos: Collection[int]) -> ConstraintState:
-    """A constraint's state under whose masks stop tokens do not come, but for those that end any text."""
+    """Returns a constraint's state whose masks forbid stop tokens, except for the model's end-of-sequence tokens."""
     tokens = tuple(sorted({token for token in stops if token not in eos and not is_character(tokenizer, token)}))
     return WithoutTokens(state, tokens) if tokens else state
 
 
 def is_character(tokenizer: Tokenizer, token: int) -> bool:
-    """True for a token of one character, or of a part of one."""
+    """True for a token of one character or of a part of one."""
     return len(tokenizer.decode([token], skip_special_tokens=False)) == 1
 
 
 class WithoutTokens:
-    """State of a row in its constraint, without some tokens; see `runtime.constraints.ConstraintState`."""
+    """Constraint state with some tokens forbidden; see `runtime.constraints.ConstraintState`."""
 
     def __init__(self, state: ConstraintState, tokens: tuple[int, ...]):
         self.state = state
@@ -56,20 +56,20 @@ class WithoutTokens:
 
 
 def masks_without(masks: UInt32[np.ndarray, "N W"], tokens: Sequence[int]) -> UInt32[np.ndarray, "N W"]:
-    """Masks without some tokens; one that would be empty stays as it is."""
-    kept = np.full(masks.shape[1], ALL, np.uint32)
+    """Clears tokens in masks; a mask that would be empty does not change."""
+    allowed = np.full(masks.shape[1], ALL, np.uint32)
     for token in tokens:
-        if token // WORD < len(kept):
-            kept[token // WORD] &= ~np.uint32(1 << token % WORD)
-    found = masks & kept
+        if token // WORD < len(allowed):
+            allowed[token // WORD] &= ~np.uint32(1 << token % WORD)
+    found = masks & allowed
     return np.where(found.any(axis=1, keepdims=True), found, masks)
 
 
 @lru_cache(maxsize=32)
 def automaton_without(automaton: Automaton, tokens: tuple[int, ...]) -> Automaton:
-    """An automaton with such masks: one for all who ask, so that it is on the device once."""
+    """Returns an automaton with such masks. The cache returns one object for all requests, which is on the device once."""
     masks = masks_without(automaton.masks, tokens)
     forced = automaton.forced.copy()
-    own = masks[automaton.mask_of, np.maximum(forced, 0) // WORD] >> (np.maximum(forced, 0) % WORD).astype(np.uint32)
-    forced[(own & 1) == 0] = -1
+    bits = masks[automaton.mask_of, np.maximum(forced, 0) // WORD] >> (np.maximum(forced, 0) % WORD).astype(np.uint32)
+    forced[(bits & 1) == 0] = -1
     return replace(automaton, masks=masks, forced=forced)

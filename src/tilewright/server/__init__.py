@@ -1,1 +1,1 @@
-"""HTTP: the engine behind the routes that OpenAI's clients call."""
+"""HTTP server with OpenAI's and Anthropic's APIs."""

@@ -1,14 +1,14 @@
-"""Answers that clients get, field by field; the errors are in `errors.py`."""
+"""Response bodies. The bodies of errors are in `errors.py`."""
 
 from typing import Literal
 
-from pydantic import BaseModel
+from tilewright.server.fields import Documented
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Answer(BaseModel):
-    """Any answer; a stream leaves out fields that nobody set."""
+class Answer(Documented):
+    """Response body. Fields that were not set are left out of the JSON."""
 
     @property
     def json_bytes(self) -> bytes:
@@ -16,13 +16,17 @@ class Answer(BaseModel):
 
 
 class PromptDetails(Answer):
-    """Number of the prompt's tokens that were found in the prefix cache."""
+    """Details of the prompt tokens.
+
+    Attributes:
+        cached_tokens: number of prompt tokens found in the prefix cache.
+    """
 
     cached_tokens: int
 
 
 class Usage(Answer):
-    """Tokens; a prompt counts once, however many choices it has."""
+    """Token counts. A prompt counts once, for any number of choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,7 +35,7 @@ class Usage(Answer):
 
 
 class SpeculativeDecoding(Answer):
-    """Figures of drafts, by vLLM's definitions; see docs/metrics.md."""
+    """Speculative decoding metrics, with vLLM's definitions; see docs/metrics.md."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -43,48 +47,67 @@ class SpeculativeDecoding(Answer):
     num_spec_tokens: int
 
 
-class DenoisingSteps(Answer):
-    """Number of steps of a diffusion model that a response took."""
+class DenoisingMetrics(Answer):
+    """Denoising steps of a response of a diffusion model."""
 
     steps: int
     tokens_per_step: float
 
 
-class Masks(Answer):
-    """The way in which an answer was kept to its grammar: by masks that the host made, for each round anew, by masks that the
-    device made in its loop, or by both, one after the other; "none" where no round of it ran."""
+class StructuredOutputMetrics(Answer):
+    """Source of the token masks of structured output.
+
+    Attributes:
+        masks: "host" (masks made by the host for each round), "device" (masks made by the device in its loop), "both", or
+            "none" if no round ran.
+    """
 
     masks: Literal["host", "device", "both", "none"]
 
 
 class Metrics(Answer):
-    """Null where nothing drafts, and where there are several choices; of a diffusion model its steps.
+    """Metrics of a response.
 
     Attributes:
-        structured_outputs: left out of answers that followed no grammar.
+        speculative_decoding: null without a drafter, and for several choices.
+        denoising: left out unless the model is a diffusion model.
+        structured_outputs: left out of responses without structured output.
     """
 
     speculative_decoding: SpeculativeDecoding | None
-    denoising: DenoisingSteps | None = None
-    structured_outputs: Masks | None = None
+    denoising: DenoisingMetrics | None = None
+    structured_outputs: StructuredOutputMetrics | None = None
 
 
-class ShownToken(Answer):
+class RoundToken(Answer):
+    """Token of a decoding round.
+
+    Attributes:
+        drafted: true for an accepted draft token.
+    """
+
     text: str
     drafted: bool
 
 
-class ShownRound(Answer):
-    """A round of a choice: its tokens, how many drafts it ran and how many of them the target agreed with, and what it did."""
+class RoundDetails(Answer):
+    """Decoding round of a choice (`stream_options.include_rounds`).
 
-    tokens: list[ShownToken]
+    Attributes:
+        tokens: tokens that the round committed.
+        drafted: number of draft tokens.
+        accepted: number of draft tokens that the model accepted.
+        choice: drafter and block size of the round.
+    """
+
+    tokens: list[RoundToken]
     drafted: int
     accepted: int
     choice: str
 
 
-class Root(Answer):
-    """Fields that bodies and chunks begin with."""
+class CommonFields(Answer):
+    """Fields of all completions and chunks."""
 
     id: str
     created: int
@@ -93,7 +116,7 @@ class Root(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """An entry for each token; those of an echoed prompt come first, and its first token has null for both figures."""
+    """Log-probabilities of tokens, with `echo` also of the prompt. The first prompt token has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -102,19 +125,23 @@ class CompletionLogprobs(Answer):
 
 
 class PromptLogprob(Answer):
-    """Of a token at a place of the prompt, under its id; its rank is null where it is not among the alternatives."""
+    """Log-probability of a token at one position of the prompt.
+
+    Attributes:
+        rank: rank of the token; null if the token is not among the alternatives.
+    """
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-class AnswerChoice(Answer):
-    """Fields that the choices of every answer may have.
+class ChoiceFields(Answer):
+    """Fields of the choices of all responses.
 
     Attributes:
-        stop_reason: the stop string, or the token of `stop_token_ids`, at which it ended; left out at any other end.
-        token_ids: where they were asked for.
+        stop_reason: stop string or token of `stop_token_ids` that ended the choice; left out for other finish reasons.
+        token_ids: ids of the generated tokens, with `return_token_ids`.
     """
 
     index: int
@@ -125,7 +152,7 @@ class AnswerChoice(Answer):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-class CompletionChoice(AnswerChoice):
+class CompletionChoice(ChoiceFields):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
@@ -133,18 +160,22 @@ class CompletionChoice(AnswerChoice):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(Root):
-    """Of `/v1/completions`: the whole, or a chunk of a stream."""
+class Completion(CommonFields):
+    """Response of `/v1/completions`, or a chunk of its stream."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None = None
     metrics: Metrics | None = None
-    rounds: list[ShownRound] | None = None
+    rounds: list[RoundDetails] | None = None
 
 
 class TopLogprob(Answer):
-    """`bytes` are those of the token, which need not be whole characters."""
+    """Log-probability of a token.
+
+    Attributes:
+        bytes: UTF-8 bytes of the token, which may be part of a character.
+    """
 
     token: str
     logprob: float
@@ -160,8 +191,12 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
-class CallPart(Answer):
-    """A function and its arguments, as JSON, of a call; in a stream what a chunk adds to them."""
+class FunctionCall(Answer):
+    """Function of a tool call; in a stream, the delta of a chunk.
+
+    Attributes:
+        arguments: arguments as JSON text.
+    """
 
     name: str | None = None
     arguments: str
@@ -170,20 +205,24 @@ class CallPart(Answer):
 class ToolCall(Answer):
     id: str
     type: Literal["function"]
-    function: CallPart
+    function: FunctionCall
 
 
 class ToolCallDelta(Answer):
-    """A chunk's addition to a call; id, type and name are there once."""
+    """Delta of a tool call. The first delta of a call has its id, type and name."""
 
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
-    function: CallPart
+    function: FunctionCall
 
 
-class AnswerMessage(Answer):
-    """`content` is null where an answer is nothing but calls."""
+class ChatMessage(Answer):
+    """Assistant message.
+
+    Attributes:
+        content: text of the message; null if the message consists of tool calls only.
+    """
 
     role: Literal["assistant"]
     content: str | None
@@ -191,14 +230,14 @@ class AnswerMessage(Answer):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(AnswerChoice):
-    message: AnswerMessage
+class ChatChoice(ChoiceFields):
+    message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-class Chat(Root):
-    """Of `/v1/chat/completions`, as a whole."""
+class Chat(CommonFields):
+    """Response of `/v1/chat/completions`."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -209,32 +248,32 @@ class Chat(Root):
 
 
 class Delta(Answer):
-    """Fields that a chunk adds; `role` is there once, with the first token."""
+    """Delta of a chat message. The first delta has the role."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(AnswerChoice):
+class ChatChunkChoice(ChoiceFields):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
-class ChatChunk(Root):
-    """Of `/v1/chat/completions`, a chunk of a stream."""
+class ChatChunk(CommonFields):
+    """Chunk of the stream of `/v1/chat/completions`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
     metrics: Metrics | None = None
-    rounds: list[ShownRound] | None = None
+    rounds: list[RoundDetails] | None = None
 
 
 class DefaultSamplingParams(Answer):
-    """Sampling defaults of requests that do not say."""
+    """Sampling parameters that apply if a request does not set them."""
 
     temperature: float
     top_p: float
@@ -245,6 +284,14 @@ class DefaultSamplingParams(Answer):
 
 
 class ModelCard(Answer):
+    """Model or low-rank adapter.
+
+    Attributes:
+        max_model_len: context length in tokens.
+        sampling_defaults: left out for a diffusion model.
+        parent: name of the base model, for an adapter.
+    """
+
     id: str
     object: Literal["model"]
     created: int
@@ -271,7 +318,7 @@ class Detokenized(Answer):
 
 
 class TokenizerInfo(Answer):
-    """Texts of the special tokens; null for those that the model lacks."""
+    """Texts of the special tokens; null if the model has no such token."""
 
     bos_token: str | None
     eos_token: str | None
@@ -279,14 +326,25 @@ class TokenizerInfo(Answer):
 
 
 class Health(Answer):
-    """State of the engine: whether it steps; `step_age_s` is null before it is warm."""
+    """State of the engine.
+
+    Attributes:
+        step_age_s: seconds since the engine's last step; null before warm-up has ended.
+        programs_ready, programs_declared: number of programs that are compiled, and of all that requests may use.
+    """
 
     status: Literal["ok"]
     step_age_s: float | None
+    programs_ready: int
+    programs_declared: int
 
 
 class Load(Answer):
-    """Requests in the engine; `server_load`, which vLLM has, is all of them."""
+    """Requests in the engine.
+
+    Attributes:
+        server_load: running and waiting requests (vLLM's name).
+    """
 
     server_load: int
     num_requests_running: int

@@ -1,4 +1,4 @@
-"""Parts that all routes share: the engine, the limits, reading a body, and the way into the engine's queue."""
+"""State shared by all routes: engine, options, reading of request bodies, and submission to the engine's queue."""
 
 import asyncio
 import logging
@@ -16,12 +16,11 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.grammar.grammar import Grammar
 from tilewright.models.chat import ChatTemplate
+from tilewright.runtime.engine import RETRY_AFTER_S, Engine
 from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.request import Overloaded
-from tilewright.runtime.service import RETRY_AFTER_S, Service
 from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
 from tilewright.server.embeddings import ParsedInputs, PooledBody, parse_inputs
@@ -32,11 +31,11 @@ from tilewright.server.prometheus import EngineCollector, Timings
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.render import Served
 from tilewright.server.responses_store import ResponsesStore
-from tilewright.server.stream import Running, stopping
+from tilewright.server.stream import RunningRequests, stopping
 from tilewright.server.structured import Constrain
 from tilewright.server.tokens import TokenTexts
-from tilewright.server.tracing import Ended, Tracer
-from tilewright.server.translate import ChatLike
+from tilewright.server.tracing import OnEnd, Tracer
+from tilewright.server.translate import ChatConvertible
 
 log = logging.getLogger("tilewright.server")
 
@@ -45,11 +44,11 @@ T = TypeVar("T")
 Parsed = TypeVar("Parsed", ParsedRequest, ParsedInputs)
 
 PARSED_HERE = 65_536
-"""Bytes of a body that are parsed at once; longer ones are parsed in a thread, for others wait meanwhile."""
+"""Largest number of bytes of a body that is parsed in the event loop. Longer bodies are parsed in a thread."""
 TOKENISERS = 2
-"""Threads that read longer bodies, and tokenise prompts of those up to this length."""
+"""Number of threads that parse long bodies and tokenise the prompts of short ones."""
 MOST_LONG_BODIES = 64
-"""Most of the longer bodies that may be read at once, for their memory."""
+"""Largest number of long bodies that are read at the same time, which bounds their memory."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,26 @@ class ServerOptions:
     """Options of a server.
 
     Attributes:
-        name: of the model, as clients know it.
-        version: of this software.
-        template: the model's chat template; None where it has none.
-        sampling: how requests draw that do not say.
-        api_keys: one of which a request must bring; none for no check.
-        origins: of web pages that browsers let read the answers (CORS); "*" for all.
-        max_body_bytes: how long a body may be.
-        body_s: how long it may take to come.
-        deadline_s: how long a request may take in the engine; None for as long as it likes.
-        stale_s: how long ago the engine's last step may be before it counts as stuck.
-        constrain: makes a constraint of a grammar, for an engine that takes them; None where structured output is not offered.
-        pooling: what embeddings are made of.
-        embedding_dimensions: numbers of dimensions that embeddings may be cut to, as the model was trained (Matryoshka).
-        tls: of all connections; None for none.
-        tracer: makes traces of requests; None for none.
-        stored_responses, stored_bytes: how many responses, and how many bytes of them, are kept for clients to come back to.
+        name: model name in the API.
+        version: version of Tilewright.
+        template: chat template; None if the model has none.
+        sampling: default sampling parameters.
+        api_keys: accepted API keys; empty to accept all requests.
+        origins: allowed CORS origins; "*" for all.
+        max_body_bytes: largest size of a request body.
+        body_s: seconds in which a request body has to arrive.
+        deadline_s: seconds that a request may take in the engine; None for no limit.
+        stale_s: age in seconds of the engine's last step at which `/health` fails.
+        constrain: compiles grammars to constraints; None disables structured output.
+        pooling: pooling of embeddings.
+        embedding_dimensions: numbers of dimensions to which the model was trained to truncate embeddings (Matryoshka).
+        tls: TLS context of all connections; None for plain HTTP.
+        tracer: creates OpenTelemetry spans; None for no traces.
+        stored_responses: largest number of stored responses (`/v1/responses`); 0 stores none.
+        stored_bytes: largest total size of stored responses.
+
+    Raises:
+        ValueError: an option is out of range.
     """
 
     name: str
@@ -98,36 +101,36 @@ class ServerOptions:
             if getattr(self, name) < 0:
                 raise ValueError(f"expected {name} of at least 0, found {getattr(self, name)}")
         if not self.name:
-            raise ValueError("expected a name for the model, found an empty one")
+            raise ValueError("expected a model name, found an empty one")
         if not all(key and key.isprintable() and key == key.strip() for key in self.api_keys):
-            raise ValueError("expected API keys of printable characters without spaces around them")
+            raise ValueError("expected API keys of printable characters without leading or trailing spaces")
         for name in ("max_body_bytes", "body_s", "deadline_s", "stale_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"expected {name} above 0, found {value}")
 
 
-def compiled_ahead(constrain: Constrain) -> None:
-    """Compiles the grammar of JSON objects. A model that takes no grammars is no fault: who asks for one is told why."""
+def compile_json_object(constrain: Constrain) -> None:
+    """Compiles the grammar of JSON objects. Logs failures at level debug for models without structured output."""
     try:
         constrain(Grammar.json_object())
     except ValueError as error:
-        log.debug("no grammar of JSON objects: %s", error)
+        log.debug("cannot compile the grammar of JSON objects: %s", error)
     except Exception as error:
-        log.warning("no grammar of JSON objects: %s: %s", type(error).__name__, error)
+        log.warning("cannot compile the grammar of JSON objects: %s: %s", type(error).__name__, error)
 
 
 async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
-class Named(NamedTuple):
-    """Words by which errors name the requests that a body makes.
+class ErrorNames(NamedTuple):
+    """Names for a body's requests in error messages.
 
     Attributes:
-        noun: in the plural.
-        many: the field that makes too many of them.
-        long: the field that has their tokens.
+        noun: plural noun.
+        many: field that determines the number of requests.
+        long: field that contains the tokens.
     """
 
     noun: str
@@ -136,21 +139,21 @@ class Named(NamedTuple):
 
 
 @dataclass
-class Pending:
-    """Requests that are being tokenised, and their tokens, about: nobody else knows of them yet."""
+class PendingRequests:
+    """Number of requests that are being tokenised, and their estimated number of tokens."""
 
     requests: int = 0
     tokens: int = 0
 
     @contextmanager
     def counting(self, requests: int, tokens: int, check: Callable[[int, int], None]) -> Iterator[None]:
-        """Counts requests while they are tokenised, so that a burst is turned away before that work.
+        """Counts requests during tokenisation, so that a burst is refused before it is tokenised.
 
         Args:
-            check: raises `Overloaded` if there is no room for so many requests and tokens.
+            check: raises `Overloaded` if the queue has no room for the requests and tokens.
 
         Raises:
-            ApiError: there is none.
+            ApiError: the queue has no room (503).
         """
         self.requests += requests
         self.tokens += tokens
@@ -166,20 +169,20 @@ class Pending:
 
 @dataclass
 class Api:
-    """The server's state.
+    """State of the server.
 
     Attributes:
-        stopping: no request is taken any more.
-        pending: requests on their way to the engine.
-        texts: those that are only tokenised, or decoded.
-        long_bodies: how many are being read.
+        stopping: the server refuses new requests.
+        pending: requests that are being tokenised for the engine.
+        texts: texts that are being tokenised or detokenised for `/tokenize`, `/detokenize` and `count_tokens`.
+        long_bodies: number of long bodies that are being read.
     """
 
-    engine: Service
+    engine: Engine
     options: ServerOptions
     stopping: bool = False
-    pending: Pending = field(default_factory=Pending)
-    texts: Pending = field(default_factory=Pending)
+    pending: PendingRequests = field(default_factory=PendingRequests)
+    texts: PendingRequests = field(default_factory=PendingRequests)
     long_bodies: int = 0
     served: Served = field(init=False)
     stored: ResponsesStore = field(init=False)
@@ -191,8 +194,8 @@ class Api:
     grammars_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.options.name in self.engine.adapters:
-            raise ValueError(f"expected adapters of other names than the model's, found {self.options.name!r}")
+        if self.options.name in self.engine.decoding.adapters:
+            raise ValueError(f"expected adapter names other than the model's, found {self.options.name!r}")
         self.served = Served(
             self.engine, self.options.name, self.options.version, int(time.time()), TokenTexts(self.engine.tokenizer)
         )
@@ -201,48 +204,49 @@ class Api:
         self.registry.register(EngineCollector(self.engine, self.options.name))
         self.timings = Timings(self.registry, self.options.name)
         self.threads = ThreadPoolExecutor(TOKENISERS, "tokenise")
-        # A thread each, for what may take seconds: longer prompts and new grammars keep no others waiting, texts no prompts.
+        # Long prompts, texts and new grammars may take seconds, and have threads of their own.
         self.long_prompts_thread = ThreadPoolExecutor(1, "long-prompts")
         self.texts_thread = ThreadPoolExecutor(1, "texts")
         self.grammars_thread = ThreadPoolExecutor(1, "grammars")
 
     def close(self) -> None:
-        """Ends the threads, once they have done what they were given, and sends the last traces."""
+        """Waits for the threads to finish their work, and exports the last traces."""
         for each in (self.threads, self.long_prompts_thread, self.texts_thread, self.grammars_thread):
             each.shutdown()
         if self.options.tracer is not None:
             self.options.tracer.close()
 
     def compile_ahead(self) -> None:
-        """Has the grammar of JSON objects compiled aside, so that the first request that asks for it need not wait."""
+        """Compiles the grammar of JSON objects in a thread, before the first request needs it."""
         if (constrain := self.options.constrain) is not None:
-            self.grammars_thread.submit(compiled_ahead, constrain)
+            self.grammars_thread.submit(compile_json_object, constrain)
 
     @property
     def completion_body(self) -> type[CompletionBody]:
-        """Type of the bodies that the served model takes; `chat_body` likewise."""
-        return DenoisingCompletionBody if isinstance(self.engine, DiffusionEngine) else CompletionBody
+        """Body class of `/v1/completions` for the served model."""
+        return CompletionBody if self.engine.decoding.denoising is None else DenoisingCompletionBody
 
     @property
     def chat_body(self) -> type[ChatBody]:
-        return DenoisingChatBody if isinstance(self.engine, DiffusionEngine) else ChatBody
+        """Body class of `/v1/chat/completions` for the served model."""
+        return ChatBody if self.engine.decoding.denoising is None else DenoisingChatBody
 
     async def body(self, request: Request, kind: type[Body]) -> Body:
-        """The body of a request.
+        """Reads and validates the body of a request.
 
         Raises:
-            ApiError: it is not JSON (415), too long (413), too slow (408), not what the route takes (400), or for another
-                model (404).
+            ApiError: the body has another content type than JSON (415), is too long (413), arrives too slowly (408), is invalid
+                (400), or names an unknown model (404).
         """
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
-            # A web page of anybody's may send other types here without being asked who it is.
-            raise ApiError(415, f"expected a body of type application/json, found {media[:60]!r}", "unsupported_media_type")
+            # Browsers send other content types across origins without a CORS preflight.
+            raise ApiError(415, f"expected content type application/json, found {media[:60]!r}", "unsupported_media_type")
         try:
             async with asyncio.timeout(self.options.body_s):
                 raw = await self.read(request)
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {self.options.body_s:g} s", "request_timeout") from None
+            raise ApiError(408, f"the body did not arrive within {self.options.body_s:g} s", "request_timeout") from None
         request.state.long = len(raw) > PARSED_HERE
         try:
             parse = partial(kind.model_validate_json, raw)
@@ -255,28 +259,33 @@ class Api:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names by which clients may ask: the model's, and those of its adapters."""
-        return (self.options.name, *self.engine.adapters)
+        """Names of the model and its adapters."""
+        return (self.options.name, *self.engine.decoding.adapters)
 
-    def served_as(self, name: str | None) -> Served:
-        """What answers say of the model that a body names."""
+    def served_info(self, name: str | None) -> Served:
+        """Returns the model information for responses, with the model name of the request."""
         return self.served if name is None else replace(self.served, name=name)
 
-    async def chat(self, request: Request, body: ChatLike, before: bytes = b"[]") -> ChatBody:
-        """The chat that a body of another API stands for, behind the messages before it.
+    async def chat(self, request: Request, body: ChatConvertible, before: bytes = b"[]") -> ChatBody:
+        """Converts a body of another API to a chat body.
+
+        Args:
+            before: previous messages, as JSON.
 
         Raises:
-            ApiError: the served model cannot be asked for it.
+            ApiError: the chat body is invalid for the served model.
         """
         request.state.long |= len(before) > PARSED_HERE
         work = partial(body.chat, self.chat_body, before)
         return await in_thread(self.threads, work) if request.state.long else work()
 
     async def read(self, request: Request) -> bytes:
-        """The bytes of a body; it stops where they become too many, whatever length was announced.
+        """Reads the bytes of a body, up to `max_body_bytes`.
 
-        The connection stays: it drops what else the client sends, so that this one comes to read the answer. A connection that
-        ended at once would be reset under a client that is still sending.
+        Raises:
+            ApiError: the body is too long (413), or too many long bodies are being read (503). The connection stays open and
+                drops the rest of the body, because closing it would reset a client that is still sending before it reads the
+                error.
         """
         most = self.options.max_body_bytes
         too_long = ApiError(413, f"expected a body of at most {most} bytes", "body_too_large")
@@ -300,93 +309,108 @@ class Api:
         return bytes(raw)
 
     def model_unknown(self, name: str) -> None:
-        has = ", ".join(map(repr, self.models))
-        raise ApiError(404, f"this server has no model {name[:100]!r}; it has {has}", "model_not_found", "model")
+        served = ", ".join(map(repr, self.models))
+        raise ApiError(404, f"no model {name[:100]!r}; this server has {served}", "model_not_found", "model")
 
     def check_serving(self) -> None:
-        """Raises an `ApiError` while nothing is generated."""
+        """Raises an `ApiError` (503) while the engine warms up or stops."""
         if self.stopping or self.engine.closed:
             raise stopping()
         if not self.engine.ready:
-            raise ApiError(503, "the model is not ready yet", "server_not_ready", None, {"retry-after": "5"})
+            raise ApiError(503, "the model is warming up", "server_not_ready", None, {"retry-after": "5"})
 
     def check_texts(self, requests: int, tokens: int) -> None:
-        """Raises `Overloaded` where more is to be tokenised, or decoded, than the engine's queue may hold."""
+        """Raises `Overloaded` for more texts or tokens than the engine's queue may hold."""
         limits = self.engine.options
         if requests > limits.queue_requests or tokens > limits.queue_tokens:
-            raise Overloaded("too much is to be tokenised", RETRY_AFTER_S)
+            raise Overloaded("too many texts to tokenise", RETRY_AFTER_S)
 
     async def tokenised(self, tokens: int, work: Callable[[], T]) -> T:
-        """Returns what `work` gives, done in a thread, where there is room for a text of about so many tokens.
+        """Runs `work` on a text of about `tokens` tokens in the texts thread, and returns its result.
 
-        Texts have a queue of their own, as long as the engine's, and keep no request from that one.
+        Texts have a queue of their own with the limits of the engine's queue.
+
+        Raises:
+            ApiError: the queue has no room (503).
         """
         with self.texts.counting(1, min(tokens, self.engine.options.queue_tokens), self.check_texts):
             return await in_thread(self.texts_thread, work)
 
     async def start(
-        self, body: GenerationBody, is_long: bool = False, traced: Ended | None = None
-    ) -> tuple[ParsedRequest, Running]:
-        """Tokenises a body, aside if it is long or its grammar new, and submits its requests, where there is room for them."""
+        self, body: GenerationBody, is_long: bool = False, on_end: OnEnd | None = None
+    ) -> tuple[ParsedRequest, RunningRequests]:
+        """Parses a body in a thread and submits its requests. Long prompts and new grammars use threads of their own."""
         options = self.options
-        asks = partial(has_new_grammar, body, options.template, options.constrain)
-        compiles = await in_thread(self.threads, asks) if is_long else asks()
+        check = partial(has_new_grammar, body, options.template, options.constrain)
+        compiles = await in_thread(self.threads, check) if is_long else check()
         threads = self.grammars_thread if compiles else self.long_prompts_thread if is_long else self.threads
-        given = (options.template, options.deadline_s, options.sampling, options.constrain)
-        running = Running(self.engine, self.timings, traced)
+        options_given = (options.template, options.deadline_s, options.sampling, options.constrain)
+        running = RunningRequests(self.engine, self.timings, on_end)
         size = rough_size(body, self.engine.context)
-        named = Named("choices", "n", "messages" if isinstance(body, ChatBody) else "prompt")
-        return await self.started(running, size, named, threads, lambda: parse_request(body, self.engine, *given))
+        names = ErrorNames("choices", "n", "messages" if isinstance(body, ChatBody) else "prompt")
+        return await self.submit_parsed(running, size, names, threads, lambda: parse_request(body, self.engine, *options_given))
 
-    async def embedded(
-        self, body: PooledBody, inputs: Sequence[str | list[int]], params: Sequence[str], is_long: bool, traced: Ended | None
-    ) -> tuple[ParsedInputs, Running]:
-        """Tokenises and submits texts whose embeddings are asked for; `params` are the fields that have them, one for each."""
+    async def start_embeddings(
+        self, body: PooledBody, inputs: Sequence[str | list[int]], params: Sequence[str], is_long: bool, on_end: OnEnd | None
+    ) -> tuple[ParsedInputs, RunningRequests]:
+        """Tokenises texts in a thread and submits requests for their embeddings.
+
+        Args:
+            params: field of each text, for error messages.
+        """
         options, (most, _) = self.options, Counter(params).most_common(1)[0]
         parse = partial(parse_inputs, inputs, body, self.engine, options.pooling, options.deadline_s, params)
         threads = self.long_prompts_thread if is_long else self.threads
-        running = Running(self.engine, self.timings, traced)
+        running = RunningRequests(self.engine, self.timings, on_end)
         size = rough_inputs(inputs, self.engine.context)
-        return await self.started(running, size, Named("texts", most, most), threads, parse)
+        return await self.submit_parsed(running, size, ErrorNames("texts", most, most), threads, parse)
 
-    def traced(self, request: Request, model: str | None) -> Ended | None:
-        """What makes spans of a body's requests; None for no traces."""
+    def on_end(self, request: Request, model: str | None) -> OnEnd | None:
+        """Returns a callback that makes a span for each ended request of a body; None without a tracer."""
         tracer = self.options.tracer
-        name = self.served_as(model).name
-        own = request.state.request_id
-        return None if tracer is None else tracer.request(request.scope["path"], request.headers, name, own)
+        name = self.served_info(model).name
+        request_id = request.state.request_id
+        return None if tracer is None else tracer.request(request.scope["path"], request.headers, name, request_id)
 
-    async def started(
-        self, running: Running, size: tuple[int, int], named: Named, threads: ThreadPoolExecutor, parse: Callable[[], Parsed]
-    ) -> tuple[Parsed, Running]:
-        """Parses in a thread, and submits the requests that come of it, where there is room for them.
+    async def submit_parsed(
+        self,
+        running: RunningRequests,
+        size: tuple[int, int],
+        names: ErrorNames,
+        threads: ThreadPoolExecutor,
+        parse: Callable[[], Parsed],
+    ) -> tuple[Parsed, RunningRequests]:
+        """Parses a body in a thread and submits its requests.
 
         Args:
-            size: how many they are, and about how many tokens they have.
-            named: how errors name them.
+            size: number of requests, and their estimated number of tokens.
+            names: names for error messages.
+
+        Raises:
+            ApiError: the engine is not ready (503), the queue has no room (503), or the body is invalid (400).
         """
         self.check_serving()
         limits = self.engine.options
         requests, tokens = size
         if requests > limits.queue_requests:
-            expected = f"at most {limits.queue_requests} {named.noun} in one request"
-            raise ApiError(400, f"expected {expected}, found {requests}", f"too_many_{named.noun}", named.many)
-        # More than the queue holds is too much for ever, which is said once it is certain: when it is tokenised.
+            expected = f"at most {limits.queue_requests} {names.noun} in one request"
+            raise ApiError(400, f"expected {expected}, found {requests}", f"too_many_{names.noun}", names.many)
+        # `parse_and_submit` refuses requests that exceed the whole queue, once their number of tokens is known.
         with self.pending.counting(requests, min(tokens, limits.queue_tokens), self.engine.check_room):
             try:
-                parsed = await in_thread(threads, partial(self.submitted, parse, running, named))
-            except asyncio.CancelledError:  # the thread goes on
+                parsed = await in_thread(threads, partial(self.parse_and_submit, parse, running, names))
+            except asyncio.CancelledError:  # the thread continues
                 running.cancel()
                 raise
         return parsed, running
 
-    def submitted(self, parse: Callable[[], Parsed], running: Running, named: Named) -> Parsed:
-        """The part of `started` that takes time with long prompts; it runs in a thread."""
+    def parse_and_submit(self, parse: Callable[[], Parsed], running: RunningRequests, names: ErrorNames) -> Parsed:
+        """Parses a body and submits its requests; runs in a thread."""
         parsed = parse()
         tokens = sum(len(request.prompt) for request in parsed.requests)
         most = self.engine.options.queue_tokens
         if tokens > most:
-            expected = f"at most {most} prompt tokens, those of all {named.noun} together"
-            raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", named.long)
+            expected = f"at most {most} prompt tokens in all {names.noun} together"
+            raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", names.long)
         running.submit(parsed.requests)
         return parsed

@@ -1,4 +1,4 @@
-"""A chat's answer as a list of blocks, texts and calls, as they come: for APIs whose answers are such lists."""
+"""Content blocks of a streamed response (texts and tool calls), for the Messages and Responses APIs."""
 
 import secrets
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from tilewright.server.tools import ToolUse
 
 
 @dataclass
-class AnswerBlock:
-    """A text, or a call.
+class OutputBlock:
+    """Text block or tool call.
 
     Attributes:
-        id: of the block; random.
-        name: of the function that is called; None for a text.
-        text: what came so far, of a call its arguments.
+        name: name of the called function; None for a text block.
+        id: random id.
+        text: text, or arguments of the call, received so far.
     """
 
     name: str | None
@@ -24,66 +24,70 @@ class AnswerBlock:
     text: str = ""
 
 
-class Opened(NamedTuple):
-    """A block begins, the last of the list."""
+class BlockStart(NamedTuple):
+    """Start of a block, which is the last one."""
 
-    block: AnswerBlock
+    block: OutputBlock
 
 
-class Grown(NamedTuple):
-    """A text was added to the last block."""
+class BlockDelta(NamedTuple):
+    """Text added to the last block."""
 
-    block: AnswerBlock
+    block: OutputBlock
     text: str
 
 
-class Closed(NamedTuple):
-    """The last block is whole; `last` at the end of the answer."""
+class BlockStop(NamedTuple):
+    """End of the last block.
 
-    block: AnswerBlock
+    Attributes:
+        last: the response ends with this block.
+    """
+
+    block: OutputBlock
     last: bool
 
 
-Change = Opened | Grown | Closed
+BlockEvent = BlockStart | BlockDelta | BlockStop
 
 
-class AnswerBlocks:
-    """Reads an answer's text as it comes.
+class OutputBlocks:
+    """Splits the text of a response into blocks while it streams.
 
     Attributes:
-        found: the blocks so far. At the end there is at least one, which may be an empty text.
+        found: blocks so far. An ended response has at least one block, which may be an empty text.
     """
 
     def __init__(self, tools: ToolUse | None):
         self.parser = None if tools is None else CallParser(tools)
-        self.found: list[AnswerBlock] = []
+        self.found: list[OutputBlock] = []
 
     @property
     def calls(self) -> bool:
-        """Whether a function was called."""
+        """True if the response contains a tool call."""
         return any(block.name is not None for block in self.found)
 
-    def push(self, text: str, last: bool) -> Iterator[Change]:
-        """Takes the next text, the `last` one or not, and gives what it changes."""
+    def push(self, text: str, last: bool) -> Iterator[BlockEvent]:
+        """Adds text and yields the changes of blocks. `last`: the text ends the response."""
         parts: list[Part] = [Content(text)] if self.parser is None else self.parser.push(text, last)
         for part in parts:
             yield from self.changes(part)
         if last and not self.found:
-            yield from self.open(None)
+            yield from self.start(None)
         if last:
-            yield Closed(self.found[-1], True)
+            yield BlockStop(self.found[-1], True)
 
-    def changes(self, part: Part) -> Iterator[Change]:
+    def changes(self, part: Part) -> Iterator[BlockEvent]:
         if isinstance(part, Called):
-            yield from self.open(part.name)
+            yield from self.start(part.name)
         elif isinstance(part, Content) and part.text and (not self.found or self.found[-1].name is not None):
-            yield from self.open(None)
+            yield from self.start(None)
         if isinstance(part, Content | Arguments) and part.text:
             self.found[-1].text += part.text
-            yield Grown(self.found[-1], part.text)
+            yield BlockDelta(self.found[-1], part.text)
 
-    def open(self, name: str | None) -> Iterator[Change]:
+    def start(self, name: str | None) -> Iterator[BlockEvent]:
         if self.found:
-            yield Closed(self.found[-1], False)
-        self.found.append(AnswerBlock(name))
-        yield Opened(self.found[-1])
+            yield BlockStop(self.found[-1], False)
+        self.found.append(OutputBlock(name))
+        yield BlockStart(self.found[-1])

@@ -1,4 +1,4 @@
-"""Forms in which families of models write calls of functions: reading them while they come, and grammars that force them."""
+"""Tool call formats of model families: streaming parsers, and grammars that force calls."""
 
 import json
 import re
@@ -9,20 +9,20 @@ from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 from tilewright.grammar.grammar import Grammar, Tagged
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The schema of each function's arguments, by its name."""
+"""Schema of the arguments of each function, by function name."""
 OPENING = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-"""Of a call, up to its arguments, as models are told to write it."""
+"""Matches a call up to its arguments, in the key order that prompts prescribe."""
 BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)|[{}\[\]]', re.DOTALL)
-"""Of JSON, with strings, whole or cut off, so that those within them do not count."""
+"""Matches JSON brackets, and complete or truncated strings, so that brackets in strings are skipped."""
 
 
-class Read(NamedTuple):
-    """A text that begins with a call, as far as it has come.
+class ParsedCall(NamedTuple):
+    """Result of parsing text that may begin with a tool call.
 
     Attributes:
-        name: None while it is not known, or where this is no call.
-        arguments: as far as they have come; of a text that goes on, what was told stays its beginning.
-        end: where the call ends, or what is none; None while it goes on.
+        name: function name; None while it is unknown, and for text that is not a call.
+        arguments: arguments received so far. Earlier results for the same call are a prefix.
+        end: index after the call, or after text that is not a call; None while the call is incomplete.
     """
 
     name: str | None
@@ -32,49 +32,57 @@ class Read(NamedTuple):
 
 @runtime_checkable
 class CallForm(Protocol):
-    """What an answer's calls look like.
-
-    Attributes:
-        begin, end: what stands around a call; nothing where a call is a whole answer.
-    """
+    """Tool call format of a model family."""
 
     @property
-    def begin(self) -> str: ...
+    def begin(self) -> str:
+        """Tag before a call; empty if a call is the whole response."""
+        ...
+
     @property
-    def end(self) -> str: ...
+    def end(self) -> str:
+        """Tag after a call; empty if a call is the whole response."""
+        ...
 
     @property
     def repeats(self) -> bool:
-        """True if an answer may have several calls."""
+        """True if a response may contain several calls."""
         ...
 
-    def read(self, text: str, schemas: Schemas) -> Read:
-        """The call that a text behind `begin` begins with."""
+    def read(self, text: str, schemas: Schemas) -> ParsedCall:
+        """Parses the call at the start of the text after `begin`."""
         ...
 
     def parts(self, schema: Mapping[str, Any]) -> Iterator[Grammar]:
-        """Grammars of what a function's arguments consist of, by which it is seen whether their schema can be used.
+        """Yields grammars of the parts of a function's arguments, to find the schema that cannot be used.
 
         Raises:
-            ValueError: the form has no way to write what the schema describes.
+            ValueError: the format cannot express the schema.
         """
         ...
 
     def grammar(self, functions: Schemas, several: bool, other: Mapping[str, Any] | None = None) -> Grammar:
-        """Grammar of an answer that is only calls, of one of these functions or of several; raises as `parts` does.
+        """Makes a grammar for responses that consist of calls only.
 
         Args:
-            other: schema of JSON that the answer may be instead.
+            functions: functions that may be called.
+            several: allow several calls.
+            other: schema of JSON that the response may be instead.
+
+        Raises:
+            ValueError: the format cannot express a schema.
         """
         ...
 
 
 @dataclass(frozen=True)
 class JsonForm:
-    """A JSON object with the function's name and its arguments.
+    """Calls as JSON objects with the function's name and its arguments.
 
     Attributes:
-        arguments: the key of the arguments.
+        begin: tag before a call.
+        end: tag after a call.
+        arguments: key of the arguments.
     """
 
     begin: str
@@ -85,20 +93,20 @@ class JsonForm:
     def repeats(self) -> bool:
         return bool(self.begin)
 
-    def written(self, name: str, arguments: Any) -> str:
-        """A call as the model writes it."""
+    def format_call(self, name: str, arguments: Any) -> str:
+        """Formats a call as the model writes it."""
         body = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
         return f"{self.begin}\n{body}\n{self.end}" if self.begin else body
 
-    def read(self, text: str, schemas: Schemas) -> Read:
+    def read(self, text: str, schemas: Schemas) -> ParsedCall:
         begin = len(text) - len(text.lstrip())
         if not text.startswith("{", begin):
-            return Read(None, end=begin if begin < len(text) else None)
+            return ParsedCall(None, end=begin if begin < len(text) else None)
         end = object_end(text, begin)
         opening = OPENING.match(text)
         if opening is not None and is_name(name := decoded(opening[1])):
-            return Read(name, text[opening.end() : object_end(text, opening.end())], end)
-        return Read(None) if end is None else reordered(text[begin:end], end, None if self.begin else schemas)
+            return ParsedCall(name, text[opening.end() : object_end(text, opening.end())], end)
+        return ParsedCall(None) if end is None else parse_whole_call(text[begin:end], end, None if self.begin else schemas)
 
     def parts(self, schema: Mapping[str, Any]) -> Iterator[Grammar]:
         yield Grammar.json_schema(schema)
@@ -113,13 +121,13 @@ class JsonForm:
 
 
 HERMES = JsonForm("<tool_call>", "</tool_call>", "arguments")
-"""Of Hermes, Qwen and many others."""
+"""Format of Hermes, Qwen and many others."""
 LLAMA3 = JsonForm("", "", "parameters")
-"""Of Llama 3."""
+"""Format of Llama 3."""
 
 
 def object_end(text: str, start: int) -> int | None:
-    """End of the JSON object that begins at a place; None if it goes on."""
+    """Returns the index after the JSON object at `start`; None if the object is incomplete."""
     depth = 0
     for found in BRACKETS.finditer(text, start):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
@@ -128,28 +136,29 @@ def object_end(text: str, start: int) -> int | None:
     return None
 
 
-def reordered(text: str, end: int, schemas: Schemas | None) -> Read:
-    """A call whose keys come in another order, whose arguments are text, or that has none; else what is no call.
+def parse_whole_call(text: str, end: int, schemas: Schemas | None) -> ParsedCall:
+    """Parses a complete JSON object as a call with keys in any order, arguments as text, or without arguments.
 
     Args:
-        schemas: of the functions of which one without arguments has to be, where nothing else marks a call.
+        end: index after the object, for the result.
+        schemas: functions that an object without arguments may name; None to accept any name, for formats with tags.
     """
     found = decoded(text)
     if not isinstance(found, dict):
-        return Read(None, end=end)
+        return ParsedCall(None, end=end)
     name = found.get("name")
     arguments = found.get("arguments", found.get("parameters"))
     if arguments is None and found.keys() <= {"name", "arguments", "parameters"} and (schemas is None or name in schemas):
         arguments = {}
     arguments = decoded(arguments) if isinstance(arguments, str) else arguments
     if not is_name(name) or not isinstance(arguments, dict):
-        return Read(None, end=end)
-    # In ASCII, for the model may have written half of a surrogate pair, which is JSON and no text.
-    return Read(name, json.dumps(arguments), end)
+        return ParsedCall(None, end=end)
+    # ASCII, because the model may have written an unpaired surrogate, which is valid JSON but not encodable.
+    return ParsedCall(name, json.dumps(arguments), end)
 
 
 def decoded(text: str) -> Any:
-    """The value of a text that a model wrote as JSON; None for what is none."""
+    """Decodes JSON written by a model; None for invalid JSON."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -157,7 +166,7 @@ def decoded(text: str) -> Any:
 
 
 def is_name(value: Any) -> TypeGuard[str]:
-    """True for what may be a function's name: a text, which half of a surrogate pair is not."""
+    """True for a non-empty text without unpaired surrogates."""
     try:
         return isinstance(value, str) and len(value.encode()) > 0
     except UnicodeEncodeError:

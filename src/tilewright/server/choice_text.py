@@ -1,72 +1,69 @@
-"""The text of a chat's choice as its message has it: content, and calls of tools where it may have some."""
+"""Content and tool calls of a chat choice, from its streamed text."""
 
 import secrets
 from dataclasses import dataclass, field
 
-from tilewright.server.answers import AnswerMessage, CallPart, Delta, ToolCall, ToolCallDelta
+from tilewright.server.answers import ChatMessage, Delta, FunctionCall, ToolCall, ToolCallDelta
 from tilewright.server.tool_calls import Called, CallParser, Content
 from tilewright.server.tools import ToolUse
 
 
 @dataclass
-class Added:
-    """A text's addition to a message; `content` is None where that is no content."""
+class TextDelta:
+    """Content and tool call deltas that a text adds to a message; `content` is None if the text adds none."""
 
     content: str | None = None
     calls: list[ToolCallDelta] = field(default_factory=list)
 
-    def put_into(self, delta: Delta) -> None:
-        """Puts it into a chunk, which shows the fields that were set."""
+    def apply_to(self, delta: Delta) -> None:
+        """Sets the non-empty fields of a chunk's delta."""
         if self.content is not None:
             delta.content = self.content
         if self.calls:
             delta.tool_calls = self.calls
 
-    def message(self) -> AnswerMessage:
-        """All that a choice said, as a message."""
-        whole: list[ToolCall] = []
+    def message(self) -> ChatMessage:
+        """Merges the deltas of a whole choice into a message."""
+        calls: list[ToolCall] = []
         for delta in self.calls:
             if delta.id is not None:
-                whole.append(ToolCall(id=delta.id, type="function", function=delta.function))
+                calls.append(ToolCall(id=delta.id, type="function", function=delta.function))
             else:
-                whole[-1].function.arguments += delta.function.arguments
-        message = AnswerMessage(role="assistant", content=self.content if self.content or not whole else None, refusal=None)
-        if whole:
-            message.tool_calls = whole
+                calls[-1].function.arguments += delta.function.arguments
+        message = ChatMessage(role="assistant", content=self.content if self.content or not calls else None, refusal=None)
+        if calls:
+            message.tool_calls = calls
         return message
 
 
 class ChoiceText:
-    """Reads a choice's text as it comes.
-
-    Attributes:
-        calls: how many it made so far.
-    """
+    """Splits a choice's streamed text into content and tool calls."""
 
     def __init__(self, tools: ToolUse | None):
         self.parser = None if tools is None else CallParser(tools)
 
     @property
     def calls(self) -> int:
+        """Number of tool calls so far."""
         return 0 if self.parser is None else self.parser.calls
 
-    def push(self, text: str, last: bool) -> Added:
-        """Takes the next text, the `last` one or not."""
+    def push(self, text: str, last: bool) -> TextDelta:
+        """Adds text and returns its deltas. `last`: the text ends the choice."""
         if self.parser is None:
-            return Added(text)
-        added = Added()
+            return TextDelta(text)
+        delta = TextDelta()
         index = self.parser.calls - 1
         for part in self.parser.push(text, last):
             if isinstance(part, Content):
-                added.content = (added.content or "") + part.text
+                delta.content = (delta.content or "") + part.text
             elif isinstance(part, Called):
                 index += 1
-                function = CallPart(name=part.name, arguments="")
-                added.calls.append(
+                function = FunctionCall(name=part.name, arguments="")
+                delta.calls.append(
                     ToolCallDelta(index=index, id=f"call_{secrets.token_hex(12)}", type="function", function=function)
                 )
-            elif added.calls:  # one entry of a chunk for each call: some clients look at no second one
-                added.calls[-1].function.arguments += part.text
+            elif delta.calls:  # one entry per call and chunk, because some clients ignore a second one
+                delta.calls[-1].function.arguments += part.text
             else:
-                added.calls.append(ToolCallDelta(index=index, function=CallPart(arguments=part.text)))
-        return added
+                delta.calls.append(ToolCallDelta(index=index, function=FunctionCall(arguments=part.text)))
+        return delta

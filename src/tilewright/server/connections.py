@@ -1,6 +1,6 @@
-"""Connections: how many there may be, how long clients may take, and what those are told who do not speak HTTP.
+"""HTTP connections with limits on their number and with deadlines for slow clients, on top of uvicorn.
 
-Uvicorn gives a connection no deadline before its first answer, and accepts as many as there are descriptors.
+Uvicorn has no deadline before a connection's first response, and accepts connections until file descriptors run out.
 """
 
 import asyncio
@@ -25,45 +25,46 @@ from tilewright.server.middleware import CROWDED, access
 log = logging.getLogger("tilewright.server")
 
 MOST_CONNECTIONS = 4096
+"""Largest number of connections."""
 HEAD_S = 10.0
-"""Seconds that a request's head may take, from the connection's beginning or the head's first byte on."""
+"""Deadline in seconds for the headers of a request, from the start of the connection or the first byte of the headers."""
 UNREAD_S = 60.0
-"""Seconds that a client may take to read another `LEAST_READ` bytes of an answer."""
+"""Deadline in seconds for a client to read the next `LEAST_READ` bytes of a response."""
 LEAST_READ = 1024
 PROBE_S = 1.0
-"""Seconds from one question to the next whether a client that has ended its side is still there."""
+"""Interval in seconds of the checks whether a half-closed connection is still open."""
 RETRY_S = 0.1
-"""Seconds that accepting rests after it failed."""
+"""Pause in seconds after a failed `accept`."""
 LINGER_S = 1.0
-"""Seconds that a client may go on to send after it was refused. If the connection ended at once, it might not read why."""
-COMPLAINT_S = 60.0
-"""A failing `accept` is logged once in this time."""
+"""Seconds between an error response and the end of its connection, so that a client that still sends can read the response."""
+LOG_INTERVAL_S = 60.0
+"""Shortest interval in seconds of the log messages about failing `accept` calls."""
 FLUSH_S = 5
-"""Seconds that answers that are complete may take to reach their clients when the server ends."""
+"""Seconds to flush complete responses at the shutdown of the server."""
 
 quiet = logging.getLogger("tilewright.server.protocol")
-"""Where uvicorn writes of single connections. What clients do wrong is told to them; a line for each could fill a disk."""
+"""Uvicorn's logger of connections. Clients get errors in responses; logging them could fill a disk."""
 quiet.setLevel(logging.ERROR)
 
 
 def most_connections() -> int:
-    """Raises this process's limit of open files as far as it goes, and returns how many connections that has room for."""
+    """Raises this process's limit of open files to the hard limit, and returns the number of connections that fit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError) as error:  # macOS: where the hard limit is infinite, the soft one cannot be
-        log.debug("the limit of open files stays: %s", error)
+    except (ValueError, OSError) as error:  # macOS does not allow an infinite soft limit
+        log.debug("cannot raise the limit of open files: %s", error)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft * 3 // 4)
 
 
 class Connection(H11Protocol):
-    """One connection: uvicorn's, with deadlines, without unread answers piling up, and with errors in OpenAI's form.
+    """Uvicorn connection with deadlines, a bound on unread response data, and errors in OpenAI's format.
 
     Attributes:
-        since: when it began to wait for its client, or to answer.
-        ended: the client has ended its side, and may still read.
-        refused: what it sends is not read any more.
+        since: time at which the connection began to wait for its client, or to respond.
+        ended: the client has closed its sending side, and may still read.
+        refused: further data of the client is discarded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -77,48 +78,49 @@ class Connection(H11Protocol):
 
     @property
     def answering(self) -> bool:
+        """True while a response is being made or sent."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def waits(self) -> bool:
-        """True if it is the client's turn: its request is not complete, or the connection is only being closed."""
+        """True while the connection waits for the client: the request is incomplete, or the connection is being closed."""
         closing = self.refused or self.transport.is_closing()
         return closing or not self.answering or self.conn.their_state is h11.SEND_BODY
 
-    # Heads.
+    # Request headers.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # A client that does not read is known by this at its first byte, and `send` waits for it. TLS pauses at the limit
-        # itself, plain sockets above it.
+        # Writing pauses as soon as one byte is unread, so that `send` waits for the client. TLS pauses at the limit, plain
+        # sockets above it.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
-        self.head_timer = self.loop.call_later(HEAD_S, self.head_late)
+        self.head_timer = self.loop.call_later(HEAD_S, self.on_head_timeout)
 
     def data_received(self, data: bytes) -> None:
         if self.refused:
             return
-        began = self.answering
+        was_answering = self.answering
         super().data_received(data)
         if self.answering:
-            self.since = self.since if began else self.loop.time()
-            self.head_timer = cancelled(self.head_timer)
-        elif self.head_timer is None:  # the first byte of another request, or more of a body that nobody waits for
-            self.head_timer = self.loop.call_later(HEAD_S, self.head_late)
+            self.since = self.since if was_answering else self.loop.time()
+            self.head_timer = cancel_timer(self.head_timer)
+        elif self.head_timer is None:  # the first byte of another request, or the rest of an unread body
+            self.head_timer = self.loop.call_later(HEAD_S, self.on_head_timeout)
 
-    def head_late(self) -> None:
+    def on_head_timeout(self) -> None:
         if self.conn.trailing_data[0]:
-            self.refuse(ApiError(408, f"the head of the request did not come within {HEAD_S:g} s", "request_timeout"))
+            self.refuse(ApiError(408, f"the request headers did not arrive within {HEAD_S:g} s", "request_timeout"))
         else:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Uvicorn calls it where h11 finds that what came is no request."""
+        """Sends an error response for data that is not a request; called by uvicorn."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        self.refuse(ApiError(status, f"expected a request of HTTP/1.1: {str(error or msg)[:200]}", "invalid_http"))
+        self.refuse(ApiError(status, f"expected an HTTP/1.1 request: {str(error or msg)[:200]}", "invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
-        """Answers what is no request, and ends the connection."""
+        """Sends an error response and ends the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE) or self.transport.is_closing():
             self.transport.close()
         else:
@@ -132,12 +134,12 @@ class Connection(H11Protocol):
             head = h11.Response(status_code=error.status, headers=headers, reason=reason)
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-            if self.transport.can_write_eof():  # TLS ends both sides at once
+            if self.transport.can_write_eof():  # TLS cannot close one side only
                 self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)
             access.info("- - %d", error.status)
 
-    # Answers.
+    # Responses.
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -146,10 +148,10 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.unread_timer = cancelled(self.unread_timer)
+        self.unread_timer = cancel_timer(self.unread_timer)
 
     def check_reading(self) -> None:
-        """Ends a connection whose client hardly reads; its request ends with it."""
+        """Aborts a connection whose client reads less than `LEAST_READ` bytes per `UNREAD_S` seconds, and so its request."""
         unread = self.transport.get_write_buffer_size()
         if unread > self.unread - LEAST_READ:
             self.transport.abort()
@@ -163,56 +165,57 @@ class Connection(H11Protocol):
         if self.ended and not self.answering:
             self.transport.close()
 
-    # Ends.
+    # End of the connection.
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keeps the connection for a client that has sent all and waits for its answer.
+        """Keeps a half-closed connection open while its response is being made.
 
-        One that has gone looks alike, until the next byte that it is sent comes back.
+        A client that has gone looks the same until the next byte is sent to it, so the connection is probed.
         """
-        if self.waits or self.scheme == "https":  # under TLS no side stays open behind the other's end
+        if self.waits or self.scheme == "https":  # TLS connections cannot be half-closed
             return False
         if not self.ended:
             self.ended = True
             if not self.cycle.response_started and self.conn.their_http_version != b"1.0":
-                # To be passed over by every client of HTTP/1.1, as often as it comes.
+                # HTTP/1.1 clients have to accept any number of 100 responses.
                 self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
             self.loop.call_later(PROBE_S, self.probe)
         return True
 
     def probe(self) -> None:
-        """Looks whether the client has gone. Asyncio reads no more after the end, and so would not see it."""
+        """Aborts the connection if the client has gone. Asyncio stops reading after EOF, and would not notice."""
         if self.transport.is_closing() or not self.answering:
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
         if self.cycle.response_started:
-            self.cycle.message_event.set()  # as a part of the body, empty; a stream then sends a comment
+            self.cycle.message_event.set()  # `receive` returns an empty body part, and a stream then sends a comment
         self.loop.call_later(PROBE_S, self.probe)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.head_timer = cancelled(self.head_timer)
-        self.unread_timer = cancelled(self.unread_timer)
+        self.head_timer = cancel_timer(self.head_timer)
+        self.unread_timer = cancel_timer(self.unread_timer)
 
 
-def cancelled(timer: asyncio.TimerHandle | None) -> None:
+def cancel_timer(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn with connections as above, and never more than `most` of them.
+    """Uvicorn server with at most `most` connections of class `Connection`.
 
-    One more takes the place of that which has waited longest for its client. Where all are being answered it is let in, too,
-    and what it asks is refused (`CROWDED`), but for the probes.
+    A new connection above the limit replaces the connection that has waited longest for its client. If all connections are
+    being answered, the new connection is accepted, and its requests are refused (`CROWDED`) except for probes.
 
-    It has no signal handlers, which would end the process by the signal and not with status 0.
+    The server has no signal handlers, because uvicorn's would end the process by the signal instead of status 0.
 
     Attributes:
-        tls: of all connections; None for none.
-        handshakes: connections that TLS is being agreed on with.
+        most: largest number of connections.
+        tls: TLS context of all connections; None for plain HTTP.
+        handshakes: tasks of TLS handshakes.
     """
 
     def __init__(self, app: ASGIApp, most: int = MOST_CONNECTIONS, tls: ssl.SSLContext | None = None):
@@ -237,8 +240,8 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Asyncio's own way of accepting goes round and round where descriptors run out, with a traceback for each round."""
-        assert sockets, "it listens already"
+        """Starts accepting connections. Asyncio's servers log a traceback in a busy loop when file descriptors run out."""
+        assert sockets, "expected listening sockets"
         self.servers = []
         self.accepting = [asyncio.create_task(self.accept(each)) for each in sockets]
         self.started = True
@@ -250,7 +253,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def accept(self, listening: socket.socket) -> None:
-        """Takes connections for ever."""
+        """Accepts connections until it is cancelled."""
         loop = asyncio.get_running_loop()
         complaint = 0.0
         listening.setblocking(False)
@@ -265,13 +268,13 @@ class HttpServer(uvicorn.Server):
                 continue
             except OSError as error:
                 if loop.time() >= complaint:
-                    log.error("no connection can be accepted: %s; trying again", error)
-                    complaint = loop.time() + COMPLAINT_S
+                    log.error("cannot accept connections: %s; retrying", error)
+                    complaint = loop.time() + LOG_INTERVAL_S
                 self.make_room()
                 await asyncio.sleep(RETRY_S)
 
     def shake_hands(self, accepted: socket.socket) -> None:
-        """Agrees on TLS aside, for a client may take its time; one more than there may be connections is turned away."""
+        """Starts a TLS handshake in a task, because clients may be slow. Closes the socket if too many handshakes run."""
         if len(self.handshakes) >= self.most:
             accepted.close()
             return
@@ -280,11 +283,11 @@ class HttpServer(uvicorn.Server):
         task.add_done_callback(self.handshakes.discard)
 
     async def admit_tls(self, accepted: socket.socket) -> None:
-        """Admits a connection that comes to TLS within `HEAD_S`; of the others nothing is said but at the level debug."""
+        """Admits a connection whose TLS handshake ends within `HEAD_S`. Logs failed handshakes at level debug."""
         try:
             await self.admit(accepted)
-        except (OSError, EOFError) as error:  # `SSLError`, a deadline that has passed, a client that has gone
-            log.debug("no TLS with a client: %s", error)
+        except (OSError, EOFError) as error:  # `SSLError`, deadline, or client gone
+            log.debug("TLS handshake failed: %s", error)
             accepted.close()
 
     async def admit(self, accepted: socket.socket) -> None:
@@ -297,7 +300,7 @@ class HttpServer(uvicorn.Server):
         )
 
     def make_room(self) -> bool:
-        """Ends the connection that has waited longest for its client. Returns whether there was one."""
+        """Aborts the connection that has waited longest for its client. Returns False if no connection waits."""
         connections = self.server_state.connections
         waiting = [each for each in connections if isinstance(each, Connection) and each.waits]
         if not waiting:

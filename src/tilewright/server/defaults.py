@@ -1,4 +1,4 @@
-"""Sampling defaults: those of the model's `generation_config.json`, or OpenAI's."""
+"""Sampling defaults, from the model's `generation_config.json` or OpenAI's."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,35 +15,40 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": REPETITION_PENALTIES,
     "max_new_tokens": (1, 2**31 - 1),
 }
-"""Range of each number in the file."""
+"""Range of each value in `generation_config.json`."""
 WHOLE_NUMBERS = ("top_k", "max_new_tokens")
 
 
 def cold(temperature: float) -> float:
-    """A temperature; 0, the limit, for one that is too low to divide by."""
+    """Returns 0 (greedy) for a temperature that is too low to divide by, and any other temperature unchanged."""
     return temperature if temperature >= TEMPERATURES[0] else 0.0
 
 
 def embedding_dimensions(folder: Path) -> tuple[int, ...]:
-    """Numbers of dimensions that a model's embeddings may be cut to, as its `config.json` declares them.
+    """Reads the numbers of dimensions to which a model's embeddings may be truncated (Matryoshka, arXiv 2205.13147).
 
-    The field is `matryoshka_dimensions`, as vLLM reads it (arXiv 2205.13147); without it there are none.
+    The field of `config.json` is `matryoshka_dimensions`, as in vLLM. Returns () without the field.
 
     Raises:
-        ValueError: it is no list of numbers of at least 1.
+        ValueError: the field is not a list of integers of at least 1.
     """
     found = read_config(folder).get("matryoshka_dimensions") or []
     if not isinstance(found, list) or not all(type(each) is int and each >= 1 for each in found):
-        raise ValueError(f"{folder / CONFIG}: expected matryoshka_dimensions of whole numbers from 1 on, found {found!r}")
+        raise ValueError(f"{folder / CONFIG}: expected matryoshka_dimensions as a list of integers from 1, found {found!r}")
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Sampling values that hold where a request says nothing.
+    """Default sampling parameters. The defaults of this class are OpenAI's.
 
     Attributes:
-        max_new_tokens: at most so many, if the request does not say how many; None for no such limit.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling threshold.
+        top_k: number of most likely tokens to sample from; 0 for all.
+        min_p: threshold relative to the most likely token.
+        repetition_penalty: penalty of tokens in the prompt and the output; 1 for none.
+        max_new_tokens: largest default number of new tokens; None for no limit.
     """
 
     temperature: float = 1.0
@@ -54,28 +59,28 @@ class SamplingDefaults:
     max_new_tokens: int | None = None
 
     @staticmethod
-    def of_model(folder: Path) -> "SamplingDefaults":
-        """Defaults of a model's folder. See `model_defaults`, also for errors."""
+    def from_folder(folder: Path) -> "SamplingDefaults":
+        """Reads the defaults of a model folder; see `model_defaults` for errors."""
         return SamplingDefaults(**model_defaults(folder))
 
     @property
-    def said(self) -> dict[str, Any]:
-        """Those that are not OpenAI's."""
-        usual = SamplingDefaults()
-        return {each.name: own for each in fields(self) if (own := getattr(self, each.name)) != getattr(usual, each.name)}
+    def changed_options(self) -> dict[str, Any]:
+        """Values that differ from OpenAI's defaults, by name."""
+        openai = SamplingDefaults()
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != getattr(openai, each.name)}
 
 
 def model_defaults(folder: Path) -> dict[str, Any]:
-    """Sampling values that a model's folder or file gives, as the fields of `SamplingDefaults`.
+    """Reads the sampling parameters of a model folder or file, named as in `SamplingDefaults`.
 
-    As in vLLM, `do_sample` is not read.
+    `do_sample` is ignored, as in vLLM.
 
     Raises:
-        ValueError: the file is no JSON object, or a value is out of range.
+        ValueError: the file is not a JSON object, or a value is out of range.
     """
     path = folder / GENERATION_CONFIG
-    given = read_generation_config(folder)
-    found = {each.name: given[each.name] for each in fields(SamplingDefaults) if given.get(each.name) is not None}
+    config = read_generation_config(folder)
+    found = {each.name: config[each.name] for each in fields(SamplingDefaults) if config.get(each.name) is not None}
     for name, value in found.items():
         low, high = RANGES[name]
         kinds = int if name in WHOLE_NUMBERS else (int, float)

@@ -1,7 +1,8 @@
-"""Bodies for diffusion language models, with the fields of their steps, and the requests that they make.
+"""Request bodies for diffusion language models.
 
-Fields that only decoding token by token can honour are refused by name, log-probabilities among them: no token of a response
-has a probability given just those before it.
+Fields that need autoregressive decoding are refused by name. The log-probability of a token comes from the denoising step that
+committed the token, in which the model sees masks and tokens on both sides; it is not conditional on the previous tokens only.
+Prompts have no log-probabilities.
 """
 
 from dataclasses import replace
@@ -12,35 +13,51 @@ from pydantic import Field
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.sampling import later_seed
-from tilewright.server.fields import FLAG, WHOLE, expect
+from tilewright.server.fields import FLAG, WHOLE, unsupported
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
 from tilewright.server.structured import ResponseFormat
 
-NOT_OF_DIFFUSION = "is not offered for a diffusion model"
-COMMITS_MANY = f"{NOT_OF_DIFFUSION}, which commits many tokens at once"
+NOT_FOR_DIFFUSION = "is not supported for a diffusion model"
+COMMITS_MANY = f"{NOT_FOR_DIFFUSION}, which commits several tokens at once"
 
 
 class PlainTextFormat(ResponseFormat):
-    """The one form that a diffusion model offers."""
+    """Response format of a diffusion model: text."""
 
     type: Literal["text"]  # type: ignore[assignment]
     json_schema: None = None  # type: ignore[assignment]
 
 
 def only(value: int | str) -> Any:
-    """A value that is taken where it changes nothing."""
-    return expect(f"{NOT_OF_DIFFUSION}; it may be {value}", "not_offered")
+    """Accepts one value, which has no effect."""
+    return unsupported(str(value), NOT_FOR_DIFFUSION)
 
 
 class DenoisingBody(GenerationBody):
-    """Fields that both ways of generating take from a diffusion model; those that are not there are as the server was started.
+    """Fields of completions and chats of a diffusion model. Missing fields take the server's defaults (`--denoising`).
 
     Attributes:
-        max_tokens: the response's length. It comes about in whole blocks, and what is too much of the last one is cut off.
-        steps: in all; the number of blocks divides them.
-        threshold: commits all tokens at least this likely, in place of a number of steps.
-        suffix_window: positions behind the block that a step knows of.
-        tau: sparse: the threshold of saliency.
+        max_tokens: length of the response. The model generates whole blocks, and the last one is truncated.
+        steps: total number of denoising steps, a multiple of the number of blocks.
+        block_length: number of tokens per block.
+        threshold: commit all tokens of at least this probability, instead of a fixed number of steps.
+        suffix_window: number of positions after the block that a denoising step attends to.
+        mode: "dense" recomputes all positions in each step; "prefix", "dual" and "sparse" cache parts of the sequence.
+        remasking: rule that selects the tokens to commit in a step.
+        tau: saliency threshold of the mode "sparse".
+        top_k: not supported for a diffusion model.
+        min_p: not supported for a diffusion model.
+        repetition_penalty: not supported for a diffusion model.
+        presence_penalty: not supported for a diffusion model.
+        frequency_penalty: not supported for a diffusion model.
+        logit_bias: not supported for a diffusion model.
+        min_tokens: not supported for a diffusion model.
+        stop_token_ids: not supported for a diffusion model.
+        include_stop_str_in_output: not supported for a diffusion model.
+        structured_outputs: not supported for a diffusion model.
+        prompt_logprobs: not supported for a diffusion model.
+        skip_special_tokens: only true is supported for a diffusion model.
+        response_format: only text is supported for a diffusion model.
     """
 
     steps: Length = None
@@ -61,58 +78,70 @@ class DenoisingBody(GenerationBody):
     stop_token_ids: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
     include_stop_str_in_output: Annotated[Literal[False] | None, FLAG, only("false")] = None  # type: ignore[assignment]
     skip_special_tokens: Annotated[Literal[True] | None, FLAG, only("true")] = None  # type: ignore[assignment]
-    structured_outputs: Annotated[None, expect(NOT_OF_DIFFUSION, "not_offered")] = None  # type: ignore[assignment]
+    structured_outputs: Annotated[None, unsupported(reason=NOT_FOR_DIFFUSION)] = None  # type: ignore[assignment]
     response_format: Annotated[PlainTextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
-    prompt_logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
+    prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
 
 
 class DenoisingCompletionBody(DenoisingBody, CompletionBody):  # type: ignore[misc]
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions` for a diffusion model."""
 
     max_tokens: Length = None
-    logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
 class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions` for a diffusion model.
+
+    Attributes:
+        tools: not supported for a diffusion model.
+        tool_choice: not supported for a diffusion model.
+    """
 
     tools: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
     tool_choice: Annotated[Literal["none", "auto"] | None, only("none")] = None  # type: ignore[assignment]
-    logprobs: Annotated[Literal[False] | None, FLAG, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
-    top_logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
-def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:
-    """Denoising options of a body: whole blocks, of which the last may have more tokens than are asked for.
+def parse_denoising(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:
+    """Returns the denoising options of a body. `new_tokens` is rounded up to whole blocks.
 
     Raises:
-        ValueError: what does not go together.
+        ValueError: the options are inconsistent.
     """
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         name: value
         for name in ("block_length", "suffix_window", "mode", "remasking", "temperature", "top_p", "seed", "ignore_eos")
         if (value := getattr(body, name)) is not None
     }
-    if body.steps is not None or body.threshold is not None:  # either takes the place of what the server was told
-        asked |= {"steps": body.steps, "threshold": body.threshold}
+    if body.steps is not None or body.threshold is not None:  # either replaces both defaults
+        options |= {"steps": body.steps, "threshold": body.threshold}
     if body.tau is not None:
-        asked["saliency"] = replace(defaults.saliency, tau=body.tau)
-    block = asked.get("block_length", defaults.block_length)
-    whole = new_tokens if block is None else -(-new_tokens // block) * block
+        options["saliency"] = replace(defaults.saliency, tau=body.tau)
+    block = options.get("block_length", defaults.block_length)
+    rounded = new_tokens if block is None else -(-new_tokens // block) * block
     try:
-        return replace(defaults, new_tokens=whole, **asked)
-    except ValueError as error:  # in the words of the API
+        return replace(defaults, new_tokens=rounded, **options)
+    except ValueError as error:  # with the API's field name
         raise ValueError(str(error).replace("new_tokens", "max_tokens")) from error
 
 
-def requests_of(
-    body: DenoisingBody, prompt: list[int], new_tokens: int, defaults: Denoising, choices: int, deadline_s: float | None
+def make_requests(
+    body: DenoisingBody,
+    prompt: list[int],
+    new_tokens: int,
+    defaults: Denoising,
+    choices: int,
+    deadline_s: float | None,
+    logprobs: int | None = None,
 ) -> list[DenoisingRequest]:
-    """The requests of one prompt; the seed of each is the body's and the choice's number.
+    """Makes the requests of one prompt. The seed of each request is derived from the body's seed and the number of the choice.
+
+    Args:
+        logprobs: number of alternatives per token; None for no log-probabilities.
 
     Raises:
-        ValueError: what does not go together.
+        ValueError: the options are inconsistent.
     """
-    denoising = denoising_of(body, defaults, new_tokens)
+    denoising = parse_denoising(body, defaults, new_tokens)
     seeds = [None if denoising.seed is None else later_seed(denoising.seed, choice) for choice in range(choices)]
-    return [DenoisingRequest(prompt, replace(denoising, seed=seed), body.stops, deadline_s, new_tokens) for seed in seeds]
+    rest = body.stops, deadline_s, new_tokens, logprobs
+    return [DenoisingRequest(prompt, replace(denoising, seed=seed), *rest) for seed in seeds]

@@ -1,6 +1,6 @@
-"""Embeddings and scores: bodies, the engine's requests for them, and the form of answers.
+"""Embeddings and scores: request bodies, engine requests and responses.
 
-`/v1/embeddings` is OpenAI's. `/v1/score` is vLLM's: of a model that is no cross-encoder, the cosine of two texts' embeddings.
+`/v1/embeddings` is OpenAI's. `/v1/score` is vLLM's: the cosine similarity of two texts' embeddings.
 """
 
 import base64
@@ -13,17 +13,17 @@ import numpy as np
 from pydantic import Field
 
 from tilewright.models.tokenizer import encode
+from tilewright.runtime.engine import Engine
 from tilewright.runtime.pooling import Pooling, unit
 from tilewright.runtime.request import GenerateRequest
-from tilewright.runtime.service import Service
 from tilewright.server.answers import Answer
 from tilewright.server.errors import ApiError
-from tilewright.server.fields import WHOLE, Ignored, NotOffered, OnlyTrue, OnlyZero, expect
-from tilewright.server.parse import check_beginning, listed, rough_tokens, wrong
+from tilewright.server.fields import WHOLE, IgnoredText, OnlyTrue, OnlyZero, Unsupported, expect
+from tilewright.server.parse import as_list, check_not_too_long, invalid_value, rough_tokens
 from tilewright.server.protocol import ModelBody, Text, TokenIds
 
 MOST_INPUTS = 2048
-"""The most texts of one request, as at OpenAI."""
+"""Largest number of texts of one request, as at OpenAI."""
 
 Inputs = Annotated[
     Text
@@ -31,55 +31,70 @@ Inputs = Annotated[
     | Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)],
     Field(union_mode="left_to_right"),
-    expect(f"expected a text, a list of token ids, or a list of at most {MOST_INPUTS} of either, none of them empty"),
+    expect(f"expected a text, a list of token ids, or a list of at most {MOST_INPUTS} of either, none empty"),
 ]
 Texts = Annotated[
     Text | Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)],
-    expect(f"expected a text, or a list of at most {MOST_INPUTS}, none of them empty"),
+    expect(f"expected a text, or a list of at most {MOST_INPUTS}, none empty"),
 ]
 
 
 class PooledBody(ModelBody):
-    """Fields of every body that asks for embeddings."""
+    """Fields of the bodies of embeddings and scores.
+
+    Attributes:
+        add_special_tokens: add the tokenizer's special tokens to texts (default true).
+    """
 
     add_special_tokens: bool | None = None
 
-    user: Ignored = None
-    request_id: Ignored = None
+    user: IgnoredText = None
+    request_id: IgnoredText = None
     priority: OnlyZero = None
-    truncate_prompt_tokens: NotOffered = None
+    truncate_prompt_tokens: Unsupported = None
 
 
 class EmbeddingsBody(PooledBody):
-    """`POST /v1/embeddings`."""
+    """Body of `POST /v1/embeddings`.
+
+    Attributes:
+        input: one text or a list of texts, each as text or token ids.
+        encoding_format: "float" (default) for numbers, "base64" for little-endian float32.
+        dimensions: number of dimensions of embeddings, one of `matryoshka_dimensions` in the model's `config.json`.
+    """
 
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
 
-    messages: NotOffered = None
+    messages: Unsupported = None
     normalize: OnlyTrue = None
 
 
 class ScoreBody(PooledBody):
-    """`POST /v1/score`: one text beside one or several, or as many beside as many."""
+    """Body of `POST /v1/score`: one text against one or several texts, or pairs of two lists of equal length.
+
+    Attributes:
+        text_1: one text, or a list of texts.
+        text_2: one text, or a list of texts.
+    """
 
     text_1: Texts
     text_2: Texts
 
     @property
     def texts(self) -> list[str]:
-        """All texts, as often as they were sent."""
-        return [*listed(self.text_1), *listed(self.text_2)]
+        """All texts, including repeated ones."""
+        return [*as_list(self.text_1), *as_list(self.text_2)]
 
     def pairs(self) -> list[tuple[str, str]]:
-        """The texts of each score. Raises an `ApiError` where they are not as many."""
-        first = listed(self.text_1)
-        second = listed(self.text_2)
+        """Returns the pair of texts of each score. Raises an `ApiError` (400) for lists of different lengths."""
+        first = as_list(self.text_1)
+        second = as_list(self.text_2)
         if len(first) == 1:
             first *= len(second)
         if len(first) != len(second):
-            raise wrong("text_2", f"as many texts as text_1 has, {len(first)}", len(second))
+            raise invalid_value("text_2", f"{len(first)} texts, as in text_1", len(second))
         return list(zip(first, second, strict=True))
 
 
@@ -95,7 +110,7 @@ class PooledUsage(Answer):
 
 
 class EmbeddingsAnswer(Answer):
-    """A vector of length 1 for each text, in order: numbers, or their bytes as little-endian float32 in base64."""
+    """Unit-length embedding of each text, in order: a list of numbers, or base64 of little-endian float32."""
 
     object: Literal["list"]
     data: list[EmbeddingEntry]
@@ -110,7 +125,7 @@ class ScoreEntry(Answer):
 
 
 class ScoresAnswer(Answer):
-    """A number from -1 to 1 for each pair of texts, in order."""
+    """Score from -1 to 1 of each pair of texts, in order."""
 
     id: str
     object: Literal["list"]
@@ -122,10 +137,11 @@ class ScoresAnswer(Answer):
 
 @dataclass(frozen=True)
 class ParsedInputs:
-    """Requests for the embeddings of some texts.
+    """Engine requests for embeddings.
 
     Attributes:
-        times: how often each text was sent, where equal ones have one request; empty for once each.
+        requests: one request per distinct text.
+        times: number of occurrences of each text, for the usage; empty if each text occurs once.
     """
 
     requests: list[GenerateRequest]
@@ -133,45 +149,45 @@ class ParsedInputs:
 
     @property
     def usage(self) -> PooledUsage:
-        """Tokens of all texts, as often as they were sent."""
+        """Token counts of all texts, including repeated ones."""
         times = self.times or [1] * len(self.requests)
         tokens = sum(len(request.prompt) * count for request, count in zip(self.requests, times, strict=True))
         return PooledUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 def rough_size(inputs: Sequence[str | list[int]], context: int) -> tuple[int, int]:
-    """Number of requests, and about how many tokens they have; none counts for more than the context."""
+    """Returns the number of requests and their estimated number of tokens, at most the context length per request."""
     return len(inputs), sum(min(rough_tokens(one), context) for one in inputs)
 
 
 def parse_inputs(
     inputs: Sequence[str | list[int]],
     body: PooledBody,
-    engine: Service,
+    engine: Engine,
     pooling: Pooling,
     deadline_s: float | None,
     params: Sequence[str],
 ) -> ParsedInputs:
-    """Tokenises texts, and makes the requests. This may take a while.
+    """Tokenises texts and makes the engine requests. Slow for long texts.
 
     Args:
-        params: the field that has it, for each text.
+        params: field of each text, for error messages.
 
     Raises:
-        ApiError: one of them is no prompt for the model.
+        ApiError: a text is too long or invalid for the model (400).
     """
     requests = list[GenerateRequest]()
     special = body.add_special_tokens is not False
-    lora = body.model if body.model in engine.adapters else None
+    lora = body.model if body.model in engine.decoding.adapters else None
     for one, param in zip(inputs, params, strict=True):
         try:
             if isinstance(one, str):
-                check_beginning(one, engine, param)
+                check_not_too_long(one, engine, param)
                 one = encode(engine.tokenizer, one, special)
             tokens = engine.encode(one)
             if len(tokens) > engine.context:
-                found = f"this model's context has {engine.context} positions; a text has {len(tokens)} tokens"
-                raise ApiError(400, found, "context_length_exceeded", param)
+                message = f"expected texts of at most {engine.context} tokens (the model's context), found {len(tokens)}"
+                raise ApiError(400, message, "context_length_exceeded", param)
             request = GenerateRequest(tokens, deadline_s=deadline_s, lora=lora, pooling=pooling)
             engine.check(request)
         except ValueError as error:
@@ -180,40 +196,44 @@ def parse_inputs(
     return ParsedInputs(requests)
 
 
-def shortened(vectors: Sequence[np.ndarray], dimensions: int | None, declared: Sequence[int]) -> list[np.ndarray]:
-    """Embeddings of so many dimensions, the first ones, of length 1 again.
+def truncated_vectors(vectors: Sequence[np.ndarray], dimensions: int | None, declared: Sequence[int]) -> list[np.ndarray]:
+    """Truncates embeddings to their first dimensions and normalises them again.
 
     Args:
-        declared: numbers of dimensions that the model was trained to be cut to (Matryoshka), its whole length apart.
+        declared: numbers of dimensions to which the model was trained to truncate, besides the full number (Matryoshka).
 
     Raises:
-        ApiError: it was not trained for these.
+        ApiError: the model does not support the number of dimensions (400).
     """
     if dimensions is None or dimensions == len(vectors[0]):
         return list(vectors)
     if dimensions not in declared:
-        known = ", ".join(map(str, sorted({*declared, len(vectors[0])})))
-        raise wrong("dimensions", f"one that this model has, {known}", dimensions)
+        supported = ", ".join(map(str, sorted({*declared, len(vectors[0])})))
+        raise invalid_value("dimensions", f"one of {supported}", dimensions)
     return [unit(vector[:dimensions].astype(np.float64)) for vector in vectors]
 
 
-def embeddings_of(
+def embeddings_response(
     body: EmbeddingsBody, parsed: ParsedInputs, vectors: Sequence[np.ndarray], name: str, declared: Sequence[int]
 ) -> EmbeddingsAnswer:
-    """The answer of `/v1/embeddings`."""
+    """Makes the response of `/v1/embeddings`."""
     data = []
-    for index, vector in enumerate(shortened(vectors, body.dimensions, declared)):
+    for index, vector in enumerate(truncated_vectors(vectors, body.dimensions, declared)):
         raw = vector.astype("<f4").tobytes()
-        shown = base64.b64encode(raw).decode() if body.encoding_format == "base64" else vector.tolist()
-        data.append(EmbeddingEntry(object="embedding", index=index, embedding=shown))
+        encoded = base64.b64encode(raw).decode() if body.encoding_format == "base64" else vector.tolist()
+        data.append(EmbeddingEntry(object="embedding", index=index, embedding=encoded))
     return EmbeddingsAnswer(object="list", data=data, model=name, usage=parsed.usage)
 
 
-def scores_of(
-    pairs: Sequence[tuple[str, str]], parsed: ParsedInputs, of_text: dict[str, np.ndarray], name: str, request_id: str
+def scores_response(
+    pairs: Sequence[tuple[str, str]], parsed: ParsedInputs, vectors: dict[str, np.ndarray], name: str, request_id: str
 ) -> ScoresAnswer:
-    """The answer of `/v1/score`: cosines of embeddings, which are of length 1."""
-    found = [float(np.clip(np.dot(of_text[first].astype(np.float64), of_text[second]), -1, 1)) for first, second in pairs]
-    data = [ScoreEntry(object="score", index=index, score=score) for index, score in enumerate(found)]
+    """Makes the response of `/v1/score`: dot products of unit-length embeddings.
+
+    Args:
+        vectors: embedding of each text.
+    """
+    scores = [float(np.clip(np.dot(vectors[first].astype(np.float64), vectors[second]), -1, 1)) for first, second in pairs]
+    data = [ScoreEntry(object="score", index=index, score=score) for index, score in enumerate(scores)]
     created = int(time.time())
     return ScoresAnswer(id=f"score-{request_id}", object="list", created=created, model=name, data=data, usage=parsed.usage)

@@ -1,6 +1,7 @@
-"""Errors in the form that OpenAI's clients read: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's format (`{"error": {"message", "type", "param", "code"}}`) and in Anthropic's."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -8,14 +9,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Scope
 
-KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""The error's `type`, by status; other statuses below 500 are "invalid_request_error", those from 500 on "server_error"."""
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""Error `type` by HTTP status; "invalid_request_error" for other statuses below 500, "server_error" from 500."""
 MESSAGES = "/v1/messages"
-MESSAGES_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
-"""The same of Anthropic's API, whose others from 500 on are "api_error"."""
+MESSAGES_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
+"""Error `type` of Anthropic's API by HTTP status; "invalid_request_error" for others below 500, "api_error" from 500."""
 NO_THREADS: dict[str, str | list[str]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-SHOWN = 60
-"""Characters of a wrong value that come back."""
+LONGEST_VALUE = 60
+"""Largest number of characters of an invalid value in an error message."""
 
 
 class ErrorFields(BaseModel):
@@ -26,19 +27,19 @@ class ErrorFields(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
+    """Body of an error response."""
 
     error: ErrorFields
 
 
 class MessagesErrorFields(ErrorFields):
-    """Fields of an error of Anthropic's API, with those of the others; its clients read `details` to go on without a thread."""
+    """Fields of an error of Anthropic's API. Clients read `details` to continue without a thread."""
 
     details: dict[str, str | list[str]] | None
 
 
 class MessagesErrorBody(BaseModel):
-    """The body of an error of Anthropic's API."""
+    """Body of an error response of Anthropic's API."""
 
     type: Literal["error"]
     error: MessagesErrorFields
@@ -46,13 +47,14 @@ class MessagesErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """Error response.
 
     Attributes:
-        status: of HTTP.
-        message: for the client; it tells nothing of the server's inside.
-        code: a word that programs can tell errors apart by.
-        param: the field that is wrong, if one is: `messages[0].content`.
+        status: HTTP status.
+        message: message for the client, without internals of the server.
+        code: machine-readable error code.
+        param: path of the invalid field, such as `messages[0].content`.
+        headers: further response headers.
     """
 
     def __init__(
@@ -72,11 +74,11 @@ class ApiError(Exception):
 
     @property
     def body(self) -> ErrorBody:
-        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return ErrorBody(error=ErrorFields(message=self.message, type=kind, param=self.param, code=self.code))
 
     def messages_body(self, request_id: str) -> MessagesErrorBody:
-        kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        kind = MESSAGES_ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         if self.code == "server_overloaded":
             kind = "overloaded_error"
         details = NO_THREADS if self.param == "thread" else None
@@ -84,7 +86,7 @@ class ApiError(Exception):
         return MessagesErrorBody(type="error", error=found, request_id=request_id)
 
     def response(self, scope: Scope | None = None) -> Response:
-        """The answer to a request, in the form of its API; to what is no request in OpenAI's."""
+        """Makes the response, in Anthropic's format for routes of Anthropic's API, else in OpenAI's."""
         body: BaseModel = self.body
         if scope is not None and is_messages(scope["path"]):
             body = self.messages_body(scope["state"]["request_id"])
@@ -92,52 +94,54 @@ class ApiError(Exception):
 
 
 def is_messages(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
+    """True for paths of Anthropic's API."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def overloaded(retry_after_s: float = 1.0) -> ApiError:
     retry = {"retry-after": str(max(1, round(retry_after_s)))}
-    return ApiError(503, "the server has more requests than it can queue; try again later", "server_overloaded", None, retry)
+    return ApiError(503, "the server's queue is full; try again later", "server_overloaded", None, retry)
 
 
 def internal_error() -> ApiError:
-    """All that a client is told of an error that is nobody's but the server's."""
-    return ApiError(500, "the server failed on this request", "internal_error")
+    """Makes the error for unexpected exceptions, without internals of the server."""
+    return ApiError(500, "internal server error", "internal_error")
 
 
-def shown(value: Any) -> str:
-    """A wrong value, short."""
+def format_value(value: Any) -> str:
+    """Formats an invalid value for an error message."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return "an object"
-    text = json.dumps(value[: SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    text = json.dumps(value[: LONGEST_VALUE + 1] if isinstance(value, str) else value)
+    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
 
 
-def field_name(place: tuple[int | str, ...]) -> str | None:
-    """Name of a place in the body: `messages[0].content`; None for the body itself."""
+def field_path(location: tuple[int | str, ...]) -> str | None:
+    """Formats the path of a field, such as `messages[0].content`; None for the body itself."""
     name = ""
-    for part in place:
-        name += f"[{part}]" if isinstance(part, int) else f".{part[:SHOWN]}"
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{part[:LONGEST_VALUE]}"
     return name.removeprefix(".") or None
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """Error of the first thing that is wrong in a body."""
+    """Makes the error response for the first validation error of a body."""
     first = error.errors(include_url=False)[0]
     kind = first["type"]
-    param = field_name(first["loc"])
+    param = field_path(first["loc"])
     if kind == "json_invalid":
         return ApiError(400, f"expected a JSON object: {first['msg'].removeprefix('Invalid JSON: ')}", "invalid_json")
     if kind == "missing":
         return ApiError(400, f"missing required parameter: '{param}'", "missing_required_parameter", param)
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown parameter: '{param}'", "unknown_parameter", param)
-    if kind == "not_offered":
+    if kind == "unsupported":
         return ApiError(400, f"'{param}' {first['msg']}", "unsupported_parameter", param)
-    said = first["msg"][:1].lower() + first["msg"][1:]
-    where = "the body" if param is None else f"'{param}'"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    message = re.sub("^input should be (?=greater|less)", "expected a value ", message)
+    message = message.replace("input should be", "expected").replace("input should", "the value should")
+    field = "the body" if param is None else f"'{param}'"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return ApiError(400, f"{where}: {said.replace('input should', 'it should')}, found {shown(first['input'])}", code, param)
+    return ApiError(400, f"{field}: {message}, found {format_value(first['input'])}", code, param)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI's routes have."""
+"""Log-probabilities in the formats of completions, chats and prompts."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tilewright.server.answers import (
 from tilewright.server.tokens import TokenTexts
 
 LEAST = -9999.0
-"""Stands for a probability of 0, as OpenAI has it: JSON has no infinity."""
+"""Log-probability of a probability of 0, as at OpenAI: JSON has no infinity."""
 
 
 def finite(logprob: float) -> float:
@@ -23,24 +23,24 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprobs]]) -> ChatLogprobs:
-    """Of tokens with theirs, in the form of `/v1/chat/completions`."""
+    """Formats the log-probabilities of tokens for `/v1/chat/completions`."""
 
-    def one(token: int, logprob: float) -> dict[str, object]:
+    def entry(token: int, logprob: float) -> dict[str, object]:
         return {"token": texts.text(token), "logprob": finite(logprob), "bytes": list(texts.bytes(token))}
 
     content = [
         TokenLogprob.model_validate(
-            {**one(token, found.logprob), "top_logprobs": [TopLogprob.model_validate(one(*each)) for each in found.top]}
+            {**entry(token, found.logprob), "top_logprobs": [TopLogprob.model_validate(entry(*each)) for each in found.top]}
         )
         for token, found in tokens
     ]
     return ChatLogprobs(content=content, refusal=None)
 
 
-def named(texts: TokenTexts, token: int, found: TokenLogprobs) -> dict[str, float]:
-    """The alternatives by their texts, with the token itself, which need not be among them.
+def logprobs_by_text(texts: TokenTexts, token: int, found: TokenLogprobs) -> dict[str, float]:
+    """Returns the log-probabilities of the alternatives and of the token itself, by token text.
 
-    Several tokens may have one text. It names the likeliest of them; the others are named `token_id:NNN`.
+    If several tokens have the same text, the likeliest one has the text, and the others are named `token_id:NNN`.
     """
     names: dict[str, float] = {}
     chosen = () if any(each == token for each, _ in found.top) else ((token, found.logprob),)
@@ -53,11 +53,11 @@ def named(texts: TokenTexts, token: int, found: TokenLogprobs) -> dict[str, floa
 def completion_logprobs(
     texts: TokenTexts, tokens: Sequence[tuple[int, TokenLogprobs | None]], offsets: Sequence[int]
 ) -> CompletionLogprobs:
-    """Of tokens with theirs (None for a prompt's first token) and where they begin, in the form of `/v1/completions`."""
+    """Formats the log-probabilities of tokens (None for a prompt's first token) for `/v1/completions`."""
     return CompletionLogprobs(
         tokens=[texts.text(token) for token, _ in tokens],
         token_logprobs=[None if found is None else finite(found.logprob) for _, found in tokens],
-        top_logprobs=[None if found is None else named(texts, token, found) for token, found in tokens],
+        top_logprobs=[None if found is None else logprobs_by_text(texts, token, found) for token, found in tokens],
         text_offset=list(offsets),
     )
 
@@ -65,19 +65,22 @@ def completion_logprobs(
 def prompt_logprobs(
     texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs], alternatives: int
 ) -> PromptLogprobs:
-    """Of a prompt's tokens in vLLM's form: of each place its token and the alternatives, by their ids; the first has none."""
+    """Formats a prompt's log-probabilities in vLLM's format: per position, the token and the alternatives, by token id.
 
-    def of(token: int, place: TokenLogprobs) -> dict[int, PromptLogprob]:
-        ranks = {each: rank for rank, (each, _) in enumerate(place.top, 1)}
-        shown = {token: place.logprob} | dict(place.top[:alternatives])
+    The first position has None.
+    """
+
+    def at_position(token: int, position: TokenLogprobs) -> dict[int, PromptLogprob]:
+        ranks = {each: rank for rank, (each, _) in enumerate(position.top, 1)}
+        by_token = {token: position.logprob} | dict(position.top[:alternatives])
         return {
             each: PromptLogprob(logprob=finite(logprob), rank=ranks.get(each), decoded_token=texts.text(each))
-            for each, logprob in shown.items()
+            for each, logprob in by_token.items()
         }
 
-    return [None, *(of(token, place) for token, place in zip(tokens[1:], found, strict=True))]
+    return [None, *(at_position(token, position) for token, position in zip(tokens[1:], found, strict=True))]
 
 
-def fewer(found: TokenLogprobs, alternatives: int) -> TokenLogprobs:
-    """A token's log-probabilities with only so many alternatives."""
+def truncated(found: TokenLogprobs, alternatives: int) -> TokenLogprobs:
+    """Limits the number of alternatives."""
     return found._replace(top=found.top[:alternatives])

@@ -1,6 +1,6 @@
-"""Anthropic's Messages API: its bodies, and the chats that they stand for.
+"""Request bodies of Anthropic's Messages API, and their conversion to chat bodies.
 
-What may be asked of a chat is `protocol.py`'s to say: here it is put into those words, and everything else is as there.
+The chat body (`protocol.py`) validates the converted fields.
 """
 
 import json
@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tilewright.server.fields import LONGEST_NAME, WHOLE, Body, Ignored, NothingAsked, NotOffered, Unread, expect
+from tilewright.server.fields import (
+    LONGEST_NAME,
+    WHOLE,
+    Body,
+    IgnoredText,
+    IgnoredValue,
+    Unsupported,
+    UnsupportedValue,
+    expect,
+    unsupported,
+)
 from tilewright.server.protocol import (
     MOST_MESSAGES,
     MOST_STOPS,
@@ -23,32 +33,39 @@ from tilewright.server.protocol import (
     Thinking,
 )
 from tilewright.server.tools import MOST_TOOLS, Name
-from tilewright.server.translate import ChatLike
+from tilewright.server.translate import ChatConvertible
 
 Json = dict[str, Any]
 Id = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
-def as_part(content: Any) -> Any:
-    """A text as a list of one part."""
+def to_parts(content: Any) -> Any:
+    """Converts a text to a list of one text part."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 Texts = Annotated[
     Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)],
-    BeforeValidator(as_part, json_schema_input_type=str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)]),
+    BeforeValidator(to_parts, json_schema_input_type=str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)]),
 ]
-"""A text, or a list of parts of type text."""
+"""Text, or list of text parts."""
 
 
 class MessageBlock(Body):
-    """A part of a content; what else stands in it (`cache_control`, `citations`) changes nothing here."""
+    """Content block. Other fields (`cache_control`, `citations`) are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class ToolUseBlock(MessageBlock):
-    """A call that an answer made, sent back."""
+    """Tool call of an earlier response.
+
+    Attributes:
+        type: tool call.
+        id: id of the call, which its result names.
+        name: name of the function.
+        input: arguments.
+    """
 
     type: Literal["tool_use"]
     id: Id
@@ -57,7 +74,13 @@ class ToolUseBlock(MessageBlock):
 
 
 class ToolResultBlock(MessageBlock):
-    """What a function returned; that it is an error (`is_error`) its content has to say, for templates know no such thing."""
+    """Result of a tool call. `is_error` is ignored, because chat templates do not support it.
+
+    Attributes:
+        type: result of a tool call.
+        tool_use_id: id of the call.
+        content: result, as text or a list of text parts.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: Id
@@ -65,12 +88,23 @@ class ToolResultBlock(MessageBlock):
 
 
 class ThinkingBlock(MessageBlock):
+    """Thinking of an earlier response, for the chat template.
+
+    Attributes:
+        type: thinking.
+        thinking: text of the thinking.
+    """
+
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingBlock(MessageBlock):
-    """A thought that nobody can read."""
+    """Redacted thinking block, which is ignored.
+
+    Attributes:
+        type: redacted thinking.
+    """
 
     type: Literal["redacted_thinking"]
 
@@ -85,21 +119,26 @@ OF_ROLE = {
 }
 
 
-class SaidMessage(Body):
-    """One message of a conversation."""
+class MessageParam(Body):
+    """Message of a conversation.
+
+    Attributes:
+        role: author of the message.
+        content: text, or list of blocks; a final assistant message is continued.
+    """
 
     role: Annotated[Literal["user", "assistant", "system"], expect("expected user, assistant or system")]
-    content: Annotated[Blocks, BeforeValidator(as_part, json_schema_input_type=str | Blocks)]
+    content: Annotated[Blocks, BeforeValidator(to_parts, json_schema_input_type=str | Blocks)]
 
     @model_validator(mode="after")
-    def check(self) -> "SaidMessage":
+    def check(self) -> "MessageParam":
         if not all(isinstance(block, OF_ROLE[self.role]) for block in self.content):
             kinds = {"user": "text and tool_result", "assistant": "text, tool_use and thinking"}.get(self.role, "text")
-            raise PydanticCustomError("expected", "expected blocks of type {kinds} in such a message", {"kinds": kinds})
+            raise PydanticCustomError("expected", "expected only blocks of type {kinds}", {"kinds": kinds})
         return self
 
     def chat(self) -> Iterator[Json]:
-        """The messages of a chat that it stands for: what tools returned are messages of their own."""
+        """Yields the chat messages. Tool results become messages of their own."""
         if self.role == "assistant":
             yield self.assistant()
             return
@@ -132,11 +171,16 @@ class SaidMessage(Body):
 
 
 class MessagesTool(MessageBlock):
-    """A function; what else stands beside it (`strict`, `cache_control`) changes nothing here."""
+    """Function that the model may call. Other fields (`strict`, `cache_control`) are ignored.
 
-    type: Annotated[
-        Literal["custom"] | None, expect("is not offered by this server but as custom: it runs no tools itself", "not_offered")
-    ] = None
+    Attributes:
+        type: only "custom" is supported; the server runs no tools.
+        name: name of the function.
+        description: description for the model.
+        input_schema: JSON schema of the arguments.
+    """
+
+    type: Annotated[Literal["custom"] | None, unsupported("custom: the server runs no tools")] = None
     name: Name
     description: str | None = None
     input_schema: Json
@@ -147,6 +191,14 @@ class MessagesTool(MessageBlock):
 
 
 class MessagesToolChoice(Body):
+    """Choice of tools.
+
+    Attributes:
+        type: "auto" leaves the choice to the model, "any" forces a call, "tool" a call of `name`, "none" forbids calls.
+        name: name of the function, for the type "tool".
+        disable_parallel_tool_use: allow at most one call.
+    """
+
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
@@ -154,7 +206,7 @@ class MessagesToolChoice(Body):
     @model_validator(mode="after")
     def check(self) -> "MessagesToolChoice":
         if (self.type == "tool") != (self.name is not None):
-            raise PydanticCustomError("expected", "expected a name with the type tool, and with no other")
+            raise PydanticCustomError("expected", "expected a name exactly for the type tool")
         return self
 
     def chat(self) -> str | Json:
@@ -164,26 +216,50 @@ class MessagesToolChoice(Body):
 
 
 class OutputFormat(Body):
+    """Format of the output.
+
+    Attributes:
+        type: JSON that follows a schema.
+        schema_: JSON schema.
+    """
+
     type: Literal["json_schema"]
     schema_: Annotated[Json, Field(alias="schema")]
 
 
 class OutputConfig(Body):
+    """Options of the output.
+
+    Attributes:
+        format: format of the output.
+        effort: reasoning effort, if the chat template supports it; "none" disables thinking.
+    """
+
     format: OutputFormat | None = None
     effort: Effort = None
 
 
 class ContextEdit(Body):
-    """An edit of the context that leaves it as it is."""
+    """Context edit without effect.
+
+    Attributes:
+        type: edit that keeps all thinking.
+        keep: only "all" is supported.
+    """
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
+    """Edits of the context.
+
+    Attributes:
+        edits: an empty list, or `clear_thinking_20251015` that keeps all.
+    """
+
     edits: Annotated[
-        list[ContextEdit] | None,
-        expect("is not offered by this server; it may be empty, or have clear_thinking_20251015 that keeps all", "not_offered"),
+        list[ContextEdit] | None, unsupported("an empty list, or clear_thinking_20251015 with keep set to all")
     ] = None
 
 
@@ -197,12 +273,25 @@ PLACES = (
 )
 
 
-class CountBody(ChatLike):
-    """`POST /v1/messages/count_tokens`: what the prompt is made of."""
+class CountBody(ChatConvertible):
+    """Body of `POST /v1/messages/count_tokens`.
+
+    Attributes:
+        messages: messages of the conversation.
+        system: system prompt.
+        tools: functions that the model may call.
+        tool_choice: whether the model may, must or must not call a tool.
+        output_config: output format (a JSON schema) and reasoning effort.
+        output_format: output format, as in `output_config.format`.
+        thinking: enables or disables thinking, if the chat template supports it.
+        chat_template_kwargs: values for the chat template (extension).
+        speed: only "standard" is supported.
+        context_management: only edits without effect are supported.
+    """
 
     places = PLACES
 
-    messages: Annotated[list[SaidMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Texts | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -210,24 +299,24 @@ class CountBody(ChatLike):
     output_format: OutputFormat | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: TemplateValues = None
-    # What changes nothing here.
-    cache_control: Unread = None
-    betas: Unread = None
-    anthropic_beta: Unread = None
-    anthropic_version: Unread = None
-    speed: Annotated[Literal["standard"] | None, expect("is not offered by this server but as standard", "not_offered")] = None
-    # What would change the answer.
+    # Ignored fields.
+    cache_control: IgnoredValue = None
+    betas: IgnoredValue = None
+    anthropic_beta: IgnoredValue = None
+    anthropic_version: IgnoredValue = None
+    speed: Annotated[Literal["standard"] | None, unsupported("standard")] = None
+    # Unsupported fields.
     context_management: ContextManagement | None = None
-    mcp_servers: NothingAsked = None
+    mcp_servers: UnsupportedValue = None
 
     def system_messages(self) -> list[Json]:
         return [{"role": "system", "content": [part.model_dump() for part in self.system]}] if self.system else []
 
-    def messages_of_chat(self) -> list[Json]:
+    def chat_messages(self) -> list[Json]:
         return [each for message in self.messages for each in message.chat()]
 
-    def others(self) -> Json:
-        asked = self.output_format or (self.output_config and self.output_config.format)
+    def other_fields(self) -> Json:
+        form = self.output_format or (self.output_config and self.output_config.format)
         choice = self.tool_choice
         last = self.messages[-1]
         called = any(isinstance(block, ToolUseBlock) for block in last.content)
@@ -235,17 +324,29 @@ class CountBody(ChatLike):
             "tools": [tool.chat() for tool in self.tools or ()],
             "tool_choice": None if choice is None else choice.chat(),
             "parallel_tool_calls": not choice.disable_parallel_tool_use if choice is not None else None,
-            "response_format": {"type": "json_schema", "json_schema": {"schema": asked.schema_}} if asked else None,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": form.schema_}} if form else None,
             "chat_template_kwargs": self.chat_template_kwargs,
             "thinking": None if self.thinking is None else self.thinking.model_dump(),
             "reasoning_effort": self.output_config and self.output_config.effort,
-            # A conversation that ends with the assistant's words goes on with them.
+            # The response continues a final assistant message.
             "continue_final_message": (last.role == "assistant" and not called) or None,
         }
 
 
 class MessagesBody(CountBody):
-    """`POST /v1/messages`; `seed` and `chat_template_kwargs` are this server's own."""
+    """Body of `POST /v1/messages`.
+
+    Attributes:
+        max_tokens: largest number of generated tokens.
+        stop_sequences: texts that end the response.
+        stream: respond with server-sent events.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling threshold.
+        top_k: number of most likely tokens to sample from; 0 or -1 for all.
+        seed: seed of the sampling (extension).
+        metadata: accepted and ignored.
+        service_tier: "auto" and "standard_only" are accepted and ignored.
+    """
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE]
     stop_sequences: Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
@@ -255,21 +356,18 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     seed: Seed = None
     metadata: Annotated[Json, Field(max_length=16)] | None = None
-    user_profile_id: Ignored = None
-    workspace_id: Ignored = None
-    billing_policy: Unread = None
-    diagnostics: Unread = None
-    inference_geo: Ignored = None
-    service_tier: Annotated[
-        Literal["auto", "standard_only"] | None,
-        expect("is not offered by this server but as auto or standard_only", "not_offered"),
-    ] = None
-    container: NotOffered = None
-    thread: NotOffered = None
-    compaction: NotOffered = None
-    fallbacks: NothingAsked = None
-    fallback_credit_token: NotOffered = None
+    user_profile_id: IgnoredText = None
+    workspace_id: IgnoredText = None
+    billing_policy: IgnoredValue = None
+    diagnostics: IgnoredValue = None
+    inference_geo: IgnoredText = None
+    service_tier: Annotated[Literal["auto", "standard_only"] | None, unsupported("auto and standard_only")] = None
+    container: Unsupported = None
+    thread: Unsupported = None
+    compaction: Unsupported = None
+    fallbacks: UnsupportedValue = None
+    fallback_credit_token: Unsupported = None
 
-    def others(self) -> Json:
+    def other_fields(self) -> Json:
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
-        return {**super().others(), "stop": self.stop_sequences, **{name: getattr(self, name) for name in same}}
+        return {**super().other_fields(), "stop": self.stop_sequences, **{name: getattr(self, name) for name in same}}

@@ -1,7 +1,4 @@
-"""Middleware of every request: its id, its line in the log, its key, the last resort for errors.
-
-Plain ASGI, on the path as it came.
-"""
+"""ASGI middleware: request ids, access log, API keys, and handling of unexpected exceptions."""
 
 import hmac
 import logging
@@ -17,22 +14,22 @@ from tilewright.server.errors import ApiError, internal_error, is_messages, over
 
 log = logging.getLogger("tilewright.server")
 access = logging.getLogger("tilewright.access")
-"""A line for each request, at level INFO."""
+"""Access log: one line per request, at level INFO."""
 access.setLevel(logging.WARNING)
 
 CLIENT_GONE = 499
-"""The status that nobody reads: the client has gone."""
+"""Status in the access log for clients that disconnected before the response."""
 BEARER = re.compile(rb"(?i:bearer) +(.*)", re.DOTALL)
 CROWDED = "crowded"
-"""Key in the state of a connection where too many are being answered."""
+"""Key in the state of connections above the limit, whose requests are refused."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
-"""Paths that need no key: probes and browsers have none, and learn no more than a status, and the page that asks for one."""
+"""Paths that need no API key: probes, and the chat page, in which users enter the key."""
 
 
 class RequestIds:
-    """Gives each request an id of the server's own, in `scope["state"]["request_id"]` and the answer's `x-request-id`.
+    """Assigns request ids, logs unhandled exceptions, and writes the access log.
 
-    An exception that nothing else handled ends here: in the log, under that id. So does every request, in the access log.
+    The id is in `scope["state"]["request_id"]` and in the response header `x-request-id`.
     """
 
     def __init__(self, app: ASGIApp):
@@ -44,7 +41,7 @@ class RequestIds:
             return
         request_id = uuid.uuid4().hex
         status = 0
-        began = time.monotonic()
+        started_at = time.monotonic()
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def sent(message: Message) -> None:
@@ -52,7 +49,7 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 names = [b"x-request-id"]
-                if is_messages(scope["path"]):  # whose clients know it by another name
+                if is_messages(scope["path"]):  # the header name of Anthropic's clients
                     names.append(b"request-id")
                 message["headers"] = [*message.get("headers", ()), *((name, request_id.encode()) for name in names)]
             await send(message)
@@ -65,30 +62,29 @@ class RequestIds:
                 await internal_error().response(scope)(scope, receive, sent)
         finally:
             if access.isEnabledFor(logging.INFO):
-                ms = 1000 * (time.monotonic() - began)
+                ms = 1000 * (time.monotonic() - started_at)
                 tokens = scope["state"].get("tokens", lambda: "")
                 access.info("%s %s %d %.0f ms%s", scope["method"], quote(scope["path"]), status or CLIENT_GONE, ms, tokens())
 
 
-class Checks:
-    """Refuses what no route should see.
+class RequestChecks:
+    """Refuses requests with two body lengths, and all requests except probes on connections above the limit.
 
-    A body with two lengths makes proxies and servers disagree where the next request begins. Connections that are too many are
-    there for probes alone.
+    With two body lengths, proxies and servers may disagree about the start of the next request (request smuggling).
     """
 
     def __init__(self, app: ASGIApp):
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = None if scope["type"] != "http" else self.refused(scope)
+        refused = None if scope["type"] != "http" else self.error(scope)
         if refused is None:
             await self.app(scope, receive, send)
         else:
             refused.headers["connection"] = "close"
             await refused.response(scope)(scope, receive, send)
 
-    def refused(self, scope: Scope) -> ApiError | None:
+    def error(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:
             return ApiError(400, "expected either Content-Length or Transfer-Encoding, found both", "invalid_http")
@@ -97,11 +93,11 @@ class Checks:
         return None
 
 
-class Keys:
-    """Lets nothing pass without one of the keys, but `OPEN_PATHS`; which it was is in `scope["state"]["key"]`.
+class ApiKeys:
+    """Refuses requests without a valid API key, except for `OPEN_PATHS`. `scope["state"]["key"]` is the index of the key.
 
     Args:
-        keys: at least one.
+        keys: at least one key.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]):
@@ -109,28 +105,32 @@ class Keys:
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (key := self.known(scope)) is not None:
+        if scope["type"] == "http" and (key := self.key_index(scope)) is not None:
             scope["state"]["key"] = key
         elif scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             expected = "Authorization: Bearer KEY, or x-api-key: KEY"
-            refused = ApiError(401, f"a valid API key is required: {expected}", "invalid_api_key")
+            refused = ApiError(401, f"expected a valid API key: {expected}", "invalid_api_key")
             refused.headers["www-authenticate"] = "Bearer"
             await refused.response(scope)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
-    def known(self, scope: Scope) -> int | None:
-        """Number of the key that the request brings in its only Authorization header, or its only x-api-key (Anthropic's).
+    def key_index(self, scope: Scope) -> int | None:
+        """Returns the index of the request's API key; None without a valid key.
 
-        It takes as long for one key as for another.
+        The key is in the only Authorization header or the only x-api-key header (Anthropic's).
+
+        The comparison takes constant time.
         """
-        offered = [match[1] for value in only(scope, b"authorization") if (match := BEARER.fullmatch(value)) is not None]
-        offered += only(scope, b"x-api-key")
+        offered = [
+            match[1] for value in single_header(scope, b"authorization") if (match := BEARER.fullmatch(value)) is not None
+        ]
+        offered += single_header(scope, b"x-api-key")
         matches = [any([hmac.compare_digest(one, key) for one in offered]) for key in self.keys]  # noqa: C419
         return matches.index(True) if True in matches else None
 
 
-def only(scope: Scope, header: bytes) -> list[bytes]:
-    """The value of a header that is there once."""
+def single_header(scope: Scope, header: bytes) -> list[bytes]:
+    """Returns the value of a header that occurs exactly once, as a list; an empty list otherwise."""
     found = [value for name, value in scope["headers"] if name == header]
     return found if len(found) == 1 else []

@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies as `protocol.py` declares them, narrowed to the model that is served."""
+"""OpenAPI schema of the server, with the bounds of the served model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,48 +28,49 @@ REFERENCE = "#/components/schemas/{model}"
 Json = dict[str, Any]
 
 
-def takes(body: type[BaseModel]) -> Json:
-    """The part of a route's description that says what it takes; the route reads the body by itself."""
+def request_body(body: type[BaseModel]) -> Json:
+    """Returns the OpenAPI description of a request body, for routes that read the body themselves."""
     content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=body.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, Json]:
-    """The part that says which statuses a route may answer with besides 200."""
+def error_responses(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, Json]:
+    """Returns the OpenAPI description of a route's error statuses."""
     return {status: {"model": body} for status in statuses}
 
 
 def describe(app: FastAPI, generating: Sequence[type[BaseModel]], models: Sequence[str], vocab: int) -> Callable[[], Json]:
-    """Function that gives the app's OpenAPI description.
+    """Returns a function that builds the app's OpenAPI schema on first use.
 
     Args:
-        generating: the bodies of the routes that generate.
-        models: names that bodies may have as their model's.
-        vocab: token ids are below it.
+        generating: body classes of completions and chats.
+        models: valid model names.
+        vocab: vocabulary size, the bound of token ids.
     """
 
     def described() -> Json:
         if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, bodies = models_json_schema([(body, "validation") for body in (*generating, *BODIES)], ref_template=REFERENCE)
             for schema in bodies["$defs"].values():
                 narrow(schema, models, vocab)
-            made["components"]["schemas"] |= bodies["$defs"]
-            app.openapi_schema = made
+            found["components"]["schemas"] |= bodies["$defs"]
+            app.openapi_schema = found
         return app.openapi_schema
 
     return described
 
 
 def narrow(schema: Any, models: Sequence[str], vocab: int) -> None:
-    """Says of the model's name and of token ids what holds here."""
+    """Sets the valid model names and the bound of token ids in a schema."""
     if isinstance(schema, list):
         for each in schema:
             narrow(each, models, vocab)
     elif isinstance(schema, Mapping):
         properties = schema.get("properties", {})
         if isinstance(properties.get("model"), dict):
-            properties["model"] = {"anyOf": [{"type": "string", "enum": list(models)}, {"type": "null"}]}
+            properties["model"] |= {"anyOf": [{"type": "string", "enum": list(models)}, {"type": "null"}]}
+            properties["model"].pop("default", None)
         if schema.get("title") == TOKEN_ID:
             del schema["exclusiveMaximum"]  # type: ignore[attr-defined]
             schema["maximum"] = vocab - 1  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""The chat page: one document that asks nothing of anybody but the server that it came from."""
+"""Chat page: one HTML document that loads nothing from other hosts."""
 
 import base64
 import hashlib
@@ -7,12 +7,12 @@ from importlib import resources
 
 
 def digest(text: str) -> str:
-    """A source expression of a content security policy that lets exactly this text in."""
+    """Returns the source expression of a content security policy that allows exactly this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def policy(page: str) -> str:
-    """A content security policy under which a page's own script and style run, and nothing else does."""
+    """Returns a content security policy that allows a page's own script and style only."""
     (style,), (script,) = (re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL) for tag in ("style", "script"))
     return (
         f"default-src 'none'; connect-src 'self'; script-src {digest(script)}; style-src {digest(style)}; "
@@ -22,5 +22,6 @@ def policy(page: str) -> str:
 
 SOURCE = resources.files("tilewright.server").joinpath("page.html").read_text(encoding="utf-8")
 PAGE = SOURCE.encode()
-"""Page that `GET /` answers, as `text/html; charset=utf-8`; `Content-Security-Policy` is `CSP`."""
+"""Response body of `GET /` (`text/html; charset=utf-8`)."""
 CSP = policy(SOURCE)
+"""Value of the page's header `Content-Security-Policy`."""

@@ -1,6 +1,6 @@
-"""Prometheus' view of the server: the engine's counts when they are asked for, and how long requests took.
+"""Prometheus metrics: the engine's counters, read on each scrape, and histograms of request times.
 
-`metrics/prometheus.py` declares the metrics; what each reads stands here.
+`metrics/prometheus.py` declares the metrics; this module maps them to the engine's stats.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from tilewright.metrics.prometheus import COUNTERS, GAUGES, HISTOGRAMS
+from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import EndReason, EngineStats, Times
-from tilewright.runtime.service import Service
 
 FINISHED: Mapping[EndReason, str] = {
     "eos": "stop",
@@ -22,7 +22,7 @@ FINISHED: Mapping[EndReason, str] = {
     "deadline": "abort",
     "error": "error",
 }
-"""vLLM's words for how requests end."""
+"""vLLM's finish reasons."""
 
 READ: Mapping[str, Callable[[EngineStats], float | Mapping[str, int]]] = {
     "vllm:num_requests_running": lambda f: f.running,
@@ -34,6 +34,8 @@ READ: Mapping[str, Callable[[EngineStats], float | Mapping[str, int]]] = {
     "tilewright_prefix_pages": lambda f: f.pages_cached,
     "tilewright_engine_step_age_seconds": lambda f: f.step_age_s,
     "tilewright_warm_seconds": lambda f: f.warm_seconds,
+    "tilewright_programs_ready": lambda f: f.programs,
+    "tilewright_programs_declared": lambda f: f.programs_declared,
     "tilewright_padding_ratio": lambda f: share(f.padding_rows, f.row_rounds + f.padding_rows),
     "tilewright_prefill_padding_ratio": lambda f: share(f.prefill_padding, f.prefill_tokens + f.prefill_padding),
     "vllm:prompt_tokens": lambda f: f.prompt_tokens,
@@ -52,22 +54,22 @@ READ: Mapping[str, Callable[[EngineStats], float | Mapping[str, int]]] = {
     "tilewright_padding_rows": lambda f: f.padding_rows,
     "tilewright_prefill_tokens": lambda f: f.prefill_tokens,
     "tilewright_prefill_padding": lambda f: f.prefill_padding,
-    "vllm:request_success": lambda f: by_finish(f.ended),
+    "vllm:request_success": lambda f: count_by_finish(f.ended),
     "vllm:spec_decode_num_accepted_tokens_per_pos": lambda f: {str(place): n for place, n in enumerate(f.accepted_at)},
     "tilewright_xla_compilations": lambda f: {"warm": f.programs, "serving": f.compilations},
     "tilewright_rounds": lambda f: f.widths,
 }
-"""Values of gauges and counters, from the engine's stats; of those with a label a value for each that it has."""
+"""Values of gauges and counters from the engine's stats; for metrics with a label, one value per label value."""
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
-def share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def share(part: float, total: float) -> float:
+    return part / total if total else 0.0
 
 
-def by_finish(ended: Mapping[str, int]) -> dict[str, int]:
-    """Ends under vLLM's words for them."""
+def count_by_finish(ended: Mapping[str, int]) -> dict[str, int]:
+    """Counts ended requests by vLLM's finish reasons."""
     counts = dict.fromkeys(FINISHED.values(), 0)
     for reason, word in FINISHED.items():
         counts[word] += ended.get(reason, 0)
@@ -75,14 +77,14 @@ def by_finish(ended: Mapping[str, int]) -> dict[str, int]:
 
 
 class EngineCollector(Collector):
-    """Reads the engine's stats when Prometheus asks."""
+    """Collects the engine's stats on each scrape."""
 
-    def __init__(self, engine: Service, model: str):
+    def __init__(self, engine: Engine, model: str):
         self.engine = engine
         self.model = model
 
     def describe(self) -> Iterable[MetricFamily]:
-        return ()  # else a registry would ask the engine when this is registered
+        return ()  # otherwise the registry would call `collect` at registration
 
     def collect(self) -> Iterator[MetricFamily]:
         stats: EngineStats = self.engine.stats()
@@ -96,24 +98,24 @@ class EngineCollector(Collector):
 
 
 class Timings:
-    """Histograms of requests' times, in seconds, from what the engine noted of them."""
+    """Histograms of request times in seconds."""
 
     def __init__(self, registry: CollectorRegistry, model: str):
-        self.first, self.between, self.whole, self.queue, self.prefill, self.decode = (
+        self.first, self.between, self.total, self.queue, self.prefill, self.decode = (
             Histogram(metric.name, metric.definition, ["model_name"], registry=registry, buckets=SECONDS).labels(model)
             for metric in HISTOGRAMS
         )
 
     def gap(self, seconds: float) -> None:
-        """Notes what lay between two arrivals of tokens of a request."""
+        """Observes the time between two updates of a request."""
         self.between.observe(seconds)
 
     def end(self, times: Times) -> None:
-        """Notes all times of a request that has ended."""
+        """Observes all times of an ended request."""
         spans = (
-            (self.first, times.asked, times.first_token),
-            (self.whole, times.asked, times.ended),
-            (self.queue, times.asked, times.admitted),
+            (self.first, times.submitted_at, times.first_token),
+            (self.total, times.submitted_at, times.ended),
+            (self.queue, times.submitted_at, times.admitted),
             (self.prefill, times.admitted, times.first_token),
             (self.decode, times.first_token, times.ended),
         )
@@ -122,6 +124,6 @@ class Timings:
                 histogram.observe(max(end - begin, 0.0))
 
 
-def text_of(registry: CollectorRegistry) -> bytes:
-    """All metrics in Prometheus' text format."""
+def render_metrics(registry: CollectorRegistry) -> bytes:
+    """Formats all metrics as Prometheus text."""
     return generate_latest(registry)

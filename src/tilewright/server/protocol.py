@@ -1,8 +1,8 @@
-"""Bodies that clients may send to all routes, with a range for every number.
+"""Request bodies of completions, chats and tokenisation, with a range for every number.
 
-A field is offered, or it is known and refused by name (`NotOffered`: it would change the output and cannot be given here), or
-it is unknown, which is an error too. Values that change nothing (`user`, `metadata`, what belongs to something that is off) are
-taken and not read. Every field but those that a route cannot do without may be null, which is as if it were not there.
+A field is supported; or known but unsupported, and refused by name because it would change the output; or ignored because it
+has no effect (`user`, `metadata`, options of disabled features); or unknown, and refused. Null equals a missing field, except
+for required fields.
 """
 
 from typing import Annotated, Any, Literal, LiteralString, cast
@@ -15,37 +15,39 @@ from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.sampling import BIASES, MOST_BIASED, MOST_STOP_TOKENS, REPETITION_PENALTIES, SEEDS, TEMPERATURES
 from tilewright.server.defaults import cold
 from tilewright.server.fields import (
+    IGNORED,
     LONGEST_NAME,
     WHOLE,
     Body,
-    Ignored,
-    NoText,
-    NothingAsked,
-    NotOffered,
+    IgnoredText,
+    IgnoredValue,
     OnlyFalse,
     OnlyOne,
     OnlyTrue,
     OnlyZero,
-    Unread,
+    Unsupported,
+    UnsupportedText,
+    UnsupportedValue,
     expect,
+    unsupported,
 )
 from tilewright.server.structured import ResponseFormat, StructuredOutputs
 from tilewright.server.tools import MOST_TOOLS, Call, Tool, ToolChoice
 
 MOST_CHOICES = 16
-"""The most that `n` may be."""
+"""Largest `n`."""
 MOST_PROMPTS = 128
-"""The most prompts in one request."""
+"""Largest number of prompts in one request."""
 MOST_MESSAGES = 4096
 MOST_STOPS = 1024
 MOST_VALUES = 64
-"""Of a chat template."""
+"""Largest number of values for the chat template."""
 LONGEST_STOP = 128
-"""In characters. The engine looks for stop strings in its own thread, after each token."""
+"""Largest number of characters of a stop string. The engine searches stop strings after each token."""
 
 
 TOKEN_ID = "TokenId"
-"""The title of token ids in the schema, whose bound depends on the model."""
+"""Title of token ids in the OpenAPI schema, by which `openapi.narrow` sets the bound of the vocabulary."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID), WHOLE]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
@@ -55,7 +57,7 @@ Prompt = Annotated[
     | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
     | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)],
     Field(union_mode="left_to_right"),
-    expect(f"expected a text, a list of token ids, or a list of at most {MOST_PROMPTS} of either, none of them empty"),
+    expect(f"expected a text, a list of token ids, or a list of at most {MOST_PROMPTS} of either, none empty"),
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stop = Annotated[
@@ -68,7 +70,7 @@ Length = Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None
 Seed = Annotated[
     Annotated[int, Field(ge=SEEDS[0], le=SEEDS[1]), WHOLE] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
 ]
-"""-1 is as if there were none, as in vLLM."""
+"""Seed; -1 for none, as in vLLM."""
 LogitBias = Annotated[
     Annotated[
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=BIASES[0], le=BIASES[1])]],
@@ -89,35 +91,52 @@ def template_values(values: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 TemplateValues = Annotated[dict[str, Any] | None, Field(max_length=MOST_VALUES), AfterValidator(template_values)]
-"""Values that a request may tell the chat template: anything."""
+"""Values for the chat template, of any JSON type."""
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that templates have no word for."""
+"""Reasoning efforts that templates do not know, and their substitutes."""
 
 
 class Thinking(Body):
-    """Anthropic's words; `adaptive` leaves it to the template. A budget bounds nothing here: `max_tokens` does."""
+    """Thinking options of Anthropic's API.
+
+    Attributes:
+        type: "adaptive" leaves the choice to the chat template.
+        budget_tokens: ignored; `max_tokens` limits thinking, too.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Unread = None
-    display: Unread = None
+    budget_tokens: IgnoredValue = None
+    display: IgnoredValue = None
 
 
 class Reasoning(Body):
-    """Words of OpenAI's Responses API and of routers."""
+    """Reasoning options of OpenAI's Responses API and of routers.
+
+    Attributes:
+        effort: reasoning effort for the chat template; "none" disables thinking.
+        enabled: enables or disables thinking.
+    """
 
     effort: Effort = None
     enabled: bool | None = None
     exclude: OnlyFalse = None
-    max_tokens: NotOffered = None
-    summary: Unread = None
-    generate_summary: Unread = None
+    max_tokens: Unsupported = None
+    summary: IgnoredValue = None
+    generate_summary: IgnoredValue = None
 
 
 class StreamOptions(Body):
-    """`include_rounds` is this server's own: each chunk tells which of its tokens were drafted, round by round."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: send a last chunk with the usage.
+        continuous_usage_stats: include the usage so far in every chunk, with `include_usage`.
+        include_obfuscation: accepted and ignored.
+        include_rounds: include the decoding rounds in every chunk, with the drafted tokens (extension).
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -126,11 +145,48 @@ class StreamOptions(Body):
 
 
 class ModelBody(Body):
+    """Body with a model name.
+
+    Attributes:
+        model: name of the model or of an adapter; defaults to the model.
+    """
+
     model: Annotated[str, Field(max_length=LONGEST_NAME)] | None = None
 
 
 class GenerationBody(ModelBody):
-    """Fields that both ways of generating take."""
+    """Fields of completions and chats.
+
+    Attributes:
+        max_tokens: largest number of new tokens.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling threshold; 0 keeps the most likely token alone.
+        top_k: number of most likely tokens to sample from; 0 or -1 for all.
+        min_p: threshold relative to the probability of the most likely token.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt and the output; 1 for none.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted from the logits of tokens in the output, per occurrence.
+        n: number of choices per prompt.
+        seed: seed of the sampling; the same seed gives the same output. Choice i has `seed` + i. -1 equals no seed.
+        stop: texts that end the output; excluded from the output by default.
+        ignore_eos: generate beyond end-of-sequence tokens, up to `max_tokens`.
+        stream: respond with server-sent events.
+        stream_options: options of the stream.
+        logit_bias: up to 300 values from -100 to 100 that are added to logits before the penalties, by token id as text.
+        min_tokens: number of new tokens before the output can end by an end-of-sequence token, a stop token or a stop string.
+        stop_token_ids: token ids that end the output, also with `ignore_eos`.
+        include_stop_str_in_output: include the stop string in the output.
+        skip_special_tokens: leave special tokens out of the text (default true).
+        prompt_logprobs: number of alternatives per prompt token for which to return log-probabilities; not with `stream`.
+        return_token_ids: return the token ids of the prompt and the output.
+        structured_outputs: grammar of the output, in vLLM's format.
+        response_format: format of the output, in OpenAI's format.
+        metadata: accepted and ignored.
+        spaces_between_special_tokens: accepted and ignored.
+        service_tier: "auto" and "default" are accepted and ignored.
+        top_n_sigma: only -1 (disabled) is supported.
+        repeat_last_n: only -1 is supported with penalties, which apply to all tokens.
+    """
 
     max_tokens: Length = None
     temperature: Temperature = None
@@ -148,7 +204,7 @@ class GenerationBody(ModelBody):
     stream_options: StreamOptions | None = None
 
     logit_bias: LogitBias = None
-    # What vLLM's servers take besides.
+    # vLLM's extensions.
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -158,67 +214,65 @@ class GenerationBody(ModelBody):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
 
-    # What changes nothing here.
-    user: Ignored = None
-    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    request_id: Ignored = None
-    session_id: Ignored = None
+    # Ignored fields of OpenAI and vLLM.
+    user: IgnoredText = None
+    metadata: Annotated[Annotated[dict[str, Any], Field(max_length=16)] | None, IGNORED] = None
+    request_id: IgnoredText = None
+    session_id: IgnoredText = None
     spaces_between_special_tokens: bool | None = None
-    stream_interval: Unread = None
-    truncation_side: Unread = None
-    length_penalty: Unread = None
-    early_stopping: Unread = None
-    mm_processor_kwargs: Unread = None
-    media_io_kwargs: Unread = None
-    routed_experts_prompt_start: Unread = None
-    return_token_offsets: Unread = None
-    return_mm_kwargs: Unread = None
-    # The same of llama.cpp's servers: where keys and values are kept, and settings of what is off.
-    cache_prompt: Unread = None
-    id_slot: Unread = None
-    n_keep: Unread = None
-    n_discard: Unread = None
-    dynatemp_exponent: Unread = None
-    xtc_threshold: Unread = None
-    mirostat_tau: Unread = None
-    mirostat_eta: Unread = None
-    dry_base: Unread = None
-    dry_allowed_length: Unread = None
-    dry_penalty_last_n: Unread = None
-    dry_sequence_breakers: Unread = None
+    stream_interval: IgnoredValue = None
+    truncation_side: IgnoredValue = None
+    length_penalty: IgnoredValue = None
+    early_stopping: IgnoredValue = None
+    mm_processor_kwargs: IgnoredValue = None
+    media_io_kwargs: IgnoredValue = None
+    routed_experts_prompt_start: IgnoredValue = None
+    return_token_offsets: IgnoredValue = None
+    return_mm_kwargs: IgnoredValue = None
+    # Ignored fields of llama.cpp: placement of the KV cache, and options of disabled samplers.
+    cache_prompt: IgnoredValue = None
+    id_slot: IgnoredValue = None
+    n_keep: IgnoredValue = None
+    n_discard: IgnoredValue = None
+    dynatemp_exponent: IgnoredValue = None
+    xtc_threshold: IgnoredValue = None
+    mirostat_tau: IgnoredValue = None
+    mirostat_eta: IgnoredValue = None
+    dry_base: IgnoredValue = None
+    dry_allowed_length: IgnoredValue = None
+    dry_penalty_last_n: IgnoredValue = None
+    dry_sequence_breakers: IgnoredValue = None
 
-    # What would change the answer.
+    # Unsupported fields.
     store: OnlyFalse = None
-    service_tier: Annotated[
-        Literal["auto", "default"] | None, expect("is not offered by this server but as auto or default", "not_offered")
-    ] = None
-    bad_words: NothingAsked = None
-    allowed_token_ids: NotOffered = None
-    logprob_token_ids: NotOffered = None
+    service_tier: Annotated[Literal["auto", "default"] | None, unsupported("auto and default")] = None
+    bad_words: UnsupportedValue = None
+    allowed_token_ids: Unsupported = None
+    logprob_token_ids: Unsupported = None
     return_tokens_as_token_ids: OnlyFalse = None
     include_reasoning: OnlyTrue = None
-    thinking_token_budget: NotOffered = None
-    repetition_detection: NotOffered = None
+    thinking_token_budget: Unsupported = None
+    repetition_detection: Unsupported = None
     watermarking: OnlyFalse = None
     use_beam_search: OnlyFalse = None
-    truncate_prompt_tokens: NotOffered = None
-    guided_json: NotOffered = None
-    guided_regex: NotOffered = None
-    guided_choice: NotOffered = None
-    guided_grammar: NotOffered = None
-    logits_processors: NotOffered = None
-    cache_salt: NotOffered = None
-    kv_transfer_params: NothingAsked = None
-    ec_transfer_params: NothingAsked = None
-    vllm_xargs: NothingAsked = None
+    truncate_prompt_tokens: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    logits_processors: Unsupported = None
+    cache_salt: Unsupported = None
+    kv_transfer_params: UnsupportedValue = None
+    ec_transfer_params: UnsupportedValue = None
+    vllm_xargs: UnsupportedValue = None
     priority: OnlyZero = None
-    grammar: NoText = None
-    json_schema: NothingAsked = None
-    lora: NothingAsked = None
-    samplers: NothingAsked = None
-    image_data: NothingAsked = None
-    response_fields: NothingAsked = None
-    n_predict: NotOffered = None
+    grammar: UnsupportedText = None
+    json_schema: UnsupportedValue = None
+    lora: UnsupportedValue = None
+    samplers: UnsupportedValue = None
+    image_data: UnsupportedValue = None
+    response_fields: UnsupportedValue = None
+    n_predict: Unsupported = None
     n_probs: OnlyZero = None
     n_indent: OnlyZero = None
     min_keep: OnlyZero = None
@@ -226,9 +280,7 @@ class GenerationBody(ModelBody):
     typical_p: OnlyOne = None
     dynatemp_range: OnlyZero = None
     xtc_probability: OnlyZero = None
-    top_n_sigma: Annotated[
-        Annotated[float, Field(le=0)] | None, expect("is not offered by this server; it may be -1", "not_offered")
-    ] = None
+    top_n_sigma: Annotated[Annotated[float, Field(le=0)] | None, unsupported("-1")] = None
     mirostat: OnlyZero = None
     dry_multiplier: OnlyZero = None
     repeat_penalty: OnlyOne = None
@@ -240,13 +292,22 @@ class GenerationBody(ModelBody):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings."""
         stop = () if self.stop is None else self.stop
         return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`; with `echo`, `max_tokens` may be 0."""
+    """Body of `POST /v1/completions`.
+
+    Attributes:
+        prompt: one prompt or a list of prompts, each as text or token ids.
+        max_tokens: largest number of new tokens (default 16); may be 0 with `echo`.
+        logprobs: number of alternatives per token for which to return log-probabilities.
+        echo: return the prompt before the output.
+        best_of: must equal `n`.
+        add_special_tokens: add the tokenizer's special tokens to the prompt (default true).
+    """
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
@@ -254,12 +315,17 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     add_special_tokens: bool | None = None
-    suffix: NotOffered = None
-    prompt_embeds: NotOffered = None
+    suffix: Unsupported = None
+    prompt_embeds: Unsupported = None
 
 
 class TextPart(Body):
-    """A part of a content; what else stands in it (`cache_control`, `annotations`) changes nothing here."""
+    """Text part of a message. Other fields (`cache_control`, `annotations`) are ignored.
+
+    Attributes:
+        type: only "text" is supported.
+        text: text of the part.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -268,7 +334,17 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One message of a conversation. What assistants' messages have in answers may be sent back with them."""
+    """Message of a conversation. Assistant messages of earlier responses may be sent back unchanged.
+
+    Attributes:
+        role: author of the message; "developer" equals "system".
+        content: text, or list of text parts, which are joined by line breaks.
+        tool_calls: tool calls of an assistant message.
+        tool_call_id: id of the tool call whose result the message is.
+        reasoning_content: thinking of an assistant message, for the chat template.
+        reasoning: other name of `reasoning_content`.
+        name: name of the author, for the chat template.
+    """
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"],
@@ -276,55 +352,57 @@ class Message(Body):
     ]
     content: Annotated[
         str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None,
-        expect("expected a text, or a list of parts of type text; images, audio and files are not offered by this server"),
+        expect("expected a text, or a list of parts of type text; images, audio and files are not supported by this server"),
     ] = None
-    name: Ignored = None
-    id: Ignored = None
-    refusal: NotOffered = None
-    annotations: NothingAsked = None
-    audio: NotOffered = None
-    function_call: NotOffered = None
+    name: IgnoredText = None
+    id: IgnoredText = None
+    refusal: Unsupported = None
+    annotations: UnsupportedValue = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
     tool_calls: Annotated[list[Call], Field(max_length=MOST_MESSAGES)] | None = None
-    tool_call_id: Ignored = None
+    tool_call_id: IgnoredText = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    # What changes nothing here, or says again what stands above.
-    reasoning_details: Unread = None
-    thinking_blocks: Unread = None
-    provider_specific_fields: Unread = None
-    extra_content: Unread = None
-    cache_control: Unread = None
+    # Ignored fields, and repetitions of the fields above.
+    reasoning_details: IgnoredValue = None
+    thinking_blocks: IgnoredValue = None
+    provider_specific_fields: IgnoredValue = None
+    extra_content: IgnoredValue = None
+    cache_control: IgnoredValue = None
 
     @property
     def text(self) -> str:
-        """Its content; parts are put together with line breaks, and of none there is no text."""
+        """Text of the content, with parts joined by line breaks; empty without content."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content or ())
 
     @property
-    def shown(self) -> dict[str, Any]:
-        """The message as chat templates see it; a call whose arguments are no JSON object is part of its content."""
+    def for_template(self) -> dict[str, Any]:
+        """Message for chat templates. A tool call whose arguments are not a JSON object becomes part of the content."""
         role = "system" if self.role == "developer" else self.role
-        others: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": self.name,
             "reasoning_content": self.reasoning if self.reasoning_content is None else self.reasoning_content,
             "tool_call_id": self.tool_call_id,
         }
-        calls = [call.shown for call in self.tool_calls or ()]
-        others["tool_calls"] = [call for call in calls if isinstance(call, dict)] or None
+        calls = [call.for_template for call in self.tool_calls or ()]
+        fields["tool_calls"] = [call for call in calls if isinstance(call, dict)] or None
         content = "\n".join(filter(None, [self.text, *(call for call in calls if isinstance(call, str))]))
-        return {"role": role, "content": content} | {name: value for name, value in others.items() if value is not None}
+        return {"role": role, "content": content} | {name: value for name, value in fields.items() if value is not None}
 
 
-Verbosity = Annotated[Literal["medium"] | None, expect("is not offered by this server but as medium", "not_offered")]
+Verbosity = Annotated[Literal["medium"] | None, unsupported("medium")]
 
 
 class Templated(ModelBody):
-    """Fields that a chat template may be told.
+    """Fields for the chat template.
 
     Attributes:
-        continue_final_message: the answer goes on with the last message, and no new one begins.
+        chat_template_kwargs: values for the chat template.
+        add_generation_prompt: append the beginning of an assistant message (default true).
+        continue_final_message: continue the last message instead of starting a new one.
     """
 
     chat_template_kwargs: TemplateValues = None
@@ -333,12 +411,31 @@ class Templated(ModelBody):
 
     @property
     def template_values(self) -> dict[str, Any]:
-        """Values that the template is told."""
+        """Values for the chat template."""
         return self.chat_template_kwargs or {}
 
 
 class ChatBody(GenerationBody, Templated):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`.
+
+    Attributes:
+        messages: messages of the conversation.
+        max_tokens: largest number of new tokens (default: the model's `max_new_tokens`, else the rest of the context).
+        max_completion_tokens: other name of `max_tokens`.
+        logprobs: return the log-probabilities of the output tokens.
+        top_logprobs: number of alternatives per token, with `logprobs`.
+        tools: functions that the model may call.
+        tool_choice: "auto" (default) leaves the choice to the model, "required" forces a call, "none" forbids calls, and an
+            object forces a call of the named function.
+        parallel_tool_calls: allow several tool calls (default true).
+        reasoning_effort: reasoning effort, if the chat template supports it; "none" disables thinking.
+        reasoning: reasoning options, if the chat template supports them.
+        thinking: thinking options in Anthropic's format.
+        enable_thinking: enables or disables thinking, if the chat template supports it.
+        modalities: only ["text"] is supported.
+        verbosity: only "medium" is supported.
+        reasoning_format: only "none" is supported; thinking is part of the text.
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Length = None
@@ -346,59 +443,61 @@ class ChatBody(GenerationBody, Templated):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
 
     parallel_tool_calls: bool | None = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
+    prompt_cache_key: IgnoredText = None
+    prompt_cache_retention: IgnoredText = None
+    safety_identifier: IgnoredText = None
     modalities: Annotated[
         Annotated[list[Literal["text"]], Field(max_length=1)] | None,
-        expect('is not offered by this server but as ["text"]', "not_offered"),
+        unsupported('["text"]'),
     ] = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice = None
-    functions: NothingAsked = None
-    function_call: NotOffered = None
-    audio: NotOffered = None
-    moderation: NotOffered = None
-    prediction: NotOffered = None
-    prompt_cache_options: NotOffered = None
-    # How much the model is to think: what the template knows of it is told.
+    functions: UnsupportedValue = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    # Reasoning options, which are passed to the chat template.
     reasoning_effort: Effort = None
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
     verbosity: Verbosity = None
-    web_search_options: NotOffered = None
-    # What other servers take besides.
-    parse_tool_calls: Unread = None
+    web_search_options: Unsupported = None
+    # Fields of other servers.
+    parse_tool_calls: IgnoredValue = None
     echo: OnlyFalse = None
     add_special_tokens: OnlyFalse = None
     return_prompt_text: OnlyFalse = None
-    chat_template: NotOffered = None
-    documents: NothingAsked = None
-    reasoning_format: Annotated[Literal["none"] | None, expect("is not offered by this server but as none", "not_offered")] = (
-        None
-    )
+    chat_template: Unsupported = None
+    documents: UnsupportedValue = None
+    reasoning_format: Annotated[Literal["none"] | None, unsupported("none")] = None
     thinking_forced_open: OnlyFalse = None
 
     @property
     def template_values(self) -> dict[str, Any]:
-        """Values that the template is told: those by name, and how much it is to think."""
-        asked = self.reasoning or Reasoning()
-        effort = self.reasoning_effort if self.reasoning_effort is not None else asked.effort
+        """Values for the chat template, with the reasoning options."""
+        reasoning = self.reasoning or Reasoning()
+        effort = self.reasoning_effort if self.reasoning_effort is not None else reasoning.effort
         thinks = {"enabled": True, "disabled": False}.get(self.thinking.type) if self.thinking is not None else None
-        for said in (self.enable_thinking, thinks, asked.enabled, False if effort == "none" else None):
-            if said is not None:
-                found: dict[str, Any] = {"enable_thinking": said}
-                break
-        else:
-            found = {}
+        flags = (self.enable_thinking, thinks, reasoning.enabled, False if effort == "none" else None)
+        enabled = next((each for each in flags if each is not None), None)
+        found: dict[str, Any] = {} if enabled is None else {"enable_thinking": enabled}
         if effort not in (None, "none"):
             found["reasoning_effort"] = EFFORTS.get(effort, effort)
         return found | super().template_values
 
 
 class TokenizeBody(Templated):
-    """`POST /tokenize`: a text, or a conversation."""
+    """Body of `POST /tokenize`: a text or a conversation.
+
+    Attributes:
+        prompt: text to tokenise.
+        messages: conversation to render with the chat template and to tokenise.
+        add_special_tokens: add the tokenizer's special tokens (default true for a text, false for a conversation).
+        return_token_strs: return the text of each token.
+    """
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
@@ -407,6 +506,10 @@ class TokenizeBody(Templated):
 
 
 class DetokenizeBody(ModelBody):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`.
+
+    Attributes:
+        tokens: token ids to decode.
+    """
 
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its body, and the chat that it stands for."""
+"""Request body of OpenAI's Responses API, and its conversion to a chat body."""
 
 import json
 from collections.abc import Sequence
@@ -11,30 +11,36 @@ from tilewright.server.fields import (
     LONGEST_NAME,
     WHOLE,
     Body,
-    Ignored,
-    NothingAsked,
-    NotOffered,
+    IgnoredText,
+    IgnoredValue,
     OnlyFalse,
     OnlyZero,
-    Unread,
+    Unsupported,
+    UnsupportedValue,
     expect,
+    unsupported,
 )
 from tilewright.server.protocol import MOST_MESSAGES, Length, Reasoning, Seed, Temperature, TemplateValues, Verbosity
 from tilewright.server.tools import MOST_TOOLS, Name
-from tilewright.server.translate import ChatLike
+from tilewright.server.translate import ChatConvertible
 
 Json = dict[str, Any]
 Id = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
 class ItemPart(Body):
-    """A text of an item; what else stands in it (`annotations`, `logprobs`) changes nothing here."""
+    """Text part of an item. Other fields (`annotations`, `logprobs`) are ignored.
+
+    Attributes:
+        type: text of a request or of a response.
+        text: text of the part.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
     type: Annotated[
         Literal["input_text", "output_text"],
-        expect("expected input_text or output_text; images, audio and files are not offered by this server"),
+        expect("expected input_text or output_text; images, audio and files are not supported by this server"),
     ]
     text: str
 
@@ -49,12 +55,20 @@ def chat_content(content: str | Sequence[ItemPart]) -> str | list[Json]:
 
 
 class Item(Body):
-    """An item; what else stands in it (`id`, `status`, `phase`) changes nothing here."""
+    """Input item. Other fields (`id`, `status`, `phase`) are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class MessageItem(Item):
+    """Message of the conversation.
+
+    Attributes:
+        type: message, the default.
+        role: author of the message; "developer" equals "system".
+        content: text, or list of text parts.
+    """
+
     type: Literal["message"] = "message"
     role: Annotated[
         Literal["system", "developer", "user", "assistant"], expect("expected system, developer, user or assistant")
@@ -63,7 +77,14 @@ class MessageItem(Item):
 
 
 class CallItem(Item):
-    """A call that an answer made, sent back."""
+    """Tool call of an earlier response.
+
+    Attributes:
+        type: tool call.
+        call_id: id of the call, which its result names.
+        name: name of the function.
+        arguments: JSON text of the arguments.
+    """
 
     type: Literal["function_call"]
     call_id: Id
@@ -75,21 +96,31 @@ class CallItem(Item):
 
 
 class ReasoningItem(Item):
-    """A thought of an earlier answer, which templates leave out."""
+    """Reasoning of an earlier response, which is ignored.
+
+    Attributes:
+        type: reasoning; ignored.
+    """
 
     type: Literal["reasoning"]
 
 
 class CallOutputItem(Item):
-    """What a function returned."""
+    """Result of a tool call.
+
+    Attributes:
+        type: result of a tool call.
+        call_id: id of the call.
+        output: result, as text or a list of text parts.
+    """
 
     type: Literal["function_call_output"]
     call_id: Id
     output: Content
 
 
-def kind_of(item: Any) -> str | None:
-    """The type of an item, which messages need not say."""
+def item_type(item: Any) -> str | None:
+    """Returns the type of an item, by default "message"."""
     return item.get("type", "message") if isinstance(item, dict) else None
 
 
@@ -99,27 +130,33 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(
-        kind_of,
+        item_type,
         custom_error_type="expected",
         custom_error_message=(
-            "expected an item of type message, reasoning, function_call or function_call_output; no others are offered"
+            "expected an item of type message, reasoning, function_call or function_call_output; others are not supported"
         ),
     ),
 ]
 Items = Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 
-def as_items(said: Any) -> Any:
-    """A text as the items of a conversation."""
-    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+def to_items(value: Any) -> Any:
+    """Converts a text to a list of one user message."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ResponseTool(Body):
-    """A function; `strict` changes nothing, for calls that are forced follow their schema always."""
+    """Function that the model may call.
 
-    type: Annotated[
-        Literal["function"], expect("is not offered by this server but as function: it runs no tools itself", "not_offered")
-    ]
+    Attributes:
+        type: only functions are supported; the server runs no tools.
+        name: name of the function.
+        description: description for the model.
+        parameters: JSON schema of the arguments; without it the function has none.
+        strict: ignored; forced calls always follow their schema.
+    """
+
+    type: Annotated[Literal["function"], unsupported("function: the server runs no tools")]
     name: Name
     description: str | None = None
     parameters: Json | None = None
@@ -130,11 +167,28 @@ class ResponseTool(Body):
 
 
 class ForcedFunction(Body):
+    """Function that the model has to call.
+
+    Attributes:
+        type: only functions are supported.
+        name: name of one of the tools.
+    """
+
     type: Literal["function"]
     name: Name
 
 
 class TextFormat(Body):
+    """Format of the output.
+
+    Attributes:
+        type: any text, any JSON object, or JSON that follows `schema`.
+        name: name of the schema, without effect on the output.
+        description: description of the schema, without effect on the output.
+        schema_: JSON schema, for the type "json_schema".
+        strict: ignored; outputs always follow the schema.
+    """
+
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=LONGEST_NAME)] | None = None
     description: str | None = None
@@ -144,10 +198,10 @@ class TextFormat(Body):
     @model_validator(mode="after")
     def check(self) -> "TextFormat":
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise PydanticCustomError("expected", "expected a schema with the type json_schema, and with no other")
+            raise PydanticCustomError("expected", "expected a schema exactly for the type json_schema")
         return self
 
-    def shown(self) -> Json:
+    def for_response(self) -> Json:
         return self.model_dump(by_alias=True, exclude_none=True)
 
     def chat(self) -> Json:
@@ -156,11 +210,24 @@ class TextFormat(Body):
 
 
 class ResponseTextOptions(Body):
+    """Options of the text of a response.
+
+    Attributes:
+        format: format of the output.
+        verbosity: only "medium" is supported.
+    """
+
     format: TextFormat | None = None
     verbosity: Verbosity = None
 
 
 class ResponseStreamOptions(Body):
+    """Options of the stream of a response.
+
+    Attributes:
+        include_obfuscation: accepted and ignored.
+    """
+
     include_obfuscation: bool | None = None
 
 
@@ -173,11 +240,36 @@ INCLUDED = Literal[
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 ]
-"""Parts of answers that ours do not have, whoever asks for them."""
+"""Values of `include` for output items that this server never produces."""
 
 
-class ResponsesBody(ChatLike):
-    """`POST /v1/responses`; `top_k`, `seed` and `chat_template_kwargs` are this server's own."""
+class ResponsesBody(ChatConvertible):
+    """Body of `POST /v1/responses`.
+
+    Attributes:
+        input: text, or list of items (messages, tool calls and their results).
+        instructions: system prompt.
+        max_output_tokens: largest number of new tokens.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: nucleus sampling threshold.
+        top_k: number of most likely tokens to sample from; 0 or -1 for all (extension).
+        seed: seed of the sampling (extension).
+        text: format of the output.
+        tools: functions that the model may call.
+        tool_choice: "auto" (default) leaves the choice to the model, "required" forces a call, "none" forbids calls, and an
+            object forces a call of the named function.
+        parallel_tool_calls: allow several tool calls (default true).
+        previous_response_id: id of a stored response to continue.
+        store: store the response (default true).
+        stream: respond with server-sent events.
+        metadata: returned with the response.
+        chat_template_kwargs: values for the chat template (extension).
+        reasoning: reasoning options, if the chat template supports them.
+        stream_options: accepted and ignored.
+        include: output items that this server never produces; accepted and ignored.
+        truncation: only "disabled" is supported.
+        service_tier: "auto" and "default" are accepted and ignored.
+    """
 
     places = (
         (r"tools\[(\d+)\]\.function", r"tools[\1]"),
@@ -187,7 +279,7 @@ class ResponsesBody(ChatLike):
         (r"messages\b.*", "input"),
     )
 
-    input: Annotated[Items, BeforeValidator(as_items, json_schema_input_type=str | Items)]
+    input: Annotated[Items, BeforeValidator(to_items, json_schema_input_type=str | Items)]
     instructions: str | None = None
     max_output_tokens: Length = None
     temperature: Temperature = None
@@ -207,52 +299,46 @@ class ResponsesBody(ChatLike):
     metadata: Annotated[
         Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
         | None,
-        expect("expected at most 16 texts of up to 512 characters, under names of up to 64"),
+        expect("expected at most 16 texts of at most 512 characters, with names of at most 64 characters"),
     ] = None
     chat_template_kwargs: TemplateValues = None
-    # What changes nothing here.
+    # Ignored fields.
     stream_options: ResponseStreamOptions | None = None
-    user: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prompt_cache_options: Unread = None
-    max_tool_calls: Unread = None
-    include: Annotated[list[INCLUDED] | None, expect("is offered by this server only for what it never has", "not_offered")] = (
-        None
-    )
-    # What would change the answer.
+    user: IgnoredText = None
+    safety_identifier: IgnoredText = None
+    prompt_cache_key: IgnoredText = None
+    prompt_cache_retention: IgnoredText = None
+    prompt_cache_options: IgnoredValue = None
+    max_tool_calls: IgnoredValue = None
+    include: Annotated[list[INCLUDED] | None, unsupported("output items that the server never produces")] = None
+    # Unsupported fields.
     background: OnlyFalse = None
-    truncation: Annotated[
-        Literal["disabled"] | None, expect("is not offered by this server but as disabled", "not_offered")
-    ] = None
-    service_tier: Annotated[
-        Literal["auto", "default"] | None, expect("is not offered by this server but as auto or default", "not_offered")
-    ] = None
+    truncation: Annotated[Literal["disabled"] | None, unsupported("disabled")] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, unsupported("auto and default")] = None
     top_logprobs: OnlyZero = None
-    conversation: NotOffered = None
-    prompt: NotOffered = None
+    conversation: Unsupported = None
+    prompt: Unsupported = None
     reasoning: Reasoning | None = None
-    moderation: NotOffered = None
-    context_management: NothingAsked = None
+    moderation: Unsupported = None
+    context_management: UnsupportedValue = None
 
     def system_messages(self) -> list[Json]:
         return [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
 
-    def messages_of_chat(self) -> list[Json]:
+    def chat_messages(self) -> list[Json]:
         found: list[Json] = []
         for item in self.input:
             if isinstance(item, MessageItem):
                 found.append({"role": item.role, "content": chat_content(item.content)})
             elif isinstance(item, CallOutputItem):
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": chat_content(item.output)})
-            elif isinstance(item, CallItem):  # calls belong to what the assistant said before them
+            elif isinstance(item, CallItem):  # calls belong to the assistant message before them
                 if not found or found[-1]["role"] != "assistant":
                     found.append({"role": "assistant"})
                 found[-1].setdefault("tool_calls", []).append(item.chat())
         return found
 
-    def others(self) -> Json:
+    def other_fields(self) -> Json:
         form = self.text.format if self.text is not None else None
         choice = self.tool_choice
         if isinstance(choice, ForcedFunction):
@@ -269,16 +355,16 @@ class ResponsesBody(ChatLike):
 
 
 def chat_call(call: str, name: str, arguments: str) -> Json:
-    """A call of a chat's message."""
+    """Makes a tool call of a chat message."""
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def answered(text: str, calls: Sequence[tuple[str, str, str]]) -> Json:
-    """An answer as a message of a chat that goes on; of each call its id, name and arguments."""
+def assistant_message(text: str, calls: Sequence[tuple[str, str, str]]) -> Json:
+    """Makes the chat message of a response, for the next request. `calls`: id, name and arguments of each tool call."""
     return {"role": "assistant", "content": text, "tool_calls": [chat_call(*call) for call in calls] or None}
 
 
-def gone_on(before: bytes, messages: Sequence[Json]) -> bytes:
-    """A conversation, as JSON, with more messages."""
+def extended(before: bytes, messages: Sequence[Json]) -> bytes:
+    """Appends messages to a conversation in JSON."""
     more = json.dumps(list(messages), ensure_ascii=False).encode()
     return more if before == b"[]" else before[:-1] + b", " + more[1:]

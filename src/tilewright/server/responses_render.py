@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its answers, whole and as events."""
+"""Responses of OpenAI's Responses API, whole and as server-sent events."""
 
 import json
 import time
@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from tilewright.runtime.request import RequestOutput
 from tilewright.server.answers import Answer, Metrics, PromptDetails
-from tilewright.server.blocks import AnswerBlock, AnswerBlocks, Change, Closed, Grown, Opened
+from tilewright.server.blocks import BlockDelta, BlockEvent, BlockStart, BlockStop, OutputBlock, OutputBlocks
 from tilewright.server.errors import ApiError
-from tilewright.server.render import Renderer, event, text_of
-from tilewright.server.responses_body import ResponsesBody, answered
+from tilewright.server.render import Renderer, event, joined_text
+from tilewright.server.responses_body import ResponsesBody, assistant_message
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Json = dict[str, Any]
@@ -42,13 +42,21 @@ class OutputCall(Answer):
 
 
 class InputDetails(PromptDetails):
-    """Nothing is ever charged for writing the prefix cache."""
+    """Details of the input tokens.
+
+    Attributes:
+        cache_write_tokens: always 0.
+    """
 
     cache_write_tokens: int
 
 
 class OutputDetails(Answer):
-    """Thoughts are part of the text here, and not counted apart."""
+    """Details of the output tokens.
+
+    Attributes:
+        reasoning_tokens: always 0; thinking is part of the text.
+    """
 
     reasoning_tokens: int
 
@@ -71,7 +79,7 @@ class IncompleteDetails(Answer):
 
 
 class ResponseAnswer(Answer):
-    """Of `/v1/responses`: what was asked for, and the output as far as it has come."""
+    """Response of `/v1/responses`: the request's options, and the output so far."""
 
     id: str
     object: Literal["response"]
@@ -102,85 +110,95 @@ class ResponseAnswer(Answer):
     user: str | None
 
 
-class Deleted(Answer):
+class DeletedResponse(Answer):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
-Keep = Callable[[ResponseAnswer, Json], None]
-"""Takes a response that has ended, and its answer as a message of a chat, to keep them."""
+StoreResponse = Callable[[ResponseAnswer, Json], None]
+"""Stores an ended response and its output as a chat message."""
 
 
 @dataclass
 class ResponsesRenderer(Renderer):
-    """`/v1/responses`, of one choice.
+    """Renders responses of `/v1/responses`, which have one choice.
 
     Attributes:
-        body: what was asked.
-        keep: called at a good end; None where nothing is kept.
-        blocks: of the answer.
-        told: number of events so far.
+        body: request body.
+        store: stores the response at its end; None to store nothing.
+        blocks: content blocks of the output.
+        event_count: number of events so far.
     """
 
     body: ResponsesBody = field(kw_only=True)
-    keep: Keep | None = field(kw_only=True)
-    blocks: AnswerBlocks = field(init=False)
-    told: int = field(init=False, default=0)
+    store: StoreResponse | None = field(kw_only=True)
+    blocks: OutputBlocks = field(init=False)
+    event_count: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.blocks = AnswerBlocks(self.parsed.tools)
+        self.blocks = OutputBlocks(self.parsed.tools)
 
-    def whole(self, updates: Sequence[RequestOutput]) -> ResponseAnswer:
+    def render_full(self, updates: Sequence[RequestOutput]) -> ResponseAnswer:
         _, tokens = self.take(0, updates[0])
-        for _ in self.blocks.push(text_of(tokens), last=True):
+        for _ in self.blocks.push(joined_text(tokens), last=True):
             continue
         return self.ended()
 
     @property
     def cut_off(self) -> bool:
-        """Whether the answer ended by its length."""
+        """True if the output reached the largest number of tokens."""
         result = self.handles[0].result
         return result is not None and result.finish_reason == "length"
 
     def ended(self) -> ResponseAnswer:
-        """The response after a good end, which is kept."""
+        """Renders the ended response and stores it."""
         *before, last = self.blocks.found
         ended: Status = "incomplete" if self.cut_off else "completed"
         output = [*(self.item(block, "completed") for block in before), self.item(last, ended)]
         usage = self.usage()
-        shown = ResponsesUsage(
+        counts = ResponsesUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens, cache_write_tokens=0),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=0),
             total_tokens=usage.total_tokens,
         )
-        found = self.response(ended, output=output, usage=shown, metrics=self.metrics())
-        if self.keep is not None:
-            self.keep(found, self.said())
+        found = self.response(ended, output=output, usage=counts, metrics=self.metrics())
+        if self.store is not None:
+            self.store(found, self.chat_message())
         return found
 
-    def said(self) -> Json:
-        """The answer as a message of a chat."""
+    def chat_message(self) -> Json:
+        """Converts the output to a chat message."""
         texts = [block.text for block in self.blocks.found if block.name is None]
         calls = [(f"call_{block.id}", block.name, block.text) for block in self.blocks.found if block.name is not None]
-        return answered("".join(texts), calls)
+        return assistant_message("".join(texts), calls)
 
     def response(self, status: Status, error: ResponseFailure | None = None, **more: Any) -> ResponseAnswer:
         details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
-        made = {"id": f"resp_{self.request_id}", "object": "response", "created_at": self.root["created"], "completed_at": None}
-        if status in ("completed", "incomplete"):
-            made["completed_at"] = int(time.time())
-        ended = {"status": status, "error": error, "incomplete_details": details, "model": self.served.name}
-        return ResponseAnswer(**made, **ended, **{"output": [], "usage": None, "metrics": None, **more}, **self.asked())
+        is_done = status in ("completed", "incomplete")
+        fields = {
+            "id": f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": self.root["created"],
+            "completed_at": int(time.time()) if is_done else None,
+            "status": status,
+            "error": error,
+            "incomplete_details": details,
+            "model": self.served.name,
+            "output": [],
+            "usage": None,
+            "metrics": None,
+        }
+        return ResponseAnswer(**{**fields, **more, **self.request_fields()})
 
-    def asked(self) -> Json:
-        """Fields of the body, and what holds where it said nothing."""
+    def request_fields(self) -> Json:
+        """Returns the request's options, with defaults for missing ones."""
         body = self.body
         sampling = self.parsed.requests[0].sampling
-        form = {"type": "text"} if body.text is None or body.text.format is None else body.text.format.shown()
+        form = {"type": "text"} if body.text is None or body.text.format is None else body.text.format.for_response()
         choice = body.tool_choice or "auto"
         return {
             "background": False,
@@ -191,7 +209,7 @@ class ResponsesRenderer(Renderer):
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "service_tier": "default",
-            "store": self.keep is not None,
+            "store": self.store is not None,
             "temperature": sampling.temperature,
             "text": {"format": form},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
@@ -201,7 +219,7 @@ class ResponsesRenderer(Renderer):
             "user": body.user,
         }
 
-    def item(self, block: AnswerBlock, status: Status) -> OutputMessage | OutputCall:
+    def item(self, block: OutputBlock, status: Status) -> OutputMessage | OutputCall:
         if block.name is None:
             content = [] if status == "in_progress" else [self.part(block.text)]
             return OutputMessage(id=f"msg_{block.id}", type="message", role="assistant", status=status, content=content)
@@ -218,13 +236,13 @@ class ResponsesRenderer(Renderer):
         return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        """The next event."""
-        number = self.told
-        self.told = self.told + 1
-        shown = {
+        """Formats the next event."""
+        number = self.event_count
+        self.event_count = number + 1
+        dumped = {
             name: value.model_dump(exclude_unset=True) if isinstance(value, Answer) else value for name, value in fields.items()
         }
-        return event(json.dumps({"type": kind, "sequence_number": number, **shown}).encode(), kind)
+        return event(json.dumps({"type": kind, "sequence_number": number, **dumped}).encode(), kind)
 
     def beginning(self) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
@@ -236,11 +254,11 @@ class ResponsesRenderer(Renderer):
         first, tokens = self.take(index, update)
         if first:
             yield from self.beginning()
-        for change in self.blocks.push(text_of(tokens), update.end is not None):
-            yield from self.changed(change)
+        for change in self.blocks.push(joined_text(tokens), update.end is not None):
+            yield from self.block_events(change)
 
-    def changed(self, change: Change) -> Iterator[bytes]:
-        """Events of a block's change."""
+    def block_events(self, change: BlockEvent) -> Iterator[bytes]:
+        """Yields the events of a block's change."""
         block = change.block
         index = len(self.blocks.found) - 1
         item = self.item(block, "in_progress")
@@ -249,11 +267,11 @@ class ResponsesRenderer(Renderer):
         if block.name is None:
             kind = "response.output_text"
             place = {**place, "content_index": 0}
-        if isinstance(change, Opened):
+        if isinstance(change, BlockStart):
             yield self.event("response.output_item.added", output_index=index, item=item)
             if block.name is None:
                 yield self.event("response.content_part.added", **place, part=self.part(""))
-        elif isinstance(change, Grown):
+        elif isinstance(change, BlockDelta):
             more = {"logprobs": []} if block.name is None else {}
             yield self.event(f"{kind}.delta", **place, delta=change.text, **more)
         elif block.name is None:
@@ -261,7 +279,7 @@ class ResponsesRenderer(Renderer):
             yield self.event("response.content_part.done", **place, part=self.part(block.text))
         else:
             yield self.event(f"{kind}.done", **place, name=block.name, arguments=block.text)
-        if isinstance(change, Closed):
+        if isinstance(change, BlockStop):
             ended: Status = "incomplete" if change.last and self.cut_off else "completed"
             yield self.event("response.output_item.done", output_index=index, item=self.item(block, ended))
 
@@ -270,7 +288,7 @@ class ResponsesRenderer(Renderer):
         yield self.event(f"response.{found.status}", response=found)
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
-        if not self.told:
+        if not self.event_count:
             yield from self.beginning()
-        said = ResponseFailure(code="server_error", message=error.message)
-        yield self.event("response.failed", response=self.response("failed", said))
+        failure = ResponseFailure(code="server_error", message=error.message)
+        yield self.event("response.failed", response=self.response("failed", failure))

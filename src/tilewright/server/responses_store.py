@@ -1,15 +1,15 @@
-"""Responses that clients may come back to, in memory: bounded by number and by bytes, and gone when the server ends."""
+"""Store of responses for the Responses API, in memory and bounded by number and bytes."""
 
 from collections import OrderedDict
 from typing import NamedTuple
 
 
 class Stored(NamedTuple):
-    """A response.
+    """Stored response.
 
     Attributes:
-        answer: as it was answered, JSON.
-        conversation: the messages of the chat with the answer at its end, JSON.
+        answer: response body as JSON.
+        conversation: chat messages up to and including the response, as JSON.
     """
 
     answer: bytes
@@ -21,33 +21,35 @@ class Stored(NamedTuple):
 
 
 class ResponsesStore:
-    """The latest responses, by who asked for them and their id.
+    """Latest responses, by API key and response id. Evicts the oldest ones.
 
     Attributes:
-        size: bytes of all.
+        size: total size in bytes.
 
     Args:
-        most, most_bytes: that are kept; the oldest leave first.
+        most: largest number of responses.
+        most_bytes: largest total size.
     """
 
     def __init__(self, most: int, most_bytes: int):
         self.most = most
         self.most_bytes = most_bytes
         self.size = 0
-        self.kept: OrderedDict[tuple[int, str], Stored] = OrderedDict()
+        self.responses: OrderedDict[tuple[int, str], Stored] = OrderedDict()
 
-    def put(self, owner: int, name: str, stored: Stored) -> None:
-        self.kept[owner, name] = stored
+    def add(self, owner: int, name: str, stored: Stored) -> None:
+        """Stores a response. `owner`: index of the API key."""
+        self.responses[owner, name] = stored
         self.size += stored.size
-        while len(self.kept) > self.most or self.size > self.most_bytes:
-            _, gone = self.kept.popitem(last=False)
-            self.size -= gone.size
+        while len(self.responses) > self.most or self.size > self.most_bytes:
+            _, evicted = self.responses.popitem(last=False)
+            self.size -= evicted.size
 
     def get(self, owner: int, name: str) -> Stored | None:
-        return self.kept.get((owner, name))
+        return self.responses.get((owner, name))
 
     def delete(self, owner: int, name: str) -> bool:
-        """Returns whether there was one."""
-        gone = self.kept.pop((owner, name), None)
-        self.size -= 0 if gone is None else gone.size
-        return gone is not None
+        """Deletes a response. Returns False for an unknown one."""
+        deleted = self.responses.pop((owner, name), None)
+        self.size -= 0 if deleted is None else deleted.size
+        return deleted is not None

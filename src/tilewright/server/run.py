@@ -1,4 +1,4 @@
-"""A server from its beginning to its end: listening while the engine warms up, serving, and stopping when told to."""
+"""Server process: listens while the engine warms up, serves, and stops on a signal."""
 
 import asyncio
 import logging
@@ -20,16 +20,16 @@ from tilewright.server.connections import HttpServer, most_connections
 log = logging.getLogger("tilewright.server")
 
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""A client that vanished without a word is known after a minute; in seconds and probes, on systems that have these options."""
+"""TCP keepalive (seconds, and a number of probes), which detects vanished clients within a minute, where the OS supports it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes any that is free.
+    """Opens a listening socket. Port 0 takes any free port.
 
     Raises:
-        ValueError: there is no such port.
-        OSError: it is taken, or not this machine's.
+        ValueError: the port is out of range.
+        OSError: the port is in use, or the address does not belong to this machine.
     """
     if not 0 <= port < 2**16:
         raise ValueError(f"expected a port from 0 to 65535, found {port}")
@@ -38,7 +38,8 @@ def listen(host: str, port: int) -> socket.socket:
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
         raise OSError(f"cannot listen at {host} port {port}: {error}") from error
-    # Inherited by what is accepted. Asyncio leaves it out for such sockets, and small answers would wait 40 ms for an ACK.
+    # Accepted sockets inherit the options. Without TCP_NODELAY, which asyncio does not set here, small responses would wait
+    # 40 ms for an ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
@@ -47,41 +48,48 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def url_of(listening: socket.socket, tls: bool = False) -> str:
+def server_url(listening: socket.socket, tls: bool = False) -> str:
     host, port = listening.getsockname()[:2]
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class Server:
-    """One run.
+    """HTTP server with its engine.
 
     Args:
-        drain_s: how long running requests may take to end once the server is told to.
-        say: told when the server is ready.
-        console: where the progress of warming shows.
+        drain_s: seconds that running requests may take to finish after a stop signal.
+        on_ready: called when the server is ready.
+        console: console for the progress of the warm-up.
+        wait_for_programs: see `Engine.warm`.
     """
 
-    def __init__(self, api: Api, drain_s: float, say: Callable[[], None], console: Console | None = None):
+    def __init__(
+        self,
+        api: Api,
+        drain_s: float,
+        on_ready: Callable[[], None],
+        console: Console | None = None,
+        wait_for_programs: bool = False,
+    ):
         self.api = api
+        self.wait_for_programs = wait_for_programs
         self.drain_s = drain_s
-        self.say = say
+        self.on_ready = on_ready
         self.console = console
         self.http = HttpServer(make_app(api), most_connections(), api.options.tls)
         self.failure = list[BaseException]()
 
     def run(self, listening: socket.socket) -> None:
-        """Serves until SIGTERM or SIGINT.
-
-        The first one ends it as `drain_s` says, the second at once.
+        """Serves until SIGTERM or SIGINT. The first signal waits `drain_s` for running requests, the second stops at once.
 
         Raises:
-            BaseException: what warming up, or the engine, ended with, if it failed.
+            BaseException: the exception of a failed warm-up or engine.
         """
         asyncio.run(self.serve(listening))
         if self.failure:
             raise self.failure[0]
-        if self.warming.is_alive():
-            # Nothing interrupts a compiler, and an interpreter that ends would wait for all that are queued.
+        if self.warming.is_alive() or self.api.engine.compiles:
+            # Compilations cannot be interrupted, and a normal exit would wait for all queued ones.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -89,37 +97,37 @@ class Server:
     async def serve(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self.told_to_stop)
+            loop.add_signal_handler(number, self.on_stop_signal)
         self.warming = threading.Thread(target=self.warm, args=(loop,), name="warming", daemon=True)
         self.warming.start()
         await self.http.serve([listening])
 
     def warm(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Makes the engine ready, unless it is told to stop before."""
+        """Warms up and starts the engine."""
         try:
             self.api.engine.on_failure = partial(self.failed, loop)
-            self.api.engine.warm(self.console)
+            self.api.engine.warm(self.console, self.wait_for_programs)
             self.api.engine.start()
-            self.say()
-            self.api.compile_ahead()  # not before: rounds are measured while the engine warms
+            self.on_ready()
+            self.api.compile_ahead()  # after the warm-up, which measures rounds
         except Stopped:
-            log.info("the server was told to stop before it was ready")
+            log.info("stopped before the server was ready")
         except BaseException as error:
             self.failed(loop, error)
 
     def failed(self, loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
-        """Ends the server with an error, which goes on in the main thread."""
+        """Ends the server with an error, which `run` raises."""
         self.api.stopping = True
         self.failure.append(error)
         loop.call_soon_threadsafe(self.end)
 
-    def told_to_stop(self) -> None:
+    def on_stop_signal(self) -> None:
         drain_s = 0.0 if self.api.stopping else self.drain_s
         self.api.stopping = True
         threading.Thread(target=self.drain, args=(asyncio.get_running_loop(), drain_s), name="draining", daemon=True).start()
 
     def drain(self, loop: asyncio.AbstractEventLoop, drain_s: float) -> None:
-        """Lets the engine's requests end, and then the server."""
+        """Stops the engine after its running requests, and then the server."""
         try:
             self.api.engine.stop(drain_s)
         finally:

@@ -1,4 +1,4 @@
-"""Running a body's requests in the engine, and answering: whole, or as server-sent events."""
+"""Execution of a body's requests in the engine, and responses: whole or as server-sent events."""
 
 import asyncio
 import logging
@@ -13,72 +13,72 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.diffusion.request import DenoisingRequest
+from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import EndReason, GenerateRequest, Overloaded, RequestHandle, RequestOutput, Stopped
-from tilewright.runtime.service import Service
 from tilewright.server.errors import ApiError, internal_error, overloaded
 from tilewright.server.prometheus import Timings
 from tilewright.server.render import FINISHES, Renderer, joined
-from tilewright.server.tracing import Ended
+from tilewright.server.tracing import OnEnd
 
 log = logging.getLogger("tilewright.server")
 
 T = TypeVar("T")
 
 COMMENT = b":\n\n"
-"""An event of nothing, which clients pass over."""
+"""Empty server-sent event (a comment), which clients ignore."""
 
 
 class Disconnected(Exception):
-    """The client has gone."""
+    """Raised when the client has disconnected."""
 
 
 def stopping() -> ApiError:
     return ApiError(503, "the server is stopping", "server_stopping", None, {"retry-after": "5"})
 
 
-def ended_badly(update: RequestOutput) -> ApiError:
-    """Error that a client is told of a request that did not come to its end."""
+def end_error(update: RequestOutput) -> ApiError:
+    """Makes the error for a request that ended early."""
     if update.end == "deadline":
-        # Clients of OpenAI's would ask again, and take as long.
+        # Without the header, OpenAI's clients retry.
         no_retry = {"x-should-retry": "false"}
-        return ApiError(504, "the request took longer than this server allows", "deadline_exceeded", None, no_retry)
+        return ApiError(504, "the request exceeded the server's time limit", "deadline_exceeded", None, no_retry)
     if update.end == "cancelled":
         return stopping()
     return ApiError(500, update.error or "the engine failed on this request", "engine_error")
 
 
-class Running:
-    """Requests in the engine that belong to one body: submitted together, listened to together, cancelled together.
+class RunningRequests:
+    """Requests of one body in the engine, which are submitted, awaited and cancelled together.
 
-    It is made in the event loop that listens.
+    The constructor has to run in the event loop that awaits the updates.
     """
 
-    def __init__(self, engine: Service, timings: Timings, traced: Ended | None = None):
-        """Args: `traced`: told of each request that has ended, once."""
+    def __init__(self, engine: Engine, timings: Timings, on_end: OnEnd | None = None):
+        """Args: `on_end`: called once for each ended request."""
         self.engine = engine
         self.timings = timings
-        self.traced = traced
+        self.on_end = on_end
         self.loop = asyncio.get_running_loop()
-        self.told = asyncio.Queue[tuple[int, RequestOutput]]()
+        self.queue = asyncio.Queue[tuple[int, RequestOutput]]()
         self.handles: list[RequestHandle] = []
         self.ended: set[int] = set()
         self.spans: frozenset[int] = frozenset()
-        self.given_up = False
+        self.cancelled = False
         self.lock = threading.Lock()
 
     def submit(self, requests: Sequence[GenerateRequest] | Sequence[DenoisingRequest]) -> None:
-        """Submits requests whose prompts the engine has encoded, on any thread; what is given up meanwhile is cancelled.
+        """Submits requests with encoded prompts; callable from any thread. Cancels them if `cancel` was called meanwhile.
 
         Raises:
-            ApiError: the engine does not take one of them; then it keeps none.
+            ApiError: the engine refuses a request; the others are cancelled.
         """
         try:
             for index, request in enumerate(requests):
-                handle = self.engine.submit(request, partial(self.tell, index), encoded=True)
+                handle = self.engine.submit(request, partial(self.enqueue, index), encoded=True)
                 with self.lock:
                     self.handles.append(handle)
-                    given_up = self.given_up
-                if given_up:
+                    cancelled = self.cancelled
+                if cancelled:
                     self.engine.cancel(handle)
         except (ValueError, Overloaded, Stopped) as error:
             self.cancel()
@@ -86,14 +86,14 @@ class Running:
                 raise ApiError(400, str(error), "invalid_value") from error
             raise (overloaded(error.retry_after_s) if isinstance(error, Overloaded) else stopping()) from error
 
-    def tell(self, index: int, update: RequestOutput) -> None:
-        """Called on the engine's thread."""
-        self.loop.call_soon_threadsafe(self.told.put_nowait, (index, update))
+    def enqueue(self, index: int, update: RequestOutput) -> None:
+        """Queues an update; called on the engine's thread."""
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, (index, update))
 
     def cancel(self) -> None:
-        """Gives up those that have not ended, and those that are submitted later."""
+        """Cancels all requests that have not ended, and requests that are submitted later."""
         with self.lock:
-            self.given_up = True
+            self.cancelled = True
             handles = list(self.handles)
         for index, handle in enumerate(handles):
             if index not in self.ended:
@@ -101,22 +101,22 @@ class Running:
                 self.trace(index, "cancelled")
 
     def trace(self, index: int, end: EndReason) -> None:
-        """Has a span made of a request, the first time that it is told of its end."""
+        """Makes the span of an ended request, once."""
         with self.lock:
             is_first = index not in self.spans
             self.spans = self.spans | {index}
-        if is_first and self.traced is not None:
-            self.traced(self.handles[index], end)
+        if is_first and self.on_end is not None:
+            self.on_end(self.handles[index], end)
 
     async def updates(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Each update with the number of its request, until all have ended.
+        """Yields each update with the index of its request, until all requests have ended.
 
         Raises:
-            ApiError: one ended without an answer.
+            ApiError: a request ended early.
         """
         arrived: dict[int, float] = {}
         while len(self.ended) < len(self.handles):
-            index, update = await self.told.get()
+            index, update = await self.queue.get()
             if update.tokens:
                 now = time.monotonic()
                 if index in arrived:
@@ -127,29 +127,29 @@ class Running:
                 self.timings.end(self.handles[index].times)
                 self.trace(index, update.end)
             if update.end is not None and update.end not in FINISHES:
-                raise ended_badly(update)
+                raise end_error(update)
             yield index, update
 
 
-async def collected(running: Running, renderer: Renderer) -> Response:
-    """The answer as a whole."""
-    told: list[list[RequestOutput]] = [[] for _ in running.handles]
+async def collected(running: RunningRequests, renderer: Renderer) -> Response:
+    """Waits for all outputs and renders them as one response."""
+    outputs: list[list[RequestOutput]] = [[] for _ in running.handles]
     async for index, update in running.updates():
-        told[index].append(update)
-    return Response(renderer.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")
+        outputs[index].append(update)
+    return Response(renderer.render_full([joined(updates) for updates in outputs]).json_bytes, media_type="application/json")
 
 
-async def embedded(running: Running) -> list[np.ndarray]:
-    """The embeddings that requests asked for, in order."""
+async def embedded(running: RunningRequests) -> list[np.ndarray]:
+    """Waits for the embeddings of all requests, in order."""
     found: dict[int, np.ndarray] = {}
     async for index, update in running.updates():
-        assert update.embedding is not None, "a request for an embedding is told one thing, or fails"
+        assert update.embedding is not None, "embedding requests have one update"
         found[index] = update.embedding
     return [found[index] for index in range(len(running.handles))]
 
 
-async def events(running: Running, renderer: Renderer) -> AsyncIterator[bytes]:
-    """The answer as events. An error after the first of them is an event too."""
+async def events(running: RunningRequests, renderer: Renderer) -> AsyncIterator[bytes]:
+    """Yields the outputs as server-sent events. Errors become events."""
     try:
         async for index, update in running.updates():
             for event in renderer.events(index, update):
@@ -157,7 +157,7 @@ async def events(running: Running, renderer: Renderer) -> AsyncIterator[bytes]:
         ending = renderer.last_events()
     except ApiError as error:
         ending = renderer.failed(error)
-    except Exception:  # the status is out; the client gets a fixed message in the stream
+    except Exception:  # the status is already sent
         log.exception("request %s failed", renderer.request_id)
         ending = renderer.failed(internal_error())
     for event in ending:
@@ -165,11 +165,11 @@ async def events(running: Running, renderer: Renderer) -> AsyncIterator[bytes]:
 
 
 class EventStream(Response):
-    """Server-sent events, which end when the client goes."""
+    """Streaming response of server-sent events. Cancels the requests when the client disconnects."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncIterator[bytes], running: Running):
+    def __init__(self, source: AsyncIterator[bytes], running: RunningRequests):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.source = source
@@ -177,43 +177,45 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self.sent(send), lambda: self.part(send, COMMENT))
+            await until_disconnect(receive, self.send_all(send), lambda: self.send_part(send, COMMENT))
         except Disconnected:
-            log.debug("a client has gone")
+            log.debug("the client disconnected")
         finally:
             self.running.cancel()
 
-    async def sent(self, send: Send) -> None:
+    async def send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for body in self.source:
-            await self.part(send, body)
+            await self.send_part(send, body)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def part(self, send: Send, body: bytes) -> None:
+    async def send_part(self, send: Send, body: bytes) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def nothing() -> None:
-    """Sends nothing to a client that is asked whether it is there, and must get its answer as a whole."""
+async def no_probe() -> None:
+    """Sends nothing, for responses that are sent whole."""
 
 
-async def gone(receive: Receive, ask: Callable[[], Awaitable[None]]) -> None:
-    """Returns when the client has gone. The body was read before: what seems more of it is the connection's wish to `ask`."""
+async def disconnected(receive: Receive, probe: Callable[[], Awaitable[None]]) -> None:
+    """Returns when the client has disconnected. An empty body part is a request of `Connection.probe` to send a probe."""
     while (await receive())["type"] != "http.disconnect":
-        await ask()
+        await probe()
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], ask: Callable[[], Awaitable[None]] = nothing) -> T:
-    """Returns what `work` gives, which is cancelled when the client goes.
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], probe: Callable[[], Awaitable[None]] = no_probe
+) -> T:
+    """Runs `work` and returns its result. Cancels `work` when the client disconnects.
 
     Args:
-        ask: sends something that changes nothing, by which a client that has gone is known.
+        probe: sends data without effect, so that a closed connection is detected.
 
     Raises:
-        Disconnected: the client has gone.
+        Disconnected: the client has disconnected.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(gone(receive, ask))
+    leaving = asyncio.ensure_future(disconnected(receive, probe))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -1,4 +1,4 @@
-"""Structured output: what a body asks an answer to be, in OpenAI's form and in vLLM's, as a grammar."""
+"""Structured output: formats of OpenAI (`response_format`) and vLLM (`structured_outputs`), and their grammars."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -10,31 +10,38 @@ from tilewright.grammar.grammar import LONGEST, MOST_CHOICES, Grammar
 from tilewright.grammar.matcher import Matcher
 from tilewright.llm.language_model import LanguageModel
 from tilewright.server.errors import ApiError
-from tilewright.server.fields import LONGEST_NAME, Body, NotOffered, Unread, expect
+from tilewright.server.fields import LONGEST_NAME, Body, IgnoredValue, Unsupported, expect
 
 
 @dataclass(frozen=True)
 class Constrain:
-    """Maker of constraints over a model's tokens, of grammars that come with requests.
+    """Compiles the grammars of requests for a model's tokens.
 
     Attributes:
-        seconds: of a processor that compiling one may take.
+        seconds: limit on the CPU seconds of a compilation.
     """
 
     lm: LanguageModel
     seconds: float
 
     def __call__(self, grammar: Grammar) -> Matcher:
-        """A grammar as a constraint, which may have to be compiled. Raises what `LanguageModel.constrain` raises."""
+        """Compiles a grammar, or returns it from the cache. Raises the errors of `LanguageModel.constrain`."""
         return self.lm.constrain(grammar, self.seconds)
 
-    def is_kept(self, grammar: Grammar) -> bool:
+    def is_cached(self, grammar: Grammar) -> bool:
         """True if a grammar is compiled already."""
-        return self.lm.compiler is not None and self.lm.compiler.is_kept(grammar)
+        return self.lm.compiler is not None and self.lm.compiler.is_cached(grammar)
 
 
 class JsonSchema(Body):
-    """A schema; `strict` changes nothing, for answers follow their schema always."""
+    """JSON schema of the output.
+
+    Attributes:
+        name: name of the schema, without effect on the output.
+        description: description of the schema, without effect on the output.
+        schema_: JSON schema.
+        strict: ignored; outputs always follow the schema.
+    """
 
     name: Annotated[str, Field(max_length=LONGEST_NAME)] | None = None
     description: str | None = None
@@ -43,7 +50,12 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's form."""
+    """Format of the output, as in OpenAI's API.
+
+    Attributes:
+        type: any text, any JSON object, or JSON that follows `json_schema`.
+        json_schema: schema, for the type "json_schema".
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -51,12 +63,20 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def check(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("expected", "expected json_schema with the type json_schema, and with no other")
+            raise PydanticCustomError("expected", "expected json_schema exactly for the type json_schema")
         return self
 
 
 class StructuredOutputs(Body):
-    """vLLM's form: one of these."""
+    """Grammar of the output, as in vLLM's API. Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is set.
+
+    Attributes:
+        json_: JSON schema, as an object or as text.
+        regex: regular expression that the whole output matches.
+        choice: texts to choose from.
+        grammar: grammar in llguidance's variant of Lark.
+        json_object: any JSON object.
+    """
 
     json_: Annotated[
         dict[str, Any] | str | None, Field(alias="json"), expect("expected a JSON schema, as an object or as text")
@@ -68,25 +88,25 @@ class StructuredOutputs(Body):
     ) = None
     grammar: Annotated[str, Field(min_length=1, max_length=LONGEST)] | None = None
     json_object: bool | None = None
-    disable_any_whitespace: Unread = None
-    disable_fallback: Unread = None
-    disable_additional_properties: NotOffered = None
-    whitespace_pattern: NotOffered = None
-    structural_tag: NotOffered = None
+    disable_any_whitespace: IgnoredValue = None
+    disable_fallback: IgnoredValue = None
+    disable_additional_properties: Unsupported = None
+    whitespace_pattern: Unsupported = None
+    structural_tag: Unsupported = None
 
 
-class Asked(NamedTuple):
-    """A grammar, and the field that asks for it."""
+class RequestedGrammar(NamedTuple):
+    """Requested grammar, and the field that contains it."""
 
     grammar: Grammar
     param: str
 
 
-def grammar_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Asked | None:
-    """Grammar that a body asks its answer to follow; None for any text.
+def format_grammar(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
+    """Returns the grammar of a body's format; None for any text.
 
     Raises:
-        ApiError: it asks for several things at once, or for what is no grammar.
+        ApiError: several formats are set, or a grammar is invalid (400).
     """
     found: dict[str, Any] = {}
     if response_format is not None and response_format.type == "json_object":
@@ -110,15 +130,15 @@ def grammar_of(response_format: ResponseFormat | None, outputs: StructuredOutput
             )
     if len(found) > 1:
         first, second, *_ = found
-        raise ApiError(400, f"'{second}': expected nothing beside {first}", "invalid_value", second)
+        raise ApiError(400, f"'{second}': expected only one grammar, found {first}, too", "invalid_value", second)
     for param, make in found.items():
         try:
-            return Asked(make(), param)
+            return RequestedGrammar(make(), param)
         except ValueError as error:
             raise refused(param, error) from error
     return None
 
 
 def refused(param: str, error: ValueError) -> ApiError:
-    """The error for a grammar that cannot be used."""
+    """Makes the error response for a grammar that cannot be used."""
     return ApiError(400, f"'{param}': {error}", "invalid_value", param)

@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes: for log-probabilities, where every token stands for itself."""
+"""Texts, bytes and character offsets of single tokens, for log-probabilities."""
 
 import json
 import re
@@ -9,31 +9,31 @@ from tokenizers import Tokenizer
 
 from tilewright.models.tokenizer import StreamDecoder
 
-KEPT = 65_536
-"""Number of tokens that are remembered."""
+CACHED_TOKENS = 65_536
+"""Size of the cache of token bytes."""
 
 
 def byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte, and its byte (GPT-2's table, `bytes_to_unicode` in its code).
+    """Returns the byte of each letter of byte-level BPE (GPT-2's `bytes_to_unicode`).
 
-    Bytes that are printable in Latin-1 stand for themselves, the others for the letters from U+0100 on, in order.
+    Bytes that are printable in Latin-1 are written as themselves, the unprintable as the letters from U+0100, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 class TokenTexts:
-    """The tokens of a tokenizer, one by one."""
+    """Texts and bytes of a tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.letters = byte_letters() if '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"]) else None
         self.added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
-        self.bytes = lru_cache(KEPT)(self.find_bytes)
+        self.bytes = lru_cache(CACHED_TOKENS)(self.find_bytes)
 
     def find_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; an id that the tokenizer has no entry for adds none."""
+        """Returns the bytes that a token adds to a text; none for an id without an entry in the tokenizer."""
         if token in self.added:
             return self.added[token].encode()
         entry = self.tokenizer.id_to_token(token)
@@ -43,12 +43,12 @@ class TokenTexts:
             return bytes(self.letters[letter] for letter in entry)
         if re.fullmatch(r"<0x[0-9A-F]{2}>", entry):  # a byte that SentencePiece has no token for
             return bytes([int(entry[3:5], 16)])
-        # SentencePiece decoders strip the first token's space: one before it keeps it.
+        # SentencePiece decoders strip the leading space of the first token.
         space = "\N{LOWER ONE EIGHTH BLOCK}"
         return entry.replace(space, " ").encode() if space in entry else self.tokenizer.decode([token]).encode()
 
     def text(self, token: int) -> str:
-        r"""A token's text; where its bytes are no whole characters, "bytes:" and these, as `bytes:\xe2\x82`."""
+        r"""Returns a token's text; for incomplete characters, "bytes:" and the bytes, as `bytes:\xe2\x82`."""
         found = self.bytes(token)
         try:
             return found.decode()
@@ -57,14 +57,14 @@ class TokenTexts:
 
 
 class Offsets:
-    """Offsets in characters, in their text, of tokens that come in pieces.
+    """Character offsets of streamed tokens.
 
-    A character of several tokens begins with the last of them: the others add nothing yet.
+    A character of several tokens begins at the last of them, because the unprintable add no text.
 
     Args:
-        start: where the first one begins.
-        prompt: ids that come before them.
-        verbatim: they follow a grammar.
+        start: offset of the first token.
+        prompt: ids of the tokens before.
+        verbatim: the tokens follow a grammar.
     """
 
     def __init__(
@@ -76,11 +76,12 @@ class Offsets:
         verbatim: bool = False,
     ):
         self.decoder = StreamDecoder(tokenizer, skip_special_tokens, prompt, verbatim)
-        self.at = start
+        self.offset = start
 
-    def of(self, tokens: Sequence[int]) -> list[int]:
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the offsets of the next tokens."""
         offsets = []
         for token in tokens:
-            offsets.append(self.at)
-            self.at += len(self.decoder.push([token]))
+            offsets.append(self.offset)
+            self.offset += len(self.decoder.push([token]))
         return offsets

@@ -1,7 +1,7 @@
-"""Traces for OpenTelemetry: a span for each request of the engine, with the attributes that its conventions have for GenAI.
+"""OpenTelemetry traces: one span per engine request, with the attributes of the GenAI semantic conventions.
 
-The names of what a request took are vLLM's. A span is made once its request has ended, from the times that the engine noted: it
-costs the engine nothing, and the event loop some tens of microseconds. OpenTelemetry is imported where an endpoint is named.
+Latency attributes have vLLM's names. A span is made after its request has ended, from the engine's timestamps, which costs the
+event loop some tens of microseconds and the engine nothing. OpenTelemetry is only imported if an endpoint is configured.
 """
 
 import os
@@ -18,14 +18,14 @@ OPERATIONS = {
     "/v1/score": "embeddings",
     "/score": "embeddings",
 }
-"""What the conventions call routes' operations; all others are chats."""
+"""GenAI operation name of each route; "chat" for other routes."""
 
-Ended = Callable[[RequestHandle, EndReason], None]
-"""Told of each request of a body that has ended, and how."""
+OnEnd = Callable[[RequestHandle, EndReason], None]
+"""Callback for each ended request of a body."""
 
 
 class Tracer:
-    """Spans of requests, given to a provider of OpenTelemetry's SDK."""
+    """Creates spans of requests with a tracer provider of OpenTelemetry's SDK."""
 
     def __init__(self, provider: Any, version: str):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -35,50 +35,50 @@ class Tracer:
         self.tracer = provider.get_tracer("tilewright", version)
 
     @staticmethod
-    def to(endpoint: str, version: str) -> "Tracer":
-        """One that sends spans in batches to a collector, by OTLP over HTTP; the SDK's environment variables hold.
+    def for_endpoint(endpoint: str, version: str) -> "Tracer":
+        """Makes a tracer that exports spans in batches by OTLP over HTTP. The SDK's environment variables apply.
 
         Args:
-            endpoint: the whole URL, such as http://localhost:4318/v1/traces.
+            endpoint: URL of the collector, such as http://localhost:4318/v1/traces.
 
         Raises:
-            ValueError: it is none, or the extra `otel` is not installed.
+            ValueError: the URL is invalid, or the extra `otel` is not installed.
         """
         if not endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"--otlp-traces-endpoint: expected a URL of http or https, found {endpoint!r}")
+            raise ValueError(f"--log traces: expected a URL of http or https, found {endpoint!r}")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise ValueError("--otlp-traces-endpoint needs OpenTelemetry's SDK: pip install 'tilewright[otel]'") from error
-        named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "tilewright"), "service.version": version}
-        provider = TracerProvider(resource=Resource.create(named))
+            raise ValueError("--log traces needs OpenTelemetry's SDK: pip install 'tilewright[otel]'") from error
+        attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "tilewright"), "service.version": version}
+        provider = TracerProvider(resource=Resource.create(attributes))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         return Tracer(provider, version)
 
     def close(self) -> None:
-        """Sends what was not sent yet."""
+        """Exports the remaining spans."""
         self.provider.shutdown()
 
-    def request(self, path: str, headers: Mapping[str, str], model: str, request_id: str) -> Ended:
-        """What makes spans of a body's requests, below the client's own span where its `traceparent` names one."""
+    def request(self, path: str, headers: Mapping[str, str], model: str, request_id: str) -> OnEnd:
+        """Returns a callback that makes spans of a body's requests, as children of the client's span (`traceparent`)."""
         parent = self.context.extract({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
         operation = OPERATIONS.get(path, "chat")
 
-        def ended(handle: RequestHandle, end: EndReason) -> None:
+        def on_end(handle: RequestHandle, end: EndReason) -> None:
             from opentelemetry.trace import SpanKind, Status, StatusCode
 
             times = handle.times
             now = time.monotonic()
-            epoch = time.time() - now  # of the engine's clock
+            epoch = time.time() - now  # Unix time of the zero of the engine's clock
             span = self.tracer.start_span(
                 f"{operation} {model}",
                 parent,
                 SpanKind.SERVER,
-                attributes_of(handle, end, now),
-                start_time=int((epoch + (times.asked or now)) * 1e9),
+                span_attributes(handle, end, now),
+                start_time=int((epoch + (times.submitted_at or now)) * 1e9),
             )
             span.set_attributes(
                 {
@@ -94,11 +94,11 @@ class Tracer:
                 span.set_status(Status(StatusCode.ERROR, end))
             span.end(int((epoch + (times.ended or now)) * 1e9))
 
-        return ended
+        return on_end
 
 
-def attributes_of(handle: RequestHandle, end: EndReason, now: float) -> dict[str, Any]:
-    """What a span says of a request: what it asked for, tokens, and seconds."""
+def span_attributes(handle: RequestHandle, end: EndReason, now: float) -> dict[str, Any]:
+    """Returns the attributes of a request's span: sampling parameters, token counts and latencies."""
     request = handle.request
     times = handle.times
     result = handle.result
@@ -108,7 +108,7 @@ def attributes_of(handle: RequestHandle, end: EndReason, now: float) -> dict[str
         "gen_ai.usage.output_tokens": 0 if result is None else len(result.tokens),
         "gen_ai.usage.cache_read.input_tokens": handle.cached_tokens,
         "gen_ai.response.finish_reasons": (FINISHED[end],),
-        "gen_ai.latency.e2e": (times.ended or now) - (times.asked or now),
+        "gen_ai.latency.e2e": (times.ended or now) - (times.submitted_at or now),
     }
     if not (isinstance(request, GenerateRequest) and request.pooling is not None):
         found |= {
@@ -120,8 +120,8 @@ def attributes_of(handle: RequestHandle, end: EndReason, now: float) -> dict[str
         if sampling.seed is not None:
             found["gen_ai.request.seed"] = sampling.seed
     spans = (
-        ("time_in_queue", times.asked, times.admitted),
-        ("time_to_first_token", times.asked, times.first_token),
+        ("time_in_queue", times.submitted_at, times.admitted),
+        ("time_to_first_token", times.submitted_at, times.first_token),
         ("time_in_model_prefill", times.admitted, times.first_token),
         ("time_in_model_decode", times.first_token, times.ended),
     )

@@ -1,4 +1,4 @@
-"""Bodies of other APIs that stand for a chat: they are put into the words of `ChatBody`, and errors into theirs."""
+"""Conversion of the bodies of other APIs to chat bodies, and of field paths in errors back."""
 
 import json
 import re
@@ -12,57 +12,57 @@ from pydantic import ValidationError
 from tilewright.server.errors import ApiError, invalid_body
 from tilewright.server.protocol import ChatBody, ModelBody
 
-Places = Sequence[tuple[str, str]]
-"""Places in the body of a chat as regular expressions, and what they are in another body; the first that matches counts."""
+FieldPaths = Sequence[tuple[str, str]]
+"""Pairs of a field path of the chat body (a regular expression) and its replacement; the first match applies."""
 Json = dict[str, Any]
 Chat = TypeVar("Chat", bound=ChatBody)
 
 
-class ChatLike(ModelBody, ABC):
-    """A body that stands for a chat."""
+class ChatConvertible(ModelBody, ABC):
+    """Body that converts to a chat body."""
 
-    places: ClassVar[Places] = ()
+    places: ClassVar[FieldPaths] = ()
 
     @abstractmethod
     def system_messages(self) -> list[Json]:
-        """Messages at the chat's beginning."""
+        """Returns the first messages of the chat."""
 
     @abstractmethod
-    def messages_of_chat(self) -> list[Json]:
-        """Messages of the chat behind those, and behind what was said before."""
+    def chat_messages(self) -> list[Json]:
+        """Returns the messages after the system messages and the previous conversation."""
 
     @abstractmethod
-    def others(self) -> Json:
-        """Other fields of the chat's body."""
+    def other_fields(self) -> Json:
+        """Returns the other fields of the chat body."""
 
     def chat(self, kind: type[Chat], before: bytes = b"[]") -> Chat:
-        """The chat.
+        """Converts to a chat body.
 
         Args:
-            before: messages that it goes on from, as JSON.
+            before: previous messages, as JSON.
 
         Raises:
-            ApiError: it is none that the served model can be asked for.
+            ApiError: the chat body is invalid for the served model (400).
         """
-        with in_words(self.places):
+        with translated_errors(self.places):
             try:
-                messages = [*self.system_messages(), *json.loads(before), *self.messages_of_chat()]
-                return kind.model_validate({"model": self.model, "messages": messages, **self.others()})
+                messages = [*self.system_messages(), *json.loads(before), *self.chat_messages()]
+                return kind.model_validate({"model": self.model, "messages": messages, **self.other_fields()})
             except ValidationError as error:
                 raise invalid_body(error) from None
 
 
 @contextmanager
-def in_words(places: Places) -> Iterator[None]:
-    """Puts the place that an error names into the words of another body."""
+def translated_errors(places: FieldPaths) -> Iterator[None]:
+    """Replaces the field path of an error by the path in the original body."""
     try:
         yield
     except ApiError as error:
         if error.param is None:
             raise
-        for chat, own in places:
-            place = re.sub(f"^{chat}", own, error.param)
-            if place != error.param:
-                message = error.message.replace(f"'{error.param}'", f"'{place}'")
-                raise ApiError(error.status, message, error.code, place, error.headers) from error
+        for chat, original in places:
+            param = re.sub(f"^{chat}", original, error.param)
+            if param != error.param:
+                message = error.message.replace(f"'{error.param}'", f"'{param}'")
+                raise ApiError(error.status, message, error.code, param, error.headers) from error
         raise

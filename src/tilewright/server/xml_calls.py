@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder and Qwen3.5 write them: tags with the function's name, and one for each argument with its value.
+"""Tool call format of Qwen3-Coder and Qwen3.5: a tag with the function's name, and a tag for each argument.
 
     <tool_call>
     <function=weather>
@@ -8,9 +8,9 @@
     </function>
     </tool_call>
 
-A value bears no type, so the function's schema says what it is. Text stays as it is; what cannot be a string is JSON, or one of
-Python's constants, which published templates write. Where a schema allows strings and more, a value is text, but for null, and
-for objects and lists, by their brackets.
+The function's schema determines the types of values. Strings are written as plain text; values that cannot be strings are JSON,
+or Python's constants, which published templates write. If a schema allows strings and other types, a value is a string unless
+it is null, or begins with the bracket of an allowed object or array.
 """
 
 import json
@@ -23,33 +23,33 @@ from typing import Any, NoReturn
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.worker import json_rules
 from tilewright.runtime.output import beginning_of_stop
-from tilewright.server.call_forms import Read, Schemas
+from tilewright.server.call_forms import ParsedCall, Schemas
 
 FUNCTION = "<function="
-"""What a call begins with, within its tags; templates that tell of this form have it."""
+"""Beginning of a call inside its tags; also identifies the chat templates of this format."""
 FUNCTION_END = "</function>"
 VALUE_END = "</parameter>"
 NEWLINE = "\n"
-BEHIND_VALUE = f"{NEWLINE}{VALUE_END}"
+AFTER_VALUE = f"{NEWLINE}{VALUE_END}"
 OPENING = re.compile(r"\s*<function=([^<>\s]+)>")
 OPENING_SO_FAR = re.compile(r"<function=[^<>\s]*")
 PARAMETER = re.compile(r"<parameter=([^<>\n]*)>|</function>")
-"""What comes next in a call."""
+"""Matches the next tag in a call."""
 NAME = re.compile(r"[^<>\s]+")
-"""Names that calls can be forced to have."""
+"""Matches argument names that can be forced."""
 
 TYPES = frozenset(("string", "null", "boolean", "integer", "number", "object", "array"))
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 DEEPEST = 16
-"""References and alternatives within one another."""
+"""Largest nesting depth of references and alternatives."""
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"))
 OF_ARGUMENTS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 OF_STRINGS = ANNOTATIONS | {"type", "enum", "const", "minLength", "maxLength", "anyOf", "oneOf"}
-"""Keywords of schemas that this form can force; others have an effect that text cannot be held to here."""
+"""Schema keywords that this format can enforce for arguments and for strings."""
 
 
-def referred(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A schema, or what it refers to within the function's; one that points elsewhere says nothing."""
+def resolve(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Resolves the references of a schema into the function's schema `root`; None for unresolved references."""
     for _ in range(DEEPEST):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
@@ -60,44 +60,44 @@ def referred(schema: Any, root: Mapping[str, Any]) -> Any:
     return None
 
 
-def type_of(value: Any) -> str:
+def json_type(value: Any) -> str:
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
     return kinds.get(type(value), "null")
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = DEEPEST) -> frozenset[str]:
-    """Types that values of a schema may have: all where it says nothing of them."""
-    schema = referred(schema, root)
+def json_types(schema: Any, root: Mapping[str, Any], depth: int = DEEPEST) -> frozenset[str]:
+    """Returns the types that a schema allows; all types if the schema does not restrict them."""
+    schema = resolve(schema, root)
     if not isinstance(schema, Mapping) or not depth:
         return TYPES
-    said = schema.get("type")
-    names = [said] if isinstance(said, str) else said
+    declared = schema.get("type")
+    names = [declared] if isinstance(declared, str) else declared
     found = TYPES.intersection(each for each in names if isinstance(each, str)) if isinstance(names, list) else TYPES
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            found &= frozenset().union(*(types_of(each, root, depth - 1) for each in schema[key]))
+            found &= frozenset().union(*(json_types(each, root, depth - 1) for each in schema[key]))
     if isinstance(schema.get("allOf"), list):
-        found = found.intersection(*(types_of(each, root, depth - 1) for each in schema["allOf"]))
+        found = found.intersection(*(json_types(each, root, depth - 1) for each in schema["allOf"]))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return found & frozenset(map(type_of, values)) if isinstance(values, list) else found
+    return found & frozenset(map(json_type, values)) if isinstance(values, list) else found
 
 
-def parameter_of(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of an argument; None for one that nothing is said of."""
+def parameter_schema(schema: Mapping[str, Any], name: str) -> Any:
+    """Returns the schema of an argument; None for an undeclared one."""
     properties = schema.get("properties")
     return properties.get(name) if isinstance(properties, Mapping) else None
 
 
 def is_open(value: str, types: frozenset[str]) -> bool:
-    """Whether what a value begins with does not say yet that it is text."""
+    """True if a value, or the beginning of a value, may be of another type than string."""
     if "string" not in types or (not value and len(types) > 1):
         return True
     bracket = {"{": "object", "[": "array"}.get(value[:1])
     return bracket in types or ("null" in types and any(each.startswith(value) for each in ("null", "None")))
 
 
-def as_json(value: str, types: frozenset[str]) -> str:
-    """A whole value as JSON."""
+def value_json(value: str, types: frozenset[str]) -> str:
+    """Converts a complete value to JSON."""
     if is_open(value, types):
         bare = value.strip()
         bare = PYTHON.get(bare, bare)
@@ -107,7 +107,7 @@ def as_json(value: str, types: frozenset[str]) -> str:
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is JSON, of which Python's reader also takes what is none, such as NaN."""
+    """True for valid JSON, without Python's extensions such as NaN."""
     try:
         json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError):
@@ -119,46 +119,46 @@ def no_constant(text: str) -> NoReturn:
     raise ValueError(f"expected JSON, found {text}")
 
 
-def as_json_so_far(value: str, types: frozenset[str]) -> str:
-    """What is known of a value's JSON, of which more may come."""
-    shown = value[: len(value) - beginning_of_stop(value, (BEHIND_VALUE, VALUE_END))]
-    return "" if is_open(shown, types) else json.dumps(shown, ensure_ascii=False)[:-1]
+def partial_value_json(value: str, types: frozenset[str]) -> str:
+    """Converts the beginning of an incomplete value to the beginning of its JSON."""
+    text = value[: len(value) - beginning_of_stop(value, (AFTER_VALUE, VALUE_END))]
+    return "" if is_open(text, types) else json.dumps(text, ensure_ascii=False)[:-1]
 
 
 @dataclass(frozen=True)
 class XmlForm:
-    """The form's `server.call_forms.CallForm`."""
+    """Tool call format of Qwen3-Coder and Qwen3.5; see `server.call_forms.CallForm`."""
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
     repeats: bool = True
 
-    def read(self, text: str, schemas: Schemas) -> Read:
+    def read(self, text: str, schemas: Schemas) -> ParsedCall:
         if (opening := OPENING.match(text)) is None:
             bare = text.lstrip()
-            goes_on = FUNCTION.startswith(bare) or OPENING_SO_FAR.fullmatch(bare)
-            return Read(None, end=None if goes_on else len(text) - len(bare))
+            is_incomplete = FUNCTION.startswith(bare) or OPENING_SO_FAR.fullmatch(bare)
+            return ParsedCall(None, end=None if is_incomplete else len(text) - len(bare))
         name = opening[1]
-        at = opening.end()
+        position = opening.end()
         parts = ["{"]
         schema = schemas.get(name, {})
-        while (found := PARAMETER.search(text, at)) is not None:
+        while (found := PARAMETER.search(text, position)) is not None:
             if found[0] == FUNCTION_END:
-                return Read(name, "".join([*parts, "}"]), found.end())
-            types = types_of(parameter_of(schema, found[1]), schema)
+                return ParsedCall(name, "".join([*parts, "}"]), found.end())
+            types = json_types(parameter_schema(schema, found[1]), schema)
             parts.append(f"{', ' if len(parts) > 1 else ''}{json.dumps(found[1], ensure_ascii=False)}: ")
             begin = found.end()
             end = text.find(VALUE_END, found.end())
             begin += text.startswith("\n", begin)
             if end < 0:
-                return Read(name, "".join([*parts, as_json_so_far(text[begin:], types)]))
-            parts.append(as_json(text[begin:end].removesuffix("\n"), types))
-            at = end + len(VALUE_END)
-        return Read(name, "".join(parts))
+                return ParsedCall(name, "".join([*parts, partial_value_json(text[begin:], types)]))
+            parts.append(value_json(text[begin:end].removesuffix("\n"), types))
+            position = end + len(VALUE_END)
+        return ParsedCall(name, "".join(parts))
 
     def parts(self, schema: Mapping[str, Any]) -> Iterator[Grammar]:
-        for name, value in arguments_of(schema).items():
-            if "string" in types_of(value, schema):
+        for name, value in argument_schemas(schema).items():
+            if "string" in json_types(value, schema):
                 string_rule(name, value, schema)
             else:
                 yield json_grammar(value, schema)
@@ -174,20 +174,20 @@ class XmlForm:
         return Grammar.lark("\n".join([start, f"call: {calls}", *rules]))
 
     def rules(self, name: str, schema: Mapping[str, Any], number: int) -> tuple[str, list[str]]:
-        """A call of a function in Lark, and the rules that it names, which bear the function's number."""
+        """Returns the Lark expression of a function's call and its rules, whose names contain the function's number."""
         call = [quoted(f"{self.begin}\n{FUNCTION}{name}>\n")]
         rules = list[str]()
-        arguments = arguments_of(schema)
+        arguments = argument_schemas(schema)
         for index, (argument, value) in enumerate(arguments.items()):
-            own = f"argument_{number}_{index}"
+            rule = f"argument_{number}_{index}"
             text = f"TEXT_{number}_{index}"
-            call.append(own if argument in (schema.get("required") or ()) else f"{own}?")
+            call.append(rule if argument in (schema.get("required") or ()) else f"{rule}?")
             opening = quoted(f"<parameter={argument}>\n")
-            if "string" in types_of(value, schema):
-                rules += [f"{own}: {opening} {text} {quoted(NEWLINE)}", f"{text}: {string_rule(argument, value, schema)}"]
+            if "string" in json_types(value, schema):
+                rules += [f"{rule}: {opening} {text} {quoted(NEWLINE)}", f"{text}: {string_rule(argument, value, schema)}"]
             else:
-                rules += [f"{own}: {opening} {own}_value {quoted(f'{BEHIND_VALUE}{NEWLINE}')}"]
-                rules += json_rules(json.loads(json_grammar(value, schema).text), f"{own}_value")
+                rules += [f"{rule}: {opening} {rule}_value {quoted(f'{AFTER_VALUE}{NEWLINE}')}"]
+                rules += json_rules(json.loads(json_grammar(value, schema).text), f"{rule}_value")
         if not arguments and schema.get("additionalProperties") is not False:
             call.append(f"argument_{number}*")
             rules += [f"argument_{number}: NAME_{number} TEXT_{number} {quoted(NEWLINE)}", f"TEXT_{number}: {text_rule()}"]
@@ -196,91 +196,91 @@ class XmlForm:
 
 
 def quoted(text: str) -> str:
-    """A text in a Lark grammar."""
+    """Quotes a text for a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def arguments_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Each argument that calls are forced to have, or may have, with its schema.
+def argument_schemas(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the schemas of the required and optional arguments, by name.
 
     Raises:
-        ValueError: a call cannot be forced to follow the function's schema.
+        ValueError: calls cannot be forced to follow the function's schema.
     """
-    if others := sorted(set(schema) - OF_ARGUMENTS):
-        raise ValueError(f"expected arguments by their names alone, as this model writes them, found {others[0]!r}")
+    if unsupported := sorted(set(schema) - OF_ARGUMENTS):
+        raise ValueError(f"expected only properties and required in this model's tool calls, found {unsupported[0]!r}")
     properties = schema.get("properties") or {}
-    needed = schema.get("required") or []
-    whole = isinstance(needed, list) and all(isinstance(name, str) for name in needed)
-    if schema.get("type", "object") != "object" or not isinstance(properties, Mapping) or not whole:
-        raise ValueError("expected the schema of an object, with properties and a list of those that are required")
-    found = {**properties, **{name: {} for name in needed if name not in properties}}
+    required = schema.get("required") or []
+    valid = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if schema.get("type", "object") != "object" or not isinstance(properties, Mapping) or not valid:
+        raise ValueError("expected the schema of an object, with properties and a list of required names")
+    found = {**properties, **{name: {} for name in required if name not in properties}}
     for name in found:
         if not NAME.fullmatch(name):
-            raise ValueError(f"expected names of arguments that can stand in a tag, found {name!r}")
+            raise ValueError(f"expected argument names without spaces and angle brackets, found {name!r}")
     if not found and isinstance(schema.get("additionalProperties"), Mapping):
-        raise ValueError("expected arguments by their names, as this model writes them, found 'additionalProperties' alone")
+        raise ValueError("expected named properties in this model's tool calls, found only 'additionalProperties'")
     return found
 
 
 def json_grammar(value: Mapping[str, Any], root: Mapping[str, Any]) -> Grammar:
-    """A value that is no string; what it refers to goes with it."""
+    """Makes the grammar of an argument that is not a string, with the definitions that its schema references."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return Grammar.json_schema({**definitions, **value})
 
 
 def string_rule(name: str, value: Any, root: Mapping[str, Any], depth: int = DEEPEST) -> str:
-    """Lark of a value that may be a string, with what ends it: that string, or null.
+    """Returns the Lark expression of an argument that may be a string, with the end of the value: a string or null.
 
     Raises:
-        ValueError: text cannot be held to what is asked.
+        ValueError: the format cannot enforce the schema.
     """
-    known = {"$ref"} if isinstance(value, Mapping) and "$ref" in value else OF_STRINGS
-    refuse_others(name, value, known)
-    value = referred(value, root)
+    supported = {"$ref"} if isinstance(value, Mapping) and "$ref" in value else OF_STRINGS
+    refuse_keywords(name, value, supported)
+    value = resolve(value, root)
     if not isinstance(value, Mapping) or not depth:
         return text_rule(no_brackets=True)
     for key in ("const", "enum", "anyOf", "oneOf"):
         if key in value:
-            refuse_others(name, value, {"type", key})
+            refuse_keywords(name, value, {"type", key})
             options = [value[key]] if key == "const" else value[key]
             if not isinstance(options, list):
-                raise ValueError(f"{name}: expected a list of what it may be, found {key} of {options!r:.100}")
+                raise ValueError(f"{name}: expected a list for {key}, found {options!r:.100}")
             if key in ("const", "enum"):
-                return one_of(name, options)
-            options = [each for each in options if types_of(each, root) & {"string", "null"}]
+                return listed_values(name, options)
+            options = [each for each in options if json_types(each, root) & {"string", "null"}]
             return " | ".join(f"({string_rule(name, each, root, depth - 1)})" for each in options)
-    types = types_of(value, root)
+    types = json_types(value, root)
     if "string" not in types:
-        return quoted(f"null{BEHIND_VALUE}")
-    refuse_others(name, value, OF_STRINGS)
+        return quoted(f"null{AFTER_VALUE}")
+    refuse_keywords(name, value, OF_STRINGS)
     bounds = value.get("minLength", 0), value.get("maxLength", "")
     if not all(bound == "" or (isinstance(bound, int) and bound >= 0) for bound in bounds):
-        raise ValueError(f"{name}: expected lengths that are whole numbers, found {bounds}")
+        raise ValueError(f"{name}: expected minLength and maxLength from 0, found {bounds}")
     return text_rule(*bounds, no_brackets=bool(types & {"object", "array"}))
 
 
-def refuse_others(name: str, schema: Any, known: AbstractSet[str]) -> None:
-    """Raises a `ValueError` if a string's schema has other keywords that mean something."""
-    others = sorted(set(schema) - known - ANNOTATIONS) if isinstance(schema, Mapping) else ()
-    if others:
-        expected = "a string of some length or one of several, as this model writes text"
-        raise ValueError(f"{name}: expected {expected}, found {others[0]!r}")
+def refuse_keywords(name: str, schema: Any, supported: AbstractSet[str]) -> None:
+    """Raises a `ValueError` for unsupported keywords in a string's schema."""
+    found = sorted(set(schema) - supported - ANNOTATIONS) if isinstance(schema, Mapping) else ()
+    if found:
+        expected = "only lengths or a list of values for strings in this model's tool calls"
+        raise ValueError(f"{name}: expected {expected}, found {found[0]!r}")
 
 
-def one_of(name: str, values: list[Any]) -> str:
-    """Lark of those values that are text or null."""
+def listed_values(name: str, values: list[Any]) -> str:
+    """Returns the Lark expression of the values that are text or null."""
     texts = ["null" if value is None else value for value in values if value is None or isinstance(value, str)]
     if any(VALUE_END in text for text in texts):
-        raise ValueError(f"{name}: expected texts without {VALUE_END}, which ends a value as this model writes it")
-    return " | ".join(quoted(f"{text}{BEHIND_VALUE}") for text in texts)
+        raise ValueError(f"{name}: expected texts without {VALUE_END}, which ends a value in this model's tool calls")
+    return " | ".join(quoted(f"{text}{AFTER_VALUE}") for text in texts)
 
 
 def text_rule(least: int = 0, most: int | str = "", no_brackets: bool = False) -> str:
-    """Lark of a text of so many characters, with what ends it, which stands nowhere within it."""
+    """Returns the Lark expression of a text of `least` to `most` characters, up to the end of the value."""
     end = VALUE_END.replace("/", "\\/")
     parts = [f"/(?s:.{{{least},{most}}})\\n{end}/", f"~/(?s:.*){end}(?s:.+)/"]
     return " & ".join([*parts, *(["~/[\\[{](?s:.*)/"] if no_brackets else [])])
 
 
 XML = XmlForm()
-"""Of Qwen3-Coder and Qwen3.5."""
+"""Format of Qwen3-Coder and Qwen3.5."""

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafters, teams of them, and who chooses their rounds by what these cost and give."""
+"""Speculative decoding: drafters, teams of drafters, and the policy that chooses rounds by cost and acceptance."""

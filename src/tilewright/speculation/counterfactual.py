@@ -1,20 +1,20 @@
-"""What n-gram drafting would have given, told from the text alone: no device, and no round that runs for it."""
+"""Counterfactual acceptance of n-gram drafts, computed on the host from the text alone."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tilewright.speculation.drafters.ngram import NGram
 
 Rounds = list[tuple[int, int]]
-"""(drafted, accepted) of each."""
+"""(drafts, accepted drafts) of consecutive rounds."""
 
 
 class CounterfactualNGram:
-    """Follows the text of one row and holds rounds of n-grams against it, as `longest_suffix_match` would draft them.
+    """Follows the text of one row and replays the n-gram rounds that `longest_suffix_match` would have drafted.
 
     Args:
-        prompt: the row's.
-        widths: of the blocks whose rounds are told. Each goes through the text by itself: where a text repeats itself for long,
-            narrow blocks have more rounds that are right than wide ones, so that one width does not tell of another.
+        prompt: tokens of the row's prompt.
+        widths: block widths to replay, each by itself: within a long repetition narrow blocks have more accepted rounds
+            than wide blocks, so no width follows from another.
     """
 
     def __init__(self, drafter: NGram, prompt: Sequence[int], widths: Collection[int]):
@@ -27,7 +27,7 @@ class CounterfactualNGram:
         self.running = {width: [self.proposed(width), 0] for width in widths}
 
     def add(self, token: int) -> None:
-        """Appends a token, and finds where what the text ends with came before."""
+        """Appends a token and finds the earliest occurrence of the longest suffix."""
         self.tokens.append(token)
         last = len(self.tokens) - 1
         lengths = range(self.drafter.min_n, min(self.drafter.max_n, last + 1) + 1)
@@ -37,19 +37,19 @@ class CounterfactualNGram:
             self.first.setdefault(gram, last)
 
     def proposed(self, width: int) -> range:
-        """Place of the drafts of a round that begins with the last token."""
+        """Returns the positions of the drafts of a round after the last token."""
         last = len(self.tokens) - 1
         return range(0) if self.found is None else range(self.found + 1, min(self.found + width, last + 1))
 
     def push(self, tokens: Iterable[int]) -> dict[int, Rounds]:
-        """Takes the row's next tokens. Returns the rounds of each width that they complete."""
+        """Appends the row's next tokens. Returns the rounds that they complete, by width."""
         rounds: dict[int, Rounds] = {width: [] for width in self.running}
         for token in tokens:
             ended = []
-            for width, own in self.running.items():
-                drafts, agreed = own
+            for width, current in self.running.items():
+                drafts, agreed = current
                 if agreed < len(drafts) and self.tokens[drafts[agreed]] == token:
-                    own[1] += 1
+                    current[1] += 1
                 else:
                     rounds[width].append((len(drafts), agreed))
                     ended.append(width)
@@ -60,9 +60,9 @@ class CounterfactualNGram:
 
 
 def joined(rounds: Iterable[Mapping[int, Rounds]]) -> dict[int, Rounds]:
-    """Those of several rows together."""
+    """Joins the rounds of several rows."""
     all_rows: dict[int, Rounds] = {}
-    for own in rounds:
-        for width, each in own.items():
+    for row in rounds:
+        for width, each in row.items():
             all_rows.setdefault(width, []).extend(each)
     return all_rows

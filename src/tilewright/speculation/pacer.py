@@ -1,38 +1,46 @@
-"""Who chooses a team's rounds: in an engine that serves, and in a call that compiles what pays as it goes."""
+"""Choice of rounds for an engine that serves, and for a single call that compiles programs as they pay off."""
 
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from tilewright.parallel.mesh import agreed_seconds
+from tilewright.parallel.mesh import broadcast_seconds
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.pace import Pace, kind_of
 from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
+from tilewright.speculation.costs import LEAST_DISPATCH_S, RoundCosts, Run
 from tilewright.speculation.counterfactual import CounterfactualNGram, joined
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.pacing import Costed, Pacing, new_history
-from tilewright.speculation.policy import AcceptanceHistory, Corrections, Policy
+from tilewright.speculation.policy import History, Policy
 from tilewright.speculation.team import Team
 
 FIRST_WIDTH = 4
-"""Of the first drafted block on a CPU, where every row costs, while nothing is known; elsewhere it is the widest."""
+"""Block size before any acceptance was observed, on CPUs, where every row costs. Elsewhere it is the widest block."""
+
+TRIALS = 2
+"""Timed dispatches from which a choice's cost is learnt."""
+FIRST_TRIAL = 4
+"""The most rounds of a choice's first dispatch."""
 
 
 class Pacer(Pace):
-    """Chooses the rounds of an engine whose programs are all compiled, and whose costs are all measured.
+    """Chooses the rounds of batches whose policies `new_policy` makes.
 
     Args:
-        team: as the programs have it.
-        dispatch_s: how long a dispatch takes, about.
+        team: the drafter of the programs.
+        dispatch_s: seconds that a dispatch should take.
     """
 
-    def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, dispatch_s: float, history: AcceptanceHistory):
+    def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, dispatch_s: float, history: History):
         super().__init__(dispatch_s, STEPS_PER_DISPATCH)
         self.team = team
         self.pacing = pacing
@@ -42,17 +50,21 @@ class Pacer(Pace):
         self.ngram = next((member for member in team.members if isinstance(member, NGram)), None)
 
     def policy(self, rows: int) -> Policy:
-        """Policy that chooses the rounds of so many rows."""
+        """Returns the policy for batches of `rows` rows."""
         if rows not in self.policies:
             self.policies[rows] = self.new_policy(rows)
         return self.policies[rows]
 
+    def has_policy(self, rows: int) -> bool:
+        """True if `policy` has the costs that it needs."""
+        return True
+
+    @abstractmethod
     def new_policy(self, rows: int) -> Policy:
-        costs = self.pacing.measured(self.runner, rows, False, self.team.choices)
-        return Policy(self.history, costs.rounds, self.team.choices, costs.dispatch)
+        """Returns a new policy for batches of `rows` rows."""
 
     def follow(self, prompt: Sequence[int]) -> CounterfactualNGram | None:
-        """Counterfactual of n-grams along a request's text, if they may draft."""
+        """Returns the counterfactual n-gram acceptance of a request, or None without an n-gram drafter."""
         return None if self.ngram is None else CounterfactualNGram(self.ngram, prompt, self.team.widths_of(self.ngram))
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
@@ -66,49 +78,133 @@ class Pacer(Pace):
         sent: SentRounds,
         infos: StepInfo,
         sequences: Sequence[TokenSequence],
-        heard: Sequence[int],
+        tokens_before: Sequence[int],
         began: float,
         ended: float,
     ) -> None:
         rounds = len(infos.committed)
         seconds = self.time(kind_of(sent), rounds, sent.at, sent.alone, began, ended)
         if sent.choice is not None and rounds and sent.masks == "none":
-            self.take_in(sent.rows, sent.choice, infos, seconds)
-        self.observe_ngrams(sent.rows, sequences, heard)
+            self.observe_rounds(sent.rows, sent.choice, infos, seconds)
+        self.observe_ngrams(sent.rows, sequences, tokens_before)
 
-    def take_in(self, rows: int, choice: Choice, infos: StepInfo, seconds: float | None) -> None:
-        """Tells the policy of so many rows what came of a dispatch, and how long it took."""
+    def observe_rounds(self, rows: int, choice: Choice, infos: StepInfo, seconds: float | None) -> None:
+        """Passes a finished dispatch and its time to the policy."""
         self.policy(rows).observe(choice, infos.drafted, infos.accepted, infos.committed > 0, seconds, infos.from_ngrams)
 
-    def observe_ngrams(self, rows: int, sequences: Sequence[TokenSequence], heard: Sequence[int]) -> None:
-        """Tells the policy what n-gram drafting would have given behind the first `heard` tokens of each sequence."""
+    def observe_ngrams(self, rows: int, sequences: Sequence[TokenSequence], tokens_before: Sequence[int]) -> None:
+        """Passes counterfactual n-gram rounds to the policy.
+
+        Args:
+            tokens_before: number of each sequence's tokens that were passed before.
+        """
         if self.ngram is None:
             return
-        own = (
-            (sequence.followed, sequence.processor.tokens[before:]) for sequence, before in zip(sequences, heard, strict=True)
-        )
-        told = joined(each.push(tokens) for each, tokens in own if each is not None)
-        self.policy(rows).observe_counterfactual(self.ngram.name, told)
+        rounds = []
+        for sequence, before in zip(sequences, tokens_before, strict=True):
+            if sequence.chooser_state is not None:
+                rounds.append(sequence.chooser_state.push(sequence.processor.tokens[before:]))
+        if self.has_policy(rows):
+            self.policy(rows).observe_counterfactual(self.ngram.name, joined(rounds))
 
 
-def measured_pacer(pacing: Pacing, runner: ModelRunner, dispatch_s: float, console: Console | None = None) -> Pacer:
-    """Pacer of an engine, with every choice measured for every number of rows."""
-    team = runner.programs.drafter
-    batches = runner.programs.table.batches
-    assert isinstance(team, Team)
-    for rows in track(batches, "measuring rounds", console=console, transient=True, disable=console is None):
-        pacing.measured(runner, rows, False, team.choices)
-    return Pacer(team, pacing, runner, dispatch_s, new_history(team))
+class Trials:
+    """Costs of the rounds of one batch size, learnt from dispatches.
+
+    Attributes:
+        costs: costs so far. The fixed cost of a dispatch counts as part of its rounds: the next dispatch is queued meanwhile.
+        runs: timed dispatches of choices without a cost.
+        turn: number of calls of `next`.
+        later: turn of the next trial of a choice whose drafter found nothing to propose.
+    """
+
+    def __init__(self) -> None:
+        self.costs = RoundCosts(LEAST_DISPATCH_S, {})
+        self.runs: dict[Choice, list[Run]] = {}
+        self.turn = 0
+        self.later: dict[Choice, int] = {}
+
+    def next(self, choices: Sequence[Choice]) -> Choice | None:
+        """Returns the next of these choices without a cost to try; None for the policy's choice, which has every other turn."""
+        if PLAIN not in self.costs.rounds:
+            return PLAIN
+        self.turn += 1
+        missing = [choice for choice in choices if self.later.get(choice, 0) <= self.turn]
+        return missing[0] if missing and self.turn % 2 else None
+
+    def observe(self, choice: Choice, run: Run, may_be_idle: bool) -> None:
+        """Counts a timed dispatch. The first one of a choice may also complete a drafter's context, and is left out."""
+        runs = self.runs.setdefault(choice, [])
+        if run.drafting == 0:
+            self.later[choice] = self.turn + 2 ** (1 + len(runs))
+        runs.append(run)
+        drafting = [each for each in runs[1:] if each.drafting]
+        if len(drafting) >= TRIALS:
+            step = self.costs.rounds[PLAIN].drafting if choice != PLAIN else 0.0
+            self.costs.rounds[choice] = min((each.cost(step, may_be_idle) for each in drafting), key=lambda cost: cost.drafting)
+
+
+class EnginePacer(Pacer):
+    """Chooses the rounds of an engine among the programs that exist.
+
+    Costs are measured beforehand (`measure`), or were stored by an earlier process, or are learnt from dispatches. Until the
+    cost of a step is known, rows decode plainly. Then a choice without a cost has every other dispatch until it was timed.
+    """
+
+    def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, dispatch_s: float):
+        super().__init__(team, pacing, runner, dispatch_s, new_history(team))
+        self.trials: dict[int, Trials] = {}
+
+    def measure(self, console: Console | None) -> None:
+        """Measures every choice at every batch size."""
+        batches = self.runner.programs.table.batches
+        for rows in track(batches, "measuring rounds", console=console, transient=True, disable=console is None):
+            self.pacing.measured(self.runner, rows, False, self.team.choices)
+
+    def costs(self, rows: int) -> RoundCosts:
+        """Returns the costs of a batch size so far."""
+        if rows not in self.trials:
+            self.trials[rows] = Trials()
+            known = self.pacing.known(self.runner.programs, Costed(self.runner.programs.layout, rows, False))
+            if known is not None:
+                self.trials[rows].costs = RoundCosts(known.dispatch, dict(known.rounds))
+        return self.trials[rows].costs
+
+    def new_policy(self, rows: int) -> Policy:
+        costs = self.costs(rows)
+        return Policy(self.history, costs.rounds, {PLAIN}, costs.dispatch)
+
+    def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
+        costs = self.costs(rows)
+        ready = [choice for choice in self.team.choices if choice in self.runner.choices_for(rows)]
+        choice = self.trials[rows].next([choice for choice in ready if choice not in costs.rounds])
+        if choice is not None:
+            return choice, min(most, self.most(self.seconds.get((rows, choice), self.dispatch_s / FIRST_TRIAL), hurried))
+        self.policy(rows).ready = {choice for choice in ready if choice in costs.rounds}
+        return super().next(rows, most, hurried, left)
+
+    def observe_rounds(self, rows: int, choice: Choice, infos: StepInfo, seconds: float | None) -> None:
+        costs = self.costs(rows)
+        if choice not in costs.rounds and seconds is not None:
+            drafts = (infos.drafted > 0) & ~infos.from_ngrams
+            drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(drafts, axis=1)))
+            run = Run(seconds, drafting, len(infos.drafted) - drafting)
+            self.trials[rows].observe(choice, run, self.team.variant(choice).may_be_idle)
+        if choice in costs.rounds:
+            super().observe_rounds(rows, choice, infos, seconds)
+
+    def has_policy(self, rows: int) -> bool:
+        return PLAIN in self.costs(rows).rounds
 
 
 class CallPacer(Pacer):
-    """Chooses the rounds of a call.
+    """Chooses the rounds of a single call.
 
-    It begins with plain decoding and the choices of `firsts`. A further program is compiled between two dispatches, when
-    the tokens still asked for are expected to gain more from it than it takes.
+    The call begins with plain decoding and the choices of `firsts`. Another program is compiled between two dispatches once
+    the remaining tokens are expected to gain more time from it than its compilation takes.
 
     Args:
-        drawn: whether any of its rows draws.
+        drawn: True if any row samples its tokens.
     """
 
     def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, drawn: bool):
@@ -117,14 +213,18 @@ class CallPacer(Pacer):
         self.drawn = drawn
 
     def new_policy(self, rows: int) -> Policy:
-        """A policy, after compiling and measuring what it needs first."""
+        """Returns a policy after compiling and measuring its first choices."""
         with self.pacing.lock:
             ready = self.compiled(rows)
             if PLAIN not in ready or len(ready) == 1:
                 ready |= {PLAIN, *self.firsts(rows)}
                 self.programs.warm(self.key(choice, rows) for choice in sorted(ready))
             costs = self.pacing.measured(self.runner, rows, self.drawn, ready)
-            return Policy(self.history, costs.rounds, ready, costs.dispatch, self.corrections(rows))
+            return Policy(self.history, costs.rounds, ready, costs.dispatch)
+
+    def measure(self, console: Console | None) -> None:
+        """Compiles and measures the first choices, before the timed generation."""
+        self.policy(self.programs.layout.batch)
 
     def key(self, choice: Choice, rows: int) -> Any:
         return self.programs.round_key(choice, rows, self.programs.layout.capacity, self.runner.sampling)
@@ -132,37 +232,35 @@ class CallPacer(Pacer):
     def costed(self, rows: int) -> Costed:
         return Costed(self.programs.layout, rows, self.drawn)
 
-    def corrections(self, rows: int) -> Corrections:
-        return self.pacing.corrections_of(self.costed(rows))
-
     def compiled(self, rows: int) -> set[Choice]:
         return {choice for choice in self.team.choices if self.key(choice, rows) in self.programs.compiled}
 
     def firsts(self, rows: int) -> set[Choice]:
-        """The choices to begin with, besides plain decoding.
+        """Returns the choices to begin with, besides plain decoding.
 
-        They are of the drafter that is named first, and of those whose training measured what they give: what these give is
-        known before they run, and a call is seldom long enough to pay for a program that it was not begun with. Of each it is
-        the most promising width, if costs are known. Then the most promising of all choices is among them, too.
+        They are one width of the first drafter and of every drafter whose acceptance training measured: a call is seldom long
+        enough to pay for a program that it did not begin with. With known costs, the width is the one with the best outlook,
+        and the best of all choices is added.
         """
         drafted = self.team.choices[1:]
         names = {drafted[0].drafter} | {member.name for member in self.team.members if member.expected_acceptance}
-        own = [[choice for choice in drafted if choice.drafter == name] for name in sorted(names)]
+        widths = [[choice for choice in drafted if choice.drafter == name] for name in sorted(names)]
         known = self.pacing.known(self.programs, self.costed(rows))
         if known is None:
             narrow = jax.default_backend() == "cpu" and not self.team.masked
             return {
-                max(choice for choice in each if not narrow or choice.width <= max(FIRST_WIDTH, each[0].width)) for each in own
+                max(choice for choice in each if not narrow or choice.width <= max(FIRST_WIDTH, each[0].width))
+                for each in widths
             }
-        policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch, self.corrections(rows))
-        return {policy.best(policy.outlook(each)) for each in (drafted, *own)}
+        policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch)
+        return {policy.best(policy.outlook(each)) for each in (drafted, *widths)}
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         self.add_wanted(rows, left)
         return super().next(rows, most, hurried, left)
 
     def add_wanted(self, rows: int, tokens: int) -> None:
-        """Compiles and measures a choice that is not ready, if that pays for the `tokens` that a row has still to come."""
+        """Compiles and measures one more choice if that pays off within the remaining `tokens` of a row."""
         policy = self.policy(rows)
         missing = set(self.team.choices) - policy.ready
         if not missing:
@@ -179,21 +277,21 @@ class CallPacer(Pacer):
             policy.ready.add(choice)
 
     def longest_compile(self, compiled: Collection[Choice], rows: int) -> float:
-        """Seconds that the slowest of the rounds' programs took."""
+        """Returns the compile time in seconds of the slowest program of a round."""
         seconds = max(self.programs.seconds.get(self.key(choice, rows), 0.0) for choice in compiled)
-        return agreed_seconds(self.programs.target.mesh, seconds)
+        return broadcast_seconds(self.programs.target.mesh, seconds)
 
     def observe(
         self,
         sent: SentRounds,
         infos: StepInfo,
         sequences: Sequence[TokenSequence],
-        heard: Sequence[int],
+        tokens_before: Sequence[int],
         began: float,
         ended: float,
     ) -> None:
-        """Takes in a dispatch that was waited for as soon as it was sent."""
+        """Passes a dispatch to the policy. A call waits for every dispatch right after sending it."""
         if sent.choice is not None and len(infos.committed) and sent.masks == "none":
-            seconds = agreed_seconds(self.programs.target.mesh, ended - sent.at)
-            self.take_in(sent.rows, sent.choice, infos, seconds)
-        self.observe_ngrams(sent.rows, sequences, heard)
+            seconds = broadcast_seconds(self.programs.target.mesh, ended - sent.at)
+            self.observe_rounds(sent.rows, sent.choice, infos, seconds)
+        self.observe_ngrams(sent.rows, sequences, tokens_before)

@@ -1,8 +1,8 @@
-"""Drafters that take turns on one batch, and the rounds that each of them, or none, may draft.
+"""Teams: several drafters of one batch, one of which drafts in each round, or none.
 
-A drafter's context has to hold all positions before the known one, whoever drafted them. The one that drafts extends its own
-in each round. For the others the target's hidden states go into an auxiliary buffer, and a context catches up when its
-drafter's turn comes, many positions at a time: so a drafter that is off costs next to nothing.
+A drafter's context must hold all positions before the last token. The drafter of a round extends its own context. For the
+others, the target's auxiliary hidden states go into a buffer, and a context catches up many positions at a time when its
+drafter runs again. A drafter that is off therefore costs next to nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -20,19 +20,19 @@ from tilewright.runtime.state import DecodeState, Models, Target
 from tilewright.speculation.drafters import base
 
 CATCH_UP = 16
-"""Positions that contexts take up at a time when they catch up."""
+"""Positions per step of a catch-up."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Contexts:
-    """Contexts that a team keeps of its rows.
+    """Contexts of a team.
 
     Attributes:
-        of_members: the context of each drafter.
-        held: how many positions, from the first, each of them holds, `[B]`.
-        taps: the target's hidden states at all positions that a context lacks, those of the tapped layers side by side,
-            `taps * H` of them; None where nothing is tapped.
+        of_members: context of each drafter.
+        held: number of positions, from the first, that each context holds, `[B]`.
+        taps: auxiliary hidden states of the target at the positions that contexts lack, the tapped layers concatenated,
+            `[..., taps * H]`; None without tapped layers.
     """
 
     of_members: tuple[Any, ...]
@@ -42,13 +42,13 @@ class Contexts:
 
 @dataclass(frozen=True)
 class Team:
-    """Team of drafters, one of which is chosen round by round.
+    """Team of drafters, one of which drafts in each round.
 
     Attributes:
-        members: of different names, with as many tokens in a block as each may have.
-        widths: those that blocks may have; a member's own block size counts as one where it is fixed by nobody else.
-        masked: all rounds run the target over `block_size` rows, whatever their width. Where the target rounds differently with
-            the number of rows, only this commits the same tokens whatever is chosen.
+        members: drafters of different names, each with its widest block.
+        widths: block widths of the shape table; each member's own block size is added.
+        masked: True runs the target over `block_size` tokens in every round. Where the target rounds differently with the
+            number of tokens, only this commits the same tokens whatever the policy chooses.
     """
 
     members: tuple[Variant, ...]
@@ -66,12 +66,12 @@ class Team:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Choices that a round has: plain decoding first."""
+        """All choices of a round, plain decoding first."""
         drafted = (Choice(member.name, width) for member in self.members for width in self.widths_of(member))
         return PLAIN, *drafted
 
     def widths_of(self, member: Variant) -> tuple[int, ...]:
-        """The widths of a member's blocks: those of the table that it can draft, and its own, which is the widest."""
+        """Returns the block widths of a member: narrower widths of the table, then its own block size."""
         return (*(width for width in self.widths if width < member.block_size), member.block_size)
 
     @property
@@ -87,14 +87,14 @@ class Team:
         return tuple(sorted({layer for member in self.members for layer in member.tap_layers}))
 
     def place(self, choice: Choice) -> int | None:
-        """Index of the member that drafts; None for plain decoding."""
+        """Returns the index of the choice's drafter; None for plain decoding."""
         return next((place for place, member in enumerate(self.members) if member.name == choice.drafter), None)
 
-    def turn(self, choice: Choice | None) -> "TeamVariant":
-        """The drafter of rounds that do this.
+    def variant(self, choice: Choice | None) -> "TeamVariant":
+        """Returns the drafter of rounds with this choice.
 
         Raises:
-            ValueError: it is none of the choices.
+            ValueError: the team does not have this choice.
         """
         if choice is None or choice not in self.choices:
             raise ValueError(f"expected one of {'; '.join(map(str, self.choices))}, found {choice}")
@@ -125,7 +125,7 @@ class Team:
         start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:
-        """Extends every member's context; see `base.Drafter`."""
+        """Extends every member's context; see `runtime.interfaces.Drafter`."""
         for place in range(len(self.members)):
             state = self.extend_one(place, target, models, state, taps, start, stop)
         return state
@@ -133,25 +133,25 @@ class Team:
     def extend_one(
         self, place: int, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Array, stop: Array
     ) -> DecodeState:
-        """Extends the context of one member. Taps are those of all members."""
+        """Extends the context of one member, given the taps of all members."""
         member = self.members[place]
         contexts = state.draft_cache
-        own = tuple(taps[self.tap_layers.index(layer)] for layer in member.tap_layers)
-        after = member.extend(target, *self.seat(place, models, state), own, start, stop)
+        tapped = tuple(taps[self.tap_layers.index(layer)] for layer in member.tap_layers)
+        after = member.extend(target, *self.member_state(place, models, state), tapped, start, stop)
         of_members = list(contexts.of_members)
         held = list(contexts.held)
         of_members[place] = after.draft_cache
         held[place] = jnp.where(stop > start, stop, held[place])
         return replace(state, draft_cache=replace(contexts, of_members=tuple(of_members), held=tuple(held)))
 
-    def seat(self, place: int, models: Models, state: DecodeState) -> tuple[Models, DecodeState]:
-        """Parameters and state as a member knows them."""
+    def member_state(self, place: int, models: Models, state: DecodeState) -> tuple[Models, DecodeState]:
+        """Returns the parameters and the state from one member's point of view."""
         return replace(models, drafter=models.drafter[place]), replace(state, draft_cache=state.draft_cache.of_members[place])
 
 
 @dataclass(frozen=True)
 class TeamVariant:
-    """A team in rounds of one kind: a drafter as any other, once its state is `open`."""
+    """A team in rounds of one choice. It is a drafter like any other once `complete_context` prepared the state."""
 
     team: Team
     choice: Choice
@@ -180,7 +180,7 @@ class TeamVariant:
 
     @property
     def behind(self) -> tuple[int, ...]:
-        """The members whose contexts this turn does not extend in each round."""
+        """Indices of the members whose contexts these rounds do not extend."""
         active = self.team.place(self.choice)
         return tuple(n for n, member in enumerate(self.team.members) if n != active and member.tap_layers)
 
@@ -192,12 +192,12 @@ class TeamVariant:
     def contexts(self) -> tuple[str, ...]:
         return self.team.contexts
 
-    def turn(self, choice: Choice | None) -> "TeamVariant":
-        return self.team.turn(choice)
+    def variant(self, choice: Choice | None) -> "TeamVariant":
+        return self.team.variant(choice)
 
     def params_for(self, models: Models) -> Models:
         place = self.team.place(self.choice)
-        return replace(models, drafter=tuple(own if at == place else None for at, own in enumerate(models.drafter)))
+        return replace(models, drafter=tuple(params if at == place else None for at, params in enumerate(models.drafter)))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         return self.team.allocate(layout, target, dtype)
@@ -205,19 +205,19 @@ class TeamVariant:
     def on_prefill(self, context: Contexts, start: Int[Array, " B"], admitted: Bool[Array, " B"]) -> Contexts:
         return self.team.on_prefill(context, start, admitted)
 
-    def open(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
-        """The state with the context of whoever drafts complete."""
+    def complete_context(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
+        """Brings the context of the choice's drafter up to date."""
         team = self.team
         contexts = state.draft_cache
-        # A row may hold another request than it did, and stand before what its contexts held.
-        held = tuple(jnp.minimum(each, state.known) for each in contexts.held)
+        # A slot may hold a new request, which is shorter than the context of the one before.
+        held = tuple(jnp.minimum(each, state.last_position) for each in contexts.held)
         state = replace(state, draft_cache=replace(contexts, held=held))
         place = team.place(self.choice)
         if place is None or not team.members[place].tap_layers:
             return state
 
-        # Rows that are done draft no more, and may have no memory.
-        goal = jnp.where(state.done, held[place], state.known)
+        # Finished rows draft no more and may have no pages.
+        goal = jnp.where(state.done, held[place], state.last_position)
 
         def behind(state: DecodeState) -> Array:
             return jnp.any(state.draft_cache.held[place] < goal)
@@ -225,8 +225,8 @@ class TeamVariant:
         def caught_up(state: DecodeState) -> DecodeState:
             contexts = state.draft_cache
             start = state.draft_cache.held[place]
-            kept = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
-            taps = tuple(jnp.split(kept, len(team.tap_layers), axis=-1))
+            buffered = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
+            taps = tuple(jnp.split(buffered, len(team.tap_layers), axis=-1))
             return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, goal))
 
         return jax.lax.while_loop(behind, caught_up, state)
@@ -238,7 +238,7 @@ class TeamVariant:
             block = base.masked_block(state, width, 0)
             return Proposal(block, jnp.zeros(block.shape[:1], jnp.int32))
         member = replace(cast(Any, self.team.members[place]), block_size=self.choice.width)
-        proposal = member.propose(target, *self.team.seat(place, models, state))
+        proposal = member.propose(target, *self.team.member_state(place, models, state))
         return proposal._replace(block=jnp.pad(proposal.block, ((0, 0), (0, width - proposal.block.shape[1]))))
 
     def extend(
@@ -250,11 +250,11 @@ class TeamVariant:
         start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:
-        """Extends the context of whoever drafts, and keeps the auxiliary hidden states for the others."""
+        """Extends the context of the choice's drafter and buffers the auxiliary hidden states for the others."""
         if self.behind:
             contexts = state.draft_cache
             added = jnp.concatenate(taps, axis=-1)
-            kept = contexts.taps.append(target.ops, added, start, stop - start)
-            state = replace(state, draft_cache=replace(contexts, taps=kept))
+            buffer = contexts.taps.append(target.ops, added, start, stop - start)
+            state = replace(state, draft_cache=replace(contexts, taps=buffer))
         place = self.team.place(self.choice)
         return state if place is None else self.team.extend_one(place, target, models, state, taps, start, stop)

@@ -1,1 +1,1 @@
-"""Training loops: next-token training of a language model, and the DFlash recipe for its drafter."""
+"""Training of language models, drafters, diffusion models and graph networks."""

@@ -1,6 +1,6 @@
-"""Acceptance of a drafter's drafts, measured on held-out prompts as soon as it is trained, and kept with it.
+"""Measures the acceptance of a trained drafter on held-out prompts.
 
-A run that chooses among drafters round by round begins with these numbers (`speculation/policy.py`).
+The rates are saved with the drafter. The policy that chooses a drafter per round starts from them (`speculation/policy.py`).
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,34 @@ from tilewright.train.regenerate import cut_prompts
 
 PROMPTS = 16
 TOKENS = 96
-"""Numbers of prompts that are answered, and of tokens in each answer: a minute with 135 million parameters on two cores."""
+"""Prompts, and new tokens per prompt. With 135 million parameters on two cores this takes a minute."""
 WEIGHT = 2.0
-"""Rounds that the position before counts for, where few rounds came as far."""
+"""Pseudo-count, in rounds, of the previous position's rate as a prior: few rounds reach the last positions."""
 
 
 def held_out_prompts(source: TokenSource, count: int, length: int) -> list[list[int]]:
-    """Prompts of held-out text: those of whole records, or stretches of a stream.
+    """Returns prompts of held-out text: prompts of records, or excerpts of a stream.
 
     Args:
-        length: tokens of a stretch; of a text that is shorter, half.
+        source: held-out text.
+        count: most prompts.
+        length: tokens per excerpt; at most half of the text.
     """
     if isinstance(source, Records):
         pairs = zip(source.starts.tolist(), source.prompts.tolist(), strict=True)
-        different = dict.fromkeys(tuple(source.tokens[start : start + size].tolist()) for start, size in pairs if size)
-        return [list(prompt) for prompt in list(different)[:count]]
+        distinct = dict.fromkeys(tuple(source.tokens[start : start + size].tolist()) for start, size in pairs if size)
+        return [list(prompt) for prompt in list(distinct)[:count]]
     assert isinstance(source, TokenStream)
     return cut_prompts(source, count, max(1, min(length, len(source.tokens) // 2)), seed=0)
 
 
 def acceptance_rates(results: Sequence[Result], drafts: int) -> tuple[float, ...]:
-    """The share of each draft of a block that was accepted, of the rounds in which those before it were."""
+    """Returns the acceptance rate of each draft position, given that all drafts before it were accepted.
+
+    Args:
+        results: results of speculative generation.
+        drafts: draft positions per block.
+    """
     drafted, accepted = np.asarray(drafting_rounds(results), int).reshape(-1, 2).T
     rates = list[float]()
     before = 0.5
@@ -49,7 +56,7 @@ def acceptance_rates(results: Sequence[Result], drafts: int) -> tuple[float, ...
 
 
 def expected_acceptance(lm: LanguageModel, held_out: TokenSource) -> tuple[float, ...]:
-    """The acceptance of a model's drafter by position, greedily, in whole blocks; see `DFlashConfig.expected_acceptance`."""
+    """Measures the acceptance by draft position, in greedy decoding with whole blocks (`DFlashConfig.expected_acceptance`)."""
     room = lm.target.max_position_embeddings
     tokens = max(1, min(TOKENS, room // 2))
     prompts = [prompt[: room - tokens] for prompt in held_out_prompts(held_out, PROMPTS, min(TOKENS, room // 2))]

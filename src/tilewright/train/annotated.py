@@ -1,7 +1,7 @@
-"""The auto-sharded train step (GSPMD): it says where arrays lie, and the partitioner adds the collectives.
+"""Auto-sharded train step (GSPMD): sharding constraints place the arrays, and XLA's partitioner inserts the collectives.
 
-The same model, mesh and partitions as `sharded.py` has, without its order of collectives: what others are compared with. Layers
-run again in the backward pass from the stream before each, as `FullyShardedPlan.remat` has it for each half.
+Model, mesh and partitions are those of `sharded.py`; the order of collectives is XLA's. It is the baseline for comparisons. The
+backward pass recomputes each layer from its input (`FullyShardedPlan.remat` recomputes each half).
 
 Legend: B sequences of a batch, T positions, H hidden size.
 """
@@ -24,7 +24,7 @@ from tilewright.train.sharded import DATA, Gradient, ShardedSetup
 
 @dataclass(frozen=True)
 class Annotated(SingleDevice):
-    """The plain schedule, whose stream is divided along its sequences and positions between the halves of layers."""
+    """Single-device schedule with a residual stream that is sharded along sequences and positions between sublayers."""
 
     mesh: Mesh
 
@@ -32,37 +32,37 @@ class Annotated(SingleDevice):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(DATA, positions)))
 
     def run(
-        self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
+        self, stack: Any, x: Float[Array, "B T H"], rows: Any, caches: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        """See `models.stack.Schedule.run`; without taps, and keeping nothing."""
+        """Runs the layers; see `models.stack.Strategy.run`. Returns no taps, and `caches` unchanged."""
 
         def run_layer(n: int, layer: Any, x: Array) -> Array:
             ops = stack.ops
             with jax.named_scope(f"layer_{n}/attention"):
                 out, _ = stack.attend(ops, layer, stack.project(ops, layer, x), rows, None)
-                x = self.placed(x + stack.summed(ops, layer, "attention", stack.output(ops, layer, out)))
+                x = self.placed(x + stack.post_reduce(ops, layer, "attention", stack.output(ops, layer, out)))
             with jax.named_scope(f"layer_{n}/mlp"):
-                return self.placed(x + stack.summed(ops, layer, "mlp", stack.mlp(ops, layer, x)))
+                return self.placed(x + stack.post_reduce(ops, layer, "mlp", stack.mlp(ops, layer, x)))
 
         x = self.placed(x)
         for n, layer in enumerate(stack.layers):
             x = jax.checkpoint(partial(run_layer, n))(layer, x)
-        return x, (), kept
+        return x, (), caches
 
 
 def annotated_loss(setup: ShardedSetup, params: Any, tokens: Array, in_loss: Array) -> Float[Array, ""]:
-    """The mean loss of a batch, as `lm.next_token_loss` has it."""
+    """Computes the mean loss of a batch, equal to `lm.next_token_loss`."""
     config = setup.config
     schedule = Annotated(setup.mesh)
     cast = jax.tree.map(lambda w: w.astype(setup.plan.dtype), params)
     hidden = decoder.forward_full(config, setup.ops, cast, tokens[:, :-1], schedule=schedule).hidden
     logits = decoder.logits(config, setup.ops, cast, schedule.placed(hidden, None))
     weights = in_loss[:, 1:].astype(jnp.float32)
-    own = tokens[:, 1:, None] == jnp.arange(logits.shape[-1])
-    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(own, logits, 0.0), axis=-1)
+    is_label = tokens[:, 1:, None] == jnp.arange(logits.shape[-1])
+    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
 def annotated_gradient(setup: ShardedSetup) -> Gradient:
-    """Loss and gradient for `sharded.jitted_step`, of `annotated_loss`; of the setup's plan only the dtype counts."""
+    """Returns the gradient function of `annotated_loss` for `sharded.jitted_step`; of the plan only `dtype` applies."""
     return jax.value_and_grad(partial(annotated_loss, setup))

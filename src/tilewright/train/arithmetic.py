@@ -1,7 +1,7 @@
-"""Arithmetic written out in steps: problems whose answers can be checked, for models too small to know anything.
+"""Arithmetic problems solved step by step, with answers that can be checked, for very small models.
 
-A response works column by column from the ones on, so that each of its characters follows from a few others. Every problem is
-either held out or not, by a hash of its text, whatever the seed that it is drawn with.
+A response works column by column, starting with the ones, so that each character depends on a few others only. A hash of the
+problem's text decides if it is held out, independently of the seed.
 """
 
 from collections.abc import Iterator
@@ -11,22 +11,22 @@ from hashlib import sha256
 import numpy as np
 
 NAMES = "abcd"
-"""Of a problem's numbers: what a digit of one of them is looked up by."""
+"""Names of a problem's numbers."""
 PLACES = ("ones", "tens", "hundreds", "thousands")
 ANSWER = "answer:"
 HELD_OUT = 16
-"""One problem in so many is held out."""
+"""Number of problems per held-out problem."""
 PRODUCTS = 0.3
 """Share of the problems that are products."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Numbers to be added up, or one to be multiplied by a digit.
+    """Sum of several numbers, or product of a number and a digit.
 
     Attributes:
-        numbers: at least two, of at most as many digits as there are `PLACES`; of a product the second has one digit.
-        product: whether they are multiplied.
+        numbers: two to four numbers of at most four digits (`PLACES`); the second factor of a product has one digit.
+        product: True to multiply the numbers.
     """
 
     numbers: tuple[int, ...]
@@ -34,8 +34,8 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        given = " ".join(f"{name}={number}" for name, number in zip(NAMES, self.numbers, strict=False))
-        return f"{given} {('*' if self.product else '+').join(NAMES[: len(self.numbers)])}\n"
+        values = " ".join(f"{name}={number}" for name, number in zip(NAMES, self.numbers, strict=False))
+        return f"{values} {('*' if self.product else '+').join(NAMES[: len(self.numbers)])}\n"
 
     @property
     def answer(self) -> int:
@@ -43,9 +43,9 @@ class Problem:
 
     @property
     def response(self) -> str:
-        """A line for each column, with its sums or its product and sum, the digit that stays and the carry; then the answer.
+        """Solution: a line per column with intermediate results, digit and carry, then the answer.
 
-        That has a digit for each column and one for the last carry, so that each stands at its own place.
+        The answer has a digit per column and one for the last carry, with leading zeros, so that each place is fixed.
         """
         lines = []
         carry = 0
@@ -60,7 +60,7 @@ class Problem:
         return sha256(self.prompt.encode()).digest()[0] % HELD_OUT == 0
 
     def _column(self, place: int, carry: int) -> tuple[str, int, int]:
-        """Working of a column, its carry and its digit. Every intermediate result has two digits."""
+        """Returns the intermediate results of a column (two digits each), its carry and its digit."""
         digits = [number // 10**place % 10 for number in self.numbers]
         if self.product:
             partial = digits[0] * self.numbers[1]
@@ -76,17 +76,17 @@ class Problem:
 
 
 LONGEST = Problem((10 ** len(PLACES) - 1,) * 4)
-"""No problem that is drawn has more to write."""
+"""Problem with the longest solution."""
 
 
 def is_right(problem: Problem, response: str) -> bool:
-    """True if a response ends with the right answer, however it came to it."""
-    begin, found, told = response.strip().rpartition("\n")[2].rpartition(ANSWER)
-    return not begin and bool(found) and told.isascii() and told.isdecimal() and int(told) == problem.answer
+    """Returns True if the last line of a response is the right answer; the steps are not checked."""
+    before, marker, digits = response.strip().rpartition("\n")[2].rpartition(ANSWER)
+    return not before and bool(marker) and digits.isascii() and digits.isdecimal() and int(digits) == problem.answer
 
 
 def draw(rng: np.random.Generator) -> Problem:
-    """A sum of two to four numbers of as many digits each, two to four, or a product of such a number by a digit."""
+    """Draws a sum of two to four numbers with two to four digits each, or a product of such a number and a digit."""
     size = int(rng.choice((2, 3, 4), p=(0.2, 0.3, 0.5)))
     product = bool(rng.random() < PRODUCTS)
     count = 1 if product else int(rng.choice((2, 3, 4), p=(0.2, 0.3, 0.5)))
@@ -95,7 +95,7 @@ def draw(rng: np.random.Generator) -> Problem:
 
 
 def problems(rng: np.random.Generator, held_out: bool) -> Iterator[Problem]:
-    """Problems without end, all of them held out or none."""
+    """Yields problems without end: only held-out ones, or only others."""
     while True:
         problem = draw(rng)
         if problem.held_out is held_out:

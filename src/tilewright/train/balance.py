@@ -1,6 +1,6 @@
-"""The loss that balances the experts of a mixture: what routers note, on one device and over a mesh.
+"""Balancing loss of a mixture of experts, on one device and over a mesh.
 
-`models/experts.py` has the formula, which sees the rows of all layers as one batch.
+`models/experts.py` has the formula. It treats the tokens of all layers as one batch.
 """
 
 from collections.abc import Callable
@@ -16,56 +16,60 @@ from jaxtyping import Float
 from tilewright.kernels.operations import Operations
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.experts import Mixture, RouterLoad, balancing_loss, router_load
-from tilewright.parallel.experts import watched
+from tilewright.parallel.experts import with_router_callback
 from tilewright.parallel.sharding import GROUPED_AXES
 
 
 def balanced(config: DecoderConfig) -> Mixture | None:
-    """The mixture that training balances; None where there is none, or the loss for it has no weight."""
+    """Returns the mixture to balance; None without experts, or if the balancing loss has no weight."""
     return config.mixture if config.balance else None
 
 
 class Loads:
-    """The loads that the routers of a model note while a loss is traced.
+    """Collects the loads of a model's routers while a loss is traced.
 
     Attributes:
-        ops: operations that note them.
+        ops: operations that record the loads.
     """
 
     def __init__(self, config: DecoderConfig, ops: Operations):
         self.config = config
-        self.noted = list[RouterLoad]()
+        self.recorded = list[RouterLoad]()
         mixture = balanced(config)
-        self.ops = ops if mixture is None else watched(ops, lambda scores: self.noted.append(router_load(mixture, scores)))
+        self.ops = (
+            ops
+            if mixture is None
+            else with_router_callback(ops, lambda scores: self.recorded.append(router_load(mixture, scores)))
+        )
 
     def loss(self) -> Float[Array, ""]:
-        """The balancing loss times its weight; 0 where nothing is balanced."""
+        """Returns the weighted balancing loss; 0 without a mixture to balance."""
         if (mixture := balanced(self.config)) is None:
             return jnp.float32(0)
-        return self.config.balance * balancing_loss(mixture, reduce(partial(jax.tree.map, add), self.noted))
+        return self.config.balance * balancing_loss(mixture, reduce(partial(jax.tree.map, add), self.recorded))
 
 
 def watching(config: DecoderConfig) -> tuple[Any, ...]:
-    """The load of no rows, and what notes that of some: for `fully_sharded.run_layers`; empty where nothing is balanced."""
+    """Returns a zero load and the recorder of loads, for `fully_sharded.run_layers`; empty without a mixture to balance."""
     if (mixture := balanced(config)) is None:
         return ()
-    return RouterLoad(*(jnp.zeros(mixture.experts, jnp.float32) for _ in range(2))), partial(noted_load, mixture)
+    return RouterLoad(*(jnp.zeros(mixture.experts, jnp.float32) for _ in range(2))), partial(recording_ops, mixture)
 
 
-def noted_load(mixture: Mixture, ops: Operations, note: Callable[[RouterLoad], None]) -> Operations:
-    """Operations that note the load that routers make; of rows that all devices of `GROUPED_AXES` have, a part each."""
+def recording_ops(mixture: Mixture, ops: Operations, record: Callable[[RouterLoad], None]) -> Operations:
+    """Returns operations that record router loads, divided by the devices of `GROUPED_AXES`, which see the same tokens."""
 
     def part(scores: Array) -> None:
         load = router_load(mixture, scores)
         devices = jax.lax.axis_size(GROUPED_AXES)
-        note(jax.tree.map(lambda each: each / devices, load))
+        record(jax.tree.map(lambda each: each / devices, load))
 
-    return watched(ops, part)
+    return with_router_callback(ops, part)
 
 
-def own_share(config: DecoderConfig, load: Any, axes: tuple[str, ...]) -> Float[Array, ""]:
-    """A device's share of the balancing loss times its weight, of what all devices of a mesh noted (see `watching`)."""
+def local_share(config: DecoderConfig, load: Any, axes: tuple[str, ...]) -> Float[Array, ""]:
+    """Returns a device's share of the weighted balancing loss of all devices; `load` is recorded as in `watching`."""
     if (mixture := balanced(config)) is None:
         return jnp.float32(0)
-    whole = balancing_loss(mixture, jax.tree.map(lambda each: jax.lax.psum(each, axes), load))
-    return config.balance / jax.lax.axis_size(axes) * whole
+    loss = balancing_loss(mixture, jax.tree.map(lambda each: jax.lax.psum(each, axes), load))
+    return config.balance / jax.lax.axis_size(axes) * loss

@@ -1,6 +1,6 @@
-"""Checkpoints of training: state and metrics, from which a run goes on as if never interrupted.
+"""Training checkpoints: state and metrics, from which a run resumes exactly.
 
-They are one safetensors file, or, where devices hold parts of the state, a folder (`sharded_checkpoint.py`).
+A checkpoint is one safetensors file, or a folder if the state is sharded over devices (`sharded_checkpoint.py`).
 """
 
 import hashlib
@@ -23,54 +23,54 @@ from tilewright.models.stored import read_part
 METRICS = "figures."
 WHOLE = "state.safetensors"
 SHARDED = "sharded"
-"""The names of the file and of the folder. Where a run has both, the later one counts."""
+"""Names of the file and the folder. If a run has both, the later checkpoint counts."""
 
 Saved = tuple[Any, int, dict[str, np.ndarray]]
-"""The state, after how many steps it stood so, and the metrics."""
+"""State, number of steps, and metrics."""
 
 
 def is_sharded(state: Any) -> bool:
-    """True if devices hold parts of an array."""
+    """Returns True if an array of the state is sharded over devices."""
     return any(isinstance(leaf, Array) and not leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
 
 
 def write(folder: Path, state: Any, step: int, metrics: Mapping[str, np.ndarray], run_fingerprint: Mapping[str, Any]) -> None:
-    """Writes the state after `step` steps and the metrics so far, in the one form or the other. All processes call this."""
+    """Writes state and metrics after `step` steps, to a file or a folder. All processes must call this function."""
     if is_sharded(state):
-        from tilewright.train import sharded_checkpoint  # a part of a second, which one device need not wait for
+        from tilewright.train import sharded_checkpoint  # the import takes a part of a second, which one device saves
 
         return sharded_checkpoint.save(folder / SHARDED, state, step, metrics, run_fingerprint)
     return save(folder / WHOLE, state, step, metrics, run_fingerprint)
 
 
-def steps_in(folder: Path) -> dict[Path, int]:
-    """The checkpoints of a run, each with its step. What an interrupted save has left is none.
+def saved_steps(folder: Path) -> dict[Path, int]:
+    """Lists the checkpoints of a run and their steps. Remains of an interrupted save are ignored.
 
     Raises:
-        ValueError: a file that is no checkpoint.
+        ValueError: the file is not a checkpoint.
     """
-    whole = folder / WHOLE
+    file = folder / WHOLE
     sharded = folder / SHARDED
-    found = {sharded / name: int(name) for name in ([each.name for each in sharded.glob("*")]) if name.isdecimal()}
-    return {**found, **({whole: step_of(whole)} if whole.exists() else {})}
+    found = {sharded / name: int(name) for name in [each.name for each in sharded.glob("*")] if name.isdecimal()}
+    return {**found, **({file: saved_step(file)} if file.exists() else {})}
 
 
-def step_of(path: Path) -> int:
-    """The step of a file. Raises a `ValueError` where it is no checkpoint."""
+def saved_step(path: Path) -> int:
+    """Reads the step of a file. Raises a `ValueError` if the file is not a checkpoint."""
     try:
         with safe_open(path, "numpy") as file:
             return int((file.metadata() or {})["step"])
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+        raise ValueError(f"{path}: expected a readable checkpoint, found none: {error}") from error
 
 
 def read(folder: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
-    """The latest of the checkpoints of a run, of which there is one at least. All processes call this.
+    """Reads the latest checkpoint of a run that has at least one. All processes must call this function.
 
     Raises:
         ValueError: see `load`.
     """
-    found = steps_in(folder)
+    found = saved_steps(folder)
     place = max(found, key=lambda each: found[each])
     if place.name == WHOLE:
         return load(place, like, run_fingerprint)
@@ -80,12 +80,12 @@ def read(folder: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Each array of a tree under its path."""
+    """Returns the arrays of a tree by path."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def fingerprint(tree: Any) -> str:
-    """Digest of a tree's arrays: names, shapes, dtypes and every byte."""
+    """Returns a digest of a tree's arrays: names, shapes, dtypes and all bytes."""
     digest = hashlib.sha256()
     for name, leaf in named_leaves(tree).items():
         array = np.ascontiguousarray(to_host(leaf))
@@ -95,26 +95,28 @@ def fingerprint(tree: Any) -> str:
 
 
 def save(path: Path, state: Any, step: int, metrics: Mapping[str, np.ndarray], run_fingerprint: Mapping[str, Any]) -> None:
-    """Writes the state after `step` steps and the metrics so far; the file appears whole or not at all.
+    """Writes state and metrics after `step` steps to a file, atomically.
 
-    Of several processes all must call this; the first one writes.
+    All processes must call this function; the first one writes.
     """
     arrays = ((name, to_host(leaf)) for name, leaf in named_leaves(state).items())
     named = ((METRICS + name, np.ascontiguousarray(values)) for name, values in metrics.items())
     write_tensors(path, chain(arrays, named), {"step": str(step), "identity": json.dumps(run_fingerprint, sort_keys=True)})
     if jax.process_index() == 0:
-        for left in path.parent.glob(".*tmp*"):  # by a process that was killed while it wrote: our name or safetensors' own
-            left.unlink()
+        for remains in path.parent.glob(".*tmp*"):  # of a killed process; the names are ours or safetensors'
+            remains.unlink()
 
 
 def load(path: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
-    """Reads a state of the same run.
+    """Reads the checkpoint of a run from a file.
 
     Args:
-        like: a state of the same structure; each array is divided over devices as its own, and has its dtype.
+        path: the file.
+        like: state with the structure, shardings and dtypes to return.
+        run_fingerprint: fingerprint of the run that resumes.
 
     Raises:
-        ValueError: the file is no checkpoint, or one of a run with other options (each that differs is named).
+        ValueError: the file is not a checkpoint, or belongs to a run with other options, which the message lists.
     """
     try:
         with safe_open(path, "numpy") as file:
@@ -126,19 +128,19 @@ def load(path: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
             ]
             metrics = {name.removeprefix(METRICS): file.get_tensor(name) for name in file.keys() if name.startswith(METRICS)}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+        raise ValueError(f"{path}: expected a readable checkpoint, found none: {error}") from error
     return jax.tree.unflatten(jax.tree.structure(like), leaves), int(metadata["step"]), metrics
 
 
 def require_same_run(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` that names what differs between the run of a checkpoint and the one that is to go on from it."""
+    """Raises a `ValueError` that lists the differences between the run of a checkpoint and the run that resumes."""
     if differs := differing(saved, expected):
         differences = "; ".join(f"{name}: checkpoint {was!r}, now {now!r}" for name, (was, now) in differs.items())
         raise ValueError(f"{path} belongs to another run ({differences}); name another --out, or pass the same options")
 
 
 def differing(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Both values of each setting that differs, None where there is none; one inside another is named with a dot."""
+    """Returns both values of each differing setting, None for an absent one; nested settings have dotted names."""
     found: dict[str, tuple[Any, Any]] = {}
     for name in sorted({*saved, *expected}):
         was = saved.get(name)

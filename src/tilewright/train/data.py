@@ -1,6 +1,6 @@
-"""Text for training: files, folders and records, tokenised into one stream, cut into windows of a fixed length.
+"""Training text: reads files, folders and records, tokenises them into a stream, and cuts windows of fixed length.
 
-Every order here is a pure function of a seed and an epoch, so that a resumed run sees the batches that it would have seen.
+Every order is a pure function of seed and epoch, so that a resumed run gets the same batches.
 """
 
 import json
@@ -26,7 +26,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
-"""Roles of ShareGPT's records by their own names; the usual names stand for themselves."""
+"""OpenAI's roles by ShareGPT's names."""
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -41,88 +41,88 @@ LAYOUTS = (
     "'messages', 'conversations', 'instruction' and 'output', 'prompt' and 'completion' (or 'response'), "
     "'question' and 'answer', or 'text'"
 )
-"""Fields by which records are known, in the order in which they are looked for."""
+"""Fields of each record layout, in the order in which layouts are tried."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation to learn.
+    """Conversation to train on.
 
     Attributes:
-        messages: each with `role` and `content`, as chat templates take them.
-        given: number of messages at the beginning that are given, whoever writes them.
-        tools: functions that the model may call, as OpenAI describes them.
+        messages: messages with `role` and `content`, in the format of chat templates.
+        context_messages: number of leading messages that are not in the loss, of any role.
+        tools: functions that the model may call, in OpenAI's format.
     """
 
     messages: tuple[Mapping[str, Any], ...] = field(hash=False)
-    given: int = 0
+    context_messages: int = 0
     tools: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
 
     @property
     def learnt(self) -> list[int]:
-        """Indices of the messages in the loss: the assistant's that follow a user's, without those of weight 0."""
-        asked = next((n for n, message in enumerate(self.messages) if message["role"] == "user"), len(self.messages))
+        """Indices of the messages in the loss: the assistant's messages after a user's message, except those of weight 0."""
+        first_user = next((n for n, message in enumerate(self.messages) if message["role"] == "user"), len(self.messages))
         return [
             n
             for n, message in enumerate(self.messages)
-            if n >= max(self.given, asked) and message["role"] == "assistant" and message.get("weight", 1)
+            if n >= max(self.context_messages, first_user) and message["role"] == "assistant" and message.get("weight", 1)
             if (message["content"] or "").strip() or message.get("tool_calls")
         ]
 
     def parts(self) -> list[tuple[str, bool]]:
-        """Contents with an empty line between them, for a model without a chat template; True for those in the loss.
+        """Returns texts for a model without a chat template, with True for texts in the loss; empty lines separate messages.
 
         Raises:
-            ValueError: a message has no text, or there are tools.
+            ValueError: a message has no text, or the conversation has tools.
         """
         if self.tools or not all(isinstance(message["content"], str) for message in self.messages):
-            raise ValueError("expected messages of text alone for a model without a chat template, found tools")
-        found: list[tuple[str, bool]] = []
-        given = ""
+            raise ValueError("expected messages of text only for a model without a chat template, found tools")
+        parts: list[tuple[str, bool]] = []
+        context = ""
         learnt = set(self.learnt)
         for n, message in enumerate(self.messages):
-            given += "\n\n" if n else ""
+            context += "\n\n" if n else ""
             if n in learnt:
-                found += [(given, False), (message["content"], True)]
-                given = ""
+                parts += [(context, False), (message["content"], True)]
+                context = ""
             else:
-                given += message["content"]
-        return found
+                context += message["content"]
+        return parts
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text to learn.
+    """Text to train on.
 
     Attributes:
         text: text in the loss.
-        prompt: text before it, given rather than predicted.
-        chat: the document as a conversation, which replaces the two where the model has a chat template.
-        where: its place in a file, for messages.
+        prompt: text before `text`, not in the loss.
+        chat: the document as a conversation, which replaces text and prompt if the model has a chat template.
+        location: place in a file, for error messages.
     """
 
     text: str
     prompt: str = ""
     chat: Chat | None = None
-    where: str = field(default="", compare=False)
+    location: str = field(default="", compare=False)
 
     @property
     def parts(self) -> list[tuple[str, bool]]:
-        """Texts in their order without a chat template; True for those in the loss."""
+        """Texts for a model without a chat template, in order, with True for texts in the loss."""
         if self.chat is not None and not self.text:
             try:
                 return self.chat.parts()
             except ValueError as error:
-                raise ValueError(f"{self.where}: {error}") from None
+                raise ValueError(f"{self.location}: {error}") from None
         return [(self.prompt, False), (self.text, True)] if self.prompt else [(self.text, True)]
 
     @property
-    def whole(self) -> str:
+    def full_text(self) -> str:
         return "".join(text for text, _ in self.parts)
 
     @property
     def keys(self) -> tuple[Hashable, Hashable]:
-        """Equal for documents of one prompt (or without one of the same text), and equal for the same documents."""
+        """Two keys: equal for documents with the same prompt (without a prompt: the same text), and for equal documents."""
         if self.chat is not None:
             first = min(self.chat.learnt)
             messages = [json.dumps(message, sort_keys=True) for message in self.chat.messages]
@@ -130,11 +130,15 @@ class Document:
         return (self.prompt, "" if self.prompt else self.text), (self.prompt, self.text)
 
 
-def record_document(record: Record, where: str) -> Document | None:
-    """Document of one record; None where nothing in it is to be learnt. `LAYOUTS` says which fields are read.
+def record_document(record: Record, location: str) -> Document | None:
+    """Converts a record to a document; None if the record has no text for the loss. `LAYOUTS` lists the fields.
+
+    Args:
+        record: a JSON object.
+        location: location of the record, for error messages.
 
     Raises:
-        ValueError: it has none of these fields, or something else in them.
+        ValueError: the record has no known layout, or a field has the wrong type.
     """
 
     def text(*names: str) -> str | None:
@@ -142,47 +146,47 @@ def record_document(record: Record, where: str) -> Document | None:
 
     try:
         if "messages" in record or "conversations" in record:
-            return chat_document(record, where)
+            return chat_document(record, location)
         instruction = text("instruction")
         output = text("output")
         if instruction is not None and output is not None:
-            return alpaca_document(record, instruction, output, where)
+            return alpaca_document(record, instruction, output, location)
         if isinstance(record.get("prompt"), list):
-            given, learnt = (read_messages(record.get(name), name) for name in ("prompt", "completion"))
-            chat = Chat((*given, *learnt), len(given), read_tools(record))
-            return Document("", "", chat, where) if chat.learnt else None
+            prompt, learnt = (read_messages(record.get(name), name) for name in ("prompt", "completion"))
+            chat = Chat((*prompt, *learnt), len(prompt), read_tools(record))
+            return Document("", "", chat, location) if chat.learnt else None
         prompt = text("prompt")
         response = text("completion", "response")
         question = text("question")
         answer = text("answer")
         if prompt is not None and response is not None:
-            made = Document(response, prompt, where=where)
+            document = Document(response, prompt, location=location)
         elif question is not None and answer is not None:
-            made = Document(format_question(question) + strip_annotations(answer), where=where)
-        elif (whole := text("text")) is not None:
-            made = Document(whole, where=where)
+            document = Document(format_question(question) + strip_annotations(answer), location=location)
+        elif (full_text := text("text")) is not None:
+            document = Document(full_text, location=location)
         else:
             raise ValueError(f"expected a record with {LAYOUTS}, found {shortened(', '.join(record) or 'no field')}")
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return made if made.text.strip() else None
+        raise ValueError(f"{location}: {error}") from None
+    return document if document.text.strip() else None
 
 
-def alpaca_document(record: Record, instruction: str, output: str, where: str) -> Document | None:
-    """Document of an instruction with its output: a chat of two messages, or Alpaca's prompt without a chat template."""
+def alpaca_document(record: Record, instruction: str, output: str, location: str) -> Document | None:
+    """Converts an Alpaca record: a chat of two messages, or Alpaca's prompt for a model without a chat template."""
     system, context = (record.get(name) or "" for name in ("system", "input"))
     if not isinstance(system, str) or not isinstance(context, str):
         raise ValueError("expected a text in 'system' and 'input'")
-    asked = f"{instruction}\n{context}" if context.strip() else instruction
+    question = f"{instruction}\n{context}" if context.strip() else instruction
     wording = ALPACA_WITH_INPUT if context.strip() else ALPACA
-    said = ({"role": "system", "content": system},) if system else ()
-    chat = Chat((*said, {"role": "user", "content": asked}, {"role": "assistant", "content": output}))
+    first = ({"role": "system", "content": system},) if system else ()
+    chat = Chat((*first, {"role": "user", "content": question}, {"role": "assistant", "content": output}))
     prompt = (f"{system}\n\n" if system else "") + wording.format(instruction=instruction, input=context)
-    return Document(output, prompt, chat, where) if output.strip() else None
+    return Document(output, prompt, chat, location) if output.strip() else None
 
 
-def chat_document(record: Record, where: str) -> Document | None:
-    """Document of a record of messages, OpenAI's or ShareGPT's."""
+def chat_document(record: Record, location: str) -> Document | None:
+    """Converts a record of messages in OpenAI's or ShareGPT's format."""
     name = "messages" if "messages" in record else "conversations"
     messages = read_messages(record[name], name)
     system = record.get("system")
@@ -191,14 +195,18 @@ def chat_document(record: Record, where: str) -> Document | None:
     chat = Chat(tuple(messages), 0, read_tools(record))
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"expected a message of the assistant in {name!r}, found none")
-    return Document("", "", chat, where) if chat.learnt else None
+    return Document("", "", chat, location) if chat.learnt else None
 
 
 def read_messages(value: object, name: str) -> list[Record]:
-    """Messages of a record with OpenAI's names for roles and contents.
+    """Reads the messages of a record, with OpenAI's names for roles and contents.
+
+    Args:
+        value: the field of the record.
+        name: name of the field, for error messages.
 
     Raises:
-        ValueError: they are not a list of messages with a known role and a text.
+        ValueError: the field is not a list of messages with a known role and a text.
     """
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"expected a list of at least one message in {name!r}, found {shortened(value)}")
@@ -219,7 +227,7 @@ def read_messages(value: object, name: str) -> list[Record]:
 
 
 def read_tools(record: Record) -> tuple[Record, ...]:
-    """Functions that a conversation may call. Raises a `ValueError` where they are no list of objects."""
+    """Reads the tools of a conversation. Raises a `ValueError` if the field is not a list of objects."""
     tools = record.get("tools") or []
     if isinstance(tools, str):
         try:
@@ -232,12 +240,12 @@ def read_tools(record: Record) -> tuple[Record, ...]:
 
 
 def format_question(question: str) -> str:
-    """The prompt of a question-and-answer record; its answer follows directly."""
+    """Formats the prompt of a question-and-answer record; the answer follows directly."""
     return f"Question: {question.strip()}\nAnswer: "
 
 
 def strip_annotations(answer: str) -> str:
-    """GSM8K's answers carry calculator annotations (`<<48/2=24>>`), which are no text."""
+    """Removes the calculator annotations of GSM8K's answers, such as `<<48/2=24>>`."""
     return re.sub(r"<<[^<>]*>>", "", answer)
 
 
@@ -245,16 +253,16 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text") from None
+        raise ValueError(f"{path}: expected UTF-8 text, found other bytes") from None
 
 
 def read_records(path: Path) -> list[tuple[int, Record]]:
-    """Number and object of each record: of a JSONL file by lines, empty ones passed over; of a JSON array by elements.
+    """Reads the records of a file, with the number of each line (JSONL, empty lines skipped) or element (JSON array).
 
-    A file that ends in `.json` may be either, or a single object.
+    A `.json` file may be JSONL, an array, or a single object.
 
     Raises:
-        ValueError: naming the line that is not UTF-8, no JSON, or no object; or the file cannot be read.
+        ValueError: the file cannot be read, or a line (named in the message) is not UTF-8, not JSON or not an object.
     """
     try:
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
@@ -281,9 +289,9 @@ def read_records(path: Path) -> list[tuple[int, Record]]:
 
 
 def line_records(path: Path, content: bytes) -> list[tuple[int, Record]]:
-    """Line number and object of each record of a JSONL file's content; see `read_records`."""
+    """Parses the lines of a JSONL file, with line numbers; see `read_records`."""
     records = []
-    for number, line in enumerate(content.split(b"\n"), 1):  # no other line break ends a record
+    for number, line in enumerate(content.split(b"\n"), 1):  # other line breaks do not end a record
         if not line.strip():
             continue
         try:
@@ -299,34 +307,35 @@ def line_records(path: Path, content: bytes) -> list[tuple[int, Record]]:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The records of `read_records` without their lines; errors are those."""
+    """Reads the records of a file; see `read_records` for errors."""
     return [record for _, record in read_records(path)]
 
 
 def shortened(value: object) -> str:
-    """A value in at most 60 characters, for messages."""
+    """Formats a value in at most 60 characters, for error messages."""
     shown = ascii(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def read_documents(paths: Sequence[Path], left_out: Counter[str] | None = None) -> list[Document]:
-    """Reads every document under `paths`: a text file is one, a record is one, a folder is searched for both.
+    """Reads all documents of files and folders: one per text file, one per record.
 
     Args:
-        left_out: counts what holds nothing to learn, by reason.
+        paths: files and folders.
+        left_out: counts files and records without text for the loss, by reason.
 
     Raises:
-        ValueError: a path is absent or holds no text, or a record is malformed.
+        ValueError: a path does not exist or has no text, or a record is malformed.
     """
     left_out = Counter() if left_out is None else left_out
-    documents = [document for path in paths for document in documents_in(path, left_out)]
+    documents = [document for path in paths for document in read_path(path, left_out)]
     if paths and not documents:
-        raise ValueError(f"expected a text to learn in {', '.join(map(str, paths))}, found none")
+        raise ValueError(f"expected text to train on in {', '.join(map(str, paths))}, found none")
     return documents
 
 
-def documents_in(path: Path, left_out: Counter[str]) -> list[Document]:
-    """Documents of a file or a folder; see `read_documents`."""
+def read_path(path: Path, left_out: Counter[str]) -> list[Document]:
+    """Reads the documents of a file or a folder; see `read_documents`."""
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     if path.is_dir():
@@ -337,18 +346,18 @@ def documents_in(path: Path, left_out: Counter[str]) -> list[Document]:
             expected = ", ".join((*TEXT_SUFFIXES, *RECORD_SUFFIXES))
             raise ValueError(f"{path}: expected files ending in {expected}, found {suffixes}")
         left_out["other files"] += len(files) - len(inside)
-        return [document for each in inside if holds_text(each, left_out) for document in documents_in(each, left_out)]
+        return [document for each in inside if holds_text(each, left_out) for document in read_path(each, left_out)]
     if path.suffix.lower() in RECORD_SUFFIXES:
         found = [record_document(record, f"{path}, record {n}") for n, record in enumerate(read_jsonl(path), 1)]
         left_out["records without a response"] += found.count(None)
         return [document for document in found if document is not None]
-    document = Document(read_text(path), where=str(path))
+    document = Document(read_text(path), location=str(path))
     left_out["empty files"] += not document.text.strip()
     return [document] if document.text.strip() else []
 
 
 def holds_text(path: Path, left_out: Counter[str]) -> bool:
-    """False for a `.json` file whose first object has none of the fields of `LAYOUTS`, such as settings beside texts."""
+    """Returns False for a `.json` file whose first object has no field of `LAYOUTS`, such as a settings file."""
     if path.suffix.lower() != ".json":
         return True
     value = json.loads(content) if (content := path.read_bytes().strip()).startswith(b"[") else None
@@ -362,10 +371,14 @@ def holds_text(path: Path, left_out: Counter[str]) -> bool:
 
 
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE over `documents`: any text can be encoded, runs of spaces merge, digits stay apart.
+    """Trains a byte-level BPE. It encodes any text, merges runs of spaces, and keeps digits separate.
+
+    Args:
+        documents: training text.
+        vocab_size: largest vocabulary, including the special tokens `END_OF_TEXT` and `MASK`.
 
     Raises:
-        ValueError: the vocabulary has no room for every byte and the two special tokens.
+        ValueError: the vocabulary is smaller than 256 bytes and two special tokens.
     """
     special = [END_OF_TEXT, MASK]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -383,17 +396,17 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.whole for document in documents), trainer)
+    tokenizer.train_from_iterator((document.full_text for document in documents), trainer)
     return tokenizer
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Tokenised documents, end to end, each closed by the end-of-text token.
+    """Concatenated tokens of documents; the end-of-text token ends each document.
 
     Attributes:
-        tokens: int32 `[n]`.
-        in_loss: bool `[n]`; False for tokens that are given rather than predicted (a prompt before a response).
+        tokens: token ids, int32 `[n]`.
+        in_loss: mask of the tokens in the loss, bool `[n]`; False for prompts.
     """
 
     tokens: np.ndarray
@@ -402,12 +415,16 @@ class TokenStream:
     def windows(
         self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Batches `[batch, length]` of tokens and loss flags that cover the stream once, in an order set by seed and epoch.
+        """Yields batches `[batch, length]` of tokens and loss mask that cover the stream once, in random order.
 
-        The cut moves by a random offset each epoch; what is left over at the end waits for another epoch.
+        Each epoch cuts the stream at another random offset, and drops the windows that do not fill a batch.
 
         Args:
-            rows: of each batch, for who needs only some; by default all.
+            length: tokens per window.
+            batch: windows per batch.
+            seed: seed of the order.
+            epoch: number of the epoch.
+            rows: rows of each batch to return; by default all.
         """
         rng = np.random.default_rng((seed, epoch))
         spare = len(self.tokens) - length
@@ -419,7 +436,7 @@ class TokenStream:
             yield self.tokens[index], self.in_loss[index]
 
     def starts_in_loss(self, length: int) -> np.ndarray:
-        """Beginnings of the windows, end to end, that have a token to be predicted from those before it in the window."""
+        """Returns the starts of the consecutive windows that have a token in the loss after their first position."""
         predicted = self.in_loss.copy()
         predicted[::length] = False
         return np.unique(np.flatnonzero(predicted) // length) * length
@@ -427,9 +444,9 @@ class TokenStream:
     def padded_windows(
         self, length: int, batch: int, seed: int, rows: Int[np.ndarray, " R"] | None = None
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Batches `[batch, length]` of the windows of `starts_in_loss`, each once; arguments as for `windows`.
+        """Yields batches `[batch, length]` of the windows of `starts_in_loss`, each once; see `windows` for the arguments.
 
-        Rows and ends of rows that the stream does not fill are not in the loss.
+        Padding rows and padding at the ends of rows are not in the loss.
         """
         starts = np.random.default_rng((seed, 0)).permutation(self.starts_in_loss(length))
         size = len(self.tokens)
@@ -442,13 +459,13 @@ class TokenStream:
             yield np.where(inside, self.tokens[index], 0), inside & self.in_loss[index]
 
     def steps_per_epoch(self, length: int, batch: int) -> int:
-        """Least number of batches of an epoch (its offset may leave room for one more window)."""
+        """Returns the smallest number of batches per epoch; the offset of an epoch may allow one more window."""
         return (len(self.tokens) // length - 1) // batch
 
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """Tokens to train on, end to end, and which of them are in the loss: a `TokenStream`, or `Records`."""
+    """Concatenated tokens and their loss mask: a `TokenStream` or `Records`."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -458,14 +475,14 @@ class TokenSource(Protocol):
 
 
 def frequent_tokens(source: TokenSource, vocab_size: int, size: int) -> np.ndarray:
-    """The `size` most frequent tokens of what is in the loss, as rising ids, int32; among equals the lower ids."""
+    """Returns the `size` most frequent tokens in the loss as sorted ids, int32; ties go to lower ids."""
     counts = np.bincount(source.tokens[source.in_loss], minlength=vocab_size)
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
 @contextmanager
 def special_tokens_as_text(tokenizer: Tokenizer) -> Iterator[None]:
-    """Encodes the names of special tokens like other text while it lasts."""
+    """Context in which the tokenizer encodes names of special tokens as plain text."""
     before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True
     try:
@@ -475,14 +492,14 @@ def special_tokens_as_text(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 Encoded = tuple[list[int], list[bool]]
-"""Token ids of a sequence, and which of them are in the loss."""
+"""Token ids of a sequence, and their loss mask."""
 
 
 def encode_plain(tokenizer: Tokenizer, documents: Sequence[Document], end: int) -> list[Encoded]:
-    """Tokens of documents without a chat template, each closed by the token `end`, which is in the loss.
+    """Tokenises documents without a chat template; the token `end` ends each document and is in the loss.
 
-    Each part is tokenised by itself, as it will be when a response is generated; the first has the tokens that the tokenizer
-    adds. The name of a special token is text like any other.
+    Each part is tokenised separately, as when a response is generated. The first part has the special tokens that the tokenizer
+    adds. Names of special tokens in the text are plain text.
     """
     parts = [document.parts for document in documents]
     with special_tokens_as_text(tokenizer):
@@ -501,47 +518,56 @@ def encode_plain(tokenizer: Tokenizer, documents: Sequence[Document], end: int) 
 
 
 def chat_tokens(tokenizer: Tokenizer, template: ChatTemplate, chat: Chat, count: int, answering: bool) -> list[int]:
-    """Tokens of a conversation's first `count` messages by a chat template, as a model reads them when it answers.
+    """Tokenises the first `count` messages of a conversation with a chat template, as in generation.
 
     Args:
-        answering: whether the beginning of an answer follows.
+        tokenizer: tokenizer of the model.
+        template: chat template of the model.
+        chat: the conversation.
+        count: number of messages.
+        answering: append the generation prompt.
     """
     text = template.render(chat.messages[:count], add_generation_prompt=answering, tools=chat.tools or None)
     return encode(tokenizer, text, add_special_tokens=False)
 
 
 def encode_chat(tokenizer: Tokenizer, template: ChatTemplate, document: Document, ends: Sequence[int]) -> list[Encoded]:
-    """Tokens of a conversation by a chat template; the assistant's messages are in the loss with the tokens that end them.
+    """Tokenises a conversation with a chat template; the assistant's messages and their end tokens are in the loss.
 
-    It is one sequence. A template that writes earlier turns in another way than the last one (without their reasoning, say)
-    makes a sequence for each turn, in which only that turn is in the loss.
+    The conversation becomes one sequence. If the template renders earlier turns differently from the last one (for example
+    without reasoning), each turn becomes a sequence in which only that turn is in the loss.
 
     Args:
-        ends: tokens that end a message; the first closes a message that the template does not end.
+        tokenizer: tokenizer of the model.
+        template: chat template of the model.
+        document: a document with a conversation.
+        ends: tokens that end a message; the first one ends messages that the template leaves open.
     """
     chat = document.chat
     assert chat is not None
     sequences: list[Encoded] = []
-    whole: list[int] = []
-    for turn in chat.learnt:
+    previous: list[int] = []
+    for index in chat.learnt:
         try:
-            prompt, after = (chat_tokens(tokenizer, template, chat, turn + n, not n) for n in (0, 1))
+            prompt, sequence = (chat_tokens(tokenizer, template, chat, index + n, not n) for n in (0, 1))
         except ValueError as error:
-            raise ValueError(f"{document.where}: {error}") from None
-        same = next((n for n, (a, b) in enumerate(zip(prompt, after, strict=False)) if a != b), min(len(prompt), len(after)))
-        response = after[same:]
-        last = max((n for n, token in enumerate(response) if token in ends), default=len(response) - 1)
-        learnt = [n <= last for n in range(len(response))]
+            raise ValueError(f"{document.location}: {error}") from None
+        common = next(
+            (n for n, (a, b) in enumerate(zip(prompt, sequence, strict=False)) if a != b), min(len(prompt), len(sequence))
+        )
+        response = sequence[common:]
+        response_end = max((n for n, token in enumerate(response) if token in ends), default=len(response) - 1)
+        learnt = [n <= response_end for n in range(len(response))]
         flags: list[bool] = []
-        if sequences and after[: len(whole)] == whole and len(whole) <= same:
+        if sequences and sequence[: len(previous)] == previous and len(previous) <= common:
             _, flags = sequences.pop()
-        sequences.append((after, [*flags, *[False] * (same - len(flags)), *learnt]))
-        whole = after
+        sequences.append((sequence, [*flags, *[False] * (common - len(flags)), *learnt]))
+        previous = sequence
     return [closed(ids, flags, ends) for ids, flags in sequences]
 
 
 def closed(ids: list[int], flags: list[bool], ends: Sequence[int]) -> Encoded:
-    """A sequence up to its last token in the loss, and the token that ends it if that is none."""
+    """Cuts a sequence after its last token in the loss, and appends `ends[0]` if no end token is there."""
     size = max((n + 1 for n, in_loss in enumerate(flags) if in_loss), default=0)
     ids = ids[:size]
     flags = flags[:size]
@@ -551,7 +577,7 @@ def closed(ids: list[int], flags: list[bool], ends: Sequence[int]) -> Encoded:
 def encode_each(
     tokenizer: Tokenizer, documents: Sequence[Document], ends: Sequence[int], template: ChatTemplate | None = None
 ) -> Iterator[list[Encoded]]:
-    """Sequences of each document, by the chat template where there is one and the document is a conversation."""
+    """Yields the sequences of each document; conversations use the chat template if one is given."""
     plain = [document for document in documents if template is None or document.chat is None]
     encoded = iter(encode_plain(tokenizer, plain, ends[0]))
     for document in documents:
@@ -568,62 +594,66 @@ def encode_documents(
     template: ChatTemplate | None = None,
     other_ends: Collection[int] = (),
 ) -> TokenStream:
-    """Tokenises documents into a stream with the tokens that close them, in the loss.
+    """Tokenises documents into a stream; end tokens are in the loss.
 
     Args:
-        end: closes a document.
-        template: writes the conversations; None writes them as plain text.
-        other_ends: tokens that end a message of a conversation besides.
+        tokenizer: tokenizer of the model.
+        documents: the documents.
+        end: token that ends a document.
+        template: chat template for conversations; None renders them as plain text.
+        other_ends: further tokens that end a message of a conversation.
     """
-    every = [each for found in encode_each(tokenizer, documents, (end, *other_ends), template) for each in found]
-    tokens = [token for ids, _ in every for token in ids]
-    flags = [in_loss for _, in_losses in every for in_loss in in_losses]
+    sequences = [
+        sequence for encoded in encode_each(tokenizer, documents, (end, *other_ends), template) for sequence in encoded
+    ]
+    tokens = [token for ids, _ in sequences for token in ids]
+    flags = [in_loss for _, in_losses in sequences for in_loss in in_losses]
     return TokenStream(np.asarray(tokens, np.int32), np.asarray(flags, bool))
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """The token that separates documents.
-
-    Raises:
-        ValueError: the tokenizer has none.
-    """
+    """Returns the token that separates documents. Raises a `ValueError` if the tokenizer lacks the token."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
-        raise ValueError(f"the tokenizer lacks the token {END_OF_TEXT} that separates documents")
+        raise ValueError(f"expected a tokenizer with the token {END_OF_TEXT}, which separates documents, found none")
     return end
 
 
-def require_windows(stream: TokenStream, length: int, batch: int, what: str) -> None:
-    """Raises a `ValueError` where a text has not one batch of windows in each epoch, or nothing to learn in it."""
+def require_windows(stream: TokenStream, length: int, batch: int, text: str) -> None:
+    """Raises a `ValueError` for a text with less than one batch of windows per epoch, or without tokens in the loss."""
     if stream.steps_per_epoch(length, batch) < 1:
-        need = length * (batch + 1)
-        raise ValueError(f"{what} has {len(stream.tokens)} tokens; a batch of {batch} windows of {length} needs {need}")
+        size = length * (batch + 1)
+        raise ValueError(
+            f"expected at least {size} tokens in {text}, for a batch of {batch} windows of {length}, found {len(stream.tokens)}"
+        )
     if not stream.in_loss.any():
-        raise ValueError(f"{what} has no token to be predicted: its {len(stream.tokens)} are all given")
+        raise ValueError(f"expected tokens in the loss in {text}, found none among {len(stream.tokens)}")
 
 
 def choose_held_out(levels: Sequence[Sequence[Hashable]], held_out: float, seed: int) -> np.ndarray | None:
-    """Mask of the items that are held out, by a shuffle that depends on `seed` alone; items of equal keys stay together.
+    """Chooses held-out items at random; items with equal keys stay together.
 
     Args:
-        levels: keys of all items, from those that keep most together to those that keep least.
+        levels: keys of all items for each level, from the coarsest level to the finest.
+        held_out: share of the groups that is held out.
+        seed: seed of the choice.
 
     Returns:
-        the mask by the first level of which the share makes a whole group; None where no level has groups enough.
+        mask of the held-out items by the first level with a whole group to hold out; None if no level has enough groups.
     """
     for keys in levels:
         groups = {key: n for n, key in enumerate(dict.fromkeys(keys))}
         if len(groups) > 1 and held_out * len(groups) >= 1:
             order = np.random.default_rng(seed).permutation(len(groups))
-            held = set(order[: min(len(groups) - 1, round(held_out * len(groups)))].tolist())
-            return np.asarray([groups[key] in held for key in keys])
+            held_groups = set(order[: min(len(groups) - 1, round(held_out * len(groups)))].tolist())
+            return np.asarray([groups[key] in held_groups for key in keys])
     return None
 
 
-def choose_some(items: np.ndarray, held_out: float, seed: int, what: str) -> np.ndarray:
-    """Mask of a share of the items, at least one and not all. Raises a `ValueError` where there are fewer than two."""
+def choose_some(items: np.ndarray, held_out: float, seed: int, label: str) -> np.ndarray:
+    """Returns a random mask of a share of the items, at least one. Raises a `ValueError` for fewer than two items."""
     if len(items) < 2:
-        raise ValueError(f"expected at least 2 {what}, so that one can be held out, found {len(items)}")
+        raise ValueError(f"expected at least 2 {label}, so that one can be held out, found {len(items)}")
     order = np.random.default_rng(seed).permutation(len(items))
     mask = np.zeros(len(items), bool)
     mask[order[: min(len(items) - 1, max(1, round(held_out * len(items))))]] = True
@@ -631,38 +661,37 @@ def choose_some(items: np.ndarray, held_out: float, seed: int, what: str) -> np.
 
 
 Split = tuple[list[Document], list[Document]]
-"""Documents to train on, and held-out ones."""
+"""Training documents and held-out documents."""
 
 
 def split_documents(documents: Sequence[Document], held_out: float, seed: int) -> Split | None:
-    """Splits whole documents; None where the share is less than one of them, so that windows are to be held out.
+    """Splits whole documents; returns None if the share is less than one document, to hold out windows instead.
 
-    Documents with the same prompt stay together, and so do those that have none and the same text. Where prompts are few, the
-    same documents do.
+    Documents with the same prompt (without a prompt: the same text) stay together. With few prompts, only equal documents do.
     """
-    held = choose_held_out(list(zip(*(document.keys for document in documents), strict=True)), held_out, seed)
-    if held is None:
+    mask = choose_held_out(list(zip(*(document.keys for document in documents), strict=True)), held_out, seed)
+    if mask is None:
         return None
     sides: Split = ([], [])
-    for document, apart in zip(documents, held.tolist(), strict=True):
-        sides[apart].append(document)
+    for document, is_held_out in zip(documents, mask.tolist(), strict=True):
+        sides[is_held_out].append(document)
     return sides
 
 
 def split_windows(stream: TokenStream, length: int, held_out: float, seed: int) -> tuple[TokenStream, TokenStream]:
-    """Splits a stream by windows of `length` tokens, of which a share is held out, at least one.
+    """Splits a stream into windows of `length` tokens, and holds out a share of them, at least one window.
 
-    The first token behind a gap is not in the loss: what stood before it is held out.
+    The first token after a held-out window is not in the loss, since its context is held out.
 
     Raises:
-        ValueError: there are fewer than two whole windows with a token in the loss.
+        ValueError: fewer than two whole windows have a token in the loss.
     """
     windows = np.arange(len(stream.tokens)) // length
     starts = np.asarray([start for start in stream.starts_in_loss(length) if start + length <= len(stream.tokens)])
     chosen = starts[choose_some(starts, held_out, seed, f"windows of {length} tokens in a text of {len(stream.tokens)}")]
-    held = np.isin(windows, chosen // length)
-    behind_gap = np.concatenate([[False], held[:-1]])
+    is_held_out = np.isin(windows, chosen // length)
+    behind_gap = np.concatenate([[False], is_held_out[:-1]])
     return (
-        TokenStream(stream.tokens[~held], (stream.in_loss & ~behind_gap)[~held]),
-        TokenStream(stream.tokens[held], stream.in_loss[held]),
+        TokenStream(stream.tokens[~is_held_out], (stream.in_loss & ~behind_gap)[~is_held_out]),
+        TokenStream(stream.tokens[is_held_out], stream.in_loss[is_held_out]),
     )

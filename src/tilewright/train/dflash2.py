@@ -1,9 +1,9 @@
-"""Training a DFlash 2 drafter: the loss of a DFlash drafter, and beside it that of its selector.
+"""Training of a DFlash 2 drafter: the loss of a DFlash drafter plus the loss of the selector.
 
-The selector learns to tell the right token among the most likely ones of its slot, given the right token before it. Where the
-right token is not among them, it takes the place of the last. Both losses weigh the slots alike, and both reach the backbone.
+The selector learns to pick the label among the most likely candidates of a slot, given the label of the slot before. A label
+outside the candidates replaces the last candidate. Both losses use the same slot weights, and both train the backbone.
 
-Sources of the recipe: the trainers' (speculators #1006, Model-Optimizer #2216); the authors publish none.
+Sources of the recipe: the trainers speculators #1006 and Model-Optimizer #2216; the authors have published none.
 """
 
 from collections.abc import Sequence
@@ -42,10 +42,10 @@ from tilewright.train.text import TextOptions
 
 @dataclass(frozen=True)
 class DFlash2Options(DFlashOptions):
-    """Options that only the training of a DFlash 2 drafter has.
+    """Options of the training of a DFlash 2 drafter.
 
     Attributes:
-        selector_weight: of the selector's loss against the backbone's.
+        selector_weight: weight of the selector's loss relative to the backbone's.
     """
 
     selector_weight: float = 1.0
@@ -65,18 +65,24 @@ def selector_loss(
     blocks: AnchorBlocks,
     smoothing: float | None = None,
 ) -> Float[Array, ""]:
-    """The weighted mean cross-entropy in nats of the right token among the candidates; `logits` are scaled already.
+    """Computes the weighted mean cross-entropy of the labels among the candidates, in nats.
 
     Args:
-        smoothing: as in `drafter.weighted_nll`.
+        config: configuration of the drafter.
+        ops: operations.
+        params: parameters of the drafter.
+        hidden: hidden states of the slots.
+        logits: scaled logits of the slots.
+        blocks: labels and weights.
+        smoothing: D-PACE smoothing, as in `drafter.weighted_nll`.
     """
     candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.selector_top_k)
-    wanted = blocks.wanted[..., None]
-    there = jnp.any(candidates == wanted, axis=-1)
-    candidates = candidates.at[..., -1].set(jnp.where(there, candidates[..., -1], blocks.wanted))
+    labels = blocks.labels[..., None]
+    is_candidate = jnp.any(candidates == labels, axis=-1)
+    candidates = candidates.at[..., -1].set(jnp.where(is_candidate, candidates[..., -1], blocks.labels))
     pairs = dflash2.pair_scores(ops, params.selector, hidden, blocks.before[..., None], candidates)
     scores = jnp.take_along_axis(logits, candidates, axis=-1) + pairs[:, :, 0]
-    among = blocks._replace(wanted=jnp.argmax(candidates == wanted, axis=-1))
+    among = blocks._replace(labels=jnp.argmax(candidates == labels, axis=-1))
     return weighted_nll(scores, among, smoothing)[0]
 
 
@@ -90,25 +96,25 @@ def drafter_losses(
     batch: Sequence[Array],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """The backbone's loss and the selector's, both in nats, and the sum of the slots' weights."""
+    """Computes the backbone's loss and the selector's loss in nats, and the sum of the slot weights."""
     blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
     run = partial(convolution.run_block, config, ops, params)
     arguments = (frozen.params, params.backbone, run, batch, blocks.anchors, config.windows)
     hidden = run_blocks(target, config, ops, *arguments).hidden
     logits = dflash2.scaled_logits(config, ops.linear(hidden, frozen.head, jnp.float32))
-    chosen = selector_loss(config, ops, params, hidden, logits, blocks, options.dpace)
+    selector = selector_loss(config, ops, params, hidden, logits, blocks, options.dpace)
     backbone, total = weighted_nll(logits, blocks, options.dpace)
-    return backbone, chosen, total
+    return backbone, selector, total
 
 
-def start_of(target: DecoderConfig, config: DFlash2Config, target_params: DecoderParams, key: Array) -> DFlash2Params:
-    """A backbone that starts as a DFlash drafter's, and additions that do nothing yet."""
+def initial_params(target: DecoderConfig, config: DFlash2Config, target_params: DecoderParams, key: Array) -> DFlash2Params:
+    """Initialises the backbone like a DFlash drafter's, and convolutions and selector without effect."""
     params = dflash2.fresh(config, key)
     return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
 
 
 def hidden_matrices(params: DFlash2Params) -> DFlash2Params:
-    """True for every matrix; a codebook is an embedding, not one of them."""
+    """Returns True for every matrix except the codebooks, which are embeddings."""
     matrices = jax.tree.map(lambda x: x.ndim == 2, params)
     return replace(matrices, selector=replace(matrices.selector, predecessor=False, successor=False))
 
@@ -126,15 +132,19 @@ def train_dflash2(
     start: DFlash2Params | None = None,
     placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
-    """Trains a drafter. Its loss is the backbone's and `selector_weight` times the selector's; see `drafter.train_drafter`."""
+    """Trains a DFlash 2 drafter; see `drafter.train_drafter`. The loss is backbone + `selector_weight` × selector."""
     ops = placement.ops(options)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        backbone, chosen, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
-        return backbone + drafter_options.selector_weight * chosen, total
+        backbone, selector, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
+        return backbone + drafter_options.selector_weight * selector, total
 
     kind = BlockKind(
-        "DFlash 2 drafter", dflash2.declare(config), hidden_matrices, loss, partial(start_of, target, config, target_params)
+        "DFlash 2 drafter",
+        dflash2.declare(config),
+        hidden_matrices,
+        loss,
+        partial(initial_params, target, config, target_params),
     )
-    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
-    return train_blocks(kind, *given)
+    arguments = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
+    return train_blocks(kind, *arguments)

@@ -1,6 +1,6 @@
-"""Training of a diffusion language model: prompts with responses, of which random tokens are masked.
+"""Training of a diffusion language model on prompts and responses with random masked tokens.
 
-Sources: LLaDA (arXiv 2502.09992) §2.2-2.3; t spread evenly over a batch: Kingma et al. 2021 (Variational Diffusion Models).
+Sources: LLaDA (arXiv 2502.09992) §2.2-2.3; evenly spread t over a batch: Kingma et al. 2021 (Variational Diffusion Models).
 """
 
 from collections import Counter
@@ -32,24 +32,24 @@ from tilewright.train.data import Document, choose_some, encode_each, special_to
 from tilewright.train.flops import token_flops
 from tilewright.train.lm import hidden_matrices
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import Predicted, ShardedSetup, on_mesh, over_mesh, sharded_loss
+from tilewright.train.sharded import Predicted, ShardedSetup, over_mesh, place_batch, sharded_loss
 from tilewright.train.text import TextOptions, make_optimizer, text_task
 
 LEAST_MASKED = 1e-3
-"""Of a sequence's tokens, in expectation: the weight of a masked token is the inverse of that share."""
+"""Smallest expected share of masked tokens in a sequence; a masked token is weighted by the inverse of the share."""
 PADDING_WEIGHT = 0.1
-"""In the loss, of the end-of-text tokens behind the first: there are many of them, and all say the same."""
+"""Loss weight of the repeated end-of-text tokens after the first."""
 HELD_OUT_BATCHES = 8
 
 
 class Batch(NamedTuple):
-    """Sequences of one window, each a prompt, a response and end-of-text tokens up to its length.
+    """Batch of sequences: a prompt, a response and end-of-text tokens up to the length of the row.
 
     Attributes:
-        tokens: `[B, L]`; behind a row's length anything.
-        first: where the response begins.
-        end: behind the response's first end-of-text token.
-        valid: the row's length.
+        tokens: token ids `[B, L]`; arbitrary after the length of a row.
+        first: start of the response, `[B]`.
+        end: position after the response's first end-of-text token, `[B]`.
+        valid: length of the row, `[B]`.
     """
 
     tokens: Any
@@ -59,10 +59,10 @@ class Batch(NamedTuple):
 
 
 def masked_tokens(config: DiffusionConfig, batch: Batch, key: Array) -> tuple[Predicted, Float[Array, ""]]:
-    """Masked tokens that a batch is to predict, and the weight of all tokens of its responses.
+    """Masks random tokens of the responses; returns the predictions to make, and the weight of all response tokens.
 
-    A row's t, the share that it has masked in expectation, is uniform from 0 to 1, and the rows of a batch spread over that
-    range evenly. Prompts are never masked.
+    The expected share t of masked tokens of a row is uniform from 0 to 1, evenly spread over the rows of the batch. Prompts are
+    never masked.
     """
     rows, length = batch.tokens.shape
     for_t, for_mask = jax.random.split(key)
@@ -73,34 +73,36 @@ def masked_tokens(config: DiffusionConfig, batch: Batch, key: Array) -> tuple[Pr
     masked = response & (jax.random.uniform(for_mask, (rows, length)) < t)
     weights = jnp.where(response, jnp.where(place < batch.end[:, None], 1.0, PADDING_WEIGHT), 0.0)
     total = jnp.sum(weights)
-    of_masked = jnp.where(masked, weights / t, 0.0) / jnp.maximum(total, 1.0)
-    return Predicted(jnp.where(masked, config.mask_token_id, batch.tokens), batch.tokens, of_masked, batch.valid), total
+    masked_weights = jnp.where(masked, weights / t, 0.0) / jnp.maximum(total, 1.0)
+    return Predicted(jnp.where(masked, config.mask_token_id, batch.tokens), batch.tokens, masked_weights, batch.valid), total
 
 
 def diffusion_loss(
     config: DiffusionConfig, ops: Operations, params: DecoderParams, batch: Batch, key: Array
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Cross-entropy in nats of the masked tokens, each over the share t that its row has masked in expectation; and the weight.
+    """Computes the loss of a batch in nats, and the weight of all response tokens.
 
-    It is the sum over the tokens of the responses, divided by their weight: a bound of a response's negative log-likelihood.
+    The loss is the sum of the cross-entropies of the masked tokens, each divided by the expected share t of its row, over the
+    weight of all response tokens. It bounds the negative log-likelihood of the responses.
     """
-    found, total = masked_tokens(config, batch, key)
-    hidden = diffusion.predicting(config, diffusion.forward_full(config, ops, params, found.inputs, found.seen).hidden)
-    return decoder.cross_entropy(config.decoder, ops, params, hidden, found.labels, found.weights), total
+    predicted, total = masked_tokens(config, batch, key)
+    hidden = diffusion.predicting(
+        config, diffusion.forward_full(config, ops, params, predicted.inputs, predicted.attn_metadata).hidden
+    )
+    return decoder.cross_entropy(config.decoder, ops, params, hidden, predicted.labels, predicted.weights), total
 
 
 def cut_text(tokenizer: Tokenizer, text: str, size: int) -> list[str]:
-    """Cuts a text in pieces of about `size` tokens."""
+    """Cuts a text into pieces of about `size` tokens."""
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
     cuts = [0, *dict.fromkeys(offsets[n][0] for n in range(size, len(offsets), size)), len(text)]
     return [text[begin:end] for begin, end in pairwise(cuts) if begin < end]
 
 
 def fill_ins(tokenizer: Tokenizer, text: str, size: int) -> list[tuple[str, str]]:
-    """Stretches of a text with at most `size` tokens, whose first quarter is the prompt of the rest.
+    """Cuts a text into excerpts of at most `size` tokens, each with its first quarter as prompt and the rest as response.
 
-    They begin and end with lines, prompts too. A line that is longer than a stretch is cut between tokens, and so is a stretch
-    of one line.
+    Cuts are between lines. A line longer than an excerpt is cut between tokens, and so is an excerpt of one line.
     """
     lines = text.splitlines(keepends=True)
     sizes = [len(each.ids) for each in tokenizer.encode_batch(lines, add_special_tokens=False)]
@@ -127,11 +129,11 @@ def fill_ins(tokenizer: Tokenizer, text: str, size: int) -> list[tuple[str, str]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Tokenised prompts and responses, end to end.
+    """Concatenated tokens of prompts and responses.
 
     Attributes:
-        tokens: int32 `[n]`.
-        starts: int32 `[pairs, 3]`: where prompt and response begin, and where the response ends.
+        tokens: token ids, int32 `[n]`.
+        starts: start of the prompt, start of the response and end of the response, int32 `[pairs, 3]`.
     """
 
     tokens: np.ndarray
@@ -147,44 +149,48 @@ class Pairs:
         template: ChatTemplate | None = None,
         left_out: Counter[str] | None = None,
     ) -> "Pairs":
-        """Tokenises prompts with their responses, and texts without a prompt in stretches (see `fill_ins`).
+        """Tokenises prompts with responses, and cuts texts without a prompt into pairs (see `fill_ins`).
 
-        A conversation makes a pair for each message of the assistant; its prompt is all that stands before. A response that
-        does not fit the window with its end loses what is too long.
+        A conversation becomes a pair for each message of the assistant, with all text before the message as prompt. A response
+        is truncated to fit the window.
 
         Args:
-            ends: tokens that end a message; the first, which fills up rows, is not kept at the end of a response.
-            left_out: counts prompts without room for a response, stretches of a single token, and responses that are cut.
+            tokenizer: tokenizer of the model.
+            documents: the documents.
+            window: tokens per sequence.
+            ends: tokens that end a message; the first one pads rows, and is removed from the end of responses.
+            template: chat template for conversations.
+            left_out: counts prompts without room for a response, excerpts of one token, and truncated responses.
         """
         left_out = Counter() if left_out is None else left_out
         end = ends[0] if ends else -1
-        found: list[tuple[list[int], list[int]]] = []
-        asked = [document for document in documents if document.prompt or document.chat is not None]
-        for sequences in encode_each(tokenizer, asked, (end, *ends[1:]), template):
+        encoded: list[tuple[list[int], list[int]]] = []
+        prompted = [document for document in documents if document.prompt or document.chat is not None]
+        for sequences in encode_each(tokenizer, prompted, (end, *ends[1:]), template):
             for ids, in_loss in sequences:
                 edges = np.flatnonzero(np.diff([0, *in_loss, 0])).reshape(-1, 2).tolist()
-                found += [(ids[:first], ids[first : last - (ids[last - 1] == end)]) for first, last in edges]
+                encoded += [(ids[:first], ids[first : last - (ids[last - 1] == end)]) for first, last in edges]
         size = window - 1 - tokenizer.num_special_tokens_to_add(False)
         with special_tokens_as_text(tokenizer):
             texts = [document.text for document in documents if not document.prompt and document.chat is None]
             pieces = [piece for text in texts for piece in fill_ins(tokenizer, text, size)]
             prompts = tokenizer.encode_batch([prompt for prompt, _ in pieces])
             responses = tokenizer.encode_batch([response for _, response in pieces], add_special_tokens=False)
-        found += [(prompt.ids, response.ids) for prompt, response in zip(prompts, responses, strict=True)]
+        encoded += [(prompt.ids, response.ids) for prompt, response in zip(prompts, responses, strict=True)]
         pairs = []
-        for prompt, response in found:
+        for prompt, response in encoded:
             if not response:
-                left_out["stretches of a single token"] += 1
+                left_out["excerpts of a single token"] += 1
             elif len(prompt) >= window:
                 left_out[f"prompts that fill {window} tokens"] += 1
             else:
                 left_out[f"ends of responses beyond {window} tokens"] += len(prompt) + len(response) >= window
                 pairs.append((prompt, response[: window - len(prompt)]))
-        return cls.of(pairs)
+        return cls.from_pairs(pairs)
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Pairs":
-        """Pairs of prompts and responses."""
+    def from_pairs(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Pairs":
+        """Concatenates pairs of prompts and responses."""
         tokens: list[int] = []
         starts: list[tuple[int, int, int]] = []
         for prompt, response in pairs:
@@ -194,44 +200,41 @@ class Pairs:
         return cls(np.asarray(tokens, np.int32), np.asarray(starts, np.int32).reshape(-1, 3))
 
     def split(self, held_out: float, seed: int) -> "tuple[Pairs, Pairs]":
-        """Pairs to train on, and a share that is held out, at least one.
+        """Splits the pairs at random into training pairs and held-out pairs, at least one of each.
 
         Raises:
-            ValueError: there are fewer than two.
+            ValueError: there are fewer than two pairs.
         """
-        held = choose_some(np.arange(len(self.starts)), held_out, seed, "stretches of text, or prompts with responses")
-        return self.take(np.flatnonzero(~held)), self.take(np.flatnonzero(held))
+        is_held_out = choose_some(np.arange(len(self.starts)), held_out, seed, "excerpts of text, or prompts with responses")
+        return self.take(np.flatnonzero(~is_held_out)), self.take(np.flatnonzero(is_held_out))
 
     def take(self, chosen: np.ndarray) -> "Pairs":
-        """Some of the pairs."""
-        return Pairs.of(
+        """Returns the pairs with the given indices."""
+        return Pairs.from_pairs(
             [
                 (self.tokens[begin:first].tolist(), self.tokens[first:end].tolist())
                 for begin, first, end in self.starts[chosen].tolist()
             ]
         )
 
-    def __add__(self, other: "Pairs") -> "Pairs":
-        return Pairs(
-            np.concatenate([self.tokens, other.tokens]),
-            np.concatenate([self.starts, other.starts + np.int32(len(self.tokens))]),
-        )
-
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Prompt and response together, and the prompt's size."""
+        """Returns the tokens of a pair, and the length of its prompt."""
         begin, first, end = self.starts[index]
         return self.tokens[begin:end], int(first - begin)
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Batches of problems and of texts, in an order that `options` set; see `text.Batches`.
+    """Batches of arithmetic problems and texts; see `text.Batches`.
 
     Attributes:
-        texts, held_out: what is trained on, and what is held out.
-        arithmetic: share of the rows that are problems of `arithmetic.py`; the others are texts.
-        end: the token that fills up a row.
-        rows: of each batch that this process's devices compute on; None for all. Nothing else depends on it.
+        tokenizer: tokenizer of the model.
+        texts: training pairs.
+        held_out: held-out pairs.
+        arithmetic: share of rows with problems of `arithmetic.py`; the other rows are texts.
+        end: end-of-text token, which pads rows.
+        options: options of the training loop, with the seed of the order.
+        rows: rows of each batch on the devices of this process; None for all rows.
     """
 
     tokenizer: Tokenizer
@@ -247,19 +250,22 @@ class Examples:
             raise ValueError(f"expected a share of arithmetic from 0 to 1, found {self.arithmetic}")
         longest = len(self.encode(LONGEST)[0])
         if self.arithmetic and longest >= self.options.sequence_length:
-            raise ValueError(f"expected sequences above a problem's {longest} tokens, found {self.options.sequence_length}")
-        for what, pairs in (("training", self.texts), ("held-out", self.held_out)):
+            raise ValueError(
+                f"expected sequences longer than a problem's {longest} tokens, found {self.options.sequence_length}"
+            )
+        for label, pairs in (("training", self.texts), ("held-out", self.held_out)):
             if self.arithmetic < 1 and not len(pairs.starts):
-                raise ValueError(f"the {what} text has no prompt and response that fit {self.options.sequence_length} tokens")
+                length = self.options.sequence_length
+                raise ValueError(f"expected a prompt and response within {length} tokens in the {label} text, found none")
 
     def encode(self, problem: Problem) -> tuple[np.ndarray, int]:
-        """Prompt and response together, and the prompt's size."""
-        given = self.tokenizer.encode(problem.prompt).ids
-        worked = self.tokenizer.encode(problem.response, add_special_tokens=False).ids
-        return np.asarray([*given, *worked], np.int32), len(given)
+        """Tokenises a problem; returns the tokens, and the length of the prompt."""
+        prompt = self.tokenizer.encode(problem.prompt).ids
+        response = self.tokenizer.encode(problem.response, add_special_tokens=False).ids
+        return np.asarray([*prompt, *response], np.int32), len(prompt)
 
     def batch(self, rng: np.random.Generator, held_out: bool) -> Batch:
-        """A batch that `rng` draws. Half of the rows end before the window does, so that the model learns every length."""
+        """Draws a batch. Half of the rows are shorter than the window, so that the model learns every length."""
         rows = self.options.batch_size
         length = self.options.sequence_length
         tokens = np.full((rows, length), self.end, np.int32)
@@ -270,33 +276,33 @@ class Examples:
             solved = rng.random() < self.arithmetic
             ids, begin = self.encode(next(drawn)) if solved else texts[int(rng.integers(len(texts.starts)))]
             tokens[row, : len(ids)] = ids
-            whole_row = rng.random() < 0.5 or len(ids) == length  # a response that was cut has no end
+            whole_row = rng.random() < 0.5 or len(ids) == length  # a truncated response has no end token
             size = length if whole_row else int(rng.integers(len(ids) + 1, length + 1))
             bounds[:, row] = begin, min(len(ids) + 1, length), size
-        whole = Batch(tokens, *bounds)
-        return whole if self.rows is None else Batch(*(each[self.rows] for each in whole))
+        batch = Batch(tokens, *bounds)
+        return batch if self.rows is None else Batch(*(array[self.rows] for array in batch))
 
     def batches(self, first: int) -> Iterator[Batch]:
-        """Training batches from step `first` on; a step's rows depend on the seed and the step alone."""
+        """Yields training batches from step `first` on; the rows depend on the seed and the step only."""
         return (self.batch(np.random.default_rng((self.options.seed, 0, step)), False) for step in count(first))
 
     def held_out_batches(self) -> list[Batch]:
-        """Held-out batches, the same at every evaluation."""
+        """Returns the held-out batches, the same ones at every evaluation."""
         each = (self.batch(np.random.default_rng((self.options.seed, 1, n)), True) for n in count())
         return list(islice(each, HELD_OUT_BATCHES))
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step computes."""
+        """Tokens per step."""
         return self.options.batch_size * self.options.sequence_length
 
     def run_fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the run: what a checkpoint must agree with."""
+        """Returns the fingerprint of the run, which a checkpoint must match."""
         text = fingerprint((self.texts.tokens, self.texts.starts))
-        same = {**self.options.run_fingerprint(), "arithmetic": self.arithmetic, "text": text}
+        settings = {**self.options.run_fingerprint(), "arithmetic": self.arithmetic, "text": text}
         if self.arithmetic and self.tokenizer.num_special_tokens_to_add(False):
-            same["problem"] = fingerprint((self.encode(LONGEST)[0],))  # responses had special tokens in earlier versions
-        return same
+            settings["problem"] = fingerprint((self.encode(LONGEST)[0],))  # earlier versions added special tokens to responses
+        return settings
 
 
 def train_diffusion(
@@ -311,9 +317,14 @@ def train_diffusion(
     """Trains a diffusion language model; see `loop.train` for checkpoints and resumption.
 
     Args:
-        start: parameters to go on from, float32; by default random ones. Over a mesh those in their places are DONATED.
-        run_fingerprint: what else a resumed run must agree on.
-        setup: of the mesh to train over, for the layers' sizes; by default one device.
+        config: configuration of the model.
+        examples: batches.
+        out: folder for checkpoints.
+        console: console for progress.
+        start: float32 parameters to start from; by default random ones. Parameters that are already sharded over the mesh are
+            DONATED.
+        run_fingerprint: further settings that a checkpoint must match.
+        setup: mesh and plan; by default one device.
     """
     options = examples.options
     over = None if setup is None else bidirectional(config, setup)
@@ -321,8 +332,8 @@ def train_diffusion(
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
         if over is None:
             return diffusion_loss(config, options.ops, params, batch, key)
-        found, total = masked_tokens(config, batch, key)
-        return sharded_loss(over)(params, found), total
+        predicted, total = masked_tokens(config, batch, key)
+        return sharded_loss(over)(params, predicted), total
 
     def init() -> DecoderParams:
         if start is not None:
@@ -330,18 +341,19 @@ def train_diffusion(
         shardings = None if over is None else over.shardings
         return initialise(diffusion.declare(config), jax.random.key(options.seed), shardings=shardings)
 
-    same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
+    settings = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
     flops = token_flops(config.decoder, options.sequence_length)
     task = partial(text_task, "diffusion model", loss, init, hidden_matrices, flops=flops)
     if over is None:
-        return train(task(examples, same), console, out)
-    own = replace(examples, rows=over.own_rows(options.batch_size))
+        return train(task(examples, settings), console, out)
+    local = replace(examples, rows=over.local_rows(options.batch_size))
     predict = partial(masked_tokens, config)
     optimizer = make_optimizer(options, hidden_matrices)
-    return train(over_mesh(task(own, same, place=partial(on_mesh, over)), over, optimizer, init, predict), console, out)
+    single = task(local, settings, place=partial(place_batch, over))
+    return train(over_mesh(single, over, optimizer, init, predict), console, out)
 
 
 def bidirectional(config: DiffusionConfig, setup: ShardedSetup) -> ShardedSetup:
-    """The setup of a decoder's layers for those of a diffusion model, whose positions see all of their row."""
+    """Returns the setup with bidirectional attention over each row, and the shift of predictions that the model needs."""
     shift = partial(diffusion.predicting, config) if config.shifted else None
     return replace(setup, attend=cast(decoder.Attend, diffusion.bidirectional_attend), predicting=shift)

@@ -1,10 +1,10 @@
-"""Training a DSpark drafter (arXiv 2607.05147): blocks as for DFlash, and a serial head that is told the right token before.
+"""Training of a DSpark drafter (arXiv 2607.05147): DFlash's blocks, and a serial head that reads the label before each slot.
 
-Every slot learns the right token by cross-entropy, and the target's own distribution by the L1 distance of both: half of it is
-the chance that a draft, drawn from the one, is refused by the other. The logits are those with the serial head on top.
+Each slot learns the label by cross-entropy, and the target's distribution by the L1 distance. Half of that distance is the
+probability that the target rejects a draft. The logits include the serial head.
 
-Source of the recipe: deepseek-ai/DeepSpec, `deepspec/modeling/dspark/loss.py`. Its third part, of the confidence head, is left
-out, as is the head. The slots' weights are those of DFlash here (`DFlashOptions.gamma`).
+Source of the recipe: deepseek-ai/DeepSpec, `deepspec/modeling/dspark/loss.py`. Its third loss, for the confidence head, and the
+head are left out. The slot weights are DFlash's (`DFlashOptions.gamma`).
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ from tilewright.train.drafter import (
     BlockKind,
     DFlashOptions,
     Frozen,
-    at_slots,
     draw_blocks,
+    gather_slots,
     run_blocks,
     slot_nll,
     slot_weights,
@@ -45,11 +45,10 @@ from tilewright.train.text import TextOptions
 
 @dataclass(frozen=True)
 class DSparkOptions(DFlashOptions):
-    """Options that only the training of a DSpark drafter has.
+    """Options of the training of a DSpark drafter.
 
     Attributes:
-        l1_weight: share of the L1 distance in the loss, from 0 to 1; the rest is the cross-entropy's. The published value is
-            0.9.
+        l1_weight: share of the L1 distance in the loss, from 0 to 1; the rest is cross-entropy. The published value is 0.9.
     """
 
     l1_weight: float = 0.9
@@ -70,9 +69,9 @@ def drafter_losses(
     batch: Sequence[Array],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """The cross-entropy in nats and the L1 distance, both weighted means over the slots, and the sum of the slots' weights.
+    """Computes the weighted mean cross-entropy in nats, the weighted mean L1 distance, and the sum of the slot weights.
 
-    The distance is 0 where it has no share in the loss. Both distributions are over the tokens that can be proposed.
+    The distance is 0 if its weight is 0. Both distributions are over the draft vocabulary.
     """
     blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
     run = partial(dflash.run_block, config, ops)
@@ -80,20 +79,20 @@ def drafter_losses(
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.l1_weight > 0)
     logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     logits = logits + dspark.serial_logits(ops, params.selector, blocks.before)
-    nll = slot_nll(logits, blocks.wanted)
-    apart = jnp.zeros(blocks.wanted.shape)
+    nll = slot_nll(logits, blocks.labels)
+    distance = jnp.zeros(blocks.labels.shape)
     if drafted.stream is not None:
-        # The target's state at a position speaks of the token after it: at the anchor, of what the block drafts first.
-        stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
-        said = ops.linear(ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps), frozen.head, jnp.float32)
-        said = softcapped(said, target.logit_softcap)
-        apart = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(said, axis=-1)), axis=-1)
+        # The target's state at a position predicts the next token: at the anchor, the first drafted one.
+        stream = gather_slots(drafted.stream, blocks.anchors, config.block_size - 1)
+        expected = ops.linear(ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps), frozen.head, jnp.float32)
+        expected = softcapped(expected, target.logit_softcap)
+        distance = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(expected, axis=-1)), axis=-1)
     weights = slot_weights(nll, blocks, options.dpace)
-    return weighted_mean(nll, weights), weighted_mean(apart, weights), jnp.sum(weights)
+    return weighted_mean(nll, weights), weighted_mean(distance, weights), jnp.sum(weights)
 
 
 def hidden_matrices(params: DSparkParams) -> DSparkParams:
-    """True for every matrix; the serial head's two are embeddings, not such."""
+    """Returns True for every matrix except the two of the serial head, which are embeddings."""
     matrices = jax.tree.map(lambda x: x.ndim == 2, params)
     return replace(matrices, selector=replace(matrices.selector, predecessor=False, successor=False))
 
@@ -111,18 +110,18 @@ def train_dspark(
     start: DSparkParams | None = None,
     placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
-    """Trains a drafter. Its loss is what `drafter_losses` gives, weighed by `l1_weight`; see `drafter.train_drafter`."""
+    """Trains a DSpark drafter; see `drafter.train_drafter`. `l1_weight` weighs the losses of `drafter_losses`."""
     ops = placement.ops(options)
     share = drafter_options.l1_weight
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        nll, apart, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
-        return (1 - share) * nll + share * apart, total
+        nll, distance, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
+        return (1 - share) * nll + share * distance, total
 
     def fresh(key: Array) -> DSparkParams:
         params = initialise(dspark.declare(config), key)
         return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
 
     kind = BlockKind("DSpark drafter", dspark.declare(config), hidden_matrices, loss, fresh, whole=share > 0)
-    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
-    return train_blocks(kind, *given)
+    arguments = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
+    return train_blocks(kind, *arguments)

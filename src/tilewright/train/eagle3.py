@@ -1,9 +1,8 @@
-"""Training an EAGLE-3 drafter for a frozen target: training-time test (EAGLE-3, arXiv 2503.01840 §3.2).
+"""Training of an EAGLE-3 drafter for a frozen target: training-time test (EAGLE-3, arXiv 2503.01840 §3.2).
 
-The chain that will draft is unrolled over every position of a sequence at once. Step i pairs what the drafter itself put out
-at step i - 1 (at step 0 the target's features) with the embedding of the token i + 1 further on, and learns what the target
-says about the token after that. A pair sees the pairs of step 0 up to its own position, and of later steps only those of its
-own chain, just as when drafting.
+The drafting chain is unrolled over all positions of a sequence at once. Step i combines the drafter's own output of step i - 1
+(at step 0 the target's features) with the embedding of the token i + 1 positions later, and learns the target's distribution of
+the following token. A position attends to step 0 up to itself, and to later steps at itself only, as when drafting.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,18 +32,18 @@ from tilewright.train.taps import batches_with_states, tapped_layers, target_sta
 from tilewright.train.text import TextOptions
 
 SEQUENCES = 8
-"""Sequences that an accelerator works on at a time: one alone leaves most of it idle."""
+"""Sequences that an accelerator computes at a time; a single one would leave it mostly idle."""
 POSITIONS = 1024
-"""About how many positions a CPU works on at a time: it lays out a matrix anew for each product with it."""
+"""Positions, approximately, that a CPU computes at a time, since it repacks a matrix for each product."""
 
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """Options that only the training of an EAGLE-3 drafter has.
+    """Options of the training of an EAGLE-3 drafter.
 
     Attributes:
-        decay: weight of a draft step's loss against that of the step before; the published value is 0.8.
-        keep_taps: folder for the target's states, which are computed once then (see `taps.KeptRows`).
+        decay: loss weight of a draft step relative to the step before; the published value is 0.8.
+        keep_taps: folder that caches the target's hidden states (see `taps.RowsWithStates`); None computes them in each step.
     """
 
     decay: float = 0.8
@@ -56,17 +55,17 @@ class Eagle3Options:
 
 
 def default_draft_vocab(vocab_size: int) -> int:
-    """A small vocabulary whole; of a large one as many tokens as the published drafters have."""
+    """Returns the default size of the draft vocabulary: all up to 8,192 tokens, else at most 32,000 like published drafters."""
     return vocab_size if vocab_size <= 8192 else min(vocab_size, 32000)
 
 
 class Teacher(NamedTuple):
-    """The target's states and predictions of each sequence, which a drafter learns from.
+    """Hidden states and predictions of the target, which the drafter learns from.
 
     Attributes:
-        taps: its hidden states after the tapped layers, each `[B, T, G]`.
-        probabilities: of the next token, over the draft vocabulary alone, `[B, T, W]`.
-        best: its most likely next token, `[B, T]`.
+        taps: hidden states after the tapped layers, `[B, T, G]` each.
+        probabilities: probabilities of the next token over the draft vocabulary, `[B, T, W]`.
+        best: most likely next token, `[B, T]`.
     """
 
     taps: tuple[Array, ...]
@@ -82,11 +81,7 @@ def ask_target(
     ids: Int[Array, " W"],
     batch: Sequence[Array],
 ) -> Teacher:
-    """Runs the target over whole sequences, or reads what is kept of it.
-
-    Args:
-        batch: as in `taps.target_states`.
-    """
+    """Runs the target over whole sequences, or reads its cached states. `batch` is as in `taps.target_states`."""
     states = target_states(target, config.target_layer_ids, ops, target_params, batch, whole=True)
     assert states.stream is not None
     logits = decoder.logits(target, ops, target_params, states.stream)
@@ -94,22 +89,26 @@ def ask_target(
 
 
 def together(rows: int, length: int) -> int:
-    """Number of sequences of a batch that are worked on at a time, a divisor of the batch's rows."""
+    """Returns the number of sequences to compute at a time, a divisor of `rows`."""
     most = POSITIONS // length if jax.default_backend() == "cpu" else SEQUENCES
     return next(size for size in range(max(1, min(most, rows)), 0, -1) if rows % size == 0)
 
 
 def following(x: Array, n: int) -> Array:
-    """Each position's entry `n` positions on, `x` being `[B, T, ...]`; zeros beyond the end."""
+    """Shifts `x` `[B, T, ...]` by `n` positions to the left, with zeros at the end."""
     return jnp.pad(x[:, n:], ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2)))
 
 
 def chain_attention(
     q: Float[Array, "B T N D"], pairs: Sequence[tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]]
 ) -> Float[Array, "B T N D"]:
-    """Attention of one unrolled step; `pairs` has keys and values of all steps so far, its own last. The softmax is float32.
+    """Computes the attention of one unrolled step, with a float32 softmax.
 
-    A query sees the first step's entries up to its own position, and of each later step the one at its own position.
+    A query attends to the first step's entries up to its position, and to the later steps' entries at its position.
+
+    Args:
+        q: queries.
+        pairs: keys and values of all steps so far; the last ones belong to the current step.
     """
     b, t, n, d = q.shape
     (k, v), chain = pairs[0], pairs[1:]
@@ -117,8 +116,8 @@ def chain_attention(
     scores = partial(jnp.einsum, preferred_element_type=jnp.float32)
     before = scores("btkgd,bksd->bkgts", grouped, k)
     before = jnp.where(jnp.tril(jnp.ones((t, t), bool)), before, MASKED)
-    own = [scores("btkgd,bktd->bkgt", grouped, later)[..., None] for later, _ in chain]
-    weights = jax.nn.softmax(jnp.concatenate([before, *own], axis=-1), axis=-1).astype(q.dtype)
+    same_position = [scores("btkgd,bktd->bkgt", grouped, later)[..., None] for later, _ in chain]
+    weights = jax.nn.softmax(jnp.concatenate([before, *same_position], axis=-1), axis=-1).astype(q.dtype)
     out = jnp.einsum("bkgts,bksd->btkgd", weights[..., :t], v)
     for step, (_, later) in enumerate(chain):
         out = out + jnp.einsum("bkgt,bktd->btkgd", weights[..., t + step], later)
@@ -133,10 +132,10 @@ def unroll(
     taps: Sequence[Float[Array, "B T G"]],
     tokens: Int[Array, "B T"],
 ) -> Iterator[Float[Array, "B T W"]]:
-    """Runs every position's chain over the tokens that follow it.
+    """Runs the chain of each position over the tokens after it.
 
     Yields:
-        the draft logits of each step; those of step i at position t are about the token at t + 2 + i.
+        the draft logits of each step; those of step i at position t predict the token at t + 2 + i.
     """
     h = eagle3.fuse(config, ops, params, taps)
     pairs = []
@@ -153,7 +152,7 @@ def unroll(
 
 
 def step_counts(tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"], steps: int, end: int) -> list[Bool[Array, "B T"]]:
-    """For each step, the positions whose predicted token is in the loss, and in the same text as the known token."""
+    """Returns a mask per step: positions whose label is in the loss, and in the same text as the last token."""
     alive = jnp.ones_like(in_loss)
     counted = []
     for i in range(steps):
@@ -171,36 +170,44 @@ def drafter_loss(
     frozen: tuple[DecoderParams, Int[Array, " W"]],
     batch: Sequence[Array],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The weighted mean cross-entropy in nats against the target's distribution over the draft vocabulary; the weights' sum.
+    """Computes the weighted mean cross-entropy in nats against the target's distribution over the draft vocabulary.
 
-    Tokens count where the target's own choice is in the draft vocabulary: elsewhere no greedy draft can be accepted. A few
-    sequences are worked on at a time, backwards too, so that memory does not grow with the batch.
+    A token counts if the target's most likely token is in the draft vocabulary; otherwise no greedy draft can be accepted.
+    Forward and backward passes compute a few sequences at a time, so that memory does not grow with the batch.
 
     Args:
-        frozen: the target, and the target's ids of the draft ids.
+        target: configuration of the target.
+        config: configuration of the drafter.
+        options: options of the loss.
+        ops: operations.
+        params: parameters of the drafter.
+        frozen: parameters of the target, and the target ids of the draft vocabulary.
         batch: as in `taps.target_states`.
+
+    Returns:
+        the loss, and the sum of the weights.
     """
     target_params, ids = frozen
 
     @jax.checkpoint
-    def of_chains(params: Eagle3Params, teacher: Teacher, tokens: Array, in_loss: Array) -> tuple[Array, Array]:
+    def chains_loss(params: Eagle3Params, teacher: Teacher, tokens: Array, in_loss: Array) -> tuple[Array, Array]:
         reachable = jnp.zeros(config.vocab_size, bool).at[ids].set(True)[teacher.best]
         counted = step_counts(tokens, in_loss, config.block_size - 1, end_token(target))
         summed = jnp.float32(0)
         total = jnp.float32(0)
         for i, logits in enumerate(unroll(config, ops, params, target_params.embed, teacher.taps, tokens)):
             weights = options.decay**i * (counted[i] & following(reachable, i + 1)).astype(jnp.float32)
-            said = jnp.sum(following(teacher.probabilities, i + 1) * logits, axis=-1)
-            summed += jnp.sum((jax.nn.logsumexp(logits, axis=-1) - said) * weights)
+            expected = jnp.sum(following(teacher.probabilities, i + 1) * logits, axis=-1)
+            summed += jnp.sum((jax.nn.logsumexp(logits, axis=-1) - expected) * weights)
             total += jnp.sum(weights)
         return summed, total
 
-    def of_group(group: Sequence[Array]) -> tuple[Array, Array]:
-        return of_chains(params, ask_target(target, config, ops, target_params, ids, group), *group[:2])
+    def group_loss(group: Sequence[Array]) -> tuple[Array, Array]:
+        return chains_loss(params, ask_target(target, config, ops, target_params, ids, group), *group[:2])
 
-    size = together(*batch[0].shape)  # every so many rows form a group, so that a batch over a mesh stays divided
+    size = together(*batch[0].shape)  # groups take strided rows, so that a batch stays sharded over a mesh
     groups = [x.reshape(size, -1, *x.shape[1:]).swapaxes(0, 1) for x in batch]
-    summed, total = (jnp.sum(part) for part in jax.lax.map(of_group, groups))
+    summed, total = (jnp.sum(part) for part in jax.lax.map(group_loss, groups))
     return summed / jnp.maximum(total, 1e-6), total
 
 
@@ -212,9 +219,9 @@ def step_agreement(
     frozen: tuple[DecoderParams, Int[Array, " W"]],
     batch: Sequence[Array],
 ) -> tuple[Int[Array, " steps"], Int[Array, " steps"]]:
-    """For each step, at how many positions the drafter's first choice is the target's, and of how many.
+    """Counts positions where the drafter's most likely token is the target's, per step, and all counted positions per step.
 
-    The chains read the text as it is, not their own proposals: step i tells how good a draft is after i that were right.
+    The chains read the text, not their own proposals: step i measures a draft after i accepted drafts.
 
     Args:
         batch: as in `taps.target_states`.
@@ -229,16 +236,16 @@ def step_agreement(
 
 
 def end_token(target: DecoderConfig) -> int:
-    """The token that ends a text; -1, which is no token, where the target has none."""
+    """Returns the token that ends a text; -1 if the target has none."""
     return target.eos_token_ids[0] if target.eos_token_ids else -1
 
 
 def warm_start(
     target: DecoderConfig, config: Eagle3Config, target_params: DecoderParams, ids: Int[Array, " W"], params: Eagle3Params
 ) -> Eagle3Params:
-    """Starts a drafter with its target's final norm and head, and with features that pass on the last tap.
+    """Initialises a drafter with its target's final norm and head, and with features that pass on the last tap.
 
-    The MLP is that of the target's last layer, which writes what this head reads, if it has the size and the form for it.
+    The MLP is a copy of the target's last MLP if sizes and structure fit.
     """
     h = target.hidden_size
     last = target_params.layers[-1]
@@ -252,7 +259,7 @@ def warm_start(
 
 
 def hidden_matrices(params: Eagle3Params) -> Eagle3Params:
-    """True for the matrices inside: what Muon takes, and what weight decay applies to."""
+    """Returns True for all matrices except the head: the arrays of Muon and weight decay."""
     return replace(jax.tree.map(lambda x: x.ndim == 2, params), head=False)
 
 
@@ -268,17 +275,19 @@ def train_eagle3(
     console: Console,
     placement: TrainingPlacement = TrainingPlacement(),
 ) -> tuple[TrainResult, list[float]]:
-    """Trains a drafter that reads its target's embedding. Its losses are those of `drafter_loss`.
+    """Trains an EAGLE-3 drafter with `drafter_loss`. The embedding is the target's, the vocabulary that of `frequent_tokens`.
 
-    Its draft vocabulary is that of `frequent_tokens`.
+    The arguments are those of `drafter.train_drafter`.
 
     Returns:
-        what was reached, and for each draft step the share of held-out positions where drafter and target agree (see
-        `step_agreement`).
+        the result, and per draft step the share of held-out positions where drafter and target agree (see `step_agreement`).
+
+    Raises:
+        ValueError: the drafter does not fit the target or has an embedding, or sequences are too short.
     """
     eagle3.check_fits(config, target)
     if config.own_embedding:
-        raise ValueError("expected a drafter that reads its target's embedding, found one with its own")
+        raise ValueError("expected a drafter that reads its target's embedding, found a drafter with an embedding")
     if options.sequence_length <= config.block_size:
         raise ValueError(
             f"expected a sequence length above the block size {config.block_size}, found {options.sequence_length}"
@@ -293,13 +302,13 @@ def train_eagle3(
         drawn = initialise(eagle3.declare(config), jax.random.key(options.seed))
         return warm_start(target, config, target_params, ids, drawn)
 
-    same = {"config": asdict(config), "eagle3": {"decay": eagle3_options.decay}, "target": fingerprint(target_params)}
-    read = (target, target_params, tapped_layers(target, config.target_layer_ids, whole=True), same["target"])
-    kept = (eagle3_options.keep_taps, *read, placement.mesh is not None)
-    windows = batches_with_states(stream, held_out, options, *kept)
+    settings = {"config": asdict(config), "eagle3": {"decay": eagle3_options.decay}, "target": fingerprint(target_params)}
+    target_arguments = (target, target_params, tapped_layers(target, config.target_layer_ids, whole=True), settings["target"])
+    state_arguments = (eagle3_options.keep_taps, *target_arguments, placement.mesh is not None)
+    windows = batches_with_states(stream, held_out, options, *state_arguments)
     frozen = (target_params, ids)
-    trained = (init, eagle3.declare(config), hidden_matrices, placement)
-    result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
+    model_arguments = (init, eagle3.declare(config), hidden_matrices, placement)
+    result = train(partitioned_task("EAGLE-3 drafter", windows, settings, loss, frozen, *model_arguments), console, out)
     agree = jax.jit(partial(step_agreement, target, config, ops))
     counts = [agree(result.params, frozen, batch) for batch in windows.held_out_batches()]
     hits, totals = (np.sum([np.asarray(part[n]) for part in counts], axis=0) for n in range(2))

@@ -1,7 +1,7 @@
-"""Errors that stop a run: a loss, or a gradient, that is no finite number.
+"""Checks of losses and gradients: a run stops at the first one that is not finite.
 
-A step tells of each group of parameters whether its gradient is finite, in a few bytes that stay on the device until the loop
-reads them, some steps later and before anything is saved.
+Each step computes a flag per group of parameters on the device. The loop reads the flags some steps later, and before it saves
+a checkpoint.
 """
 
 import re
@@ -16,80 +16,80 @@ from jax import Array
 from jaxtyping import Bool
 
 FINITE = "finite"
-"""Under this name a step's metrics hold a `Finite`, which the loop takes out of them."""
+"""Key of the `Finite` in the metrics of a step; the loop removes it."""
 
 IN_FLIGHT = 8
-"""So many steps may be under way, or done, before the loop looks at the first of them."""
+"""Steps that the loop dispatches before it reads the flags of the first one."""
 
 LISTED = 8
-"""Number of groups that an error names before it only counts."""
+"""Largest number of groups that an error message names."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Finite:
-    """Flags that say whether a step's loss and gradient are finite numbers.
+    """Flags of a step: True for a finite loss and for finite gradients.
 
     Attributes:
-        flags: of the loss, then of each group; in front the runs, where several train side by side.
-        names: of the groups.
+        flags: flag of the loss, then of each group; with a leading dimension for several runs.
+        names: names of the groups.
     """
 
     flags: Bool[Array, "*runs groups"]
     names: tuple[str, ...] = field(metadata={"static": True})
 
 
-def group_of(path: Any) -> str:
-    """The group of an array by its path: of a layer's, what it belongs to (`layers.3.gate_up`); else its own name."""
+def array_group(path: Any) -> str:
+    """Returns the group of an array by its path: layer and operation (`layers.3.gate_up`), or the name outside layers."""
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     found = re.match(r".*?\b\d+\.\w+", name)
     return found[0] if found else name or "parameters"
 
 
 def finite(loss: Array, gradient: Any) -> Finite:
-    """Looks at a loss and its gradient, on the device."""
+    """Computes the flags of a loss and its gradient, on the device."""
     groups: dict[str, list[Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
-        groups.setdefault(group_of(path), []).append(jnp.all(jnp.isfinite(leaf)))
+        groups.setdefault(array_group(path), []).append(jnp.all(jnp.isfinite(leaf)))
     flags = [jnp.all(jnp.isfinite(loss)), *(jnp.all(jnp.stack(each)) for each in groups.values())]
     return Finite(jnp.stack(flags), tuple(groups))
 
 
 class NotFiniteTraining(FloatingPointError):
-    """A step whose loss or gradient is no finite number; its message names both, and where the run can go on."""
+    """A loss or gradient that is not finite; the message names the arrays and the last checkpoint."""
 
 
 class Watch:
-    """Reads the flags of steps when they are there."""
+    """Reads the flags of steps with a delay, so that the loop need not wait for the device."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, Finite]] = deque()
 
     def note(self, step: int, found: Finite) -> None:
-        """Takes the flags of a step, and looks at those of the steps that must be done by now.
+        """Adds the flags of a step, and checks the flags of older steps.
 
-        How many may wait is a number and no question of time: of several processes, all stop at the same step.
+        The delay is a number of steps, not a time, so that all processes stop at the same step.
 
         Raises:
-            NotFinite: one of them was not finite.
+            NotFiniteTraining: a loss or gradient was not finite.
         """
         self.waiting.append((step, found))
         found.flags.copy_to_host_async()
         while len(self.waiting) > IN_FLIGHT:
             require_finite(*self.waiting.popleft())
 
-    def settle(self) -> None:
-        """Looks at all steps.
+    def check_all(self) -> None:
+        """Checks the flags of all steps.
 
         Raises:
-            NotFinite: one of them was not finite.
+            NotFiniteTraining: a loss or gradient was not finite.
         """
         while self.waiting:
             require_finite(*self.waiting.popleft())
 
 
 def require_finite(step: int, found: Finite) -> None:
-    """Raises a `NotFiniteTraining` that names what is not."""
+    """Raises a `NotFiniteTraining` that names all arrays that are not finite."""
     flags: np.ndarray = np.asarray(found.flags).reshape(-1, len(found.names) + 1)
     if flags.all():
         return

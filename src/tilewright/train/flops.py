@@ -1,4 +1,4 @@
-"""The operations that a model's training needs, as the PaLM paper counts them, and how much of the devices' peak that is."""
+"""Counts the floating-point operations of training as in the PaLM paper, for the model FLOPs utilisation."""
 
 import jax
 
@@ -9,13 +9,13 @@ from tilewright.models.params import count
 
 
 def token_flops(config: DecoderConfig, length: int) -> float:
-    """Operations of a token in a sequence of `length`, forward and backward: 6 N + 12 L H Q T + 18 M V D E.
+    """Returns the forward and backward operations per token in a sequence of `length`: 6 N + 12 L H Q T + 18 M V D E.
 
-    N are the parameters that a token is multiplied with: an embedding that is not the head too is only read from, and of a
-    mixture's experts a token goes to K of E. L layers have H heads of size Q, and T is the length. M layers have linear
-    attention, with V heads whose state of D by E is read, corrected and read again, position by position: other products of
-    chunks do not count. What is computed again in the backward pass does not count either, and nothing is taken off for causal
-    attention, which needs half of its products. (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.)
+    N is the number of parameters that multiply a token: not an embedding that is separate from the head, and only the active
+    experts of a mixture. L is the number of layers with softmax attention, with H heads of size Q, and T is the length. M is
+    the number of layers with linear attention, with V heads whose D × E state is read, updated and read again per position;
+    further products of chunks do not count. Recomputation in the backward pass does not count, causal attention counts fully.
+    (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.)
     """
     read_only = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     specs = decoder.declare(config)
@@ -32,6 +32,6 @@ def token_flops(config: DecoderConfig, length: int) -> float:
 
 
 def peak_flop_per_s(devices: int) -> float | None:
-    """The peak of so many devices like the first, for dense bfloat16 products; None where it is not known, as of any CPU."""
+    """Returns the dense bfloat16 peak of `devices` devices like the first one, in FLOP/s; None if unknown, as for CPUs."""
     chip = accelerator_of_device(jax.devices()[0].device_kind)
     return None if chip is None else devices * 1e12 * chip.bf16_tflop_per_s

@@ -1,7 +1,7 @@
-"""Parts that all training of graph networks shares: options, optimiser, loss, and what the runs reached.
+"""Shared parts of the training of graph networks: options, optimizer, loss and results.
 
-Several runs (seeds, or folds) train side by side in one program: every array of parameters and optimiser has a leading dim of
-runs. Parameters are trained with the running statistics of batch norm beside them, as one pair: *weights*.
+Several runs (seeds or folds) train side by side in one program: all arrays of parameters and optimizer state have a leading
+dimension of runs. *Weights* are a pair of parameters and running statistics of batch norm.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,22 +25,22 @@ from tilewright.train.loop import Metrics, Step, Task, TrainOptions, TrainResult
 PARTS = ("train", "val", "test")
 
 Weights = tuple[Any, Any]
-"""Parameters, and running statistics of batch norm."""
+"""Parameters and running statistics of batch norm."""
 
 
 @dataclass(frozen=True)
 class GNNOptions(TrainOptions):
-    """Training options of graph networks; the sizes of the model stand in its configuration.
+    """Options of the training of graph networks.
 
     Attributes:
-        epochs: passes over the training nodes; of graph classification, rounds of `iterations` steps.
-        learning_rate: of Adam.
-        weight_decay: added to the gradient of the matrices (L2), of GCN's first layer only.
-        halve_every: epochs after which the learning rate is halved, again and again; 0 for never.
-        seed: of the first run; the others follow it.
-        batch_size: nodes (sampled) or graphs in a step.
-        iterations: steps in an epoch of graph classification.
-        save_every: epochs from one checkpoint to the next.
+        epochs: passes over the training nodes; for graph classification, rounds of `iterations` steps.
+        learning_rate: learning rate of Adam.
+        weight_decay: L2 penalty of the matrices, for GCN of the first layer only.
+        halve_every: epochs between halvings of the learning rate; 0 for never.
+        seed: seed of the first run; later runs have the next seeds.
+        batch_size: nodes per step of sampled training, or graphs per step.
+        iterations: steps per epoch of graph classification.
+        save_every: epochs between checkpoints.
     """
 
     epochs: int = 200
@@ -58,28 +58,28 @@ class GNNOptions(TrainOptions):
 
 
 def content_fingerprint(data: NodeData | GraphData) -> str:
-    """Digest of all that a run learns from and is measured on: edges, weights, features, labels and the parts."""
+    """Returns a digest of the data: edges, weights, features, labels and split."""
     features = data.features
     parts = vars(features) if isinstance(features, SparseRows) else features
     content = {name: value for name, value in vars(data).items() if name != "name" and value is not None}
     return fingerprint({**content, "features": parts})
 
 
-def run_fingerprint_of(data: NodeData | GraphData, config: Config, options: GNNOptions, **more: object) -> dict[str, Any]:
-    """Fingerprint of the runs: what a checkpoint must agree with."""
-    same = {**asdict(config), **options.run_fingerprint(), "data": data.name, "content": content_fingerprint(data)}
-    return {"family": type(config).__name__, **same, **more}
+def gnn_run_fingerprint(data: NodeData | GraphData, config: Config, options: GNNOptions, **more: object) -> dict[str, Any]:
+    """Returns the fingerprint of the runs, which a checkpoint must match."""
+    settings = {**asdict(config), **options.run_fingerprint(), "data": data.name, "content": content_fingerprint(data)}
+    return {"family": type(config).__name__, **settings, **more}
 
 
 def over_runs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps over the leading dim of all arguments: one run after another on a CPU, whose kernels fill it, else all at once."""
+    """Maps a function over the leading dimension of all arguments: sequentially on a CPU, else vectorised."""
     if jax.default_backend() == "cpu":
         return lambda *arguments: jax.lax.map(lambda each: function(*each), arguments)
     return jax.vmap(function)
 
 
 def make_optimizer(config: Config, options: GNNOptions, steps_per_epoch: int) -> optax.GradientTransformation:
-    """Adam on the gradient plus the decayed weights, as the papers' L2 term is (and not AdamW)."""
+    """Returns Adam with an L2 penalty in the gradient, as in the papers (not AdamW)."""
 
     def decayed(params: Any) -> Any:
         mask = jax.tree.map(lambda value: value.ndim >= 2, params)
@@ -95,13 +95,13 @@ def make_optimizer(config: Config, options: GNNOptions, steps_per_epoch: int) ->
 def start_runs(
     config: Config, optimizer: optax.GradientTransformation, seeds: Int[np.ndarray, " runs"], sharding: Sharding | None = None
 ) -> tuple[Weights, Any]:
-    """Weights and optimiser of all runs before training."""
+    """Initialises the weights and the optimizer state of all runs."""
 
-    def one(seed: Array) -> tuple[Weights, Any]:
-        made: Any = gnn.init(config, jax.random.key(seed))
-        return made, optimizer.init(made[0])
+    def start_run(seed: Array) -> tuple[Weights, Any]:
+        weights: Any = gnn.init(config, jax.random.key(seed))
+        return weights, optimizer.init(weights[0])
 
-    return jax.jit(jax.vmap(one), out_shardings=sharding)(jnp.asarray(seeds))
+    return jax.jit(jax.vmap(start_run), out_shardings=sharding)(jnp.asarray(seeds))
 
 
 def runs_task(
@@ -115,7 +115,7 @@ def runs_task(
     steps_per_epoch: int = 1,
     score: str | None = "val",
 ) -> Task:
-    """The task of several runs side by side, which are evaluated after every epoch; see `Task` for the arguments."""
+    """Builds the task of several runs side by side, evaluated after each epoch; see `Task` for the arguments."""
     return Task(
         title=run_fingerprint["data"],
         run_fingerprint=run_fingerprint,
@@ -140,49 +140,54 @@ def descend_rows(
     labels: Int[Array, " N"],
     counts: Bool[Array, " N"],
 ) -> tuple[Weights, Any, Metrics, Array]:
-    """One step of one run on the mean cross-entropy of the rows that count.
+    """Takes one step of one run on the mean cross-entropy of the counted rows.
 
     Args:
-        scores: `scores(params, statistics) -> (scores, statistics)`, in training.
+        weights: weights before the step.
+        opt_state: state of the optimizer before the step.
+        optimizer: the optimizer.
+        scores: `scores(params, statistics) -> (scores, statistics)`, in training mode.
+        labels: label of each row.
+        counts: mask of the rows in the loss.
 
     Returns:
-        weights and optimiser afterwards, metrics with the loss, and the scores before.
+        weights and optimizer state after the step, metrics with the loss, and the scores before the step.
     """
     params, statistics = weights
 
-    def loss_of(params: Any) -> tuple[Array, tuple[Any, Array]]:
+    def loss(params: Any) -> tuple[Array, tuple[Any, Array]]:
         values, after = scores(params, statistics)
         return mean_loss(values, labels, counts), (after, values)
 
-    params, opt_state, metrics, (statistics, values) = descend(loss_of, optimizer, params, opt_state)
+    params, opt_state, metrics, (statistics, values) = descend(loss, optimizer, params, opt_state)
     return (params, statistics), opt_state, metrics, values
 
 
 def mean_loss(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool[Array, " N"]) -> Float[Array, ""]:
-    """The mean cross-entropy of the rows that count; padding rows may hold anything."""
+    """Computes the mean cross-entropy of the counted rows; other rows may hold any values."""
     chosen = jnp.where(counts, labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.where(counts[:, None], scores, 0), chosen)
     return jnp.where(counts, losses, 0).sum() / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
 
 
 def accuracy(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool[Array, " N"]) -> Float[Array, ""]:
-    """The share of the rows that count whose largest score is the label's; NaN where none counts."""
+    """Computes the share of the counted rows with the largest score at the label; NaN without counted rows."""
     right = (scores.argmax(1).astype(labels.dtype) == labels) & counts
     return right.sum().astype(jnp.float32) / counts.sum().astype(jnp.float32)
 
 
 def validates(result: TrainResult) -> bool:
-    """True if there was anything to validate on."""
+    """Returns True if the data has validation nodes."""
     return "val" in result.curve and not np.isnan(result.curve["val"]).any()
 
 
-def at_best_validation(result: TrainResult, part: str) -> Float[np.ndarray, " runs"]:
-    """Accuracy of each run at its first epoch of the highest validation accuracy, which is that of its weights."""
+def metric_at_best_validation(result: TrainResult, part: str) -> Float[np.ndarray, " runs"]:
+    """Returns the accuracy of each run at its first epoch of highest validation accuracy, the epoch of its weights."""
     best = result.curve["val"].argmax(0)
     return result.curve[part][best, np.arange(len(best))]
 
 
 def best_run(result: TrainResult) -> Weights:
-    """The weights of the run that validates best, from its best epoch; else of the first run, from its last one."""
+    """Returns the weights of the run with the best validation accuracy; without validation nodes, of the first run."""
     n = int(result.curve["val"].max(0).argmax()) if validates(result) else 0
     return jax.tree.map(lambda leaf: leaf[n], result.params)

@@ -1,4 +1,4 @@
-"""Classifying whole graphs, by cross-validation: the folds train side by side."""
+"""Training of graph classification by cross-validation; the folds train side by side."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ from tilewright.train.gnn import (
     Weights,
     accuracy,
     descend_rows,
+    gnn_run_fingerprint,
     make_optimizer,
     over_runs,
-    run_fingerprint_of,
     runs_task,
     start_runs,
 )
@@ -32,11 +32,13 @@ from tilewright.train.loop import Metrics, Task
 
 @dataclass(frozen=True)
 class GraphBatches:
-    """Draws mini-batches of graphs for every run, which is a fold with a seed.
+    """Mini-batches of graphs for each run; a run is a fold with a seed.
 
     Attributes:
-        runs: fold (from 0) and seed of each.
-        iterations, size: batches in an epoch, and graphs in a batch.
+        data: the graphs with folds.
+        runs: fold (from 0) and seed of each run.
+        iterations: batches per epoch.
+        size: graphs per batch.
     """
 
     data: GraphData
@@ -45,7 +47,7 @@ class GraphBatches:
     size: int
 
     def draw(self, epoch: int) -> Int32[np.ndarray, "runs iterations B"]:
-        """Ids of graphs; each batch is a random subset of its fold's training graphs."""
+        """Draws the graph ids of an epoch; each batch is a random subset of the fold's training graphs."""
         batches = []
         for fold, seed in self.runs:
             ids = self.data.folds[fold][0]
@@ -54,7 +56,7 @@ class GraphBatches:
         return np.stack(batches)
 
     def packed(self, first: int, capacity: Capacity) -> Iterator[GraphBatch]:
-        """The batches of step `first` and those after it, of all runs, `[runs, ...]`."""
+        """Yields the batches of all runs from step `first` on, `[runs, ...]`."""
         for epoch in count(first // self.iterations):
             drawn = pack(self.data, self.draw(epoch), capacity)
             for n in range(self.iterations):
@@ -62,7 +64,7 @@ class GraphBatches:
                     yield jax.tree.map(lambda leaf, n=n: leaf[:, n], drawn)
 
     def tests(self) -> Int32[np.ndarray, "runs T"]:
-        """Ids of each run's test graphs."""
+        """Returns the ids of each run's test graphs, padded."""
         tests = [self.data.folds[fold][1] for fold, _ in self.runs]
         padded = np.full((len(tests), max(map(len, tests))), PADDING, np.int32)
         for row, test in zip(padded, tests, strict=True):
@@ -78,53 +80,60 @@ def check_folds(config: Config, data: GraphData, folds: Sequence[int]) -> None:
 
 
 def graphs_task(config: Config, data: GraphData, options: GNNOptions, folds: Sequence[int], seeds: int = 1) -> Task:
-    """Mini-batches of graphs drawn at random, `iterations` in an epoch, as the GIN paper's authors do.
+    """Builds the task of training on random mini-batches of graphs, with the protocol of the GIN paper.
+
+    Args:
+        config: configuration of the model.
+        data: the graphs with folds.
+        options: options of the training loop.
+        folds: folds to test on, from 0.
+        seeds: runs per fold.
 
     Raises:
-        ValueError: there is no such fold, or GAT, whose self-loops graphs don't have.
+        ValueError: a fold does not exist, or the model is GAT, which needs self-loops.
     """
     check_folds(config, data, folds)
     runs = [(fold, options.seed + n) for n in range(seeds) for fold in folds]
     size = min(options.batch_size, *(len(data.folds[fold][0]) for fold in folds))
     drawn = GraphBatches(data, runs, options.iterations, size)
     optimizer = make_optimizer(config, options, options.iterations)
-    capacity = Capacity.of(data, map(drawn.draw, range(options.epochs)))
-    test_capacity = Capacity.of(data, [drawn.tests()])
+    capacity = Capacity.from_batches(data, map(drawn.draw, range(options.epochs)))
+    test_capacity = Capacity.from_batches(data, [drawn.tests()])
     tests = jax.tree.map(jnp.asarray, pack(data, drawn.tests(), test_capacity))
     features = jnp.asarray(data.features)
 
-    def scores_of(weights: Weights, batch: GraphBatch, x: Array, capacity: Capacity, **how: Any) -> tuple[Array, Any]:
+    def batch_scores(weights: Weights, batch: GraphBatch, x: Array, capacity: Capacity, **options: Any) -> tuple[Array, Any]:
         table = batch.table(capacity)
         pool = batch.pool(capacity)
-        return gnn.apply(config, weights[0], table, batch.features(x), weights[1], rows=batch.rows, pool=pool, **how)
+        return gnn.apply(config, weights[0], table, batch.features(x), weights[1], rows=batch.rows, pool=pool, **options)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(weights: Weights, opt_state: Any, x: Array, batch: GraphBatch, keys: Array) -> tuple[Weights, Any, Metrics]:
-        def one(weights: Weights, opt_state: Any, batch: GraphBatch, key: Array) -> tuple[Weights, Any, Metrics]:
+        def one_run(weights: Weights, opt_state: Any, batch: GraphBatch, key: Array) -> tuple[Weights, Any, Metrics]:
             def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
-                return scores_of((params, statistics), batch, x, capacity, train=True, key=key)
+                return batch_scores((params, statistics), batch, x, capacity, train=True, key=key)
 
-            there = batch.labels != PADDING
-            weights, opt_state, metrics, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, there)
-            return weights, opt_state, {**metrics, "train": accuracy(values, batch.labels, there)}
+            counts = batch.labels != PADDING
+            weights, opt_state, metrics, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, counts)
+            return weights, opt_state, {**metrics, "train": accuracy(values, batch.labels, counts)}
 
-        return over_runs(one)(weights, opt_state, batch, keys)
+        return over_runs(one_run)(weights, opt_state, batch, keys)
 
     @jax.jit
     def measure(weights: Weights, x: Array, tests: GraphBatch) -> Metrics:
-        def one(weights: Weights, test: GraphBatch) -> Metrics:
-            scores, _ = scores_of(weights, test, x, test_capacity)
+        def one_run(weights: Weights, test: GraphBatch) -> Metrics:
+            scores, _ = batch_scores(weights, test, x, test_capacity)
             return {"test": accuracy(scores, test.labels, test.labels != PADDING)}
 
-        return over_runs(one)(weights, tests)
+        return over_runs(one_run)(weights, tests)
 
     sizes = {"graphs": data.num_graphs, "nodes": len(data.features), "runs": [list(run) for run in runs]}
-    of_runs = np.array([1000 * seed + fold for fold, seed in runs])
+    run_seeds = np.array([1000 * seed + fold for fold, seed in runs])
     return runs_task(
         options,
-        run_fingerprint_of(data, config, options, **sizes),
-        starting=partial(start_runs, config, optimizer, of_runs),
-        seeds=of_runs,
+        gnn_run_fingerprint(data, config, options, **sizes),
+        starting=partial(start_runs, config, optimizer, run_seeds),
+        seeds=run_seeds,
         step=lambda weights, opt_state, batch, keys: step(weights, opt_state, features, batch, keys),
         batches=lambda first: drawn.packed(first, capacity),
         evaluate=lambda weights, _: measure(weights, features, tests),

@@ -1,7 +1,7 @@
-"""A deeper model from a shallower one: new layers that change nothing yet stand behind those that are there.
+"""Adds layers to a trained model without changing its outputs.
 
-Training begins where the shallow model ended, at a third of the cost of its first tokens for three times the layers. Growing by
-copies: Gong et al. 2019 (progressive stacking); that the output stays as it was: Chen et al. 2016 (Net2Net).
+Training continues from the loss of the shallow model, whose tokens cost less. Sources: copied layers, Gong et al. 2019
+(progressive stacking); unchanged outputs, Chen et al. 2016 (Net2Net).
 """
 
 from dataclasses import replace
@@ -16,34 +16,36 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 def grow(
     config: DecoderConfig, params: DecoderParams, num_layers: int | None = None, context: int | None = None
 ) -> tuple[DecoderConfig, DecoderParams]:
-    """A model of more layers, or of a longer context, that says what `params` say.
+    """Adds layers or context to a model without changing its outputs.
 
-    Each layer is followed by copies of itself, as many as for its fellows or one more; a copy's last products, `o` and `down`,
-    are zero, so that it passes its input on until training changes that.
+    Copies follow each layer, evenly distributed. The output matrices `o` and `down` of a copy are zero, so that the copy passes
+    its input on.
 
     Args:
-        num_layers: of the new model; as before by default.
-        context: its longest sequence; as before by default.
+        config: configuration of the model.
+        params: parameters of the model.
+        num_layers: layers of the new model; by default unchanged.
+        context: longest sequence of the new model; by default unchanged.
 
     Raises:
-        ValueError: there are fewer layers or a shorter context than before.
+        ValueError: the new model has fewer layers or a shorter context.
     """
     num_layers = num_layers or config.num_layers
     context = context or config.max_position_embeddings
-    for what, new, old in (("layers", num_layers, config.num_layers), ("context", context, config.max_position_embeddings)):
+    for label, new, old in (("layers", num_layers, config.num_layers), ("context", context, config.max_position_embeddings)):
         if new < old:
-            raise ValueError(f"a model grows from {what} {old}, found {new}")
+            raise ValueError(f"expected {label} of at least the model's {old}, found {new}")
     sources = [n * config.num_layers // num_layers for n in range(num_layers)]
     layers = [
-        params.layers[source] if n == 0 or sources[n - 1] != source else silent(params.layers[source])
+        params.layers[source] if n == 0 or sources[n - 1] != source else identity_copy(params.layers[source])
         for n, source in enumerate(sources)
     ]
     grown = replace(config, num_layers=num_layers, max_position_embeddings=context)
     return grown, replace(params, layers=tuple(layers))
 
 
-def silent(layer: Layer) -> Layer:
-    """A copy of a layer that adds nothing to its input."""
+def identity_copy(layer: Layer) -> Layer:
+    """Copies a layer with zero output matrices, so that the copy adds nothing to its input."""
 
     def zero(tree: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, tree)

@@ -1,13 +1,13 @@
-"""Training a LiLiCorr drafter (arXiv 2608.20530): the loss of a DFlash drafter, and beside it that of its lattice.
+"""Training of a LiLiCorr drafter (arXiv 2608.20530): the loss of a DFlash drafter plus two losses of the lattice.
 
-The lattice learns to tell the right token among the K most likely ones of a slot, where the right token of the slot before is
-the one that was taken there. A block counts as far as its right tokens are among the candidates: behind a slot without, no walk
-is right. Besides, what the lattice gives to wrong candidates is weighed by how much less likely the target finds each of them
-than the right token, so that it is dear where the target is sure and cheap where it is not. Both reach the backbone, by the
-candidates' probabilities and the slots' hidden states.
+The lattice is a transformer over the K most likely candidates of each slot. Its cross-entropy trains the choice of the label
+among a slot's candidates, given the label of the slot before. A block counts up to the first slot whose label is not a
+candidate. Its penalty is the expected gap between the target's logits of the label and of the chosen candidate, so that
+mistakes cost more where the target is certain. Both losses train the backbone, through the candidates' probabilities and the
+slots' hidden states.
 
-Source of the recipe: NVIDIA/Model-Optimizer #2342, `hf_lilicorr.py`, the variant that it calls base. There a block counts only
-if all of its slots are in the loss; here it counts up to the first that is not, as short answers have few whole blocks.
+Source of the recipe: NVIDIA/Model-Optimizer #2342, `hf_lilicorr.py`, variant "base". There a block counts only if all of its
+slots are in the loss; here a block counts up to the first slot outside the loss, since short answers have few whole blocks.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ from tilewright.train.drafter import (
     DFlashOptions,
     DraftedStates,
     Frozen,
-    at_slots,
     draw_blocks,
+    gather_slots,
     run_blocks,
     slot_nll,
     train_blocks,
@@ -50,11 +50,11 @@ from tilewright.train.text import TextOptions
 
 @dataclass(frozen=True)
 class LiLiCorrOptions(DFlashOptions):
-    """Options that only the training of a LiLiCorr drafter has.
+    """Options of the training of a LiLiCorr drafter.
 
     Attributes:
-        lattice_weight: of the lattice's cross-entropy against the backbone's loss. The published value is 0.25.
-        penalty_weight: of what the lattice gives to candidates that the target finds unlikely. The published value is 0.25.
+        lattice_weight: weight of the lattice's cross-entropy relative to the backbone's loss. The published value is 0.25.
+        penalty_weight: weight of the penalty for candidates that are unlikely for the target. The published value is 0.25.
     """
 
     lattice_weight: float = 0.25
@@ -77,52 +77,55 @@ def lattice_scores(
     candidates: Int[Array, "BA S K"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "BA S K K"]:
-    """`lilicorr.transition_scores` of the blocks at anchors, whose logits pass their gradient on."""
+    """Computes `lilicorr.transition_scores` of the blocks; gradients flow through the logits of the candidates."""
     values = jnp.take_along_axis(logits, candidates, axis=-1)
     log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    feature = at_slots(drafted.features, jnp.maximum(anchors - 1, 0), 1)[:, 0]
-    anchored = anchors.reshape(-1) > 0
+    feature = gather_slots(drafted.features, jnp.maximum(anchors - 1, 0), 1)[:, 0]
+    has_context = anchors.reshape(-1) > 0
     tokens = candidates if frozen.vocab is None else frozen.vocab.ids[candidates]
     embedded = frozen.params.embed[tokens]
-    inputs = (embedded, log_probs, drafted.hidden, jnp.where(anchored[:, None], feature, 0), anchored)
+    inputs = (embedded, log_probs, drafted.hidden, jnp.where(has_context[:, None], feature, 0), has_context)
     return lilicorr.transition_scores(config, ops, params.lattice, *inputs)
 
 
 def target_logits(
     target: DecoderConfig, ops: Operations, frozen: Frozen, stream: Float[Array, "BA S H"], candidates: Int[Array, "BA S K"]
 ) -> Float[Array, "BA S K"]:
-    """The target's logits of these tokens alone, which are named by the drafter's ids."""
+    """Computes the target's logits of the candidates, given by the drafter's ids."""
     head = frozen.head
     rows = head.w[candidates] if isinstance(head, Transposed) else jnp.moveaxis(head[:, candidates], 0, -1)
     normed = ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps)
     highest = jax.lax.Precision.HIGHEST
-    found = jnp.einsum("bsh,bskh->bsk", normed, rows, precision=highest, preferred_element_type=jnp.float32)
-    return softcapped(found, target.logit_softcap)
+    logits = jnp.einsum("bsh,bskh->bsk", normed, rows, precision=highest, preferred_element_type=jnp.float32)
+    return softcapped(logits, target.logit_softcap)
 
 
 def lattice_losses(
     scores: Float[Array, "BA S K K"],
     candidates: Int[Array, "BA S K"],
-    said: Float[Array, "BA S K"] | None,
+    expected: Float[Array, "BA S K"] | None,
     blocks: AnchorBlocks,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The lattice's cross-entropy in nats, and its expected penalty, both means over the slots that count.
+    """Computes the lattice's cross-entropy in nats and its expected penalty, both means over the counted slots.
 
     Args:
-        said: the target's logits of the candidates; None for no penalty.
+        scores: transition scores.
+        candidates: candidates of each slot.
+        expected: the target's logits of the candidates; None for no penalty.
+        blocks: labels and weights.
     """
-    right = candidates == blocks.wanted[..., None]
-    there = jnp.any(right, axis=-1) & (blocks.weights > 0)
-    counted = jnp.cumprod(there.astype(jnp.float32), axis=-1)
-    place = jnp.argmax(right, axis=-1)
-    before = jnp.pad(place[:, :-1], ((0, 0), (1, 0)))  # before the first slot stands the anchor, in every row
+    is_label = candidates == blocks.labels[..., None]
+    is_candidate = jnp.any(is_label, axis=-1) & (blocks.weights > 0)
+    counted = jnp.cumprod(is_candidate.astype(jnp.float32), axis=-1)
+    place = jnp.argmax(is_label, axis=-1)
+    before = jnp.pad(place[:, :-1], ((0, 0), (1, 0)))  # the first slot follows the anchor, which is row 0
     rows = jnp.take_along_axis(scores, before[:, :, None, None], axis=2)[:, :, 0]
-    chosen = weighted_mean(slot_nll(rows, place), counted)
-    if said is None:
-        return chosen, jnp.zeros(())
-    own = jnp.take_along_axis(said, place[..., None], axis=-1)
-    dear = jnp.sum(jax.nn.softmax(rows, axis=-1) * jnp.maximum(own - said, 0), axis=-1)
-    return chosen, weighted_mean(dear, counted)
+    cross_entropy = weighted_mean(slot_nll(rows, place), counted)
+    if expected is None:
+        return cross_entropy, jnp.zeros(())
+    label_logit = jnp.take_along_axis(expected, place[..., None], axis=-1)
+    penalty = jnp.sum(jax.nn.softmax(rows, axis=-1) * jnp.maximum(label_logit - expected, 0), axis=-1)
+    return cross_entropy, weighted_mean(penalty, counted)
 
 
 def drafter_losses(
@@ -135,9 +138,9 @@ def drafter_losses(
     batch: Sequence[Array],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """The backbone's loss and the lattice's two (see `lattice_losses`), and the sum of the slots' weights.
+    """Computes the backbone's loss, the two losses of `lattice_losses`, and the sum of the slot weights.
 
-    The penalty is 0 where it has no weight in the loss.
+    The penalty is 0 if its weight is 0.
     """
     blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
     run = partial(lilicorr.run_block, config, ops)
@@ -146,16 +149,16 @@ def drafter_losses(
     logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.candidate_top_k)
     scores = lattice_scores(config, ops, params, frozen, drafted, logits, candidates, blocks.anchors)
-    said = None
+    expected = None
     if drafted.stream is not None:
-        stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
-        said = target_logits(target, ops, frozen, stream, candidates)
-    own, total = weighted_nll(logits, blocks, options.dpace)
-    return own, *lattice_losses(scores, candidates, said, blocks), total
+        stream = gather_slots(drafted.stream, blocks.anchors, config.block_size - 1)
+        expected = target_logits(target, ops, frozen, stream, candidates)
+    backbone, total = weighted_nll(logits, blocks, options.dpace)
+    return backbone, *lattice_losses(scores, candidates, expected, blocks), total
 
 
 def hidden_matrices(config: LiLiCorrConfig, params: LiLiCorrParams) -> LiLiCorrParams:
-    """True for every matrix, of which biases and what nodes begin with are none."""
+    """Returns True for every parameter that is declared as a matrix."""
     return jax.tree.map(lambda spec, _: spec.kind == "matrix", lilicorr.declare(config), params)
 
 
@@ -172,27 +175,29 @@ def train_lilicorr(
     start: LiLiCorrParams | None = None,
     placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
-    """Trains a drafter. Its loss is the backbone's and, weighed, the lattice's two; see `drafter.train_drafter`."""
+    """Trains a LiLiCorr drafter; see `drafter.train_drafter`. The loss is the weighted sum of `drafter_losses`."""
     ops = placement.ops(options)
     weights = (drafter_options.lattice_weight, drafter_options.penalty_weight)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        own, chosen, dear, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
-        return own + weights[0] * chosen + weights[1] * dear, total
+        backbone, cross_entropy, penalty, total = drafter_losses(
+            target, config, drafter_options, ops, params, frozen, batch, key
+        )
+        return backbone + weights[0] * cross_entropy + weights[1] * penalty, total
 
     kind = BlockKind(
         "LiLiCorr drafter",
         lilicorr.declare(config),
         partial(hidden_matrices, config),
         loss,
-        partial(start_of, target, config, target_params),
+        partial(initial_params, target, config, target_params),
         whole=weights[1] > 0,
     )
-    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
-    return train_blocks(kind, *given)
+    arguments = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
+    return train_blocks(kind, *arguments)
 
 
-def start_of(target: DecoderConfig, config: LiLiCorrConfig, target_params: DecoderParams, key: Array) -> LiLiCorrParams:
-    """A backbone that starts as a DFlash drafter's, and a random lattice."""
+def initial_params(target: DecoderConfig, config: LiLiCorrConfig, target_params: DecoderParams, key: Array) -> LiLiCorrParams:
+    """Initialises the backbone like a DFlash drafter's, and a random lattice."""
     params = lilicorr.fresh(config, key)
     return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))

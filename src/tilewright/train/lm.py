@@ -22,16 +22,16 @@ from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream
 from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import ShardedSetup, next_tokens, on_mesh, over_mesh, sharded_loss
+from tilewright.train.sharded import ShardedSetup, next_tokens, over_mesh, place_batch, sharded_loss
 from tilewright.train.text import Loss, TextOptions, Windows, make_optimizer, text_task
 
 
 def next_token_loss(
     config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean cross-entropy in nats of each token given those before it, and the number of tokens predicted.
+    """Computes the mean next-token cross-entropy in nats, and the number of predicted tokens.
 
-    With experts, `balancing_loss` over all positions comes on top, as often as the model's configuration says.
+    For a mixture of experts the loss includes the weighted balancing loss over all positions.
     """
     loads = Loads(config, ops)
     hidden = decoder.forward_full(config, loads.ops, params, tokens[:, :-1]).hidden
@@ -42,22 +42,22 @@ def next_token_loss(
 
 
 def hidden_matrices(params: DecoderParams) -> DecoderParams:
-    """True for the matrices inside the layers: what weight decay applies to, and Muon, to those of no experts."""
+    """Returns True for the matrices inside the layers, the arrays of weight decay and (except experts') Muon."""
     flags = jax.tree.map(lambda _: False, params)
-    layers = tuple(without_biases(jax.tree.map(lambda x: x.ndim >= 2, layer)) for layer in params.layers)
+    layers = tuple(exclude_biases(jax.tree.map(lambda x: x.ndim >= 2, layer)) for layer in params.layers)
     return DecoderParams(flags.embed, layers, flags.norm, flags.head)
 
 
-def without_biases(flags: Layer) -> Layer:
-    """Flags of a layer, False for experts' biases, which lie as matrices do."""
+def exclude_biases(flags: Layer) -> Layer:
+    """Sets the flags of experts' biases to False, whose arrays have two dimensions."""
     router = flags.router
     if router is None or router.expert_bias is None:
         return flags
     return replace(flags, router=replace(router, expert_bias=(False, False)))
 
 
-def loss_of(config: DecoderConfig, ops: Operations, setup: ShardedSetup | None) -> Loss:
-    """The loss of a batch for `text_task`, over the mesh where there is one."""
+def batch_loss(config: DecoderConfig, ops: Operations, setup: ShardedSetup | None) -> Loss:
+    """Returns the loss of a batch for `text_task`, on one device or over a mesh."""
 
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
         if setup is None:
@@ -80,16 +80,22 @@ def train_lm(
     run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
     setup: ShardedSetup | None = None,
 ) -> TrainResult:
-    """Trains a language model on `stream`; see `loop.train` for checkpoints and resumption.
+    """Trains a language model; see `loop.train` for checkpoints and resumption.
 
     Args:
-        start: parameters to go on from, float32; by default random ones. Over a mesh those in their places (see
+        config: configuration of the model.
+        stream: training text.
+        held_out: held-out text.
+        options: options of the training loop.
+        out: folder for checkpoints.
+        console: console for progress.
+        start: float32 parameters to start from; by default random ones. Parameters that are already sharded over the mesh (see
             `sharded.model_shardings`) are DONATED.
-        run_fingerprint: what else a resumed run must agree on.
-        setup: of the mesh to train over; by default one device.
+        run_fingerprint: further settings that a checkpoint must match.
+        setup: mesh and plan; by default one device.
 
     Raises:
-        ValueError: the mesh does not divide the model or a batch, or see `loop.train`.
+        ValueError: the mesh does not divide the model or a batch; see also `loop.train`.
     """
 
     def init() -> DecoderParams:
@@ -99,16 +105,22 @@ def train_lm(
             decoder.declare(config), jax.random.key(options.seed), shardings=None if setup is None else setup.shardings
         )
 
-    same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
+    settings = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
     length = options.sequence_length + 1
     flops = token_flops(config, options.sequence_length)
-    measured = loss_of(replace(config, balance=0.0), options.ops, setup)
+    measured = batch_loss(replace(config, balance=0.0), options.ops, setup)
     task = partial(
-        text_task, "language model", loss_of(config, options.ops, setup), init, hidden_matrices, flops=flops, measured=measured
+        text_task,
+        "language model",
+        batch_loss(config, options.ops, setup),
+        init,
+        hidden_matrices,
+        flops=flops,
+        measured=measured,
     )
     if setup is None:
-        return train(task(Windows(stream, held_out, length, options), same), console, out)
+        return train(task(Windows(stream, held_out, length, options), settings), console, out)
     setup.check_batch((options.batch_size, length))
-    windows = Windows(stream, held_out, length, options, setup.own_rows(options.batch_size))
-    single = task(windows, same, place=partial(on_mesh, setup))
+    windows = Windows(stream, held_out, length, options, setup.local_rows(options.batch_size))
+    single = task(windows, settings, place=partial(place_batch, setup))
     return train(over_mesh(single, setup, make_optimizer(options, hidden_matrices), init), console, out)

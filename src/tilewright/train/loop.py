@@ -1,7 +1,7 @@
-"""The loop that all training shares: steps, evaluations, progress, and checkpoints from which a run resumes exactly.
+"""Training loop of all kinds of models: steps, evaluations, progress, and checkpoints from which a run resumes exactly.
 
-A task gives its step, compiled; the loop knows nothing of models, losses, optimisers or devices. It reads no figure before it
-must, so that the device always has the next step at hand.
+A task brings its compiled step; the loop is independent of models, losses, optimizers and devices. The loop delays reading
+metrics, so that the device always has a next step queued.
 """
 
 import time
@@ -27,26 +27,26 @@ from tilewright.train.finite import FINITE, NotFiniteTraining, Watch, finite
 from tilewright.train.flops import peak_flop_per_s
 
 Metrics = dict[str, Any]
-"""Named numbers: each an array, of the dims of the task's seed."""
+"""Arrays by name, each with the shape of the task's seed."""
 
 Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Metrics]]
-"""`step(params, opt_state, batch, key) -> (params, opt_state, metrics)`, compiled; DONATES the first two.
+"""Compiled `step(params, opt_state, batch, key) -> (params, opt_state, metrics)`; DONATES the first two arguments.
 
-The metrics hold a `finite.Finite` under `FINITE` and may hold a weight under `WEIGHT`; neither is shown.
+The metrics have a `finite.Finite` under `FINITE` and may have a weight under `WEIGHT`; neither is printed.
 """
 
 WEIGHT = "weight"
-"""Key of the metrics of a step that says how much the step counts in means over steps: the tokens in its loss."""
+"""Key of a step's weight in means over steps: the number of tokens in its loss."""
 
 REFRESH_S = 0.2
-"""Seconds from one look of the progress bar at metrics to the next; each look waits for the device."""
+"""Seconds between updates of the progress bar; each update waits for the device."""
 LINE_S = 60.0
-"""Seconds from one line to the next where there is no terminal."""
+"""Seconds between progress lines without a terminal."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of every training run; each kind of run adds its own."""
+    """Options of all training runs; subclasses add further options."""
 
     learning_rate: float
     weight_decay: float
@@ -57,7 +57,7 @@ class TrainOptions:
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = ("learning_rate", "batch_size", "save_every")
     AT_LEAST_ZERO: ClassVar[tuple[str, ...]] = ("weight_decay", "seed")
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every",)
-    """Options that a resumed run may change."""
+    """Options that may change when a run resumes."""
 
     def __post_init__(self) -> None:
         for name in self.ABOVE_ZERO:
@@ -70,29 +70,30 @@ class TrainOptions:
             raise ValueError(f"expected a seed below {2**31}, found {self.seed}")
 
     def run_fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the run: what a checkpoint must agree with."""
+        """Returns the fingerprint of the run, which a checkpoint must match."""
         return {name: value for name, value in asdict(self).items() if name not in self.MAY_CHANGE}
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to train.
+    """Description of a training run for the loop.
 
     Attributes:
-        title: what the progress bar shows.
-        run_fingerprint: whatever must agree for a checkpoint to be resumed, as plain data.
-        init: gives parameters and state of the optimiser before the first step.
-        step: see `Step`; it decides where its arrays lie. `gradient_step` makes the plain one.
-        batches: `batches(first)` yields the batches of the steps from `first` on (from 0), without end, each of one shape.
-        evaluate: `evaluate(params, step)` gives the metrics of held-out data after so many steps.
-        steps: when it is done.
-        evaluate_every, save_every: in steps; both also come after the last one.
-        seed: of each step's key; an array `[runs]` where several runs train side by side, which all metrics then are too.
-        progress: what a step gets done, for the rate: ("tokens", 4096).
-        flops: operations that a step needs (see `flops.token_flops`); 0 where nobody counts them.
-        devices: how many share them.
-        score: the figure, higher being better, that says after which evaluation the parameters are best. By default those after
-            the last step are the result.
+        title: title of the progress bar.
+        run_fingerprint: plain data that a checkpoint must match.
+        init: returns the initial parameters and optimizer state.
+        step: see `Step`; the step determines the shardings. `gradient_step` builds the usual one.
+        batches: `batches(first)` yields the batches from step `first` (from 0) on, without end, all of one shape.
+        evaluate: `evaluate(params, step)` returns the metrics of held-out data after `step` steps.
+        steps: number of steps.
+        evaluate_every: steps between evaluations; the last step is evaluated as well.
+        save_every: steps between checkpoints; the last step is saved as well.
+        seed: seed of the steps' keys; an array `[runs]` for several runs side by side, whose metrics have this shape.
+        progress: unit and amount of work per step, such as ("tokens", 4096).
+        flops: floating-point operations per step (see `flops.token_flops`); 0 if unknown.
+        devices: number of devices.
+        score: name of a metric, higher is better; the result has the parameters of the best evaluation. By default the result
+            has the last parameters.
     """
 
     title: str
@@ -113,17 +114,16 @@ class Task:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a run.
+    """Result of a training run.
 
     Attributes:
-        params: after the last step, or where `Task.score` was best.
-        curve: a row for each evaluation: its "step", the metrics of the steps since the one before (see `mean_metrics`), and
-            its own.
-        rate: of this process, in what `Task.progress` counts a second.
-        seconds: of this process, compilation included.
-        ledger: what was compiled, or loaded from the disk, in that time.
-        utilisation: share of the devices' peak that the model's operations make up, from this process's first step to its last;
-            None where one of the two is not known.
+        params: parameters after the last step, or at the best `Task.score`.
+        curve: a row per evaluation: "step", the mean metrics of the steps since the previous evaluation (see `mean_metrics`),
+            and the metrics of the evaluation.
+        rate: work of this process per second, in the unit of `Task.progress`.
+        seconds: seconds of this process, including compilation.
+        ledger: compiled and loaded programs.
+        utilisation: model FLOPs utilisation from this process's first step to its last; None if operations or peak are unknown.
     """
 
     params: Any
@@ -133,17 +133,24 @@ class TrainResult:
     ledger: Ledger = field(default_factory=Ledger)
     utilisation: float | None = None
 
-    def last(self, figure: str) -> Any:
-        """A figure of the last evaluation."""
-        return self.curve[figure][-1]
+    def last(self, name: str) -> Any:
+        """Returns a metric of the last evaluation."""
+        return self.curve[name][-1]
 
 
 def descend(
     loss: Callable[[Any], tuple[Array, Any]], optimizer: optax.GradientTransformation, params: Any, opt_state: Any
 ) -> tuple[Any, Any, Metrics, Any]:
-    """One step of an optimiser down `loss(params) -> (loss, more)`: parameters, its state, and loss and more from before.
+    """Takes one optimizer step.
 
-    The loss is among the metrics of a step, which say too whether it and its gradient are finite.
+    Args:
+        loss: `loss(params) -> (loss, auxiliary output)`.
+        optimizer: the optimizer.
+        params: parameters before the step.
+        opt_state: state of the optimizer before the step.
+
+    Returns:
+        parameters, optimizer state, metrics with the loss and its `Finite` flags, and the auxiliary output before the step.
     """
     (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
@@ -157,18 +164,18 @@ def gradient_step(
     frozen: Any = None,
     placed: Any = None,
 ) -> Step:
-    """The plain step of a task: one gradient.
+    """Builds the usual step of a task: one gradient and one update.
 
     Args:
-        loss: `loss(params, frozen, batch, key) -> (loss, weight)`; a weight of None weighs all steps alike.
-        frozen: arrays that the loss reads and that stay as they are (a drafter's target).
-        placed: the shardings of parameters, state and metrics, where the compiler is to divide the step; by default one device.
+        loss: `loss(params, frozen, batch, key) -> (loss, weight)`; a weight of None weighs all steps equally.
+        optimizer: the optimizer.
+        frozen: arrays that the loss reads and training does not change, such as a drafter's target.
+        placed: shardings of parameters, state and metrics for a step that the compiler partitions; by default one device.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=placed)
     def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Metrics]:
-        found = descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)
-        params, opt_state, metrics, weight = found
+        params, opt_state, metrics, weight = descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)
         return params, opt_state, metrics if weight is None else {**metrics, WEIGHT: weight}
 
     return lambda params, opt_state, batch, key: step(params, opt_state, frozen, batch, key)
@@ -176,19 +183,19 @@ def gradient_step(
 
 @jax.jit
 def step_keys(seed: Int[Array, "..."], step: Int[Array, ""]) -> Array:
-    """The randomness of a step, of each run: a function of its seed and the step alone."""
+    """Returns the random keys of a step for each run, which depend on seed and step only."""
 
-    def one(seed: Array) -> Array:
+    def step_key(seed: Array) -> Array:
         return jax.random.fold_in(jax.random.key(seed), step)
 
-    return jax.vmap(one)(seed) if seed.ndim else one(seed)
+    return jax.vmap(step_key)(seed) if seed.ndim else step_key(seed)
 
 
 @partial(jax.jit, donate_argnums=0)
 def keep_better(best: tuple[Array, Any], score: Float[Array, "..."], params: Any) -> tuple[Array, Any]:
-    """Score and parameters of the best evaluation; DONATES `best`. Runs are the first dims of every array.
+    """Updates the score and the parameters of the best evaluation; DONATES `best`. Runs are the leading dimensions.
 
-    A score that is no number counts as better: where there is nothing to measure it on, the last parameters stay.
+    A NaN score counts as better, so that without validation data the last parameters remain.
     """
     better = ~(score <= best[0])
 
@@ -199,16 +206,16 @@ def keep_better(best: tuple[Array, Any], score: Float[Array, "..."], params: Any
 
 
 def stacked(rows: Sequence[Metrics]) -> dict[str, np.ndarray]:
-    """An array for each figure, with a row for each of `rows`."""
+    """Stacks the metrics of several rows by name."""
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
 
 
 def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
-    """Mean of each figure, weighted where the rows have weights: NaN where all weights are 0.
+    """Returns the mean of each metric, weighted if all rows have weights; NaN if all weights are 0.
 
-    A single row without a weight is returned as it is, still on the device, so that nobody waits for it.
+    A single row without weight is returned unchanged, still on the device, to avoid a transfer.
     """
-    if not all(WEIGHT in row for row in rows):  # a checkpoint of an earlier version has rows without weights
+    if not all(WEIGHT in row for row in rows):  # checkpoints of earlier versions have rows without weights
         rows = [{name: value for name, value in row.items() if name != WEIGHT} for row in rows]
         return rows[0] if len(rows) == 1 else {name: values.mean(0) for name, values in stacked(rows).items()}
     means = stacked(rows)
@@ -219,22 +226,23 @@ def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
 
 
 def unstacked(metrics: Mapping[str, np.ndarray], prefix: str) -> list[Metrics]:
-    """The rows behind those arrays whose names begin with `prefix`."""
+    """Splits the arrays whose names begin with `prefix` into rows; the inverse of `stacked`."""
     named = {name.removeprefix(prefix): values for name, values in metrics.items() if name.startswith(prefix)}
     return [dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True)]
 
 
 class TrainingRun:
-    """A task under way.
+    """State of a running task.
 
     Attributes:
-        params, opt_state: where it stands; every step DONATES them.
-        best: score and parameters of the best evaluation; None where the last ones count.
-        step: steps taken so far.
-        saved: after how many of them the checkpoint was written; None where there is none.
-        watch: over losses and gradients.
-        curve: the metrics of each evaluation.
-        recent: the metrics of the steps since the last one.
+        params: current parameters; each step DONATES them.
+        opt_state: current optimizer state; each step DONATES it.
+        best: score and parameters of the best evaluation; None without `Task.score`.
+        step: number of steps so far.
+        saved: step of the last checkpoint; None without checkpoint.
+        watch: checks of losses and gradients.
+        curve: metrics of each evaluation.
+        recent: metrics of the steps since the last evaluation.
     """
 
     def __init__(self, task: Task, out: Path | None):
@@ -252,15 +260,15 @@ class TrainingRun:
         self.saved: int | None = None
 
     def resume(self) -> bool:
-        """Goes to where the checkpoint stands; False if there is none."""
-        if self.out is None or not checkpoint.steps_in(self.out):
+        """Loads the checkpoint; returns False without one. Raises a `ValueError` for a checkpoint after the last step."""
+        if self.out is None or not checkpoint.saved_steps(self.out):
             return False
-        like = jax.tree.map(given_back, (self.params, self.opt_state, self.best))
+        like = jax.tree.map(freed, (self.params, self.opt_state, self.best))
         found = checkpoint.read(self.out, like, self.task.run_fingerprint)
         (self.params, self.opt_state, self.best), self.step, metrics = found
         if self.step > self.task.steps:
             raise ValueError(
-                f"the checkpoint in {self.out} stands at step {self.step} already, beyond the {self.task.steps} asked for"
+                f"expected at least the {self.step} steps of the checkpoint in {self.out}, found {self.task.steps}"
             )
         self.curve = unstacked(metrics, "curve.")
         self.recent = unstacked(metrics, "recent.")
@@ -268,8 +276,8 @@ class TrainingRun:
         return True
 
     def save(self) -> None:
-        """Writes the checkpoint, if one is wanted. Raises a `NotFiniteTraining` where a step since the last one went wrong."""
-        self.watch.settle()
+        """Writes a checkpoint if the run has a folder. Raises a `NotFiniteTraining` after a step that was not finite."""
+        self.watch.check_all()
         if self.out is not None:
             series = {"curve.": stacked(self.curve), "recent.": stacked(self.recent)}
             metrics = {prefix + name: values for prefix, each in series.items() for name, values in each.items()}
@@ -277,7 +285,7 @@ class TrainingRun:
             self.saved = self.step
 
     def advance(self, batch: Any) -> None:
-        """Takes one step. Raises a `NotFiniteTraining` where one of those before it went wrong."""
+        """Takes one step. Raises a `NotFiniteTraining` if an earlier step was not finite."""
         key = step_keys(self.seed, np.int32(self.step))
         self.params, self.opt_state, metrics = self.task.step(self.params, self.opt_state, batch, key)
         self.recent.append({name: value for name, value in metrics.items() if name != FINITE})
@@ -285,7 +293,7 @@ class TrainingRun:
         self.watch.note(self.step, metrics[FINITE])
 
     def take(self, batch: Any) -> bool:
-        """Takes one step, and evaluates and saves where that is due. Returns whether it was the last one."""
+        """Takes one step, evaluates and saves if scheduled, and returns True after the last step."""
         task = self.task
         try:
             self.advance(batch)
@@ -295,26 +303,26 @@ class TrainingRun:
             if self.step % task.save_every == 0 or last:
                 self.save()
         except NotFiniteTraining as error:
-            kept = "nothing was saved" if self.saved is None else f"the checkpoint of step {self.saved} stays"
-            raise NotFiniteTraining(f"{task.title}: {error}; {kept}") from error
+            checkpoint_state = "nothing was saved" if self.saved is None else f"the checkpoint of step {self.saved} stays"
+            raise NotFiniteTraining(f"{task.title}: {error}; {checkpoint_state}") from error
         return last
 
     def evaluate(self) -> None:
-        """Adds a point to the curve, and keeps the parameters where they are the best so far."""
+        """Adds a point to the curve, and keeps the parameters if they are the best so far."""
         self.curve.append({"step": self.step, **mean_metrics(self.recent), **self.task.evaluate(self.params, self.step)})
         self.recent = []
         if self.best is not None:
             self.best = keep_better(self.best, jnp.asarray(self.curve[-1][str(self.task.score)], jnp.float32), self.params)
 
     def shown(self) -> str:
-        """The newest metrics as a line."""
+        """Formats the newest metrics as a line."""
         newest = {**(self.curve[-1] if self.curve else {}), **mean_metrics(self.recent[-10:])}
         means = {name: float(np.mean(values)) for name, values in newest.items() if name != "step"}
         return "  ".join(f"{name.replace('_', ' ')} {mean:.3f}" for name, mean in means.items() if not np.isnan(mean))
 
 
-def given_back(leaf: Array) -> jax.ShapeDtypeStruct:
-    """Frees an array, whose memory is wanted for another in its place, and gives its shape, dtype and sharding."""
+def freed(leaf: Array) -> jax.ShapeDtypeStruct:
+    """Frees an array, so that the loaded one can use its memory, and returns its shape, dtype and sharding."""
     like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     leaf.delete()
     return like
@@ -326,70 +334,75 @@ def progress_bar(console: Console) -> Progress:
 
 
 class TrainingPace:
-    """Speed of a run.
+    """Measures the speed of a run.
 
     Attributes:
-        first: after which step, and when, the first of this process was handed out: then all is compiled.
+        first: number and time of this process's first dispatched step, after which all programs are compiled.
     """
 
     def __init__(self, task: Task, step: int):
         self.task = task
         self.start = step
         self.step = step
-        self.began = time.perf_counter()
+        self.started_at = time.perf_counter()
         self.first: tuple[int, float] | None = None
         self.peak = peak_flop_per_s(task.devices) if task.flops else None
 
     def note(self, step: int) -> None:
-        """So many steps are taken."""
+        """Sets the number of steps so far."""
         self.step = step
         self.first = self.first or (step, time.perf_counter())
 
     def seconds(self) -> float:
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.started_at
 
     def rate(self) -> float:
-        """In what `Task.progress` counts a second, compilation included."""
+        """Returns the work per second in the unit of `Task.progress`, including compilation."""
         return (self.step - self.start) * self.task.progress[1] / self.seconds()
 
     def utilisation(self) -> float | None:
-        """See `TrainResult`."""
+        """Returns the model FLOPs utilisation; see `TrainResult`."""
         if self.peak is None or self.first is None or self.step == self.first[0]:
             return None
-        done, since = (now - then for now, then in zip((self.step, time.perf_counter()), self.first, strict=True))
-        return done * self.task.flops / since / self.peak
+        steps, seconds = (now - then for now, then in zip((self.step, time.perf_counter()), self.first, strict=True))
+        return steps * self.task.flops / seconds / self.peak
 
     def shown(self) -> str:
-        """All of it as a line."""
+        """Formats rate and utilisation as a line."""
         used = self.utilisation()
         return f"{self.rate():,.1f} {self.task.progress[0]}/s" + ("" if used is None else f"  {used:.1%} of peak")
 
 
 def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
-    """Takes all steps of a task; with `out`, from the checkpoint there if there is one. The curve ends at the last step.
+    """Runs a task to its last step, and evaluates there; resumes from a checkpoint in `out`.
+
+    Args:
+        task: the task.
+        console: console for progress.
+        out: folder for checkpoints; by default none are written.
 
     Raises:
-        ValueError: the checkpoint is that of another run, or beyond the last step.
-        NotFinite: the loss or a gradient was no finite number. The last checkpoint stays as it is.
+        ValueError: the checkpoint belongs to another run, or has more steps than the task.
+        NotFiniteTraining: a loss or gradient was not finite. The last checkpoint stays.
     """
     run = TrainingRun(task, out)
     if run.resume():
         console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
     pace = TrainingPace(task, run.step)
-    looked = time.perf_counter()
+    refreshed = time.perf_counter()
     wait = REFRESH_S if console.is_terminal else LINE_S
     with Ledger() as ledger, progress_bar(console) as bar:
         row = bar.add_task(task.title, total=task.steps, completed=run.step, metrics="")
         for batch in islice(task.batches(run.step), task.steps - run.step):
             last = run.take(batch)
             pace.note(run.step)
-            if last or time.perf_counter() - looked > wait:
+            if last or time.perf_counter() - refreshed > wait:
                 metrics = f"{run.shown()}  {pace.shown()}"
-                looked = time.perf_counter()
+                refreshed = time.perf_counter()
                 bar.update(row, completed=run.step, metrics=metrics)
                 if not console.is_terminal:
                     console.print(f"{task.title}: step {run.step} of {task.steps}  {metrics}", markup=False)
-        if not run.curve or run.curve[-1]["step"] != run.step:  # the checkpoint was the last step, and not measured there
+        if not run.curve or run.curve[-1]["step"] != run.step:  # the checkpoint of the last step has no evaluation
             run.evaluate()
     params = run.params if run.best is None else run.best[1]
     return TrainResult(params, stacked(run.curve), pace.rate(), pace.seconds(), ledger, pace.utilisation())

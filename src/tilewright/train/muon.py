@@ -1,8 +1,8 @@
-"""Muon for matrices (Jordan et al. 2024), whose products are those of the operations that train.
+"""Muon optimizer for matrices (Jordan et al. 2024), with the matrix products of the training's operations.
 
-An update is its momentum with all singular values brought near 1, by five Newton-Schulz steps. These take products of the
-matrix with itself, which for a small batch are as much work as the loss: in bfloat16, as the authors have them, where the
-operations take theirs so. In float32 the updates are those of `optax.contrib.muon`.
+An update is the momentum with its singular values brought near 1 by five Newton-Schulz iterations. Their products cost as much
+as the loss of a small batch. The products have the dtype of the training's operations: bfloat16 as in the paper, or float32,
+which gives the updates of `optax.contrib.muon`.
 """
 
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from tilewright.kernels.operations import Operations
 BETA = 0.95
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x³ and x⁵ in a Newton-Schulz step on the singular values."""
+"""Coefficients of x, x³ and x⁵ in a Newton-Schulz iteration on the singular values."""
 
 
 class MuonState(NamedTuple):
-    """State of Muon between steps: its count of them, and its momentum.
+    """State of Muon.
 
     Attributes:
-        steps: how many were taken, int32.
+        steps: number of steps, int32.
         momentum: moving averages of the gradients.
     """
 
@@ -34,7 +34,7 @@ class MuonState(NamedTuple):
 
 
 def near_orthogonal(ops: Operations, x: Float[Array, "M N"]) -> Float[Array, "M N"]:
-    """The matrix with its singular values brought near 1, between 0.7 and 1.2 where they were not tiny."""
+    """Brings the singular values of a matrix near 1: between 0.7 and 1.2, except tiny ones."""
     if x.shape[0] > x.shape[1]:
         return near_orthogonal(ops, x.T).T
     x, (first, third, fifth) = x / (jnp.linalg.norm(x) + 1e-8), COEFFICIENTS
@@ -45,11 +45,12 @@ def near_orthogonal(ops: Operations, x: Float[Array, "M N"]) -> Float[Array, "M 
 
 
 def muon(rate: optax.ScalarOrSchedule, weight_decay: float, ops: Operations) -> optax.GradientTransformation:
-    """Muon with Nesterov's momentum, for matrices alone.
+    """Returns Muon with Nesterov momentum; all parameters must be matrices.
 
     Args:
-        weight_decay: decoupled.
-        ops: `linear` of these takes the products.
+        rate: learning rate.
+        weight_decay: decoupled weight decay.
+        ops: operations with the `linear` for the products.
     """
 
     def init(params: Any) -> MuonState:
@@ -67,5 +68,5 @@ def muon(rate: optax.ScalarOrSchedule, weight_decay: float, ops: Operations) -> 
 
         return jax.tree.map(change, ahead, now), MuonState(steps, momentum)
 
-    made = optax.GradientTransformation(init, update)
-    return optax.chain(made, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(rate))
+    transformation = optax.GradientTransformation(init, update)
+    return optax.chain(transformation, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(rate))

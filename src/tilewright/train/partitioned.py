@@ -1,7 +1,7 @@
-"""A step that XLA's partitioner divides: of a small model that trains beside a large one, which stays as it is.
+"""Auto-sharded train step (GSPMD) for a small model beside a large frozen one, such as a drafter and its target.
 
-A drafter, its optimiser's state and its target are sharded by their declared axes, matrices along "fsdp" and "tp", and batches
-along "fsdp". When what travels is the compiler's choice; where that matters there is `sharded.py`, for stacks of layers alone.
+Parameters, optimizer state and target are sharded by their declared axes, matrices along "fsdp" and "tp", and batches along
+"fsdp". XLA's partitioner places the collectives; `sharded.py` places them explicitly, for stacks of layers only.
 """
 
 from collections.abc import Callable
@@ -20,35 +20,35 @@ from tilewright.models.params import abstract
 from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, shardings
 from tilewright.train.loop import Task, gradient_step
 from tilewright.train.sharded import DATA, places_of_state
-from tilewright.train.text import Batches, Loss, TextOptions, in_compute_dtype, make_optimizer, text_task
+from tilewright.train.text import Batches, Loss, TextOptions, cast_loss, make_optimizer, text_task
 
 
 @dataclass(frozen=True)
 class TrainingPlacement:
-    """Devices that a model is trained over, and how its arrays lie on them.
+    """Devices of the training, and the shardings of arrays on them.
 
     Attributes:
-        mesh: of `sharded.data_mesh`; None for one device.
+        mesh: mesh of `sharded.data_mesh`; None for one device.
     """
 
     mesh: Mesh | None = None
 
     def shardings(self, specs: Any) -> Any:
-        """Shardings of declared arrays; None on one device. Raises a `ValueError` where the mesh does not divide them."""
+        """Returns the shardings of declared arrays, None on one device. Raises a `ValueError` if the mesh does not fit."""
         return None if self.mesh is None else shardings(specs, self.mesh, FULLY_SHARDED_TENSOR_PARALLEL)
 
     def ops(self, options: TextOptions) -> Operations:
-        """Operations that compute: the partitioner divides XLA's own operations, and no kernels."""
+        """Returns the operations: over a mesh XLA's own, since the partitioner cannot shard kernels."""
         return options.ops if self.mesh is None else PLAIN
 
     def place(self, batch: Any) -> Any:
-        """Divides a batch by its rows."""
+        """Shards a batch by rows."""
         if self.mesh is None:
             return batch
         return jax.tree.map(partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec(DATA))), batch)
 
     def check_batch(self, rows: int) -> None:
-        """Raises a `ValueError` where the mesh does not divide so many rows."""
+        """Raises a `ValueError` if the mesh does not divide `rows`."""
         if self.mesh is not None and rows % self.mesh.shape[DATA]:
             raise ValueError(f"expected a batch that fsdp={self.mesh.shape[DATA]} divides, found {rows}")
 
@@ -64,11 +64,12 @@ def partitioned_task(
     is_hidden_matrix: Callable[[Any], Any],
     placement: TrainingPlacement,
 ) -> Task:
-    """`text.text_task` over a mesh, or on one device.
+    """Builds `text.text_task` over a mesh or on one device; see `text.text_task` for further arguments.
 
     Args:
-        frozen: divided already.
-        specs: the declaration of what is trained.
+        frozen: frozen arrays, sharded already.
+        specs: declaration of the trained parameters.
+        placement: devices.
 
     Raises:
         ValueError: the mesh does not divide an array or a batch.
@@ -81,7 +82,7 @@ def partitioned_task(
         return task
     optimizer = make_optimizer(options, is_hidden_matrix)
     state = places_of_state(abstract(specs, jnp.float32, placed), placement.mesh, optimizer)
-    step = gradient_step(in_compute_dtype(options, loss), optimizer, frozen, (placed, state, None))
+    step = gradient_step(cast_loss(options, loss), optimizer, frozen, (placed, state, None))
 
     def start() -> tuple[Any, Any]:
         params = jax.tree.map(jnp.copy, jax.device_put(init(), placed))

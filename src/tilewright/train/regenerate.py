@@ -1,4 +1,4 @@
-"""Responses written by the target itself: what a drafter should learn is what its target would say."""
+"""Lets the target write responses, so that a drafter learns the text that its target generates."""
 
 import hashlib
 import json
@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from rich.console import Console
@@ -18,7 +17,7 @@ from tilewright.train.data import TokenStream, read_jsonl
 
 
 def cut_prompts(stream: TokenStream, count: int, length: int, seed: int) -> list[list[int]]:
-    """Random stretches of a text, to be continued: `count` prompts of `length` tokens.
+    """Cuts `count` random excerpts of `length` tokens from a text, as prompts.
 
     Raises:
         ValueError: the text is shorter than a prompt.
@@ -30,35 +29,17 @@ def cut_prompts(stream: TokenStream, count: int, length: int, seed: int) -> list
 
 
 GROUP = 8
-"""Prompts that are asked at once, for each row of the batch: a row that ends is given the next one."""
-
-
-@runtime_checkable
-class Writer(Protocol):
-    """Protocol of what lets a model write: `BatchWriter`, or `waves.WaveWriter`."""
-
-    @property
-    def target(self) -> str:
-        """Fingerprint of the model's parameters as its file has them (`checkpoint.fingerprint`)."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Prompts that are asked at once."""
-        ...
-
-    def write(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[list[int]]:
-        """The answers to at most `size` prompts."""
-        ...
+"""Prompts per call for each row of the batch; a finished row continues with the next prompt."""
 
 
 @dataclass(frozen=True)
-class BatchWriter:
-    """Writes with the model's own batches, without drafts.
+class Writer:
+    """Generates text with a model in full batches, without drafts.
 
     Attributes:
         lm: the model.
-        target: see `Writer`; the parameters that `lm` holds are laid out for the machine.
+        target: fingerprint of the parameters in the model's file (`checkpoint.fingerprint`), since `lm` stores them in another
+            layout.
     """
 
     lm: LanguageModel
@@ -66,25 +47,27 @@ class BatchWriter:
 
     @property
     def size(self) -> int:
+        """Prompts per call."""
         return GROUP * self.lm.table.batches[-1]
 
     def write(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[list[int]]:
-        # Alike rows side by side: where all rows of a batch are greedy, no logits are made.
+        """Generates the responses to at most `size` prompts."""
+        # Sorts by temperature, since batches of greedy rows only compute no logits.
         order = sorted(range(len(prompts)), key=lambda n: (samplings[n].temperature, n))
-        found = self.lm.generate([list(prompts[n]) for n in order], [samplings[n] for n in order], speculative=False)
-        written = {n: result.tokens for n, result in zip(order, found, strict=True)}
+        results = self.lm.generate([list(prompts[n]) for n in order], [samplings[n] for n in order], speculative=False)
+        written = {n: result.tokens for n, result in zip(order, results, strict=True)}
         return [written[n] for n in range(len(prompts))]
 
 
 Record = dict[str, object]
-"""A prompt and what was written after it: "prompt_tokens", "response_tokens" and, since there is one, "made_by" (`made_by`)."""
+"""Prompt and response: "prompt_tokens", "response_tokens" and, except in old files, "made_by" (see `provenance`)."""
 
 
-def made_by(target: str, sampling: Sampling) -> str:
-    """Digest of the model that writes a text and of its sampling."""
-    how = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
-    said = {each.name: how[each.name] for each in fields(sampling) if how[each.name] != each.default}
-    return hashlib.sha256(json.dumps([target, said], sort_keys=True).encode()).hexdigest()[:16]
+def provenance(target: str, sampling: Sampling) -> str:
+    """Returns a digest of a model and its sampling."""
+    values = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
+    changed = {each.name: values[each.name] for each in fields(sampling) if values[each.name] != each.default}
+    return hashlib.sha256(json.dumps([target, changed], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def generated(
@@ -95,18 +78,25 @@ def generated(
     title: str,
     console: Console,
 ) -> list[Record]:
-    """Texts that the model writes after each prompt, row i under `sampling(i)`.
+    """Generates a response to each prompt, row i with `sampling(i)`.
 
-    Records are appended to `path` (JSONL) as they come; those already there are kept, so that an interrupted run goes on where
-    it stopped.
+    Records are appended to `path` (JSONL) as they finish. Existing records are kept, so that an interrupted run resumes.
+
+    Args:
+        writer: the model.
+        prompts: tokens of the prompts.
+        sampling: returns the sampling of a row.
+        path: file of records.
+        title: title of the progress bar.
+        console: console for progress.
 
     Raises:
         ValueError: `path` holds continuations of other prompts, or by another model or sampling.
     """
     rows = len(prompts)
     size = writer.size
-    made = [made_by(writer.target, sampling(n)) for n in range(rows)]
-    records = kept_records(path, prompts, made)
+    provenances = [provenance(writer.target, sampling(n)) for n in range(rows)]
+    records = resumed_records(path, prompts, provenances)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file, Progress(console=console, disable=not console.is_terminal) as bar:
         row = bar.add_task(title, total=rows, completed=len(records))
@@ -114,7 +104,7 @@ def generated(
             part = range(first, min(first + size, rows))
             written = writer.write([prompts[n] for n in part], [sampling(n) for n in part])
             new: list[Record] = [
-                {"prompt_tokens": prompts[n], "response_tokens": tokens, "made_by": made[n]}
+                {"prompt_tokens": prompts[n], "response_tokens": tokens, "made_by": provenances[n]}
                 for n, tokens in zip(part, written, strict=True)
             ]
             file.writelines(json.dumps(record) + "\n" for record in new)
@@ -130,10 +120,10 @@ def generated(
 def regenerate(
     writer: Writer, prompts: Sequence[list[int]], samplings: Sequence[Sampling], path: Path, end: int, console: Console
 ) -> TokenStream:
-    """Continues every prompt with the target, row i under `samplings[i % len(samplings)]` with seed i; see `generated`.
+    """Continues each prompt, row i with `samplings[i % len(samplings)]` and seed i; see `generated`.
 
     Returns:
-        all of it as a stream, each record closed by the token `end`, with only the responses in the loss.
+        prompts and responses as a stream with only the responses in the loss; the token `end` ends each record.
     """
 
     def sampling(i: int) -> Sampling:
@@ -142,11 +132,16 @@ def regenerate(
     return pair_stream(generated(writer, prompts, sampling, path, "regenerating responses", console), end, path)
 
 
-def kept_records(path: Path, prompts: Sequence[list[int]], made: Sequence[str]) -> list[Record]:
-    """The records that an interrupted run left. A last line that it did not finish is cut off, in the file too.
+def resumed_records(path: Path, prompts: Sequence[list[int]], provenances: Sequence[str]) -> list[Record]:
+    """Reads the records of an interrupted run, and truncates the file after its last complete line.
 
     Args:
-        made: `made_by` of each prompt's text; records of before they said so are taken as they are.
+        path: file of records.
+        prompts: tokens of the prompts.
+        provenances: `provenance` of each prompt; records without the field are accepted.
+
+    Raises:
+        ValueError: the records have other prompts, or come from another model or sampling.
     """
     if not path.exists():
         return []
@@ -155,14 +150,18 @@ def kept_records(path: Path, prompts: Sequence[list[int]], made: Sequence[str]) 
         os.truncate(path, whole.rfind(b"\n") + 1)
     records = read_jsonl(path)
     if [record.get("prompt_tokens") for record in records] != list(prompts[: len(records)]):
-        raise ValueError(f"{path} holds continuations of other prompts; remove it, or write to another folder")
-    if any(record.get("made_by", now) != now for record, now in zip(records, made, strict=False)):
-        raise ValueError(f"{path} holds texts by another model, or drawn in another way; remove it, or write to another folder")
+        raise ValueError(
+            f"{path}: expected continuations of these prompts, found others; remove the file, or name another folder"
+        )
+    if any(record.get("made_by", now) != now for record, now in zip(records, provenances, strict=False)):
+        raise ValueError(
+            f"{path}: expected texts of this model and sampling, found others; remove the file, or name another folder"
+        )
     return records
 
 
 def pair_stream(records: Sequence[Record], end: int, path: Path) -> TokenStream:
-    """Pairs of prompt and response tokens as a stream, each closed by `end`; only responses are in the loss.
+    """Concatenates prompts and responses to a stream; `end` ends each pair, and only responses are in the loss.
 
     Raises:
         ValueError: a record lacks its token lists.
@@ -173,7 +172,7 @@ def pair_stream(records: Sequence[Record], end: int, path: Path) -> TokenStream:
         prompt = record.get("prompt_tokens")
         response = record.get("response_tokens")
         if not isinstance(prompt, list) or not isinstance(response, list):
-            raise ValueError(f"{path}:{number}: expected prompt_tokens and response_tokens")
+            raise ValueError(f"{path}:{number}: expected lists prompt_tokens and response_tokens, found others")
         closing = [] if response and response[-1] == end else [end]
         tokens += [*prompt, *response, *closing]
         flags += [False] * len(prompt) + [True] * len(response) + [False] * len(closing)

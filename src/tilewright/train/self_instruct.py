@@ -1,8 +1,8 @@
-"""Text from the model itself: instructions that it writes, and its own answers to these and to others.
+"""Training text by the model: instructions that it writes, and its answers to these and to given prompts.
 
-A drafter should learn what its target would say. Instructions come from the model too: given nothing but what opens a user's
-turn, it writes one (Magpie, arXiv 2406.08464). Answers are drawn at temperature 0 and 1 and end where the model ends them.
-Texts that repeat themselves are left out, and so is whatever shares a long run of words with what will be measured on.
+A drafter should learn the text that its target generates. Given only the opening of a user's turn, the model writes an
+instruction (Magpie, arXiv 2406.08464). It answers at temperatures 0 and 1. Repetitive texts are left out, and so are texts that
+share a long run of words with evaluation data.
 """
 
 import re
@@ -21,26 +21,26 @@ from tilewright.train.records import Records
 from tilewright.train.regenerate import Record, Writer, generated
 
 RUN = 13
-"""Words in succession that must not stand in a text to be measured on, as of GPT-3's data (arXiv 2005.14165, appendix C)."""
+"""Consecutive words that a text must not share with evaluation data, as for GPT-3 (arXiv 2005.14165, appendix C)."""
 LEAST_WORDS = 3
-"""Of an instruction."""
+"""Smallest number of words in an instruction."""
 LEAST_DISTINCT = 0.5
-"""Share of an answer's 4-grams of tokens that are different ones; below it the answer repeats itself."""
+"""Smallest share of distinct 4-grams of tokens; texts below count as repetitive."""
 
 
 @dataclass(frozen=True)
 class SelfInstructOptions:
-    """Options by which answers are drawn.
+    """Options of the writing.
 
     Attributes:
-        instruction_tokens: the most tokens of an instruction.
-        length: the most tokens of a prompt with its answer.
-        prompt_tokens, answer_tokens: the most of a prompt, longer ones being left out, and of an answer; by default three
-            quarters of `length`, and what the prompt leaves of it.
-        temperatures: answers are drawn at each of them in turn.
-        each: answers to a prompt that is given; to an instruction of the model's own there is one.
-        seed: of the first text; each further one has the next.
-        openings: what instructions begin with, in turn, and what is put behind them; by default nothing.
+        instruction_tokens: most tokens of an instruction.
+        length: most tokens of a prompt with its answer.
+        prompt_tokens: most tokens of a prompt, longer ones are left out; by default three quarters of `length`.
+        answer_tokens: most tokens of an answer; by default the rest of `length`.
+        temperatures: sampling temperatures of the answers, used in rotation.
+        each: answers per given prompt; instructions of the model get one answer.
+        seed: seed of the first text; later texts have the next seeds.
+        openings: pairs of first words and trailing text of instructions, used in rotation; by default none.
     """
 
     instruction_tokens: int = 128
@@ -58,31 +58,31 @@ def words(text: str) -> list[str]:
 
 
 def runs(text: str, length: int = RUN) -> set[tuple[str, ...]]:
-    """Runs of words in a text; of a shorter one all of its words."""
+    """Returns all runs of `length` words in a text; a shorter text is one run."""
     found = words(text)
     return {tuple(found[n : n + length]) for n in range(max(1, len(found) - length + 1))} if found else set()
 
 
 def distinct(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of the n-grams that are different ones; 1 of a text that is too short to have two."""
+    """Returns the share of distinct n-grams; 1 for a text with fewer than two n-grams."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) > 1 else 1.0
 
 
 def opening(template: ChatTemplate) -> str:
-    """All that stands before what a user says first."""
+    """Renders the text of the chat template before a user's first message."""
     mark = "\x02"
     return template.render([{"role": "user", "content": mark}], add_generation_prompt=False).split(mark)[0]
 
 
-def asked(lm: LanguageModel, template: ChatTemplate, message: str) -> list[int]:
-    """The tokens of a prompt that puts a user's message to the model."""
+def prompt_tokens(lm: LanguageModel, template: ChatTemplate, message: str) -> list[int]:
+    """Tokenises a user's message with the chat template."""
     text = template.render([{"role": "user", "content": message}])
     return encode(lm.tokenizer, text, add_special_tokens=False)
 
 
 def response(record: Record) -> list[int]:
-    """The tokens that the model wrote."""
+    """Returns the tokens of a record's response."""
     tokens = record["response_tokens"]
     assert isinstance(tokens, list)
     return tokens
@@ -97,10 +97,10 @@ def instructions(
     console: Console,
     writer: Writer,
 ) -> list[str]:
-    """Messages that the model writes in a user's place, `count` of them, those that did not end left out."""
-    begins = [options.openings[n % len(options.openings)] for n in range(count)]
+    """Lets the model write `count` instructions, and returns those that the model ended."""
+    openings = [options.openings[n % len(options.openings)] for n in range(count)]
     before = opening(template)
-    prompts = [encode(lm.tokenizer, before + begin, add_special_tokens=False) for begin, _ in begins]
+    prompts = [encode(lm.tokenizer, before + begin, add_special_tokens=False) for begin, _ in openings]
     room = min(options.length, lm.target.max_position_embeddings) - max(map(len, prompts), default=0)
     base = Sampling(min(options.instruction_tokens, room), temperature=1.0)
     written = generated(writer, prompts, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console)
@@ -108,30 +108,32 @@ def instructions(
     texts = map(response, written)
     return [
         (begin + decode_after(lm.tokenizer, prompt, tokens)).strip() + end
-        for (begin, end), prompt, tokens in zip(begins, prompts, texts, strict=True)
+        for (begin, end), prompt, tokens in zip(openings, prompts, texts, strict=True)
         if tokens and tokens[-1] in ends
     ]
 
 
 def select_instructions(texts: Iterable[str], forbidden: Collection[tuple[str, ...]], left_out: Counter[str]) -> list[str]:
-    """Instructions that are long enough, new, and share no run of words with what is measured on.
+    """Selects instructions that are long enough, new, and share no run of words with evaluation data.
 
     Args:
-        left_out: counts those that are not, by reason.
+        texts: instructions.
+        forbidden: runs of words of evaluation data.
+        left_out: counts the other instructions by reason.
     """
     chosen = []
-    seen = set[tuple[str, ...]]()
+    starts = set[tuple[str, ...]]()
     for text in texts:
         found = words(text)
         start = tuple(found[:RUN])
         if len(found) < LEAST_WORDS or distinct([hash(word) for word in found]) < LEAST_DISTINCT:
-            left_out["short or repetitive"] += 1
-        elif start in seen:
-            left_out["there before"] += 1
+            left_out["short or repetitive instruction"] += 1
+        elif start in starts:
+            left_out["duplicate instruction"] += 1
         elif not runs(text).isdisjoint(forbidden):
-            left_out["in what is measured on"] += 1
+            left_out["instruction of the excluded files"] += 1
         else:
-            seen.add(start)
+            starts.add(start)
             chosen.append(text)
     return chosen
 
@@ -146,17 +148,23 @@ def answers(
     left_out: Counter[str],
     writer: Writer,
 ) -> Records:
-    """The model's answers to messages, at each temperature in turn; those that repeat themselves are left out.
+    """Lets the model answer messages, with rotating temperatures; leaves out repetitive and duplicate answers.
 
     Args:
-        messages: one that stands here several times is answered as often.
-        left_out: counts the others.
+        lm: the model.
+        template: chat template of the model.
+        messages: messages of a user; a repeated message gets several answers.
+        options: options of the writing.
+        path: file of records.
+        console: console for progress.
+        left_out: counts prompts and answers that are left out, by reason.
+        writer: generates with the model.
     """
     length = min(options.length, lm.target.max_position_embeddings)
-    every = [asked(lm, template, message) for message in messages]
-    most = length * 3 // 4 if options.prompt_tokens is None else options.prompt_tokens
-    prompts = [prompt for prompt in every if len(prompt) <= most]
-    left_out["long prompt"] += len(every) - len(prompts)
+    encoded = [prompt_tokens(lm, template, message) for message in messages]
+    longest = length * 3 // 4 if options.prompt_tokens is None else options.prompt_tokens
+    prompts = [prompt for prompt in encoded if len(prompt) <= longest]
+    left_out["long prompt"] += len(encoded) - len(prompts)
 
     def sampling(n: int) -> Sampling:
         temperature = options.temperatures[n % len(options.temperatures)]
@@ -165,23 +173,23 @@ def answers(
 
     written = generated(writer, prompts, sampling, path, "writing answers", console)
     pairs = []
-    seen = set[tuple[tuple[int, ...], tuple[int, ...]]]()
+    pairs_seen = set[tuple[tuple[int, ...], tuple[int, ...]]]()
     for prompt, tokens in zip(prompts, map(response, written), strict=True):
         pair = tuple(prompt), tuple(tokens)
         if distinct(tokens) < LEAST_DISTINCT:
-            left_out["answer that repeats itself"] += 1
-        elif pair in seen or len(tokens) < 2:
-            left_out["answer there before or empty"] += 1
+            left_out["repetitive answer"] += 1
+        elif pair in pairs_seen or len(tokens) < 2:
+            left_out["duplicate or empty answer"] += 1
         else:
-            seen.add(pair)
+            pairs_seen.add(pair)
             pairs.append(pair)
-    return Records.of(pairs)
+    return Records.from_pairs(pairs)
 
 
 def self_instruct(
     lm: LanguageModel,
     template: ChatTemplate,
-    given: Sequence[str],
+    user_messages: Sequence[str],
     count: int,
     forbidden: Collection[tuple[str, ...]],
     options: SelfInstructOptions,
@@ -189,15 +197,25 @@ def self_instruct(
     console: Console,
     writer: Writer,
 ) -> tuple[Records, Counter[str]]:
-    """Answers to given messages and to `count` instructions of the model's own; and how many texts were left out, by reason.
+    """Lets the model answer messages of a user and `count` instructions of its own.
 
     Args:
-        forbidden: runs of words of what is measured on.
-        folder: where texts are written as they come, so that an interrupted run goes on.
-        writer: lets the model write.
+        lm: the model.
+        template: chat template of the model.
+        user_messages: messages of a user.
+        count: number of instructions that the model writes.
+        forbidden: runs of words of evaluation data.
+        options: options of the writing.
+        folder: folder for the texts, from which an interrupted run resumes.
+        console: console for progress.
+        writer: generates with the model.
+
+    Returns:
+        prompts and answers, and the number of texts that are left out by reason.
     """
     left_out = Counter[str]()
-    own = instructions(lm, template, count, options, folder / "instructions.jsonl", console, writer) if count else []
-    left_out["instruction without an end"] = count - len(own)
-    messages = [message for message in given for _ in range(options.each)] + select_instructions(own, forbidden, left_out)
+    written = instructions(lm, template, count, options, folder / "instructions.jsonl", console, writer) if count else []
+    left_out["instruction without an end"] = count - len(written)
+    messages = [message for message in user_messages for _ in range(options.each)]
+    messages += select_instructions(written, forbidden, left_out)
     return answers(lm, template, messages, options, folder / "answers.jsonl", console, left_out, writer), left_out

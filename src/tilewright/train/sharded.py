@@ -1,9 +1,9 @@
-"""The train step of language models over a mesh: "fsdp" divides batches and weights, "tp" layers and the stream.
+"""Train step of language models over a mesh: "fsdp" shards batches and weights, "tp" shards layers and the residual stream.
 
-Weights, gradients and the optimiser's state are sharded by the model's declared axes. `parallel/fully_sharded.py` says when
-each layer's weights and gradients travel; the optimiser computes on the sharded arrays, and the sums of its clipping are XLA's.
+Weights, gradients and optimizer state are sharded by the model's declared axes. `parallel/fully_sharded.py` schedules the
+collectives of each layer's weights and gradients. The optimizer computes on the shards; XLA sums the norms for clipping.
 
-Legend: B sequences of a batch, T positions, R rows of a group of "fsdp" (its sequences times T), M a device's part of them.
+Legend: B sequences of a batch, T positions, R tokens of a group of "fsdp" (its sequences times T), M tokens per device.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,34 +25,34 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import ArraySpec, abstract
 from tilewright.models.stack import Rows
 from tilewright.parallel import rings, vocabulary
-from tilewright.parallel.exchanges import Exchange, FullyShardedPlan, array_placement, whole
-from tilewright.parallel.experts import own_experts
+from tilewright.parallel.exchanges import Exchange, FullyShardedPlan, array_placement, gathered_weights
+from tilewright.parallel.experts import with_local_experts
 from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED_AXES, grouped_mesh, partition
 from tilewright.runtime.placement import divided_sizes
-from tilewright.train.balance import balanced, own_share, watching
+from tilewright.train.balance import balanced, local_share, watching
 from tilewright.train.finite import FINITE, Finite, finite
 from tilewright.train.loop import WEIGHT, Metrics, Step, Task
 
 DATA = "fsdp"
 TENSOR = "tp"
 Gradient = Callable[[Any, Array, Array], tuple[Array, Any]]
-"""`gradient(params, tokens [B, T + 1], in_loss) -> (mean loss in nats, its gradient)`, of sharded arrays."""
+"""`gradient(params, tokens [B, T + 1], in_loss) -> (mean loss in nats, gradient)` on sharded arrays."""
 
 
 @dataclass(frozen=True)
 class ShardedSetup:
-    """A model on a mesh.
+    """Model, mesh and schedule of sharded training.
 
     Attributes:
-        config: of the model.
-        ops: what computes.
-        mesh: of `training_mesh`.
-        plan: when weights and gradients travel.
-        accumulate: into how many parts a batch is divided, one after another; their gradients are summed in float32.
-        attend: what the positions of a sequence see of each other.
-        predicting: from the hidden states `[B, T, H]` to those that predict each position; None where they are the same.
+        config: configuration of the model.
+        ops: operations.
+        mesh: mesh of `training_mesh`.
+        plan: schedule of the collectives of weights and gradients.
+        accumulate: number of parts of a batch, which run one after another; their gradients are summed in float32.
+        attend: attention of the model.
+        predicting: maps hidden states `[B, T, H]` to the states that predict each position; None for the identity.
     """
 
     config: DecoderConfig
@@ -70,7 +70,7 @@ class ShardedSetup:
 
     @property
     def specs(self) -> DecoderParams:
-        """Each array's partition."""
+        """Partition of each array."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
     @property
@@ -81,13 +81,13 @@ class ShardedSetup:
     def batch_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(DATA))
 
-    def own_rows(self, batch: int) -> Int[np.ndarray, " R"]:
-        """Rows of a batch of so many that the devices of this process compute on."""
+    def local_rows(self, batch: int) -> Int[np.ndarray, " R"]:
+        """Returns the rows of a batch of `batch` rows that this process's devices compute."""
         parts = self.batch_sharding.addressable_devices_indices_map((batch,)).values()
         return np.concatenate([np.arange(*span) for span in sorted({part[0].indices(batch) for part in parts if part})])
 
     def check_batch(self, shape: tuple[int, ...]) -> None:
-        """Raises a `ValueError` where the mesh does not divide a batch of tokens `[B, T + 1]`."""
+        """Raises a `ValueError` if the mesh does not divide a batch of tokens `[B, T + 1]`."""
         parts = self.mesh.shape[DATA] * self.accumulate
         tensor = self.mesh.size // self.mesh.shape[DATA]
         if shape[0] % parts:
@@ -96,26 +96,29 @@ class ShardedSetup:
             )
         rows = shape[0] // parts * (shape[1] - 1)
         if rows % tensor:
-            raise ValueError(f"expected rows (sequences × positions) that tp={tensor} divides, found {rows} of a group of fsdp")
+            raise ValueError(
+                f"expected tokens per group of fsdp (sequences × positions) that tp={tensor} divides, found {rows}"
+            )
 
 
 class Predicted(NamedTuple):
-    """Predictions of a batch of sequences: inputs, labels and weights.
+    """Predictions of a batch of sequences.
 
     Attributes:
-        inputs, labels: tokens that are read, and those that each position is to predict, `[B, T]`.
-        weights: of each prediction, so that their weighted losses make up the mean.
-        seen: what `ShardedSetup.attend` needs to know of each row, `[B]`; None for nothing.
+        inputs: input tokens, `[B, T]`.
+        labels: token to predict at each position, `[B, T]`.
+        weights: weight of each prediction, so that the weighted losses sum to the mean, `[B, T]`.
+        attn_metadata: metadata of each row for `ShardedSetup.attend`, `[B]`; None without.
     """
 
     inputs: Any
     labels: Any
     weights: Any
-    seen: Any = None
+    attn_metadata: Any = None
 
 
 def next_tokens(tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"]) -> tuple[Predicted, Float[Array, ""]]:
-    """Predictions of each token given those before it, as `lm.next_token_loss` has them, and the number of tokens."""
+    """Returns next-token predictions, as in `lm.next_token_loss`, and the number of predicted tokens."""
     weights = in_loss[:, 1:].astype(jnp.float32)
     total = jnp.sum(weights)
     return Predicted(tokens[:, :-1], tokens[:, 1:], weights / jnp.maximum(total, 1.0)), total
@@ -126,20 +129,20 @@ def is_partition(leaf: Any) -> bool:
 
 
 def model_shardings(mesh: Mesh, specs: DecoderParams) -> DecoderParams:
-    """Shardings of the declared arrays. Matrices are divided by both axes; norms and biases, which are small, by "tp" alone."""
+    """Returns the shardings of declared arrays: matrices along both axes, norms and biases along "tp" only."""
 
-    def of(spec: ArraySpec) -> NamedSharding:
+    def sharding(spec: ArraySpec) -> NamedSharding:
         rules = FULLY_SHARDED_GROUPED if len(spec.shape) > 1 else GROUPED
         return NamedSharding(mesh, partition(spec, mesh.shape, rules))
 
-    return jax.tree.map(of, specs)
+    return jax.tree.map(sharding, specs)
 
 
 def data_mesh(axes: Mapping[str, int | None], devices: Any = None) -> Mesh:
-    """A mesh of "fsdp" and "tp"; an axis that is not named has one device.
+    """Builds a mesh of "fsdp" and "tp"; an absent axis has one device.
 
     Raises:
-        ValueError: another axis, or sizes that do not fit the devices (see `make_mesh`).
+        ValueError: an unknown axis, or sizes that do not fit the devices (see `make_mesh`).
     """
     if unknown := sorted(set(axes) - {DATA, TENSOR}):
         raise ValueError(f"expected the axes {DATA} and {TENSOR}, found {', '.join(unknown)}")
@@ -147,10 +150,10 @@ def data_mesh(axes: Mapping[str, int | None], devices: Any = None) -> Mesh:
 
 
 def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices: Any = None) -> Mesh:
-    """A mesh of "fsdp" and "tp" for a model; an axis that is not named has one device.
+    """Builds a mesh of "fsdp" and "tp" for a model; an absent axis has one device.
 
     Raises:
-        ValueError: another axis; sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
+        ValueError: an unknown axis, or sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
     """
     mesh = data_mesh(axes, devices)
     if config.hidden_size % mesh.shape[DATA]:
@@ -159,38 +162,38 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
 
 
 def sharded_gradient(setup: ShardedSetup) -> Gradient:
-    """The mean loss of a batch and its gradient, as `lm.next_token_loss` has them on one device.
+    """Returns a function for the mean loss of a batch and its gradient, equal to `lm.next_token_loss` on one device.
 
     Raises:
-        ValueError: the mesh does not divide an array of the model; when called, a batch that it does not divide.
+        ValueError: the mesh does not divide an array of the model; when called, the mesh does not divide the batch.
     """
     gradient = predicted_gradient(setup)
     return lambda params, tokens, in_loss: gradient(params, next_tokens(tokens, in_loss)[0])
 
 
 def predicted_gradient(setup: ShardedSetup) -> Callable[[Any, Predicted], tuple[Array, Any]]:
-    """Function that gives the mean loss and gradient of any predictions, over the mesh."""
+    """Returns a function for the mean loss and gradient of any predictions, over the mesh."""
     inside = partial(_local_gradient, setup)
     specs = setup.specs
 
     def gradient(params: Any, predicted: Predicted) -> tuple[Array, Any]:
-        return _over(setup, inside, (PartitionSpec(), specs))(params, predicted)
+        return _shard_mapped(setup, inside, (PartitionSpec(), specs))(params, predicted)
 
     return gradient
 
 
 def sharded_loss(setup: ShardedSetup) -> Callable[[Any, Predicted], Array]:
-    """The loss of a batch alone, for evaluation; a batch in one part."""
+    """Returns a function for the loss of a batch, for evaluation; the batch has one part."""
     setup = replace(setup, accumulate=1)
 
     def inside(params: DecoderParams, predicted: Predicted) -> Array:
         return jax.lax.psum(_local_loss(setup, params, predicted), tuple(setup.mesh.shape))
 
-    return lambda params, predicted: _over(setup, inside, PartitionSpec())(params, predicted)
+    return lambda params, predicted: _shard_mapped(setup, inside, PartitionSpec())(params, predicted)
 
 
-def _over(setup: ShardedSetup, inside: Callable[..., Any], results: Any) -> Callable[[Any, Predicted], Any]:
-    """A function of what a device has of the parameters and of a batch, on all devices."""
+def _shard_mapped(setup: ShardedSetup, inside: Callable[..., Any], results: Any) -> Callable[[Any, Predicted], Any]:
+    """Wraps a function of a device's shards of parameters and batch in `shard_map`."""
 
     def run(params: Any, predicted: Predicted) -> Any:
         rows, length = predicted.inputs.shape
@@ -202,7 +205,7 @@ def _over(setup: ShardedSetup, inside: Callable[..., Any], results: Any) -> Call
 
 
 def _local_gradient(setup: ShardedSetup, params: DecoderParams, predicted: Predicted) -> tuple[Array, DecoderParams]:
-    """A device's part: the loss of all devices, and the gradient of its shards."""
+    """Computes the loss of all devices, and the gradient of a device's shards."""
     axes = tuple(setup.mesh.shape)
 
     def part(predicted: Predicted) -> tuple[Array, DecoderParams]:
@@ -212,8 +215,8 @@ def _local_gradient(setup: ShardedSetup, params: DecoderParams, predicted: Predi
         value, gradient = part(predicted)
         return jax.lax.psum(value, axes), gradient
 
-    def add(sums: Any, of: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, part(of)), None
+    def add(sums: Any, predicted: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, part(predicted)), None
 
     parts = jax.tree.map(lambda x: x.reshape(setup.accumulate, -1, *x.shape[1:]), predicted)
     start = (jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params))
@@ -222,31 +225,31 @@ def _local_gradient(setup: ShardedSetup, params: DecoderParams, predicted: Predi
 
 
 def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted) -> Float[Array, ""]:
-    """A device's share of the loss: the sum over all devices is the whole."""
+    """Computes a device's share of the loss; the shares of all devices sum to the loss."""
     config = setup.config
-    ops = own_experts(setup.ops)
+    ops = with_local_experts(setup.ops)
     plan = setup.plan
     exchange = Exchange(plan, DATA, GROUPED_AXES)
-    how: DecoderParams = jax.tree.map(
+    placements: DecoderParams = jax.tree.map(
         lambda spec: array_placement(spec, tuple(setup.mesh.shape), DATA), setup.specs, is_leaf=is_partition
     )
     inputs = predicted.inputs
-    table = whole(exchange, how.embed, params.embed, "embedding")
-    final = whole(exchange, how.norm, params.norm, "final_norm")
+    table = gathered_weights(exchange, placements.embed, params.embed, "embedding")
+    final = gathered_weights(exchange, placements.norm, params.norm, "final_norm")
     x = decoder.scaled(config, _embedded(ops, plan, table, inputs))
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    rows = Rows(config.rope_tables(positions), predicted.seen)
+    rows = Rows(config.rope_tables(positions), predicted.attn_metadata)
     (x, load), head = run_layers(
         exchange,
         decoder.stack_of(config, ops, params.layers, setup.attend),
         decoder.split_layer,
         decoder.join_layer,
-        how.layers,
+        placements.layers,
         x,
         rows,
         (*inputs.shape, config.hidden_size),
         params.head,
-        how.head,
+        placements.head,
         *watching(config),
     )
     x = jax.lax.all_gather(ops.rms_norm(x, *Norm(final, config.rms_norm_eps)), GROUPED_AXES, tiled=True)
@@ -254,67 +257,70 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
         x = setup.predicting(x.reshape(*inputs.shape, -1)).reshape(x.shape)
 
     def logits(x: Array, head: Any) -> Array:
-        found = ops.linear(x, Transposed(head) if params.head is None else head, jnp.float32)
-        return softcapped(found, config.logit_softcap)
+        logits = ops.linear(x, Transposed(head) if params.head is None else head, jnp.float32)
+        return softcapped(logits, config.logit_softcap)
 
     labels = predicted.labels.reshape(-1)
     weights = predicted.weights.reshape(-1)
     loss = vocabulary.cross_entropy(logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights)
-    # What counts of the parts of a batch is their mean.
-    return loss + own_share(config, load, tuple(setup.mesh.shape)) / setup.accumulate
+    # The balancing loss of a batch in parts is the mean of the parts'.
+    return loss + local_share(config, load, tuple(setup.mesh.shape)) / setup.accumulate
 
 
 def _embedded(ops: Operations, plan: FullyShardedPlan, table: Float[Array, "W H"], tokens: Array) -> Float[Array, "M H"]:
-    """This device's rows of the stream, of a table of which each has part of the vocabulary."""
-    own = tokens.reshape(-1) - jax.lax.axis_index(GROUPED_AXES) * len(table)
-    here = (own >= 0) & (own < len(table))
-    found = jnp.where(here[:, None], _taken(ops.gather_rows, table, jnp.clip(own, 0, len(table) - 1)), 0)
+    """Embeds the tokens with a table that is sharded along the vocabulary; returns this device's tokens of the stream."""
+    local = tokens.reshape(-1) - jax.lax.axis_index(GROUPED_AXES) * len(table)
+    is_local = (local >= 0) & (local < len(table))
+    found = jnp.where(is_local[:, None], _gathered(ops.gather_rows, table, jnp.clip(local, 0, len(table) - 1)), 0)
     if plan.activations == "ring":
         return rings.reduce_scatter(found, GROUPED_AXES)
     return jax.lax.psum_scatter(found, GROUPED_AXES, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _taken(take: Callable[[Array, Array], Array], table: Array, index: Array) -> Array:
-    """Rows of a table, whose gradient is summed in float32: a frequent token has many summands."""
-    return take(table, index)
+def _gathered(gather: Callable[[Array, Array], Array], table: Array, index: Array) -> Array:
+    """Gathers rows of a table with a float32 gradient, since a frequent token sums many terms."""
+    return gather(table, index)
 
 
-def _taken_forward(take: Callable[[Array, Array], Array], table: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
-    return take(table, index), (index, table)
+def _gathered_forward(gather: Callable[[Array, Array], Array], table: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
+    return gather(table, index), (index, table)
 
 
-def _taken_backward(take: Callable[[Array, Array], Array], kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
-    index, table = kept
+def _gathered_backward(
+    gather: Callable[[Array, Array], Array], residuals: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, None]:
+    index, table = residuals
     total = jnp.zeros(table.shape, jnp.float32).at[index].add(cotangent.astype(jnp.float32))
     return total.astype(table.dtype), None
 
 
-_taken.defvjp(_taken_forward, _taken_backward)
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def state_shardings(setup: ShardedSetup, optimizer: optax.GradientTransformation) -> Any:
-    """Shardings of an optimiser's state: what belongs to an array as this does, counters everywhere.
+    """Returns the shardings of the optimizer state: an array like its parameter, counters replicated.
 
-    A part of the state belongs to the array whose path its own path ends with: optimisers keep the parameters' structure.
+    A part of the state belongs to the parameter whose path is a suffix of its path, since optimizers keep the parameters'
+    structure.
     """
     return places_of_state(abstract(decoder.declare(setup.config), jnp.float32, setup.shardings), setup.mesh, optimizer)
 
 
 def places_of_state(params: Any, mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
-    """Optimiser state of any parameters, as abstract arrays with their shardings."""
-    known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    """Returns the shardings of the optimizer state of any sharded parameters; see `state_shardings`."""
+    by_path = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def place(path: tuple[Any, ...], part: jax.ShapeDtypeStruct) -> NamedSharding:
-        found = next((known[path[n:]] for n in range(len(path)) if path[n:] in known), None)
-        return found[1] if found and found[0] == part.shape else everywhere
+        found = next((by_path[path[n:]] for n in range(len(path)) if path[n:] in by_path), None)
+        return found[1] if found and found[0] == part.shape else replicated
 
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
 def sharded_finite(setup: ShardedSetup, value: Array, gradient: DecoderParams) -> Finite:
-    """`finite`, of sharded arrays: each device looks at its shards, and one small reduction joins what they found."""
+    """Computes `finite` of sharded arrays: each device checks its shards, and one small reduction combines the flags."""
     axes = tuple(setup.mesh.shape)
 
     def inside(value: Array, gradient: DecoderParams) -> Finite:
@@ -332,10 +338,13 @@ def jitted_step(
     gradient: Callable[..., tuple[Array, Any]],
     weight: Callable[..., Array] | None = None,
 ) -> Any:
-    """`step(params, state, *batch) -> (params, state, metrics)` down `gradient(params, *batch)`; DONATES the first two.
+    """Compiles `step(params, state, *batch) -> (params, state, metrics)`; DONATES the first two arguments.
 
     Args:
-        weight: `weight(*batch)` gives the tokens in the loss (see `loop.WEIGHT`); None weighs all steps alike.
+        setup: model, mesh and schedule.
+        optimizer: the optimizer.
+        gradient: `gradient(params, *batch)` returns loss and gradient.
+        weight: `weight(*batch)` returns the number of tokens in the loss (see `loop.WEIGHT`); None weighs all steps equally.
     """
     state = state_shardings(setup, optimizer)
 
@@ -351,15 +360,14 @@ def jitted_step(
 
 
 Predict = Callable[[Any, Array], tuple[Predicted, Array]]
-"""`predict(batch, key)`: predictions of a batch and how much they count; the key is the step's."""
+"""`predict(batch, key) -> (predictions, weight of the step)`; the key is the step's."""
 
 
 def sharded_step(setup: ShardedSetup, optimizer: optax.GradientTransformation, predict: Predict | None = None) -> Step:
-    """The step of a task (see `loop.Step`).
+    """Builds the step of a task (see `loop.Step`).
 
-    Parameters lie as `ShardedSetup.shardings` has them, and state as `state_shardings`. Of each batch a process brings the rows
-    that its devices compute on (`ShardedSetup.own_rows`). By default they are of text, whose tokens are predicted one after
-    another.
+    Parameters have the shardings `ShardedSetup.shardings`, the state `state_shardings`. Each process passes the rows of a batch
+    that its devices compute (`ShardedSetup.local_rows`). By default the step predicts next tokens.
     """
     gradient = predicted_gradient(setup)
 
@@ -374,19 +382,19 @@ def sharded_step(setup: ShardedSetup, optimizer: optax.GradientTransformation, p
     )
 
     def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Metrics]:
-        return step(params, opt_state, on_mesh(setup, batch), np.asarray(jax.random.key_data(key)))
+        return step(params, opt_state, place_batch(setup, batch), np.asarray(jax.random.key_data(key)))
 
     return run
 
 
-def on_mesh(setup: ShardedSetup, batch: Any) -> Any:
-    """The arrays of a batch, of which each process has its rows, divided over the devices."""
+def place_batch(setup: ShardedSetup, batch: Any) -> Any:
+    """Shards the arrays of a batch over the devices; each process passes its own rows."""
     groups = setup.mesh.shape[DATA]
-    held = len(setup.own_rows(groups))  # groups of "fsdp" with a device of this process
+    local = len(setup.local_rows(groups))  # groups of "fsdp" with a device of this process
 
-    def place(own: np.ndarray) -> Array:
-        shape = (len(own) * groups // held, *own.shape[1:])
-        return jax.make_array_from_process_local_data(setup.batch_sharding, own, shape)
+    def place(rows: np.ndarray) -> Array:
+        shape = (len(rows) * groups // local, *rows.shape[1:])
+        return jax.make_array_from_process_local_data(setup.batch_sharding, rows, shape)
 
     return jax.tree.map(place, jax.tree.map(np.asarray, batch))
 
@@ -394,19 +402,19 @@ def on_mesh(setup: ShardedSetup, batch: Any) -> Any:
 def sharded_init(
     setup: ShardedSetup, optimizer: optax.GradientTransformation, params: Callable[[], DecoderParams]
 ) -> Callable[[], tuple[DecoderParams, Any]]:
-    """Function that gives a task its parameters and the optimiser's state, sharded.
+    """Returns a function for the sharded initial parameters and optimizer state of a task.
 
-    `params` may give arrays sharded or not. Those that lie in their places are taken as they are: training DONATES them.
+    `params` may return sharded or unsharded arrays. Arrays with the right sharding are used directly: training DONATES them.
     """
 
     def init() -> tuple[DecoderParams, Any]:
-        taken: set[int] = set()
+        used: set[int] = set()
 
         def place(array: Array, sharding: NamedSharding) -> Array:
-            if array.sharding == sharding and id(array) not in taken:  # layers of a grown model have arrays in common
-                taken.add(id(array))
+            if array.sharding == sharding and id(array) not in used:  # layers of a grown model share arrays
+                used.add(id(array))
                 return array
-            return jnp.copy(jax.device_put(array, sharding))  # which may share a device's buffer
+            return jnp.copy(jax.device_put(array, sharding))  # `device_put` may share a buffer
 
         placed = jax.tree.map(place, params(), setup.shardings)
         return placed, jax.jit(optimizer.init, out_shardings=state_shardings(setup, optimizer))(placed)
@@ -421,14 +429,16 @@ def over_mesh(
     params: Callable[[], DecoderParams],
     predict: Predict | None = None,
 ) -> Task:
-    """The task of training with this module's step in the place of its own; see `text.text_task` for that.
+    """Replaces the step of a task (see `text.text_task`) by this module's sharded step.
 
-    The checkpoint says nothing of the mesh or the plan: a run goes on over another one.
+    The checkpoint is independent of mesh and plan, so that a run can resume on another mesh.
 
     Args:
-        optimizer: the task's.
-        params: gives those to start from.
-        predict: what a batch is to predict; by default each token given those before it.
+        task: the task.
+        setup: model, mesh and schedule.
+        optimizer: optimizer of the task.
+        params: returns the initial parameters.
+        predict: returns the predictions of a batch; by default next tokens.
     """
     step = sharded_step(setup, optimizer, predict)
     return replace(task, init=sharded_init(setup, optimizer, params), step=step, devices=setup.mesh.size)

@@ -1,4 +1,4 @@
-"""Training on text: options, optimisers, and the task that language models and drafters share."""
+"""Training on text: options, optimizers, and the task of language models and drafters."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,37 +20,39 @@ from tilewright.train.loop import Metrics, Task, TrainOptions, TrainResult, grad
 from tilewright.train.muon import muon as make_muon
 
 Batch = tuple[np.ndarray, np.ndarray]
-"""Tokens, and which of them are in the loss, `[batch, length]` each."""
+"""Tokens and loss mask, `[batch, length]` each."""
 
 Loss = Callable[[Any, Any, Any, Array], tuple[Array, Array]]
-"""`loss(params, frozen, batch, key) -> (mean loss in nats, how much was predicted)`, of a batch on the device."""
+"""`loss(params, frozen, batch, key) -> (mean loss in nats, weight)` of a batch on the device."""
 
 HELD_OUT_BATCHES = 32
 
 
 @dataclass(frozen=True)
 class TextOptions(TrainOptions):
-    """Training options of language models; the data and the model's sizes stand elsewhere.
+    """Options of training on text.
 
     Attributes:
-        steps: optimiser steps.
-        batch_size: sequences a step.
-        sequence_length: tokens a sequence.
-        learning_rate: peak rate of AdamW (and, with "muon", of everything that is no hidden matrix).
-        optimizer: "adamw", or "muon" (Jordan et al. 2024) for the hidden matrices at `muon_learning_rate`.
-        warmup: share of the steps over which the rate rises.
-        schedule: what it does then: "cosine" falls to a twentieth of the peak; "wsd" stays, and falls in a straight line over
-            the last `cooldown` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395 §4), so that a run can be stopped anywhere
-            before, and another one go on from its weights.
-        cooldown: share of the steps over which "wsd" falls; 0 for a run that another one goes on from.
-        weight_decay: decoupled, on matrices only.
+        steps: number of optimizer steps.
+        batch_size: sequences per step.
+        sequence_length: tokens per sequence.
+        learning_rate: peak learning rate of AdamW (with "muon", of all arrays except the hidden matrices).
+        optimizer: "adamw", or "muon" (Jordan et al. 2024) for the hidden matrices with `muon_learning_rate`.
+        muon_learning_rate: peak learning rate of Muon.
+        warmup: share of the steps over which the learning rate rises.
+        schedule: learning rate after the warm-up: "cosine" decays to a twentieth of the peak; "wsd" stays constant and decays
+            linearly over the last `cooldown` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395 §4), so that a run can stop
+            before, and another run continue from its weights.
+        cooldown: share of the steps over which "wsd" decays; 0 for a run that another one continues.
+        weight_decay: decoupled weight decay of matrices.
         clip: largest global norm of a gradient.
-        seed: of the initialisation and of the data's order.
-        evaluate_every, save_every: in steps.
-        matmul_dtype: of matrix products: "float32"; "bfloat16" with float32 sums; or "auto", bfloat16 where the chip has
+        seed: seed of the initial weights and of the order of the data.
+        evaluate_every: steps between evaluations.
+        save_every: steps between checkpoints.
+        matmul_dtype: dtype of matrix products: "float32"; "bfloat16" with float32 sums; or "auto", bfloat16 if the chip has
             instructions for it (see `kernels.select.training_operations`). Weights are float32.
-        compute_dtype: of what the loss is computed in: "float32", or "bfloat16", in which it then reads trained and frozen
-            parameters, while the optimiser keeps the former in float32. Half of the memory traffic, for accelerators.
+        compute_dtype: dtype of the loss: "float32", or "bfloat16", which reads trained and frozen parameters in bfloat16 while
+            the optimizer keeps float32 copies. It halves the memory traffic of accelerators.
     """
 
     steps: int = 1000
@@ -84,7 +86,7 @@ class TextOptions(TrainOptions):
         super().__post_init__()
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
-        training_operations(self.matmul_dtype)  # says what cannot run
+        training_operations(self.matmul_dtype)  # raises for a dtype that cannot run
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"expected the compute dtype float32 or bfloat16, found {self.compute_dtype!r}")
         if not 0 <= self.warmup < 1:
@@ -92,27 +94,27 @@ class TextOptions(TrainOptions):
         if self.schedule not in ("cosine", "wsd"):
             raise ValueError(f"expected the schedule cosine or wsd, found {self.schedule!r}")
         if not 0 <= self.cooldown <= 1 - self.warmup:
-            raise ValueError(f"expected a cooldown from 0 to what the warmup leaves, found {self.cooldown}")
+            raise ValueError(f"expected a cooldown from 0 to {1 - self.warmup:g} (1 - warmup), found {self.cooldown}")
 
     def run_fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the run: what a checkpoint must agree with.
+        """Returns the fingerprint of the run, which a checkpoint must match.
 
-        Under "wsd" that is not when the run ends, nor where its rate begins to fall.
+        With "wsd" the number of steps and the start of the decay may change.
         """
         left_out = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
         if self.compute_dtype == "float32":
-            left_out = (*left_out, "compute_dtype")  # checkpoints of before there was a choice
-        same = {name: value for name, value in super().run_fingerprint().items() if name not in left_out}
-        return {"products" if name == "matmul_dtype" else name: value for name, value in same.items()}  # its key in checkpoints
+            left_out = (*left_out, "compute_dtype")  # absent in checkpoints of earlier versions
+        kept = {name: value for name, value in super().run_fingerprint().items() if name not in left_out}
+        return {"products" if name == "matmul_dtype" else name: value for name, value in kept.items()}  # the key in checkpoints
 
     @property
     def ops(self) -> Operations:
-        """Operations that compute: of arrays in bfloat16 XLA's own."""
+        """Operations of the loss; XLA's own for arrays in bfloat16."""
         return PLAIN if self.compute_dtype == "bfloat16" else training_operations(self.matmul_dtype)
 
 
-def in_compute_dtype(options: TextOptions, loss: Loss) -> Loss:
-    """A loss that reads all floating-point parameters in the dtype that `options` name; gradients are of those as given."""
+def cast_loss(options: TextOptions, loss: Loss) -> Loss:
+    """Wraps a loss to read floating-point parameters in `options.compute_dtype`; gradients have the parameters' dtype."""
     if options.compute_dtype == "float32":
         return loss
 
@@ -126,7 +128,7 @@ def in_compute_dtype(options: TextOptions, loss: Loss) -> Loss:
 
 
 def rate(options: TextOptions, peak: float) -> optax.Schedule:
-    """The learning rate at each step, with this peak."""
+    """Returns the schedule of the learning rate with this peak."""
     warmup = min(max(1, round(options.warmup * options.steps)), options.steps - 1)
     if options.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, options.steps, peak / 20)
@@ -140,14 +142,13 @@ def rate(options: TextOptions, peak: float) -> optax.Schedule:
 def make_optimizer(
     options: TextOptions, is_hidden_matrix: Callable[[Any], Any], ops: Operations | None = None
 ) -> optax.GradientTransformation:
-    """AdamW or Muon under a schedule and clipping.
+    """Builds AdamW or Muon with schedule and clipping.
 
     Args:
-        is_hidden_matrix: `is_hidden_matrix(params)` gives the tree of booleans that says which arrays Muon takes and weight
-            decay applies to.
-        ops: what Muon's products are taken with; XLA's by default, which the partitioner divides over a mesh.
+        options: options of the training loop.
+        is_hidden_matrix: `is_hidden_matrix(params)` returns a tree of booleans, True for arrays of Muon and weight decay.
+        ops: operations of Muon's products; by default XLA's, which the partitioner can shard.
     """
-
     adamw = optax.adamw(rate(options, options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
     clip = optax.clip_by_global_norm(options.clip)
     if options.optimizer == "adamw":
@@ -155,59 +156,63 @@ def make_optimizer(
     muon = make_muon(rate(options, options.muon_learning_rate), options.weight_decay, ops or PLAIN)
 
     def label(params: Any) -> Any:
-        def of(hidden: bool, param: Any) -> str:  # those of experts are stacked, and Muon's updates are of single matrices
+        def name(hidden: bool, param: Any) -> str:  # experts' stacked matrices use AdamW, since Muon updates single matrices
             return "muon" if hidden and param.ndim == 2 else "adamw"
 
-        return jax.tree.map(of, is_hidden_matrix(params), params)
+        return jax.tree.map(name, is_hidden_matrix(params), params)
 
     return optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label))
 
 
 @runtime_checkable
 class Batches(Protocol):
-    """Protocol of the batches that a run is fed with: `Windows` of a text, say."""
+    """Protocol of a run's batches, such as `Windows` of a text."""
 
     @property
     def options(self) -> TextOptions: ...
 
     def batches(self, first: int) -> Iterator[Any]:
-        """Training batches from step `first` on."""
+        """Yields training batches from step `first` on."""
         ...
 
     def held_out_batches(self) -> list[Any]:
-        """Held-out batches, the same at every evaluation."""
+        """Returns the held-out batches, the same ones at every evaluation."""
         ...
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step computes, on average."""
+        """Tokens per step, on average."""
         ...
 
     def run_fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the run: what a checkpoint must agree with."""
+        """Returns the fingerprint of the run, which a checkpoint must match."""
         ...
 
 
 def require_texts(stream: TokenStream, held_out: TokenStream, length: int, options: TextOptions) -> None:
-    """Raises a `ValueError` where the training text is too short for a batch, or one of the texts has nothing to learn.
+    """Raises a `ValueError` for training text shorter than a batch, or for texts without tokens in the loss.
 
     Args:
-        length: tokens of a window.
+        stream: training text.
+        held_out: held-out text.
+        length: tokens per window.
+        options: options of the training loop.
     """
     require_windows(stream, length, options.batch_size, "the training text")
     if not len(held_out.starts_in_loss(length)):
-        raise ValueError(f"the held-out text has no token to be predicted: its {len(held_out.tokens)} are all given")
+        raise ValueError(f"expected tokens in the loss in the held-out text, found none among {len(held_out.tokens)}")
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Batches of windows of a text, in an order that `options` set.
+    """Batches of windows of a text.
 
     Attributes:
-        stream, held_out: what is trained on, and what is held out.
-        length: tokens of a window.
-        options: how to train.
-        rows: of each batch that this process's devices compute on; None for all. Nothing else depends on it.
+        stream: training text.
+        held_out: held-out text.
+        length: tokens per window.
+        options: options of the training loop, with the seed of the order.
+        rows: rows of each batch on the devices of this process; None for all rows.
     """
 
     stream: TokenStream
@@ -220,25 +225,25 @@ class Windows:
         require_texts(self.stream, self.held_out, self.length, self.options)
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Training batches of one epoch."""
+        """Yields the training batches of an epoch."""
         return self.stream.windows(self.length, self.options.batch_size, self.options.seed, number, self.rows)
 
     def batches(self, first: int) -> Iterator[Batch]:
-        """Training batches, epoch by epoch, from step `first` on."""
+        """Yields training batches, epoch by epoch, from step `first` on."""
         return islice(chain.from_iterable(self.epoch(number) for number in count()), first, None)
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a step computes."""
+        """Tokens per step."""
         return self.options.batch_size * self.options.sequence_length
 
     def held_out_batches(self) -> list[Batch]:
-        """Batches of the held-out text, the same at every evaluation."""
+        """Returns the batches of the held-out text, the same ones at every evaluation."""
         batches = self.held_out.padded_windows(self.length, self.options.batch_size, self.options.seed, self.rows)
         return list(islice(batches, HELD_OUT_BATCHES))
 
     def run_fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the run: what a checkpoint must agree with."""
+        """Returns the fingerprint of the run, which a checkpoint must match."""
         text = fingerprint((self.stream.tokens, self.stream.in_loss))
         return {**self.options.run_fingerprint(), "training_tokens": len(self.stream.tokens), "text": text}
 
@@ -255,21 +260,24 @@ def text_task(
     flops: float = 0.0,
     measured: Loss | None = None,
 ) -> Task:
-    """The task of training on windows of a text.
+    """Builds the task of training on windows of a text.
 
     Args:
-        init: gives the parameters to start from, which are copied, for training donates its own.
+        title: title of the progress bar.
+        loss: the loss.
+        init: returns the initial parameters, which are copied, since training donates its arrays.
         is_hidden_matrix: see `make_optimizer`.
-        run_fingerprint: what a checkpoint must agree with, besides the options and the text.
-        frozen: what the loss reads beside the parameters.
-        place: puts a batch where the loss, in evaluations, wants it; by default it comes as it is.
-        flops: operations that a token needs.
-        measured: the loss of held-out text, where that leaves something out.
+        windows: batches.
+        run_fingerprint: settings that a checkpoint must match, besides the options and the text.
+        frozen: arrays that the loss reads and training does not change.
+        place: moves a batch to the devices for evaluation; by default the batch is unchanged.
+        flops: floating-point operations per token.
+        measured: loss for held-out text; by default `loss`.
     """
     options = windows.options
     held_out = list(map(place, windows.held_out_batches()))
     optimizer = make_optimizer(options, is_hidden_matrix, options.ops)
-    loss = in_compute_dtype(options, loss)
+    loss = cast_loss(options, loss)
 
     measure = jax.jit(measured or loss)
     tokens = windows.tokens_per_step
@@ -299,7 +307,7 @@ def text_task(
 
 
 def text_metrics(result: TrainResult) -> dict[str, Any]:
-    """The figures for `--json`; a loss is null where no token was in it."""
+    """Returns the metrics for `--json`; a loss without tokens is null."""
     fields = {"step": "step", "loss": "loss_nats_per_token", "held_out_loss": "held_out_loss_nats_per_token"}
 
     def number(name: str, n: int) -> float | None:

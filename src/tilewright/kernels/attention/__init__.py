@@ -1,1 +1,1 @@
-"""Grouped-query attention over the first keys of a cache, and over keys of the queries' own."""
+"""Grouped-query attention over a KV cache and over keys of the current block."""

@@ -1,7 +1,7 @@
-// Attention on CPUs, of a few queries over the first keys of a cache and over keys of their own; and what comes before it: a joined
-// projection's queries and keys are normalised and rotated, and keys and values written into the cache. Only keys that some query sees are
-// read, whatever the cache's capacity. A cache is a block of memory for each row of the batch, or pages that a table gives to the rows. Its keys and
-// values are of the queries' type, or 8-bit integers with a scale for each entry (see paged/quantise.py).
+// Attention on CPUs, of a few queries over a range of cached keys and over block keys of the block; and the steps before it: queries and keys of a
+// joined projection are normalised and rotated, and keys and values are written into the cache. Only keys that some query sees are read, whatever
+// the cache's capacity. A cache is contiguous per row, or paged. Its keys and values have the queries' type, or are 8-bit integers with a scale per
+// entry (see paged/quantise.py).
 
 #include "../native.h"
 #include "../pages.h"
@@ -12,32 +12,45 @@
 namespace {
 
 struct Call {
-  int64_t batch, t, n, d;      // rows of the batch, queries a row, query heads, head size
-  int64_t heads, own;          // key heads, keys of the queries' own
+  int64_t batch, t, n, d;      // rows of the batch, queries per row, query heads, head size
+  int64_t heads, own;          // key heads, block keys
   native::Cache cache;
   const void* q;
   const void *k, *v, *own_k, *own_v;
-  const float *k_scale, *v_scale;  // of the cache's entries in 8 bits; null
-  const int32_t* lengths;      // [batch, t]: how many of the cache's first keys each query sees
+  const float *k_scale, *v_scale;  // scales of a cache with 8-bit entries; else null
+  const int32_t* lengths;      // [batch, t]: end of each query's range of visible cached keys
+  const int32_t* firsts;       // [batch, t]: start of that range; null for 0
+  const uint32_t* bits;        // [batch, t, words]: mask of the block keys per query, the lowest bit first; null if all are visible
+  int64_t words;
   void* out;
-  int64_t window;              // how many keys of the cache a query sees, the last ones; 0 for all
   float scale;
-  int64_t piece, pieces;       // rows of a key head that are computed together, and how many such pieces a key head has
+  int64_t piece, pieces;       // rows of a key head that are computed together, and pieces per key head
+
+  // Number of leading cached keys that none of row b's queries [begin, end) sees.
+  int64_t skipped(int64_t b, int64_t begin, int64_t end) const {
+    if (firsts == nullptr) return 0;
+    int32_t most = 0, least = INT32_MAX;
+    for (int64_t i = b * t + begin; i < b * t + end; ++i) {
+      most = std::max(most, lengths[i]);
+      if (firsts[i] < lengths[i]) least = std::min(least, firsts[i]);
+    }
+    return std::min(most, least);
+  }
 };
 
-// Queries, keys and values side by side, [batch, t, n + 2 heads, d], and where they go.
+// Queries, keys and values side by side, [batch, t, n + 2 heads, d], and their destinations.
 struct Projection {
   int64_t batch, t, n, d, heads;
-  native::Cache cache;         // where k and v have their entries
+  native::Cache cache;         // layout of k and v
   const void* qkv;
   const void *q_norm, *k_norm;  // [d], or null
   float eps;
-  int64_t half;                // pairs of a head's entries that are rotated
+  int64_t half;                // rotated pairs of a head's entries
   const float *cos, *sin;      // [batch, t, half]
-  const int32_t *start, *count;  // [batch]: the first entry to write, and how many; null: all from entry 0
+  const int32_t *start, *count;  // [batch]: first entry to write, and number of entries; null: all from entry 0
   void* q;                     // [batch, t, n, d]
   void *k, *v;
-  float *k_scale = nullptr, *v_scale = nullptr;  // where k and v are in 8 bits
+  float *k_scale = nullptr, *v_scale = nullptr;  // for k and v in 8 bits
 };
 
 #define TILE "attention/tile.inc"
@@ -55,7 +68,7 @@ namespace tiles {
 TARGET_END
 #endif
 
-// What runs the attention of one type, and how many rows it takes at a time.
+// The attention kernel of one type, and the number of rows that it takes at a time.
 struct Kernel {
   void (*run)(const Call&, int64_t, int64_t);
   int64_t rows;
@@ -71,17 +84,17 @@ Kernel kernel_for(bool bfloat16, bool eight_bits) {
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("tilewright_attention: " + what); }
 
-using Table = const ffi::Buffer<ffi::S32>*;  // of pages; null for a cache in one block for each row
+using Table = const ffi::Buffer<ffi::S32>*;  // page table; null for a contiguous cache
 
-// Whether k has the batch's entries. Pages hold whole panels of 16 keys.
+// Returns whether k has the batch's entries. If a row has several pages, they must hold whole panels of 16 keys.
 bool has_rows(Table table, int64_t batch, const ffi::AnyBuffer& k) {
   const auto dims = k.dimensions();
-  return table == nullptr ? dims[0] == batch : native::fits_rows(table, batch) && dims[2] > 0 && dims[2] % 16 == 0;
+  return table == nullptr ? dims[0] == batch : native::fits_rows(table, batch) && dims[2] > 0 && (dims[2] % 16 == 0 || table->dimensions()[1] == 1);
 }
 
 bool is_float(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
 
-// Divides the rows of each key head so that all threads have work, and that scores stay in the second-level cache.
+// Divides the rows of each key head so that all threads have work and scores stay in the L2 cache.
 void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {  // a scale of 0 stands for d^-1/2
   const int64_t items = call.batch * call.heads, rows = call.heads == 0 ? 0 : call.n / call.heads * call.t;
   if (items * rows == 0) return;
@@ -95,40 +108,37 @@ void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {  // a scale of 0
   native::share(pool, items * call.pieces, 1, worth_it, [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
 }
 
-ffi::Error attention_over(ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, Table table,
-                          const ffi::Buffer<ffi::S32>& lengths, const ffi::AnyBuffer& own_k, const ffi::AnyBuffer& own_v, ffi::Result<ffi::AnyBuffer>& out) {
+ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> pages, ffi::Buffer<ffi::S32> lengths,
+                     ffi::Buffer<ffi::S32> firsts, ffi::AnyBuffer own_k, ffi::AnyBuffer own_v, ffi::Buffer<ffi::U32> bits, ffi::Result<ffi::AnyBuffer> out,
+                     float scale) {
+  const Table table = native::table_of(pages);
   const auto dims = q.dimensions(), cache = k.dimensions(), own = own_k.dimensions();
+  const size_t queries = lengths.element_count(), words = own.size() == 4 ? (own[2] + 31) / 32 : 0;
   const ffi::DataType type = q.element_type();
   for (const ffi::AnyBuffer& other : {k, v, own_k, own_v, *out})
     if (!is_float(type) || other.element_type() != type) return wrong("expected all in one type, float32 or bfloat16");
   if (dims.size() != 4 || cache.size() != 4 || own.size() != 4 || dims[3] % 16 != 0 || cache[1] == 0 || dims[2] % cache[1] != 0 || cache[3] != dims[3] ||
       !has_rows(table, dims[0], k) || own[0] != dims[0] || own[1] != cache[1] || own[3] != dims[3] || v.element_count() != k.element_count() ||
       own_v.element_count() != own_k.element_count() || out->element_count() != q.element_count() ||
-      lengths.element_count() != static_cast<size_t>(dims[0] * dims[1]))
+      queries != static_cast<size_t>(dims[0] * dims[1]) || (firsts.element_count() != 0 && firsts.element_count() != queries) ||
+      (bits.element_count() != 0 && bits.element_count() != queries * words))
     return wrong("shapes do not fit");
   Call call{dims[0], dims[1], dims[2], dims[3], cache[1], own[2], {cache, table}, q.untyped_data(), k.untyped_data(), v.untyped_data(),
-            own_k.untyped_data(), own_v.untyped_data(), nullptr, nullptr, lengths.typed_data(), out->untyped_data(), 0, 0, 0, 0};
-  for (int64_t i = 0; i < call.batch * call.t; ++i)
+            own_k.untyped_data(), own_v.untyped_data(), nullptr, nullptr, lengths.typed_data(), firsts.element_count() == 0 ? nullptr : firsts.typed_data(),
+            bits.element_count() == 0 ? nullptr : bits.typed_data(), static_cast<int64_t>(words), out->untyped_data(), scale, 0, 0};
+  for (int64_t i = 0; i < call.batch * call.t; ++i) {
     if (call.lengths[i] < 0 || call.lengths[i] > call.cache.capacity()) return wrong("a length is out of range: " + std::to_string(call.lengths[i]));
+    if (call.firsts != nullptr && call.firsts[i] < 0) return wrong("a first entry is out of range: " + std::to_string(call.firsts[i]));
+  }
   for (int64_t b = 0; b < call.batch && call.t > 0; ++b) {
     const int32_t* row = call.lengths + b * call.t;
-    if (const std::string what = call.cache.complaint(b, 0, *std::max_element(row, row + call.t)); !what.empty()) return wrong(what);
+    if (const std::string what = call.cache.complaint(b, call.skipped(b, 0, call.t), *std::max_element(row, row + call.t)); !what.empty()) return wrong(what);
   }
   attend(pool, call, type == ffi::BF16);
   return ffi::Error::Success();
 }
 
-ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> lengths, ffi::AnyBuffer own_k,
-                     ffi::AnyBuffer own_v, ffi::Result<ffi::AnyBuffer> out) {
-  return attention_over(pool, q, k, v, nullptr, lengths, own_k, own_v, out);
-}
-
-ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> table,
-                          ffi::Buffer<ffi::S32> lengths, ffi::AnyBuffer own_k, ffi::AnyBuffer own_v, ffi::Result<ffi::AnyBuffer> out) {
-  return attention_over(pool, q, k, v, &table, lengths, own_k, own_v, out);
-}
-
-// What `place` needs, but for where it writes. With `eight_bits`, k and v are 8-bit integers.
+// Fills all inputs of `place` except its destinations. With `eight_bits`, k and v are 8-bit integers.
 ffi::Error describe(Projection& call, const ffi::AnyBuffer& qkv, const ffi::AnyBuffer& q_norm, const ffi::AnyBuffer& k_norm,
                     const ffi::Buffer<ffi::F32>& cos, const ffi::Buffer<ffi::F32>& sin, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, Table table,
                     float eps, bool eight_bits = false) {
@@ -170,8 +180,8 @@ ffi::Error NormRotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q
   return ffi::Error::Success();
 }
 
-// Writes what `call` describes and attends to it; the handlers below fill in where.
-ffi::Error append_and_attend(ffi::ThreadPool& pool, Projection& call, const ffi::AnyBuffer& qkv, const ffi::Buffer<ffi::S32>& start,
+// Writes the entries of `call` and computes attention; the handlers below set the destinations.
+ffi::Error write_and_attend(ffi::ThreadPool& pool, Projection& call, const ffi::AnyBuffer& qkv, const ffi::Buffer<ffi::S32>& start,
                              const ffi::Buffer<ffi::S32>& count, ffi::Result<ffi::AnyBuffer>& out, const void* k_out, const void* v_out, int64_t window,
                              float scale) {
   const auto rows = static_cast<size_t>(call.batch);
@@ -181,43 +191,39 @@ ffi::Error append_and_attend(ffi::ThreadPool& pool, Projection& call, const ffi:
     return wrong("shapes or types do not fit");
   if (k_out != call.k || v_out != call.v) return wrong("the caches are not written in place");
   call.start = start.typed_data(), call.count = count.typed_data();
-  auto* lengths = static_cast<int32_t*>(native::scratch<1>(call.batch * call.t * sizeof(int32_t)));
+  auto* lengths = static_cast<int32_t*>(native::scratch<1>(2 * call.batch * call.t * sizeof(int32_t)));
+  auto* firsts = window > 0 ? lengths + call.batch * call.t : nullptr;
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t first = call.start[b], kept = call.count[b];
     if (kept < 0 || kept > call.t) return wrong("a count is out of range: " + std::to_string(kept));
     std::string what = kept == 0 ? "" : call.cache.complaint(b, first, first + kept);
-    if (what.empty() && kept > 0) what = call.cache.complaint(b, 0, first);  // these are read
+    if (what.empty() && kept > 0) what = call.cache.complaint(b, window > 0 ? std::max<int64_t>(0, first + 1 - window) : 0, first);  // these entries are read
     if (!what.empty()) return wrong(what);
-    for (int64_t t = 0; t < call.t; ++t) lengths[b * call.t + t] = static_cast<int32_t>(t < kept ? first + t + 1 : 0);
+    for (int64_t t = 0; t < call.t; ++t) {
+      const int64_t seen = t < kept ? first + t + 1 : 0;
+      lengths[b * call.t + t] = static_cast<int32_t>(seen);
+      if (window > 0) firsts[b * call.t + t] = static_cast<int32_t>(std::max<int64_t>(0, seen - window));
+    }
   }
   call.q = native::scratch<2>(call.batch * call.t * call.n * call.d * (bfloat16 ? 2 : 4));
   place(pool, call, bfloat16);
   Call attention{call.batch,   call.t,       call.n, call.d,  call.heads,          0, call.cache, call.q, call.k, call.v, call.k, call.v,
-                 call.k_scale, call.v_scale, lengths, out->untyped_data(), window, scale, 0, 0};
+                 call.k_scale, call.v_scale, lengths, firsts, nullptr, 0, out->untyped_data(), scale, 0, 0};
   attend(pool, attention, bfloat16);
   return ffi::Error::Success();
 }
 
-ffi::Error AppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
-                        ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out, float eps, int64_t window,
-                        float scale) {
+ffi::Error AttendProjected(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
+                           ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                           ffi::Buffer<ffi::S32> table, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out,
+                           ffi::Result<ffi::AnyBuffer> v_out, float eps, int64_t window, float scale) {
   Projection call;
-  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, nullptr, eps); error.failure()) return error;
-  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
+  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, native::table_of(table), eps); error.failure()) return error;
+  return write_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
 }
 
-ffi::Error PagedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
-                             ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                             ffi::Buffer<ffi::S32> table, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out,
-                             ffi::Result<ffi::AnyBuffer> v_out, float eps, int64_t window, float scale) {
-  Projection call;
-  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, &table, eps); error.failure()) return error;
-  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
-}
-
-// The same over keys and values in 8 bits, whose scales [pages, heads, slots] are written in place, too.
-ffi::Error QuantisedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
+// Variant for 8-bit keys and values, whose scales [pages, heads, slots] are updated in place too.
+ffi::Error QuantisedAttendProjected(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
                                  ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k,
                                  ffi::Buffer<ffi::F32> k_scale, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> table,
                                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::Buffer<ffi::F32>> k_scale_out,
@@ -230,7 +236,7 @@ ffi::Error QuantisedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::
   if (k_scale_out->untyped_data() != k_scale.untyped_data() || v_scale_out->untyped_data() != v_scale.untyped_data())
     return wrong("the scales are not written in place");
   call.k_scale = k_scale.typed_data(), call.v_scale = v_scale.typed_data();
-  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
+  return write_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
 }
 
 }  // namespace
@@ -238,23 +244,22 @@ ffi::Error QuantisedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::
 using Any = ffi::AnyBuffer;
 using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
+using U32 = ffi::Buffer<ffi::U32>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAttention, Attention,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<S32>().Arg<Any>().Arg<Any>().Ret<Any>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPagedAttention, PagedAttention,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().Ret<Any>());
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<S32>().Arg<S32>().Arg<S32>()
+                                  .Arg<Any>().Arg<Any>().Arg<U32>().Ret<Any>().Attr<float>("scale"));
 
 #define PROJECTION Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<F32>()
 #define PLACED Ret<Any>().Ret<Any>().Ret<Any>().Attr<float>("eps")
 #define SEEN Attr<int64_t>("window").Attr<float>("scale")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightNormRotate, NormRotate, ffi::Ffi::Bind().PROJECTION.PLACED);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAppendAttend, AppendAttend, ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().PLACED.SEEN);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPagedAppendAttend, PagedAppendAttend,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAttendProjected, AttendProjected,
                               ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().Arg<S32>().PLACED.SEEN);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightQuantisedAppendAttend, QuantisedAppendAttend,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightQuantisedAttendProjected, QuantisedAttendProjected,
                               ffi::Ffi::Bind()
                                   .PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<F32>().Arg<Any>().Arg<F32>().Arg<S32>()
                                   .Ret<Any>().Ret<Any>().Ret<F32>().Ret<Any>().Ret<F32>().Attr<float>("eps").SEEN);

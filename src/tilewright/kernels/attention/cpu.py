@@ -1,113 +1,106 @@
-"""The operation on a CPU's vector unit, and what stands around it in a layer; the kernels themselves are `cpu.cc`.
+"""Attention on a CPU's vector or tile unit; the kernels are in `cpu.cc`.
 
-Only keys that some query sees are read, and a query's result is the same bit for bit whatever is computed beside it. All is
-float32 or bfloat16, in and out; scores and sums are float32.
+Only keys that some query sees are read. A query's result is bitwise independent of other queries, and of whether entries are
+contiguous or in pages: pages hold whole panels of 16 keys, and sums continue from page to page. Inputs and outputs are float32
+or bfloat16; scores and sums are float32. For 8-bit keys and values only `attend_projected` has a kernel; targets use no other.
 
-Legend: B rows of a batch, T query positions, N query heads, K key/value heads, D head size, h pairs of its entries that are
-rotated, S cache entries, U extra ones.
+Legend: B rows of queries, T queries of a row, N query heads, K key/value heads, D head size, U block keys, A rows of a cache.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float
 
-from tilewright.kernels.native import or_nothing
-from tilewright.kernels.operations import HEAD_MULTIPLE
-
-
-def refuses_heads(head_dim: int) -> str:
-    """The reason why the CPU kernels do not take heads of this size; empty if they do."""
-    return f"heads of {head_dim} are no multiple of {HEAD_MULTIPLE}" if head_dim % HEAD_MULTIPLE else ""
-
-
-def refuses(q: Array | jax.ShapeDtypeStruct, *rest: object) -> str:
-    """The reason why the kernel does not take these; empty if it does."""
-    return refuses_heads(q.shape[3])
+from tilewright.kernels.attention.xla import reader, within_window
+from tilewright.kernels.heads.cpu import operands_of, refuses_head_dim
+from tilewright.kernels.linear.cpu import Joint
+from tilewright.kernels.masks import AttentionMask, packed, visible
+from tilewright.kernels.native import or_empty
+from tilewright.kernels.operations import PLAIN_SCORES, Heads, KeyValueRows, PagedCache, Quantised, Scores
+from tilewright.kernels.paged.xla import seen_columns
 
 
-def prefix_attention(
+def refuses_scores(scores: Scores) -> str:
+    return "" if scores.plain else "needs scores without a softcap and without sinks"
+
+
+def refuses_attend(
+    q: Array | jax.ShapeDtypeStruct, cache: Any, mask: AttentionMask, block_kv: Any = None, scores: Scores = PLAIN_SCORES
+) -> str:
+    """Returns the reason why the kernel does not support these operands; empty if it does."""
+    if cache is None:
+        return "needs a cache and has no gradient"
+    if isinstance(cache, PagedCache) and isinstance(cache.pool.k, Quantised):
+        return "keys and values are in 8 bits"
+    return refuses_head_dim(q.shape[3]) or refuses_scores(scores)
+
+
+def attend(
     q: Float[Array, "B T N D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
-    lengths: Int[Array, "B T"],
-    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    cache: Any,
+    mask: AttentionMask,
+    block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of a cache, and over all of `extra`.
+    """Computes attention under any mask; see `Operations.attend`."""
+    found = visible(q, mask, block_kv, reader(cache, q))
+    rows = found.q.shape[0]
+    table = None
+    held = cache
+    if isinstance(cache, PagedCache):
+        cache, found = within_window(cache, found, mask)
+        held, table = cache.pool, cache.table
+    elif cache.k.shape[0] != rows:  # rows of the cache are shared: treat each as a page of several rows of queries
+        table = jnp.repeat(jnp.arange(cache.k.shape[0], dtype=jnp.int32), rows // cache.k.shape[0])[:, None]
+    nothing = jnp.zeros((rows, held[0].shape[1], 0, q.shape[3]), q.dtype)
+    keys = (nothing, nothing) if found.block_kv is None else found.block_kv
+    bits = None
+    if found.is_visible is not None:
+        bits = packed(jnp.broadcast_to(found.is_visible, (*found.q.shape[:2], found.is_visible.shape[2])))
+    ranges = or_empty(table, jnp.int32), found.lengths.astype(jnp.int32), or_empty(found.first, jnp.int32)
+    call = jax.ffi.ffi_call("tilewright_attention", jax.ShapeDtypeStruct(found.q.shape, q.dtype))
+    out: Any = call(found.q, *held, *ranges, *keys, or_empty(bits, jnp.uint32), scale=np.float32(scores.scale or 0))
+    return out.reshape(q.shape)
 
-    A query that sees nothing gets zeros.
+
+def refuses_attend_projected(ops: Any, projection: Any, heads: Heads, cache: Any, mask: AttentionMask) -> str:
+    """Returns the reason why the kernel does not support these operands; empty if it does."""
+    if cache is None:
+        return "needs a cache and has no gradient"
+    if not mask.appends or mask.counts is None:
+        return "needs causal masks without segments, with a count of queries per row"
+    return refuses_head_dim(heads.head_dim) or refuses_scores(heads.scores)
+
+
+def attend_projected(
+    ops: Any, projection: Joint, heads: Heads, cache: KeyValueRows | PagedCache, mask: AttentionMask
+) -> tuple[Float[Array, "B T _"], Any]:
+    """Computes `Operations.attend_projected` in one call, for causal masks: norm, rotation, cache write and attention.
+
+    The cache is updated in place if nothing else reads it afterwards. A row of count 0 leaves the cache unchanged.
     """
-    if extra is None:
-        extra = (k[:, :, :0], v[:, :, :0])
-    call = jax.ffi.ffi_call("tilewright_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, k, v, lengths.astype(jnp.int32), *extra)
-
-
-def norm_rotate(
-    qkv: Float[Array, "B T _"],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    *,
-    q_norm: Float[Array, " D"] | None,
-    k_norm: Float[Array, " D"] | None,
-    eps: float,
-    cos: Float32[Array, "B T h"],
-    sin: Float32[Array, "B T h"],
-) -> tuple[Float[Array, "B T N D"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
-    """A joined projection's queries, and its keys and values as a cache has them.
-
-    Args:
-        qkv: `heads` queries, `kv_heads` keys and as many values side by side. There may be no queries, or no keys and values.
-        q_norm, k_norm: weights of the RMS norm of each head's queries and keys; None: there is none.
-        cos, sin: of each position's angles; the rotation is over halves (see `models.layers.rotate`).
-    """
-    b, t, _ = qkv.shape
-    keys = jax.ShapeDtypeStruct((b, kv_heads, t, head_dim), qkv.dtype)
-    results = (jax.ShapeDtypeStruct((b, t, heads, head_dim), qkv.dtype), keys, keys)
-    norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
-    q, k, v = jax.ffi.ffi_call("tilewright_norm_rotate", results)(qkv, *norms, cos, sin, eps=np.float32(eps))
-    return q, k, v
-
-
-def append_attend(
-    qkv: Float[Array, "B T _"],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    *,
-    q_norm: Float[Array, " D"] | None,
-    k_norm: Float[Array, " D"] | None,
-    eps: float,
-    cos: Float32[Array, "B T h"],
-    sin: Float32[Array, "B T h"],
-    k_cache: Float[Array, "B K S D"],
-    v_cache: Float[Array, "B K S D"],
-    start: Int[Array, " B"],
-    count: Int[Array, " B"],
-    window: int | None = None,
-    scale: float | None = None,
-) -> tuple[Float[Array, "B T _"], Float[Array, "B K S D"], Float[Array, "B K S D"]]:
-    """`norm_rotate`, keys and values written into the caches, and causal attention over these: a layer's attention in a call.
-
-    The caches are written where they are, if nothing else reads them afterwards.
-
-    Args:
-        start: where each row's first new entry goes.
-        count: how many of the T new entries each row keeps, from the first; with 0 its caches stay as they are, wherever the
-            row starts.
-        window, scale: as of `operations.Scores`.
-
-    Returns:
-        What query t sees up to its own entry, heads side by side, and zeros from `count` on; and the caches.
-    """
-    assert k_cache.shape[1::2] == (kv_heads, head_dim), "the caches' heads are the projection's"
-    out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
-    results = (out, *(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)))
-    norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
-    seen = {"window": np.int64(window or 0), "scale": np.float32(scale or 0)}
-    places = start.astype(jnp.int32), count.astype(jnp.int32)
-    call = jax.ffi.ffi_call("tilewright_append_attend", results, input_output_aliases={7: 1, 8: 2})
-    attended, keys, values = call(qkv, *norms, cos, sin, *places, k_cache, v_cache, eps=np.float32(eps), **seen)
-    return attended, keys, values
+    (qkv, queries, kv_heads, d), options = operands_of(projection, heads)
+    start, counts = mask.context_lengths[:, 0], mask.counts
+    table = None
+    eight_bits = False
+    if isinstance(cache, PagedCache):
+        table = cache.table
+        eight_bits = isinstance(cache.pool.k, Quantised)
+        if mask.window is not None:
+            table, start = seen_columns(table, start, mask.window, qkv.shape[1], cache.pool.page_size)
+    held, structure = jax.tree.flatten(cache.pool if isinstance(cache, PagedCache) else cache)
+    assert held[0].shape[1::2] == (kv_heads, d), "the heads of cache and projection differ"
+    out = jax.ShapeDtypeStruct((*qkv.shape[:2], queries * d), qkv.dtype)
+    results = (out, *(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in held))
+    norms = (or_empty(options[norm], qkv.dtype) for norm in ("q_norm", "k_norm"))
+    is_visible = {"window": np.int64(mask.window or 0), "scale": np.float32(heads.scores.scale or 0)}
+    name = "tilewright_quantised_attend_projected" if eight_bits else "tilewright_attend_projected"
+    call = jax.ffi.ffi_call(name, results, input_output_aliases={7 + n: 1 + n for n in range(len(held))})
+    places = start.astype(jnp.int32), counts.astype(jnp.int32), *held, or_empty(table, jnp.int32)
+    attended, *parts = call(qkv, *norms, options["cos"], options["sin"], *places, eps=np.float32(options["eps"]), **is_visible)
+    after = jax.tree.unflatten(structure, parts)
+    return attended, cache._replace(pool=after) if isinstance(cache, PagedCache) else after

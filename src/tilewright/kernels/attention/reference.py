@@ -1,42 +1,70 @@
-"""Attention over a cache as it is defined, in float32 and without grouping."""
+"""Reference attention in float32, without grouping: over a contiguous or paged cache, under any mask.
+
+Legend: B rows of queries, T queries of a row, N query heads, K key/value heads, D head size, U block keys.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 
-from tilewright.kernels.operations import PLAIN_SCORES, Scores, softcapped
+from tilewright.kernels.masks import AttentionMask, block_seen, depths
+from tilewright.kernels.operations import PLAIN_SCORES, KeyValueRows, PagedCache, Scores, softcapped
+from tilewright.kernels.paged.reference import in_rows
 
 
-def prefix_attention(
+def attend(
     q: Float[Array, "B T N D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
-    lengths: Int[Array, "B T"],
-    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
-    rule: Scores = PLAIN_SCORES,
+    cache: KeyValueRows | PagedCache | None,
+    mask: AttentionMask,
+    block_kv: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    scores: Scores = PLAIN_SCORES,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of a cache, the last of a window alone, and over all of `extra`.
-
-    A query head n reads key head `n * K // N`. A query that sees nothing gets zeros.
-    """
-    entry = jnp.arange(k.shape[2])[None, None]
-    lengths = lengths[:, :, None]
-    seen = (entry < lengths) & (entry >= (0 if rule.window is None else lengths - rule.window))
-    if extra is not None:
-        k = jnp.concatenate([k, extra[0]], axis=2)
-        v = jnp.concatenate([v, extra[1]], axis=2)
-        seen = jnp.concatenate([seen, jnp.ones((*seen.shape[:2], extra[0].shape[2]), bool)], axis=2)
-    group = q.shape[2] // k.shape[1]
-    wide_k, wide_v = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
+    """Computes attention under an `AttentionMask`; query head n uses key head `n * K // N`. No visible key gives zeros."""
+    if isinstance(cache, PagedCache):
+        cache = KeyValueRows(*(in_rows(part, cache.table) for part in cache.pool))
+    parts: list[tuple[Array, Array, Array]] = []
+    if cache is not None:
+        k, v = (jnp.repeat(part, q.shape[0] // part.shape[0], axis=0) for part in cache)
+        parts.append((k, v, seen_cached(mask, q.shape[1], k.shape[2], block_kv is None)))
+    if block_kv is not None:
+        is_visible = block_seen(mask, jnp.arange(q.shape[1]), block_kv[0].shape[2])
+        parts.append((*block_kv, jnp.ones((1, q.shape[1], block_kv[0].shape[2]), bool) if is_visible is None else is_visible))
+    group = q.shape[2] // parts[0][0].shape[1]
+    k, v = (jnp.repeat(jnp.concatenate([part[n] for part in parts], 2).astype(jnp.float32), group, axis=1) for n in (0, 1))
+    is_visible = jnp.concatenate([jnp.broadcast_to(part[2], (*q.shape[:2], part[2].shape[2])) for part in parts], axis=2)
     exact = jax.lax.Precision.HIGHEST
-    scores = jnp.einsum("btnd,bnsd->bnts", q.astype(jnp.float32), wide_k, precision=exact)
-    scores = softcapped(scores * rule.scale_of(q.shape[3]), rule.softcap)
-    seen_by_heads = jnp.broadcast_to(seen[:, None], scores.shape)
-    if rule.sinks is not None:
-        sinks = jnp.broadcast_to(rule.sinks.astype(jnp.float32)[None, :, None, None], (*scores.shape[:3], 1))
-        scores = jnp.concatenate([scores, sinks], axis=-1)
+    products = jnp.einsum("btnd,bnsd->bnts", q.astype(jnp.float32), k, precision=exact)
+    products = softcapped(products * scores.scale_of(q.shape[3]), scores.softcap)
+    seen_by_heads = jnp.broadcast_to(is_visible[:, None], products.shape)
+    if scores.sinks is not None:
+        sinks = jnp.broadcast_to(scores.sinks.astype(jnp.float32)[None, :, None, None], (*products.shape[:3], 1))
+        products = jnp.concatenate([products, sinks], axis=-1)
         seen_by_heads = jnp.concatenate([seen_by_heads, jnp.ones_like(sinks, bool)], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1, where=seen_by_heads)[..., : seen.shape[-1]]
-    weights = jnp.where(jnp.any(seen, axis=-1)[:, None, :, None], weights, 0.0)
-    return jnp.einsum("bnts,bnsd->btnd", weights, wide_v, precision=exact).astype(q.dtype)
+    weights = jax.nn.softmax(products, axis=-1, where=seen_by_heads)[..., : is_visible.shape[-1]]
+    weights = jnp.where(jnp.any(is_visible, axis=-1)[:, None, :, None], weights, 0.0)
+    v = jnp.where(jnp.any(is_visible, axis=1)[:, None, :, None], v, 0.0)
+    return jnp.einsum("bnts,bnsd->btnd", weights, v, precision=exact).astype(q.dtype)
+
+
+def seen_cached(mask: AttentionMask, size: int, entries: int, holds_block: bool) -> Bool[Array, "B T S"]:
+    """Returns the mask of cache entries per query: its context, and its block if the cache holds the block."""
+    context = jnp.broadcast_to(mask.context_lengths, (mask.context_lengths.shape[0], size))[:, :, None]
+    entry = jnp.arange(entries)
+    is_visible = entry < context
+    at = jnp.arange(size)[None, :, None]
+    if mask.window is not None:
+        depth = depths(mask.block)[:, :, None] if mask.form == "bits" else -1 if mask.form == "none" else at
+        is_visible = is_visible & (entry > context + depth - mask.window)
+    if mask.counts is not None:
+        is_visible = is_visible & (at < mask.counts[:, None, None])
+    if not holds_block:
+        return is_visible
+    block = block_seen(mask, jnp.arange(size), size)
+    block = jnp.ones((1, size, size), bool) if block is None else block
+    if mask.form == "full" and mask.counts is not None:
+        block = block & (jnp.arange(size) < mask.counts[:, None, None])
+    place = jnp.broadcast_to(entry - context, is_visible.shape)
+    inside = (place >= 0) & (place < size)
+    block = jnp.broadcast_to(block, (*is_visible.shape[:2], size))
+    return is_visible | (inside & jnp.take_along_axis(block, jnp.clip(place, 0, size - 1), axis=2))

@@ -1,1 +1,1 @@
-"""The bundles of operations that `select.operations` and `select.training_operations` choose from, a file for each kind."""
+"""Bundles of operations, one file per kind, for `select.operations` and `select.training_operations`."""

@@ -1,4 +1,4 @@
-"""The bundles for training, on weights as they are; the residual stream is float32."""
+"""Bundles for training on unprepared weights, with a float32 residual stream."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -8,31 +8,35 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from tilewright.kernels.append import xla as append_xla
-from tilewright.kernels.attention import xla as attention_xla
-from tilewright.kernels.attention.cpu import refuses_heads
-from tilewright.kernels.bundles.cpu import Joint, attention_operands, biased
-from tilewright.kernels.bundles.xla import PLAIN, plain_head_argmax, xla_operations
-from tilewright.kernels.causal_attention import cpu as causal_cpu
-from tilewright.kernels.causal_attention import xla as causal_xla
+from tilewright.kernels.bundles.xla import PLAIN
 from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu, xla
 from tilewright.kernels.linear.cpu import BFLOAT16_ISAS as BFLOAT16_ISAS
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations
-from tilewright.kernels.paged import xla as paged_xla
+from tilewright.kernels.linear.cpu import Joint, biased
+from tilewright.kernels.masks import AttentionMask
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, attend_in_steps
 from tilewright.kernels.rms_norm import cpu as norm_cpu
+from tilewright.kernels.self_attention import cpu as self_attention
 
-MIXED = xla_operations("xla, bfloat16 products", xla.mixed_product)
-"""For training on accelerators: float32 weights and activations, whose products are taken in bfloat16."""
+MIXED_LINEAR = partial(xla.linear, product=xla.mixed_product)
+MIXED = replace(
+    PLAIN,
+    name="xla, bfloat16 products",
+    linear=MIXED_LINEAR,
+    gated_linear=partial(xla.gated_linear, product=xla.mixed_product),
+    project=partial(xla.project, product=xla.mixed_product),
+    cross_entropy=partial(loss_xla.cross_entropy, linear=MIXED_LINEAR),
+)
+"""Training on accelerators: float32 weights and activations, matmuls in bfloat16."""
 
 
 @cache
 def cpu_operations(bfloat16: bool) -> Operations:
-    """The CPU kernels and their gradients, on weights as they are.
+    """Returns the CPU kernels with their gradients, on unprepared weights.
 
     Args:
-        bfloat16: products are taken in bfloat16, with float32 sums.
+        bfloat16: matmuls in bfloat16 with float32 sums.
     """
     precision = cpu.TrainingPrecision(bfloat16)
 
@@ -64,12 +68,10 @@ def cpu_operations(bfloat16: bool) -> Operations:
     def heads(projection: Joint, spec: Heads) -> tuple[Any, Any, Any]:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), spec)
 
-    def causal_attention(projection: Joint, spec: Heads) -> Array:
-        if refuses_heads(spec.head_dim) or not spec.scores.default:
-            return causal_xla.causal_attention(projection, spec, heads)
-        (array, count, _, size), options = attention_operands(projection, spec)
-        sizes = causal_cpu.ProjectionSizes(count, size, options["eps"])
-        return causal_cpu.causal_attention(sizes, array, *(options[name] for name in ("q_norm", "k_norm", "cos", "sin")))
+    def attend_projected(ops: Operations, projection: Joint, spec: Heads, cache: Any, mask: AttentionMask) -> tuple[Array, Any]:
+        refused = self_attention.refuses(ops, projection, spec, cache, mask)
+        run = attend_in_steps if refused else self_attention.attend_projected
+        return run(ops, projection, spec, cache, mask)
 
     return replace(
         PLAIN,
@@ -79,11 +81,9 @@ def cpu_operations(bfloat16: bool) -> Operations:
         project=project,
         heads=heads,
         rms_norm=lambda x, weight, eps: norm_cpu.trained_norm(x, weight, eps, x.dtype),
-        append_attend=partial(append_xla.append_attend, heads=heads, attend=attention_xla.prefix_attention),
-        paged_append_attend=partial(paged_xla.append_attend, heads=heads),
-        causal_attention=causal_attention,
+        attend_projected=attend_projected,
         cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
-        head_argmax=lambda x, head, norm=None, masks=None: plain_head_argmax(
+        head_argmax=lambda x, head, norm=None, masks=None: PLAIN.head_argmax(
             normed(x, norm).astype(jnp.float32), head, masks=masks
         ),
     )

@@ -1,1 +1,1 @@
-"""The cross-entropy of labels under an output head, with its gradient."""
+"""Cross-entropy of labels under an output head, with its gradient."""

@@ -1,4 +1,4 @@
-"""Cross-entropy as it is defined."""
+"""Reference cross-entropy."""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ def cross_entropy(
     weights: Float[Array, "*rows"],
     cap: float | None = None,
 ) -> Float[Array, ""]:
-    """The sum over rows of `weights * (logsumexp(logits) - logits[label])`, in nats.
+    """Returns the sum over rows of `weights * (logsumexp(logits) - logits[label])`, in nats.
 
     Args:
-        cap: of the logits; see `softcapped`.
+        cap: softcap of the logits; see `softcapped`.
     """
     logits = softcapped(jnp.matmul(x, head, precision=jax.lax.Precision.HIGHEST), cap)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]

@@ -1,6 +1,6 @@
-"""The operation in blocks of rows, on any device: the logits of one block are all that is ever in memory.
+"""Cross-entropy in blocks of rows, on any device: memory holds the logits of one block at a time.
 
-Where a gradient is wanted it is made with the value, while a block's logits are at hand: three products in all, none twice.
+The gradient is computed with the value, while a block's logits exist: three matmuls in total, none repeated.
 (Liger Kernel, arXiv 2410.10989, section 3.2.)
 
 Legend: M rows, H hidden size, V vocabulary.
@@ -15,31 +15,32 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int
 
+from tilewright.kernels.linear.xla import linear
 from tilewright.kernels.operations import softcapped
 
 BLOCK_BYTES = 2**25
-"""Logits of a block, in float32; at least LEAST_ROWS rows, so that a large vocabulary's products stay products of matrices."""
+"""Bytes of a block's float32 logits. A block has at least LEAST_ROWS rows, for efficient matmuls with a large vocabulary."""
 LEAST_ROWS = 256
 
 Linear = Callable[..., Array]
-"""`linear(x, head, out_dtype)`, of a bundle of operations."""
+"""`linear(x, head, out_dtype)` of a bundle of operations."""
 Logits = Callable[[Array, Any], Array]
-"""`logits(x, head)`, in float32."""
+"""`logits(x, head)` in float32."""
 
 
 def capped_products(linear: Linear, cap: float | None, x: Float[Array, "M H"], head: Any) -> Float32[Array, "M V"]:
-    """Logits of some rows."""
+    """Returns the logits of some rows, with a softcap."""
     return softcapped(linear(x, head, jnp.float32), cap)
 
 
 def block_rows(rows: int, vocab: int) -> int:
-    """Number of rows that are worked on at once: as even blocks as there have to be."""
+    """Returns the number of rows per block, with blocks as even as possible."""
     most = max(LEAST_ROWS, BLOCK_BYTES // (4 * vocab))
     return -(-rows // -(-rows // most))
 
 
 def losses(logits: Float32[Array, "M V"], labels: Int[Array, " M"]) -> tuple[Array, Array, Array]:
-    """Each row's loss, and its powers with their sum."""
+    """Returns each row's loss, the exponentials of its shifted logits, and their sum."""
     top = jnp.max(logits, axis=-1)
     powers = jnp.exp(logits - top[:, None])
     total = jnp.sum(powers, axis=-1)
@@ -48,7 +49,7 @@ def losses(logits: Float32[Array, "M V"], labels: Int[Array, " M"]) -> tuple[Arr
 
 
 def divided(rows: int, *arrays: Array) -> tuple[Array, ...]:
-    """Arrays of M rows as blocks of so many; zeros behind the last."""
+    """Splits arrays of M rows into blocks of `rows`, padded with zeros."""
     return tuple(jnp.pad(x, ((0, -len(x) % rows), *((0, 0),) * (x.ndim - 1))).reshape(-1, rows, *x.shape[1:]) for x in arrays)
 
 
@@ -80,9 +81,12 @@ def forward(
     return total, (dx.reshape(-1, x.shape[1])[:count], dhead, loss.reshape(-1)[:count])
 
 
-def backward(logits: Logits, rows: int, kept: tuple[Array, Any, Array], due: Array) -> tuple[Array, Any, None, Array]:
-    dx, dhead, loss = kept
-    return due.astype(dx.dtype) * dx, jax.tree.map(lambda x: due.astype(x.dtype) * x, dhead), None, due * loss
+def backward(
+    logits: Logits, rows: int, residuals: tuple[Array, Any, Array], cotangent: Array
+) -> tuple[Array, Any, None, Array]:
+    dx, dhead, loss = residuals
+    scaled_head = jax.tree.map(lambda x: cotangent.astype(x.dtype) * x, dhead)
+    return cotangent.astype(dx.dtype) * dx, scaled_head, None, cotangent * loss
 
 
 weighted.defvjp(forward, backward)
@@ -95,12 +99,12 @@ def cross_entropy(
     weights: Float32[Array, "*rows"],
     cap: float | None = None,
     *,
-    linear: Linear,
+    linear: Linear = linear,
 ) -> Float32[Array, ""]:
-    """The sum over rows of `weights` times the loss of the row's label, in nats: see `reference.py`.
+    """Returns the sum over rows of `weights` times the loss of the row's label, in nats; see `reference.py`.
 
     Args:
-        head: as `linear` takes it.
+        head: a head that `linear` accepts.
     """
     flat = x.reshape(labels.size, -1)
     logits = partial(capped_products, linear, cap)

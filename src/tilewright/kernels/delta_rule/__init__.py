@@ -1,1 +1,1 @@
-"""The gated delta rule: a linear attention whose state forgets, and writes what it did not predict."""
+"""Gated delta rule: linear attention with a decaying state that is corrected by its prediction error."""

@@ -1,6 +1,6 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) as it is defined, position by position, in float32.
+"""Reference of the gated delta rule (Gated DeltaNet, arXiv 2412.06464), position by position, in float32.
 
-Legend: B rows of a batch, T positions, K key heads, R value heads to each of them, D size of a key, E size of a value.
+Legend: B rows of a batch, T positions, K key heads, R value heads per key head, D size of a key, E size of a value.
 """
 
 import jax
@@ -17,9 +17,9 @@ def step(
     log_decay: Float[Array, "B K R"],
     beta: Float[Array, "B K R"],
 ) -> tuple[Float32[Array, "B K R D E"], Float32[Array, "B K R E"]]:
-    """One position: the state fades, the value that it has under the key moves towards `v` by the share `beta`, and `q` reads.
+    """Advances one position: decays the state, moves its value under key `k` towards `v` by `beta`, and reads it with `q`.
 
-    A decay of 0 (its logarithm) with a beta of 0 leaves the state as it is, to the bit.
+    A log decay of 0 with a beta of 0 leaves the state bitwise unchanged.
     """
     state = state * jnp.exp(log_decay)[..., None, None]
     predicted = jnp.sum(state * k[:, :, None, :, None], axis=-2)
@@ -35,13 +35,13 @@ def delta_rule(
     beta: Float[Array, "B T K R"],
     state: Float32[Array, "B K R D E"],
 ) -> tuple[Float32[Array, "B T K R E"], Float32[Array, "B K R D E"]]:
-    """Reads of all positions, one after the other, and the state behind the last one.
+    """Returns the outputs of all positions in sequence, and the final state.
 
     Args:
-        q, k: of each key head, as they are: norms and scales are the caller's.
-        log_decay: logarithms of the shares of the state that stay, at most 0.
-        beta: shares of a value that are written, from 0 to 1.
-        state: before the first position; a value for each key, read by a product with it.
+        q, k: queries and keys per key head, already normalised and scaled.
+        log_decay: logarithm of the fraction of the state that remains, at most 0.
+        beta: fraction of a value that is written, from 0 to 1.
+        state: state before the first position; a matmul with a key reads the key's value.
     """
     each = tuple(jnp.moveaxis(x.astype(jnp.float32), 1, 0) for x in (q, k, v, log_decay, beta))
     if q.shape[1] == 1:  # decoding: no loop around a single position

@@ -1,1 +1,1 @@
-"""Dot products of 8-bit numbers and nothing else: what bounds products with weights in few bits when rows are many."""
+"""Dot products of 8-bit numbers alone, a bound on the speed of quantised matmuls with many rows."""

@@ -1,5 +1,5 @@
-// How fast this machine adds up products of 8-bit numbers when nothing has to be fetched, by the instructions that products with weights in
-// blocks take (../linear/blocks.inc).
+// Measures how fast this machine multiplies and adds 8-bit numbers without memory accesses, with the instructions of block-quantised matmuls
+// (../linear/blocks.inc).
 
 #include "../native.h"
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t PIECE = 1 << 24;  // products
+constexpr int64_t PIECE = 1 << 24;  // multiply-adds
 
 #if defined(__x86_64__)
 TARGET("avx2")
@@ -16,7 +16,7 @@ namespace avx2 {
 typedef __m256i V;
 constexpr int SUMS = 8;
 static inline V dot(const V& sum, V ones) {
-  __asm__ volatile("" : "+x"(ones));  // so that no part of it is computed once for all
+  __asm__ volatile("" : "+x"(ones));  // keeps the compiler from hoisting part of the product out of the loop
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(ones, ones), _mm256_set1_epi16(1)));
 }
 #include "tile.inc"
@@ -27,7 +27,7 @@ TARGET("avx512f,avx512vnni")
 namespace avx512vnni {
 typedef __m512i V;
 constexpr int SUMS = 16;
-static inline V dot(V sum, const V& ones) {  // GCC 12 moves sums about when it has this as a function of the language
+static inline V dot(V sum, const V& ones) {  // GCC 12 moves sums between registers if this uses the intrinsic
   __asm__("vpdpbusd %1, %1, %0" : "+v"(sum) : "v"(ones));
   return sum;
 }
@@ -36,7 +36,7 @@ static inline V dot(V sum, const V& ones) {  // GCC 12 moves sums about when it 
 TARGET_END
 
 namespace amx {
-inline float widen(uint16_t) { return 0; }  // tests' tiles multiply bfloat16, too
+inline float widen(uint16_t) { return 0; }  // the tests' emulated tiles multiply bfloat16 too
 #include "../tiles.inc"
 uint32_t count_piece() {
   alignas(64) uint8_t ones[16][64];

@@ -1,1 +1,1 @@
-"""Neighbours' features, gathered and reduced at once: the aggregation of a graph neural network over rows of fixed shape."""
+"""Gathers and reduces neighbours' features in one operation: the aggregation of a graph neural network."""

@@ -1,11 +1,11 @@
-"""The sizes that tests and benchmarks use."""
+"""Sizes for tests and benchmarks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class GatherCase:
-    """Rows of up to `slots` neighbours among as many `nodes`, with `features` each."""
+    """A graph of `nodes` nodes and as many rows, with up to `slots` neighbours per row and `features` per node."""
 
     nodes: int
     slots: int
@@ -17,4 +17,4 @@ CASES = {
     "narrow": GatherCase(10_000, 16, 128),
     "wide": GatherCase(10_000, 64, 128),
 }
-"""The shape of published kernels for Trainium2, and two uniform graphs whose features fit a CPU's cache."""
+"""The size of published kernels for Trainium2, and two uniform graphs whose features fit a CPU's cache."""

@@ -1,8 +1,8 @@
-// Neighbours' features, gathered and reduced in one pass, on CPUs: rows of a graph in compressed form (offsets, sources), weights for each
-// edge, softmax attention over a row, and the products that their gradients take. tile.inc has the loops.
+// Gathers and reduces neighbours' features in one pass, on CPUs: rows of a graph in compressed form (offsets, sources), weights per edge, softmax
+// attention over a row, and the products for gradients. tile.inc has the loops.
 //
-// Rows are divided among threads by their edges. A row with more than a thread's share is divided by features, so that no result depends
-// on the number of threads.
+// Threads divide the rows by their edges. A row with more than a thread's share is divided by features, so that results are independent of the
+// number of threads.
 
 #include "../native.h"
 
@@ -13,7 +13,7 @@ namespace {
 enum Reduce { SUM, MEAN, MAX, MIN };
 
 struct Call {
-  int64_t rows, edges, nodes;    // edges: of all rows; there may be more sources, which are not read
+  int64_t rows, edges, nodes;    // edges: of all rows; further sources are not read
   int64_t features, heads;
   const int32_t *offsets, *sources;
   const void* x;                 // [nodes, features]
@@ -21,20 +21,20 @@ struct Call {
   const float* weights;          // [edges from first_weight on, heads] or null
   int64_t first_weight;
   void* out;                     // [rows, features]
-  const void* rows_x;            // [rows, features]: what sources are multiplied with, for dots
+  const void* rows_x;            // [rows, features]: row vectors for dots
   float* dots;                   // [sources, heads]
-  int64_t ahead;                 // how many edges ahead features are fetched
+  int64_t ahead;                 // prefetch distance in edges
 };
 
 struct Attention {
   float slope;
   const float *source_score, *target_score;  // [nodes, heads], [rows, heads]
   float *row_max, *row_sum;                  // [rows, heads]
-  const float* facts;                        // [nodes, 3, heads], backward: target score, log of the sum of exponentials, what is subtracted
+  const float* facts;                        // [nodes, 3, heads], backward: target score, log-sum-exp, and the term to subtract
   float* grad_score;                         // [rows, heads], backward
 };
 
-// Vectors of 16 that cover a head's features, and all features.
+// Number of vectors of 16 that cover a head's features, and all features.
 inline int64_t vectors_of_head(int64_t features) { return (features + 15) / 16; }
 inline int64_t vectors(const Call& call) { return call.heads * vectors_of_head(call.features / call.heads); }
 
@@ -64,7 +64,7 @@ typedef ffi::ResultBuffer<ffi::F32> F32Result;
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("tilewright_gather_reduce: " + what); }
 
-// A graph in compressed form and the features to gather; `rows` and `edges` come from the offsets, which are checked.
+// A graph in compressed form and the features to gather; `rows` and `edges` follow from the offsets, which are checked.
 ffi::Error describe(Call& call, const ffi::AnyBuffer& x, const S32& offsets, const S32& sources, int64_t heads) {
   const auto dims = x.dimensions();
   if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) return wrong("expected features in float32 or bfloat16");
@@ -78,14 +78,15 @@ ffi::Error describe(Call& call, const ffi::AnyBuffer& x, const S32& offsets, con
   call.edges = call.offsets[call.rows] - call.offsets[0];
   if (call.offsets[call.rows] > count)
     return wrong("the last offset is " + std::to_string(call.offsets[call.rows]) + ", but there are " + std::to_string(count) + " sources");
-  // 8 KB ahead, in turns of 128 features: measured with 16 to 602 features, in the cache and beyond. Four edges or 32 KB cost up to a tenth.
+  // Prefetches 8 KB ahead, in steps of 128 features: measured with 16 to 602 features, inside and beyond the cache. Four edges or 32 KB cost up to a
+  // tenth.
   const int64_t bytes = std::min<int64_t>(call.features, 128) * (x.element_type() == ffi::BF16 ? 2 : 4);
   call.ahead = std::min<int64_t>(64, 8192 / std::max<int64_t>(bytes, 1));
   return ffi::Error::Success();
 }
 
-// Runs body(first_vector, stop_vector, begin, end) over all rows, in several threads; with `divided`, over parts of a long row's vectors.
-// An edge counts as much as a row does.
+// Runs body(first_vector, stop_vector, begin, end) over all rows, in several threads; with `divided`, over parts of a long row's vectors. An edge
+// counts as much as a row.
 template <class Body>
 ffi::Error share_rows(ffi::ThreadPool& pool, const Kernel& kernel, const Call& call, bool divided, const Body& body) {
   const int64_t total = call.rows + call.edges, all = vectors(call), threads = pool.num_threads();
@@ -121,7 +122,7 @@ ffi::Error share_rows(ffi::ThreadPool& pool, const Kernel& kernel, const Call& c
   return ffi::Error::Success();
 }
 
-// Runs body(begin, end) over the rows in pieces of at most so many edges, but of one row at least.
+// Runs body(begin, end) over the rows in pieces of at most this number of edges, and at least one row.
 template <class Body>
 void in_tiles(const Call& call, int64_t begin, int64_t end, int64_t edges, const Body& body) {
   for (int64_t row = begin, stop; row < end; row = stop) {
@@ -145,7 +146,7 @@ ffi::Error GatherReduce(ffi::ThreadPool pool, ffi::AnyBuffer x, S32 offsets, S32
   return share_rows(pool, kernel, call, true, [&](int64_t first, int64_t stop, int64_t begin, int64_t end) { kernel.reduce(call, first, stop, begin, end); });
 }
 
-// [sources, heads]: the product of each edge's row and source.
+// [sources, heads]: the dot product of each edge's row and source.
 ffi::Error EdgeDot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer rows, S32 offsets, S32 sources, F32Result out) {
   Call call{};
   const auto dims = out->dimensions();
@@ -161,7 +162,7 @@ ffi::Error EdgeDot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer rows, 
   return share_rows(pool, kernel, call, false, [&](int64_t, int64_t, int64_t begin, int64_t end) { kernel.dot(call, call.offsets[begin], call.offsets[end]); });
 }
 
-constexpr int64_t TILE = 1 << 14;  // weights that are made at a time: they stay in the second-level cache
+constexpr int64_t TILE = 1 << 14;  // weights computed at a time, which stay in the L2 cache
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer x, F32 source_score, F32 target_score, S32 offsets, S32 sources, ffi::Result<ffi::AnyBuffer> out,
                   F32Result row_max, F32Result row_sum, float slope) {
@@ -190,7 +191,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer x, F32 source_score, F32 
   });
 }
 
-// Backward, over the transposed graph: its rows are the nodes that were sources, its sources the rows that were reduced for.
+// Backward, over the transposed graph: its rows are the nodes that were sources, and its sources the reduced rows.
 ffi::Error AttendGrad(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer x, F32 source_score, F32 facts, S32 offsets, S32 targets,
                       ffi::Result<ffi::AnyBuffer> dx, F32Result grad_score, F32Result grad_edges, float slope) {
   Call call{};
@@ -208,7 +209,7 @@ ffi::Error AttendGrad(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   std::fill(call.dots, call.dots + call.offsets[0] * call.heads, 0.0f);
   std::fill(call.dots + call.offsets[call.rows] * call.heads, call.dots + grad_edges->element_count(), 0.0f);
   const Kernel kernel = kernel_for(x.element_type() == ffi::BF16);
-  // A tile's features are gathered twice, from the second-level cache the second time.
+  // A tile's features are gathered twice, the second time from the L2 cache.
   const int64_t edges = std::max<int64_t>(1, std::min<int64_t>(TILE / call.heads, (1 << 18) / std::max<int64_t>(1, call.features * 4)));
   return share_rows(pool, kernel, call, false, [&](int64_t first, int64_t stop, int64_t begin, int64_t end) {
     std::vector<float> weights, slopes;

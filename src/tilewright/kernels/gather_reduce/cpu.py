@@ -1,9 +1,9 @@
-"""The operation on a CPU's vector unit, and attention over neighbours beside it; the kernels themselves are `cpu.cc`.
+"""Neighbour reduction and attention over neighbours on a CPU's vector unit; the kernels are `cpu.cc`.
 
-All take a graph in compressed form: row r has the edges `offsets[r]` to `offsets[r + 1]`, and an edge's source is a row of `x`.
-There may be more sources than edges: what is beyond the last offset is not read, and a result for each edge is zero there.
-Results are the same bit for bit whatever the number of threads. The kernels check offsets and sources, which costs about a
-hundredth of their time; what does not fit ends in a `jax.errors.JaxRuntimeError` that names the first position and its value.
+All functions take a graph in compressed form (CSR): row r has the edges `offsets[r]` to `offsets[r + 1]`, and an edge's source
+is a row of `x`. Sources beyond the last offset are ignored, and per-edge results are zero there. Results are bitwise
+independent of the number of threads. The kernels check offsets and sources, which takes about a hundredth of their time; an
+invalid value raises a `jax.errors.JaxRuntimeError` with its position and value.
 
 Legend: M nodes to gather from, R rows (nodes to reduce for; R1 is R + 1), E edges, F features, H heads, which divide F.
 """
@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Int32
 from tilewright.kernels.gather_reduce.reference import Reduce
 
 REDUCES: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
-"""The numbers by which `cpu.cc` knows reductions."""
+"""Codes of the reductions in `cpu.cc`."""
 
 
 def gather_reduce_csr(
@@ -27,14 +27,15 @@ def gather_reduce_csr(
     weights: Float[Array, " E"] | Float[Array, "E H"] | None = None,
     reduce: Reduce = "sum",
 ) -> Float[Array, "R F"]:
-    """Reduces for each row the features of its sources, times their weights, in float32; as `reference.gather_reduce_csr`.
+    """Reduces, for each row, the features of its sources times their weights, in float32; see `reference.gather_reduce_csr`.
 
     Args:
         x: float32 or bfloat16.
-        weights: one for each edge, or for each head's share of its features.
+        weights: one per edge, or one per edge and head for the head's share of the features.
 
     Returns:
-        In the dtype of `x`; a row without edges is zero. A NaN among a row's messages makes its maximum and minimum NaN too.
+        The result in the dtype of `x`; zeros for a row without edges. A NaN among a row's messages makes its maximum and
+        minimum NaN.
     """
     shape = jax.ShapeDtypeStruct((offsets.shape[0] - 1, x.shape[1]), x.dtype)
     edge_weights = jnp.zeros(0, jnp.float32) if weights is None else weights.astype(jnp.float32)
@@ -47,9 +48,9 @@ def gather_reduce_csr(
 def edge_dot_csr(
     rows: Float[Array, "R F"], x: Float[Array, "M F"], offsets: Int32[Array, " R1"], sources: Int32[Array, " E"], heads: int = 1
 ) -> Float32[Array, "E H"]:
-    """The product of each edge's row and source, head by head, in float32.
+    """Computes the dot product of each edge's row and source, per head, in float32.
 
-    That is what is due to the weights of a sum, where `rows` is due to the sum.
+    This is the gradient of a weighted sum with respect to its weights, if `rows` is the gradient of the sum.
     """
     call = jax.ffi.ffi_call("tilewright_edge_dot", jax.ShapeDtypeStruct((sources.shape[0], heads), jnp.float32))
     return call(x, rows, offsets, sources)
@@ -63,14 +64,13 @@ def attend_csr(
     sources: Int32[Array, " E"],
     negative_slope: float,
 ) -> tuple[Float[Array, "R F"], Float32[Array, "R H"], Float32[Array, "R H"]]:
-    """Sums the sources' features with the softmax over a row's edges of `leaky_relu(target_score + source_score)` as weights.
+    """Sums the sources' features with the softmax of `leaky_relu(target_score + source_score)` over a row's edges as weights.
 
-    The weights exist for some thousand edges at a time only. After Velickovic et al., Graph Attention
-    Networks, section 2.1.
+    At most some thousand edges' weights exist at a time. After Velickovic et al., Graph Attention Networks, section 2.1.
 
     Returns:
-        The sums, and of each row's scores the largest and the sum of `exp(score - largest)`: what `attend_csr_grad` takes.
-        Rows without edges have zeros in all three.
+        The sums, and the maximum and the sum of `exp(score - maximum)` of each row's scores, for `attend_csr_grad`. Rows
+        without edges have zeros in all three.
     """
     scores = jax.ShapeDtypeStruct(target_score.shape, jnp.float32)
     results = (jax.ShapeDtypeStruct((target_score.shape[0], x.shape[1]), x.dtype), scores, scores)
@@ -91,13 +91,13 @@ def attend_csr_grad(
     forward: tuple[Int32[Array, " R1"], Int32[Array, " E"]],
     negative_slope: float,
 ) -> tuple[Float[Array, "M F"], Float32[Array, "M H"], Float32[Array, "R H"]]:
-    """Gradients of the features and of both scores, from that of the result of `attend_csr`, `dy`. Gathers only.
+    """Returns the gradients of features and both scores, from `dy`, the gradient of `attend_csr`'s result. Gathers only.
 
-    The weights are computed again from each row's largest score and sum, as in Dao et al., FlashAttention, section 3.1.
+    The weights are recomputed from each row's maximum and sum, as in Dao et al., FlashAttention, section 3.1.
 
     Args:
         transposed: the same edges by source: offsets for each of the M nodes, and each edge's row of `dy`.
-        forward: the offsets of `attend_csr`, and for each edge in its order the position of that edge in the transposed graph.
+        forward: the offsets of `attend_csr`, and, for each edge in its order, the edge's position in the transposed graph.
 
     Returns:
         The gradients of `x`, `source_score` and `target_score`.
@@ -108,5 +108,5 @@ def attend_csr_grad(
     edges = jax.ShapeDtypeStruct((transposed[1].shape[0], heads), jnp.float32)
     results = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(source_score.shape, jnp.float32), edges)
     call = jax.ffi.ffi_call("tilewright_attend_grad", results)
-    dx, due_source, due_edges = call(dy, x, source_score, facts, *transposed, slope=np.float32(negative_slope))
-    return dx, due_source, gather_reduce_csr(due_edges, forward[0], forward[1])
+    dx, dsource, dedges = call(dy, x, source_score, facts, *transposed, slope=np.float32(negative_slope))
+    return dx, dsource, gather_reduce_csr(dedges, forward[0], forward[1])

@@ -1,12 +1,11 @@
-"""The operation on Trainium, in NKI 0.6: neighbours' rows gathered by indirect DMA into a tile and reduced there.
+"""Neighbour reduction on Trainium, in NKI 0.6: indirect DMA gathers neighbours' rows into a tile, which is reduced there.
 
-One call of the DMA gathers one slot of 128 rows, an index for each partition. Padding gathers a row of zeros that is in range,
-since skipping what is out of range has aborted devices (aws-neuron-sdk issue 1390). Weights and a scale for each row come from
-the caller, so that one kernel serves them all: GraphSAGE's mean has the scale 1 / degree, GCN the weights
-(degree_i degree_j)^-1/2, GIN neither.
+One DMA call gathers one slot of 128 rows, with an index per partition. Padding gathers a row of zeros that is in range, since
+skipping out-of-range indices has aborted devices (aws-neuron-sdk issue 1390). The caller supplies weights and a scale per row,
+so
+that one kernel serves all: GraphSAGE's mean has the scale 1 / degree, GCN the weights (degree_i degree_j)^-1/2, GIN neither.
 
-`nisa.dma_compute`, which would add what it gathers without a buffer, demands that a call's indices be unique, which neighbours
-are not.
+`nisa.dma_compute` would add gathered rows without a buffer, but needs unique indices in a call, and neighbours repeat.
 
 Legend: M nodes to gather from, R rows (nodes to reduce for), K slots of a row, F features, P rows of a tile, S slots of a part.
 """
@@ -20,29 +19,29 @@ import numpy as np
 
 
 def installed() -> tuple[Any, Any, Any]:
-    """NKI, its instructions and its language, or None for each: only AWS's own package index has it."""
+    """Imports NKI, its instructions and its language; None for each if missing, as only AWS's package index has NKI."""
     try:
         return import_module("nki"), import_module("nki.isa"), import_module("nki.language")
-    except ImportError:  # the package of that name on PyPI is a stub that raises it too
+    except ImportError:  # the package of that name on PyPI is a stub that raises this error too
         return None, None, None
 
 
 nki, nisa, nl = installed()
 PARTITIONS = 128
-"""P, at most: the partitions of SBUF."""
+"""Limit of P: the partitions of SBUF."""
 SLOTS = 16
-"""S, at most."""
+"""Limit of S."""
 PART_BYTES = 2**16
-"""Bytes of a partition for the gathered rows of a part, at most: SBUF has 192 KiB to each, and holds them twice or more."""
+"""Limit of bytes per partition for a part's gathered rows: SBUF has 192 KiB per partition and holds them at least twice."""
 
 
 def slots_of_part(slots: int, features: int) -> int:
-    """S, for weighted messages in float32."""
+    """Returns S, for weighted messages in float32."""
     return max(1, min(slots, SLOTS, PART_BYTES // (features * 4)))
 
 
 def kernel(x, sources, weights, scale, part):
-    """For each row, the scaled sum of the weighted rows that its slots name.
+    """Sums, for each row, the weighted rows of `x` that its slots name, and scales the sum.
 
     Args:
         x: `[M, F]` in HBM.
@@ -88,7 +87,7 @@ def kernel(x, sources, weights, scale, part):
                         op0=nl.multiply,
                         operand0=factors[:, at : at + 1],
                     )
-            # A reduction runs over the last dims only: the slots are turned there by the strides of a view.
+            # A reduction runs over the last dims only, so a strided view moves the slots there.
             added = nl.ndarray((size, features), dtype=nl.float32, buffer=nl.sbuf)
             nisa.tensor_reduce(dst=added, op=nl.add, data=messages.permute((0, 2, 1)), axis=(2,))
             nisa.tensor_tensor(dst=total, data1=total, data2=added, op=nl.add)
@@ -102,7 +101,7 @@ def kernel(x, sources, weights, scale, part):
 
 @dataclass(frozen=True)
 class NkiTransfers:
-    """Bytes and descriptors that the kernel's DMAs move, by its own structure.
+    """DMA transfers of the kernel, derived from its structure.
 
     Attributes:
         calls: instructions that start DMAs.
@@ -119,13 +118,13 @@ class NkiTransfers:
 def transfers(
     rows: int, slots: int, features: int, itemsize: int = 4, weighted: bool = False, scaled: bool = False
 ) -> NkiTransfers:
-    """Counts what the kernel moves: padding is gathered like a neighbour, so degrees don't matter.
+    """Counts the kernel's DMA transfers. Padding is gathered too, so degrees do not matter.
 
     Args:
         itemsize: bytes of an element of `x`.
-        weighted, scaled: whether there are weights, and a scale for each row.
+        weighted, scaled: True with weights, and with a scale per row.
     """
-    # indices, gathers, result
+    # Indices, gathers, result.
     tiles = -(-rows // PARTITIONS)
     each_tile = slots + 2 + weighted + scaled
     small = slots * 4 * (1 + weighted) + 4 * scaled
@@ -136,7 +135,7 @@ def transfers(
 def operands(
     x: np.ndarray, sources: np.ndarray, degrees: np.ndarray, weights: np.ndarray | None = None, reduce: str = "sum"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None, int]:
-    """Makes the kernel's operands from those of the other implementations: a row of zeros behind `x`, named by all padding.
+    """Converts the operands of the other implementations to the kernel's: padding points to a row of zeros behind `x`.
 
     Args:
         reduce: "sum" or "mean".
@@ -155,11 +154,11 @@ def operands(
 
 
 def compiled(function: Callable[..., Any] = kernel) -> Callable[..., Any]:
-    """A kernel as NKI compiles it, called as the function is.
+    """Compiles a kernel with NKI; the result is called like the function.
 
     Raises:
         ValueError: NKI is not installed.
     """
     if nki is None:
-        raise ValueError("expected the package nki, which only https://pip.repos.neuron.amazonaws.com has; found none")
+        raise ValueError("expected the package nki, available from https://pip.repos.neuron.amazonaws.com; found none")
     return nki.jit(function)

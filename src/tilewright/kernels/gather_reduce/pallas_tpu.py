@@ -1,11 +1,11 @@
-"""The operation on a TPU: neighbours' rows come by DMA, one each, into VMEM and are reduced there; only the result is written.
+"""Neighbour reduction on a TPU: a DMA per neighbour fetches its row into VMEM, and only the reduced result is written.
 
-Padding is never fetched. While one chunk of rows is reduced, the copies for the next one are in flight. A chip with two cores
-shares out the tiles between them. `x` stays where it is: in HBM, or in VMEM where XLA finds room for it before the kernel runs.
+Padding is never fetched. While one chunk of rows is reduced, the copies for the next chunk are in flight. On a chip with two
+cores, the cores share the tiles. `x` stays in HBM, or in VMEM if XLA places it there before the kernel runs.
 
-A DMA moves whole 32-bit words, and memory holds bfloat16 rows in interleaved pairs. So bfloat16 features are packed first, the
-columns c and c + W into one word, which reads and writes `x` once; with up to 128 columns, where a row of float32 takes no more
-room in memory, they are widened instead. Columns that do not fill 128 lanes are moved as if they did, as memory holds them.
+A DMA moves whole 32-bit words, and memory holds bfloat16 rows in interleaved pairs. Therefore bfloat16 features are packed
+first, columns c and c + W into one word, which reads and writes `x` once. With up to 128 columns, where float32 rows take no
+more memory, they are widened instead. Rows that do not fill 128 lanes are moved with their padding, as memory holds them.
 
 Legend: M nodes to gather from, R rows (nodes to reduce for), K slots of a row, F features, W words of a row, T rows of a tile,
 S slots of a part, G rows of a chunk.
@@ -29,21 +29,21 @@ from tilewright.kernels.gather_reduce.reference import Reduce
 LANES = 128
 SUBLANES = 8
 SLOTS = 64
-"""S, at most: rows of more slots are reduced in parts."""
+"""Limit of S; rows with more slots are reduced in parts."""
 IN_FLIGHT = 512
-"""Slots of a chunk: enough copies in flight to hide what one takes."""
+"""Slots of a chunk: enough copies in flight to hide a copy's latency."""
 TILE_SLOTS = 8192
 """Slots of a tile, whose indices are in scalar memory."""
 WORDS = 4096
-"""W, at most."""
+"""Limit of W."""
 VMEM_BYTES = 40 * 2**20
-"""Bytes of VMEM that the kernel may take: the smallest of v5e, v5p and v6e has 64 MiB to a core."""
+"""Limit of VMEM for the kernel; the smallest of v5e, v5p and v6e has 64 MiB per core."""
 COMBINE = {"sum": jnp.add, "mean": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
 @dataclass(frozen=True)
 class TileSizes:
-    """The kernel's blocks: rows of a tile (T), rows of a chunk (G), slots of a part (S), words of a row (W)."""
+    """Block sizes of the kernel: rows of a tile (T), rows of a chunk (G), slots of a part (S), words of a row (W)."""
 
     tile: int
     chunk: int
@@ -58,12 +58,12 @@ class TileSizes:
 
 
 def blocks_for(rows: int, slots: int, features: int, dtype: DTypeLike) -> TileSizes:
-    """Chooses the kernel's blocks. Tiles are whole lanes, since the indices lie slot by slot; chunks are whole sublanes."""
+    """Chooses block sizes. Tiles are whole lanes, since indices are stored slot by slot; chunks are whole sublanes."""
     words = row_words(features, dtype)
     part = min(slots, SLOTS)
     chunk = max(SUBLANES, IN_FLIGHT // part // SUBLANES * SUBLANES)
     chunk = 1 << (chunk.bit_length() - 1)
-    wide = 2 if words > 1024 else 8  # the result's tile is in VMEM too
+    wide = 2 if words > 1024 else 8  # the tile of the result is in VMEM too
     tile = min(max(LANES, TILE_SLOTS // part // LANES * LANES), wide * LANES, -(-rows // LANES) * LANES)
     while tile % chunk:
         chunk //= 2
@@ -71,29 +71,30 @@ def blocks_for(rows: int, slots: int, features: int, dtype: DTypeLike) -> TileSi
 
 
 def row_words(features: int, dtype: DTypeLike) -> int:
-    """W: columns of 32 bits that a row of `x` has when the kernel gets it."""
+    """Returns W: 32-bit columns of a row of `x` as the kernel reads it."""
     return features if jnp.dtype(dtype) == jnp.float32 or features <= LANES else -(-features // (2 * LANES)) * LANES
 
 
 def refuses(
     x: Array | jax.ShapeDtypeStruct, sources: Array | jax.ShapeDtypeStruct, weights: Array | jax.ShapeDtypeStruct | None
 ) -> str:
-    """The reason why the kernel does not take these; empty if it does. VMEM holds several copies of a row."""
+    """Returns the reason why the kernel does not support these operands; empty if it does. VMEM holds several copies of a
+    row."""
     full = x.size > 0 and sources.size > 0 and x.dtype in (jnp.float32, jnp.bfloat16)
     if full and (weights is None or weights.ndim == 2) and row_words(x.shape[1], x.dtype) <= WORDS:
         return ""
-    return "it takes rows that VMEM holds, and a weight for each slot"
+    return "needs rows that fit VMEM, and one weight per slot"
 
 
 @dataclass(frozen=True)
 class TpuTransfers:
-    """Bytes and descriptors that the kernel's DMAs move, by its own structure.
+    """DMA transfers of the kernel, derived from its structure.
 
     Attributes:
-        descriptors: copies that are started, those of blocks of indices and results included.
-        gathered: bytes of the neighbours' rows, each in whole lanes as memory holds it.
-        read, written: all bytes, indices and weights included. What XLA does before the kernel (the transposed indices, the
-            packed features) is not in them; it is in `compiled.traffic`.
+        descriptors: started copies, including those of index blocks and results.
+        gathered: bytes of neighbours' rows, each in whole lanes.
+        read, written: all bytes, including indices and weights. XLA's work before the kernel (transposing indices, packing
+            features) is not included; see `compiled.traffic`.
     """
 
     descriptors: int
@@ -103,7 +104,7 @@ class TpuTransfers:
 
 
 def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, weighted: bool = False) -> TpuTransfers:
-    """Counts what the kernel moves for rows of these degrees (into a result of its own, without `into`)."""
+    """Counts the kernel's transfers for rows of these degrees, without `into`."""
     rows = degrees.size
     blocks = blocks_for(degrees.size, slots, features, dtype)
     tiles = blocks.tiles(rows)
@@ -117,7 +118,7 @@ def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, 
 
 
 def lanes(columns: int) -> int:
-    """Number of columns that memory has for so many: whole lanes."""
+    """Rounds a number of columns up to whole lanes, as memory stores them."""
     return -(-columns // LANES) * LANES
 
 
@@ -132,26 +133,29 @@ def kernel(
     weighted: bool,
     offset: int | None,
 ):
-    """One part of a tile: degrees [1, T] and sources [S, T] in scalar memory, weights [S, T], x [M, W], out [T, F] or a buffer.
+    """Processes a part of a tile.
 
-    Scratch: two chunks of rows [2, S, G, W], what the parts before came to [T, F], weights with a row's side by side [T, S],
-    and the tile's result [T, F] where that goes into a buffer.
+    Operands: degrees [1, T] and sources [S, T] in scalar memory, weights [S, T], x [M, W], out [T, F] or a buffer.
+
+    Scratch: two chunks of rows [2, S, G, W], accumulator of the previous parts [T, F], transposed weights [T, S], and the
+        tile's
+    result [T, F] if it goes into a buffer.
     """
     refs = list(rest)
     weights_ref = refs.pop(0) if weighted else None
     x_ref = refs.pop(0)
     if offset is not None:
-        refs.pop(0)  # the buffer as an input, which is the output too
+        refs.pop(0)  # the buffer as an input; it is aliased with the output
     out_ref, buffer, arrived, total_ref = refs[:4]
     refs = refs[4:]
-    turned_ref = refs.pop(0) if weighted else None
+    transposed_ref = refs.pop(0) if weighted else None
     staged_ref, stored = refs if offset is not None else (out_ref, None)
     tile = pl.program_id(0)
     part = pl.program_id(1)
     features = staged_ref.shape[1]
 
     def filled(row: Array) -> Array:
-        """Slots of this part that a row of the tile fills."""
+        """Returns the number of this part's slots that a row of the tile fills."""
         return jnp.clip(degrees_ref[0, row] - part * blocks.part, 0, blocks.part)
 
     def each_slot(chunk: Array, act: Callable[[Array, Array], None]) -> None:
@@ -163,15 +167,15 @@ def kernel(
 
     def copy(chunk: Array, row: Array, slot: Array):
         source = sources_ref[slot, chunk * blocks.chunk + row]
-        turn = jax.lax.rem(chunk, 2)
-        to = buffer.at[turn, slot, pl.ds(row, 1)]
-        return pltpu.make_async_copy(x_ref.at[pl.ds(source, 1)], to, arrived.at[turn])
+        phase = jax.lax.rem(chunk, 2)
+        to = buffer.at[phase, slot, pl.ds(row, 1)]
+        return pltpu.make_async_copy(x_ref.at[pl.ds(source, 1)], to, arrived.at[phase])
 
     def fetch(chunk: Array) -> None:
         each_slot(chunk, lambda row, slot: copy(chunk, row, slot).start())
 
     def reduce_rows(chunk: Array, group: Array) -> None:
-        """Eight rows of a chunk."""
+        """Reduces eight rows of a chunk."""
         first = pl.multiple_of(chunk * blocks.chunk + group * SUBLANES, SUBLANES)
         of_tile = pl.ds(first, SUBLANES)
         of_chunk = pl.ds(group * SUBLANES, SUBLANES)
@@ -179,12 +183,12 @@ def kernel(
         total = jnp.full((SUBLANES, features), {"max": -jnp.inf, "min": jnp.inf}.get(reduce, 0.0), jnp.float32)
         if parts > 1:
             total = jnp.where(part == 0, total, total_ref[of_tile])
-        weights = None if turned_ref is None else turned_ref[of_tile]
+        weights = None if transposed_ref is None else transposed_ref[of_tile]
         for slot in range(blocks.part):
             message = unpacked(buffer[jax.lax.rem(chunk, 2), slot, of_chunk], features)
             if weights is not None:
                 message = message * weights[:, slot : slot + 1]
-            total = jnp.where(slot < counts, COMBINE[reduce](total, message), total)  # in the other slots there may be anything
+            total = jnp.where(slot < counts, COMBINE[reduce](total, message), total)  # other slots hold stale data
         if parts > 1:
             total_ref[of_tile] = total
         degrees = eight_numbers(lambda row: degrees_ref[0, first + row], features)
@@ -192,8 +196,8 @@ def kernel(
             total = total / jnp.maximum(degrees, 1).astype(jnp.float32)
         staged_ref[of_tile] = jnp.where(degrees > 0, total, 0.0).astype(staged_ref.dtype)
 
-    if weights_ref is not None and turned_ref is not None:
-        turned_ref[...] = weights_ref[...].T
+    if weights_ref is not None and transposed_ref is not None:
+        transposed_ref[...] = weights_ref[...].T
     chunks = blocks.tile // blocks.chunk
     fetch(jnp.int32(0))
 
@@ -203,7 +207,7 @@ def kernel(
         def _():
             fetch(chunk + 1)
 
-        # All copies have one size, so which of them a wait names does not matter.
+        # All copies have the same size, so waits need not name their own copy.
         each_slot(chunk, lambda row, slot: copy(chunk, row, slot).wait())
 
         @pl.loop(0, blocks.chunk // SUBLANES)
@@ -218,7 +222,7 @@ def kernel(
 
 
 def eight_numbers(number: Callable[[Array], Array], columns: int) -> Int32[Array, "8 columns"]:
-    """One scalar for each of eight rows, in all columns."""
+    """Broadcasts one scalar per row to all columns of eight rows."""
     at = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, columns), 0)
     whole = jnp.zeros((SUBLANES, columns), jnp.int32)
     for row in range(SUBLANES):
@@ -227,7 +231,7 @@ def eight_numbers(number: Callable[[Array], Array], columns: int) -> Int32[Array
 
 
 def store(staged_ref, out_ref, stored, tile: Array, offset: int, rows: int) -> None:
-    """Copies a tile's result to its place in the buffer: eight rows at once where memory holds them so, the others singly."""
+    """Copies a tile's result into the buffer: eight rows at a time if they are aligned, the others one by one."""
     first = tile * staged_ref.shape[0]
     live = jnp.minimum(staged_ref.shape[0], rows - first)
     whole = jax.lax.div(live, SUBLANES) if offset % SUBLANES == 0 else 0
@@ -240,7 +244,7 @@ def store(staged_ref, out_ref, stored, tile: Array, offset: int, rows: int) -> N
     def one(row: Array):
         return pltpu.make_async_copy(staged_ref.at[pl.ds(row, 1)], out_ref.at[pl.ds(offset + first + row, 1)], stored)
 
-    singles = staged_ref.dtype == jnp.float32  # in bfloat16 `gather_reduce` has made sure that there are none
+    singles = staged_ref.dtype == jnp.float32  # `gather_reduce` has excluded single rows for bfloat16
     pl.loop(0, whole)(lambda group: eight(group).start())
     if singles:
         pl.loop(whole * SUBLANES, live)(lambda row: one(row).start())
@@ -249,7 +253,7 @@ def store(staged_ref, out_ref, stored, tile: Array, offset: int, rows: int) -> N
 
 
 def packed(x: Float[Array, "M F"]) -> Array:
-    """The rows as 32-bit words: float32, or two columns of bfloat16 in a word of uint32. F becomes W."""
+    """Packs rows into 32-bit words: float32, or two bfloat16 columns per uint32 word. F becomes W."""
     words = row_words(x.shape[1], x.dtype)
     if x.dtype == jnp.float32 or x.shape[1] <= LANES:
         return x.astype(jnp.float32)
@@ -258,7 +262,7 @@ def packed(x: Float[Array, "M F"]) -> Array:
 
 
 def unpacked(words: Array, features: int) -> Float[Array, "8 F"]:
-    """The other way, in float32: a bfloat16 is the upper half of one."""
+    """Inverts `packed`, in float32: a bfloat16 is the upper half of a float32."""
     if words.dtype == jnp.float32:
         return words
     halves = [jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in (words << 16, words & jnp.uint32(0xFFFF0000))]
@@ -274,16 +278,18 @@ def gather_reduce(
     into: tuple[Float[Array, "N C"], int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R F"] | Float[Array, "N F"]:
-    """Reduces for each row the features of its first `degrees` sources, times their weights, in float32, unless it `refuses`.
+    """Reduces, for each row, the features of its first `degrees` sources times their weights, in float32.
+
+    Supports operands for which `refuses` returns an empty string.
 
     Args:
-        into: a buffer in the dtype of `x` and a row of it: the result is written from that row on, and the buffer returned.
-            It is not copied in a program that does not use it again. From a row that is no multiple of eight on, rows are
-            written one by one; in bfloat16 that row and R must be such multiples.
-        interpret: runs without a TPU, slowly.
+        into: a buffer in the dtype of `x` and a row index: the result is written from that row on, and the buffer is returned,
+            without a copy if the program does not use the buffer again. From a row that is no multiple of eight, rows are
+            written one by one; in bfloat16 both the row and R must be multiples of eight.
+        interpret: run without a TPU, slowly.
 
     Raises:
-        ValueError: `into` has another dtype or width, has no room at that row, or has a row that bfloat16 does not allow.
+        ValueError: `into` has another dtype or width, too little room, or a row that bfloat16 does not allow.
     """
     (rows, slots), features = sources.shape, x.shape[1]
     offset = None if into is None else checked_offset(into, x, rows)
@@ -329,7 +335,7 @@ def gather_reduce(
 
 
 def checked_offset(into: tuple[Array, int], x: Array, rows: int) -> int:
-    """The first row, if the result can be written there."""
+    """Returns the first row of `into` after checking that the result fits."""
     buffer, first = into
     if buffer.dtype != x.dtype or buffer.shape[1] != x.shape[1] or not 0 <= first <= buffer.shape[0] - rows:
         wanted = f"a {x.dtype} buffer of {x.shape[1]} columns with room for {rows} rows"

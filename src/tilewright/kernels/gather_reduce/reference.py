@@ -1,4 +1,4 @@
-"""Reductions over neighbours as they are defined: gather, mask, reduce in float32.
+"""Reference of neighbour reductions: gather, mask, reduce in float32.
 
 Legend: M nodes to gather from, R rows (nodes to reduce for), K slots of a row, E edges, F features, H heads.
 """
@@ -14,7 +14,7 @@ Reduce = Literal["sum", "mean", "max", "min"]
 
 
 def weighted(messages: Float[Array, "... F"], weights: Float[Array, "..."] | None) -> Float[Array, "... F"]:
-    """Float32 messages times their weights: one each, or one for each head's share of the features."""
+    """Multiplies float32 messages by their weights: one per message, or one per head for its share of the features."""
     messages = messages.astype(jnp.float32)
     if weights is None:
         return messages
@@ -31,15 +31,16 @@ def gather_reduce(
     weights: Float[Array, "R K"] | Float[Array, "R K H"] | None = None,
     reduce: Reduce = "sum",
 ) -> Float[Array, "R F"]:
-    """Reduces for each row the features of its sources, times their weights, in float32.
+    """Reduces, for each row, the features of its sources times their weights, in float32.
 
     Args:
-        sources: rows of `x`. The first `degrees` slots of a row count; the others hold any valid index, which leaves no trace.
-        weights: float32. With H heads, which divide F, each scales its share of the features.
+        sources: rows of `x`. The first `degrees` slots of a row are valid; the others hold any index in range and have no
+            effect.
+        weights: float32. With H heads, which divide F, each weight scales its head's share of the features.
         reduce: a mean divides by the degree, also with weights.
 
     Returns:
-        In the dtype of `x`; a row of degree 0 is zero.
+        The result in the dtype of `x`; zeros for a row of degree 0.
     """
     counts = (jnp.arange(sources.shape[1]) < degrees[:, None])[:, :, None]
     messages = weighted(x[sources], weights)
@@ -61,7 +62,7 @@ def gather_reduce_csr(
     weights: Float[Array, " E"] | Float[Array, "E H"] | None = None,
     reduce: Reduce = "sum",
 ) -> Float[Array, "R F"]:
-    """Reduces for each row r the features of its sources `offsets[r]` to `offsets[r + 1]`, without padding (R1 is R + 1).
+    """Reduces, for each row r, the features of its sources `offsets[r]` to `offsets[r + 1]`, without padding (R1 is R + 1).
 
     Sources beyond the last offset belong to no row.
     """

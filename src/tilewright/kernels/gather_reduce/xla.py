@@ -1,6 +1,6 @@
-"""The operation as XLA compiles it, on any device: slot after slot, which it fuses into one loop that writes only the result.
+"""Neighbour reduction compiled by XLA, for any device: slot by slot, fused into one loop that writes only the result.
 
-Gathered first and reduced then, as in the reference, the messages pass through memory.
+Gathering first and reducing afterwards, as in the reference, would write the messages to memory.
 
 Legend: M nodes to gather from, R rows (nodes to reduce for), K slots of a row, F features, H heads.
 """
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int32
 from tilewright.kernels.gather_reduce.reference import Reduce, weighted
 
 UNROLLED = 32
-"""Slots in one loop; a compiler's time grows with them. Wider rows run through it several times."""
+"""Slots per loop iteration; compile time grows with them. Wider rows run several iterations."""
 
 
 def accumulate(
@@ -24,7 +24,7 @@ def accumulate(
     weights: Array | None,
     reduce: Reduce,
 ) -> Float[Array, "R F"]:
-    """Reduces further slots into `total`. A row is at its end where `degrees` is not above the slot's number, below 0 too."""
+    """Reduces further slots into `total`. A row ends where `degrees` (which may be negative) is not above the slot's number."""
     extreme = {"max": jnp.maximum, "min": jnp.minimum}.get(reduce)
     for slot in range(sources.shape[1]):
         message = weighted(x.at[sources[:, slot]].get(mode="promise_in_bounds"), None if weights is None else weights[:, slot])
@@ -41,7 +41,7 @@ def gather_reduce(
     weights: Float[Array, "R K"] | Float[Array, "R K H"] | None = None,
     reduce: Reduce = "sum",
 ) -> Float[Array, "R F"]:
-    """Reduces for each row the features of its sources, times their weights, in float32; see the reference."""
+    """Reduces, for each row, the features of its sources times their weights, in float32; see the reference."""
     rows, slots = sources.shape
     start = {"max": -jnp.inf, "min": jnp.inf}.get(reduce, 0.0)
     total = jnp.full((rows, x.shape[1]), start, jnp.float32)

@@ -1,1 +1,1 @@
-"""Rows of a table, such as the embeddings of tokens."""
+"""Looks up rows of a table, such as token embeddings."""

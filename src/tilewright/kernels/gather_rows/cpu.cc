@@ -1,4 +1,4 @@
-// Copies rows out of a table, whatever its type; or out of one whose transpose is packed in blocks for products (see ../blocks.h).
+// Copies rows out of a table of any type, or out of a packed block-quantised table (see ../blocks.h).
 
 #include "../blocks.h"
 #include "../native.h"
@@ -13,14 +13,14 @@ ffi::Error GatherRows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Re
   const size_t row = dims[1] * ffi::ByteWidth(table.element_type());
   auto* to = static_cast<char*>(out->untyped_data());
   for (size_t i = 0; i < index.element_count(); ++i) {
-    const int64_t from = std::clamp<int64_t>(index.typed_data()[i], 0, dims[0] - 1);  // as XLA's gather
+    const int64_t from = std::clamp<int64_t>(index.typed_data()[i], 0, dims[0] - 1);  // clamps like XLA's gather
     std::memcpy(to + i * row, static_cast<const char*>(table.untyped_data()) + from * row, row);
   }
   return ffi::Error::Success();
 }
 
 void store(float value, float* out) { *out = value; }
-void store(float value, uint16_t* out) {  // the nearest bfloat16 of a finite number
+void store(float value, uint16_t* out) {  // rounds a finite number to the nearest bfloat16
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   *out = static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
@@ -46,7 +46,7 @@ ffi::Error GatherBlockRows(ffi::Buffer<ffi::U8> panels, ffi::Buffer<ffi::S32> in
   const int64_t bytes = shape.back() * ffi::ByteWidth(out->element_type());
   auto* to = static_cast<char*>(out->untyped_data());
   for (size_t i = 0; i < index.element_count(); ++i) {
-    if (i > 0 && index.typed_data()[i] == index.typed_data()[i - 1]) {  // as the mask tokens of a drafter's block
+    if (i > 0 && index.typed_data()[i] == index.typed_data()[i - 1]) {  // repeated rows, such as the mask tokens of a drafter's block
       std::memcpy(to + i * bytes, to + (i - 1) * bytes, bytes);
       continue;
     }

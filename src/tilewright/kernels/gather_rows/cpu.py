@@ -1,6 +1,6 @@
-"""The operation on a CPU; the kernel itself is `cpu.cc`.
+"""Row lookup on a CPU; the kernel is `cpu.cc`.
 
-XLA:CPU has no gather of bfloat16: it converts the whole table to float32 first, in each dispatch.
+XLA:CPU has no gather for bfloat16: it converts the whole table to float32 in each dispatch.
 """
 
 import jax
@@ -13,7 +13,7 @@ from tilewright.kernels.linear.blocks import PackedTable
 
 
 def gather_rows(table: Shaped[Array, "V H"] | PackedTable, index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
-    """The rows `table[index]`, for indices from 0 to V - 1. There is no gradient."""
+    """Returns the rows `table[index]`, for indices from 0 to V - 1, without a gradient."""
     if isinstance(table, PackedTable):
         out = jax.ShapeDtypeStruct((*index.shape, table.width), jnp.dtype(table.dtype))
         call = jax.ffi.ffi_call("tilewright_gather_block_rows", out)

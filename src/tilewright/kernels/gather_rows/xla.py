@@ -1,4 +1,4 @@
-"""The operation as XLA compiles it, on any device."""
+"""Row lookup compiled by XLA, for any device."""
 
 from jax import Array
 from jaxtyping import Int, Shaped

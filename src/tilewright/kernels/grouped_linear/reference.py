@@ -1,13 +1,13 @@
-"""The operation as it is defined, in NumPy."""
+"""Reference of grouped matmuls, in NumPy."""
 
 import numpy as np
 
 
 def grouped_linear(x: np.ndarray, w: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The product of each row `[R, I]` with the matrix of its group, of `w [G, I, O]`, in the dtype that NumPy gives.
+    """Multiplies each row `[R, I]` by its group's matrix of `w [G, I, O]`, in NumPy's result dtype.
 
     Args:
-        sizes: how many rows each group has, `[G]`; the first has the first rows. Rows behind the last group's give zeros.
+        sizes: rows per group `[G]`, in order. Rows behind the last group give zeros.
     """
     out = np.zeros((len(x), w.shape[2]), np.result_type(x, w))
     first = 0

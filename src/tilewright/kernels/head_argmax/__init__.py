@@ -1,1 +1,1 @@
-"""The most likely token: `argmax(x @ head)`, for drafts and greedy decoding, which want nothing else of the logits."""
+"""Most likely token, `argmax(x @ head)`, for drafts and greedy decoding, which need no other logits."""

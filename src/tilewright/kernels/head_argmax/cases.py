@@ -1,4 +1,4 @@
-"""The sizes that tests and benchmarks use: the heads of real models."""
+"""Sizes for tests and benchmarks: the heads of real models."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from tilewright.kernels.linear import cases
 
 @dataclass(frozen=True)
 class HeadCase:
-    """A head: `hidden` to `vocab`, and `transposed` where a model shares it with the embedding `[vocab, hidden]`."""
+    """An output head from `hidden` to `vocab`; `transposed` if the model ties it to the embedding `[vocab, hidden]`."""
 
     hidden: int
     vocab: int
@@ -17,8 +17,8 @@ class HeadCase:
 CASES = {
     model: HeadCase(layers["head"].inputs, layers["head"].outputs, transposed=model != "demo")
     for model, layers in cases.CASES.items()
-}  # The published Qwen3 models of up to 4 B parameters say tie_word_embeddings in their config.json.
-"""One for each model of `linear/cases.py`."""
+}  # The config.json of the published Qwen3 models up to 4 B parameters has tie_word_embeddings.
+"""The head of each model of `linear/cases.py`."""
 
 ROWS = (1, 15, 16, 128)
-"""A plain step, the drafts of a block of 16, the block itself, and a wide one."""
+"""Numbers of rows: a decode step, the drafts of a block of 16, the block itself, and a wide block."""

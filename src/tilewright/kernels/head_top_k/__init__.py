@@ -1,1 +1,1 @@
-"""The most likely tokens: `top_k(x @ head)`, for a drafter that chooses among the best candidates of each slot."""
+"""Most likely tokens, `top_k(x @ head)`, for drafters that choose among the best candidates of each slot."""

@@ -1,4 +1,4 @@
-"""The sizes that tests and benchmarks use: the heads of real models, and as many candidates as published drafters take."""
+"""Sizes for tests and benchmarks: the heads of real models, and the number of candidates of published drafters."""
 
 from tilewright.kernels.head_argmax.cases import CASES as CASES
 

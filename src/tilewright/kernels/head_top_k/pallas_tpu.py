@@ -1,15 +1,16 @@
-"""The operation on a TPU: the vocabulary passes through VMEM tile by tile, and the logits never reach memory.
+"""Top-k of a head on a TPU: the head passes through VMEM tile by tile, and logits never reach HBM.
 
-Every lane keeps the K largest logits that it has seen, sorted, and where they were: a new one sinks past all that are as
-large or larger. After the last tile the lists of the lanes are merged, K times the best of their heads. A chip with two
-cores gives each of them one half of the tiles; on the others the halves run one after the other.
+Every lane keeps a sorted list of its K largest logits so far and their indices; a new logit is inserted behind all that are
+equal or larger. After the last tile the lists of the lanes are merged by taking the best head K times. On a chip with two
+cores, each core processes one half of the tiles; other chips process the halves in sequence.
 
-Of equal logits the first goes first. A NaN counts as -inf.
+The first of equal logits comes first. NaN counts as -inf.
 
-Legend: R rows, H hidden size, V vocabulary, C columns of a tile, P halves, L lanes, K as many as are wanted.
+Legend: R rows, H hidden size, V vocabulary, C columns of a tile, P halves, L lanes, K results.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +21,23 @@ from jaxtyping import Float, Float32, Int32
 
 from tilewright.kernels.head_argmax.pallas_tpu import LANES, VMEM_BYTES, over_tiles, tile_columns, tile_logits
 from tilewright.kernels.head_argmax.pallas_tpu import vmem_bytes as argmax_vmem_bytes
+from tilewright.kernels.linear.scaled import ScaledMatrix
+from tilewright.kernels.operations import Transposed
 
 NOWHERE = 2**31 - 1
-"""The place of an entry that a list does not have yet: it loses against every other."""
+"""Index of an empty list entry, which loses against every other."""
 
 
 def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int, k: int) -> int:
-    """Bytes that the kernel holds in VMEM: those of an argmax, and the lists."""
+    """Returns the VMEM bytes of the kernel: those of an argmax, and the lists."""
     return argmax_vmem_bytes(rows, hidden, columns, itemsize) + 2 * k * -(-rows // 8) * 8 * LANES * 4
 
 
-def refuses(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct, k: int) -> str:
-    """The reason why the kernel does not take these; empty if it does."""
+def refuses(x: Array | jax.ShapeDtypeStruct, head: Any, k: int) -> str:
+    """Returns the reason why the kernel does not support these operands; empty if it does."""
+    head = head.w if isinstance(head, Transposed) else head
+    if isinstance(head, ScaledMatrix):
+        return "needs a head in the dtype of the rows"
     rows = x.size // x.shape[-1]
     hidden = x.shape[-1]
     itemsize = head.dtype.itemsize
@@ -39,11 +45,11 @@ def refuses(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct,
     dtypes = x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16)
     if rows > 0 and 1 <= k <= LANES and wanted <= VMEM_BYTES and dtypes:
         return ""
-    return "it takes rows that VMEM holds, one dtype, and k up to 128"
+    return "needs rows that fit VMEM, one dtype (float32 or bfloat16), and k up to 128"
 
 
 def sink(part: Array, at: Array, values_ref, places_ref, k: int, unroll: bool) -> None:
-    """Lets one logit of each lane, `part` and `at` [R, L], sink into the lane's list; what it takes the place of sinks on."""
+    """Inserts one logit per lane, `part` with indices `at` [R, L], into the lane's sorted list."""
 
     def one(depth: Array, falling: tuple[Array, Array]) -> tuple[Array, Array]:
         value, place = falling
@@ -58,7 +64,7 @@ def sink(part: Array, at: Array, values_ref, places_ref, k: int, unroll: bool) -
 
 
 def merge(best_ref, place_ref, values_ref, places_ref, k: int) -> None:
-    """Writes the K best of all lanes, in order, to the first K lanes of `best` and `place` [1, R, L]. Spends the lists."""
+    """Writes the K best of all lanes, sorted, to the first K lanes of `best` and `place` [1, R, L]. Consumes the lists."""
     lane = jax.lax.broadcasted_iota(jnp.int32, best_ref.shape[1:], 1)
     best_ref[0] = jnp.full(best_ref.shape[1:], -jnp.inf, jnp.float32)
     place_ref[0] = jnp.full(place_ref.shape[1:], NOWHERE, jnp.int32)
@@ -70,15 +76,15 @@ def merge(best_ref, place_ref, values_ref, places_ref, k: int) -> None:
         first = jnp.min(jnp.where(head == largest, where, NOWHERE), axis=1, keepdims=True)
         best_ref[0] = jnp.where(lane == n, largest, best_ref[0])
         place_ref[0] = jnp.where(lane == n, first, place_ref[0])
-        taken = (head == largest) & (where == first)
+        chosen = (head == largest) & (where == first)
 
         def up(depth: Array, _: None) -> None:
-            values_ref[depth] = jnp.where(taken, values_ref[depth + 1], values_ref[depth])
-            places_ref[depth] = jnp.where(taken, places_ref[depth + 1], places_ref[depth])
+            values_ref[depth] = jnp.where(chosen, values_ref[depth + 1], values_ref[depth])
+            places_ref[depth] = jnp.where(chosen, places_ref[depth + 1], places_ref[depth])
 
         jax.lax.fori_loop(0, k - 1, up, None)
-        places_ref[k - 1] = jnp.where(taken, NOWHERE, places_ref[k - 1])
-        values_ref[k - 1] = jnp.where(taken, -jnp.inf, values_ref[k - 1])
+        places_ref[k - 1] = jnp.where(chosen, NOWHERE, places_ref[k - 1])
+        values_ref[k - 1] = jnp.where(chosen, -jnp.inf, values_ref[k - 1])
 
     jax.lax.fori_loop(0, k, take, None)
 
@@ -97,7 +103,7 @@ def kernel(
     k: int,
     unroll: bool,
 ):
-    """One tile: x [R, H], head [H, C] or transposed [C, H]; the lists [K, R, L] stay in VMEM through a half."""
+    """Processes a tile: x [R, H], head [H, C] or transposed [C, H]; the lists [K, R, L] persist in VMEM through a half."""
     half = pl.program_id(0)
     tile = pl.program_id(1)
     lane = jax.lax.broadcasted_iota(jnp.int32, best_ref.shape[1:], 1)
@@ -113,9 +119,9 @@ def kernel(
     for start in range(0, columns, LANES):
         at = first + start + lane
         part = logits[:, start : start + LANES]
-        real = at < vocab  # what lies beyond the vocabulary may be anything
-        known = jnp.where(real & (part > -jnp.inf), part, -jnp.inf)
-        sink(known, jnp.where(real, at, NOWHERE), values_ref, places_ref, k, unroll)
+        real = at < vocab  # columns beyond the vocabulary hold arbitrary data
+        finite = jnp.where(real & (part > -jnp.inf), part, -jnp.inf)
+        sink(finite, jnp.where(real, at, NOWHERE), values_ref, places_ref, k, unroll)
 
     @pl.when(tile == tiles - 1)
     def _():
@@ -123,14 +129,16 @@ def kernel(
 
 
 def head_top_k(
-    x: Float[Array, "*rows H"], head: Float[Array, "..."], k: int, transposed: bool = False, interpret: bool = False
+    x: Float[Array, "*rows H"], head: Any, k: int, interpret: bool = False
 ) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
-    """Indices and values of the `k` largest of `x @ head`, unless it `refuses`; logits are float32 sums.
+    """Returns indices and values of the `k` largest of `x @ head`, with float32 sums, for operands that `refuses` accepts.
 
     Args:
-        head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
-        interpret: runs without a TPU, slowly.
+        head: `[H, V]`, or a `Transposed` `[V, H]`, the layout of an embedding.
+        interpret: run without a TPU, slowly.
     """
+    transposed = isinstance(head, Transposed)
+    head = head.w if isinstance(head, Transposed) else head
     rows = x.size // x.shape[-1]
     hidden = x.shape[-1]
     itemsize = head.dtype.itemsize
@@ -138,7 +146,7 @@ def head_top_k(
     lists = [pltpu.VMEM((k, rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)]
     run = partial(kernel, k=k, unroll=not interpret)
     best, place = over_tiles(run, x, head, transposed, vmem, "head_top_k", interpret, lists)
-    # The first half's places are all smaller: of equal values, the one that stands first here is the first.
+    # Indices of the first half are all smaller, so the first of equal values in this order has the smallest index.
     value, among = jax.lax.top_k(jnp.concatenate(list(best[:, :, :k]), axis=1), k)
     index = jnp.take_along_axis(jnp.concatenate(list(place[:, :, :k]), axis=1), among, axis=1)
     return index.reshape(*x.shape[:-1], k), value.reshape(*x.shape[:-1], k)

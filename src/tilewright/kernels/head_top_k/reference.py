@@ -1,4 +1,4 @@
-"""The top k of a head as they are defined: the largest float32 logits in descending order, of equals the first one first."""
+"""Reference top-k of a head: the largest float32 logits in descending order, the first of equals first."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +10,7 @@ from tilewright.kernels.linear import reference
 def head_top_k(
     x: Float[Array, "*rows H"], head: Float[Array, "..."], k: int, transposed: bool = False
 ) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
-    """Indices and values of the `k` largest of `x @ head`, for a head `[H, V]`, or `[V, H]` if it is `transposed`."""
+    """Returns indices and values of the `k` largest of `x @ head`, for a head `[H, V]`, or `[V, H]` if `transposed`."""
     logits = reference.linear(x.astype(jnp.float32), (head.T if transposed else head).astype(jnp.float32))
     order = jnp.argsort(-logits, axis=-1, stable=True)[..., :k]
     return order.astype(jnp.int32), jnp.take_along_axis(logits, order, axis=-1)

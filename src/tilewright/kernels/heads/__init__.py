@@ -1,1 +1,1 @@
-"""A projection becomes heads: normalised where the family does, rotated. (Su et al. 2021, RoFormer)"""
+"""Splits a projection into heads, normalised if the family does so, and rotated. (Su et al. 2021, RoFormer)"""

@@ -1,4 +1,4 @@
-"""The operation as XLA compiles it, on any device.
+"""Heads compiled by XLA, for any device.
 
 Legend: B rows of a batch, T positions, N query heads, K key/value heads, D head size.
 """
@@ -16,26 +16,26 @@ from tilewright.kernels.rms_norm.reference import rms_norm
 
 
 def split_heads(x: Float[Array, "B T _"], head_dim: int) -> Float[Array, "B T N {head_dim}"]:
-    # Without the barrier XLA lets the projection write its heads apart, for which a TPU first transposes the whole weight.
+    # Without the barrier XLA splits the heads inside the matmul, for which a TPU first transposes the whole weight.
     return jax.lax.optimization_barrier(x).reshape(*x.shape[:2], -1, head_dim)
 
 
 def rotate_halves(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
 ) -> Float[Array, "B T N D"]:
-    """Rotary embedding over the halves of the first 2 h entries (`rotate_half`, as Hugging Face has it), in float32."""
+    """Applies rotary embedding to halves of the first 2 h entries (Hugging Face's `rotate_half`), in float32."""
     rotated, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     cos = cos[:, :, None]
     sin = sin[:, :, None]
     first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
+    result = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return result if rest.shape[-1] == 0 else jnp.concatenate([result, rest], axis=-1)
 
 
 def rotate_by_product(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
 ) -> Float[Array, "B T N D"]:
-    """Rotary embedding for a TPU, which cannot cut a register's lanes in half cheaply: a matrix of ones swaps them, exactly."""
+    """Applies rotary embedding on a TPU: a permutation matrix swaps the halves exactly, since splitting lanes is expensive."""
     half = cos.shape[-1]
     rest = x.shape[-1] - 2 * cos.shape[-1]
     if half == 0:
@@ -55,15 +55,18 @@ def heads(
     rotate: Callable[[Array, Array, Array], Array] = rotate_halves,
     norm: Callable[[Array, Array, float], Array] = rms_norm,
 ) -> tuple[Any, Any, Any]:
-    """Queries `[B, T, N, D]`, keys and values `[B, K, T, D]` of q, k and v, of k and v alone, or of q alone, each
-    `[B, T, heads * D]`; None for what is not among them."""
+    """Splits a projection (q, k, v), (k, v) or (q,), each `[B, T, heads * D]`, into heads.
+
+    Returns:
+        Queries `[B, T, N, D]`, keys and values `[B, K, T, D]`; None for absent ones.
+    """
     parts = [split_heads(part, spec.head_dim) for part in projection]
     q, kv = (parts[0], parts[1:]) if len(parts) != 2 else (None, parts)
 
-    def turned(x: Array, weight: Norm | None) -> Array:
+    def rotated(x: Array, weight: Norm | None) -> Array:
         return rotate(x if weight is None else norm(x, *weight), *spec.rope)
 
-    queries = None if q is None else turned(q, spec.q_norm)
+    queries = None if q is None else rotated(q, spec.q_norm)
     if not kv:
         return queries, None, None
-    return queries, turned(kv[0], spec.k_norm).transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)
+    return queries, rotated(kv[0], spec.k_norm).transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)

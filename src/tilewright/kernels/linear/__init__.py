@@ -1,1 +1,1 @@
-"""`x @ w`, and `silu(x @ gate) * (x @ up)`."""
+"""Linear layers, `x @ w`, and gated ones, `silu(x @ gate) * (x @ up)`."""

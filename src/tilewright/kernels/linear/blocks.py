@@ -1,10 +1,10 @@
-"""Weights in blocks of 32 inputs, as files hold them: kept bit by bit, or made here.
+"""Block-quantised weights, with blocks of 32 inputs: loaded from files bit by bit, or quantised here.
 
-A weight is `(integer - offset) * scale + minimum`. In most forms each block of an output has a scale in half precision, and a
-minimum in some. In llama.cpp's K-quants eight blocks share both, and each block has small integers that they are multiplied
-with: its steps and lows. `../blocks.h` says how the kernel has them.
+A weight is `(integer - offset) * scale + minimum`. In most formats each block of an output has a half-precision scale, and in
+some a minimum. In llama.cpp's K-quants a super-block of eight blocks shares both, and each block multiplies them by small
+integers, its steps and lows. `../blocks.h` describes the kernel's layout.
 
-Source: ggml's `ggml-common.h` and `ggml-quants.c`; the form with zero points is what GPTQ, AWQ and compressed-tensors store.
+Source: ggml's `ggml-common.h` and `ggml-quants.c`; GPTQ, AWQ and compressed-tensors store the format with zero points.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ import jax
 import numpy as np
 
 BLOCK = 32
-"""Inputs of a block."""
+"""Inputs per block."""
 LANES = 16
 
 BlockFormat = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_z"]
 
 
 class Form(NamedTuple):
-    """Parts of a format.
+    """Layout of a format.
 
     Attributes:
-        bits: of an integer.
-        group: blocks that lie together.
-        scales, minima: numbers in half precision of a group's outputs: one for all of its blocks, or one for each.
-        steps: int8 numbers of a group that scales are multiplied with: one for each block, or for each half of a block.
-        lows: int8 numbers of a group, one for each block, that minima are multiplied with; scales where there are no minima.
+        bits: bits of an integer.
+        group: blocks per group (super-block).
+        scales, minima: half-precision numbers per group and output: one for all blocks, or one per block.
+        steps: int8 factors of scales per group: one per block, or one per half block.
+        lows: int8 factors per group, one per block, of minima, or of scales if the format has no minima.
     """
 
     bits: int
@@ -42,17 +42,17 @@ class Form(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The offset that is taken from integers: none where there is a minimum."""
+        """Offset subtracted from integers; 0 for formats with a minimum."""
         return 0 if self.minima + self.lows else 1 << (self.bits - 1)
 
     @property
     def head_bytes(self) -> int:
-        """Of a group of a panel, before its integers."""
+        """Bytes of a panel's group before its integers."""
         return -(-LANES * (2 * (self.scales + self.minima) + self.steps + self.lows) // 64) * 64
 
     @property
     def group_bytes(self) -> int:
-        """Of a group of a panel; by them the kernel knows the format."""
+        """Bytes of a panel's group, by which the kernel identifies the format."""
         return self.head_bytes + self.group * self.bits * 64
 
 
@@ -67,31 +67,35 @@ FORMS: dict[BlockFormat, Form] = {
     "q6_k": Form(6, 8, 1, steps=16),
     "q4_z": Form(4, 4, 4, lows=4),
 }
-"""As in `../blocks.h`. "q4_z" has 4 bits and, for each block, a zero point: its lows are the negative zero points."""
+"""Layouts of all formats, as in `../blocks.h`. "q4_z" has 4 bits and a zero point per block: its lows are negative zero
+points."""
 WIDER: dict[BlockFormat, tuple[BlockFormat, ...]] = {
     "q4_0": ("q5_0", "q8_0", "q4_1", "q5_1"),
     "q5_0": ("q8_0", "q5_1"),
     "q4_1": ("q5_1",),
 }
-"""Formats that hold the same weights exactly, the smallest first."""
+"""Formats that represent the same weights exactly, smallest first."""
 STEPS = (15.0, 14.0, 14.5, 15.5, 16.0)
-"""Into how many steps a block's range is divided on trial; the first is the range itself."""
+"""Numbers of steps into which a block's range is divided when searching a scale; the first spans the range itself."""
 LARGEST = 2.0**15
-"""Weights below this have scales and minima that half precision holds."""
+"""Limit of weights whose scales and minima fit half precision."""
+CACHED = 1 << 19
+"""Bytes of panels that are written at a time."""
 ROWS = 64
-"""Outputs that are quantised at a time: what is in between then stays in the processor's cache."""
+"""Outputs quantised at a time, so that intermediate values stay in the CPU's cache."""
 
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix `[I, O]` whose weights have 4 to 8 bits, N blocks to an output; G groups, as many as hold them all.
+    """A matrix `[I, O]` with weights of 4 to 8 bits, N blocks per output in G groups.
 
     Attributes:
+        kind: the format.
         integers: uint8 `[O, N, 4 * bits]`; see `joined_bits`.
-        scales: float16 `[O, N]`, or `[O, G]` where a group has one.
-        minima: float16, likewise; None where the format has none.
-        steps: int8 `[O, N]`, or `[O, 2 N]` where half a block has one; None where the format has none.
-        lows: int8 `[O, N]`; None where the format has none.
+        scales: float16 `[O, N]`, or `[O, G]` with one per group.
+        minima: float16, like `scales`; None if the format has none.
+        steps: int8 `[O, N]`, or `[O, 2 N]` with one per half block; None if the format has none.
+        lows: int8 `[O, N]`; None if the format has none.
     """
 
     kind: BlockFormat
@@ -107,74 +111,76 @@ class QuantisedMatrix:
 
     @property
     def count(self) -> int:
-        """QuantisedMatrix of an output."""
+        """Number of blocks per output."""
         return self.integers.shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Inputs, up to the end of the last block, and outputs."""
+        """Inputs, rounded up to whole blocks, and outputs."""
         return self.count * BLOCK, len(self.integers)
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays that the format has, by their names."""
+        """The arrays of this format, by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kind"}
         return {name: array for name, array in found.items() if array is not None}
 
     def part(self, bounds: tuple[slice, slice]) -> "QuantisedMatrix | None":
-        """Some inputs and outputs; None where the inputs do not begin and end where groups of blocks do."""
+        """Returns some inputs and outputs; None if the inputs do not align with groups of blocks."""
         inputs, (start, stop, _) = self.shape[0], bounds[0].indices(self.shape[0])
         whole = BLOCK * (self.form.group if self.form.scales == 1 else 1)
         if start % whole or stop % whole:
             return None
 
-        def of(array: np.ndarray) -> np.ndarray:
+        def cut(array: np.ndarray) -> np.ndarray:
             each = array.shape[1]
             return array[bounds[1], start * each // inputs : stop * each // inputs]
 
-        return QuantisedMatrix(self.kind, **{name: of(array) for name, array in self.arrays.items()})
+        return QuantisedMatrix(self.kind, **{name: cut(array) for name, array in self.arrays.items()})
 
     def spread(self, values: np.ndarray, parts: int = 1) -> np.ndarray:
-        """Values of groups or blocks as float32 `[O, N * parts]`: of each block, or of `parts` of it."""
+        """Expands values per group or block to float32 `[O, N * parts]`, one per block or per part of a block."""
         wide = np.asarray(values, np.float32)
         wanted = self.count * parts
         each = 1 if wide.shape[1] == wanted else parts if wide.shape[1] == self.count else parts * self.form.group
         return wide if each == 1 else np.repeat(wide, each, axis=1)[:, :wanted]
 
     def weight_scales(self) -> np.ndarray:
-        """The size of a unit of each block's integers, float32 `[O, N]`, or `[O, 2 N]` of each half. Exact."""
+        """Returns the exact scale of each block's integers, float32 `[O, N]`, or `[O, 2 N]` per half block."""
         if self.steps is None:
             return self.spread(self.scales)
         parts = self.steps.shape[1] // self.count
         return self.spread(self.scales, parts) * self.steps.astype(np.float32)
 
     def weight_minima(self) -> np.ndarray | None:
-        """The minimum of each block, float32 `[O, N]`; None without any. Exact."""
+        """Returns the exact minimum of each block, float32 `[O, N]`; None if the format has none."""
         if self.lows is None:
             return None if self.minima is None else self.spread(self.minima)
         return self.spread(self.scales if self.minima is None else self.minima) * self.lows.astype(np.float32)
 
 
 def joined_bits(units: np.ndarray, bits: int) -> np.ndarray:
-    """Integers `[..., 32]`, uint8 below `2**bits`, side by side as `[..., 4 * bits]` bytes.
+    """Packs integers `[..., 32]`, uint8 below `2**bits`, into `[..., 4 * bits]` bytes.
 
-    Of inputs i and i + 16 a byte has the low four bits. Bits above follow: of input 4 g + i, in byte i of four, from bit
-    `(bits - 4) * g` on. 8 bits are the int8 of `unit - 128`.
+    A byte has the low four bits of inputs i and i + 16. Higher bits follow: those of input 4 g + i are in byte i of four, from
+    bit `(bits - 4) * g` on. With 8 bits, each byte is the int8 `unit - 128`.
     """
     if bits == 8:
         return units ^ np.uint8(128)
     low = units & 15
-    made = [low[..., :16] | low[..., 16:] << 4]
-    if bits > 4:
-        fours = (units >> 4).reshape(*units.shape[:-1], -1, 8 // (bits - 4), 4)  # those of a byte in the dim before the last
-        shifts = (np.arange(8 // (bits - 4), dtype=np.uint8) * (bits - 4))[:, None]
-        above = np.bitwise_or.reduce(fours << shifts, axis=-2)
-        made.append(above.reshape(*units.shape[:-1], -1))
-    return np.concatenate(made, axis=-1)
+    joined = low[..., :16] | low[..., 16:] << 4
+    if bits == 4:
+        return joined
+    # Four inputs are a word; bytes of a word do not overflow. The words of the last dim share a byte each.
+    words = np.ascontiguousarray(units >> 4).view(np.uint32).reshape(*units.shape[:-1], -1, 8 // (bits - 4))
+    above = words[..., 0].copy()
+    for n in range(1, words.shape[-1]):
+        above |= words[..., n] << np.uint32(n * (bits - 4))
+    return np.concatenate([joined, above.view(np.uint8)], axis=-1)
 
 
 def units_of(integers: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `joined_bits`."""
+    """Inverts `joined_bits`."""
     if bits == 8:
         return integers ^ np.uint8(128)
     units = np.concatenate([integers[..., :16] & 15, integers[..., :16] >> 4], axis=-1)
@@ -189,13 +195,13 @@ def units_of(integers: np.ndarray, bits: int) -> np.ndarray:
 @partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["rows", "width", "dtype"])
 @dataclass(frozen=True)
 class PackedTable:
-    """A table `[V, H]` that is read row by row out of what products read: the embedding of a tied model, of its output head.
+    """A table `[V, H]` whose rows are read from a packed matrix: a tied model's embedding, stored as its output head.
 
     Attributes:
-        panels: of the head; see `panels_of`.
+        panels: panels of the head; see `panels_of`.
         rows: V.
         width: H.
-        dtype: that its rows are given in.
+        dtype: dtype of the returned rows.
     """
 
     panels: Any
@@ -208,7 +214,7 @@ class PackedTable:
 
 
 def dequantise(blocks: QuantisedMatrix) -> np.ndarray:
-    """The matrix `[I, O]` in float32."""
+    """Returns the matrix `[I, O]` in float32."""
     form = blocks.form
     units = units_of(blocks.integers, form.bits).astype(np.float32) - np.float32(form.offset)
     scales = blocks.weight_scales()
@@ -220,11 +226,11 @@ def dequantise(blocks: QuantisedMatrix) -> np.ndarray:
 
 
 def quantise(w: np.ndarray, kind: BlockFormat) -> QuantisedMatrix:
-    """A matrix `[I, O]`, all below `LARGEST`, in blocks of Q4_1 or Q8_0; zeros follow its inputs up to the end of a block.
+    """Quantises a matrix `[I, O]` with weights below `LARGEST` to Q4_1 or Q8_0, padding inputs with zeros to whole blocks.
 
-    The scale of 8 bits is the largest absolute weight over 127. Those of 4 bits come from a search: for each of `STEPS`,
-    weights are rounded to that division of the block's range, scale and minimum are fitted to the integers by least squares,
-    and the one with the smallest squared error is kept.
+    With 8 bits, the scale is the largest absolute weight over 127. With 4 bits, scale and minimum are searched: for each of
+    `STEPS`, weights are rounded to this division of the block's range, scale and minimum are fitted to the integers by least
+    squares, and the division with the smallest squared error is chosen.
     """
     inputs, outputs = w.shape
     count = -(-inputs // BLOCK)
@@ -239,7 +245,7 @@ def quantise(w: np.ndarray, kind: BlockFormat) -> QuantisedMatrix:
 
 
 def eight_bits(x: np.ndarray) -> QuantisedMatrix:
-    """Rows of blocks `[O, N, 32]` as Q8_0."""
+    """Quantises blocks `[O, N, 32]` to Q8_0."""
     scales = (np.max(np.abs(x), axis=-1) / np.float32(127)).astype(np.float16)
     wide = scales.astype(np.float32)[..., None]
     units = np.divide(x, wide, out=np.zeros_like(x), where=wide > 0)
@@ -247,7 +253,7 @@ def eight_bits(x: np.ndarray) -> QuantisedMatrix:
 
 
 def four_bits(x: np.ndarray) -> QuantisedMatrix:
-    """Rows of blocks `[O, N, 32]` as Q4_1; see `quantise`."""
+    """Quantises blocks `[O, N, 32]` to Q4_1; see `quantise`."""
     least = x.min(axis=-1)
     most = x.max(axis=-1)
     mean = x.mean(axis=-1)
@@ -267,7 +273,7 @@ def four_bits(x: np.ndarray) -> QuantisedMatrix:
 
 
 def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and the minimum, in half precision, by which `units * scale + minimum` errs least, by its squares."""
+    """Returns the half-precision scale and minimum that minimise the squared error of `units * scale + minimum`."""
     middle = units.mean(axis=-1)
     apart = units - middle[..., None]
     spread = np.square(apart).sum(axis=-1)
@@ -277,13 +283,13 @@ def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarr
 
 
 def widened(blocks: QuantisedMatrix, kind: BlockFormat) -> QuantisedMatrix:
-    """Weights in a wider format (`WIDER`), exactly as they were.
+    """Converts weights exactly to a wider format (`WIDER`).
 
-    A scale times 8 or 16 is a number in half precision, too, unless it is above 65,504.
+    A scale times 8 or 16 is exact in half precision unless it exceeds 65,504.
     """
     if blocks.kind == kind:
         return blocks
-    assert kind in WIDER[blocks.kind], f"{blocks.kind} does not become {kind}"
+    assert kind in WIDER[blocks.kind], f"{blocks.kind} cannot be widened to {kind}"
     form = blocks.form
     wider = FORMS[kind]
     units = units_of(blocks.integers, form.bits)
@@ -295,38 +301,59 @@ def widened(blocks: QuantisedMatrix, kind: BlockFormat) -> QuantisedMatrix:
     return QuantisedMatrix(kind, joined_bits(units, wider.bits), blocks.scales, minima)
 
 
-def common_kind(kinds: Sequence[BlockFormat]) -> BlockFormat | None:
-    """The smallest format that holds weights of each of these exactly; None if there is none."""
+def common_kind(kinds: Sequence[str]) -> BlockFormat | None:
+    """Returns the smallest block format that represents weights of all these formats exactly; None without one."""
     wider = [(kind, *WIDER.get(kind, ())) for kind in kinds]
     return next((kind for kind in FORMS if all(kind in held for held in wider)), None)
 
 
 def of_one_kind(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix] | None:
-    """Matrices that one product reads, in their common format; None if there is none."""
+    """Converts matrices to their common format, so that one matmul can read them; None without one."""
     common = common_kind([each.kind for each in matrices])
     return None if common is None else [widened(each, common) for each in matrices]
 
 
 def side_by_side(matrices: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
-    """Matrices of one format and as many inputs as one, their outputs one after another."""
-    first, *others = matrices
-    if not others:
+    """Concatenates matrices of one format and number of inputs along their outputs."""
+    first, *rest = matrices
+    if not rest:
         return first
     return QuantisedMatrix(
         first.kind, **{name: np.concatenate([each.arrays[name] for each in matrices]) for name in first.arrays}
     )
 
 
+def panel_shape(blocks: QuantisedMatrix) -> tuple[int, int, int]:
+    """Returns the shape of the kernel's panels: panels of 16 outputs, groups, and bytes of a group."""
+    outputs, form = len(blocks.integers), blocks.form
+    return -(-outputs // LANES), -(-blocks.count // form.group), form.group_bytes
+
+
 def panels_of(blocks: QuantisedMatrix) -> np.ndarray:
-    """The kernel's panels, uint8 `[P, G, bytes]`: see `../blocks.h`. Zeros follow the last output and the last block."""
+    """Returns the kernel's panels, uint8 `[P, G, bytes]` (see `../blocks.h`), zero-padded to whole panels and groups."""
+    panels = np.empty(panel_shape(blocks), np.uint8)
+    fill_panels(panels, blocks)
+    return panels
+
+
+def fill_panels(panels: np.ndarray, blocks: QuantisedMatrix) -> None:
+    """Writes a matrix into memory for its panels, some panels at a time, which stay in the CPU's cache."""
+    count, groups, group_bytes = panels.shape
+    each = max(1, CACHED // (groups * group_bytes))
+    for first in range(0, count, each):
+        rows = slice(first * LANES, (first + each) * LANES)
+        part = QuantisedMatrix(blocks.kind, **{name: array[rows] for name, array in blocks.arrays.items()})
+        fill_some(panels[first : first + each], part)
+
+
+def fill_some(panels: np.ndarray, blocks: QuantisedMatrix) -> None:
+    """Writes a matrix into memory for its panels, with temporary arrays of the same size; see `fill_panels`."""
     form = blocks.form
+    count, groups, _ = panels.shape
     outputs = len(blocks.integers)
-    groups = -(-blocks.count // form.group)
-    count = -(-outputs // LANES)
-    panels = np.zeros((count, groups, form.group_bytes), np.uint8)
 
     def padded(values: np.ndarray, each: int) -> np.ndarray:
-        """Values `[O, N, bytes]`, `each` of a group, as `[P, 16, G, each, bytes]`."""
+        """Reshapes values `[O, N, bytes]`, `each` per group, to `[P, 16, G, each, bytes]`."""
         if (missing := (count * LANES - outputs, groups * each - values.shape[1])) != (0, 0):
             values = np.pad(values, ((0, missing[0]), (0, missing[1]), (0, 0)))
         return values.reshape(count, LANES, groups, each, -1)
@@ -340,21 +367,21 @@ def panels_of(blocks: QuantisedMatrix) -> np.ndarray:
         end = begin + placed[0, 0].size
         panels[:, :, begin:end] = placed.reshape(count, groups, -1)
         begin = end
+    panels[:, :, begin : form.head_bytes] = 0
     integers = blocks.integers if form.bits < 8 else blocks.integers ^ np.uint8(128)
-    fours = (
-        padded(integers, form.group).reshape(count, LANES, groups, -1).view(np.uint32)
-    )  # four bytes of each output side by side
-    panels[:, :, form.head_bytes :].view(np.uint32)[...] = fours.transpose(0, 2, 3, 1).reshape(count, groups, -1)
-    return panels
+    # Four bytes of each output lie side by side.
+    fours = np.ascontiguousarray(padded(integers, form.group).reshape(count, LANES, groups, -1)).view(np.uint32)
+    places = panels[:, :, form.head_bytes :].view(np.uint32).reshape(count, groups, -1, LANES)
+    places[...] = fours.transpose(0, 2, 3, 1)
 
 
 def blocks_of(panels: np.ndarray, outputs: int) -> QuantisedMatrix:
-    """The inverse of `panels_of`, with the blocks of zeros that it may have added."""
+    """Inverts `panels_of`, including blocks of zero padding."""
     kind: BlockFormat = next(kind for kind, form in FORMS.items() if form.group_bytes == panels.shape[2])
     form, (count, groups, _) = FORMS[kind], panels.shape
 
     def returned(values: np.ndarray, each: int, size: int) -> np.ndarray:
-        """Values of `each` of a group, of `size` bytes, in the order of outputs: `[O, N, size]`."""
+        """Reorders values, `each` per group and `size` bytes each, by output: `[O, N, size]`."""
         parts = values.reshape(count, groups, each, LANES, size).transpose(0, 3, 1, 2, 4)
         return np.ascontiguousarray(parts).reshape(count * LANES, groups * each, size)[:outputs]
 

@@ -1,4 +1,4 @@
-"""The layers that tests, tuning and benchmarks take their sizes from: every linear layer of some real models, by name."""
+"""Sizes for tests, tuning and benchmarks: every linear layer of some real models, by name."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ LAYERS = ("q", "k", "v", "o", "gate_up", "down", "head")
 
 @dataclass(frozen=True)
 class LinearCase:
-    """One linear layer of one model.
+    """A linear layer of a model.
 
     Attributes:
-        model: its key in `CASES`.
-        layer: one of `LAYERS`.
-        inputs, outputs: the weight is `[inputs, outputs]`; with `gated` there are two of them.
+        model: key in `CASES`.
+        layer: a name of `LAYERS`.
+        inputs, outputs: shape of the weight; a `gated` layer has two weights.
     """
 
     model: str
@@ -30,18 +30,18 @@ class LinearCase:
         return self.inputs * self.outputs * (2 if self.gated else 1)
 
 
-def of_model(model: str, **sizes: tuple[int, int]) -> dict[str, LinearCase]:
+def model_cases(model: str, **sizes: tuple[int, int]) -> dict[str, LinearCase]:
     assert tuple(sizes) == LAYERS
     return {layer: LinearCase(model, layer, *size) for layer, size in sizes.items()}
 
 
 CASES: dict[str, dict[str, LinearCase]] = {
     # assets/demo/target/config.json: hidden 128, 4 heads and 2 key-value heads of 32.
-    "demo": of_model(
+    "demo": model_cases(
         "demo", q=(128, 128), k=(128, 64), v=(128, 64), o=(128, 128), gate_up=(128, 256), down=(256, 128), head=(128, 4096)
     ),
     # huggingface.co/Qwen/Qwen3-0.6B, config.json: hidden 1024, 16 heads and 8 key-value heads of 128.
-    "qwen3-0.6b": of_model(
+    "qwen3-0.6b": model_cases(
         "qwen3-0.6b",
         q=(1024, 2048),
         k=(1024, 1024),
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, LinearCase]] = {
         head=(1024, 151936),
     ),
     # huggingface.co/Qwen/Qwen3-1.7B, config.json: hidden 2048, 16 heads and 8 key-value heads of 128.
-    "qwen3-1.7b": of_model(
+    "qwen3-1.7b": model_cases(
         "qwen3-1.7b",
         q=(2048, 2048),
         k=(2048, 1024),
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, LinearCase]] = {
         head=(2048, 151936),
     ),
     # huggingface.co/Qwen/Qwen3-4B, config.json: hidden 2560, 32 heads and 8 key-value heads of 128.
-    "qwen3-4b": of_model(
+    "qwen3-4b": model_cases(
         "qwen3-4b",
         q=(2560, 4096),
         k=(2560, 1024),
@@ -74,14 +74,14 @@ CASES: dict[str, dict[str, LinearCase]] = {
         head=(2560, 151936),
     ),
 }
-"""For each model its layers. Heads that share the embedding's weight count like any other."""
+"""Layers of each model by name. Heads tied to the embedding are included."""
 
 
 def named(models: tuple[str, ...], layers: tuple[str, ...]) -> list[LinearCase]:
-    """The cases of some models and layers, in the order given.
+    """Returns the cases of some models and layers, in the given order.
 
     Raises:
-        ValueError: a name is not known, or none is given.
+        ValueError: an unknown name, or no name.
     """
     for option, given, known in (("model", models, tuple(CASES)), ("layer", layers, LAYERS)):
         if not given or not set(given) <= set(known):

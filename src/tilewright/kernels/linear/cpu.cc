@@ -1,8 +1,8 @@
-// Products with weights that were packed once, on CPUs: y = x @ W; y = silu(x @ G) * (x @ U) in one call; and each row's largest outputs,
-// one or several, with their indices, without the outputs. Rows may be normalised first, and something added to the outputs. Rows may be in groups,
-// each with a matrix of its own. tile.inc says how weights are laid out; amx.inc is the same for machines with a tile unit.
+// Matmuls with packed weights on CPUs: y = x @ W; y = silu(x @ G) * (x @ U) in one call; and each row's largest output or outputs with their
+// indices, without storing the outputs. Rows may be normalised first, and a term added to the outputs. Rows may be in groups, each with its own
+// matrix. tile.inc describes the layout of weights; amx.inc is the variant for machines with a tile unit.
 //
-// Built for several instruction sets, of which the best that the machine has is taken at run time. Work is split over panels of outputs.
+// Built for several instruction sets, of which the machine's best is chosen at run time. Threads divide the panels of outputs.
 
 #include "../blocks.h"
 #include "../native.h"
@@ -25,59 +25,59 @@ struct Call {
   int64_t m, n;               // rows, outputs
   int64_t k, k_padded;        // inputs, and inputs rounded up to the format's multiple
   int64_t panels;             // panels of 16 outputs; with gate and up, twice as many
-  int64_t panel_size;         // elements of a panel; of blocks, bytes
+  int64_t panel_size;         // elements of a panel; for blocks, bytes
   Output output;
   bool narrow_x, narrow_out;  // whether x and norm, and out and add, are bfloat16; else they are float32
   const void* x;              // [m, k]
-  const void* norm;           // [k], the weight of a norm that comes first, or null
-  float eps;                  // of that norm
-  void* rows;                 // [m, k_padded]: x in the type of the products; with weights in blocks, [m, k_padded / 32] of `Rounded`
+  const void* norm;           // [k], weight of a norm applied first, or null
+  float eps;                  // epsilon of that norm
+  void* rows;                 // [m, k_padded]: x in the type of the matmul; with weights in blocks, [m, k_padded / 32] of `Rounded`
   const void* w;
   const void* add;            // [m, n], or null
   void* out;                  // [m, n]
   Best* best;                 // [pieces, m], for ARGMAX
-  const uint32_t* masks;      // [m, words], for ARGMAX: a bit for each output that may be taken; or null
-  int64_t words;              // of a row's mask
-  int64_t piece;              // panels to a piece, for ARGMAX and TOP
-  int64_t top;                // how many of the largest outputs, for TOP
+  const uint32_t* masks;      // [m, words], for ARGMAX: a bit per allowed output; or null
+  int64_t words;              // words of a row's mask
+  int64_t piece;              // panels per piece, for ARGMAX and TOP
+  int64_t top;                // number of largest outputs, for TOP
   float* top_values;          // [pieces, m, top], for TOP: in descending order, from minus infinity
-  int32_t* top_indices;       // [pieces, m, top], for TOP: NOWHERE where there is none yet
+  int32_t* top_indices;       // [pieces, m, top], for TOP: NOWHERE for empty entries
 };
 
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
 
-// a @ b of two matrices that are both new. Each is float32 or bfloat16, and may lie transposed in memory.
+// a @ b of two unpacked matrices, each float32 or bfloat16, and possibly stored transposed.
 struct Product {
   int64_t m, n, k;            // rows, columns, inputs
   const void *a, *b;
   bool a_narrow, b_narrow;    // whether they are bfloat16
   bool a_transposed, b_transposed;
   bool bfloat16;              // float32 operands are rounded to bfloat16
-  const void* add;            // [m, n] of the result's type, or null
+  const void* add;            // [m, n] in the result's type, or null
   void* out;                  // [m, n]
-  bool narrow_out;            // whether it is bfloat16
+  bool narrow_out;            // whether out is bfloat16
 };
 
-// A gate and what it lets through, side by side in rows of 2 n.
+// Gate and up values side by side in rows of 2 n.
 struct Gate {
   int64_t rows, n;
   const void* x;
-  const void* due;  // [rows, n], or null
-  void* out;        // [rows, n], or, where something is due, like x
+  const void* due;  // gradient [rows, n], or null
+  void* out;        // [rows, n]; with a gradient, the shape of x
 };
 
-constexpr int64_t GRAIN = 4;  // panels that stay together in one thread
+constexpr int64_t GRAIN = 2;  // panels that stay together in one thread: with 4, the 36 panels of a small matrix divide into three pieces
 
 inline Best* best_of(const Call& call, int64_t begin, int64_t row) { return call.best + begin / call.piece * call.m + row; }
 
-// The bits of a panel's 16 outputs in a row's mask.
+// Bits of a panel's 16 outputs in a row's mask.
 inline uint32_t panel_mask(const Call& call, int64_t row, int64_t panel) {
   return (call.masks[row * call.words + panel / 2] >> (panel % 2 * 16)) & 0xFFFF;
 }
 
 inline int64_t top_of(const Call& call, int64_t begin, int64_t row) { return (begin / call.piece * call.m + row) * call.top; }
 
-// Puts an output that is larger than the last of a list into it, behind all that are as large: they came before.
+// Inserts an output that is larger than a list's last one, behind all that are equal or larger.
 inline void insert(float* values, int32_t* indices, int64_t count, float value, int32_t index) {
   int64_t at = count - 1;
   for (; at > 0 && values[at - 1] < value; --at) values[at] = values[at - 1], indices[at] = indices[at - 1];
@@ -88,10 +88,10 @@ typedef void (*Body)(const Call&, int64_t begin, int64_t end);
 typedef void (*Packing)(const Call&, const Product&, uint16_t* panels, int64_t begin, int64_t end);
 struct Kernel {
   int64_t size;  // bytes of an element of `rows`
-  int64_t held;  // inputs that it holds
+  int64_t held;  // inputs per element
   Body prepare;  // over rows: fills `rows`
   Body run;      // over panels
-  Body prepare_transposed = nullptr;  // where there are dot products of bfloat16 pairs, as is the next
+  Body prepare_transposed = nullptr;  // with dot products of bfloat16 pairs, as is the next
   Packing pack = nullptr;
   int64_t row_size(int64_t inputs) const { return inputs / held * size; }
 };
@@ -121,7 +121,7 @@ TARGET("avx512f,avx512bw,avx512vl,avx512dq,fma")
 namespace avx512 {
 #define VECTORS 8
 #undef INT8_DOT
-#define INT8_DOT 0  // without AVX-512-VNNI, those of AVX2 serve
+#define INT8_DOT 0  // without AVX-512-VNNI, AVX2's products are used
 #include "tile.inc"
 #include "product.inc"
 #undef VECTORS
@@ -142,7 +142,7 @@ namespace avx512dot {
 TARGET_END
 #endif
 
-enum Weights : int { FLOAT32, BFLOAT16, BLOCKS };  // from BLOCKS on, its forms (see ../blocks.h)
+enum Weights : int { FLOAT32, BFLOAT16, BLOCKS };  // from BLOCKS on, block formats (see ../blocks.h)
 
 #define KERNEL(isa, format, run) Kernel{sizeof(isa::format::X), isa::format::HELD, isa::prepare<isa::format>, isa::run<isa::format>}
 #define PAIRS_KERNEL(isa, run) \
@@ -157,7 +157,7 @@ enum Weights : int { FLOAT32, BFLOAT16, BLOCKS };  // from BLOCKS on, its forms 
 
 const blocks::Form& form_of(Weights weights) { return blocks::forms[weights - BLOCKS]; }
 
-// Of one instruction set those parts that this machine has: 8-bit products of AVX-512-VNNI without AVX-512-BF16, for one.
+// Combines parts that this machine has, for example 8-bit products of AVX-512-VNNI without AVX-512-BF16.
 Kernel kernel_for(Weights weights) {
   const native::Isa isa = native::isa();
   switch (weights - BLOCKS) {
@@ -189,10 +189,10 @@ Kernel kernel_for(Weights weights) {
   return KERNEL(plain, Float32, run);
 }
 
-// Below some 10 microseconds of work a second thread costs more than it brings.
+// Below some 10 microseconds of work a second thread costs more than it gains.
 bool worth_sharing(const Call& call) { return call.panels * call.k_padded * 16 * std::max<int64_t>(1, call.m / 4) >= (1 << 16); }
 
-// All outputs of prepared rows: some hundred rows at a time, which stay in the second-level cache while panels pass.
+// Computes all outputs of prepared rows, some hundred rows at a time, which stay in the L2 cache while panels pass.
 void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
   constexpr int64_t BLOCK = 256;
   const int64_t blocks = (call.m + BLOCK - 1) / BLOCK, block = ((call.m + blocks - 1) / blocks + 31) / 32 * 32;
@@ -212,7 +212,7 @@ void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
   });
 }
 
-// A piece of the panels. Under masks, those of which no row may take an output are neither read nor multiplied.
+// Computes a piece of the panels. With masks, panels without an allowed output are neither read nor multiplied.
 void run_piece(const Call& call, const Kernel& kernel, int64_t begin, int64_t end) {
   if (call.masks == nullptr) return kernel.run(call, begin, end);
   const auto wanted = [&](int64_t panel) {
@@ -240,7 +240,7 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { kernel.prepare(call, begin, end); });
   }
   if (call.output != ARGMAX && call.output != TOP) {
-    constexpr int64_t FEW = 1024;  // rows that may all pass before the next panels
+    constexpr int64_t FEW = 1024;  // rows that all pass before the next panels
     if (call.m > FEW) return run_blocks(pool, call, kernel);
     return native::share(pool, call.panels, GRAIN, worth_sharing(call), [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
   }
@@ -252,7 +252,7 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
 
 bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
 
-// The input, the packed weights from panel `first` on, and the norm of a call. Returns what does not fit, or null.
+// Sets the input, the packed weights from panel `first` on, and the norm of a call. Returns a description of a mismatch, or null.
 const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::AnyBuffer& norm, int64_t first) {
   const ffi::DataType type = w.element_type();
   const auto shape = w.dimensions(), dims = x.dimensions();
@@ -302,10 +302,9 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   return ffi::Error::Success();
 }
 
-// Rows in groups that follow each other, each group with a matrix of its own: all matrices' panels follow each other, and those of groups without
-// rows are not read.
+// Rows in consecutive groups, each with its own matrix. The panels of all matrices are consecutive, and those of groups without rows are not read.
 void compute_groups(ffi::ThreadPool& pool, Call& call, Weights weights, const int32_t* sizes, int64_t groups) {
-  constexpr int64_t BLOCK = 256;  // rows that stay in the second-level cache while panels pass
+  constexpr int64_t BLOCK = 256;  // rows that stay in the L2 cache while panels pass
   call.panel_size = weights >= BLOCKS ? call.k_padded / form_of(weights).inputs() * form_of(weights).size() : call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
   call.rows = native::scratch<1>(call.m * kernel.row_size(call.k_padded) + 64);
@@ -366,7 +365,7 @@ ffi::Error Grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi
   return ffi::Error::Success();
 }
 
-// Cuts the panels into pieces, which have results of their own. Returns how many.
+// Divides the panels into pieces, each with its own results. Returns the number of pieces.
 int64_t cut(Call& call, ffi::ThreadPool& pool) {
   const int64_t each = (call.panels + 4 * pool.num_threads() - 1) / (4 * pool.num_threads());
   call.piece = std::max<int64_t>(GRAIN, (each + GRAIN - 1) / GRAIN * GRAIN);
@@ -410,8 +409,8 @@ ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   return ffi::Error::Success();
 }
 
-// The lists of all pieces of a row, from the first piece on, become one. What is missing in it, because no more outputs are larger than
-// minus infinity, are the first of the others.
+// Merges the lists of all pieces of a row, from the first piece on. If too few outputs are above minus infinity, the first of the other outputs fill
+// the list.
 void merge(const Call& call, int64_t pieces, int64_t row, int32_t* index, float* value) {
   std::fill_n(value, call.top, -std::numeric_limits<float>::infinity());
   std::fill_n(index, call.top, NOWHERE);
@@ -449,7 +448,7 @@ ffi::Error TopK(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
   return ffi::Error::Success();
 }
 
-// The product by dot products of bfloat16 pairs: both operands are packed whole.
+// Matmul by dot products of bfloat16 pairs, with both operands packed as a whole.
 void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
   Call call{};
   call.output = SUMS;
@@ -473,8 +472,8 @@ void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
   run_blocks(pool, call, kernel);
 }
 
-// The product in float32, some hundred inputs at a time: their panels stay in the first-level cache, one after the other, and are still in
-// the third-level cache when the next rows come.
+// Matmul in float32, some hundred inputs at a time: their panels stay in the L1 cache one after the other, and are still in the L3 cache for the
+// next rows.
 void multiply(ffi::ThreadPool& pool, const Product& product) {
   constexpr int64_t INPUTS = 384, ROWS = 12;  // ROWS: a multiple of every instruction set's tile
   const int64_t blocks = product.narrow_out ? 1 : std::max<int64_t>(1, (product.k + INPUTS - 1) / INPUTS);

@@ -1,13 +1,16 @@
-"""The operation on a CPU's vector or tile unit, over weights that were packed once. The kernel itself is `cpu.cc`.
+"""Linear layers on a CPU's vector or tile unit, with packed weights. The kernel is `cpu.cc`.
 
-A row's result is the same bit for bit whatever the number of rows.
+A row's result is bitwise independent of the number of rows.
 """
 
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from threading import Lock
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -17,23 +20,24 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32, UInt32
 
+from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.linear import blocks
 from tilewright.kernels.linear.blocks import BLOCK, FORMS, BlockFormat, QuantisedMatrix
-from tilewright.kernels.native import or_nothing
-from tilewright.kernels.operations import Transposed
+from tilewright.kernels.native import or_empty
+from tilewright.kernels.operations import Joined, Norm, Transposed
 
 LANES = 16
-"""Outputs in a panel."""
+"""Outputs per panel."""
 
 Format = Literal["float32", "bfloat16"] | BlockFormat
 STEP: dict[str, int] = {"float32": 1, "bfloat16": 2}
-"""Inputs that lie side by side in a panel."""
+"""Inputs stored side by side in a panel (VNNI pairs for bfloat16)."""
 MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32}
-"""Inputs are padded with zeros to a multiple of this: a tile of the tile unit has 64 bytes to a row."""
+"""Inputs are zero-padded to a multiple of this: an AMX tile row has 64 bytes."""
 MADE: tuple[str, ...] = (*STEP, "q4_1", "q8_0")
-"""Formats that a matrix can be packed into; other blocks come from files alone."""
+"""Formats that a matrix can be packed into; other block formats only come from files."""
 BFLOAT16_ISAS = ("avx512bf16", "amx")
-"""Instruction sets that multiply bfloat16."""
+"""Instruction sets with bfloat16 multiplication."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["outputs", "gated", "parts"])
@@ -42,12 +46,12 @@ class PackedMatrix:
     """A weight `[I, O]` in the kernel's layout.
 
     Attributes:
-        panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`, or
-            blocks (see `blocks.py`) as uint8 `[P, G, bytes]`, with I rounded up to a multiple of 32 (bfloat16), or to a whole
-            number G of groups of blocks.
+        panels: P panels of 16 outputs, the last one zero-padded: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`, or blocks
+            (see `blocks.py`) as uint8 `[P, G, bytes]`. I is rounded up to a multiple of 32 (bfloat16), or to G whole groups of
+            blocks.
         outputs: O.
-        gated: panels of a gate and of an up matrix alternate.
-        parts: how many of the outputs each of several matrices side by side has; empty for a single one.
+        gated: True if panels of a gate and an up matrix alternate.
+        parts: outputs of each of several concatenated matrices; empty for a single one.
     """
 
     panels: Any
@@ -57,20 +61,33 @@ class PackedMatrix:
 
     @property
     def in_blocks(self) -> bool:
-        """True for weights in blocks, each of which has a scale of its own."""
+        """True for block-quantised weights."""
         return self.panels.dtype == jnp.uint8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Inputs and outputs of the matrix, with the zeros that follow its inputs."""
+        """Inputs, including zero padding, and outputs."""
         if self.in_blocks:
             group = next(form.group for form in FORMS.values() if form.group_bytes == self.panels.shape[2])
             return self.panels.shape[1] * group * BLOCK, self.outputs
         return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["parts"])
+@dataclass(frozen=True)
+class Joint:
+    """A projection: the products with several joined matrices, `[B, T, sum(parts)]`, side by side."""
+
+    array: Array
+    parts: tuple[int, ...]
+
+    def split(self) -> tuple[Array, ...]:
+        ends = tuple(accumulate(self.parts))
+        return tuple(self.array[..., end - size : end] for size, end in zip(self.parts, ends, strict=True))
+
+
 def panels_of(w: np.ndarray, kind: Format) -> np.ndarray:
-    """A matrix `[I, O]` cut into panels (see `PackedMatrix`)."""
+    """Splits a matrix `[I, O]` into panels (see `PackedMatrix`)."""
     inputs, outputs = w.shape
     count = -(-outputs // LANES)
     step = STEP[kind]
@@ -86,60 +103,88 @@ def panels_of(w: np.ndarray, kind: Format) -> np.ndarray:
 
 
 HUGE_PAGE = 2**21
+CHUNK = 2**25
+"""Bytes of a mapping that smaller arrays share."""
+ALIGNMENT = 64
 
 
-def huge_pages(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Room for an array, on huge pages where Linux has them: streaming many megabytes of weights is up to a tenth faster.
+def map_pages(size: int) -> np.ndarray:
+    """Maps zeroed memory as bytes, on huge pages if the system has them.
 
-    The device's buffer *is* this memory once it is there: JAX takes over aligned host memory as it is.
+    The mapping is private, because Linux backs shared mappings with huge pages only where its administrator enables it.
     """
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.empty(shape, dtype)
-    pages = mmap.mmap(-1, size + HUGE_PAGE)
-    try:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them; ordinary pages serve
-        return np.empty(shape, dtype)
+    pages = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     begin = -np.frombuffer(pages, np.uint8).ctypes.data % HUGE_PAGE
-    return np.frombuffer(pages, np.uint8, size, begin).view(dtype).reshape(shape)
+    return np.frombuffer(pages, np.uint8, size, begin)
+
+
+class HugePages:
+    """Allocator of arrays on huge pages. Arrays smaller than a mapping share it; a mapping is freed after its last array."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.chunk = np.empty(0, np.uint8)
+        self.used = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        """Returns an uninitialised array, aligned to 64 bytes so that JAX uses its memory without a copy."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if size >= CHUNK // 2:
+            return map_pages(size).view(dtype).reshape(shape)
+        with self.lock:
+            if self.used + size > len(self.chunk):
+                self.chunk = map_pages(CHUNK)
+                self.used = 0
+            begin = self.used
+            self.used += -(-size // ALIGNMENT) * ALIGNMENT
+            return self.chunk[begin : begin + size].view(dtype).reshape(shape)
+
+
+huge_pages = HugePages()
+"""Memory of packed weights. Streaming weights from ordinary pages is slower, since each has 4 KiB."""
 
 
 def on_huge_pages(array: np.ndarray) -> Array:
-    """A copy for the device; see `huge_pages`."""
-    placed = huge_pages(array.shape, array.dtype)
+    """Copies an array to the device; see `HugePages`."""
+    placed = huge_pages.allocate(array.shape, array.dtype)
     placed[...] = array
     return jax.device_put(placed)
 
 
 def packed(matrices: list[Any], kind: Format) -> PackedMatrix:
-    """One matrix, or a gate and an up matrix whose panels alternate."""
+    """Packs one matrix, or a gate and an up matrix with alternating panels."""
     outputs = matrices[0].shape[1]
     parts = [np.asarray(w).astype(jnp.dtype(kind)) for w in matrices]
-    # NumPy copies integers faster than bfloat16, and lets other threads run meanwhile.
-    panels = in_turn([panels_of(w.view(np.uint16) if kind == "bfloat16" else w, kind) for w in parts])
+    # NumPy copies integers faster than bfloat16, and releases the GIL meanwhile.
+    panels = interleaved([panels_of(w.view(np.uint16) if kind == "bfloat16" else w, kind) for w in parts])
     return PackedMatrix(jax.device_put(panels.view(jnp.dtype(kind))), outputs, gated=len(matrices) == 2)
 
 
-def in_turn(panels: list[np.ndarray]) -> np.ndarray:
-    """The panels of a matrix, or of two that alternate, on huge pages."""
+def interleaved(panels: list[np.ndarray]) -> np.ndarray:
+    """Places the panels of one matrix, or the alternating panels of two, on huge pages."""
     count, *panel = panels[0].shape
-    placed = huge_pages((count, len(panels), *panel), panels[0].dtype)
+    placed = huge_pages.allocate((count, len(panels), *panel), panels[0].dtype)
     for n, one in enumerate(panels):
         placed[:, n] = one
     return placed.reshape(-1, *panel)
 
 
 def packed_blocks(matrices: Sequence[QuantisedMatrix]) -> PackedMatrix:
-    """Packs a matrix in blocks, or a gate and an up matrix whose panels alternate; see `packed`."""
-    panels = in_turn([blocks.panels_of(w) for w in matrices])
-    return PackedMatrix(jax.device_put(panels), matrices[0].shape[1], gated=len(matrices) == 2)
+    """Packs a block-quantised matrix, or a gate and an up matrix with alternating panels; see `packed`."""
+    count, *panel = blocks.panel_shape(matrices[0])
+    placed = huge_pages.allocate((count, len(matrices), *panel), np.uint8)
+    for n, matrix in enumerate(matrices):
+        blocks.fill_panels(placed[:, n], matrix)
+    return PackedMatrix(jax.device_put(placed.reshape(-1, *panel)), matrices[0].shape[1], gated=len(matrices) == 2)
 
 
 def in_blocks(matrices: Sequence[Any], kind: str) -> list[QuantisedMatrix] | None:
-    """Matrices in blocks; None if they are in none and `kind` asks for none.
+    """Returns matrices in blocks, quantising those that are not; None if `kind` is no block format.
 
-    Those that are blocks stay what they are; others are quantised.
+    Matrices that are blocks already keep their format.
     """
     if kind in STEP:
         return None
@@ -147,7 +192,7 @@ def in_blocks(matrices: Sequence[Any], kind: str) -> list[QuantisedMatrix] | Non
 
 
 def format_of(w: Any) -> str:
-    """The format that a matrix has before it is packed."""
+    """Returns the format of an unpacked matrix."""
     return w.kind if isinstance(w, QuantisedMatrix) else w.dtype.name
 
 
@@ -164,18 +209,18 @@ def check(w: Any, kind: str, name: str) -> None:
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{name}: expected float32 or bfloat16, found {w.dtype}")
     if kind not in STEP and not (np.abs(np.asarray(w, np.float32)) < blocks.LARGEST).all():
-        raise ValueError(f"{name}: expected weights below {blocks.LARGEST:g}, as blocks hold them, found larger ones or NaN")
+        raise ValueError(f"{name}: expected weights below {blocks.LARGEST:g} for block formats, found larger weights or NaN")
 
 
 def pack(
     w: Float[Array | np.ndarray, "I O"] | QuantisedMatrix, kind: Format | None = None, name: str = "weight"
 ) -> PackedMatrix:
-    """Packs one matrix.
+    """Packs a matrix.
 
     Args:
-        w: float32 or bfloat16; or blocks, which stay what they are.
-        kind: the format to pack into; None keeps the dtype.
-        name: what a complaint calls it.
+        w: float32 or bfloat16, or blocks, which keep their format.
+        kind: format to pack into; None keeps the dtype.
+        name: name of the weight in error messages.
 
     Raises:
         ValueError: `w` is no such matrix.
@@ -188,7 +233,7 @@ def pack(
 
 
 def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
-    """The matrix that `pack` was given, rounded to the format, and padded to its multiple of inputs."""
+    """Inverts `pack`, up to rounding to the format and zero padding of inputs."""
     panels = np.asarray(w.panels)
     if w.in_blocks:
         return jnp.asarray(blocks.dequantise(blocks.blocks_of(panels, w.outputs)))
@@ -198,7 +243,7 @@ def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
 
 
 def bytes_of(inputs: int, outputs: int, kind: str) -> int:
-    """Bytes of a packed matrix."""
+    """Returns the bytes of a packed matrix."""
     panels = -(-outputs // LANES)
     if kind in STEP:
         padded = -(-inputs // MULTIPLE[kind]) * MULTIPLE[kind]
@@ -213,7 +258,7 @@ def pack_gated(
     kind: Format | None = None,
     name: str = "gate and up",
 ) -> PackedMatrix:
-    """Packs gate and up for one call, their panels in turn. See `pack`."""
+    """Packs gate and up with alternating panels for one call; see `pack`."""
     chosen = cast(Format, kind or format_of(gate))
     for w in (gate, up):
         check(w, chosen, name)
@@ -227,12 +272,12 @@ def pack_gated(
 def pack_joined(
     matrices: Sequence[Float[Array, "I _"] | QuantisedMatrix], kind: Format | None = None, name: str = "weights"
 ) -> PackedMatrix:
-    """Packs matrices side by side, so that one product gives the outputs of all. See `pack`."""
+    """Packs matrices side by side, so that one matmul computes the outputs of all; see `pack`."""
     chosen = cast(Format, kind or format_of(matrices[0]))
     for n, w in enumerate(matrices):
         check(w, chosen, f"{name}[{n}]")
     if len({w.shape[0] for w in matrices}) != 1:
-        raise ValueError(f"{name}: expected matrices of as many inputs, found {', '.join(str(w.shape) for w in matrices)}")
+        raise ValueError(f"{name}: expected matrices with equal inputs, found {', '.join(str(w.shape) for w in matrices)}")
     parts = tuple(w.shape[1] for w in matrices)
     if (made := in_blocks(matrices, chosen)) is None:
         return replace(packed([np.concatenate([np.asarray(w) for w in matrices], axis=1)], chosen), parts=parts)
@@ -240,99 +285,141 @@ def pack_joined(
 
 
 def read_together(matrices: Sequence[Any], kind: Format | None) -> bool:
-    """True if one product can read matrices: not if they are blocks and no format holds all of them exactly."""
-    kinds = [cast(Any, w.kind if isinstance(w, QuantisedMatrix) else kind) for w in matrices]
+    """Returns True if one matmul can read all matrices: blocks need a format that represents all of them exactly.
+
+    Args:
+        kind: format into which matrices that are not blocks are packed; None keeps their dtype.
+    """
+    kinds = [w.kind if isinstance(w, QuantisedMatrix) else kind or format_of(w) for w in matrices]
     return not any(isinstance(w, QuantisedMatrix) for w in matrices) or blocks.common_kind(kinds) is not None
 
 
 def alike(matrices: Sequence[QuantisedMatrix], name: str) -> list[QuantisedMatrix]:
-    """QuantisedMatrix of one format; a `ValueError` if none holds all of them."""
+    """Converts block-quantised matrices to one format; raises a `ValueError` if none represents all of them exactly."""
     made = blocks.of_one_kind(matrices)
     if made is None:
         kinds = " and ".join(dict.fromkeys(w.kind for w in matrices))
-        raise ValueError(f"{name}: expected blocks that one format holds exactly, found {kinds}")
+        raise ValueError(f"{name}: expected blocks that one format represents exactly, found {kinds}")
     return made
+
+
+def norm_weight(norm: Norm | None, dtype: DTypeLike) -> Any:
+    return or_empty(None if norm is None else norm.weight, dtype)
+
+
+def epsilon(norm: Norm | None) -> np.float32:
+    return np.float32(0.0 if norm is None else norm.eps)
 
 
 def linear(
     x: Float[Array, "*rows I"],
     w: PackedMatrix,
     out_dtype: DTypeLike | None = None,
-    *,
-    norm: Float[Array, " I"] | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     add: Float[Array, "*rows O"] | None = None,
-    parts: tuple[int, int] | None = None,
     count: Int32[Array, ""] | None = None,
+    *,
+    parts: tuple[int, int] | None = None,
 ) -> Float[Array, "*rows O"]:
-    """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights.
+    """Computes `x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix, with float32 sums for all weight formats.
 
-    With weights in blocks, each block of a row of `x` is rounded to 8 bits as well, its largest absolute value being 127; with
-    weights of 8 bits, to 16 bits where it has outliers.
+    With block-quantised weights, each block of a row of `x` is quantised to 8 bits too, with its largest absolute value at 127;
+    if the weights have 8 bits, to 16 bits where the block has outliers.
 
     Args:
         x: float32 or bfloat16.
-        out_dtype: of the result, float32 or bfloat16; None: that of `x`.
-        norm: the weight of an RMS norm that comes first, in the dtype of `x`: the same bits as `rms_norm` and then `linear`.
-        eps: of that norm.
-        add: is added to the sums before they are rounded to the result's dtype, which it has.
-        parts: only the outputs of these matrices of several that were joined: the first, and the one behind the last.
-        count: only so many rows are computed, from the first; what is returned for the others means nothing.
+        out_dtype: float32 or bfloat16; None for the dtype of `x`.
+        norm: RMSNorm applied first, its weight in the dtype of `x`; bitwise equal to `rms_norm` followed by `linear`.
+        add: added to the sums before they are rounded, in the dtype of the result.
+        count: number of leading rows to compute; the other rows of the result are undefined.
+        parts: range of joined matrices whose outputs are computed: the first, and the end.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
     begin, end = (0, w.outputs) if parts is None else (sum(w.parts[: parts[0]]), sum(w.parts[: parts[1]]))
     first = begin // LANES
-    skipped = begin - first * LANES  # of the first panel, which a part need not begin
-    assert add is None or skipped == 0, "nothing is added to a part that begins within a panel"
+    skipped = begin - first * LANES  # outputs of the first panel before the part
+    assert add is None or skipped == 0, "expected no add for a part that begins within a panel"
     out = jax.ShapeDtypeStruct((*x.shape[:-1], end - first * LANES), dtype)
     y = jax.ffi.ffi_call("tilewright_linear", out)(
         x,
         w.panels,
-        or_nothing(norm, x.dtype),
-        or_nothing(add, dtype),
-        or_nothing(count, jnp.int32),
+        norm_weight(norm, x.dtype),
+        or_empty(add, dtype),
+        or_empty(count, jnp.int32),
         gated=w.gated,
-        eps=np.float32(eps),
+        eps=epsilon(norm),
         first=np.int64(first),
     )
     return y[..., skipped:]
 
 
-def linear_argmax(
-    x: Float[Array, "*rows I"],
-    w: PackedMatrix,
-    *,
-    norm: Float[Array, " I"] | None = None,
-    eps: float = 0.0,
-    masks: UInt32[Array, "*rows W"] | None = None,
-) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
-    """The first index of the largest of each row's outputs `x @ w`, and that output, without writing them to memory.
+def biased(products: Array, bias: tuple[Array, ...] | None, first: int, last: int | None = None) -> Array:
+    """Adds biases, if given, to joint products."""
+    return products if bias is None else products + jnp.concatenate(bias[first:last], axis=-1).astype(products.dtype)
 
-    A row whose outputs are all minus infinity, or no numbers, gives index 0 and minus infinity. `norm` as in `linear`.
+
+def project(
+    x: Float[Array, "*rows I"],
+    joined: Any,
+    norm: Norm | None = None,
+    first: int = 0,
+    last: int | None = None,
+    bias: tuple[Array, ...] | None = None,
+    count: Int32[Array, ""] | None = None,
+) -> Joint:
+    """Computes products with joined matrices; see `Operations.project`."""
+    parts = joined.parts[first:last]
+    if isinstance(joined, Joined):  # formats that no single matmul can read
+        products = jnp.concatenate([linear(x, w, norm=norm, count=count) for w in parts], axis=-1)
+        return Joint(biased(products, bias, first, last), tuple(w.outputs for w in parts))
+    products = linear(x, joined, norm=norm, parts=(first, first + len(parts)), count=count)
+    return Joint(biased(products, bias, first, last), parts)
+
+
+def gated_linear(
+    x: Float[Array, "*rows I"], joined: Any, norm: Norm | None = None, count: Int32[Array, ""] | None = None
+) -> Float[Array, "*rows O"]:
+    """Computes `silu(x @ gate) * (x @ up)`; see `Operations.gated_linear`."""
+    if not isinstance(joined, Joined):
+        return linear(x, joined, norm=norm, count=count)
+    gated, up = (linear(x, w, jnp.float32, norm, count=count) for w in joined.parts)
+    return (jax.nn.silu(gated) * up).astype(x.dtype)
+
+
+cross_entropy = partial(loss_xla.cross_entropy, linear=linear)
+
+
+def head_argmax(
+    x: Float[Array, "*rows I"], head: PackedMatrix, norm: Norm | None = None, masks: UInt32[Array, "*rows W"] | None = None
+) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
+    """Returns the first index of the largest of each row's outputs `x @ head`, and this output, without storing the outputs.
+
+    A row whose outputs are all minus infinity or NaN gives index 0 and minus infinity. `norm` as in `linear`.
 
     Args:
-        masks: a bit for each output that a row may take, the lowest of the first word for the first one. Weights of outputs
-            that no row may take are not read.
+        masks: a bit per allowed output, output 0 in the lowest bit of the first word. Weights of outputs that no row allows are
+            not read.
     """
     results = (jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32))
     index, value = jax.ffi.ffi_call("tilewright_argmax", results)(
-        x, w.panels, or_nothing(norm, x.dtype), or_nothing(masks, jnp.uint32), outputs=w.outputs, eps=np.float32(eps)
+        x, head.panels, norm_weight(norm, x.dtype), or_empty(masks, jnp.uint32), outputs=head.outputs, eps=epsilon(norm)
     )
     return index, value
 
 
-def linear_top_k(
-    x: Float[Array, "*rows I"], w: PackedMatrix, k: int
+def head_top_k(
+    x: Float[Array, "*rows I"], head: PackedMatrix, k: int
 ) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
-    """Indices and values of the `k` largest of each row's outputs `x @ w`, in descending order, of equal ones the first first.
+    """Returns indices and values of the `k` largest of each row's outputs `x @ head`, descending, the first of equals first.
 
-    The other outputs are not written to memory. What is no number counts as minus infinity.
+    The other outputs are not stored. NaN counts as minus infinity.
     """
-    if not 1 <= k <= w.outputs:
-        raise ValueError(f"expected from 1 to {w.outputs} of the largest outputs, found {k}")
+    if not 1 <= k <= head.outputs:
+        raise ValueError(f"expected k from 1 to {head.outputs}, found {k}")
     shape = (*x.shape[:-1], k)
     results = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))
-    index, value = jax.ffi.ffi_call("tilewright_top_k", results)(x, w.panels, or_nothing(None, x.dtype), outputs=w.outputs)
+    call = jax.ffi.ffi_call("tilewright_top_k", results)
+    index, value = call(x, head.panels, or_empty(None, x.dtype), outputs=head.outputs)
     return index, value
 
 
@@ -346,30 +433,29 @@ def matmul(
     out_dtype: DTypeLike = jnp.float32,
     bfloat16: bool = False,
 ) -> Float[Array, "M N"]:
-    """`a @ b + add` with float32 sums, for two matrices of float32 or bfloat16 that may be given as their transposes.
+    """Computes `a @ b + add` with float32 sums, for float32 or bfloat16 matrices that may be stored transposed.
 
     Args:
-        bfloat16: operands in float32 are rounded to bfloat16 first. Products are then those of the CPU's bfloat16 instructions
-            where it has them.
+        bfloat16: round float32 operands to bfloat16 first, to use the CPU's bfloat16 instructions if it has them.
     """
     dtype = jnp.dtype(out_dtype)
     out = jax.ShapeDtypeStruct((a.shape[1 if a_transposed else 0], b.shape[0 if b_transposed else 1]), dtype)
     call = jax.ffi.ffi_call("tilewright_matmul", out)
-    return call(a, b, or_nothing(add, dtype), a_transposed=a_transposed, b_transposed=b_transposed, bfloat16=bfloat16)
+    return call(a, b, or_empty(add, dtype), a_transposed=a_transposed, b_transposed=b_transposed, bfloat16=bfloat16)
 
 
 class TrainingPrecision(NamedTuple):
-    """The precision in which matrices are multiplied that are being trained.
+    """Precision of matmuls in training.
 
     Attributes:
-        bfloat16: products of bfloat16, and what stands between two of them in bfloat16; else all in float32.
+        bfloat16: matmuls and intermediate values in bfloat16; else all in float32.
     """
 
     bfloat16: bool
 
     @property
     def dtype(self) -> Any:
-        """Of what stands between two products."""
+        """Dtype of intermediate values."""
         return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
 
@@ -382,7 +468,7 @@ def trained_matmul(
     w: Float[Array, "..."],
     add: Float[Array, "M O"] | None,
 ) -> Float[Array, "M O"]:
-    """`x @ w + add`, with `w.T` if it is `transposed`; its gradients are products of the same kind."""
+    """Computes `x @ w + add`, with `w.T` if `transposed`; its gradients are matmuls of the same precision."""
     return matmul(x, w, b_transposed=transposed, add=add, out_dtype=out_dtype, bfloat16=precision.bfloat16)
 
 
@@ -393,9 +479,9 @@ def trained_forward(
 
 
 def trained_backward(
-    precision: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, kept: Any, dy: Float[Array, "M O"]
+    precision: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, residuals: Any, dy: Float[Array, "M O"]
 ) -> tuple[Array, Array, Array | None]:
-    x, w, added = kept
+    x, w, added = residuals
     dx = matmul(dy, w, b_transposed=not transposed, out_dtype=x.dtype, bfloat16=precision.bfloat16)
     first, second = (dy, x) if transposed else (x, dy)
     dw = matmul(first, second, a_transposed=True, out_dtype=w.dtype, bfloat16=precision.bfloat16)
@@ -412,23 +498,23 @@ def trained_linear(
     out_dtype: DTypeLike = jnp.float32,
     add: Float[Array, "*rows O"] | None = None,
 ) -> Float[Array, "*rows O"]:
-    """`x @ w + add` for a matrix `[I, O]`, or one that is `Transposed`; `add` is of the result's dtype."""
+    """Computes `x @ w + add` for a matrix `[I, O]` or `Transposed`; `add` has the result's dtype."""
     transposed = isinstance(w, Transposed)
     flat = None if add is None else add.reshape(-1, add.shape[-1])
     y: Any = trained_matmul(precision, transposed, out_dtype, x.reshape(-1, x.shape[-1]), w.w if transposed else w, flat)
     return y.reshape(*x.shape[:-1], -1)
 
 
-def gate(x: Float[Array, "M O2"], due: Float[Array, "M O"] | None = None) -> Float[Array, "M _"]:
-    """`silu(g) * u` for rows of g and u side by side; or, where something is due to that, what is due to `x`."""
-    width = x.shape[1] // 2 if due is None else x.shape[1]
+def gate(x: Float[Array, "M O2"], cotangent: Float[Array, "M O"] | None = None) -> Float[Array, "M _"]:
+    """Computes `silu(g) * u` for rows of g and u side by side; with a cotangent, the gradient of `x` instead."""
+    width = x.shape[1] // 2 if cotangent is None else x.shape[1]
     call = jax.ffi.ffi_call("tilewright_gate", jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
-    return call(x, or_nothing(due, x.dtype))
+    return call(x, or_empty(cotangent, x.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def trained_gated(precision: TrainingPrecision, x: Float[Array, "M I"], w: Float[Array, "I O2"]) -> Float[Array, "M O"]:
-    """`silu(x @ gate) * (x @ up)`, gate and up side by side in `w`."""
+    """Computes `silu(x @ gate) * (x @ up)`, with gate and up side by side in `w`."""
     return gated_forward(precision, x, w)[0]
 
 
@@ -438,12 +524,12 @@ def gated_forward(precision: TrainingPrecision, x: Array, w: Array) -> tuple[Arr
 
 
 def gated_backward(
-    precision: TrainingPrecision, kept: tuple[Array, Array, Array], dy: Float[Array, "M O"]
+    precision: TrainingPrecision, residuals: tuple[Array, Array, Array], dy: Float[Array, "M O"]
 ) -> tuple[Array, Array]:
-    x, w, both = kept
-    due = gate(both, dy)
-    dx = matmul(due, w, b_transposed=True, out_dtype=x.dtype, bfloat16=precision.bfloat16)
-    return dx, matmul(x, due, a_transposed=True, out_dtype=w.dtype, bfloat16=precision.bfloat16)
+    x, w, both = residuals
+    dboth = gate(both, dy)
+    dx = matmul(dboth, w, b_transposed=True, out_dtype=x.dtype, bfloat16=precision.bfloat16)
+    return dx, matmul(x, dboth, a_transposed=True, out_dtype=w.dtype, bfloat16=precision.bfloat16)
 
 
 trained_gated.defvjp(gated_forward, gated_backward)

@@ -1,6 +1,6 @@
-"""The product with a matrix in blocks, on a TPU: HBM gives the few bits, and VMEM alone sees the weights that they stand for.
+"""Block-quantised matmul on a TPU: HBM holds the quantised values, which are dequantised in VMEM.
 
-XLA converts values inside its products, but for scales of blocks it writes them out as wide as the matrix.
+XLA fuses conversions into matmuls, but with block scales it writes the dequantised matrix to HBM.
 
 Legend: R rows, I inputs, O outputs, N blocks of inputs, K inputs of a block, C columns of a tile.
 """
@@ -19,50 +19,50 @@ from jaxtyping import Float
 from tilewright.kernels.linear.scaled import ScaledMatrix, widened
 
 COLUMNS = (512, 256, 128)
-"""C, the widest first."""
+"""Choices of C, widest first."""
 MOST_INPUTS = 2048
-"""Inputs of a tile, at most, unless a matrix cannot be cut so."""
+"""Limit of inputs per tile, unless the matrix cannot be split so."""
 INT4_ROWS = 64
-"""Rows of a register's tile of 4-bit integers; others have fewer, which divide it."""
+"""Rows of a register tile of 4-bit integers; wider types have fewer rows, which divide this number."""
 SUBLANES = 8
 VMEM_BYTES = 40 * 2**20
-"""Bytes of VMEM that the kernel may take: the smallest of v5e, v5p and v6e has 64 MiB to a core."""
+"""Limit of VMEM for the kernel; the smallest of v5e, v5p and v6e has 64 MiB per core."""
 
 
 def tile_inputs(inputs: int, count: int) -> int:
-    """Inputs of a tile: whole blocks, as many as registers take scales of at a time; all where that does not divide them."""
+    """Returns the inputs of a tile: whole blocks and whole register tiles; all inputs if nothing smaller divides them."""
     step = lcm(SUBLANES * (inputs // count), INT4_ROWS)
     fitting = [size for size in range(step, MOST_INPUTS + 1, step) if inputs % size == 0]
     return inputs if inputs <= MOST_INPUTS or not fitting else fitting[-1]
 
 
 def vmem_bytes(rows: int, inputs: int, columns: int, itemsize: int) -> int:
-    """Bytes that the kernel holds in VMEM: two of each block, and a tile's weights in float32 and as they are multiplied."""
+    """Returns the VMEM bytes of the kernel: two buffers per block, and a tile's weights in float32 and in the dtype of x."""
     return 2 * (rows * inputs * itemsize + inputs * columns) + inputs * columns * (8 + itemsize) + 3 * rows * columns * 4
 
 
 def columns_of(rows: int, inputs: int, itemsize: int) -> int | None:
-    """C; None if VMEM holds no tile of these."""
+    """Returns C; None if no tile fits VMEM."""
     return next((c for c in COLUMNS if vmem_bytes(rows, inputs, c, itemsize) <= VMEM_BYTES), None)
 
 
 def refuses(x: Any, w: Any) -> str:
-    """The reason why the kernel does not take these; empty if it does."""
+    """Returns the reason why the kernel does not support these operands; empty if it does."""
     if not isinstance(w, ScaledMatrix) or w.scales.shape[1] != w.shape[1]:
-        return "it takes matrices in blocks of inputs, each output with scales of its own"
+        return "needs a matrix in blocks of inputs, with scales per output"
     if x.dtype not in (jnp.float32, jnp.bfloat16):
-        return "it takes rows in float32 or bfloat16"
+        return "needs rows in float32 or bfloat16"
     if (w.shape[0] // w.scales.shape[0]) % SUBLANES:
-        return f"it takes blocks of a multiple of {SUBLANES} inputs"
+        return f"needs blocks of a multiple of {SUBLANES} inputs"
     rows = x.size // x.shape[-1]
     inputs = tile_inputs(w.shape[0], w.scales.shape[0])
     if rows == 0 or columns_of(-(-rows // 16) * 16, inputs, x.dtype.itemsize) is None:
-        return "it takes rows and blocks that VMEM holds"
+        return "needs rows and blocks that fit VMEM"
     return ""
 
 
 def kernel(x_ref, values_ref, scales_ref, *rest):
-    """One tile: x [R, I], values [I, C], scales [N, C] and perhaps minima; out [R, C], and sums [R, C] of the tiles before."""
+    """Processes a tile: x [R, I], values [I, C], scales [N, C], optional minima [N, C], out [R, C], accumulator [R, C]."""
     *minima_ref, out_ref, sums_ref = rest
     (inputs, columns), blocks, part = values_ref.shape, scales_ref.shape[0], pl.program_id(1)
 
@@ -90,10 +90,10 @@ def kernel(x_ref, values_ref, scales_ref, *rest):
 def product(
     x: Float[Array, "*rows I"], w: ScaledMatrix, out_dtype: DTypeLike | None = None, interpret: bool = False
 ) -> Float[Array, "*rows O"]:
-    """`x @ w`, unless it `refuses`; float32 sums of weights that are rounded to the dtype of `x`.
+    """Computes `x @ w` with float32 sums and weights rounded to the dtype of `x`, for operands that `refuses` accepts.
 
     Args:
-        interpret: runs without a TPU, slowly.
+        interpret: run without a TPU, slowly.
     """
     (inputs, outputs), count = w.shape, w.scales.shape[0]
     rows = x.size // inputs

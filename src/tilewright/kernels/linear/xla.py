@@ -1,4 +1,4 @@
-"""The operations as XLA compiles them, on any device."""
+"""Linear layers compiled by XLA, for any device."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tilewright.kernels.operations import Joined, Norm, Transposed
 from tilewright.kernels.rms_norm.reference import rms_norm
 
 TPU_ROWS = 8
-"""Rows that a TPU's registers hold at least."""
+"""Rows that fill a TPU's registers."""
 
 Product = Callable[[Array, Any, DTypeLike | None], Array]
 
@@ -23,7 +23,7 @@ Product = Callable[[Array, Any, DTypeLike | None], Array]
 def product(
     x: Float[Array, "*rows I"], w: Float[Array, "I O"] | ScaledMatrix, out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows O"]:
-    """`x @ w`. In float32 the product is a true float32 product on every chip (TPU and GPU round by default)."""
+    """Computes `x @ w`. float32 matmuls have full precision on every chip (TPUs and GPUs round by default)."""
     if isinstance(w, ScaledMatrix):
         return scaled_product(x, w, out_dtype, product)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -33,7 +33,7 @@ def product(
 def mixed_product(
     x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows O"]:
-    """The product in bfloat16 with float32 sums, of operands in any dtype; in that of `x` unless another is asked for."""
+    """Computes `x @ w` in bfloat16 with float32 sums, for any dtypes; the result has `out_dtype`, by default that of `x`."""
     y = jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
     return y.astype(out_dtype or x.dtype)
 
@@ -41,11 +41,13 @@ def mixed_product(
 def scaled_product(
     x: Float[Array, "*rows I"], w: ScaledMatrix, out_dtype: DTypeLike | None, product: Product
 ) -> Float[Array, "*rows O"]:
-    """`x @ w` by a product of arrays, of which the conversion of the weights becomes a part: memory gives their few bits.
+    """Computes `x @ w` by a matmul of arrays into which XLA fuses the conversion of weights, so that memory traffic stays
+    small.
 
-    Where an output has one scale, the sums are multiplied with it; weights in blocks are rounded to the dtype of `x` first.
+    With one scale per output, the sums are multiplied by the scale; block-quantised weights are first rounded to the dtype of
+    `x`.
     """
-    if (more := w.shape[0] - x.shape[-1]) > 0:  # a table's zeros
+    if (more := w.shape[0] - x.shape[-1]) > 0:  # zero padding of a table
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
     if w.in_blocks:
         return product(x, w.dequantised(x.dtype), out_dtype)
@@ -58,9 +60,9 @@ def scaled_product(
 def tpu_product(
     x: Float[Array, "*rows I"], w: Float[Array, "I O"] | ScaledMatrix, out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows O"]:
-    """`x @ w` on a TPU, a single row several times over.
+    """Computes `x @ w` on a TPU, repeating a single row.
 
-    XLA gives one row to the vector unit, which multiplies slower than memory reads.
+    XLA assigns a single row to the vector unit, which multiplies slower than memory can be read.
     """
     if isinstance(w, ScaledMatrix):
         return scaled_product(x, w, out_dtype, tpu_product)
@@ -83,10 +85,10 @@ def linear(
     count: Int[Array, ""] | None = None,
     product: Product = product,
 ) -> Float[Array, "*rows O"]:
-    """`x @ w`, after a norm if there is one, and `add` added to it.
+    """Computes `x @ w + add`, with `norm` applied to `x` first if given.
 
     Args:
-        w: a matrix `[I, O]`, which may be in few bits, or one that is `Transposed`.
+        w: a matrix `[I, O]`, perhaps quantised, or `Transposed`.
     """
     y = product(normed(x, norm), w.w.T if isinstance(w, Transposed) else w, out_dtype)
     return y if add is None else add + y
@@ -102,7 +104,7 @@ def project(
     count: Int[Array, ""] | None = None,
     product: Product = product,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """The products with each matrix from the `first` on, up to the one before the `last`, plus its own of the biases."""
+    """Computes the matmuls with matrices `first` to `last - 1`, each plus its bias."""
     x = normed(x, norm)
     products = tuple(product(x, w, None) for w in joined.parts[first:last])
     return products if bias is None else tuple(y + b for y, b in zip(products, bias[first:last], strict=True))
@@ -115,6 +117,6 @@ def gated_linear(
     count: Int[Array, ""] | None = None,
     product: Product = product,
 ) -> Float[Array, "*rows O"]:
-    """`silu(x @ gate) * (x @ up)` (Shazeer 2020)."""
+    """Computes `silu(x @ gate) * (x @ up)` (Shazeer 2020)."""
     gate, up = project(x, joined, norm, product=product)
     return jax.nn.silu(gate) * up

@@ -1,1 +1,1 @@
-"""The places at which a mask holds."""
+"""Indices of the true elements of a mask."""

@@ -1,4 +1,4 @@
-// The places at which a mask holds, in order.
+// Indices of a mask's true elements, in order.
 
 #include "../native.h"
 

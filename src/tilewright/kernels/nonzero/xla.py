@@ -1,4 +1,4 @@
-"""The operation as XLA compiles it, on any device."""
+"""Indices of a mask's true elements, compiled by XLA for any device."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -6,7 +6,7 @@ from jaxtyping import Bool, Int32
 
 
 def nonzero(mask: Bool[Array, " R"]) -> tuple[Int32[Array, " R"], Int32[Array, ""]]:
-    """The places where a mask holds, in order, with zeros behind them; and how many they are."""
+    """Returns the indices of true elements in order, padded with zeros, and their number."""
     rank = jnp.cumsum(mask, dtype=jnp.int32)
     places = jnp.where(mask, rank - 1, mask.size)
     index = jnp.zeros(mask.size, jnp.int32).at[places].set(jnp.arange(mask.size, dtype=jnp.int32), mode="drop")

@@ -1,1 +1,1 @@
-"""Keys and values of a batch's rows in pages of one pool: written there, and attended to there."""
+"""Paged KV cache: writes keys and values into pages of a shared pool, and reads them."""

@@ -1,10 +1,10 @@
-"""Keys and values in 8 bits, one scale for each vector: of one position and one head.
+"""8-bit keys and values with one scale per vector, that is per position and head.
 
-An entry depends on nothing but its own vector, so that it does not matter what is computed or stored beside it. The scale is
-symmetric, the largest absolute number over 127. It is float32: of a head of 64 it takes 4 bytes beside 64, where bfloat16 would
-take 2; but then the numbers would be rounded twice, and XLA on a CPU converts whole arrays of bfloat16 to write a few entries.
+An entry depends only on its own vector, not on its neighbours. The scale is symmetric: the largest absolute number over 127. It
+is float32 and takes 4 bytes next to the 64 of a head of 64. A bfloat16 scale would take 2, but values would be rounded twice,
+and XLA on a CPU converts whole bfloat16 arrays to write a few entries.
 
-A number is at most half a step away from what it was: `largest / 254`.
+The error of a number is at most half a step: `largest / 254`.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from tilewright.kernels.operations import Quantised
 
 LEVELS = 127.0
 SMALLEST = 1e-30
-"""Vectors without a larger number count as zeros: their steps could not be divided by."""
+"""Vectors whose numbers are all smaller count as zeros, since a division by their step would overflow."""
 
 
 def quantise(x: Float[Array, "*entries D"]) -> Quantised:
-    """Vectors in 8 bits. One with a number that is not finite gives none that is, so that it does not go unseen."""
+    """Quantises vectors to 8 bits. A vector with a non-finite number gets a NaN scale, so that the error stays visible."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)  # NaN if there is one
     zeros = largest < SMALLEST
@@ -33,10 +33,10 @@ def quantise(x: Float[Array, "*entries D"]) -> Quantised:
 
 
 def dequantise(held: Quantised, dtype: DTypeLike) -> Float[Array, "*entries D"]:
-    """The vectors, rounded to a dtype."""
+    """Dequantises vectors and rounds them to a dtype."""
     return (held.values.astype(jnp.float32) * held.scale[..., None]).astype(dtype)
 
 
 def as_held(new: Shaped[Array, "*entries D"], held: Array | Quantised) -> Any:
-    """New entries as a pool has them."""
+    """Converts new entries to the format of a pool."""
     return quantise(new) if isinstance(held, Quantised) else new

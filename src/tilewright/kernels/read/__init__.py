@@ -1,1 +1,1 @@
-"""Reading memory and nothing else: what bounds every kernel that streams its weights."""
+"""Reading memory alone, a bound on the speed of kernels that stream weights."""

@@ -1,11 +1,11 @@
-// Reads a buffer as fast as this machine can: the sum of its 32-bit integers, in several streams for each thread, by the widest loads.
+// Reads a buffer as fast as this machine can: the sum of its 32-bit integers, in several streams per thread, with the widest loads.
 
 #include "../native.h"
 
 namespace {
 
-constexpr int64_t STREAMS = 4;          // as a product with one row has panels side by side
-constexpr int64_t PIECE = 1 << 16;      // elements that are read in so many streams at once
+constexpr int64_t STREAMS = 4;          // like the adjacent panels of a matmul with one row
+constexpr int64_t PIECE = 1 << 16;      // elements read in this number of streams at once
 
 #define TILE "read/tile.inc"
 #include "../isas.inc"

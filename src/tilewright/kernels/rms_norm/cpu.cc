@@ -1,4 +1,4 @@
-// Root-mean-square normalisation of rows on CPUs, in the type of the input, with sums in float32.
+// RMSNorm of rows on CPUs, in the type of the input, with sums in float32.
 
 #include "../native.h"
 
@@ -11,11 +11,11 @@ struct Call {
   float eps;
   const void *x, *weight;
   void* out;
-  const void* due;    // backward only: what is due to the result
-  float* weight_due;  // backward only: [stretches, h]
+  const void* due;    // backward only: gradient of the result
+  float* weight_due;  // backward only: [stretches, h], partial gradients of the weight
 };
 
-constexpr int64_t ROWS = 64;  // whose share of the weight's gradient is one sum, whatever the number of threads
+constexpr int64_t ROWS = 64;  // rows per partial sum of the weight's gradient, independent of the number of threads
 
 #define TILE "rms_norm/tile.inc"
 #include "../isas.inc"

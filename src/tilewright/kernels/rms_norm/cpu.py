@@ -1,7 +1,7 @@
-"""The operation on a CPU's vector unit; the kernel itself is `cpu.cc`.
+"""RMSNorm on a CPU's vector unit; the kernel is `cpu.cc`.
 
-XLA adds a row up in an order that depends on how many rows there are. Here it does not, so that a row's result is the same bit
-for bit whatever the number of rows.
+XLA's order of summation depends on the number of rows. This kernel's does not, so a row's result is bitwise independent of the
+number of rows.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32
 
 
 def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "*rows H"]:
-    """RMSNorm over the last dim, in float32 or bfloat16, `x` and weight alike."""
+    """Applies RMSNorm over the last dim; `x` and weight are both float32 or both bfloat16."""
     call = jax.ffi.ffi_call("tilewright_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, weight, eps=np.float32(eps))
 
@@ -24,7 +24,7 @@ def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float)
 def trained_norm(
     x: Float32[Array, "*rows H"], weight: Float32[Array, " H"], eps: float, dtype: DTypeLike
 ) -> Float[Array, "*rows H"]:
-    """The norm with its gradient in one pass, rounded once, to `dtype`: float32 or bfloat16."""
+    """Applies RMSNorm with a gradient, in one pass, rounded once to `dtype` (float32 or bfloat16)."""
     call = jax.ffi.ffi_call("tilewright_normalise", jax.ShapeDtypeStruct(x.shape, dtype))
     return call(x, weight, eps=np.float32(eps))
 
@@ -33,10 +33,10 @@ def trained_forward(x: Array, weight: Array, eps: float, dtype: DTypeLike) -> tu
     return trained_norm(x, weight, eps, dtype), (x, weight)
 
 
-def trained_backward(eps: float, dtype: DTypeLike, kept: tuple[Array, Array], due: Array) -> tuple[Array, Array]:
-    x, weight = kept
+def trained_backward(eps: float, dtype: DTypeLike, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    x, weight = residuals
     results = (jax.ShapeDtypeStruct(x.shape, jnp.float32), jax.ShapeDtypeStruct(weight.shape, jnp.float32))
-    dx, dw = jax.ffi.ffi_call("tilewright_normalise_grad", results)(x, weight, due, eps=np.float32(eps))
+    dx, dw = jax.ffi.ffi_call("tilewright_normalise_grad", results)(x, weight, cotangent, eps=np.float32(eps))
     return dx, dw
 
 

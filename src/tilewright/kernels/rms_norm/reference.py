@@ -1,4 +1,4 @@
-"""RMSNorm as it is defined."""
+"""Reference RMSNorm."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ from jaxtyping import Float
 
 
 def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "*rows H"]:
-    """`weight * x / sqrt(mean(x^2) + eps)`; what stands behind the product is computed in float32 and rounded first."""
+    """Returns `weight * x / sqrt(mean(x^2) + eps)`; the quotient is computed in float32 and rounded before the
+    multiplication."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return weight * (wide * scale).astype(x.dtype)

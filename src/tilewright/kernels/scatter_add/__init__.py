@@ -1,1 +1,1 @@
-"""Messages that are gathered already, summed for each node: only those slots of its row that count."""
+"""Sums gathered messages for each node, over the valid slots of its row."""

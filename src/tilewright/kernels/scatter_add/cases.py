@@ -1,4 +1,4 @@
-"""The sizes that tests and benchmarks use: those of the gather, with the messages gathered."""
+"""Sizes for tests and benchmarks: those of the gather, with gathered messages."""
 
 from tilewright.kernels.gather_reduce.cases import CASES as GATHER_CASES
 

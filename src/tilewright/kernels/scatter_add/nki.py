@@ -1,4 +1,4 @@
-"""The operation on Trainium, in NKI 0.6: tiles of 128 nodes by 16 slots, summed over the slots.
+"""Message sums on Trainium, in NKI 0.6: tiles of 128 nodes by 16 slots are summed over the slots.
 
 Legend: R rows (nodes to reduce for), K slots of a row, F features, P rows of a tile, S slots of a part.
 """
@@ -11,11 +11,11 @@ _, nisa, nl = installed()
 
 
 def kernel(messages, mask, part):
-    """For each row, the sum of the messages that its mask counts.
+    """Sums, for each row, the messages that its mask marks.
 
     Args:
         messages: `[R, K, F]` in HBM.
-        mask: `[R, K]` uint8, 1 for a slot that counts and 0 for padding, which may hold anything.
+        mask: `[R, K]` uint8, 1 for valid slots and 0 for padding, which may hold anything.
         part: S.
 
     Returns:
@@ -34,7 +34,7 @@ def kernel(messages, mask, part):
             width = min(part, slots - begin)
             loaded = nl.ndarray((size, width, features), dtype=messages.dtype, buffer=nl.sbuf)
             nisa.dma_copy(dst=loaded, src=messages[first:last, begin : begin + width, :])
-            # A product with the mask would keep a NaN of the padding; the mask of a slot is repeated for all its features.
+            # A product with the mask would keep NaN of padding, hence the predicated copy. The mask repeats for all features.
             counted = nl.ndarray((size, width, features), dtype=messages.dtype, buffer=nl.sbuf)
             nisa.memset(dst=counted, value=0.0)
             repeated = counts.ap(pattern=[[slots, size], [1, width], [0, features]], offset=begin)
@@ -47,12 +47,12 @@ def kernel(messages, mask, part):
 
 
 def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> NkiTransfers:
-    """Counts what the kernel's DMAs move, by its own structure; a part's slots of a row are one contiguous run.
+    """Counts the kernel's DMA transfers from its structure; a row's slots of a part are one contiguous run.
 
     Args:
-        itemsize: bytes of a message's element.
+        itemsize: bytes per element of a message.
     """
-    # parts, mask, result
+    # Parts, mask, result.
     tiles = -(-rows // PARTITIONS)
     each_tile = -(-slots // slots_of_part(slots, features)) + 2
     read = rows * slots * (features * itemsize + 1)
@@ -60,6 +60,6 @@ def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> NkiTra
 
 
 def operands(messages: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Makes the kernel's operands from those of the other implementations."""
+    """Converts the operands of the other implementations to the kernel's."""
     mask = (np.arange(messages.shape[1]) < degrees[:, None]).astype(np.uint8)
     return messages, mask, slots_of_part(messages.shape[1], messages.shape[2])

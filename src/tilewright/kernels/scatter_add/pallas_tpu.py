@@ -1,6 +1,6 @@
-"""The operation on a TPU: tiles of 128 nodes by 16 slots pass through VMEM and are summed there.
+"""Message sums on a TPU: tiles of 128 nodes by 16 slots pass through VMEM and are summed there.
 
-Blocks that lie behind the longest row of their tile are not fetched.
+Blocks behind the longest row of their tile are not fetched.
 
 Legend: R rows (nodes to reduce for), K slots of a row, F features, T rows of a tile, S slots of a block, C columns of a block.
 """
@@ -18,20 +18,20 @@ from jaxtyping import Float, Int32
 ROWS = 128
 """T."""
 SLOTS = 16
-"""S, at most."""
+"""Limit of S."""
 COLUMNS = 512
-"""C, at most."""
+"""Limit of C."""
 SUBLANES = 8
 
 
 def refuses(messages: Array | jax.ShapeDtypeStruct) -> str:
-    """The reason why the kernel does not take these; empty if it does."""
+    """Returns the reason why the kernel does not support these messages; empty if it does."""
     fits = messages.size > 0 and messages.dtype in (jnp.float32, jnp.bfloat16)
-    return "" if fits else "it takes messages in float32 or bfloat16"
+    return "" if fits else "needs messages in float32 or bfloat16"
 
 
 def kernel(live_ref, degrees_ref, messages_ref, out_ref, total_ref, *, slots: int):
-    """One block: degrees [1, T] in scalar memory, messages [T, S, C], out and the scratch for its sum [T, C]."""
+    """Processes a block: degrees [1, T] in scalar memory, messages [T, S, C], out and accumulator [T, C]."""
     tile = pl.program_id(0)
     part = pl.program_id(2)
     columns = out_ref.shape[1]
@@ -59,10 +59,10 @@ def kernel(live_ref, degrees_ref, messages_ref, out_ref, total_ref, *, slots: in
 
 
 def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"], interpret: bool = False) -> Float[Array, "R F"]:
-    """Sums for each of R rows its first `degrees` of K messages, in float32, unless it `refuses`.
+    """Sums, for each of R rows, its first `degrees` of K messages in float32, for operands that `refuses` accepts.
 
     Args:
-        interpret: runs without a TPU, slowly.
+        interpret: run without a TPU, slowly.
     """
     rows, slots, features = messages.shape
     part = min(slots, SLOTS)
@@ -72,7 +72,7 @@ def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"], in
     live = jnp.max(by_tile, axis=1)
 
     def block(tile: Any, column: Any, at: Any, live: Any) -> tuple[Any, ...]:
-        """Stays at the last block that some row needs: what is there already is not fetched again."""
+        """Stays at the last block that some row needs, since a block that is already in VMEM is not fetched again."""
         last = jnp.maximum(pl.cdiv(live[tile], part) - 1, 0)
         return tile, jnp.minimum(at, last), column
 

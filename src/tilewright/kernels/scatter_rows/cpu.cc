@@ -1,10 +1,10 @@
-// Copies rows into a table, in place, whatever its type.
+// Copies rows into a table of any type, in place.
 
 #include "../native.h"
 
 namespace {
 
-// The table's rows are as long as those that are written; how many dims it has does not matter.
+// A table row is as long as a written row; the table's number of dims does not matter.
 ffi::Error ScatterRows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out) {
   const auto dims = rows.dimensions();
   if (dims.size() != 2 || rows.element_type() != table.element_type() || out->element_type() != table.element_type() ||
@@ -22,7 +22,7 @@ ffi::Error ScatterRows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::A
   return ffi::Error::Success();
 }
 
-// The same, and the rows that stood there before; zeros for those that go nowhere.
+// Variant that also returns the previous rows; zeros for dropped rows.
 ffi::Error SwapRows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> old) {
   const auto dims = rows.dimensions();
   if (dims.size() != 2 || static_cast<size_t>(dims[0]) != index.element_count() || old->element_type() != table.element_type() ||

@@ -1,4 +1,4 @@
-"""The operation as XLA compiles it, on any device."""
+"""Row updates compiled by XLA, for any device."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -8,9 +8,9 @@ from jaxtyping import Int, Shaped
 def scatter_rows(
     table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
 ) -> Shaped[Array, "*table"]:
-    """The table with these rows at these places, no two the same; a row whose index is below 0 or beyond the last goes nowhere.
+    """Returns the table with these rows at distinct indices; rows with an index below 0 or beyond the last are dropped.
 
-    A table of more dims than two is one of rows `[V, H]` all the same.
+    A table of more than two dims is treated as rows `[V, H]`.
     """
     flat = table.reshape(-1, rows.shape[1])
     at = jnp.where(index < 0, flat.shape[0], index)
@@ -20,7 +20,7 @@ def scatter_rows(
 def swap_rows(
     table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
 ) -> tuple[Shaped[Array, "*table"], Shaped[Array, "R H"]]:
-    """The table with these rows, and the rows that stood there before; zeros for those that go nowhere."""
+    """Returns the updated table and the previous rows; zeros for dropped rows."""
     flat = table.reshape(-1, rows.shape[1])
     here = (index >= 0) & (index < flat.shape[0])
     old = jnp.where(here[:, None], flat[jnp.where(here, index, 0)], jnp.zeros((), table.dtype))

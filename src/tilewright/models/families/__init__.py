@@ -1,1 +1,1 @@
-"""A file for each family of decoders, or for a few that are nearly alike; `registry.py` lists them."""
+"""Decoder families, one file for each or for a few similar ones; `registry.py` lists them."""

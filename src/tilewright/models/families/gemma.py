@@ -1,8 +1,8 @@
-"""Gemma 2 (arXiv 2408.00118) and the text half of Gemma 3 (arXiv 2503.19786).
+"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786).
 
-Norms' weights are stored as what they are more than one, and stand behind each half of a layer, too; embeddings are scaled by
-the root of the hidden size. Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and its layers with a window rotate
-by a base of their own.
+Norm weights are stored minus one, each sublayer has a second norm after it, and embeddings are scaled by the square root of the
+hidden size. Gemma 2 caps scores and logits. Gemma 3 norms queries and keys, and its sliding-window layers have their own rotary
+base.
 """
 
 import math
@@ -13,14 +13,14 @@ from tilewright.models.config import ConfigReader
 from tilewright.models.family import Family, windows, write_windows
 
 EVERY = {"gemma2": 2, "gemma3_text": 6}
-"""Of so many layers the last one has no window, where a configuration does not say."""
+"""Default period of layers without a window: the last layer of every group of this size."""
 
 
-def read(read: ConfigReader, every: int, rotates_by_kind: bool) -> dict[str, Any]:
+def read(read: ConfigReader, every: int, has_local_base: bool) -> dict[str, Any]:
     every = read.integer("sliding_window_pattern", default=every)
     read.expect("use_bidirectional_attention", False)
     return {
-        **windows(read, lambda layer: (layer + 1) % every != 0, rotates_by_kind),
+        **windows(read, lambda layer: (layer + 1) % every != 0, has_local_base),
         "attention_scale": read.number("query_pre_attn_scalar", default=256) ** -0.5,
         "embedding_scale": math.sqrt(read.integer("hidden_size")),
         "score_softcap": cap(read, "attn_logit_softcapping"),
@@ -33,7 +33,7 @@ def cap(read: ConfigReader, name: str) -> float | None:
 
 
 def read_gemma2(reader: ConfigReader) -> dict[str, Any]:
-    return read(reader, EVERY["gemma2"], rotates_by_kind=False)
+    return read(reader, EVERY["gemma2"], has_local_base=False)
 
 
 def read_gemma3(reader: ConfigReader) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def read_gemma3(reader: ConfigReader) -> dict[str, Any]:
         local = reader.rope("sliding_attention")
         reader.require(local.rope_scaling is None, "rope_parameters: scaling of layers with a window is not supported")
         theta = local.rope_theta
-    return {**read(reader, EVERY["gemma3_text"], rotates_by_kind=True), "local_rope_theta": theta}
+    return {**read(reader, EVERY["gemma3_text"], has_local_base=True), "local_rope_theta": theta}
 
 
 def write(config: Any) -> dict[str, Any]:
@@ -78,7 +78,7 @@ SIZES = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-"""What published configurations leave out where it is what transformers takes."""
+"""Defaults of transformers, which published configurations omit."""
 
 GEMMA2 = Family(
     name="gemma2",

@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, sinks in attention, windows in every other layer."""
+"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, attention sinks, a window in every other layer."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv 2407.21783 §3.2), and what is built like it."""
+"""Llama 3 (arXiv 2407.21783 §3.2), and models with the same layers."""
 
 from tilewright.models.family import Family
 

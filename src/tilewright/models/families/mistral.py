@@ -1,4 +1,4 @@
-"""Mistral 7B (arXiv 2310.06825) and its successors: Llama's layers, of which some or all may have a window."""
+"""Mistral 7B (arXiv 2310.06825) and its successors: Llama's layers, some or all with a sliding window."""
 
 from tilewright.models.family import Family, windows, write_windows
 

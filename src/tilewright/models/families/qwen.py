@@ -1,4 +1,4 @@
-"""Qwen3 and its mixtures of experts (arXiv 2505.09388 §2), and Qwen2 (arXiv 2407.10671 §2.2), which Qwen2.5 follows."""
+"""Qwen3 and its mixtures of experts (arXiv 2505.09388 §2), and Qwen2 and Qwen2.5 (arXiv 2407.10671 §2.2)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tilewright.models.experts import ExpertNames
 from tilewright.models.family import Family, full_attention, mixture, windows, write_balance, write_windows
 
 FIRST_WINDOW = 28
-"""The first layer with a window, where a configuration with windows names none."""
+"""Default first layer with a window, in configurations that use windows."""
 
 
 def read(read: ConfigReader) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def write(config: Any) -> dict[str, Any]:
 
 
 def dense_layers(reader: ConfigReader) -> tuple[int, ...]:
-    """The layers that have an MLP in a model with experts."""
+    """Returns the layers with an MLP in a model with experts."""
     layers = reader.integer("num_hidden_layers")
     step = reader.integer("decoder_sparse_step", default=1)
     dense = reader.fields.get("mlp_only_layers") or []
@@ -35,7 +35,7 @@ def dense_layers(reader: ConfigReader) -> tuple[int, ...]:
 
 
 def read_mixture(reader: ConfigReader) -> dict[str, Any]:
-    # Newer configurations have the second name.
+    # Newer configurations use the second name.
     experts = "num_experts" if "num_experts" in reader.fields else "num_local_experts"
     return {
         **read(reader),
@@ -57,12 +57,12 @@ def write_mixture(config: Any) -> dict[str, Any]:
 
 
 EXPERTS = "mlp.experts.*"
-OWN_TENSORS = ExpertNames(
+PER_EXPERT_TENSORS = ExpertNames(
     "mlp.gate", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight"), f"{EXPERTS}.down_proj.weight"
 )
-"""Each expert's matrices are tensors of their own."""
+"""Tensor names of checkpoints that store each expert's matrices separately."""
 
-# Qwen3's heads have 128 unless it says otherwise (Qwen3-4B: 2560 / 32 = 80, but heads of 128).
+# Qwen3's default head size is 128, not the hidden size divided by the heads (Qwen3-4B: 2560 / 32 = 80).
 QWEN3 = Family(name="qwen3", architecture="Qwen3ForCausalLM", read=read, write=write, head_dim=128, qk_norm=True, gguf="qwen3")
 QWEN2 = Family(name="qwen2", architecture="Qwen2ForCausalLM", read=read, write=write, qkv_bias=True, gguf="qwen2")
 QWEN3_MOE = Family(
@@ -73,6 +73,6 @@ QWEN3_MOE = Family(
     defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
     head_dim=128,
     qk_norm=True,
-    experts=OWN_TENSORS,
+    experts=PER_EXPERT_TENSORS,
     gguf="qwen3moe",
 )

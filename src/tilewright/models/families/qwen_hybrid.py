@@ -1,6 +1,6 @@
-"""Qwen3-Next (Qwen 2025) and the text halves of Qwen3.5: three layers of linear attention (`delta.py`) to one of attention.
+"""Qwen3-Next (Qwen 2025) and the text models of Qwen3.5: three layers of linear attention (`delta.py`) to one of attention.
 
-Norms' weights are stored as what they are more than one, a part of each head is rotated, and what attention gives is gated.
+Norm weights are stored minus one, a part of each head is rotated, and the attention output is gated.
 """
 
 from dataclasses import replace
@@ -9,12 +9,12 @@ from typing import Any
 from tilewright.models.config import ConfigReader
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import ExpertNames, Mixture
-from tilewright.models.families.qwen import OWN_TENSORS, dense_layers
+from tilewright.models.families.qwen import PER_EXPERT_TENSORS, dense_layers
 from tilewright.models.family import FULL, Family, mixture, write_balance
 
 LINEAR = "linear_attention"
 INTERVAL = 4
-"""Every so many layers one has attention, where a configuration does not list them."""
+"""Default period of layers with full attention."""
 
 
 def read(read: ConfigReader) -> dict[str, Any]:
@@ -40,21 +40,21 @@ def read(read: ConfigReader) -> dict[str, Any]:
 
 
 def read_next(reader: ConfigReader) -> dict[str, Any]:
-    """With experts in all layers but those that are listed, unless there are none."""
+    """Reads Qwen3-Next's fields: experts in all layers except the listed ones, or no experts."""
     if not reader.fields.get("num_experts"):
         return read(reader)
-    found = experts_of(reader)
+    found = read_experts(reader)
     normalised = reader.flag("norm_topk_prob", default=True)
     mixture = replace(found["mixture"], normalised=normalised)
     return {**read(reader), **found, "mixture": mixture, "dense_layers": dense_layers(reader)}
 
 
 def read_moe(reader: ConfigReader) -> dict[str, Any]:
-    return {**read(reader), **experts_of(reader)}
+    return {**read(reader), **read_experts(reader)}
 
 
-def experts_of(reader: ConfigReader) -> dict[str, Any]:
-    """The experts, of which all rows go to one."""
+def read_experts(reader: ConfigReader) -> dict[str, Any]:
+    """Reads the experts, including the shared expert of all rows."""
     found = mixture(reader, "num_experts", "moe_intermediate_size")
     return {**found, "mixture": replace(found["mixture"], shared=reader.integer("shared_expert_intermediate_size"))}
 
@@ -91,9 +91,9 @@ def write_moe(config: Any) -> dict[str, Any]:
 
 
 COMMON: dict[str, Any] = {"head_dim": 256, "qk_norm": True, "norm_offset": 1.0, "output_gate": True}
-"""Settings that both share."""
+"""Settings that Qwen3-Next and Qwen3.5 share."""
 DEFAULTS: dict[str, Any] = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
-"""What configurations leave out where it is what transformers takes."""
+"""Defaults of transformers, which configurations omit."""
 
 EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 10,
@@ -111,7 +111,7 @@ QWEN3_NEXT = Family(
     defaults={**DEFAULTS, **EXPERTS, "num_experts": 512},
     delta_in_one=True,
     gguf="qwen3next",
-    experts=replace(OWN_TENSORS, shared=SHARED),
+    experts=replace(PER_EXPERT_TENSORS, shared=SHARED),
     **COMMON,
 )
 QWEN3_5 = Family(
@@ -124,7 +124,7 @@ QWEN3_5_MOE = Family(
     write=write_moe,
     gguf="qwen35moe",
     defaults={**DEFAULTS, **EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
-    experts=replace(OWN_TENSORS, shared=SHARED),
+    experts=replace(PER_EXPERT_TENSORS, shared=SHARED),
     experts_in_one=ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",) * 2, "mlp.experts.down_proj", shared=SHARED),
     **COMMON,
 )

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama's layers, some of them without rotation (NoPE, arXiv 2501.18795)."""
+"""SmolLM3 (Hugging Face 2025): Llama's layers, some without rotary embedding (NoPE, arXiv 2501.18795)."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tilewright.models.config import ConfigReader
 from tilewright.models.family import Family, full_attention
 
 INTERVAL = 4
-"""Of the layers without rotation, where a configuration lists none."""
+"""Default period of layers without rotary embedding."""
 
 
 def read(read: ConfigReader) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Drafters, all behind one interface (`base.Drafter`): what they propose, the same round verifies."""
+"""Drafters. All have the interface `runtime.interfaces.Drafter`, and one verification step serves them all."""

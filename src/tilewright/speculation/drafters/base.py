@@ -1,22 +1,27 @@
-"""Blocks and checks that several drafters need."""
+"""Blocks and checks shared by drafters."""
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.runtime.state import DecodeState, known_token
+from tilewright.runtime.state import DecodeState, last_token
 
 
 def masked_block(state: DecodeState, size: int, filler: int) -> Int[Array, "B T"]:
-    """The known token, and `filler` in every later slot."""
-    known = known_token(state)
-    return jnp.concatenate([known, jnp.full((known.shape[0], size - 1), filler, known.dtype)], axis=1)
+    """Returns blocks of each row's last token followed by `filler` tokens."""
+    last = last_token(state)
+    return jnp.concatenate([last, jnp.full((last.shape[0], size - 1), filler, last.dtype)], axis=1)
 
 
 def last_feature(
     features: Float[Array, "B T H"], start: Int[Array, " B"], stop: Int[Array, " B"], before: Float[Array, "B 1 H"]
 ) -> Float[Array, "B 1 H"]:
-    """The feature of position `stop - 1`, of features from `start` on; the one before for rows that get no new position."""
+    """Returns the feature of position `stop - 1`.
+
+    Args:
+        features: features of the positions from `start` on.
+        before: previous result, kept for rows without a new position.
+    """
     at = jnp.clip(stop - 1 - start, 0, features.shape[1] - 1)[:, None, None]
     return jnp.where((stop > start)[:, None, None], jnp.take_along_axis(features, at, axis=1), before)
 

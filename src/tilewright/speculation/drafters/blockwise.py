@@ -1,8 +1,8 @@
 """Plain decoding through a block-wide program: a drafter that proposes nothing.
 
-Two programs of different shape may round differently, so that in bfloat16 speculative decoding need not equal decoding one
-row at a time. It does equal this one: the same program but for the drafts, in whatever dtype and on whatever chip. On TPUs,
-where sixteen rows can cost less than one, it is also the faster way.
+Programs of different shapes may round differently, so in bfloat16 speculative decoding need not equal decoding one token at a
+time. Speculative decoding equals block-wide decoding in every dtype and on every chip, since both run the same program. On
+TPUs, where sixteen rows can cost less than one, block-wide decoding is also faster.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from tilewright.speculation.drafters import base
 
 @dataclass(frozen=True)
 class Blockwise(OneKind):
-    """Runs the known token and `block_size - 1` meaningless ones; commits one token a round."""
+    """Runs the last token and `block_size - 1` filler tokens. Commits one token per round."""
 
     block_size: int = 16
 

@@ -22,10 +22,10 @@ from tilewright.runtime.state import DecodeState, Models, Target, block_position
 from tilewright.speculation.drafters import base
 
 
-def is_copy(own: Any, other: Any) -> bool:
-    """True if an array is another one in its own dtype."""
-    same = isinstance(other, Array) and own.shape == other.shape
-    return same and bool(jnp.array_equal(other.astype(own.dtype), own))
+def is_copy(params: Any, other: Any) -> bool:
+    """Returns True if `params` equals `other` cast to the dtype of `params`."""
+    same = isinstance(other, Array) and params.shape == other.shape
+    return same and bool(jnp.array_equal(other.astype(params.dtype), params))
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class DFlash(OneKind):
     """Drafter that proposes a block in one pass, by denoising masks (DFlash).
 
     Attributes:
-        config: the drafter's.
-        block_size: tokens in a block, the known one included; at most what the drafter was trained for.
-        window: how many of the last positions the drafter's context keeps; None keeps all.
-        dtype: of the drafter's weights and activations. Drafts are guesses that the target checks: a lower precision than the
-            target's costs accuracy in drafting and nothing in the output.
-        refine: further passes over a drafted block, each of which reads the last one's drafts in place of the mask tokens.
-        ops: what its parameters were prepared for.
+        config: configuration of the drafter.
+        block_size: tokens in a block, the last token included; at most the block size that the drafter was trained with.
+        window: number of last positions in the drafter's context; None keeps all.
+        dtype: dtype of the drafter's weights and activations. The target verifies all drafts, so a lower precision than the
+            target's changes acceptance, not the output.
+        refine: further passes over a drafted block. Each reads the drafts of the pass before in place of the mask tokens.
+        ops: operations that the parameters were prepared for.
     """
 
     config: DFlashConfig
@@ -71,18 +71,18 @@ class DFlash(OneKind):
 
     @cached_property
     def declared(self) -> Any:
-        return self.with_own_head(dflash.declare(self.config))
+        return self.with_separate_head(dflash.declare(self.config))
 
-    def with_own_head(self, declared: Any) -> Any:
-        """A declaration with that of the draft vocabulary, if there is one."""
-        vocab = draft_vocab.declare(self.config.proposed, self.config.hidden_size)
+    def with_separate_head(self, declared: Any) -> Any:
+        """Adds the declaration of the draft vocabulary, if the drafter has one."""
+        vocab = draft_vocab.declare(self.config.num_proposable, self.config.hidden_size)
         return dflash.with_vocab(declared, vocab) if self.config.has_head else declared
 
     def with_head(self, params: Any, columns: Callable[[Int[Array, " W"]], Array]) -> Any:
-        """Loaded parameters with the head of the draft vocabulary, if there is one that lacks it.
+        """Adds an output head to a draft vocabulary that was stored without one.
 
         Args:
-            columns: gives the target's output head for some tokens, `[hidden, W]`.
+            columns: returns the columns of the target's output head for the given tokens, `[hidden, W]`.
         """
         vocab = dflash.backbone_of(params).vocab
         if vocab is None or vocab.head is not None:
@@ -90,10 +90,10 @@ class DFlash(OneKind):
         return dflash.with_vocab(params, replace(vocab, head=columns(vocab.ids).astype(DTYPES[self.dtype])))
 
     def without_copies(self, params: Any, embed: Any, columns: Callable[[Int[Array, " W"]], Array]) -> tuple["DFlash", Any]:
-        """The drafter and its loaded parameters without an embedding or a head that is only a copy of the target's.
+        """Drops an embedding or a head that is a copy of the target's. Returns the drafter and its parameters.
 
         Args:
-            embed: the target's embedding.
+            embed: embedding of the target.
             columns: see `with_head`.
         """
         config = self.config
@@ -111,10 +111,10 @@ class DFlash(OneKind):
         return tuple(self.allocate_layer(n, layout) for n in range(self.config.num_layers))
 
     def allocate_layer(self, n: int, layout: Layout) -> KVCache:
-        """The context of a layer.
+        """Allocates the context of one layer.
 
-        A window that no query comes to the end of is none. What pages cannot do (windows of each query's own, an order within
-        the block, sinks) a ring does.
+        A window as long as the context is none. Pages hold layers that attend to all positions of the context; sliding windows,
+        causal blocks and attention sinks need a ring.
         """
         config = self.config
         end = layout.capacity + self.config.block_size
@@ -129,7 +129,7 @@ class DFlash(OneKind):
         return Sliding(ring.k, ring.v, window, causal)
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        """Drafts the drafter's most likely token for each slot behind the known one."""
+        """Drafts the most likely token of each slot after the last token."""
         block = base.masked_block(state, self.block_size, self.config.mask_token_id)
         for _ in range(1 + self.refine):
             drafts = self.fill(target, models, state, block)
@@ -137,7 +137,7 @@ class DFlash(OneKind):
         return Proposal(block, jnp.full(block.shape[:1], self.block_size - 1, jnp.int32))
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
-        """One pass: the most likely token for every slot that drafts."""
+        """Runs one pass. Returns the most likely token of every drafting slot."""
         hidden = self.hidden(target, models, state, block)
         vocab = self.backbone(models).vocab
         if vocab is not None:
@@ -149,16 +149,16 @@ class DFlash(OneKind):
     def hidden(
         self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]
     ) -> Float[Array, "B drafts H"]:
-        """Hidden states of every slot that drafts, which the head reads."""
+        """Returns the hidden states of the drafting slots, the head's input."""
         first = self.config.first_slot
         tokens = block[:, : block.shape[1] - 1 + first]
-        positions = block_positions(state.known, tokens.shape[1])
+        positions = block_positions(state.last_position, tokens.shape[1])
         embedded = self.embed(target, models, tokens)
-        ran = self.run_block(models, embedded, positions, self.caches(state), dflash.attend_context, state.known)
+        ran = self.run_block(models, embedded, positions, self.caches(state), dflash.attend_context, state.last_position)
         return ran[:, first:]
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        """The embeddings that the drafter reads: its own or the target's, with its own of the mask token if it has one."""
+        """Returns the drafter's or the target's embeddings; the mask token may have an embedding of its own."""
         backbone = self.backbone(models)
         if backbone.embed is None:
             rows = target.schedule.embed(target.ops, models.target.embed, tokens)
@@ -170,11 +170,11 @@ class DFlash(OneKind):
         return jnp.where((tokens == self.config.mask_token_id)[..., None], backbone.mask.astype(rows.dtype), rows)
 
     def caches(self, state: DecodeState) -> tuple[Any, ...]:
-        """The keys and values of the context, layer by layer."""
+        """Returns the KV caches of the context, one per layer."""
         return state.draft_cache
 
     def backbone(self, models: Models) -> DFlashParams:
-        """The parameters that make the context."""
+        """Returns the parameters that compute the context."""
         return dflash.backbone_of(models.drafter)
 
     def run_block(self, models: Models, *block: Any) -> Array:
@@ -194,7 +194,7 @@ class DFlash(OneKind):
         return replace(state, draft_cache=self.appended(models, state, features, start, stop))
 
     def features(self, target: Target, models: Models, taps: tuple[Array, ...]) -> Float[Array, "B T H"]:
-        """One feature for each position that was tapped."""
+        """Returns one feature for each tapped position."""
         taps = dflash.normal_taps(self.config, target.ops, taps, Norm(models.target.norm, target.config.rms_norm_eps))
         wanted = [tap.astype(DTYPES[self.dtype]) for tap in taps]
         return dflash.context_features(self.config, self.ops, self.backbone(models), wanted)
@@ -207,7 +207,7 @@ class DFlash(OneKind):
         start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> tuple[Any, ...]:
-        """The caches with the keys and values of positions `start` to `stop - 1`, from the features at `start` onwards."""
+        """Appends the keys and values of positions `start` to `stop - 1`, computed from the features from `start` on."""
         positions = block_positions(start, features.shape[1])
         new = dflash.context_kv(self.config, self.ops, self.backbone(models), features, positions)
         pairs = zip(self.caches(state), new, strict=True)

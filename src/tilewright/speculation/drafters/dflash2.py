@@ -1,4 +1,4 @@
-"""Drafting with DFlash 2: one pass, then a walk through each slot's candidates."""
+"""Drafting with DFlash 2: one pass, then a walk over each slot's candidates."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from tilewright.speculation.drafters.walking import Candidates, Walking
 
 @dataclass(frozen=True)
 class DFlash2(Walking):
-    """DFlash drafter with convolutions along the block, and a selector that scores pairs of neighbours (DFlash 2)."""
+    """DFlash drafter with convolutions along the block, and a selector that scores pairs of neighbouring tokens (DFlash 2)."""
 
     config: DFlash2Config
 
@@ -24,15 +24,15 @@ class DFlash2(Walking):
 
     @cached_property
     def declared(self) -> Any:
-        return self.with_own_head(dflash2.declare(self.config))
+        return self.with_separate_head(dflash2.declare(self.config))
 
     def run_block(self, models: Models, *block: Any) -> Array:
         return convolution.run_block(self.config, self.ops, models.drafter, *block)
 
     def candidates(
-        self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
+        self, target: Target, models: Models, state: DecodeState, last: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
         drafted, tokens, logits = self.head_top_k(target, models, hidden, self.config.selector_top_k)
         scaled = dflash2.scaled_logits(self.config, logits.astype(jnp.float32))
-        scores = dflash2.transition_scores(self.ops, models.drafter.selector, hidden, known, drafted, scaled, tokens)
+        scores = dflash2.transition_scores(self.ops, models.drafter.selector, hidden, last, drafted, scaled, tokens)
         return Candidates(tokens, scores)

@@ -1,4 +1,4 @@
-"""Drafting with DSpark: one pass in which slot 0 drafts too, then a walk in which its serial head has a say."""
+"""Drafting with DSpark: one pass in which slot 0 drafts too, then a walk scored by a serial head."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from tilewright.speculation.drafters.walking import Candidates, Walking
 
 @dataclass(frozen=True)
 class DSpark(Walking):
-    """DFlash drafter with a serial head, of which the most likely tokens of each slot are asked (DSpark)."""
+    """DFlash drafter with a serial head that scores the most likely tokens of each slot (DSpark)."""
 
     config: DSparkConfig
 
@@ -24,15 +24,15 @@ class DSpark(Walking):
 
     @cached_property
     def declared(self) -> Any:
-        return self.with_own_head(dspark.declare(self.config))
+        return self.with_separate_head(dspark.declare(self.config))
 
     def run_block(self, models: Models, *block: Any) -> Array:
         return dflash.run_block(self.config, self.ops, models.drafter.backbone, *block)
 
     def candidates(
-        self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
+        self, target: Target, models: Models, state: DecodeState, last: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
         drafted, tokens, logits = self.head_top_k(target, models, hidden, self.config.candidate_top_k)
         serial = models.drafter.selector
-        scores = dflash2.transition_scores(self.ops, serial, hidden, known, drafted, logits.astype(jnp.float32), tokens)
+        scores = dflash2.transition_scores(self.ops, serial, hidden, last, drafted, logits.astype(jnp.float32), tokens)
         return Candidates(tokens, scores)

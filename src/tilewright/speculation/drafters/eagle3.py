@@ -1,4 +1,4 @@
-"""Drafting with EAGLE-3: a chain of single steps, all in one round (arXiv 2503.01840)."""
+"""Drafting with EAGLE-3: a chain of single steps within one round (arXiv 2503.01840)."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from tilewright.kernels import select
+from tilewright.kernels.masks import AttentionMask
 from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import eagle3
 from tilewright.models.eagle3 import Eagle3Config
@@ -17,16 +18,16 @@ from tilewright.models.params import DTYPES, ArraySpec, Dtype
 from tilewright.runtime.cache import KVCache
 from tilewright.runtime.interfaces import OneKind, Proposal
 from tilewright.runtime.layout import Layout
-from tilewright.runtime.state import DecodeState, Models, Target, block_positions, known_token
+from tilewright.runtime.state import DecodeState, Models, Target, block_positions, last_token
 from tilewright.speculation.drafters import base
 
 
 class Eagle3Context(NamedTuple):
-    """Context that the chain starts from.
+    """Context at the start of a chain.
 
     Attributes:
-        keys: keys and values of all pairs (see `models/eagle3.py`) before the last one, and that one's too.
-        feature: of the position before the known token, `[B, 1, H]`.
+        keys: keys and values of all (feature, token) pairs up to the last token (see `models/eagle3.py`).
+        feature: feature of the position before the last token, `[B, 1, H]`.
     """
 
     keys: KVCache
@@ -38,11 +39,11 @@ class Eagle3(OneKind):
     """Drafter that proposes a chain, one token after another (EAGLE-3).
 
     Attributes:
-        config: the drafter's.
-        block_size: tokens in a block, the known one included: the chain has one step fewer.
-        window: how many of the last positions the context keeps; None keeps all.
-        dtype: of the drafter's weights and activations.
-        ops: what its parameters were prepared for.
+        config: configuration of the drafter.
+        block_size: tokens in a block, the last token included; the chain has `block_size - 1` steps.
+        window: number of last positions in the context; None keeps all.
+        dtype: dtype of the drafter's weights and activations.
+        ops: operations that the parameters were prepared for.
     """
 
     config: Eagle3Config
@@ -69,42 +70,43 @@ class Eagle3(OneKind):
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         config = self.config
-        own = DTYPES[self.dtype]
-        (keys,) = layout.caches(self.ops, 1, config.num_kv_heads, config.head_dim, own, self.window)
-        return Eagle3Context(keys, jnp.zeros((layout.batch, 1, config.hidden_size), own))
+        precision = DTYPES[self.dtype]
+        (keys,) = layout.caches(self.ops, 1, config.num_kv_heads, config.head_dim, precision, self.window)
+        return Eagle3Context(keys, jnp.zeros((layout.batch, 1, config.hidden_size), precision))
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        own = models.drafter.embed  # which is whole on every device
-        if own is None:
+        table = models.drafter.embed  # replicated on every device
+        if table is None:
             return target.schedule.embed(target.ops, models.target.embed, tokens).astype(DTYPES[self.dtype])
-        return self.ops.gather_rows(own, tokens).astype(DTYPES[self.dtype])
+        return self.ops.gather_rows(table, tokens).astype(DTYPES[self.dtype])
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        """Drafts token after token: each step reads its own output of the step before, and the token drafted there."""
+        """Drafts one token after another. Each step reads the hidden state and the token of the step before."""
         context: Eagle3Context = state.draft_cache
-        visible = context.keys.visible(state.known)[:, None]
-        # A row of a single token has no pair yet, whatever its context held for another request.
-        token = known_token(state)
-        h = jnp.where(state.known[:, None, None] > 0, context.feature, 0)
+        visible = context.keys.visible(state.last_position)[:, None]
+        # A row of a single token has no pair yet; its slot may still hold another request's context.
+        token = last_token(state)
+        h = jnp.where(state.last_position[:, None, None] > 0, context.feature, 0)
         block = [token]
         chain = []
         for step in range(self.block_size - 1):
 
             def attend(projection: Projection, heads: Heads, first: bool = step == 0) -> Array:
                 q, k, v = self.ops.heads(projection, heads)
-                if not first:  # of the first step, its own pair is in the context already
+                if not first:  # the first pair is already in the context
                     chain.append((k, v))
-                own = None
+                block_kv = None
                 if chain:
                     keys, values = zip(*chain, strict=True)
-                    own = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
-                return context.keys.attend(self.ops, q, visible, own).reshape(*q.shape[:2], -1)
+                    block_kv = jnp.concatenate(keys, axis=2), jnp.concatenate(values, axis=2)
+                mask = AttentionMask(visible, None if block_kv is None else "full")
+                return context.keys.attend(self.ops, q, mask, block_kv).reshape(*q.shape[:2], -1)
 
-            positions = state.known[:, None] - 1 + step
+            positions = state.last_position[:, None] - 1 + step
             h = eagle3.step(self.config, self.ops, models.drafter, h, self.embed(target, models, token), positions, attend)
             token = eagle3.choose(self.config, self.ops, models.drafter, h)
             block.append(token)
-        return Proposal(jnp.concatenate(block, axis=1), jnp.full(state.known.shape, self.block_size - 1, jnp.int32))
+        return Proposal(jnp.concatenate(block, axis=1), jnp.full(state.last_position.shape, self.block_size - 1, jnp.int32))
 
     def extend(
         self,

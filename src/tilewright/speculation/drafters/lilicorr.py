@@ -1,4 +1,4 @@
-"""Drafting with LiLiCorr: one pass, a small transformer over each slot's candidates, and a walk through them."""
+"""Drafting with LiLiCorr: one pass, a small transformer over each slot's candidates, then a walk."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,11 +21,11 @@ from tilewright.speculation.drafters.walking import Candidates, Walking
 
 
 class LilicorrContext(NamedTuple):
-    """Context that a block is drafted from.
+    """Context of a block.
 
     Attributes:
-        caches: keys and values of the positions before the known token, layer by layer.
-        feature: of the last of these positions, the anchor, `[B, 1, H]`.
+        caches: keys and values of the positions before the last token, one cache per layer.
+        feature: feature of the anchor, the position before the last token, `[B, 1, H]`.
     """
 
     caches: tuple[Any, ...]
@@ -34,7 +34,7 @@ class LilicorrContext(NamedTuple):
 
 @dataclass(frozen=True)
 class LiLiCorr(Walking):
-    """DFlash drafter that asks a small transformer which candidates of neighbouring slots go together (LiLiCorr)."""
+    """DFlash drafter with a small transformer that scores pairs of neighbouring candidates (LiLiCorr)."""
 
     config: LiLiCorrConfig
 
@@ -42,7 +42,7 @@ class LiLiCorr(Walking):
 
     @cached_property
     def declared(self) -> Any:
-        return self.with_own_head(lilicorr.declare(self.config))
+        return self.with_separate_head(lilicorr.declare(self.config))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> LilicorrContext:
         feature = jnp.zeros((layout.batch, 1, self.config.hidden_size), DTYPES[self.dtype])
@@ -70,7 +70,7 @@ class LiLiCorr(Walking):
         )
 
     def candidates(
-        self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
+        self, target: Target, models: Models, state: DecodeState, last: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
         logits = self.head_logits(target, models, hidden)
         vocab = self.backbone(models).vocab
@@ -79,8 +79,8 @@ class LiLiCorr(Walking):
         log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         flat = tokens.reshape(tokens.shape[0], -1)
         embedded = self.embed(target, models, flat)
-        # A row of a single token has no anchor, whatever its context held for another request.
-        anchored = state.known > 0
+        # A row of a single token has no anchor; its slot may still hold another request's context.
+        anchored = state.last_position > 0
         feature = jnp.where(anchored[:, None], state.draft_cache.feature[:, 0], 0)
         scores = lilicorr.transition_scores(
             self.config,

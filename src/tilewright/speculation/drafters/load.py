@@ -1,4 +1,4 @@
-"""From what a user names to a drafter and its parameters."""
+"""Loads drafters and their parameters from names, folders and hub ids."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from tilewright.models.drafter_layouts import as_published, is_alongside, plain_
 from tilewright.models.kinds import check_kind
 from tilewright.models.params import DTYPES, ArraySpec, Dtype, matrix, spec_leaves
 from tilewright.models.quantised import quantised_layout
-from tilewright.models.stored import finite, read_headers
+from tilewright.models.stored import is_finite, read_headers
 from tilewright.runtime.interfaces import Drafter
 from tilewright.speculation.drafters.blockwise import Blockwise
 from tilewright.speculation.drafters.dflash import DFlash
@@ -30,15 +30,15 @@ from tilewright.speculation.drafters.walking import Walk
 
 NGRAM = "ngram"
 DRAFTERS = (NGRAM, *hub.NAMED_DRAFTERS)
-"""Names that stand for drafters."""
+"""Names of packaged drafters."""
 AUTO = ("auto", "auto-inexact")
-"""Block sizes that are chosen round by round; see `language_model.load`."""
+"""Block sizes that the policy chooses round by round; see `language_model.load`."""
 WALKERS = "a DFlash 2, DSpark or LiLiCorr drafter"
 
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """Options of a drafter; None leaves one to the drafter. Named as in `language_model.load`."""
+    """Options of a drafter, named as in `language_model.load`. None means the drafter's default."""
 
     block_size: int | str | None = None
     draft_window: int | None = None
@@ -48,7 +48,7 @@ class DrafterOptions:
     revision: str | None = None
 
     def check(self, drafter: str | None) -> None:
-        """Raises a `ValueError` that names an option which does not go with the drafter."""
+        """Raises a `ValueError` that names an option which the drafter does not take."""
         if isinstance(self.block_size, str) and self.block_size not in AUTO:
             raise ValueError(f"expected a block size, {' or '.join(AUTO)}, found {self.block_size!r}")
         if isinstance(self.block_size, str) and drafter is None:
@@ -69,14 +69,14 @@ class DrafterOptions:
             raise ValueError(f"a walk needs {WALKERS}; {kind}")
 
     def fitting(self, drafter: str | None) -> "DrafterOptions":
-        """Those of the options that a drafter takes, for callers that give several drafters the same options."""
+        """Returns the options that a drafter takes, for callers that give several drafters the same options."""
         if drafter not in (None, "none", NGRAM):
             return self
         return DrafterOptions(block_size=self.block_size)
 
 
 def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -> None:
-    """Raises a `ValueError` if options do not go with the drafter, or of several drafters with none."""
+    """Raises a `ValueError` if the drafter, or every one of several drafters, rejects an option."""
     if source is None or isinstance(source, str):
         options.check(source)
         return
@@ -91,14 +91,14 @@ def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -
 def load_drafter(
     source: str | None, target: DecoderConfig, dtype: str, options: DrafterOptions, console: Console | None
 ) -> tuple[Drafter | None, Any]:
-    """Reads a drafter and checks that it fits the target. Returns it with its parameters.
+    """Loads a drafter and checks that it fits the target. Returns the drafter and its parameters.
 
     Args:
-        source: a folder, a Hugging Face id or "ngram"; None for no drafter, which with a block size is block-wide decoding.
-        dtype: of the drafter, unless the options name another.
+        source: folder, Hugging Face id or "ngram". None with a block size is block-wide decoding, without one no drafter.
+        dtype: dtype of the drafter, unless the options name another.
     """
     size = options.block_size
-    assert not isinstance(size, str), "whoever chooses round by round loads drafters as wide as they are"
+    assert not isinstance(size, str), "callers that choose widths per round load drafters at full width"
     if source is None:
         return (None if size is None else Blockwise(size)), None
     if source == NGRAM:
@@ -118,20 +118,20 @@ def load_drafter(
         config, params = eagle3.load(folder, target, DTYPES[precision], console)
         return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
     config, params = load_dflash(folder, fields, target, precision, console)
-    how = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
+    settings = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
     walk: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
-    return kind.drafter(config, *how, **walk), params
+    return kind.drafter(config, *settings, **walk), params
 
 
 class Kind(NamedTuple):
-    """Kind of drafter around DFlash's backbone, which drafts a block in one pass.
+    """Kind of drafter with DFlash's backbone, which drafts a block in one pass.
 
     Attributes:
-        declares: whether a `config.json` declares it.
-        model: the module that reads its configuration and declares its arrays.
-        drafter: the class that drafts with them.
-        rename: from a stored tensor's name, as `drafter_layouts.plain_name` gives it, to the declared one.
-        ignore: whether a tensor of such a name is passed over.
+        declares: returns True for a `config.json` of this kind.
+        model: module that reads the configuration and declares the arrays.
+        drafter: drafter class.
+        rename: maps a stored tensor's name (see `drafter_layouts.plain_name`) to the declared name.
+        ignore: returns True for stored tensors that are not read.
     """
 
     declares: Callable[[Mapping[str, Any]], bool]
@@ -141,11 +141,11 @@ class Kind(NamedTuple):
     ignore: Callable[[str], bool] = lambda name: False
 
     def declared_name(self, name: str) -> str:
-        """The declared name of a stored tensor."""
+        """Returns the declared name of a stored tensor."""
         return self.rename(plain_name(name))
 
     def passes_over(self, name: str) -> bool:
-        """True for a stored tensor that is not read."""
+        """Returns True for a stored tensor that is not read."""
         return is_alongside(name) or self.ignore(plain_name(name))
 
 
@@ -156,11 +156,11 @@ KINDS = (
     Kind(lilicorr.is_lilicorr, lilicorr, LiLiCorr),
     DFLASH,
 )
-"""The first that a configuration declares; DFlash's own reader says what is wrong with one that declares none."""
+"""Kinds in order of precedence. DFlash comes last: its reader reports what is wrong with any other configuration."""
 
 
 def block_kind(fields: Mapping[str, Any]) -> Kind:
-    """The kind that a `config.json` declares, of DFlash's."""
+    """Returns the kind of drafter that a `config.json` declares."""
     published = as_published(fields, checkpoint.CONFIG)
     return next(kind for kind in KINDS if kind.declares(published))
 
@@ -168,11 +168,10 @@ def block_kind(fields: Mapping[str, Any]) -> Kind:
 def load_dflash(
     folder: Path, fields: Mapping[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
 ) -> tuple[Any, Any]:
-    """Reads a drafter of one of DFlash's kinds: its configuration, and its parameters.
+    """Loads the configuration and the parameters of a drafter of one of DFlash's kinds.
 
     Raises:
-        ValueError: all that is wrong with its fields, and all that keeps it from fitting the target; or, where its fields can
-            be read, all of the latter, and all tensors that do not fit.
+        ValueError: lists all wrong fields; with readable fields, all tensors and fields that do not fit the target.
     """
     fields = as_published(fields, str(folder / checkpoint.CONFIG))
     kind = block_kind(fields)
@@ -190,7 +189,7 @@ def load_dflash(
         problems.insert(0, str(error))
     if params is None or problems:
         raise ValueError("; ".join(problems))
-    return dflash.scaled_values(config, params)
+    return dflash.fold_value_scale(config, params)
 
 
 HEAD = "lm_head.weight"
@@ -200,31 +199,33 @@ MASK_FILE = "mask_embedding.pt"
 
 
 def with_stored(folder: Path, kind: Kind, config: Any) -> Any:
-    """The configuration, with what only the checkpoint's tensors say: what it has of its own in the target's place."""
+    """Adds to the configuration which tensors the checkpoint has in place of the target's."""
     names = {kind.declared_name(tensor.name) for tensor in read_headers(checkpoint.weight_files(folder))}
-    own = {"own_embedding": EMBEDDING in names, "own_head": HEAD in names}
+    stored = {"own_embedding": EMBEDDING in names, "own_head": HEAD in names}
     if config.draft_vocab_size is None and "d2t" in names:
-        own |= {"draft_vocab_size": config.vocab_size}
-    return replace(config, **own, mask_embedding=MASK in names or (folder / MASK_FILE).is_file())
+        stored |= {"draft_vocab_size": config.vocab_size}
+    return replace(config, **stored, mask_embedding=MASK in names or (folder / MASK_FILE).is_file())
 
 
 def load_tensors(
     folder: Path, kind: Kind, config: dflash.DFlashConfig, dtype: Dtype, console: Console | None, quantisation: Any = None
 ) -> Any:
-    """The arrays of a drafter, and its draft vocabulary.
+    """Loads the arrays of a drafter and its draft vocabulary.
 
     Args:
-        quantisation: the `quantization_config` of its `config.json`; its matrices are dequantised.
+        quantisation: `quantization_config` of the drafter's `config.json`. Quantised matrices are dequantised.
     """
-    own = (*draft_vocab.MAPS, MASK)
+    separate = (*draft_vocab.MAPS, MASK)  # loaded below
     precision = DTYPES[dtype]
 
     def ignore(name: str) -> bool:
         plain = kind.declared_name(name)
-        return kind.passes_over(name) or (plain in own and (plain == MASK or config.has_head))
+        return kind.passes_over(name) or (plain in separate and (plain == MASK or config.has_head))
 
     declared = dflash.with_backbone(kind.model.declare(config), mask=None)
-    head = matrix(HEAD, config.hidden_size, config.proposed, ("hidden", "vocab"), kind="head") if config.own_head else None
+    head = (
+        matrix(HEAD, config.hidden_size, config.num_proposable, ("hidden", "vocab"), kind="head") if config.own_head else None
+    )
     tables, declared = whole_tables(folder, kind, config, declared)
     params, head = checkpoint.load_params(
         folder,
@@ -237,7 +238,7 @@ def load_tensors(
     )
     if config.has_head:
         maps = checkpoint.load_stored(folder, draft_vocab.MAPS, kind.declared_name)
-        ids = draft_vocab.target_ids_from_maps(config.proposed, config.vocab_size, maps, str(folder))
+        ids = draft_vocab.target_ids_from_maps(config.num_proposable, config.vocab_size, maps, str(folder))
         params = jax.tree.map(lambda spec, array: array[ids] if spec.name in tables else array, declared, params)
         params = dflash.with_vocab(params, draft_vocab.DraftVocab(jnp.asarray(ids), head))
     if config.mask_embedding:
@@ -246,15 +247,15 @@ def load_tensors(
 
 
 def whole_tables(folder: Path, kind: Kind, config: dflash.DFlashConfig, declared: Any) -> tuple[set[str], Any]:
-    """Tables that have a row for each token that can be proposed, but are stored with one for each of the target's.
+    """Finds tables of the draft vocabulary that are stored with one row for each token of the target.
 
     Returns:
-        their names, and the declaration with them as they are stored.
+        The tables' names, and the declaration with their stored shapes.
     """
     stored = {kind.declared_name(each.name): each.shape for each in read_headers(checkpoint.weight_files(folder))}
 
     def is_whole(spec: ArraySpec) -> bool:
-        rows = spec.kind == "embedding" and spec.shape[0] == config.proposed < config.vocab_size
+        rows = spec.kind == "embedding" and spec.shape[0] == config.num_proposable < config.vocab_size
         return rows and stored.get(spec.name) == (config.vocab_size, *spec.shape[1:])
 
     names = {spec.name for spec in spec_leaves(declared) if is_whole(spec)}
@@ -263,10 +264,10 @@ def whole_tables(folder: Path, kind: Kind, config: dflash.DFlashConfig, declared
 
 
 def mask_embedding(folder: Path, kind: Kind, config: dflash.DFlashConfig) -> np.ndarray:
-    """Embedding of the mask token, from the checkpoint's tensors or the file beside them.
+    """Reads the embedding of the mask token from the checkpoint's tensors or the file beside them.
 
     Raises:
-        ValueError: that file is none that `torch.save` wrote, is for another token, or has another size.
+        ValueError: the file was not written by `torch.save`, is for another token, or has another size.
     """
     found = checkpoint.load_stored(folder, (MASK,), kind.declared_name).get(MASK)
     where = f"{folder}: {MASK}" if found is not None else str(folder / MASK_FILE)
@@ -279,7 +280,7 @@ def mask_embedding(folder: Path, kind: Kind, config: dflash.DFlashConfig) -> np.
             if token != config.mask_token_id:
                 raise ValueError(f"{where} is for token {token}, but mask_token_id is {config.mask_token_id}")
     size = config.hidden_size
-    if not isinstance(found, np.ndarray) or found.size != size or not finite(found := found.astype(np.float32)):
+    if not isinstance(found, np.ndarray) or found.size != size or not is_finite(found := found.astype(np.float32)):
         shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else repr(found)
         raise ValueError(f"{where}: expected {size} finite numbers, found {shown}")
     return found.reshape(size)

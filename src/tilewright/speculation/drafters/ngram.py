@@ -1,6 +1,6 @@
-"""Drafting without a model: what followed the last few tokens where they came before (prompt lookup).
+"""Drafting without a model: the tokens that followed an earlier occurrence of the last tokens (prompt lookup).
 
-The matching itself is `longest_suffix_match`; no weights, no context, no host.
+`longest_suffix_match` runs on the device. The drafter has no weights and no context.
 """
 
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from jaxtyping import Int, Int32
 
 from tilewright.runtime.interfaces import OneKind, Proposal
 from tilewright.runtime.layout import Layout
-from tilewright.runtime.state import DecodeState, Models, Target, known_token
+from tilewright.runtime.state import DecodeState, Models, Target, last_token
 from tilewright.speculation.drafters import base
 
 
 @dataclass(frozen=True)
 class NGram(OneKind):
-    """Proposes what followed the longest n-gram that the text now ends with, at its earliest place; nothing if it is new.
+    """Proposes the continuation of the longest n-gram that ends the text and occurred before; nothing if there is none.
 
     Attributes:
-        block_size: tokens in a block, the known one included.
-        min_n, max_n: the lengths of n-gram that are tried.
-        may_be_idle: a round in which no row has a proposal is a plain step of one row. False runs the whole block then too:
-            where a block and a single row round differently, only that commits the tokens of a block-wide program.
+        block_size: tokens in a block, the last token included.
+        min_n, max_n: shortest and longest n-gram that are matched.
+        may_be_idle: True runs a decode step of one token in rounds without a proposal. False runs the whole block: where a
+            block and a single token round differently, only this commits the tokens of a block-wide program.
     """
 
     block_size: int = 16
@@ -50,8 +50,8 @@ class NGram(OneKind):
         return ()
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        drafts, count = longest_suffix_match(state.tokens, state.known, self.min_n, self.max_n, self.block_size - 1)
-        return Proposal(jnp.concatenate([known_token(state), drafts], axis=1), count)
+        drafts, count = longest_suffix_match(state.tokens, state.last_position, self.min_n, self.max_n, self.block_size - 1)
+        return Proposal(jnp.concatenate([last_token(state), drafts], axis=1), count)
 
     def extend(
         self,
@@ -66,25 +66,24 @@ class NGram(OneKind):
 
 
 def longest_suffix_match(
-    tokens: Int[Array, "B L"], known: Int[Array, " B"], min_n: int, max_n: int, k: int
+    tokens: Int[Array, "B L"], last_position: Int[Array, " B"], min_n: int, max_n: int, k: int
 ) -> tuple[Int32[Array, "B {k}"], Int32[Array, " B"]]:
-    """Finds where the end of each row came before, and returns what followed it there.
+    """Finds an earlier occurrence of each row's last n-gram and returns the tokens that followed.
 
-    The end is the longest n-gram with n from `min_n` to `max_n` that `tokens[: known + 1]` ends with and that also stands
-    earlier in it (the two may overlap); of several places the earliest is taken, as vLLM's n-gram proposer does. Comparing the
-    buffer with itself shifted costs `max_n` passes over it, whatever the tokens are.
+    The n-gram is the longest suffix of `tokens[: last_position + 1]` with `min_n` to `max_n` tokens that also occurs earlier
+    in the row (the two may overlap). Of several occurrences the earliest counts, as in vLLM's n-gram proposer. The cost is
+    `max_n` passes over the buffer, independent of the tokens.
 
     Args:
-        tokens: entries beyond `known` are not read.
-        known: position of each row's last token.
-        k: the most tokens to return.
+        tokens: entries beyond `last_position` are ignored.
+        last_position: position of each row's last token.
+        k: maximum number of tokens to return.
 
     Returns:
-        the tokens that followed, up to the one at `known`, with zeros behind them, and how many they are: 0 where nothing
-        matched, else from 1 to k.
+        The tokens that followed, up to `last_position`, padded with zeros, and their number: 0 without a match, else 1 to k.
 
     Raises:
-        ValueError: not 1 <= min_n <= max_n, or k below 1.
+        ValueError: min_n < 1, max_n < min_n, or k < 1.
     """
     if not 1 <= min_n <= max_n:
         raise ValueError(f"expected n-gram lengths with 1 <= min_n <= max_n, found min_n {min_n} and max_n {max_n}")
@@ -92,8 +91,8 @@ def longest_suffix_match(
         raise ValueError(f"expected at least 1 token to propose, found {k}")
     size = tokens.shape[1]
     place = jnp.arange(size)[None]
-    last = known[:, None]
-    # length[b, i]: how many tokens that end at i are those that end at the row's last one, counted up to max_n.
+    last = last_position[:, None]
+    # length[b, i]: length of the common suffix of tokens[: i + 1] and the row, up to max_n.
     length = jnp.zeros(tokens.shape, jnp.int32)
     same = place < last
     for back in range(min(max_n, size)):

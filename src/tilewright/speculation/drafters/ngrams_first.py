@@ -1,7 +1,6 @@
-"""Drafting with n-grams where the text repeats itself, and with a model elsewhere, row by row in one round.
+"""Drafting with n-grams where the text repeats itself, and with a model elsewhere, row by row within one round.
 
-So a round has the better of two drafters without anybody choosing between them. SuffixDecoding (arXiv 2411.04975) is paired
-with a model in the same way, by a score of its suffixes.
+SuffixDecoding (arXiv 2411.04975) is paired with a model in the same way, by a score of its suffixes.
 """
 
 from collections.abc import Iterable
@@ -23,14 +22,14 @@ from tilewright.speculation.drafters.ngram import NGram
 
 @dataclass(frozen=True)
 class NGramsFirst(OneKind):
-    """Drafter that proposes what n-grams find, and in rows where they find nothing what another drafter proposes.
+    """Drafter that proposes n-gram matches, and another drafter's block in rows without a match.
 
-    The other one's pass is left out of rounds in which no row needs it. Its context is extended in each.
+    A round in which every row has a match skips the other drafter's pass. Every round extends the other drafter's context.
 
     Attributes:
-        other: a drafter with weights.
-        block_size: tokens in a block, the known one included; at most the other drafter's.
-        ngram: finds n-grams; its own block size does not count.
+        other: drafter with weights.
+        block_size: tokens in a block, the last token included; at most the other drafter's block size.
+        ngram: n-gram drafter. Its block size is ignored.
     """
 
     other: Any
@@ -80,13 +79,14 @@ class NGramsFirst(OneKind):
         found = found._replace(from_ngrams=~new)
 
         def drafted() -> Proposal:
-            own = other.propose(target, models, state)
-            return Proposal(jnp.where(new[:, None], own.block, found.block), jnp.where(new, own.drafts, found.drafts), ~new)
+            learnt = other.propose(target, models, state)
+            block = jnp.where(new[:, None], learnt.block, found.block)
+            return Proposal(block, jnp.where(new, learnt.drafts, found.drafts), ~new)
 
         if not target.loops:
             return drafted()
-        # A branch that changes nothing of what it reads, so that XLA:CPU copies no cache for it. A loop of one turn or none
-        # would not do: XLA moves out of it what does not depend on the turn, which is the whole pass.
+        # The branch changes none of its inputs, so XLA:CPU copies no cache for it. A loop of at most one iteration would not
+        # do: XLA hoists loop-invariant work out of a loop, which here is the whole pass.
         return jax.lax.cond(jnp.any(new), drafted, lambda: found)
 
     def extend(
@@ -102,7 +102,7 @@ class NGramsFirst(OneKind):
 
 
 def ngrams_first(drafters: Iterable[Any]) -> tuple[Any, ...]:
-    """Drafters that take turns, those with weights behind the n-grams, if these are among them."""
+    """Puts n-grams before every drafter with weights, if n-grams are among the drafters."""
     drafters = tuple(drafters)
     ngram = next((drafter for drafter in drafters if isinstance(drafter, NGram)), None)
     if ngram is None:

@@ -1,7 +1,7 @@
-"""Drafting by a walk through each slot's best candidates, which DFlash 2 and what came after it have in common.
+"""Drafting by a walk over each slot's best candidates, the common part of DFlash 2, DSpark and LiLiCorr.
 
-Such a drafter takes the K most likely tokens of each slot, says of any two neighbours how well they go together, and goes from
-slot to slot. What it says, and of what, is each drafter's own.
+Such a drafter takes the K most likely tokens of each slot, scores pairs of neighbouring candidates, and chooses slot by slot.
+Each drafter computes its scores in its own way.
 """
 
 from abc import ABC, abstractmethod
@@ -18,17 +18,17 @@ from tilewright.runtime.state import DecodeState, Models, Target, block_position
 from tilewright.speculation.drafters.dflash import DFlash
 
 Walk = Literal["greedy", "sampled"]
-"""How a candidate is taken: the best one, or one that is drawn at the row's temperature, unless that is 0, with the noise that
-the target draws with there (see `noise.py`). The output is the same: drafts only decide how many tokens a round commits."""
+"""Choice of a candidate: the best one, or a sample at the row's temperature, drawn with the target's noise at that position
+(see `runtime/noise.py`). The output is the same; only the number of tokens that a round commits differs."""
 
 
 class Candidates(NamedTuple):
     """Candidates of a block.
 
     Attributes:
-        tokens: of every slot that drafts, by the target's ids, the most likely first, `[B, L, K]`.
-        scores: of each slot's candidates after each of the slot before, float32 `[B, L, K, K]`; of the first slot's after the
-            known token, whatever the row.
+        tokens: candidates of every drafting slot as ids of the target, most likely first, `[B, L, K]`.
+        scores: score of each slot's candidate after each candidate of the slot before, float32 `[B, L, K, K]`. The first
+            slot's candidates follow the last token, so all its rows are equal.
     """
 
     tokens: Array
@@ -37,39 +37,39 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True)
 class Walking(DFlash, ABC):
-    """Base of DFlash drafters that walk through each slot's best candidates.
+    """Base class of DFlash drafters that walk over each slot's best candidates.
 
     Attributes:
-        walk: how a candidate is taken.
+        walk: choice of a candidate.
     """
 
     walk: Walk = "sampled"
 
     @abstractmethod
     def candidates(
-        self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
+        self, target: Target, models: Models, state: DecodeState, last: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
-        """The candidates of a block.
+        """Returns the candidates of a block.
 
         Args:
-            known: the tokens that the blocks begin with.
-            hidden: of the slots, normalised, as the head reads it.
+            last: last token of each row, the first of its block.
+            hidden: normalised hidden states of the slots, the head's input.
         """
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
-        """One pass, and a walk over every slot that drafts."""
+        """Runs one pass and a walk over every drafting slot."""
         hidden = self.hidden(target, models, state, block)
         tokens, scores = self.candidates(target, models, state, block[:, 0], hidden)
         if self.walk == "greedy":
             return dflash2.walk(scores, tokens)
-        positions = block_positions(state.known + 1, tokens.shape[1])
+        positions = block_positions(state.last_position + 1, tokens.shape[1])
         noise = gumbel(jnp.asarray(state.sampling.key), positions, tokens)
         return dflash2.walk(scores, tokens, state.sampling.temperature, noise)
 
     def head_top_k(
         self, target: Target, models: Models, hidden: Float[Array, "B L H"], k: int
     ) -> tuple[Int[Array, "B L {k}"], Int[Array, "B L {k}"], Float[Array, "B L {k}"]]:
-        """Each slot's `k` most likely tokens: their draft ids, the target's ids of them, and their logits."""
+        """Returns the `k` most likely tokens of each slot: ids of the draft vocabulary, ids of the target, logits."""
         vocab = self.backbone(models).vocab
         if vocab is not None:
             drafted, logits = self.ops.head_top_k(hidden, vocab.head, k)
@@ -81,7 +81,7 @@ class Walking(DFlash, ABC):
         return tokens, tokens, logits
 
     def head_logits(self, target: Target, models: Models, hidden: Float[Array, "B L H"]) -> Float[Array, "B L W"]:
-        """The logits of all tokens that can be proposed, float32."""
+        """Returns the float32 logits of all tokens of the draft vocabulary."""
         vocab = self.backbone(models).vocab
         head = models.draft_head if vocab is None else vocab.head
         if head is not None:

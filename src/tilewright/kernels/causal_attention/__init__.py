@@ -1,1 +1,0 @@
-"""Causal self-attention of whole sequences, for training: with its gradient."""

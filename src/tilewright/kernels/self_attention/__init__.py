@@ -1,0 +1,1 @@
+"""Self-attention of whole sequences from a joined projection, with its gradient, for training."""
