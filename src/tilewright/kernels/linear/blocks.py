@@ -69,7 +69,7 @@ FORMS: dict[BlockFormat, Form] = {
 }
 """Layouts of all formats, as in `../blocks.h`. "q4_z" has 4 bits and a zero point per block: its lows are negative zero
 points."""
-WIDER: dict[BlockFormat, tuple[BlockFormat, ...]] = {
+WIDER: dict[str, tuple[BlockFormat, ...]] = {
     "q4_0": ("q5_0", "q8_0", "q4_1", "q5_1"),
     "q5_0": ("q8_0", "q5_1"),
     "q4_1": ("q5_1",),
