@@ -58,8 +58,9 @@ from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
-from tilewright.speculation.drafters.load import AUTO, DrafterOptions, check_sources, load_drafter
+from tilewright.speculation.drafters.load import AUTO, SELF, DrafterOptions, check_sources, load_drafter
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
+from tilewright.speculation.drafters.self_diffusion import DRAFT_ADAPTER, SelfDiffusion
 from tilewright.speculation.pacer import CallPacer, EnginePacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.team import Team
@@ -204,11 +205,13 @@ class LanguageModel:
 
         With the CPU kernels, the drafter of a target in its file's quantised format gets blocks of 4 bits, as with "int4".
         """
-        if drafter is None or drafter.dtype is None:
-            return drafter, params
         if isinstance(drafter, NGramsFirst):
             other, params = self.prepared(drafter.other, params)
             return replace(drafter, other=other), params
+        if isinstance(drafter, SelfDiffusion) and DRAFT_ADAPTER in self.adapters:
+            return replace(drafter, adapter=1 + self.adapters.index(DRAFT_ADAPTER)), params
+        if drafter is None or drafter.dtype is None:
+            return drafter, params
         if isinstance(drafter, DFlash):
             if self.placement is None:
                 drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
@@ -633,7 +636,8 @@ def load(
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (for the target) `tokenizer.json`.
             The target may be a GGUF file or a folder with one (extra `gguf`): its tensors are dequantised, or kept quantised. A
-            drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights; several make a team.
+            drafter may be of any kind in `drafters/load.py`; "ngram", which has no weights; or "self", a target that was trained
+            to denoise blocks, with the adapter in its folder `linear_spec_lora` if it has one. Several make a team.
         dtype: dtype of weights and activations, "float32", "bfloat16" or "auto": the checkpoint's dtype, but bfloat16 for
             float16, and float32 on a CPU without this package's kernels.
         weights: format of matrices. "auto" keeps the quantised formats of a file that the CPU kernels read, and `dtype`
@@ -673,6 +677,9 @@ def load(
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
-    adapters = read_adapters(lora or {}, 1 if mesh is None else mesh.size)
+    folders = dict(lora or {})
+    if SELF in ([source] if isinstance(source, str) else source or ()) and (folder / DRAFT_ADAPTER).is_dir():
+        folders.setdefault(DRAFT_ADAPTER, folder / DRAFT_ADAPTER)
+    adapters = read_adapters(folders, 1 if mesh is None else mesh.size)
     lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context, adapters)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

@@ -29,7 +29,16 @@ SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dynamic": (("factor",), ("original_max_position_embeddings",)),
     "yarn": (
         ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"),
+        (
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "finetuned",
+            "llama_4_scaling_beta",
+        ),
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
 }
@@ -66,6 +75,21 @@ class LayerKind:
     softcap: float | None = None
     mixture: Mixture | None = None
     delta: DeltaSizes | None = None
+
+
+@dataclass(frozen=True)
+class MaskedBlocks:
+    """Training of a decoder to denoise blocks too: masks in a block that follows its context, all of which sees all of it.
+
+    Attributes:
+        mask_token_id: token of positions that are not denoised yet.
+        length: positions of a block in training.
+        shifted: a position's logits predict the next token, as in decoding, and not its own.
+    """
+
+    mask_token_id: int
+    length: int
+    shifted: bool = False
 
 
 class RopeFields(NamedTuple):
@@ -131,14 +155,15 @@ class Sizes:
 
 def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     """Returns a scaling's `config.json` fields. LongRoPE's `long` is left out, because it follows from the context."""
-    return {name: value for name, value in vars(scaling).items() if name != "long"}
+    return {name: value for name, value in vars(scaling).items() if name != "long" and value is not None}
 
 
 def with_yarn_context(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a configuration's fields with `max_position_embeddings` extended by YaRN.
 
     Model cards advise adding YaRN for long texts, and often leave `max_position_embeddings` unchanged. A YaRN scaling without
-    `original_max_position_embeddings` leaves the context unchanged.
+    `original_max_position_embeddings` leaves the context unchanged. With a scale of queries (`llama_4_scaling_beta`), the
+    context ends at the original length, up to which the scale is 1.
     """
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
     context = fields.get("max_position_embeddings")
@@ -148,7 +173,8 @@ def with_yarn_context(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     original = scaling.get("original_max_position_embeddings")
     if not (is_number(context) and is_number(factor) and is_number(original)):
         return fields
-    return {**fields, "max_position_embeddings": max(context, round(factor * original))}
+    whole = min(context, original) if scaling.get("llama_4_scaling_beta") else max(context, round(factor * original))
+    return {**fields, "max_position_embeddings": whole}
 
 
 def for_context(config: Any, context: int | None) -> Any:
@@ -300,6 +326,7 @@ class ConfigReader:
             beta_fast=float(given.get("beta_fast") or 32),
             beta_slow=float(given.get("beta_slow") or 1),
             truncate=given.get("truncate") is not False,
+            llama_4_scaling_beta=given.get("llama_4_scaling_beta"),
         )
 
     def _longrope(self, given: Mapping[str, Any]) -> LongRopeScaling | None:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.masks import causal_from
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed, softcapped
-from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_config, with_yarn_context
+from tilewright.models.config import ConfigReader, LayerKind, MaskedBlocks, Rotation, Sizes, text_config, with_yarn_context
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
 from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
 from tilewright.models.family import Family
@@ -48,6 +48,7 @@ class DecoderConfig(Sizes):
         dense_layers: layers with an MLP in a model with experts.
         balance: coefficient of `experts.balancing_loss` in training (`router_aux_loss_coef`).
         delta, delta_layers: the sizes of linear attention, and the layers that use it.
+        masked_blocks: the blocks that the model was also trained to denoise; None for a model that only decodes.
     """
 
     family: str
@@ -68,6 +69,7 @@ class DecoderConfig(Sizes):
     balance: float = 0.001
     delta: DeltaSizes | None = None
     delta_layers: tuple[int, ...] = ()
+    masked_blocks: MaskedBlocks | None = None
 
     def kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer."""
@@ -303,12 +305,15 @@ def declare(config: DecoderConfig, separate_head: bool = False, family: Family |
     head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
     family = family or FAMILIES[config.family]
     layers = (declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers))
-    return DecoderParams(
+    declared = DecoderParams(
         embed=ArraySpec(EMBEDDING, (v, h), ("vocab", "hidden"), "embedding"),
         layers=tuple(with_delta(layer, f"model.layers.{n}", h, family.delta_in_one) for n, layer in enumerate(layers)),
         norm=norm_weight("model.norm.weight", h, offset=family.norm_offset),
         head=head,
     )
+    if not family.stored_prefixes:
+        return declared
+    return jax.tree.map(lambda spec: replace(spec, name=family.stored_name(spec.name)), declared)
 
 
 def prepare(config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:

@@ -108,6 +108,7 @@ class Family:
         delta_in_one: see `delta.declare_delta`.
         yarn_ramp: YaRN's ramp begins and ends at whole dimensions, or between them; GGUF files do not store this.
         pairwise: GGUF files rotate neighbouring entries, where Hugging Face rotates entries i and i + d / 2.
+        stored_prefixes: prefixes of tensor names, each with the prefix that its checkpoints have instead.
     """
 
     name: str
@@ -133,3 +134,11 @@ class Family:
     experts_in_one: ExpertNames | None = None
     output_gate: bool = False
     delta_in_one: bool = False
+    stored_prefixes: tuple[tuple[str, str], ...] = ()
+
+    def stored_name(self, name: str) -> str:
+        """Returns the name that its checkpoints give a tensor."""
+        for prefix, instead in self.stored_prefixes:
+            if name.startswith(prefix):
+                return instead + name.removeprefix(prefix)
+        return name

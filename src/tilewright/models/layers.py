@@ -62,6 +62,8 @@ class YarnScaling:
         beta_fast, beta_slow: rotations within the original length. Dimensions with at least `beta_fast` are kept, those with at
             most `beta_slow` are stretched.
         truncate: the ramp begins and ends at whole dimensions.
+        llama_4_scaling_beta: coefficient of the scale of queries at positions from the original length on; None for no scale.
+            Such positions are not supported, so the context ends there.
     """
 
     factor: float
@@ -71,6 +73,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     rope_type: Literal["yarn"] = "yarn"
+    llama_4_scaling_beta: float | None = None
 
     @staticmethod
     def default_attention_factor(factor: float, mscale: float = 1.0) -> float:

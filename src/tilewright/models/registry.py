@@ -9,6 +9,7 @@ from tilewright.models.families.gpt_oss import GPT_OSS
 from tilewright.models.families.llama import LLAMA
 from tilewright.models.families.mistral import MINISTRAL, MISTRAL
 from tilewright.models.families.mixtral import MIXTRAL
+from tilewright.models.families.nemotron_diffusion import NEMOTRON_DIFFUSION
 from tilewright.models.families.phi3 import PHI3
 from tilewright.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from tilewright.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        NEMOTRON_DIFFUSION,
     )
 }
 """Families by `model_type`. A new family needs a file in `families/` and a line here."""

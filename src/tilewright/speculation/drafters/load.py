@@ -26,10 +26,14 @@ from tilewright.speculation.drafters.dspark import DSpark
 from tilewright.speculation.drafters.eagle3 import Eagle3
 from tilewright.speculation.drafters.lilicorr import LiLiCorr
 from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.drafters.self_diffusion import SelfDiffusion, self_diffusion
 from tilewright.speculation.drafters.walking import Walk
 
-NGRAM = "ngram"
-DRAFTERS = (NGRAM, *hub.NAMED_DRAFTERS)
+NGRAM = NGram.name
+SELF = SelfDiffusion.name
+WITHOUT_FILES = {NGRAM: "n-gram drafting has no weights", SELF: "self-speculation drafts with the target's weights"}
+"""Drafters that are not loaded from files, and why options of weights do not apply to them."""
+DRAFTERS = (*WITHOUT_FILES, *hub.NAMED_DRAFTERS)
 """Names of packaged drafters."""
 AUTO = ("auto", "auto-inexact")
 """Block sizes that the policy chooses round by round; see `language_model.load`."""
@@ -57,9 +61,9 @@ class DrafterOptions:
             raise ValueError(f"expected a drafter dtype among {', '.join(DTYPES)}, found {self.drafter_dtype!r}")
         if self.walk is not None and self.walk not in get_args(Walk):
             raise ValueError(f"expected the walk to be {' or '.join(get_args(Walk))}, found {self.walk!r}")
-        if drafter not in (None, NGRAM):
+        if drafter is not None and drafter not in WITHOUT_FILES:
             return
-        kind = "no drafter was named" if drafter is None else "n-gram drafting has no weights"
+        kind = "no drafter was named" if drafter is None else WITHOUT_FILES[drafter]
         for name, value in (("draft window", self.draft_window), ("drafter dtype", self.drafter_dtype)):
             if value is not None:
                 raise ValueError(f"a {name} needs a drafter with weights; {kind}")
@@ -70,7 +74,7 @@ class DrafterOptions:
 
     def fitting(self, drafter: str | None) -> "DrafterOptions":
         """Returns the options that a drafter takes, for callers that give several drafters the same options."""
-        if drafter not in (None, "none", NGRAM):
+        if drafter not in (None, "none", *WITHOUT_FILES):
             return self
         return DrafterOptions(block_size=self.block_size)
 
@@ -82,8 +86,8 @@ def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -
         return
     if not source:
         raise ValueError("expected at least one drafter, found none")
-    if set(source) == {NGRAM}:
-        options.check(NGRAM)
+    if set(source) <= set(WITHOUT_FILES):
+        options.check(source[0])
     for each in source:
         options.fitting(each).check(each)
 
@@ -94,7 +98,7 @@ def load_drafter(
     """Loads a drafter and checks that it fits the target. Returns the drafter and its parameters.
 
     Args:
-        source: folder, Hugging Face id or "ngram". None with a block size is block-wide decoding, without one no drafter.
+        source: folder, Hugging Face id, "ngram" or "self". None with a block size is block-wide decoding, without one no drafter.
         dtype: dtype of the drafter, unless the options name another.
     """
     size = options.block_size
@@ -103,6 +107,8 @@ def load_drafter(
         return (None if size is None else Blockwise(size)), None
     if source == NGRAM:
         return (NGram() if size is None else NGram(size)), None
+    if source == SELF:
+        return self_diffusion(target, size), None
     precision = cast(Dtype, options.drafter_dtype or dtype)
     folder = hub.resolve(source, options.revision, console, names=DRAFTERS)
     if source in hub.NAMED_TARGETS or is_diffusion(folder) or gguf.gguf_file(folder) is not None:
