@@ -14,7 +14,7 @@ from rich.console import Console
 
 from models.hub_server import HubServer, Repo
 from tilewright.llm import diffusion_model, language_model
-from tilewright.models.hub import resolve
+from tilewright.models.hub import DRAFT_ADAPTER, resolve
 
 OLD = "0" * 39 + "1"
 NEW = "0" * 39 + "2"
@@ -90,6 +90,13 @@ def test_parts_of_a_tokenizer_are_fetched(hub: HubServer):
     files = {name: data for name, data in FILES.items() if name != "tokenizer.json"} | PARTS
     hub.repos["org/model"].commits[NEW] = files | {"tokenization_dream.py": b"code"}
     assert contents(resolve("org/model")) == files
+
+
+def test_the_adapter_for_drafting_is_fetched(hub: HubServer):
+    adapter = {f"{DRAFT_ADAPTER}/adapter_config.json": b"{}", f"{DRAFT_ADAPTER}/adapter_model.safetensors": WEIGHTS}
+    hub.repos["org/model"].commits[NEW] = FILES | REST | adapter | {f"{DRAFT_ADAPTER}/README.md": b"a card"}
+    assert contents(resolve("org/model")) == FILES | adapter
+    assert contents(resolve("org/model", NEW)) == FILES | adapter
 
 
 def test_a_check_comes_before_the_weights(hub: HubServer):

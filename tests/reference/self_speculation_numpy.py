@@ -1,7 +1,7 @@
 """Reference of linear self-speculation in NumPy float64, which tests compare with the engine.
 
-One model drafts a block of masks that all see each other, and verifies the drafts as it decodes. There are no caches: every pass
-starts again from the tokens. Written from the published loop of Nemotron-Labs-Diffusion (arXiv 2607.05722,
+One model drafts a block of masks that all see each other, and verifies the drafts as it decodes. There are no caches: every
+pass starts again from the tokens. Written from the published loop of Nemotron-Labs-Diffusion (arXiv 2607.05722,
 `linear_spec_generate`).
 """
 
@@ -26,7 +26,9 @@ class Model:
     config: Mapping[str, Any]
     tensors: Tensors
 
-    def logits(self, tokens: Sequence[int], visible: NDArray[np.bool_], adapted: "Model | None" = None, first: int = 0) -> Array:
+    def logits(
+        self, tokens: Sequence[int], visible: NDArray[np.bool_], adapted: "Model | None" = None, first: int = 0
+    ) -> Array:
         """Logits `[n, V]`, where token i sees the tokens j with `visible[i, j]`.
 
         Args:

@@ -11,9 +11,10 @@ from reference.self_speculation_numpy import Model, as_folder, random_model, sel
 from tilewright.llm.language_model import load
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import config_to_hf, declare
+from tilewright.models.hub import DRAFT_ADAPTER
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import DrafterOptions
-from tilewright.speculation.drafters.self_diffusion import DRAFT_ADAPTER, SelfDiffusion
+from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
 
 VOCAB = 24
 LENGTHS = (1, 2, 7, 8, 19, 40)
@@ -26,6 +27,15 @@ def with_draft_adapter(folder: Path, model: Model, seed: int) -> Model:
     config = config_of(("o_proj",), rank=3, alpha=6.0)
     write_adapter(folder / DRAFT_ADAPTER, config, adapter)
     return Model(model.config, merged(model.tensors, config, adapter))
+
+
+def as_llama(model: Model) -> Model:
+    """Returns the model as one of the family llama, which only decodes."""
+    prefixes = {"encoder": "model", "diffusion_head": "lm_head"}
+    named = [(*name.partition("."), value) for name, value in model.tensors.items()]
+    return Model(
+        {**model.config, "model_type": "llama"}, {prefixes[first] + dot + rest: value for first, dot, rest, value in named}
+    )
 
 
 @pytest.mark.parametrize("dlm_type", ["llada", "dream"])
@@ -100,10 +110,8 @@ def test_saved_checkpoints_have_the_published_names(tmp_path: Path):
 
 def test_other_targets_and_options_are_errors(tmp_path: Path):
     model = random_model(9)
-    other = {"encoder.": "model.", "diffusion_head.": "lm_head."}
-    tensors = {new + name.removeprefix(old): t for name, t in model.tensors.items() for old, new in other.items() if old in name}
-    llama = as_folder(tmp_path / "llama", Model({**model.config, "model_type": "llama"}, tensors))
-    with pytest.raises(ValueError, match="trained to denoise blocks.*found a model of the family llama"):
+    llama = as_folder(tmp_path / "llama", as_llama(model))
+    with pytest.raises(ValueError, match=r"trained to denoise blocks.*found a model of the family llama"):
         load(llama, "self", table=TABLE)
     with pytest.raises(ValueError, match="refining needs a DFlash drafter; self-speculation drafts with the target's weights"):
         DrafterOptions(refine=1).check("self")

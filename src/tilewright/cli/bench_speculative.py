@@ -25,7 +25,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.report.page import Report
 from tilewright.report.speculative import benchmark_tables, write_benchmark
 from tilewright.runtime.sampling import Sampling
-from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
+from tilewright.speculation.drafters.load import NGRAM, WITHOUT_FILES, DrafterOptions
 
 TRAINED = "trained"
 """Value of --block-size for each drafter's trained block size."""
@@ -38,10 +38,11 @@ class DrafterArguments:
     """Options of the compared drafters.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m
-            "dflash2". "auto" chooses for each round among n-grams and the packaged drafters. By default "dflash" for the demo,
-            "auto" for smollm2-135m, else "ngram". Plain decoding always runs too; "none" with a block size adds plain decoding
-            in blocks of that size.
+        drafter: folders, Hugging Face ids, "ngram", "self" (a target that was trained to denoise blocks, such as
+            Nemotron-Labs-Diffusion); for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2". "auto"
+            chooses for each round among n-grams and the packaged drafters. By default "dflash" for the demo, "auto" for
+            smollm2-135m, else "ngram". Plain decoding always runs too; "none" with a block size adds plain decoding in blocks
+            of that size.
         block_size: tokens in a block, including the last committed token. "auto" chooses for each round, as `generate` does;
             "auto-inexact" runs only the chosen rows, even if the target then rounds differently; "trained" is the size of each
             drafter's training.
@@ -72,8 +73,8 @@ class DrafterArguments:
         common.check_drafters(names, model)
         if not isinstance(self.block_size, int) and set(names) <= {BASELINE}:
             raise ValueError("expected a drafter, or a block size for plain decoding in blocks; found neither")
-        if set(names) <= {BASELINE, NGRAM}:
-            self.options.check(NGRAM)  # refuses options of drafters with weights
+        if set(names) <= {BASELINE, *WITHOUT_FILES}:
+            self.options.check(next((name for name in names if name != BASELINE), NGRAM))  # refuses options of weights
         return names
 
     def variants(self, names: Sequence[str], target: common.TargetOptions, console: Console) -> dict[str, LanguageModel]:

@@ -46,7 +46,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import Placement
 from tilewright.runtime.state import KvDtype
 from tilewright.speculation.costs import CostFiles
-from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
+from tilewright.speculation.drafters.load import NGRAM, SELF, DrafterOptions
 
 DEMO = "demo"
 SMOLLM2 = "smollm2-135m"
@@ -338,7 +338,7 @@ class TargetOptions(LoadOptions):
         context: int | None = None,
         options: DrafterOptions = DrafterOptions(),
     ) -> LanguageModel:
-        """Loads the target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or a name of `PACKAGED_DRAFTERS`."""
+        """Loads the target with a drafter: a folder, a hub id, "ngram", "self", "auto", or a name of `PACKAGED_DRAFTERS`."""
         lm = load(
             self.model,
             self.drafter_source(drafter),
@@ -392,9 +392,10 @@ class ModelOptions(TargetOptions):
     Attributes:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m" (installed by pip), or "demo", the packaged model that
             continues Python code.
-        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto" chooses between n-grams and the packaged drafters, round by round. By default "auto"
-            for smollm2-135m, "ngram" for other models.
+        drafter: a folder, a Hugging Face id, "ngram", "self" (a target that was trained to denoise blocks, such as
+            Nemotron-Labs-Diffusion) or "none"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2".
+            "auto" chooses between n-grams and the packaged drafters, round by round. By default "auto" for smollm2-135m,
+            "ngram" for other models.
         block_size: tokens that a round verifies: the last token and the drafts. "auto", the default, chooses the estimated
             fastest width round by round, plain decoding included; where narrower programs round differently, all rounds have
             the widest. With --drafter none: width of the program of plain decoding.
@@ -449,7 +450,7 @@ def check_drafters(names: Sequence[str], model: str) -> None:
     for name in names:
         others = [other for other, packaged in PACKAGED_DRAFTERS.items() if name in packaged]
         if others and model not in others and not Path(name).is_dir():
-            *several, last = (AUTO, "none", NGRAM, *PACKAGED_DRAFTERS.get(model, {}))
+            *several, last = (AUTO, "none", NGRAM, SELF, *PACKAGED_DRAFTERS.get(model, {}))
             known = f"expected a folder, a Hugging Face id, {', '.join(several)} or {last} as drafter of {model}"
             raise ValueError(f"{known}, found {name}, which belongs to {', '.join(others)}")
 

@@ -35,9 +35,10 @@ class Asking:
     """Options of the requests and the drafters.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto", the default, is n-grams and the packaged drafters (for the demo with --quick
-            "dflash"). All drafters together are checked too.
+        drafter: folders, Hugging Face ids, "ngram", "self" (a target that was trained to denoise blocks, such as
+            Nemotron-Labs-Diffusion) or "none"; for the demo also "dflash", "dflash2" and "eagle3", for smollm2-135m "dflash2".
+            "auto", the default, is n-grams and the packaged drafters (for the demo with --quick "dflash"). All drafters
+            together are checked too.
         batch_size: batch sizes; the largest is the number of the engine's slots.
         requests: number of requests. By default 16 (6 with --quick, 64 with --thorough), or all prompts of a shorter file.
         max_new_tokens: maximum number of tokens of a request; some requests have fewer.

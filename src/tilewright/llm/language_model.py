@@ -31,6 +31,7 @@ from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.config import for_context
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.hub import DRAFT_ADAPTER
 from tilewright.models.kinds import check_kind
 from tilewright.models.lora import Adapters, operations_for_adapters
 from tilewright.models.lora_files import read_adapters
@@ -60,7 +61,7 @@ from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import AUTO, SELF, DrafterOptions, check_sources, load_drafter
 from tilewright.speculation.drafters.ngrams_first import NGramsFirst, ngrams_first
-from tilewright.speculation.drafters.self_diffusion import DRAFT_ADAPTER, SelfDiffusion
+from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
 from tilewright.speculation.pacer import CallPacer, EnginePacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.team import Team
@@ -181,12 +182,15 @@ class LanguageModel:
 
         Args:
             params: the drafter's parameters as loaded; for a team those of each member.
+
+        Raises:
+            ValueError: the target drafts itself with an adapter that only `load` can add.
         """
-        other = copy(self)
-        target = self.model.models.target
-        head = None
         members, each = (drafter.members, params) if isinstance(drafter, Team) else ((drafter,), (params,))
-        members, each = zip(*[self.prepared(*pair) for pair in zip(members, each, strict=True)], strict=True)
+        other = self.with_draft_adapter() if any(map(drafts_with_target, members)) else copy(self)
+        target = other.model.models.target
+        head = None
+        members, each = zip(*[other.prepared(*pair) for pair in zip(members, each, strict=True)], strict=True)
         reading = [member for member in members if member is not None and member.reads_target_head and member.dtype is not None]
         if reading and reading[0].dtype != self.dtype and not is_quantised(decoder.output_head(target)):
             head = self.head_in(DTYPES[cast(str, reading[0].dtype)])
@@ -196,8 +200,27 @@ class LanguageModel:
             other.drafter = replace(drafter, members=members)
             drafter_params = each
         other.pacing = Pacing(other.drafter, self.number_format, self.cost_files) if isinstance(other.drafter, Team) else None
-        other.model = self.model_of(Models(target, drafter_params, head), other.drafter)
+        other.model = other.model_of(Models(target, drafter_params, head), other.drafter)
         other.programs = {}
+        return other
+
+    def with_draft_adapter(self) -> "LanguageModel":
+        """Returns a copy with the adapter for drafting that the model's folder may have; the weights are shared.
+
+        Raises:
+            ValueError: the adapter has to be loaded with the weights, or there are other adapters.
+        """
+        other = copy(self)
+        if self.folder is None or DRAFT_ADAPTER in self.adapters or not (self.folder / DRAFT_ADAPTER).is_dir():
+            return other
+        devices = 1 if self.placement is None else self.placement.mesh.size
+        adapters = read_adapters({DRAFT_ADAPTER: self.folder / DRAFT_ADAPTER}, devices)
+        assert adapters is not None
+        if self.adapters or adapters.change_gates:
+            raise ValueError(f"expected a model loaded with the drafter {SELF}, which adds {DRAFT_ADAPTER}, found one without")
+        target = adapters.apply(self.ops, decoder.declare(self.target), self.model.models.target, DTYPES[self.dtype])
+        other.adapters = adapters.names
+        other.model = other.model_of(Models(target), None)
         return other
 
     def prepared(self, drafter: Drafter | None, params: Any) -> tuple[Drafter | None, Any]:
@@ -515,6 +538,11 @@ class LanguageModel:
         return Engine(Autoregressive(replace(self.model, drafter=drafter), options, make_chooser), options)
 
 
+def drafts_with_target(drafter: Drafter | None) -> bool:
+    """Returns True for a drafter that runs the target's layers, alone or beside n-grams."""
+    return isinstance(drafter.other if isinstance(drafter, NGramsFirst) else drafter, SelfDiffusion)
+
+
 def listed(prompts: object) -> list[Any]:
     """Returns prompts as a list; a single text is a list of one. Raises a `ValueError` for anything else."""
     if isinstance(prompts, str):
@@ -636,8 +664,8 @@ def load(
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (for the target) `tokenizer.json`.
             The target may be a GGUF file or a folder with one (extra `gguf`): its tensors are dequantised, or kept quantised. A
-            drafter may be of any kind in `drafters/load.py`; "ngram", which has no weights; or "self", a target that was trained
-            to denoise blocks, with the adapter in its folder `linear_spec_lora` if it has one. Several make a team.
+            drafter may be of any kind in `drafters/load.py`; "ngram", which has no weights; or "self": the target itself, if it
+            was trained to denoise blocks, with the adapter in its folder `linear_spec_lora` if it has one. Several make a team.
         dtype: dtype of weights and activations, "float32", "bfloat16" or "auto": the checkpoint's dtype, but bfloat16 for
             float16, and float32 on a CPU without this package's kernels.
         weights: format of matrices. "auto" keeps the quantised formats of a file that the CPU kernels read, and `dtype`

@@ -16,6 +16,8 @@ TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 """Files of a model's tokenizer and chat template."""
 TOKENIZER_PARTS = ["vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"]
 """Files that some models have instead of `tokenizer.json`."""
+DRAFT_ADAPTER = "linear_spec_lora"
+"""Folder of an adapter beside a model's weights, with which the model drafts (see `speculation/drafters/self_diffusion.py`)."""
 ASSETS = Path(__file__).parents[1] / "assets"
 DEMO = ASSETS / "demo"
 PACKAGED = {

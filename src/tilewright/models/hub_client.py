@@ -6,7 +6,7 @@ cache lacks.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,13 +27,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, GPTQ_CONFIG, byte_progress
-from tilewright.models.hub import TOKENIZER, TOKENIZER_PARTS
+from tilewright.models.hub import DRAFT_ADAPTER, TOKENIZER, TOKENIZER_PARTS
 
 SMALL = [CONFIG, GENERATION_CONFIG, GPTQ_CONFIG, *TOKENIZER, *TOKENIZER_PARTS]
 WANTED = [*SMALL, "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
 """Files to fetch. The last belongs to some drafters; see `torch_file.py`."""
 UNWANTED = ["*/*", "consolidated*.safetensors"]
 """Other exports of the same weights: files in subfolders, and Mistral's own format."""
+ADAPTER = [f"{DRAFT_ADAPTER}/*.json", f"{DRAFT_ADAPTER}/*.safetensors"]
+"""Files of the adapter for drafting, the only subfolder to fetch."""
 COMMIT = re.compile("[0-9a-f]{40}")
 
 NETWORK_ERRORS = (HTTPError, ConnectionError, TimeoutError)
@@ -73,20 +75,22 @@ def _fetch(
     with byte_progress(console) as progress:
         bar = _bar_class(progress, source, _missing_bytes(source, info))
 
-        def download(patterns: list[str]) -> Path:
+        def download(patterns: list[str], unwanted: Sequence[str] = UNWANTED) -> Path:
             return Path(
                 snapshot_download(
                     source,
                     revision=revision,
                     endpoint=endpoint,
                     allow_patterns=patterns,
-                    ignore_patterns=UNWANTED,
+                    ignore_patterns=list(unwanted),
                     tqdm_class=bar,
                 )
             )
 
         if check is not None:
             check(download(SMALL))
+        if any(matches(file.rfilename, ADAPTER) for file in info.siblings or []):
+            download(ADAPTER, ())
         return download(WANTED)
 
 
@@ -105,16 +109,21 @@ def _from_cache(source: str, revision: str | None) -> Path | None:
 
 def _missing_bytes(source: str, info: ModelInfo) -> int:
     """Returns the size of the wanted files that the cache lacks."""
-    wanted = [
-        file
-        for file in info.siblings or []
-        if any(fnmatch(file.rfilename, pattern) for pattern in WANTED) and not any(fnmatch(file.rfilename, p) for p in UNWANTED)
-    ]
     return sum(
         file.size or 0
-        for file in wanted
-        if not isinstance(try_to_load_from_cache(source, file.rfilename, revision=info.sha), str)
+        for file in info.siblings or []
+        if is_wanted(file.rfilename) and not isinstance(try_to_load_from_cache(source, file.rfilename, revision=info.sha), str)
     )
+
+
+def is_wanted(name: str) -> bool:
+    """Returns True for a file of a repository that is fetched."""
+    return matches(name, ADAPTER) or (matches(name, WANTED) and not matches(name, UNWANTED))
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Returns True for a name that matches some pattern."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _bar_class(progress: Progress, source: str, total: int) -> type[tqdm]:

@@ -56,7 +56,7 @@ def read_adapters(folders: Mapping[str, Path | str], devices: int = 1) -> Adapte
     if not folders:
         return None
     if devices > 1:
-        raise ValueError(f"expected one device for low-rank adapters, found {devices}")
+        raise ValueError(f"expected one device for low-rank adapters ({', '.join(folders)}), found {devices}")
     return Adapters(tuple(read_adapter(name, Path(folder)) for name, folder in folders.items()))
 
 

@@ -98,7 +98,7 @@ def load_drafter(
     """Loads a drafter and checks that it fits the target. Returns the drafter and its parameters.
 
     Args:
-        source: folder, Hugging Face id, "ngram" or "self". None with a block size is block-wide decoding, without one no drafter.
+        source: folder, hub id, "ngram" or "self". None with a block size is block-wide decoding, without one no drafter.
         dtype: dtype of the drafter, unless the options name another.
     """
     size = options.block_size

@@ -23,9 +23,6 @@ from tilewright.runtime.sampling import sample
 from tilewright.runtime.state import DecodeState, Models, Target, block_positions
 from tilewright.speculation.drafters import base
 
-DRAFT_ADAPTER = "linear_spec_lora"
-"""Folder of the draft pass's adapter, beside the weights of published models."""
-
 
 @dataclass(frozen=True)
 class SelfDiffusion(OneKind):
