@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.sizes import decoder_config
+from tilewright.models.config import MaskedBlocks
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import Mixture
@@ -94,6 +95,39 @@ QWEN25: dict[str, Any] = {
     "vocab_size": 151936,
 }
 """Qwen2.5 0.5B as published: no word of its biases, nor of `head_dim`, and a window that it does not use."""
+
+
+NEMOTRON_3B: dict[str, Any] = {
+    "model_type": "nemotron_labs_diffusion",
+    "block_size": 32,
+    "dlm_paradigm": "bidirectional",
+    "dlm_type": "llada",
+    "eos_token_id": 11,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 9216,
+    "mask_token_id": 100,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+    },
+    "tie_word_embeddings": False,
+    "vocab_size": 131072,
+}
+"""Nemotron-Labs-Diffusion 3B: rotary settings for longer contexts, with a scale of queries that is 1 up to 16,384 positions."""
 
 
 def problems(fields: dict[str, Any]) -> list[str]:
@@ -420,6 +454,41 @@ def test_older_spelling_of_the_same(name: str, type_key: str):
     assert config_from_hf(fields) == GOLDEN_CONFIGS[name]
 
 
+def test_published_nemotron_labs_diffusion():
+    """The context ends where the scale of queries begins."""
+    scaling = YarnScaling(16.0, 16384, 1.0, llama_4_scaling_beta=0.1)
+    expected = decoder_config(
+        "nemotron_labs_diffusion",
+        131072,
+        3072,
+        9216,
+        26,
+        32,
+        8,
+        128,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        rope_scaling=scaling,
+        max_position_embeddings=16384,
+        eos_token_ids=(11,),
+    )
+    expected = replace(expected, masked_blocks=MaskedBlocks(100, 32))
+    config = config_from_hf(NEMOTRON_3B)
+    assert config == expected
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+    shifted = config_from_hf({**NEMOTRON_3B, "dlm_type": "dream"})
+    assert shifted == replace(config, masked_blocks=MaskedBlocks(100, 32, shifted=True))
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(shifted)))) == shifted
+
+
+@pytest.mark.parametrize("mask", [None, 131072, [1, 2], "100"])
+def test_wrong_fields_of_masked_blocks_are_all_named(mask: object):
+    found = problems({**NEMOTRON_3B, "mask_token_id": mask, "dlm_type": "mdlm", "block_size": 0})
+    assert f"mask_token_id must be a token id below vocab_size, found {mask!r}" in found
+    assert "dlm_type must be one of llada, dream, found 'mdlm'" in found
+    assert "block_size must be a positive integer, found 0" in found
+
+
 def test_defaults():
     """Default fields: a Qwen3 head has 128 entries, a Llama head hidden / heads."""
     short = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -619,6 +688,8 @@ def built(fields: dict[str, Any]) -> DecoderConfig:
     kinds = {1: LinearScaling, 4: Llama3Scaling, 5: YarnScaling}
     if fields["family"] in ("qwen3_next", "qwen3_5_text"):
         fields = {**fields, "delta": DeltaSizes(2, 4, 8, 12, 4), "delta_layers": tuple(range(fields["num_layers"] - 1))}
+    if fields["family"] == "nemotron_labs_diffusion":
+        fields = {**fields, "masked_blocks": MaskedBlocks(fields["vocab_size"] - 1, 8, shifted=True)}
     return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else kinds[len(scaling)](**scaling)})
 
 

@@ -1,17 +1,21 @@
 """Self-speculation: rounds are those of the published loop, tokens are those of plain decoding."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llm.support import TABLE, prompts, tokens_of
 from reference.lora_numpy import config_of, merged, random_adapter, write_adapter
 from reference.self_speculation_numpy import Model, as_folder, random_model, self_speculation
+from tilewright.grammar.grammar import Grammar
 from tilewright.llm.language_model import load
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import config_to_hf, declare
 from tilewright.models.hub import DRAFT_ADAPTER
+from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
@@ -55,6 +59,27 @@ def test_rounds_are_those_of_the_published_loop(dlm_type: str, adapted: bool, bl
     assert any(length > 1 for _, rounds in expected for length in rounds), "no draft was accepted, so drafts were not tested"
 
 
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize("dlm_type", ["llada", "dream"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["bare", "adapter"])
+def test_many_rounds_are_those_of_the_published_loop(dlm_type: str, adapted: bool, tmp_path: Path):
+    """Compares eight prompts for each width from 2 to 16, decoded together: 480 cases with all parameters."""
+    model = random_model(12, dlm_type)
+    folder = as_folder(tmp_path, model)
+    drafting = with_draft_adapter(folder, model, 3) if adapted else model
+    lm = load(folder, "self", table=TABLE, block_size=2)
+    lengths = (1, 3, 8, 15, 16, 33, 64, 100)
+    drafted = 0
+    for block in range(2, 17):
+        asked = prompts(block, lengths, VOCAB - 1)
+        wide = lm.with_drafter(*lm.load_drafter("self", DrafterOptions(block)))
+        for prompt, result in zip(asked, wide.generate(asked, Sampling(NEW)), strict=True):
+            expected = self_speculation(model, drafting, prompt, NEW, block)
+            assert (result.tokens, result.acceptance_lengths) == expected, f"block {block}, {len(prompt)} tokens"
+            drafted += sum(result.accepted)
+    assert drafted > 100
+
+
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"weights": "int4"}], ids=["float32", "int8-cache", "int4"])
 @pytest.mark.parametrize("source", ["self", ["ngram", "self"]], ids=["self", "ngram+self"])
 def test_tokens_are_those_of_plain_decoding(source: str | list[str], settings: dict[str, str], tmp_path: Path):
@@ -85,6 +110,87 @@ def test_an_adapter_of_the_draft_pass_changes_no_token(tmp_path: Path):
     assert [each.tokens for each in found] == [each.tokens for each in plain]
     assert [each.acceptance_lengths for each in found] != [each.acceptance_lengths for each in plain]
     assert load(folder, table=TABLE).adapters == ()
+
+
+def test_a_model_loaded_without_the_adapter_drafts_with_it(tmp_path: Path):
+    """The commands that compare drafters load the target once. Its plain decoding runs without the adapter."""
+    model = random_model(4)
+    folder = as_folder(tmp_path, model)
+    with_draft_adapter(folder, model, 1)
+    base = load(folder, table=TABLE)
+    asked = prompts(4, (5, 30), VOCAB - 1)
+    expected = load(folder, "self", table=TABLE, block_size=8).generate(asked, Sampling(NEW))
+    for sources in ("self", ["ngram", "self"]):
+        lm = base.with_drafter(*base.load_drafter(sources, DrafterOptions(8)))
+        assert (lm.adapters, base.adapters) == ((DRAFT_ADAPTER,), ())
+        assert [each.tokens for each in lm.generate(asked, Sampling(NEW))] == [each.tokens for each in expected]
+    lm = base.with_drafter(*base.load_drafter("self", DrafterOptions(8)))
+    found = lm.generate(asked, Sampling(NEW))
+    assert [each.acceptance_lengths for each in found] == [each.acceptance_lengths for each in expected]
+
+
+def test_an_adapter_of_gates_is_loaded_with_the_weights(tmp_path: Path):
+    """Gate and up matrices may be prepared for one product, to which nothing can be added later."""
+    model = random_model(4)
+    folder = as_folder(tmp_path, model)
+    adapter = random_adapter(np.random.default_rng(0), model.tensors, ("gate_proj",), rank=2)
+    write_adapter(folder / DRAFT_ADAPTER, config_of(("gate_proj",), rank=2, alpha=2.0), adapter)
+    base = load(folder, table=TABLE)
+    with pytest.raises(ValueError, match="expected a model loaded with the drafter self, which adds linear_spec_lora"):
+        base.with_drafter(*base.load_drafter("self", DrafterOptions(4)))
+    assert load(folder, "self", table=TABLE).adapters == (DRAFT_ADAPTER,)
+
+
+def with_characters(folder: Path, seed: int) -> Path:
+    """Writes a model as a folder whose tokens are the printable ASCII characters, an end of sequence and a mask."""
+    words = ["Ġ", *map(chr, range(33, 127)), "</s>", "<mask>"]  # "Ġ" is a space
+    model = random_model(seed, vocab_size=len(words))
+    as_folder(folder, Model({**model.config, "eos_token_id": words.index("</s>")}, model.tensors))
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[-2:])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.regex("[0-9]{3,12}(,[a-f]+){2,4}"),
+        Grammar.json_schema({"type": "array", "items": {"enum": [10, 12, 345]}, "minItems": 4, "maxItems": 6}),
+    ],
+    ids=["regex", "schema"],
+)
+def test_texts_of_a_grammar_are_those_of_plain_decoding(grammar: Grammar, tmp_path: Path):
+    """Drafts that the grammar forbids are cut; the others are verified under its masks."""
+    lm = load(with_characters(tmp_path, 5), "self", table=TABLE, block_size=4)
+    asked = prompts(5, (4, 11, 20), VOCAB - 1)
+    each = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW, temperature=0.8, top_k=6, seed=4)]
+    found, plain = (lm.generate(asked, each, speculative=drafts, grammar=grammar) for drafts in (True, False))
+    assert [result.tokens for result in found] == [result.tokens for result in plain]
+    assert [result.text for result in found] == [result.text for result in plain]
+    assert sum(sum(result.accepted) for result in found) > 0
+
+
+def test_two_devices_decode_what_plain_decoding_does(tmp_path: Path):
+    """The draft pass and the verification run over the mesh; its adapter does not, and an error says so."""
+    model = random_model(3)
+    folder = as_folder(tmp_path, model)
+    mesh = make_mesh({"tp": 2})
+    lm = load(folder, "self", table=TABLE, block_size=4, mesh=mesh)
+    asked = prompts(2, (3, 20), VOCAB - 1)
+    each = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=5)]
+    assert tokens_of(lm, asked, each, speculative=True) == tokens_of(lm, asked, each, speculative=False)
+    accepted = sum(sum(result.accepted) for result in lm.generate(asked, each))
+    assert accepted > 0
+    with_draft_adapter(folder, model, 1)
+    message = re.escape("expected one device for low-rank adapters (linear_spec_lora), found 2")
+    with pytest.raises(ValueError, match=message):
+        load(folder, "self", table=TABLE, mesh=mesh)
+    with pytest.raises(ValueError, match=message):
+        lm.with_drafter(*lm.load_drafter("self", DrafterOptions(4)))
+    assert load(folder, table=TABLE, mesh=mesh).adapters == ()
 
 
 def test_drafts_that_are_drawn_agree_more_often_than_the_most_likely_ones(tmp_path: Path):
