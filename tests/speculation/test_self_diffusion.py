@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import config_to_hf, declare
 from tilewright.models.hub import DRAFT_ADAPTER
 from tilewright.parallel.mesh import make_mesh
+from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.drafters.self_diffusion import SelfDiffusion
@@ -82,7 +84,7 @@ def test_many_rounds_are_those_of_the_published_loop(dlm_type: str, adapted: boo
 
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"weights": "int4"}], ids=["float32", "int8-cache", "int4"])
 @pytest.mark.parametrize("source", ["self", ["ngram", "self"]], ids=["self", "ngram+self"])
-def test_tokens_are_those_of_plain_decoding(source: str | list[str], settings: dict[str, str], tmp_path: Path):
+def test_tokens_are_those_of_plain_decoding(source: str | list[str], settings: dict[str, Any], tmp_path: Path):
     """With widths chosen round by round, rows that draw beside rows that do not, and penalties."""
     lm = load(as_folder(tmp_path, random_model(3)), source, table=TABLE, **settings)
     each = [
@@ -104,6 +106,9 @@ def test_an_adapter_of_the_draft_pass_changes_no_token(tmp_path: Path):
     assert isinstance(lm.drafter, SelfDiffusion)
     assert lm.adapters == (DRAFT_ADAPTER,)
     assert lm.drafter.adapter == 1
+    assert lm.engine(EngineOptions(table=TABLE)).decoding.adapters == ()
+    with pytest.raises(ValueError, match="expected an adapter among none at all, found 'linear_spec_lora'"):
+        lm.generate(["t1"], Sampling(8), lora=DRAFT_ADAPTER)
     asked = prompts(4, (5, 30), VOCAB - 1)
     sampling = Sampling(3 * NEW)
     found, plain = lm.generate(asked, sampling), bare.generate(asked, sampling)

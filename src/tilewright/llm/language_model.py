@@ -87,7 +87,7 @@ class LanguageModel:
         model: target, drafter and parameters, in the form of the runtime.
         programs: programs of calls, by use of the drafter and by shape.
         compiler: compiler of grammars; None before the first grammar.
-        adapters: names of the low-rank adapters that requests may use.
+        adapters: names of the low-rank adapters. Requests may use them, but not the one with which the target drafts.
         default_adapter: adapter of calls that name none.
         name, folder: name given to `load`, and folder of the files; None for a model made of parameters.
     """
@@ -175,7 +175,11 @@ class LanguageModel:
         target = Target(self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype)
         if self.placement is not None:
             target = self.placement.over(target)
-        return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer, self.adapters)
+        names = self.adapters
+        members = drafter.members if isinstance(drafter, Team) else (drafter,)
+        if names[-1:] == (DRAFT_ADAPTER,) and any(map(drafts_with_target, members)):
+            names = names[:-1]  # an adapter for drafts, which requests must not decode with
+        return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer, names)
 
     def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
         """Returns a copy of the model with another drafter, or without one; the target's parameters are shared.
