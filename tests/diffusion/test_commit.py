@@ -1,5 +1,6 @@
 """Which tokens a step would put where, and which of these it commits, against the reference."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,15 +16,19 @@ from reference import diffusion_numpy
 from reference.diffusion_cases import MASK
 from reference.diffusion_numpy import Choice, Request
 from tilewright.diffusion.commit import Choices, choose, commits
-from tilewright.diffusion.options import BY_CHANCE, REMASKING, Denoising, row_options
+from tilewright.diffusion.options import BY_CHANCE, REMASKING, Denoising, RowOptions, row_options
 
 VOCAB = 40
 BLOCK = 6
 LONGEST = 8
 seeds = st.integers(0, 2**31 - 1)
 RULES = pytest.mark.parametrize("rule", REMASKING)
-run_choose = jax.jit(choose, static_argnums=4)
 run_commits = jax.jit(commits)
+
+
+@partial(jax.jit, static_argnums=4)
+def run_choose(logits: Any, options: RowOptions, positions: Any, steps: Any, mask: int) -> Choices:
+    return choose(logits, options.rule, options.sampling, positions, steps, mask)
 
 
 def asked(rule: Any, **fields: Any) -> Denoising:

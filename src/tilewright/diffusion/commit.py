@@ -63,7 +63,8 @@ def ranked_by(rule: Int[Array, " B"], logits: Float[Array, "B K V"], token: Int[
 
 def choose(
     logits: Float32[Array, "B K V"],
-    options: RowOptions,
+    rule: Int[Array, " B"],
+    rows: RowSampling,
     positions: Int32[Array, "B K"],
     steps: Int32[Array, " B"],
     mask_token_id: int,
@@ -72,12 +73,14 @@ def choose(
 
     Rows that rank by the most likely token's probability are computed together. Other rows run in loops, row by row, so that
     only they pay for randomness, for sums over the vocabulary, and for filters.
+
+    Args:
+        rule: index of each row's rule in `REMASKING`.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == mask_token_id, -jnp.inf, logits)
-    rule = jnp.asarray(options.rule)
-    rows = options.sampling
+    rule = jnp.asarray(rule)
     temperature = jnp.asarray(rows.temperature)
-    draws = (temperature > 0) | (jnp.asarray(rows.top_p) < 1)
+    draws = (temperature > 0) | filters(rows)
 
     def inputs(row: Array) -> tuple[Array, Array, Array]:
         """Returns a row's logits, `[1, K, V]`, its keys and a random number for each position, `[1, K]`."""

@@ -192,7 +192,8 @@ def choices(
 
     def choose_at(positions: Int[Array, "B K"], masked: Bool[Array, "B K"]) -> tuple[Choices, Logprobs | None]:
         logits = logits_of(positions)
-        found = choose(logits, state.options, positions, state.step, denoiser.config.mask_token_id)
+        options = state.options
+        found = choose(logits, options.rule, options.sampling, positions, state.step, denoiser.config.mask_token_id)
         if not denoiser.logprobs:
             return found, None
         is_mask = jnp.arange(logits.shape[-1]) == denoiser.config.mask_token_id

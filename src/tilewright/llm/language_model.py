@@ -20,6 +20,8 @@ from tokenizers import Tokenizer
 
 from tilewright.compiled.machine import takes_loops
 from tilewright.compiled.store import warm
+from tilewright.diffusion.block_causal import BlockCausal, BlockPrograms, with_whole_blocks
+from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.matcher import Compiler, Matcher
 from tilewright.kernels.operations import is_batch_invariant
@@ -89,6 +91,8 @@ class LanguageModel:
         compiler: compiler of grammars; None before the first grammar.
         adapters: names of the low-rank adapters. Requests may use them, but not the one with which the target drafts.
         default_adapter: adapter of calls that name none.
+        block_length: positions of a block, for a model whose blocks are denoised; None for a model that decodes token by token.
+        denoising: options of calls that name none, for a model whose blocks are denoised.
         name, folder: name given to `load`, and folder of the files; None for a model made of parameters.
     """
 
@@ -117,6 +121,11 @@ class LanguageModel:
         self.kernels = self.ops.name
         self.placement = placement
         self.table = table or ShapeTable().reaching(target.max_position_embeddings)
+        blocks = target.masked_blocks
+        self.block_length = None if blocks is None or blocks.causal else blocks.length
+        if self.block_length is not None:
+            self.table = with_whole_blocks(self.table, self.block_length)
+        self.denoising = BlockDenoising()
         self.drafter: Drafter | None = None
         self.pacing: Pacing | None = None
         self.cost_files: CostFiles | None = None
@@ -172,7 +181,9 @@ class LanguageModel:
         return template_of(self.folder, self.name)
 
     def model_of(self, models: Models, drafter: Drafter | None) -> Model:
-        target = Target(self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype)
+        target = Target(
+            self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype, block_length=self.block_length
+        )
         if self.placement is not None:
             target = self.placement.over(target)
         names = self.adapters
@@ -225,6 +236,17 @@ class LanguageModel:
         target = adapters.apply(self.ops, decoder.declare(self.target), self.model.models.target, DTYPES[self.dtype])
         other.adapters = adapters.names
         other.model = other.model_of(Models(target), None)
+        return other
+
+    def with_block_length(self, length: int) -> "LanguageModel":
+        """Returns a copy of the model whose blocks have another length; the parameters are shared."""
+        other = copy(self)
+        assert self.target.masked_blocks is not None
+        other.target = replace(self.target, masked_blocks=replace(self.target.masked_blocks, length=length))
+        other.block_length = length
+        other.table = with_whole_blocks(self.table, length)
+        other.model = other.model_of(self.model.models, None)
+        other.programs = {}
         return other
 
     def prepared(self, drafter: Drafter | None, params: Any) -> tuple[Drafter | None, Any]:
@@ -355,7 +377,19 @@ class LanguageModel:
         layout = Layout.full(shape.batch, capacity, self.model.target.config.windows, ahead)
         model = self.model
         # If several threads make the programs at once, all use the first one's.
-        return self.programs.setdefault(key, Programs(model.target, model.models, model.dtype, drafter, table, layout))
+        kind = Programs if self.block_length is None else BlockPrograms
+        return self.programs.setdefault(key, kind(model.target, model.models, model.dtype, drafter, table, layout))
+
+    def decoding(self, drafter: Drafter | None, options: EngineOptions, **settings: Any) -> Autoregressive:
+        """Returns the decoding of this model.
+
+        Args:
+            settings: see `Autoregressive`.
+        """
+        model = replace(self.model, drafter=drafter)
+        if self.block_length is not None:
+            return BlockCausal(model, options, **settings, defaults=self.denoising)
+        return Autoregressive(model, options, **settings)
 
     def constrain(self, grammar: Grammar, seconds: float | None = None) -> Matcher:
         """Compiles a grammar over this model's tokens, for requests to an engine. Thread-safe.
@@ -383,6 +417,7 @@ class LanguageModel:
         speculative: bool | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        denoising: BlockDenoising | Sequence[BlockDenoising] | None = None,
     ) -> Stream:
         """Begins a generation, for callers that stream; `generate` is simpler.
 
@@ -394,6 +429,7 @@ class LanguageModel:
             grammar: grammar of the texts, one for all or one each; None for free text. Needs the extra `grammar`.
             lora: names of adapters (see `load`), one for all or one each (None for the base model); by default
                 `default_adapter`.
+            denoising: options of a model whose blocks are denoised, one for all or one each; by default `self.denoising`.
         """
         items = listed(prompts)
         each = self.agreed_sampling(self.each_sampling(items, sampling))
@@ -415,9 +451,13 @@ class LanguageModel:
             return CallPacer(drafter, pacing, runner, any(one.temperature > 0 for one in each))
 
         adapters = one_each(len(items), lora or self.default_adapter, "adapter")
-        rows = zip(encoded, each, constraints, adapters, strict=True)
-        requests = [GenerateRequest(tokens, one, constraint=constraint, lora=name) for tokens, one, constraint, name in rows]
-        decoding = Autoregressive(replace(self.model, drafter=drafter), CALL, make_chooser, programs, mode)
+        denoised = one_each(len(items), denoising, "denoising")
+        rows = zip(encoded, each, constraints, adapters, denoised, strict=True)
+        requests = [
+            GenerateRequest(tokens, one, constraint=constraint, lora=name, denoising=options)
+            for tokens, one, constraint, name, options in rows
+        ]
+        decoding = self.decoding(drafter, CALL, make_chooser=make_chooser, programs=programs, sampling=mode)
         return Stream(Engine(decoding, CALL, recovers=False), requests)
 
     def generate(
@@ -427,9 +467,10 @@ class LanguageModel:
         speculative: bool | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
         lora: str | Sequence[str | None] | None = None,
+        denoising: BlockDenoising | Sequence[BlockDenoising] | None = None,
     ) -> Generation[Result]:
         """Generates a text for every prompt; arguments as for `start`."""
-        with self.start(prompts, sampling, speculative, grammar, lora) as stream:
+        with self.start(prompts, sampling, speculative, grammar, lora, denoising) as stream:
             while not stream.finished:
                 stream.advance()
             return stream.generation()
@@ -514,7 +555,7 @@ class LanguageModel:
         if positions > (context := self.target.max_position_embeddings):
             raise ValueError(f"expected prompts of at most the model's context of {context} tokens, found {positions}")
         programs = self.programs_for(None, self.table.shape(min(len(items), self.table.batches[-1]), positions))
-        decoding = Autoregressive(replace(self.model, drafter=None), CALL, programs=programs)
+        decoding = self.decoding(None, CALL, programs=programs)
         return embeddings(Engine(decoding, CALL, recovers=False), requests)
 
     def warm(self, speculative: bool | None = None, console: Console | None = None, constraints: bool = False) -> None:
@@ -535,11 +576,11 @@ class LanguageModel:
         drafter = self.drafter
         pacing = self.pacing
         if not isinstance(drafter, Team):
-            return Engine(Autoregressive(self.model, options), options)
+            return Engine(self.decoding(drafter, options), options)
         if drafter.widths:
             drafter = replace(drafter, widths=options.widths)
         make_chooser = partial(EnginePacer, drafter, pacing or Pacing(drafter, self.weights, self.cost_files))
-        return Engine(Autoregressive(replace(self.model, drafter=drafter), options, make_chooser), options)
+        return Engine(self.decoding(drafter, options, make_chooser=make_chooser), options)
 
 
 def drafts_with_target(drafter: Drafter | None) -> bool:
@@ -676,7 +717,8 @@ def load(
             elsewhere; "dequantised" converts all matrices to `dtype`. "int8" quantises them to 8 bits, "int4" those of layers
             to blocks of 4 bits and the output head to 8, unless the file has blocks; "fp8" quantises to, or keeps, 8-bit
             floats, with XLA only.
-        block_size: tokens of a block, the last committed one included. "auto", the default, chooses the most promising width
+        block_size: length of the blocks of a model whose blocks are denoised; by default as in its configuration. For others
+            tokens of a block, the last committed one included. "auto", the default, chooses the most promising width
             each round, plain decoding included (`speculation/policy.py`); if the number of rows changes the target's rounding,
             all rounds run at the widest. Without a drafter: plain decoding through a program of that width.
         draft_window: keeps only this many last positions in the drafter's context.
@@ -708,10 +750,17 @@ def load(
     options = DrafterOptions(size, draft_window, drafter_dtype, revision=drafter_revision)
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
+    blocks = checkpoint.decoder_config(folder).masked_blocks
+    if blocks is not None and not blocks.causal:
+        if source is not None:
+            raise ValueError(f"expected no drafter for a model whose blocks are denoised, found {drafter}")
+        options = replace(options, block_size=None)
     placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
     folders = dict(lora or {})
     if SELF in ([source] if isinstance(source, str) else source or ()) and (folder / DRAFT_ADAPTER).is_dir():
         folders.setdefault(DRAFT_ADAPTER, folder / DRAFT_ADAPTER)
     adapters = read_adapters(folders, 1 if mesh is None else mesh.size)
     lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context, adapters)
+    if blocks is not None and not blocks.causal and isinstance(size, int):
+        return lm.with_block_length(size)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

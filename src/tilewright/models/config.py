@@ -85,11 +85,14 @@ class MaskedBlocks:
         mask_token_id: token of positions that are not denoised yet.
         length: positions of a block in training.
         shifted: a position's logits predict the next token, as in decoding, and not its own.
+        causal: finished tokens see those before them only, so that the model also decodes token by token. If false, they see
+            their whole block, counted from position 0.
     """
 
     mask_token_id: int
     length: int
     shifted: bool = False
+    causal: bool = True
 
 
 class RopeFields(NamedTuple):

@@ -26,6 +26,16 @@ def full_attention(read: ConfigReader) -> dict[str, Any]:
     return {}
 
 
+def mask_token(read: ConfigReader) -> int:
+    """Reads the mask token of a model that denoises."""
+    masks = read.token_ids("mask_token_id")
+    vocab = read.fields.get("vocab_size")
+    good = len(masks) == 1 and not (isinstance(vocab, int) and masks[0] >= vocab)
+    found = read.fields.get("mask_token_id")
+    read.require(good, f"mask_token_id must be a token id below vocab_size, found {found!r}")
+    return masks[0] if good else 0
+
+
 def windows(
     read: ConfigReader, sliding: Callable[[int], bool] = lambda layer: True, keep_long_windows: bool = False
 ) -> dict[str, Any]:

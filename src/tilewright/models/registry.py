@@ -13,6 +13,7 @@ from tilewright.models.families.nemotron_diffusion import NEMOTRON_DIFFUSION
 from tilewright.models.families.phi3 import PHI3
 from tilewright.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from tilewright.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from tilewright.models.families.sdar import SDAR, SDAR_MOE
 from tilewright.models.families.smollm3 import SMOLLM3
 from tilewright.models.family import Family
 
@@ -35,6 +36,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5,
         QWEN3_5_MOE,
         NEMOTRON_DIFFUSION,
+        SDAR,
+        SDAR_MOE,
     )
 }
 """Families by `model_type`. A new family needs a file in `families/` and a line here."""

@@ -66,6 +66,7 @@ class Autoregressive:
 
     Attributes:
         programs: programs of the target and its drafter.
+        programs_type, runner_type: classes of its programs and its runner.
         sizes: memory sizes that follow from the options; None for given programs.
         prefix_cache: whether full pages are kept for later requests with the same prefix.
         chooser: chooser of rounds.
@@ -74,6 +75,8 @@ class Autoregressive:
     """
 
     denoising = None
+    programs_type: type[Programs] = Programs
+    runner_type: type[ModelRunner] = ModelRunner
 
     def __init__(
         self,
@@ -95,7 +98,9 @@ class Autoregressive:
         self.options = options
         if programs is None:
             self.sizes = engine_sizes(model.target, model.drafter, model.dtype, options)
-            programs = Programs(model.target, model.models, model.dtype, model.drafter, self.sizes.table, self.sizes.layout)
+            programs = self.programs_type(
+                model.target, model.models, model.dtype, model.drafter, self.sizes.table, self.sizes.layout
+            )
             self.context = self.sizes.context
         else:
             self.sizes = None
@@ -110,8 +115,10 @@ class Autoregressive:
         pages = Pages(layout.pages, layout.page_size)
         windows = [PageGroup(Pages(each.pages, layout.page_size), each.window) for each in layout.windows]
         snapshots = Snapshots(layout.snapshots, pages) if layout.snapshots and self.prefix_cache else None
-        self.scheduler = Scheduler(programs.table, pages, layout.capacity, self.prefix_cache, contexts, windows, snapshots)
-        self.runner = ModelRunner(programs, sampling)
+        block = model.target.block_length
+        sizes = (programs.table, pages, layout.capacity, self.prefix_cache)
+        self.scheduler = Scheduler(*sizes, contexts, windows, snapshots, block)
+        self.runner = self.runner_type(programs, sampling)
         self.chooser = make_chooser(self.runner, options.dispatch_s)
         self.last_masks: MaskSource = "none"
         self.advanced_dispatch: SentRounds | None = None
@@ -201,6 +208,8 @@ class Autoregressive:
         length = len(request.prompt)
         check_vocabulary(request.sampling, self.vocab_size)
         self.model.adapter_number(request.lora)
+        if request.denoising is not None and self.model.target.block_length is None:
+            raise ValueError("expected no denoising options, since the model decodes token by token")
         if request.logprobs is not None and not self.runner.reports_logprobs:
             raise ValueError("expected no logprobs, since the compiled rounds report none")
         if request.constraint is not None and not self.options.constraints:

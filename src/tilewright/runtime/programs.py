@@ -32,7 +32,7 @@ from tilewright.runtime.prefill import prefill
 from tilewright.runtime.rounds import HostDrafts, RowMasks, begin_masked, end_masked, step_of
 from tilewright.runtime.sampling import Sampling, SamplingMode, row_sampling
 from tilewright.runtime.shapes import ShapeTable
-from tilewright.runtime.state import DecodeState, Models, Reports, Target, run_steps
+from tilewright.runtime.state import DecodeState, Models, Reports, Step, Target, run_steps
 
 FORCED = 4
 """Tokens in a block of rounds under masks without a drafter: the last committed token, and forced text."""
@@ -56,6 +56,29 @@ class SnapshotRows(NamedTuple):
 
     restored: Any
     saved: Any
+
+
+class RowRequest(NamedTuple):
+    """Initial contents of a slot for a request, without its caches.
+
+    Attributes:
+        tokens: int32 `[L]`.
+        last_position: position of its last token.
+        end: no token is generated at or beyond this position.
+        prompt_length: tokens from this position on count as generated.
+        wants_logprobs: whether the request wants log-probabilities.
+        adapter: number of its low-rank adapter, 0 for none.
+        denoising: denoising options of its blocks; None for a request that is not denoised.
+    """
+
+    tokens: np.ndarray
+    last_position: int
+    end: int
+    sampling: Sampling
+    prompt_length: int
+    wants_logprobs: bool
+    adapter: int = 0
+    denoising: Any = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,8 @@ class Programs(Store[ProgramKey]):
         """
         if (variant := self.variant(choice)) is not None:
             return variant.block_size
+        if self.target.block_length is not None:
+            return self.target.block_length
         return masked_width(self.target, self.dtype) if masked else 1
 
     def declared(self, sampling: SamplingMode = "logprobs", constraints: bool = False) -> Iterator[ProgramKey]:
@@ -236,7 +261,7 @@ class Programs(Store[ProgramKey]):
         row = RowRequest(np.zeros(self.layout.capacity, np.int32), 1, 1, Sampling(), 1, wants_logprobs=False)
         numbers, flags = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
         table = self.table_of(key.rows, self.layout.capacity)
-        inputs = (numbers, request_rows([row] * key.rows, ()), table, numbers, numbers, flags)
+        inputs = (numbers, self.request_rows([row] * key.rows), table, numbers, numbers, flags)
         return prefill_chunk, (*inputs, SnapshotRows(numbers, numbers)) if self.layout.snapshots else inputs
 
     def rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -262,7 +287,7 @@ class Programs(Store[ProgramKey]):
         ) -> tuple[DecodeState, Reports]:
             some, write_back = self.select_slots(key, variant, target, models, state, slots, table, running)
             some = some if masks is None else begin_masked(masks, some)
-            step = step_of(variant, target, masks)
+            step = self.step(variant, target, masks)
             if limit is not None:
                 some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
             else:
@@ -274,6 +299,14 @@ class Programs(Store[ProgramKey]):
 
         limit = jax.ShapeDtypeStruct((), jnp.int32) if target.loops else None
         return run_rounds, (*self.round_inputs(key), limit, self.mask_shapes(key.rows, width) if key.masked else None)
+
+    def step(self, variant: Variant | None, target: Target, masks: RowMasks | None) -> Step:
+        """Returns the step that a program of rounds repeats."""
+        return step_of(variant, target, masks)
+
+    def request_rows(self, rows: Sequence[RowRequest], eos: Sequence[int] = ()) -> dict[str, Any]:
+        """Returns the fields of a `DecodeState` that a prefill sets for these rows; see the function `request_rows`."""
+        return request_rows(rows, eos)
 
     def mask_shapes(self, rows: int, width: int) -> RowMasks:
         """Returns the abstract masks of a program's rows."""
@@ -405,27 +438,6 @@ def empty_state(layout: Layout, target_cache: Any, draft_cache: Any, width: int 
         automaton=rows.copy(),
         proposed=np.zeros((layout.batch, width), np.int32),
     )
-
-
-class RowRequest(NamedTuple):
-    """Initial contents of a slot for a request, without its caches.
-
-    Attributes:
-        tokens: int32 `[L]`.
-        last_position: position of its last token.
-        end: no token is generated at or beyond this position.
-        prompt_length: tokens from this position on count as generated.
-        wants_logprobs: whether the request wants log-probabilities.
-        adapter: number of its low-rank adapter, 0 for none.
-    """
-
-    tokens: np.ndarray
-    last_position: int
-    end: int
-    sampling: Sampling
-    prompt_length: int
-    wants_logprobs: bool
-    adapter: int = 0
 
 
 def request_rows(rows: Sequence[RowRequest], eos: Sequence[int]) -> dict[str, Any]:

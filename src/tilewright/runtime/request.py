@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class GenerateRequest:
         lora: name of the low-rank adapter; None for the base model.
         pooling: returns an embedding of the prompt, pooled in this way, and no tokens; None for tokens. The prompt may fill
             the context. `prompt_logprobs` may be combined with pooling.
+        denoising: for a model whose blocks are denoised, their options (`diffusion.blocks.BlockDenoising`); None for the
+            model's defaults.
     """
 
     prompt: Sequence[int]
@@ -59,6 +61,7 @@ class GenerateRequest:
     constraint: Constraint | None = None
     lora: str | None = None
     pooling: Pooling | None = None
+    denoising: Any = None
 
     def __post_init__(self) -> None:
         sampling = self.sampling

@@ -23,7 +23,6 @@ from tilewright.runtime.programs import (
     SnapshotRows,
     makes_masks,
     prefill_key,
-    request_rows,
 )
 from tilewright.runtime.rounds import RowMasks
 from tilewright.runtime.sampling import SamplingMode
@@ -56,6 +55,7 @@ class SentRounds(NamedTuple):
         at: time of the dispatch, by `time.perf_counter()`.
         alone: whether nothing but rounds was dispatched since the rounds before.
         masks: source of the masks of the rounds; with masks of the host it is a single round.
+        least, most: bounds of each row's new tokens, unless the row ends.
     """
 
     batch: Sequence[RunningSequence]
@@ -67,16 +67,8 @@ class SentRounds(NamedTuple):
     at: float
     alone: bool
     masks: MaskSource = "none"
-
-    @property
-    def least(self) -> int:
-        """Lower bound of each row's new tokens, unless the row ends."""
-        return self.steps
-
-    @property
-    def most(self) -> int:
-        """Upper bound of a row's new tokens."""
-        return self.steps * self.width
+    least: int = 0
+    most: int = 0
 
     @property
     def wants_logprobs(self) -> bool:
@@ -211,7 +203,7 @@ class ModelRunner(ProgramRunner):
         count = np.asarray([*(chunk.count for chunk in chunks), *[0] * fill], np.int32)
         wanted = np.asarray([*(running.sequence.wants_prompt_logprobs for running in batch), *[False] * fill])
         table = self.table(batch, key.rows, self.programs.layout.capacity)
-        requests = request_rows(rows, self.programs.target.config.eos_token_ids)
+        requests = self.programs.request_rows(rows, self.programs.target.config.eos_token_ids)
         copied = (self.snapshot_rows(chunks, key.rows),) if self.programs.layout.snapshots else ()
         return self.run(key, self.slots(batch, key.rows), requests, table, start, count, wanted, *copied)
 
@@ -250,7 +242,7 @@ class ModelRunner(ProgramRunner):
         tokens = np.zeros(self.programs.layout.capacity, np.int32)
         tokens[: sequence.length] = sequence.tokens
         options = (processor.sampling, len(processor.prompt), sequence.wants_logprobs, sequence.adapter)
-        return RowRequest(tokens, running.last_position, processor.end, *options)
+        return RowRequest(tokens, running.last_position, processor.end, *options, sequence.denoising)
 
     def rounds(
         self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int, source: MaskSource = "none"
@@ -316,11 +308,16 @@ class ModelRunner(ProgramRunner):
         alone = self.sent == ["rounds"]
         self.sent = []
         width = self.programs.width(key.choice, key.masked)
-        sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, source)
+        bounds = self.bounds(rounds, width)
+        sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, source, *bounds)
         for each in jax.tree.leaves(reports if sent.wants_logprobs else reports._replace(logprobs=None)):
             if isinstance(each, jax.Array):
                 each.copy_to_host_async()
         return sent
+
+    def bounds(self, rounds: int, width: int) -> tuple[int, int]:
+        """Returns the fewest and the most tokens that rounds of this width commit for a row that does not end."""
+        return rounds, rounds * width
 
     def run_rounds(
         self,

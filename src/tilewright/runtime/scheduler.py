@@ -38,6 +38,7 @@ class TokenSequence:
         adapter: number of its low-rank adapter, 0 for none. Sequences with different adapters share no pages.
         pooling: pooling of a request for an embedding; None for any other.
         pooled: computed chunks of its prompt.
+        denoising: denoising options of its blocks; None for a request that is not denoised.
         room: positions that it reserves from the start, computed in every dispatch without a prefill; 0 if its prompt is
             prefilled and it gets pages as it grows.
     """
@@ -54,6 +55,7 @@ class TokenSequence:
     adapter: int = 0
     pooling: Pooling | None = None
     pooled: list[PooledChunk] = field(default_factory=list)
+    denoising: Any = None
     room: int = 0
 
     @property
@@ -113,7 +115,8 @@ class RunningSequence:
         last_position: position of its last committed token, from the dispatches that were read.
         least, most: bounds of the tokens that the dispatches in flight commit, unless the sequence ends.
         filled: positions whose keys and values the dispatched prefills compute.
-        prompt: positions that prefill computes: all before the last token; for an embedding, the last one, too.
+        prompt: positions that prefill computes: all before the last token; for an embedding, the last one, too; all finished
+            blocks, where blocks are denoised.
         started: whether a chunk was dispatched. The first chunk, which may be empty, also initialises the slot.
         context_positions: number of positions in each of the drafter's contexts that may lag behind.
         row: state of the decoding, which alone changes it; the scheduler alone changes everything else.
@@ -188,6 +191,8 @@ class Scheduler:
         snapshots: snapshots of states outside of pages, with which every shared prefix ends; None without such states.
         chunks, together: lengths of prefill chunks, and rows and length of the program for several prompts, that may run now;
             those of the table, unless some programs are still missing.
+        block_length: positions of a block, where blocks are denoised; None where tokens follow one another. Pages and chunks
+            hold whole blocks.
         preemptions, prefix_queries, prefix_hits: see `request.EngineStats`.
     """
 
@@ -200,6 +205,7 @@ class Scheduler:
         contexts: Sequence[str] = (),
         windows: Sequence[PageGroup] = (),
         snapshots: Snapshots | None = None,
+        block_length: int | None = None,
     ):
         """Args:
         windows: the further groups, of layers with a window.
@@ -210,6 +216,7 @@ class Scheduler:
         self.context = context
         self.prefix_cache = prefix_cache
         self.contexts = contexts
+        self.block_length = block_length
         self.groups = [PageGroup(pages), *windows]
         self.snapshots = snapshots
         self.waiting: list[TokenSequence] = []
@@ -296,7 +303,7 @@ class Scheduler:
         if not sequence.handle.preemptions:
             sequence.handle.cached_tokens = cached
         snapshot = self.snapshots.acquire(keys[-1]) if keys and self.snapshots is not None else UNMAPPED
-        prompt = 0 if sequence.room else length - 1 if sequence.pooling is None else length
+        prompt = 0 if sequence.room else self.prefilled_positions(length) if sequence.pooling is None else length
         started = sequence.room > 0
         return RunningSequence(
             sequence,
@@ -310,6 +317,10 @@ class Scheduler:
             stops=stops,
             snapshot=snapshot,
         )
+
+    def prefilled_positions(self, length: int) -> int:
+        """Returns how many positions of a sequence of this length prefill computes before its tokens are generated."""
+        return length - 1 if self.block_length is None else length // self.block_length * self.block_length
 
     def may_grow(self, running: RunningSequence) -> bool:
         """True if a sequence may need more pages than it has."""

@@ -174,7 +174,7 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
         raise ValueError(f"expected a context of at most {model_context}, the model's, found {options.context}")
     longest = min(model_context, options.context or model_context)
     masked = masked_width(target, dtype) if options.constraints else 1
-    widest = masked if drafter is None else drafter.block_size
+    widest = (target.block_length or masked) if drafter is None else drafter.block_size
     table = options.shapes(longest)
     capacity = table.capacities[-1]
     size = options.page_size

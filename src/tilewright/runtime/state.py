@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from tilewright.kernels import select
-from tilewright.kernels.masks import causal_from
+from tilewright.kernels.masks import AttentionMask, causal_from
 from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -44,6 +44,8 @@ class Target:
             sampling, and reports no log-probabilities.
         sampling: the most general sampling that rows may request.
         kv_dtype: dtype of its KV cache. Drafters' caches have the drafters' dtype.
+        block_length: positions of a block, all of which see each other; None for causal attention. Then spans begin at a
+            multiple of it.
     """
 
     config: DecoderConfig
@@ -54,6 +56,7 @@ class Target:
     loops: bool = True
     sampling: SamplingMode = "logprobs"
     kv_dtype: KvDtype = "auto"
+    block_length: int | None = None
 
     @property
     def reports_logprobs(self) -> bool:
@@ -117,6 +120,7 @@ class DecodeState:
         adapter: int32 `[B]`, number of each row's low-rank adapter, 0 for none; None if no row has an adapter.
         automaton: int32 `[B]`, state of each row's automaton behind the last rounds; see `automaton_table.py`. None if no
             program needs it.
+        denoising: denoising state of rows whose blocks are denoised (`diffusion.blocks.BlockRows`); None for other rows.
         proposed: int32 `[B, T]` for rounds under masks of width T: the number of each row's drafts for its next round, then the
             drafts; 0 drafts behind other rounds. None if no program needs it.
     """
@@ -132,6 +136,7 @@ class DecodeState:
     adapter: Any = None
     automaton: Any = None
     proposed: Any = None
+    denoising: Any = None
 
 
 class Verified(NamedTuple):
@@ -161,6 +166,20 @@ def cached_attend(
     return cache.attend_projected(ops, projection, heads, causal_from(span.start, span.count, heads.window))
 
 
+def block_attend(
+    length: int, ops: Operations, projection: Projection, heads: Heads, span: Span, cache: CausalCache
+) -> tuple[Array, CausalCache]:
+    """Appends the span's keys and values to the cache, and attends to it up to the end of each query's block.
+
+    Blocks have `length` positions, from position 0 on. See `decoder.Attend`.
+    """
+    q, k, v = ops.heads(projection, heads)
+    after = cache.append(ops, k, v, span.start, span.count)
+    ends = (block_positions(span.start, q.shape[1]) // length + 1) * length
+    out = after.attend(ops, q, AttentionMask(ends, counts=span.count))
+    return out.reshape(*q.shape[:2], -1), after
+
+
 def run_target(
     target: Target,
     params: DecoderParams,
@@ -174,13 +193,14 @@ def run_target(
     Results of tokens behind the first `span.count` are undefined.
     """
     positions = block_positions(span.start, tokens.shape[1])
+    attend = cached_attend if target.block_length is None else partial(block_attend, target.block_length)
     return decoder.forward(
         target.config,
         target.ops,
         params,
         tokens,
         positions,
-        cached_attend,
+        attend,
         span,
         state.target_cache,
         tap_layers,

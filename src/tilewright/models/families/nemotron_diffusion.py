@@ -3,7 +3,7 @@
 from typing import Any
 
 from tilewright.models.config import ConfigReader, MaskedBlocks
-from tilewright.models.family import Family, full_attention
+from tilewright.models.family import Family, full_attention, mask_token
 
 TYPES = ("llada", "dream")
 """Values of `dlm_type`: a masked position's logits predict its own token, or as in decoding the next one."""
@@ -14,13 +14,8 @@ PARADIGMS = ("bidirectional", "block_diff", "sbd_block_diff")
 def read(read: ConfigReader) -> dict[str, Any]:
     read.expect("sliding_window", None)
     read.choice("dlm_paradigm", PARADIGMS)
-    masks = read.token_ids("mask_token_id")
-    vocab = read.fields.get("vocab_size")
-    good = len(masks) == 1 and not (isinstance(vocab, int) and masks[0] >= vocab)
-    found = read.fields.get("mask_token_id")
-    read.require(good, f"mask_token_id must be a token id below vocab_size, found {found!r}")
     shifted = read.choice("dlm_type", TYPES) == "dream"
-    blocks = MaskedBlocks(masks[0] if masks else 0, read.integer("block_size"), shifted)
+    blocks = MaskedBlocks(mask_token(read), read.integer("block_size"), shifted)
     return {"masked_blocks": blocks, **full_attention(read)}
 
 

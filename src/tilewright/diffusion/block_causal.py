@@ -1,0 +1,197 @@
+"""Decoding of models whose blocks are denoised one after the other, on the pages and prefills of autoregressive decoding.
+
+A round is a pass over the current block of every row (`blocks.py`). Prompts are prefilled up to the last whole block. Finished
+blocks are delivered as a whole; their pages serve later requests with the same prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tilewright.diffusion.blocks import BlockDenoising, PassInfo, block_rows, denoise_pass
+from tilewright.models.config import MaskedBlocks
+from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime.autoregressive import Autoregressive, ChooserFactory, RoundsReport, fixed_rounds
+from tilewright.runtime.collect import NotFinite, token_logprobs
+from tilewright.runtime.interfaces import Variant
+from tilewright.runtime.model import Model
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.output import OutputProcessor
+from tilewright.runtime.programs import Programs, RowRequest
+from tilewright.runtime.request import EngineStats, GenerateRequest, Listener, RequestHandle, RequestOutput, Round, Token
+from tilewright.runtime.rounds import RowMasks
+from tilewright.runtime.runner import ModelRunner, SentRounds
+from tilewright.runtime.sampling import SamplingMode
+from tilewright.runtime.scheduler import RunningSequence, TokenSequence
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.state import NOT_FINITE, DecodeState, Step, Target
+
+
+def blocks_of(target: Target) -> MaskedBlocks:
+    """Returns the blocks of a model that denoises them."""
+    blocks = target.config.masked_blocks
+    assert blocks is not None, "only a model with blocks is decoded block by block"
+    return blocks
+
+
+def with_whole_blocks(table: ShapeTable, length: int) -> ShapeTable:
+    """Returns a table with the prefill chunks that hold whole blocks of this length. Raises a `ValueError` if there are none."""
+    chunks = tuple(size for size in table.chunks if size % length == 0)
+    if not chunks:
+        found = ", ".join(map(str, table.chunks))
+        raise ValueError(f"expected a prefill chunk that is a multiple of the block length {length}, found {found}")
+    return replace(table, chunks=chunks)
+
+
+class BlockPrograms(Programs):
+    """Programs whose rounds are passes over blocks."""
+
+    @property
+    def vocab(self) -> int | None:
+        """Size of the vocabulary, if rows may want log-probabilities."""
+        return self.target.config.vocab_size if self.target.loops else None
+
+    def step(self, variant: Variant | None, target: Target, masks: RowMasks | None) -> Step:
+        assert variant is None and masks is None and target.block_length is not None
+        return partial(denoise_pass, target, blocks_of(target), target.block_length)
+
+    def request_rows(self, rows: Sequence[RowRequest], eos: Sequence[int] = ()) -> dict[str, Any]:
+        length = self.target.block_length
+        assert length is not None
+        options = [row.denoising or BlockDenoising() for row in rows]
+        starts = [(row.last_position + 1) // length * length for row in rows]
+        return super().request_rows(rows, eos) | {"denoising": block_rows(options, starts, length, self.vocab)}
+
+    def empty_state(self, target_cache: Any, draft_cache: Any) -> DecodeState:
+        length = self.target.block_length
+        assert length is not None
+        rows = self.layout.batch
+        empty = block_rows([BlockDenoising()] * rows, [0] * rows, length, self.vocab)
+        return replace(super().empty_state(target_cache, draft_cache), denoising=empty)
+
+
+class BlockRunner(ModelRunner):
+    """Runner of passes over blocks."""
+
+    def row(self, running: RunningSequence) -> RowRequest:
+        row = super().row(running)
+        row.tokens[running.sequence.length :] = blocks_of(self.programs.target).mask_token_id
+        return row
+
+    def bounds(self, rounds: int, width: int) -> tuple[int, int]:
+        # Behind each finished block, a pass stores its keys and values.
+        return 0, -(-rounds // 2) * width
+
+    def read(self, sent: SentRounds) -> PassInfo:  # type: ignore[override]
+        return PassInfo.unpacked(sent.reports, sent.wants_logprobs)
+
+
+class BlockCausal(Autoregressive):
+    """Decoding of a model whose blocks are denoised.
+
+    Attributes:
+        block_length: positions of a block.
+        defaults: options of requests that name none.
+    """
+
+    programs_type = BlockPrograms
+    runner_type = BlockRunner
+
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions = EngineOptions(),
+        make_chooser: ChooserFactory = fixed_rounds,
+        programs: Programs | None = None,
+        sampling: SamplingMode = "logprobs",
+        defaults: BlockDenoising = BlockDenoising(),
+    ):
+        """Args: `defaults`: options of requests that name none; for the others see `Autoregressive`.
+
+        Raises:
+            ValueError: pages or prefill chunks that do not hold whole blocks, or see `Autoregressive`.
+        """
+        length = model.target.block_length
+        assert length is not None, "only a model with blocks is decoded block by block"
+        defaults.check(length)
+        self.block_length = length
+        self.defaults = defaults
+        if options.page_size % length:
+            raise ValueError(f"expected a page size that is a multiple of the block length {length}, found {options.page_size}")
+        options = replace(options, constraints=False)
+        if programs is None:
+            longest = model.target.config.max_position_embeddings
+            options = replace(options, table=with_whole_blocks(options.shapes(min(longest, options.context or longest)), length))
+        super().__init__(model, options, make_chooser, programs, sampling)
+
+    def check(self, request: GenerateRequest) -> None:
+        for name, wrong in (
+            ("constraint", request.constraint is not None),
+            ("prompt_logprobs", request.prompt_logprobs),
+            ("pooling", request.pooling is not None),
+            ("lora", request.lora is not None),
+        ):
+            if wrong:
+                raise ValueError(f"expected no {name}, which is not supported for a model whose blocks are denoised")
+        options = request.denoising or self.defaults
+        if not isinstance(options, BlockDenoising):
+            raise ValueError(f"expected denoising options as BlockDenoising, found {type(options).__name__}")
+        options.check(self.block_length)
+        if blocks_of(self.model.target).mask_token_id in request.prompt:
+            raise ValueError(
+                f"expected a prompt without the mask token {blocks_of(self.model.target).mask_token_id}, found one"
+            )
+
+    def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
+        decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens, request.prompt)
+        processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
+        handle = RequestHandle(request)
+        return TokenSequence(handle, listener, processor, denoising=request.denoising or self.defaults)
+
+    def read(self, sent: SentRounds) -> RoundsReport:
+        infos: Any = self.runner.read(sent)
+        before = [len(running.sequence.processor.tokens) for running in sent.batch]
+        committed = infos.committed.sum(axis=0)[: len(sent.batch)].tolist()
+        return RoundsReport(infos, committed, before, [[] for _ in sent.batch], None)
+
+    def collect(self, sent: SentRounds, report: RoundsReport, row: int) -> RequestOutput | None:
+        running = sent.batch[row]
+        sequence = running.sequence
+        infos: Any = report.infos
+        processor = sequence.processor
+        if processor.finish_reason is not None or sequence.handle.result is not None:
+            return None
+        tokens: list[Token] = []
+        rounds: list[Round] = []
+        for n in np.flatnonzero(infos.ran[:, row]).tolist():
+            sequence.handle.steps += 1
+            new = infos.tokens[n, row, : infos.committed[n, row]].tolist()
+            if NOT_FINITE in new:
+                raise NotFinite("the model's logits are not finite")
+            if not new:
+                continue
+            pieces = processor.add_round(new, 0, 0, self.eos_token_ids)
+            rounds.append(Round(len(pieces), 0, 0, f"{self.block_length} positions"))
+            logprobs: list[Any] = [None] * len(pieces)
+            if sequence.wants_logprobs:
+                logprobs = token_logprobs(infos.logprobs, (n, row), len(pieces), sequence.alternatives)
+            tokens += [Token(one.token, one.text, one.drafted, each) for one, each in zip(pieces, logprobs, strict=True)]
+            if processor.finish_reason is not None:
+                break
+        reason = processor.finish_reason
+        if not tokens and reason is None:
+            return None
+        return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason)
+
+    def count(self, sent: SentRounds, report: RoundsReport, counted: EngineStats) -> None:
+        infos: Any = report.infos
+        ran = int(infos.ran.sum())
+        counted.dispatches += 1
+        counted.rounds += len(infos.ran)
+        counted.row_rounds += ran
+        counted.padding_rows += infos.ran.size - ran
+        name = f"{self.block_length} positions"
+        counted.widths[name] = counted.widths.get(name, 0) + len(infos.ran)

@@ -1,0 +1,272 @@
+"""Denoising of blocks over a KV cache: options, state of the rows, and the pass that a program repeats.
+
+The tokens of a block see each other and all blocks before. Finished blocks have exact keys and values in the cache. A pass runs
+the current block of every row, writes its keys and values, and commits tokens in place of some masks. A pass that begins without
+a mask leaves the block's final keys and values, and the row goes on to its next block. So rows in all phases share a pass.
+
+Source: SDAR (arXiv 2510.06303) and its published `generate.py`.
+
+Legend: B rows of a batch, T positions of a block, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int
+
+from tilewright.diffusion.commit import Choices, choose
+from tilewright.diffusion.options import REMASKING
+from tilewright.kernels import select
+from tilewright.models import decoder
+from tilewright.models.config import MaskedBlocks
+from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Logprobs, logprobs_of
+from tilewright.runtime.per_row import penalises
+from tilewright.runtime.prefill import tokens_at
+from tilewright.runtime.sampling import penalise
+from tilewright.runtime.state import (
+    NOT_FINITE,
+    DecodeState,
+    Models,
+    Reports,
+    Span,
+    Target,
+    block_positions,
+    commit,
+    run_target,
+)
+
+Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
+"""Rule that selects the masks which a pass replaces, as in SDAR's code.
+
+"low_confidence_dynamic": all tokens above the threshold, or the pass's quota of the most probable ones if these are more.
+"low_confidence_static": the quota of the most probable tokens. "sequential": the quota of the first masks.
+"""
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+BY_PROBABILITY = REMASKING.index("maskgit_plus")
+"""Rule of `commit.choose` whose probabilities are those after temperature and filters, if a row draws."""
+
+
+@dataclass(frozen=True)
+class BlockDenoising:
+    """Options of a request to a model whose blocks are denoised.
+
+    Attributes:
+        strategy: rule that selects the masks which a pass replaces.
+        threshold: probability above which "low_confidence_dynamic" commits a token.
+        steps: the most passes of a block, whose quotas are as even as possible; None for as many as a block has tokens.
+    """
+
+    strategy: Strategy = "low_confidence_dynamic"
+    threshold: float = 0.85
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"expected strategy to be one of {', '.join(STRATEGIES)}, found {self.strategy!r}")
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"expected a threshold above 0, up to 1, found {self.threshold}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"expected at least 1 step, found {self.steps}")
+
+    def check(self, length: int) -> None:
+        """Raises a `ValueError` for more steps than a block of this length has tokens."""
+        if self.steps is not None and self.steps > length:
+            raise ValueError(f"expected at most {length} steps, one for each token of a block, found {self.steps}")
+
+    def quotas(self, length: int) -> np.ndarray:
+        """Returns the number of tokens that each pass of a block commits, int32 `[length]`; the first passes get the remainder."""
+        steps = length if self.steps is None else self.steps
+        base, remainder = divmod(length, steps)
+        return np.asarray([base + (n < remainder) if n < steps else 1 for n in range(length)], np.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockRows:
+    """State of rows whose blocks are denoised.
+
+    Attributes:
+        strategy: `[B]`, index in `STRATEGIES`.
+        threshold: `[B]`.
+        quotas: `[B, T]`, see `BlockDenoising.quotas`.
+        start: `[B]`, first position of the current block.
+        passes: `[B]`, number of passes over the current block so far.
+        logprobs: log-probabilities of the block's committed tokens, `[B, T]`; None if no row can want them.
+    """
+
+    strategy: Any
+    threshold: Any
+    quotas: Any
+    start: Any
+    passes: Any
+    logprobs: Logprobs | None
+
+
+@lru_cache(maxsize=256)
+def options_row(options: BlockDenoising, length: int) -> tuple[Any, Any, Any]:
+    """Returns strategy, threshold and quotas of a request as arrays of one row. Do not write to them."""
+    strategy = np.asarray([STRATEGIES.index(options.strategy)], np.int32)
+    return strategy, np.asarray([options.threshold], np.float32), options.quotas(length)[None]
+
+
+def block_rows(options: list[BlockDenoising], starts: list[int], length: int, vocab: int | None) -> BlockRows:
+    """Returns the state of rows at the beginning of a block, on the host.
+
+    Args:
+        starts: first position of each row's block.
+        vocab: size of the vocabulary, if rows may want log-probabilities.
+    """
+    strategy, threshold, quotas = map(np.concatenate, zip(*(options_row(each, length) for each in options), strict=True))
+    start = np.asarray(starts, np.int32)
+    logprobs = None
+    if vocab is not None:
+        zeros = np.zeros((len(starts), length), np.float32)
+        k = min(MOST_ALTERNATIVES, vocab)
+        logprobs = Logprobs(zeros, np.zeros((*zeros.shape, k), np.int32), np.zeros((*zeros.shape, k), np.float32))
+    return BlockRows(strategy, threshold, quotas, start, np.zeros_like(start), logprobs)
+
+
+class PassInfo(NamedTuple):
+    """Report of a pass: all results that the host reads; int32 except for log-probabilities.
+
+    Attributes:
+        tokens: `[B, T]`; a row's first `committed` entries are its new tokens, others are undefined.
+        committed: `[B]`; number of tokens that the pass finished for the user: a whole block, or 0.
+        unmasked: `[B]`; number of masks that the pass replaced.
+        ran: `[B]`; 1 for a row that ran the pass.
+        logprobs: log-probabilities of the new tokens of rows that want them.
+    """
+
+    tokens: Any
+    committed: Any
+    unmasked: Any
+    ran: Any
+    logprobs: Logprobs | None = None
+
+    def packed(self) -> Int[Array, "B _"]:
+        """Packs everything but the log-probabilities into one array, for one transfer to the host."""
+        counts = jnp.stack([self.committed, self.unmasked, self.ran], axis=1)
+        return jnp.concatenate([counts, self.tokens], axis=1).astype(jnp.int32)
+
+    @staticmethod
+    def unpacked(reports: Reports, wanted: bool = False) -> "PassInfo":
+        """Unpacks the passes of a dispatch that ran.
+
+        Args:
+            wanted: whether a row wants log-probabilities; otherwise these stay on the device.
+        """
+        packed = np.asarray(reports.packed)
+        count = np.count_nonzero(np.any(packed[..., 2] > 0, axis=1))
+        logprobs = jax.tree.map(lambda each: np.asarray(each)[:count], reports.logprobs) if wanted else None
+        committed, unmasked, ran = np.moveaxis(packed[:count, :, :3], -1, 0)
+        return PassInfo(packed[:count, :, 3:], committed, unmasked, ran, logprobs)
+
+
+def replaced(found: Choices, masked: Bool[Array, "B T"], rows: BlockRows) -> Bool[Array, "B T"]:
+    """Returns the masks that a pass replaces by each row's strategy; of equal probabilities the first position wins."""
+    slot = jnp.arange(masked.shape[1])
+    score = jnp.where(masked, found.probability, -jnp.inf)
+    ahead = (score[:, None, :] > score[:, :, None]) | ((score[:, None, :] == score[:, :, None]) & (slot < slot[:, None]))
+    rank = jnp.sum(ahead & masked[:, None, :], axis=-1)
+    at = jnp.minimum(rows.passes, masked.shape[1] - 1)[:, None]
+    quota = jnp.take_along_axis(jnp.asarray(rows.quotas), at, axis=1)
+    above = masked & (found.probability > jnp.asarray(rows.threshold)[:, None])
+    enough = jnp.sum(above, axis=1, keepdims=True) >= quota
+    best = rank < quota
+    first = jnp.cumsum(masked, axis=1) <= quota
+    rules = jnp.stack([jnp.where(enough, above, best), best, first])
+    return masked & jnp.take_along_axis(rules, jnp.asarray(rows.strategy)[None, :, None], axis=0)[0]
+
+
+def denoise_pass(
+    target: Target, blocks: MaskedBlocks, length: int, models: Models, state: DecodeState
+) -> tuple[DecodeState, PassInfo]:
+    """Runs the current block of every row, and replaces some of its masks.
+
+    A block is finished, and its tokens are given to the user, once it has no mask, or an end-of-sequence token without a mask
+    before it, which ends the row.
+    """
+    rows: BlockRows = state.denoising
+    positions = block_positions(rows.start, length)
+    block = tokens_at(state, positions)
+    running = ~state.done
+    masked = (block == blocks.mask_token_id) & running[:, None]
+    span = Span(rows.start, jnp.where(running, length, 0))
+    ran = run_target(target, models.target, state, block, span, ())
+    after = replace(state, target_cache=ran.caches)
+
+    logits = decoder.logits(target.config, target.ops, models.target, ran.hidden, target.schedule)
+    logits = penalised(state, block, logits)
+    found = choose(
+        logits, jnp.full_like(rows.start, BY_PROBABILITY), state.sampling, positions, rows.passes, blocks.mask_token_id
+    )
+    failed = jnp.any(masked & ~jnp.isfinite(found.probability), axis=1)
+    changed = replaced(found, masked, rows) & ~failed[:, None]
+    block = jnp.where(changed, found.token, block)
+    rows = replace(rows, logprobs=kept_logprobs(target, blocks, state, logits, found, changed))
+
+    is_eos = jnp.zeros(block.shape, bool)
+    for eos in target.config.eos_token_ids:
+        is_eos = is_eos | (block == eos)
+    new = positions > state.last_position[:, None]
+    is_eos = is_eos & new & ~state.ignore_eos[:, None]
+    left = jnp.cumsum(block == blocks.mask_token_id, axis=1)
+    ended = jnp.any(is_eos & (left == 0), axis=1)
+    had_masks = jnp.any(masked, axis=1)
+    finished = had_masks & ((left[:, -1] == 0) | ended)
+
+    first = state.last_position + 1 - rows.start
+    shift = jnp.clip(first[:, None] + jnp.arange(length), 0, length - 1)
+    tokens = jnp.where(failed[:, None], NOT_FINITE, jnp.take_along_axis(block, shift, axis=1))
+    accepted = jnp.where(failed, 0, jnp.where(finished, length - 1 - first, -1))
+    written = select.write_buffer(state.tokens, block, rows.start, span.count)
+    after, committed = commit(target, replace(after, tokens=written), tokens, accepted)
+    stored = running & ~had_masks
+    rows = replace(
+        rows,
+        start=jnp.where(stored, rows.start + length, rows.start),
+        passes=jnp.where(stored, 0, rows.passes + running.astype(jnp.int32)),
+    )
+    logprobs = None
+    if rows.logprobs is not None and target.reports_logprobs:
+        logprobs = jax.tree.map(
+            lambda each: jnp.take_along_axis(each, shift.reshape(*shift.shape, *[1] * (each.ndim - 2)), axis=1), rows.logprobs
+        )
+    unmasked = jnp.sum(changed, axis=1, dtype=jnp.int32)
+    info = PassInfo(tokens, committed, unmasked, running.astype(jnp.int32), logprobs)
+    return replace(after, denoising=rows), info
+
+
+def penalised(state: DecodeState, block: Int[Array, "B T"], logits: Array) -> Array:
+    """Applies biases and penalties to logits of a block, for rows that have any.
+
+    The history of a position is the text before the block, and the block's committed tokens before the position.
+    """
+    before = jnp.concatenate([block[:, :1], block[:, :-1]], axis=1)  # `penalise` does not read the first entry
+    start = state.denoising.start
+
+    def apply() -> Array:
+        return penalise(logits, state.sampling, state.tokens, start - 1, before)
+
+    return jax.lax.cond(jnp.any(penalises(state.sampling) & ~state.done), apply, lambda: logits)
+
+
+def kept_logprobs(
+    target: Target, blocks: MaskedBlocks, state: DecodeState, logits: Array, found: Choices, changed: Bool[Array, "B T"]
+) -> Logprobs | None:
+    """Returns the log-probabilities of each block, with those of the tokens that a pass has committed.
+
+    They are those of the pass: the model sees masks and tokens on both sides. The mask token has none.
+    """
+    old = state.denoising.logprobs
+    if old is None or not target.reports_logprobs:
+        return old
+    is_mask = jnp.arange(logits.shape[-1]) == blocks.mask_token_id
+    asking = changed & jnp.asarray(state.sampling.wants_logprobs)[:, None]
+    new = logprobs_of(jnp.where(is_mask, -jnp.inf, logits), found.token, asking)
+    return jax.tree.map(lambda x, y: jnp.where(changed.reshape(*changed.shape, *[1] * (x.ndim - 2)), y, x), old, new)

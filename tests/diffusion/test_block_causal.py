@@ -1,0 +1,224 @@
+"""Models whose blocks are denoised: tokens and passes of the published loop, by calls and by engines."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffusion.support import VOCAB, randomness
+from llm.support import prompts
+from reference.block_diffusion_numpy import Model, Options, generate, random_model
+from reference.self_speculation_numpy import as_folder
+from tilewright.diffusion.blocks import BlockDenoising
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.request import GenerateRequest, RequestOutput
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+
+LENGTHS = (1, 3, 4, 7, 16, 21)
+NEW = 18
+TABLE = ShapeTable(batches=(1, 4, 8), capacities=(64, 128), chunks=(8, 32))
+WAYS = [
+    Options(),
+    Options(threshold=0.3),
+    Options("low_confidence_static", steps=2),
+    Options("sequential", steps=3),
+    Options(threshold=0.4, temperature=1.0, top_p=0.8),
+    Options("low_confidence_static", temperature=0.7),
+]
+
+
+def denoising_of(options: Options) -> BlockDenoising:
+    return BlockDenoising(options.strategy, options.threshold, options.steps)  # type: ignore[arg-type]
+
+
+def sampling_of(options: Options, seed: int = 5, **more: Any) -> Sampling:
+    return Sampling(NEW, options.temperature, options.top_p, seed=seed, **more)
+
+
+def expected(model: Model, prompt: list[int], options: Options, seed: int = 5) -> tuple[list[int], list[int]]:
+    noise = randomness(seed, 64)[0]
+    return generate(model, prompt, NEW, options, lambda step, position, _: noise[step, position])
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return random_model(3)
+
+
+@pytest.fixture(scope="module")
+def lm(model: Model, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return load(as_folder(tmp_path_factory.mktemp("blocks"), model), table=TABLE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block", [4, 8, 16])
+def test_tokens_are_those_of_the_published_loop(block: int, tmp_path: Path):
+    """Rows with different strategies, temperatures and lengths in one batch."""
+    model = random_model(block, block)
+    lm = load(as_folder(tmp_path, model), table=TABLE)  # type: ignore[arg-type]
+    asked = prompts(block, LENGTHS, VOCAB - 1)
+    each = [WAYS[n % len(WAYS)] for n in range(len(asked))]
+    found = lm.generate(asked, [sampling_of(one) for one in each], denoising=[denoising_of(one) for one in each])
+    wanted = [expected(model, prompt, one) for prompt, one in zip(asked, each, strict=True)]
+    assert [result.tokens for result in found] == [tokens for tokens, _ in wanted]
+    assert any(step < block for _, passes in wanted for step in passes), "no pass committed several tokens"
+
+
+@pytest.mark.parametrize("options", WAYS, ids=range(len(WAYS)))
+def test_each_strategy_counts_the_passes_of_the_published_loop(options: Options, lm: LanguageModel, model: Model):
+    """Each finished block but the last takes one more pass, which stores its keys and values."""
+    asked = prompts(9, LENGTHS, VOCAB - 1)
+    with lm.start(asked, sampling_of(options), denoising=denoising_of(options)) as stream:
+        while not stream.finished:
+            stream.advance(5)
+    wanted = [expected(model, prompt, options) for prompt in asked]
+    assert [result.tokens for result in stream.results()] == [tokens for tokens, _ in wanted]
+    steps = [sequence.handle.steps for sequence in stream.sequences]
+    assert steps == [sum(passes) + len(passes) - 1 for _, passes in wanted]
+
+
+def served(lm: LanguageModel, requests: list[GenerateRequest], options: EngineOptions) -> tuple[list[list[RequestOutput]], Any]:
+    """Serves requests together; returns the outputs of each, and the engine."""
+    engine = lm.engine(options)
+    engine.warm()
+    engine.accept_requests()
+    outputs: list[list[RequestOutput]] = [[] for _ in requests]
+    for request, found in zip(requests, outputs, strict=True):
+        engine.submit(request, found.append)
+    while engine.busy:
+        engine.step()
+    engine.stop()
+    return outputs, engine
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token.token for output in outputs for token in output.tokens]
+
+
+def test_an_engine_with_few_pages_gives_the_tokens_of_calls(lm: LanguageModel, model: Model):
+    """Requests in all phases, preempted and computed again, with prefixes from the cache; nothing compiles while it serves."""
+    asked = [*prompts(1, (30, 9, 17, 26), VOCAB - 1)]
+    asked += [[*asked[0][:24], 5, 6], asked[0]]
+    each = [WAYS[n % len(WAYS)] for n in range(len(asked))]
+    requests = [
+        GenerateRequest(prompt, sampling_of(one, seed), denoising=denoising_of(one))
+        for seed, (prompt, one) in enumerate(zip(asked, each, strict=True))
+    ]
+    options = EngineOptions(TABLE, page_size=16, pages=10, dispatch_s=0.001)
+    outputs, engine = served(lm, requests, options)
+    for seed, (prompt, one, found) in enumerate(zip(asked, each, outputs, strict=True)):
+        assert tokens_of(found) == expected(model, prompt, one, seed)[0]
+        assert found[-1].end == "length"
+    assert engine.scheduler.preemptions
+    again, engine = served(lm, [*requests[:1], *requests[:1]], EngineOptions(TABLE, page_size=16, slots=1))
+    assert tokens_of(again[1]) == tokens_of(again[0]) == tokens_of(outputs[0])
+    assert engine.scheduler.prefix_hits == 16
+
+
+def test_a_block_ends_with_the_end_of_the_text(tmp_path: Path):
+    """Tokens behind an end-of-sequence token are dropped, and so is the last pass of its block."""
+    asked = prompts(2, LENGTHS * 2, VOCAB - 1)
+    ended = 0
+    for eos in range(3, 9):
+        model = random_model(3, eos=eos)
+        lm = load(as_folder(tmp_path / str(eos), model), table=TABLE)  # type: ignore[arg-type]
+        for prompt, result in zip(asked, lm.generate(asked, Sampling(NEW)), strict=True):
+            assert result.tokens == expected(model, prompt, Options())[0]
+            ended += result.finish_reason == "eos"
+        ignoring = lm.generate(asked[:2], Sampling(NEW, ignore_eos=True))
+        assert all(len(result.tokens) == NEW for result in ignoring)
+    assert ended
+
+
+def test_logprobs_are_those_of_the_pass_that_committed_the_token(lm: LanguageModel, model: Model):
+    """With one token a pass, from the left, they follow from the text before, masks behind it, and nothing else."""
+    (prompt,) = prompts(4, (10,), VOCAB - 1)
+    options = BlockDenoising("sequential")
+    ((*found,),), _ = served(lm, [GenerateRequest(prompt, Sampling(6), 3, denoising=options)], EngineOptions(TABLE, page_size=16))
+    pieces = [token for output in found for token in output.tokens]
+    text = list(prompt)
+    for piece in pieces:
+        end = -(-(len(text) + 1) // 4) * 4
+        logits = model.logits([*text, *[VOCAB - 1] * (end - len(text))])[len(text)][: VOCAB - 1]
+        scores = logits - np.log(np.exp(logits).sum())
+        assert piece.logprobs is not None
+        np.testing.assert_allclose(piece.logprobs.logprob, scores[piece.token], atol=1e-4)
+        assert [token for token, _ in piece.logprobs.top] == np.argsort(-scores)[:3].tolist()
+        text.append(piece.token)
+    assert len(pieces) == 6
+
+
+def test_penalties_count_the_text_before_a_position(lm: LanguageModel, model: Model):
+    """A penalty that outweighs all logits lets no token repeat; the first token is that of the same request without it."""
+    (prompt,) = prompts(5, (8,), VOCAB - 1)
+    options = BlockDenoising("sequential")
+    plain, penalised = (
+        lm.generate([prompt], Sampling(NEW, presence_penalty=penalty), denoising=options)[0].tokens for penalty in (0.0, 2.0)
+    )
+    text = list(prompt)
+    for token in penalised:
+        end = -(-(len(text) + 1) // 4) * 4
+        logits = model.logits([*text, *[VOCAB - 1] * (end - len(text))])[len(text)][: VOCAB - 1]
+        logits[list(set(text[len(prompt) :]))] -= 2.0
+        assert token == int(np.argmax(logits))
+        text.append(token)
+    assert plain != penalised
+
+
+def test_stop_strings_and_tokens_end_the_text(lm: LanguageModel):
+    (prompt,) = prompts(6, (9,), VOCAB - 1)
+    whole = lm.generate([prompt], Sampling(NEW))[0]
+    token = whole.tokens[5]
+    first = whole.tokens.index(token)
+    stopped = lm.generate([prompt], Sampling(NEW, stop_token_ids=(token,)))[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.tokens == whole.tokens[: first + 1]
+    by_string = lm.generate([prompt], Sampling(NEW, stop=(f"t{token} ",)))[0]
+    assert by_string.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("settings", [{"kv_dtype": "int8"}, {"kernels": "xla"}, {"weights": "int4"}], ids=str)
+def test_a_row_gets_the_same_tokens_alone_and_among_others(settings: dict[str, Any], model: Model, tmp_path: Path):
+    lm = load(as_folder(tmp_path, model), table=TABLE, **settings)  # type: ignore[arg-type]
+    asked = prompts(7, (5, 12, 31), VOCAB - 1)
+    each = [sampling_of(one) for one in WAYS[2:5]]
+    options = [denoising_of(one) for one in WAYS[2:5]]
+    alone = [lm.generate([asked[n]], each[n], denoising=options[n])[0].tokens for n in range(3)]
+    assert [result.tokens for result in lm.generate(asked, each, denoising=options)] == alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"strategy": "best"}, "expected strategy to be one of low_confidence_dynamic, .*, found 'best'"),
+        ({"threshold": 0.0}, "expected a threshold above 0, up to 1, found 0.0"),
+        ({"steps": 0}, "expected at least 1 step, found 0"),
+    ],
+)
+def test_wrong_options_are_errors(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        BlockDenoising(**fields)
+
+
+def test_requests_that_cannot_be_served_are_errors(lm: LanguageModel, model: Model, tmp_path: Path):
+    with pytest.raises(ValueError, match="expected at most 4 steps, one for each token of a block, found 5"):
+        lm.generate([[1, 2]], Sampling(NEW), denoising=BlockDenoising(steps=5))
+    with pytest.raises(ValueError, match="expected a prompt without the mask token 39, found one"):
+        lm.generate([[1, 39]], Sampling(NEW))
+    with pytest.raises(ValueError, match="expected no pooling, which is not supported for a model whose blocks are denoised"):
+        lm.embed([[1, 2]])
+    with pytest.raises(ValueError, match="expected a prefill chunk that is a multiple of the block length 4, found 6"):
+        lm.engine(EngineOptions(ShapeTable((1,), (48,), (6,)), page_size=16))
+    with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found ngram"):
+        load(as_folder(tmp_path / "a", model), "ngram", table=TABLE)  # type: ignore[arg-type]
+    wider = load(as_folder(tmp_path / "b", model), table=TABLE, block_size=8)  # type: ignore[arg-type]
+    assert wider.block_length == 8
+    plain = load(as_folder(tmp_path / "c", model_of_qwen(model)), table=TABLE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected no denoising options, since the model decodes token by token"):
+        plain.generate([[1, 2]], Sampling(NEW), denoising=BlockDenoising())
+
+
+def model_of_qwen(model: Model) -> Model:
+    return Model({**model.config, "model_type": "qwen3"}, model.tensors)
