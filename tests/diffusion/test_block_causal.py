@@ -136,7 +136,8 @@ def test_logprobs_are_those_of_the_pass_that_committed_the_token(lm: LanguageMod
     """With one token a pass, from the left, they follow from the text before, masks behind it, and nothing else."""
     (prompt,) = prompts(4, (10,), VOCAB - 1)
     options = BlockDenoising("sequential")
-    ((*found,),), _ = served(lm, [GenerateRequest(prompt, Sampling(6), 3, denoising=options)], EngineOptions(TABLE, page_size=16))
+    request = GenerateRequest(prompt, Sampling(6), 3, denoising=options)
+    ((*found,),), _ = served(lm, [request], EngineOptions(TABLE, page_size=16))
     pieces = [token for output in found for token in output.tokens]
     text = list(prompt)
     for piece in pieces:

@@ -83,6 +83,7 @@ def generate(
     passes = []
     for block in range(len(prompt) // size, blocks):
         start = block * size
+        step = 0
         for step in range(steps + 1):
             masked = np.asarray(tokens[start : start + size]) == mask
             if not masked.any():

@@ -15,7 +15,15 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import AdaptedModelOptions, MemoryOptions, json_object, named_model, stopped_by_interrupt
+from tilewright.cli.common import (
+    AdaptedModelOptions,
+    MemoryOptions,
+    decoding_text,
+    given,
+    json_object,
+    named_model,
+    stopped_by_interrupt,
+)
 from tilewright.cli.diffusion_options import DenoisingOption, DenoisingSettings, diffusion_model_options, is_diffusion
 from tilewright.cli.generate import SamplingOptions
 from tilewright.cli.options import COMMON, MODEL, SAMPLING, Flag, TemplateOptions, option_class
@@ -345,8 +353,9 @@ def chat(
         engine = lm.engine(DiffusionEngineOptions(modes=(defaults.mode,), defaults=defaults))
         shown = ChatSession(engine, lm, talk, sampling, console, defaults)
     else:
-        denoising.refuse()
+        blocks = denoising.for_decoder(models.folder(console))
         lm = models.load(console)
+        lm.denoising = given(blocks, lm.denoising)
         engine = lm.engine(engine_options)
         shown = ChatSession(engine, lm, talk, sampling, console)
         shown.note(engine.decoding.sizes_line)
@@ -361,7 +370,7 @@ def chat(
 
 def greet(shown: ChatSession, models: AdaptedModelOptions) -> None:
     adapter = "" if models.lora is None else f" with the adapter {models.lora}"
-    decoding = f"{shown.denoising.mode} steps" if isinstance(shown.lm, DiffusionModel) else models.drafter_text
+    decoding = decoding_text(models, shown.engine.decoding)
     shown.note(f"{models.model}{adapter}, {decoding}, context {shown.engine.context}; /help lists the commands")
     shown.note(f"{sampling_text(shown.sampling)}; answers of at most {shown.sampling.max_new_tokens} tokens")
     if shown.conversation.template is None:

@@ -39,9 +39,11 @@ from tilewright.kernels.select import DECODING, Selection, Weights, fallbacks, i
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import hub, published
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.checkpoint import decoder_config
 from tilewright.models.hub import PACKAGED, PUBLISHED
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import is_first_process, make_mesh
+from tilewright.runtime.decoding import Decoding
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import Placement
 from tilewright.runtime.state import KvDtype
@@ -68,6 +70,21 @@ BlockSize = int | Literal["auto"] | None
 def default_drafter(model: str) -> str:
     """Default drafter of a model: "auto" for published models, otherwise n-grams."""
     return AUTO if model in PUBLISHED else NGRAM
+
+
+def denoises_blocks(folder: Path) -> bool:
+    """True if the blocks of the model in a folder are denoised."""
+    blocks = decoder_config(folder).masked_blocks
+    return blocks is not None and not blocks.causal
+
+
+def decoding_text(models: Any, decoding: Decoding) -> str:
+    """Describes how the tokens of a model are generated, such as "drafter ngram"."""
+    if decoding.denoising is not None:
+        return f"{decoding.denoising.mode} steps"
+    if decoding.blocks is not None:
+        return f"{decoding.blocks.strategy} denoising of blocks"
+    return models.drafter_text
 
 
 def mesh_axes(text: str, names: Sequence[str] = ()) -> dict[str, int]:
@@ -420,7 +437,8 @@ class ModelOptions(TargetOptions):
 
     def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.drafting.window, self.drafting.dtype)
-        return self.load_with(self.drafter_name, console, devices, context, options)
+        default = "none" if denoises_blocks(self.folder(console)) else default_drafter(self.model)
+        return self.load_with(given(self.drafter, default), console, devices, context, options)
 
 
 @option_class(group=MODEL)

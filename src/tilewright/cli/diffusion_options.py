@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, print_fallbacks, print_schedules
+from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, denoises_blocks, print_fallbacks, print_schedules
 from tilewright.cli.options import COMMON, DIFFUSION, MODEL, changed_options, option_class, settings
+from tilewright.diffusion.blocks import BlockDenoising, Strategy
 from tilewright.diffusion.engine_options import DENOISING as DEFAULTS
 from tilewright.diffusion.options import Denoising, Mode, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
@@ -54,6 +56,8 @@ class DenoisingSettings:
         threshold: commit all tokens of at least this probability in each step, instead of a fixed number.
         steps: number of steps in all, a multiple of the number of blocks. By default one for each token.
         block_length: tokens that are denoised together, block after block. By default 32.
+        strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold,
+            by default 0.85; "low_confidence_static", the most probable ones; or "sequential". Steps are those of a block.
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
             "topk_margin" or "entropy" from Dream.
         suffix_window: positions after the block that a step sees. By default all.
@@ -73,6 +77,7 @@ class DenoisingSettings:
     threshold: float | None = None
     steps: int | None = None
     block_length: int | None = None
+    strategy: Strategy | None = None
     remasking: Remasking | None = None
     suffix_window: int | None = None
     guidance: float | None = None
@@ -94,9 +99,33 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or values exclude each other.
         """
+        if self.strategy is not None:
+            raise ValueError("--denoising: strategy is for models whose blocks are denoised; this one has remasking")
         named = self.set_values("mode", "threshold", "steps", "block_length", "remasking", "suffix_window", "guidance")
         saliency = replace(defaults.saliency, **self.set_values(*vars(Saliency())))
         return replace(defaults, saliency=saliency, **(named | changes))
+
+    def for_blocks(self) -> BlockDenoising:
+        """Returns these settings for a model whose blocks are denoised.
+
+        Raises:
+            ValueError: a value is out of its range, or a setting is for other models.
+        """
+        used = ("strategy", "threshold", "steps")
+        if wrong := self.set_values(*(name for name in vars(self) if name not in used)):
+            raise ValueError(f"--denoising: expected {', '.join(used)} for a model with blocks, found {', '.join(wrong)}")
+        return BlockDenoising(**self.set_values(*used))
+
+    def for_decoder(self, folder: Path) -> BlockDenoising | None:
+        """Returns these settings for the decoder in a folder; None for one that decodes token by token.
+
+        Raises:
+            ValueError: see `for_blocks`; any setting has a value, for a model that decodes token by token.
+        """
+        if denoises_blocks(folder):
+            return self.for_blocks()
+        self.refuse()
+        return None
 
     def check_mode(self) -> None:
         """Raises a `ValueError` for settings of sparse steps in another mode."""

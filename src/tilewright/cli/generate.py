@@ -170,10 +170,11 @@ def generate(
     if is_diffusion(models, notes):
         denoise(prompt, prompt_file, chat, models, devices, options, outputs, templates, denoising)
         return
-    denoising.refuse()
+    blocks = denoising.for_decoder(models.folder(notes))
     examples = gather_prompts(prompt, prompt_file, models.model, command=generate)
     template = models.prompt_template(True if templates.chat_template else chat, notes, templates)
     lm = models.load(notes, devices)
+    lm.denoising = given(blocks, lm.denoising)
     for option, value in (("--replay", outputs.replay), ("--compare", outputs.compare_both)):
         if value and lm.drafter is None:
             raise ValueError(f"{option} needs a drafter; name one with --drafter")

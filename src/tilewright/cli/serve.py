@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import DEMO, DeviceOptions, MemoryOptions, ModelOptions, given, named_model
+from tilewright.cli.common import DEMO, DeviceOptions, MemoryOptions, ModelOptions, decoding_text, given, named_model
 from tilewright.cli.diffusion_options import ABOUT_DENOISING, is_diffusion
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
 from tilewright.cli.options import (
@@ -444,14 +444,15 @@ def engine_of(
     if denoises:
         shared = {**capacity.options_for_denoising(), **limits.queue}
         return diffusion_engine(models, devices, denoising, capacity.slots, shared, console), None
-    denoising.refuse()
+    blocks = denoising.for_decoder(models.folder(console))
     options = capacity.served_options(limits)
     lm = models.load(console, devices, capacity.context)
+    lm.denoising = given(blocks, lm.denoising)
     engine = lm.engine(options)
     log.info(engine.decoding.sizes_line)
     if capacity.memory.prefix_cache is None and not engine.decoding.prefix_cache:
         log.info("no prefix cache: %s", engine.decoding.programs.outside_pages)
-    return engine, Constrain(lm, GRAMMAR_S) if options.constraints else None
+    return engine, Constrain(lm, GRAMMAR_S) if options.constraints and blocks is None else None
 
 
 def ready_line(api: Api, models: ModelOptions, url: str, open_page: bool = False) -> Callable[[], None]:
@@ -460,10 +461,7 @@ def ready_line(api: Api, models: ModelOptions, url: str, open_page: bool = False
     engine = api.engine
 
     def announce() -> None:
-        drafter = models.drafter_text
-        if engine.decoding.denoising is not None:
-            drafter = f"{engine.decoding.denoising.mode} steps"
-        print(f"{options.name} with {drafter} at {url} (context {engine.context})", flush=True)
+        print(f"{options.name} with {decoding_text(models, engine.decoding)} at {url} (context {engine.context})", flush=True)
         stats = engine.stats()
         if stats.programs < stats.programs_declared:
             log.info("%d of %d programs are ready; the others are compiled now", stats.programs, stats.programs_declared)

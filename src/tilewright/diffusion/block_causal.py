@@ -38,7 +38,7 @@ def blocks_of(target: Target) -> MaskedBlocks:
 
 
 def with_whole_blocks(table: ShapeTable, length: int) -> ShapeTable:
-    """Returns a table with the prefill chunks that hold whole blocks of this length. Raises a `ValueError` if there are none."""
+    """Returns a table with the prefill chunks that hold whole blocks of this length. Raises a `ValueError` without any."""
     chunks = tuple(size for size in table.chunks if size % length == 0)
     if not chunks:
         found = ", ".join(map(str, table.chunks))
@@ -55,7 +55,7 @@ class BlockPrograms(Programs):
         return self.target.config.vocab_size if self.target.loops else None
 
     def step(self, variant: Variant | None, target: Target, masks: RowMasks | None) -> Step:
-        assert variant is None and masks is None and target.block_length is not None
+        assert target.block_length is not None, "only a model with blocks is decoded block by block"
         return partial(denoise_pass, target, blocks_of(target), target.block_length)
 
     def request_rows(self, rows: Sequence[RowRequest], eos: Sequence[int] = ()) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class BlockCausal(Autoregressive):
 
     Attributes:
         block_length: positions of a block.
-        defaults: options of requests that name none.
+        blocks: options of requests that name none.
     """
 
     programs_type = BlockPrograms
@@ -118,13 +118,16 @@ class BlockCausal(Autoregressive):
         assert length is not None, "only a model with blocks is decoded block by block"
         defaults.check(length)
         self.block_length = length
-        self.defaults = defaults
+        self.blocks = defaults
         if options.page_size % length:
-            raise ValueError(f"expected a page size that is a multiple of the block length {length}, found {options.page_size}")
+            found = options.page_size
+            raise ValueError(f"expected a page size that is a multiple of the block length {length}, found {found}")
         options = replace(options, constraints=False)
         if programs is None:
             longest = model.target.config.max_position_embeddings
-            options = replace(options, table=with_whole_blocks(options.shapes(min(longest, options.context or longest)), length))
+            options = replace(
+                options, table=with_whole_blocks(options.shapes(min(longest, options.context or longest)), length)
+            )
         super().__init__(model, options, make_chooser, programs, sampling)
 
     def check(self, request: GenerateRequest) -> None:
@@ -136,7 +139,7 @@ class BlockCausal(Autoregressive):
         ):
             if wrong:
                 raise ValueError(f"expected no {name}, which is not supported for a model whose blocks are denoised")
-        options = request.denoising or self.defaults
+        options = request.denoising or self.blocks
         if not isinstance(options, BlockDenoising):
             raise ValueError(f"expected denoising options as BlockDenoising, found {type(options).__name__}")
         options.check(self.block_length)
@@ -149,7 +152,7 @@ class BlockCausal(Autoregressive):
         decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens, request.prompt)
         processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
         handle = RequestHandle(request)
-        return TokenSequence(handle, listener, processor, denoising=request.denoising or self.defaults)
+        return TokenSequence(handle, listener, processor, denoising=request.denoising or self.blocks)
 
     def read(self, sent: SentRounds) -> RoundsReport:
         infos: Any = self.runner.read(sent)

@@ -1,8 +1,9 @@
 """Denoising of blocks over a KV cache: options, state of the rows, and the pass that a program repeats.
 
 The tokens of a block see each other and all blocks before. Finished blocks have exact keys and values in the cache. A pass runs
-the current block of every row, writes its keys and values, and commits tokens in place of some masks. A pass that begins without
-a mask leaves the block's final keys and values, and the row goes on to its next block. So rows in all phases share a pass.
+the current block of every row, writes its keys and values, and commits tokens in place of some masks. A pass that begins
+without a mask leaves the block's final keys and values, and the row goes on to its next block. So rows in all phases share a
+pass.
 
 Source: SDAR (arXiv 2510.06303) and its published `generate.py`.
 
@@ -79,7 +80,7 @@ class BlockDenoising:
             raise ValueError(f"expected at most {length} steps, one for each token of a block, found {self.steps}")
 
     def quotas(self, length: int) -> np.ndarray:
-        """Returns the number of tokens that each pass of a block commits, int32 `[length]`; the first passes get the remainder."""
+        """Returns the number of tokens that each pass of a block commits, int32 `[length]`; the remainder goes to the first."""
         steps = length if self.steps is None else self.steps
         base, remainder = divmod(length, steps)
         return np.asarray([base + (n < remainder) if n < steps else 1 for n in range(length)], np.int32)

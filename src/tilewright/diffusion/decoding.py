@@ -105,6 +105,7 @@ class MaskedDenoising:
     """
 
     advanced_dispatch = None
+    blocks = None
 
     def __init__(self, programs: DenoisingPrograms, tokenizer: Tokenizer, options: DiffusionEngineOptions):
         self.programs = programs

@@ -181,9 +181,7 @@ class LanguageModel:
         return template_of(self.folder, self.name)
 
     def model_of(self, models: Models, drafter: Drafter | None) -> Model:
-        target = Target(
-            self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype, block_length=self.block_length
-        )
+        target = Target(self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype, block_length=self.block_length)
         if self.placement is not None:
             target = self.placement.over(target)
         names = self.adapters

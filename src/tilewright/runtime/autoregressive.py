@@ -75,6 +75,7 @@ class Autoregressive:
     """
 
     denoising = None
+    blocks: Any = None
     programs_type: type[Programs] = Programs
     runner_type: type[ModelRunner] = ModelRunner
 

@@ -108,6 +108,11 @@ class Decoding(Protocol):
         ...
 
     @property
+    def blocks(self) -> Any:
+        """Default `diffusion.blocks.BlockDenoising` of requests to a model whose blocks are denoised; None for other models."""
+        ...
+
+    @property
     def advanced_dispatch(self) -> Any:
         """Dispatch in flight whose tokens constraints have taken in, before its delivery; None if there is none."""
         ...

@@ -22,7 +22,7 @@ from tilewright.runtime.engine import RETRY_AFTER_S, Engine
 from tilewright.runtime.pooling import Pooling
 from tilewright.runtime.request import Overloaded
 from tilewright.server.defaults import SamplingDefaults
-from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
+from tilewright.server.denoising import BlockChatBody, BlockCompletionBody, DenoisingChatBody, DenoisingCompletionBody
 from tilewright.server.embeddings import ParsedInputs, PooledBody, parse_inputs
 from tilewright.server.embeddings import rough_size as rough_inputs
 from tilewright.server.errors import ApiError, invalid_body, overloaded
@@ -224,11 +224,15 @@ class Api:
     @property
     def completion_body(self) -> type[CompletionBody]:
         """Body class of `/v1/completions` for the served model."""
+        if self.engine.decoding.blocks is not None:
+            return BlockCompletionBody
         return CompletionBody if self.engine.decoding.denoising is None else DenoisingCompletionBody
 
     @property
     def chat_body(self) -> type[ChatBody]:
         """Body class of `/v1/chat/completions` for the served model."""
+        if self.engine.decoding.blocks is not None:
+            return BlockChatBody
         return ChatBody if self.engine.decoding.denoising is None else DenoisingChatBody
 
     async def body(self, request: Request, kind: type[Body]) -> Body:

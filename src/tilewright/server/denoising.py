@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tilewright.diffusion.blocks import BlockDenoising, Strategy
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.sampling import later_seed
@@ -99,6 +100,40 @@ class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
 
     tools: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
     tool_choice: Annotated[Literal["none", "auto"] | None, only("none")] = None  # type: ignore[assignment]
+
+
+class BlockBody(GenerationBody):
+    """Fields of completions and chats of a model whose blocks are denoised. Missing fields take the server's defaults.
+
+    Attributes:
+        strategy: rule that selects the tokens to commit in a step.
+        threshold: probability above which "low_confidence_dynamic" commits a token.
+        steps: the most denoising steps of a block.
+        structured_outputs: not supported for a diffusion model.
+        prompt_logprobs: not supported for a diffusion model.
+        response_format: only text is supported for a diffusion model.
+    """
+
+    strategy: Strategy | None = None
+    threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    steps: Length = None
+
+    structured_outputs: Annotated[None, unsupported(reason=NOT_FOR_DIFFUSION)] = None  # type: ignore[assignment]
+    response_format: Annotated[PlainTextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
+    prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
+
+    def options(self, defaults: BlockDenoising) -> BlockDenoising:
+        """Returns the denoising options of a request."""
+        named = {name: value for name in ("strategy", "threshold", "steps") if (value := getattr(self, name)) is not None}
+        return replace(defaults, **named)
+
+
+class BlockCompletionBody(BlockBody, CompletionBody):  # type: ignore[misc]
+    """Body of `POST /v1/completions` for a model whose blocks are denoised."""
+
+
+class BlockChatBody(BlockBody, ChatBody):  # type: ignore[misc]
+    """Body of `POST /v1/chat/completions` for a model whose blocks are denoised."""
 
 
 def parse_denoising(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:

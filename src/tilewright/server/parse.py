@@ -18,7 +18,7 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling, later_seed
 from tilewright.server.defaults import SamplingDefaults
-from tilewright.server.denoising import DenoisingBody, make_requests
+from tilewright.server.denoising import BlockBody, DenoisingBody, make_requests
 from tilewright.server.errors import ApiError
 from tilewright.server.fields import UNSUPPORTED
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Message, Templated
@@ -273,7 +273,9 @@ def parse_request(
                     rest = (alternatives if scores_prompt else None, scores_prompt, deadline_s)
                     requests += [GenerateRequest(prompt.tokens, one, *rest, lora=lora, pooling="last") for one in each]
                     continue
-                requests += [GenerateRequest(prompt.tokens, one, *rest, constraint=answer, lora=lora) for one in each]
+                blocks = body.options(engine.decoding.blocks) if isinstance(body, BlockBody) else None
+                more = {"constraint": answer, "lora": lora, "denoising": blocks}
+                requests += [GenerateRequest(prompt.tokens, one, *rest, **more) for one in each]
         for request in requests[::choices]:
             engine.check(request)
     except ValueError as error:
