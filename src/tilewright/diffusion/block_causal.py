@@ -7,19 +7,20 @@ blocks are delivered as a whole; their pages serve later requests with the same 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilewright.diffusion.blocks import BlockDenoising, PassInfo, block_rows, denoise_pass
 from tilewright.models.config import MaskedBlocks
 from tilewright.models.tokenizer import StreamDecoder
-from tilewright.runtime.autoregressive import Autoregressive, ChooserFactory, RoundsReport, fixed_rounds
+from tilewright.runtime.autoregressive import Autoregressive, ChooserFactory, fixed_rounds
 from tilewright.runtime.collect import NotFinite, token_logprobs
 from tilewright.runtime.interfaces import Variant
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import OutputProcessor
+from tilewright.runtime.pace import FixedRounds, kind_of
 from tilewright.runtime.programs import Programs, RowRequest
 from tilewright.runtime.request import EngineStats, GenerateRequest, Listener, RequestHandle, RequestOutput, Round, Token
 from tilewright.runtime.rounds import RowMasks
@@ -85,8 +86,19 @@ class BlockRunner(ModelRunner):
         # Behind each finished block, a pass stores its keys and values.
         return 0, -(-rounds // 2) * width
 
-    def read(self, sent: SentRounds) -> PassInfo:  # type: ignore[override]
-        return PassInfo.unpacked(sent.reports, sent.wants_logprobs)
+
+class PassesReport(NamedTuple):
+    """Results of passes, on the host.
+
+    Attributes:
+        infos: report of each pass.
+        committed: number of new tokens of each row.
+        drafter: None.
+    """
+
+    infos: PassInfo
+    committed: Sequence[int]
+    drafter: None = None
 
 
 class BlockCausal(Autoregressive):
@@ -154,16 +166,13 @@ class BlockCausal(Autoregressive):
         handle = RequestHandle(request)
         return TokenSequence(handle, listener, processor, denoising=request.denoising or self.blocks)
 
-    def read(self, sent: SentRounds) -> RoundsReport:
-        infos: Any = self.runner.read(sent)
-        before = [len(running.sequence.processor.tokens) for running in sent.batch]
-        committed = infos.committed.sum(axis=0)[: len(sent.batch)].tolist()
-        return RoundsReport(infos, committed, before, [[] for _ in sent.batch], None)
+    def read(self, sent: SentRounds) -> PassesReport:  # type: ignore[override]
+        infos = PassInfo.unpacked(sent.reports, sent.wants_logprobs)
+        return PassesReport(infos, infos.committed.sum(axis=0)[: len(sent.batch)].tolist())
 
-    def collect(self, sent: SentRounds, report: RoundsReport, row: int) -> RequestOutput | None:
-        running = sent.batch[row]
-        sequence = running.sequence
-        infos: Any = report.infos
+    def collect(self, sent: SentRounds, report: PassesReport, row: int) -> RequestOutput | None:  # type: ignore[override]
+        sequence = sent.batch[row].sequence
+        infos = report.infos
         processor = sequence.processor
         if processor.finish_reason is not None or sequence.handle.result is not None:
             return None
@@ -189,12 +198,15 @@ class BlockCausal(Autoregressive):
             return None
         return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason)
 
-    def count(self, sent: SentRounds, report: RoundsReport, counted: EngineStats) -> None:
-        infos: Any = report.infos
-        ran = int(infos.ran.sum())
+    def count(self, sent: SentRounds, report: PassesReport, counted: EngineStats) -> None:  # type: ignore[override]
+        ran = report.infos.ran
         counted.dispatches += 1
-        counted.rounds += len(infos.ran)
-        counted.row_rounds += ran
-        counted.padding_rows += infos.ran.size - ran
+        counted.rounds += len(ran)
+        counted.row_rounds += int(ran.sum())
+        counted.padding_rows += ran.size - int(ran.sum())
         name = f"{self.block_length} positions"
-        counted.widths[name] = counted.widths.get(name, 0) + len(infos.ran)
+        counted.widths[name] = counted.widths.get(name, 0) + len(ran)
+
+    def observe(self, sent: SentRounds, report: PassesReport, began: float, ended: float) -> None:  # type: ignore[override]
+        assert isinstance(self.chooser, FixedRounds), "passes are all of one kind"
+        self.chooser.time(kind_of(sent), len(report.infos.ran), sent.at, sent.alone, began, ended)
