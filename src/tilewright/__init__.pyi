@@ -1,4 +1,5 @@
 from .compiled.compare import compare as compare
+from .diffusion.blocks import BlockDenoising as BlockDenoising
 from .diffusion.options import Denoising as Denoising
 from .grammar.grammar import Grammar as Grammar
 from .llm.diffusion_model import DiffusionModel as DiffusionModel
