@@ -381,8 +381,8 @@ class Reports(NamedTuple):
     proposed: Any = None
 
 
-Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
-"""Function `step(models, state) -> (state, info)`: one step or round."""
+Step = Callable[[Models, DecodeState], tuple[DecodeState, Any]]
+"""Function `step(models, state) -> (state, info)`: one step or round. `info` has `packed()` and `logprobs`, as `StepInfo`."""
 
 
 def run_steps(
