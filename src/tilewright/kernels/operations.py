@@ -7,6 +7,7 @@ Legend: B rows of a batch, T positions, H hidden size, N query heads, K key/valu
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -325,8 +326,8 @@ class Operations:
         prepare_table: `(table, name) -> table`: prepares an embedding `[V, H]`, whose rows are looked up.
         bytes_of: `(kind, shape, stored) -> bytes` of a prepared matrix, output head or embedding; None if its dtype determines
             them. `stored` is the quantised format of a file whose bits are kept, else "".
-        restore: returns the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format, perhaps with zeros behind
-            its inputs.
+        restore: `(matrix, outputs=None) -> [I, O]`: returns the matrix that `prepare_matrix` was given, or the columns of some
+            outputs `[W]`, rounded to the format, perhaps with zeros behind its inputs.
         prepares: prepared weights differ from the original matrices.
         weights: the format of prepared matrices.
         packs: prepared matrices have a layout that only this bundle's matmuls know, so they cannot be sliced.
@@ -365,7 +366,7 @@ class Operations:
     prepare_groups: Callable[[Any, int, str], Any]
     prepare_table: Callable[[Any, str], Any]
     bytes_of: Callable[[str, tuple[int, ...], str], int | None]
-    restore: Callable[[Any], Array]
+    restore: Callable[..., Array]
     prepares: bool = False
     weights: Weights = "auto"
     packs: bool = False
@@ -380,16 +381,22 @@ class Operations:
     begin: Callable[..., Any] = begin_in_place
     each_head: Callable[..., Any] = heads_together
 
-    def prepare(self, specs: Tree, params: Tree) -> Tree:
+    def prepare(self, specs: Tree, params: Tree, threads: int = 1) -> Tree:
         """Prepares parameters for these operations.
 
         Args:
             specs: declarations of the parameters, which mark matrices and heads; see `models.params.ArraySpec`.
+            threads: number of threads; 1 for parameters that are traced.
 
         Raises:
             ValueError: a weight, named in the message, cannot be prepared.
         """
-        return jax.tree.map(self.prepare_one, specs, params, is_leaf=lambda spec: isinstance(spec, Joined))
+        declared, structure = jax.tree.flatten(specs, is_leaf=lambda spec: isinstance(spec, Joined))
+        values = structure.flatten_up_to(params)
+        if threads == 1:
+            return structure.unflatten(map(self.prepare_one, declared, values))
+        with ThreadPoolExecutor(threads) as pool:
+            return structure.unflatten(pool.map(self.prepare_one, declared, values))
 
     def prepare_one(self, spec: Any, value: Any) -> Any:
         """Prepares one declared array, or several that are `Joined`."""

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.compiled.machine import takes_loops
+from tilewright.compiled.machine import cores, takes_loops
 from tilewright.compiled.store import warm
 from tilewright.diffusion.block_causal import BlockCausal, BlockPrograms, with_whole_blocks
 from tilewright.diffusion.blocks import BlockDenoising
@@ -264,7 +264,7 @@ class LanguageModel:
                 drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
             params = drafter.with_head(params, self.head_columns)
         in_blocks = self.weights == "auto" and self.quantised
-        prepared = (operations(weights="int4") if in_blocks else self.ops).prepare(drafter.declared, params)
+        prepared = (operations(weights="int4") if in_blocks else self.ops).prepare(drafter.declared, params, threads=cores())
         return replace(cast(Any, drafter), ops=self.ops), prepared if self.placement is None else self.placement.whole(prepared)
 
     def load_drafter(
@@ -320,7 +320,7 @@ class LanguageModel:
         """
         if self.placement is not None:
             raise ValueError("expected a drafter over the whole vocabulary, since the output head is sharded over a mesh")
-        return self.whole_head()[:, ids]
+        return self.ops.restore(decoder.output_head(self.model.models.target), ids)[: self.target.hidden_size]
 
     def whole_head(self) -> Float[Array, "H V"]:
         """Returns the target's output head before its preparation."""
@@ -748,12 +748,13 @@ def load(
     options = DrafterOptions(size, draft_window, drafter_dtype, revision=drafter_revision)
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
-    blocks = checkpoint.decoder_config(folder).masked_blocks
+    config = checkpoint.decoder_config(folder)
+    blocks = config.masked_blocks
     if blocks is not None and not blocks.causal:
         if source is not None:
             raise ValueError(f"expected no drafter for a model whose blocks are denoised, found {drafter}")
         options = replace(options, block_size=None)
-    placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
+    placement = placement_over(config, mesh, schedule, compiler_options)
     folders = dict(lora or {})
     if SELF in ([source] if isinstance(source, str) else source or ()) and (folder / DRAFT_ADAPTER).is_dir():
         folders.setdefault(DRAFT_ADAPTER, folder / DRAFT_ADAPTER)

@@ -17,9 +17,10 @@ def unchanged(weight: Any, *named: Any, **options: Any) -> Any:
     return weight
 
 
-def restore(weight: Any) -> Array:
+def restore(weight: Any, outputs: Array | None = None) -> Array:
     w = weight.w.T if isinstance(weight, Transposed) else weight
-    return w.dequantised(jnp.float32) if isinstance(w, ScaledMatrix) else w
+    whole = w.dequantised(jnp.float32) if isinstance(w, ScaledMatrix) else w
+    return whole if outputs is None else whole[:, outputs]
 
 
 @cache

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int32, UInt32
+from jaxtyping import Float, Float32, Int, Int32, UInt32
 
 from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.linear import blocks
@@ -232,14 +232,26 @@ def pack(
     return packed([w], chosen)
 
 
-def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
-    """Inverts `pack`, up to rounding to the format and zero padding of inputs."""
+def unpack(w: PackedMatrix, outputs: Int[Array, " W"] | None = None) -> Float[Array, "I _"]:
+    """Inverts `pack`, up to rounding to the format and zero padding of inputs.
+
+    Args:
+        outputs: indices of the wanted outputs; None for all.
+    """
     panels = np.asarray(w.panels)
+    rows: Any = slice(w.outputs)
+    if outputs is not None:
+        wanted = np.asarray(outputs)
+        held, place = np.unique(wanted // LANES, return_inverse=True)
+        panels = panels[held]
+        rows = place * LANES + wanted % LANES
     if w.in_blocks:
-        return jnp.asarray(blocks.dequantise(blocks.blocks_of(panels, w.outputs)))
-    rows = panels.reshape(len(panels), -1, LANES, 1) if panels.ndim == 3 else panels
-    wide = rows.transpose(1, 3, 0, 2).reshape(-1, len(panels) * LANES)
-    return jnp.asarray(wide[:, : w.outputs])
+        found = blocks.blocks_of(panels, len(panels) * LANES)
+        part = replace(found, **{name: array[rows] for name, array in found.arrays.items()})
+        return jnp.asarray(blocks.dequantise(part))
+    apart = panels.reshape(len(panels), -1, LANES, 1) if panels.ndim == 3 else panels
+    wide = apart.transpose(1, 3, 0, 2).reshape(-1, len(panels) * LANES)
+    return jnp.asarray(wide[:, rows])
 
 
 def bytes_of(inputs: int, outputs: int, kind: str) -> int:
