@@ -2,7 +2,7 @@
 
 Two parts of a compilation would slow down what runs beside it. JAX traces a program in Python, with Python's lock, for about a
 second. While requests run, the thread therefore traces in short slices, with pauses between them. XLA then compiles for some
-seconds, on several threads of its own. Their priority is lowered, where the system allows it (Linux).
+seconds, on several threads of its own. These get the time that no other thread wants, where the system allows it (Linux).
 """
 
 import logging
@@ -29,8 +29,6 @@ PAUSES = 7.0
 """Length of a pause while requests run, in slices."""
 CALLS = 64
 """Python calls and returns between two looks at the clock."""
-LOW = 15
-"""Nice value of XLA's compiler threads, which then get about a thirtieth of the time of busy cores."""
 LEAST_S = 0.01
 """Processor time in seconds above which a thread counts as one that worked."""
 REPORTS = 4
@@ -44,7 +42,7 @@ class BackgroundCompile(Generic[Key]):
     Args:
         keys: programs to compile, the most useful first.
         busy: returns True while requests run; tracing pauses then.
-        compilers: native ids of XLA's compiler threads (`working_threads`), whose priority is lowered.
+        compilers: native ids of XLA's compiler threads (`working_threads`), which are scheduled when nothing else runs.
 
     Attributes:
         failure: exception of a program that did not compile, which ended the thread; None so far.
@@ -70,7 +68,7 @@ class BackgroundCompile(Generic[Key]):
     def start(self) -> None:
         for thread in self.compilers:
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, thread, LOW)
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
         self.thread.start()
 
     def stop(self) -> None:
