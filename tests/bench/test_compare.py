@@ -63,6 +63,7 @@ class FakeModel(LanguageModel):
         speculative: bool | None = None,
         grammar: Any = None,
         lora: Any = None,
+        denoising: Any = None,
     ) -> Generation:
         assert speculative is not None
         self.calls.append((list(prompts), speculative))

@@ -12,6 +12,7 @@ from reference.block_diffusion_numpy import Model, Options, generate, random_mod
 from reference.self_speculation_numpy import as_folder
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.llm.language_model import LanguageModel, load
+from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.sampling import Sampling
@@ -64,6 +65,29 @@ def test_tokens_are_those_of_the_published_loop(block: int, tmp_path: Path):
     wanted = [expected(model, prompt, one) for prompt, one in zip(asked, each, strict=True)]
     assert [result.tokens for result in found] == [tokens for tokens, _ in wanted]
     assert any(step < block for _, passes in wanted for step in passes), "no pass committed several tokens"
+
+
+@pytest.mark.parametrize("block", [2, 4, 8, 16])
+@pytest.mark.parametrize("threshold", [0.3, 0.85])
+def test_many_requests_are_those_of_the_published_loop(block: int, threshold: float, tmp_path: Path):
+    """240 requests: prompts of 1 to 30 tokens, most likely tokens and draws, all strategies, in batches in mixed phases."""
+    model = random_model(10 + block, block)
+    lm = load(as_folder(tmp_path, model), table=TABLE)  # type: ignore[arg-type]
+    rng = np.random.default_rng(block)
+    asked = prompts(block, [int(length) for length in rng.integers(1, 31, 30)], VOCAB - 1)
+    ways = [
+        Options(threshold=threshold),
+        Options(threshold=threshold, temperature=1.0),
+        Options(threshold=threshold, temperature=0.5, top_p=0.9),
+        Options("low_confidence_static", steps=2, temperature=1.3),
+        Options("sequential", steps=2),
+    ]
+    each = [ways[n % len(ways)] for n in range(len(asked))]
+    found = lm.generate(
+        asked, [sampling_of(one, n) for n, one in enumerate(each)], denoising=[denoising_of(one) for one in each]
+    )
+    for n, (prompt, one, result) in enumerate(zip(asked, each, found, strict=True)):
+        assert result.tokens == expected(model, prompt, one, n)[0]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=range(len(WAYS)))
@@ -190,6 +214,28 @@ def test_a_row_gets_the_same_tokens_alone_and_among_others(settings: dict[str, A
     assert [result.tokens for result in lm.generate(asked, each, denoising=options)] == alone
 
 
+def test_two_devices_give_the_tokens_of_one(lm: LanguageModel, model: Model, tmp_path: Path):
+    shared = load(as_folder(tmp_path, model), table=TABLE, mesh=make_mesh({"tp": 2}))  # type: ignore[arg-type]
+    asked = prompts(12, (6, 15), VOCAB - 1)
+    both = [each.generate(asked, sampling_of(WAYS[4]), denoising=denoising_of(WAYS[4])) for each in (lm, shared)]
+    assert [result.tokens for result in both[0]] == [result.tokens for result in both[1]]
+
+
+def test_a_mixture_of_experts_denoises_blocks(model: Model, tmp_path: Path):
+    """Rows get the same tokens alone and among others; with one expert, they are those of the dense model."""
+    experts = {"num_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    tensors: dict[str, Any] = {}
+    for name, tensor in model.tensors.items():
+        tensors[name.replace("mlp.", "mlp.experts.0.")] = tensor
+    for n in range(model.config["num_hidden_layers"]):
+        tensors[f"model.layers.{n}.mlp.gate.weight"] = np.ones((1, 32), np.float32)
+    mixture = Model({**model.config, "model_type": "sdar_moe", **experts}, tensors)
+    lm = load(as_folder(tmp_path, mixture), table=TABLE)  # type: ignore[arg-type]
+    asked = prompts(8, (6, 15, 22), VOCAB - 1)
+    found = [result.tokens for result in lm.generate(asked, sampling_of(WAYS[4]), denoising=denoising_of(WAYS[4]))]
+    assert found == [expected(model, prompt, WAYS[4])[0] for prompt in asked]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -205,7 +251,7 @@ def test_wrong_options_are_errors(fields: dict[str, Any], message: str):
 def test_an_unknown_strategy_is_an_error():
     options = BlockDenoising()
     object.__setattr__(options, "strategy", "best")  # the tests' type checker keeps it out otherwise
-    with pytest.raises(ValueError, match="expected strategy to be one of low_confidence_dynamic, .*, found 'best'"):
+    with pytest.raises(ValueError, match=r"expected strategy to be one of low_confidence_dynamic, .*, found 'best'"):
         options.__post_init__()
 
 

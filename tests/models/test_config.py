@@ -690,6 +690,8 @@ def built(fields: dict[str, Any]) -> DecoderConfig:
         fields = {**fields, "delta": DeltaSizes(2, 4, 8, 12, 4), "delta_layers": tuple(range(fields["num_layers"] - 1))}
     if fields["family"] == "nemotron_labs_diffusion":
         fields = {**fields, "masked_blocks": MaskedBlocks(fields["vocab_size"] - 1, 8, shifted=True)}
+    if fields["family"].startswith("sdar"):
+        fields = {**fields, "masked_blocks": MaskedBlocks(fields["vocab_size"] - 1, 8, causal=False)}
     return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else kinds[len(scaling)](**scaling)})
 
 

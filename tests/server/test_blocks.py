@@ -1,4 +1,4 @@
-"""The server over a model whose blocks are denoised: what is served is what the model gives alone, also among other requests."""
+"""The server over a model whose blocks are denoised: what is served is what the model gives alone, and among others."""
 
 import json
 from collections.abc import Iterator
