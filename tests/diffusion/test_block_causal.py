@@ -176,20 +176,21 @@ def test_logprobs_are_those_of_the_pass_that_committed_the_token(lm: LanguageMod
 
 
 def test_penalties_count_the_text_before_a_position(lm: LanguageModel, model: Model):
-    """A penalty that outweighs all logits lets no token repeat; the first token is that of the same request without it."""
-    (prompt,) = prompts(5, (8,), VOCAB - 1)
+    """These penalties count no tokens of the prompt, also where they share a block with the first new ones."""
     options = BlockDenoising("sequential")
-    plain, penalised = (
-        lm.generate([prompt], Sampling(NEW, presence_penalty=penalty), denoising=options)[0].tokens for penalty in (0.0, 2.0)
-    )
-    text = list(prompt)
-    for token in penalised:
-        end = -(-(len(text) + 1) // 4) * 4
-        logits = model.logits([*text, *[VOCAB - 1] * (end - len(text))])[len(text)][: VOCAB - 1]
-        logits[list(set(text[len(prompt) :]))] -= 2.0
-        assert token == int(np.argmax(logits))
-        text.append(token)
-    assert plain != penalised
+    plain = lm.generate(prompts(5, (8,) * 6, VOCAB - 1), Sampling(NEW), denoising=options)
+    likely = [result.tokens[-1] for result in plain]
+    asked = [[*prompt, *[token] * 3] for prompt, token in zip(prompts(5, (8,) * 6, VOCAB - 1), likely, strict=True)]
+    each = [Sampling(NEW, presence_penalty=2.0, frequency_penalty=2.0)] * len(asked)
+    for prompt, result in zip(asked, lm.generate(asked, each, denoising=options), strict=True):
+        text = list(prompt)
+        for token in result.tokens:
+            end = -(-(len(text) + 1) // 4) * 4
+            logits = model.logits([*text, *[VOCAB - 1] * (end - len(text))])[len(text)][: VOCAB - 1]
+            for generated in set(text[len(prompt) :]):
+                logits[generated] -= 2.0 + 2.0 * text[len(prompt) :].count(generated)
+            assert token == int(np.argmax(logits))
+            text.append(token)
 
 
 def test_stop_strings_and_tokens_end_the_text(lm: LanguageModel):
@@ -262,6 +263,8 @@ def test_requests_that_cannot_be_served_are_errors(lm: LanguageModel, model: Mod
         lm.generate([[1, 39]], Sampling(NEW))
     with pytest.raises(ValueError, match="expected no pooling, which is not supported for a model whose blocks are denoised"):
         lm.embed([[1, 2]])
+    with pytest.raises(ValueError, match="a prompt of 60 tokens leaves room for 4 in the context of 64; max_new_tokens is 18"):
+        lm.engine(EngineOptions(ShapeTable((1,), (64,), (16,)), page_size=16)).check(GenerateRequest([1] * 60, Sampling(NEW)))
     with pytest.raises(ValueError, match="expected a prefill chunk that is a multiple of the block length 4, found 6"):
         lm.engine(EngineOptions(ShapeTable((1,), (48,), (6,)), page_size=16))
     with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found ngram"):

@@ -137,9 +137,8 @@ class BlockCausal(Autoregressive):
         options = replace(options, constraints=False)
         if programs is None:
             longest = model.target.config.max_position_embeddings
-            options = replace(
-                options, table=with_whole_blocks(options.shapes(min(longest, options.context or longest)), length)
-            )
+            table = options.shapes(min(longest, options.context or longest))
+            options = replace(options, table=with_whole_blocks(table, length))
         super().__init__(model, options, make_chooser, programs, sampling)
 
     def check(self, request: GenerateRequest) -> None:
@@ -155,10 +154,10 @@ class BlockCausal(Autoregressive):
         if not isinstance(options, BlockDenoising):
             raise ValueError(f"expected denoising options as BlockDenoising, found {type(options).__name__}")
         options.check(self.block_length)
-        if blocks_of(self.model.target).mask_token_id in request.prompt:
-            raise ValueError(
-                f"expected a prompt without the mask token {blocks_of(self.model.target).mask_token_id}, found one"
-            )
+        mask = blocks_of(self.model.target).mask_token_id
+        if mask in request.prompt:
+            raise ValueError(f"expected a prompt without the mask token {mask}, found one")
+        super().check(request)
 
     def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
         decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens, request.prompt)

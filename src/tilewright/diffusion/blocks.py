@@ -202,7 +202,7 @@ def denoise_pass(
     after = replace(state, target_cache=ran.caches)
 
     logits = decoder.logits(target.config, target.ops, models.target, ran.hidden, target.schedule)
-    logits = penalised(state, block, logits)
+    logits = penalised(state, block, positions, blocks.mask_token_id, logits)
     found = choose(
         logits, jnp.full_like(rows.start, BY_PROBABILITY), state.sampling, positions, rows.passes, blocks.mask_token_id
     )
@@ -243,16 +243,20 @@ def denoise_pass(
     return replace(after, denoising=rows), info
 
 
-def penalised(state: DecodeState, block: Int[Array, "B T"], logits: Array) -> Array:
+def penalised(
+    state: DecodeState, block: Int[Array, "B T"], positions: Int[Array, "B T"], mask_token_id: int, logits: Array
+) -> Array:
     """Applies biases and penalties to logits of a block, for rows that have any.
 
     The history of a position is the text before the block, and the block's committed tokens before the position.
     """
-    before = jnp.concatenate([block[:, :1], block[:, :-1]], axis=1)  # `penalise` does not read the first entry
-    start = state.denoising.start
 
     def apply() -> Array:
-        return penalise(logits, state.sampling, state.tokens, start - 1, before)
+        # `penalise` counts a block's tokens as generated. It counts the prompt's by itself, so that masks replace these here.
+        generated = positions >= jnp.asarray(state.sampling.prompt_length)[:, None]
+        tokens = jnp.where(generated, block, mask_token_id)
+        before = jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)  # it does not read the first entry
+        return penalise(logits, state.sampling, state.tokens, positions[:, 0] - 1, before)
 
     return jax.lax.cond(jnp.any(penalises(state.sampling) & ~state.done), apply, lambda: logits)
 
