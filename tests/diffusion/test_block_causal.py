@@ -10,6 +10,7 @@ from diffusion.support import VOCAB, randomness
 from llm.support import prompts
 from reference.block_diffusion_numpy import Model, Options, generate, random_model
 from reference.self_speculation_numpy import as_folder
+from tilewright.cli.common import check_decodes
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.parallel.mesh import make_mesh
@@ -17,6 +18,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.drafters.ngram import NGram
 
 LENGTHS = (1, 3, 4, 7, 16, 21)
 NEW = 18
@@ -269,6 +271,10 @@ def test_requests_that_cannot_be_served_are_errors(lm: LanguageModel, model: Mod
         lm.engine(EngineOptions(ShapeTable((1,), (48,), (6,)), page_size=16))
     with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found ngram"):
         load(as_folder(tmp_path / "a", model), "ngram", table=TABLE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found ngram"):
+        lm.with_drafter(NGram())
+    with pytest.raises(ValueError, match="expected a model that decodes token by token, found one of the family sdar"):
+        check_decodes(as_folder(tmp_path / "d", model))  # type: ignore[arg-type]
     wider = load(as_folder(tmp_path / "b", model), table=TABLE, block_size=8)  # type: ignore[arg-type]
     assert wider.block_length == 8
     plain = load(as_folder(tmp_path / "c", model_of_qwen(model)), table=TABLE)  # type: ignore[arg-type]

@@ -74,8 +74,14 @@ def default_drafter(model: str) -> str:
 
 def denoises_blocks(folder: Path) -> bool:
     """True if the blocks of the model in a folder are denoised."""
-    blocks = decoder_config(folder).masked_blocks
-    return blocks is not None and not blocks.causal
+    return decoder_config(folder).denoises_blocks
+
+
+def check_decodes(folder: Path) -> None:
+    """Raises a `ValueError` for a model that does not decode token by token, which training supposes."""
+    config = decoder_config(folder)
+    if config.denoises_blocks:
+        raise ValueError(f"{folder}: expected a model that decodes token by token, found one of the family {config.family}")
 
 
 def decoding_text(models: Any, decoding: Decoding) -> str:

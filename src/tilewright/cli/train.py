@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import given, keep_programs, mesh_axes
+from tilewright.cli.common import check_decodes, given, keep_programs, mesh_axes
 from tilewright.cli.options import COMMON, MODEL, changed_options, option_class, settings
 from tilewright.cli.outputs import JsonFile, check_output_folder, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
@@ -379,6 +379,7 @@ class InitialModel:
             if tokenizer is not None:
                 raise ValueError("expected --start or --tokenizer, found both: --start brings its own tokenizer")
             folder = hub.resolve(start, console=progress_console(console), check=load_tokenizer)
+            check_decodes(folder)
             mesh = devices.build_mesh(decoder_config(folder))
             shard = None if mesh is None else partial(model_shardings, mesh)
             config, params = load_decoder(folder, jnp.float32, progress_console(console), shard)

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import given, keep_programs, mesh_axes
+from tilewright.cli.common import check_decodes, given, keep_programs, mesh_axes
 from tilewright.cli.options import option_class, settings
 from tilewright.cli.outputs import check_output_folder, human_console, progress_console
 from tilewright.cli.train import (
@@ -423,6 +423,7 @@ def drafter(
     drafter_options = loss.options(kind, devices.keep_taps)
     keep_programs()
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
+    check_decodes(folder)
     tokenizer = load_tokenizer(folder)
     placement = devices.placement(regenerate.enabled or self_instruct.enabled, options.batch_size)
     loaded = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)

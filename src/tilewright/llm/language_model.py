@@ -121,8 +121,7 @@ class LanguageModel:
         self.kernels = self.ops.name
         self.placement = placement
         self.table = table or ShapeTable().reaching(target.max_position_embeddings)
-        blocks = target.masked_blocks
-        self.block_length = None if blocks is None or blocks.causal else blocks.length
+        self.block_length = target.masked_blocks.length if target.masked_blocks and target.denoises_blocks else None
         if self.block_length is not None:
             self.table = with_whole_blocks(self.table, self.block_length)
         self.denoising = BlockDenoising()
@@ -197,8 +196,10 @@ class LanguageModel:
             params: the drafter's parameters as loaded; for a team those of each member.
 
         Raises:
-            ValueError: the target drafts itself with an adapter that only `load` can add.
+            ValueError: the target drafts itself with an adapter that only `load` can add, or denoises blocks.
         """
+        if self.block_length is not None:
+            check_no_drafter(None if drafter is None else drafter.name)
         members, each = (drafter.members, params) if isinstance(drafter, Team) else ((drafter,), (params,))
         other = self.with_draft_adapter() if any(map(drafts_with_target, members)) else copy(self)
         target = other.model.models.target
@@ -581,6 +582,13 @@ class LanguageModel:
         return Engine(self.decoding(drafter, options, make_chooser=make_chooser), options)
 
 
+def check_no_drafter(drafter: str | Sequence[str] | None) -> None:
+    """Raises a `ValueError` if a drafter is named, for a model whose blocks are denoised."""
+    if drafter is not None:
+        name = drafter if isinstance(drafter, str) else ", ".join(drafter)
+        raise ValueError(f"expected no drafter for a model whose blocks are denoised, found {name}")
+
+
 def drafts_with_target(drafter: Drafter | None) -> bool:
     """Returns True for a drafter that runs the target's layers, alone or beside n-grams."""
     return isinstance(drafter.other if isinstance(drafter, NGramsFirst) else drafter, SelfDiffusion)
@@ -749,10 +757,8 @@ def load(
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     config = checkpoint.decoder_config(folder)
-    blocks = config.masked_blocks
-    if blocks is not None and not blocks.causal:
-        if source is not None:
-            raise ValueError(f"expected no drafter for a model whose blocks are denoised, found {drafter}")
+    if config.denoises_blocks:
+        check_no_drafter(source)
         options = replace(options, block_size=None)
     placement = placement_over(config, mesh, schedule, compiler_options)
     folders = dict(lora or {})
@@ -760,6 +766,6 @@ def load(
         folders.setdefault(DRAFT_ADAPTER, folder / DRAFT_ADAPTER)
     adapters = read_adapters(folders, 1 if mesh is None else mesh.size)
     lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context, adapters)
-    if blocks is not None and not blocks.causal and isinstance(size, int):
+    if config.denoises_blocks and isinstance(size, int):
         return lm.with_block_length(size)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

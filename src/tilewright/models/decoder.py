@@ -71,6 +71,11 @@ class DecoderConfig(Sizes):
     delta_layers: tuple[int, ...] = ()
     masked_blocks: MaskedBlocks | None = None
 
+    @property
+    def denoises_blocks(self) -> bool:
+        """True if blocks are denoised one after the other, and the model does not decode token by token."""
+        return self.masked_blocks is not None and not self.masked_blocks.causal
+
     def kind(self, layer: int) -> LayerKind:
         """Returns the kind of a layer."""
         sliding = layer in self.sliding_layers
