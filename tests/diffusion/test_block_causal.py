@@ -1,5 +1,6 @@
 """Models whose blocks are denoised: tokens and passes of the published loop, by calls and by engines."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from diffusion.support import VOCAB, randomness
 from llm.support import prompts
 from reference.block_diffusion_numpy import Model, Options, generate, random_model
-from reference.self_speculation_numpy import as_folder
+from reference.self_speculation_numpy import CHARACTERS, as_folder, with_characters
 from tilewright.cli.common import check_decodes
 from tilewright.diffusion.blocks import BlockDenoising
+from tilewright.grammar.grammar import Grammar
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.options import EngineOptions
@@ -193,6 +195,46 @@ def test_penalties_count_the_text_before_a_position(lm: LanguageModel, model: Mo
                 logits[generated] -= 2.0 + 2.0 * text[len(prompt) :].count(generated)
             assert token == int(np.argmax(logits))
             text.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_of_a_grammar_are_chosen_from_left_to_right(temperature: float, tmp_path: Path):
+    """Each token is the best allowed one behind the text before, alone, beside free rows, and with few pages."""
+    vocab = len(CHARACTERS)
+    model = random_model(3, vocab_size=vocab, eos=vocab - 2)
+    lm = load(with_characters(tmp_path, model), table=TABLE)
+    schema = {"type": "array", "items": {"enum": [10, 12, 345, 8]}, "minItems": 3, "maxItems": 8}
+    constraint = lm.constrain(Grammar.json_schema(schema))
+    asked = prompts(13, (10, 13, 22, 28, 5), vocab - 2)
+    sampling = [Sampling(60, temperature, seed=seed) for seed in range(len(asked))]
+    alone = [
+        lm.generate([prompt], one, grammar=Grammar.json_schema(schema))[0] for prompt, one in zip(asked, sampling, strict=True)
+    ]
+    assert all(set(json.loads(result.text)) <= {10, 12, 345, 8} for result in alone)
+    requests = [
+        GenerateRequest(prompt, one, constraint=constraint if n % 2 == 0 else None)
+        for n, (prompt, one) in enumerate(zip(asked, sampling, strict=True))
+    ]
+    options = EngineOptions(TABLE, page_size=16, pages=9, constraints=True)
+    outputs, engine = served(lm, requests, options)
+    for n, found in enumerate(outputs):
+        wanted = alone[n] if n % 2 == 0 else lm.generate([asked[n]], sampling[n])[0]
+        assert tokens_of(found) == wanted.tokens
+    assert engine.scheduler.preemptions
+    if temperature == 0:
+        for prompt, result in zip(asked, alone, strict=True):
+            state = constraint.begin()
+            text = list(prompt)
+            for token in result.tokens:
+                masks = np.zeros((1, -(-vocab // 32)), np.uint32)
+                state.fill([], masks)
+                bits = [(int(masks[0, n // 32]) >> (n % 32)) & 1 for n in range(vocab - 1)]
+                end = -(-(len(text) + 1) // 4) * 4
+                logits = model.logits([*text, *[vocab - 1] * (end - len(text))])[len(text)][: vocab - 1]
+                assert token == int(np.argmax(np.where(bits, logits, -np.inf)))
+                text.append(token)
+                if token != vocab - 2:
+                    state.advance([token])
 
 
 def test_stop_strings_and_tokens_end_the_text(lm: LanguageModel):

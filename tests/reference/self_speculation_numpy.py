@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from reference.dflash_numpy import Array, Layer, Tensors, attention, random_layer, random_matrix, random_norm, rms_norm, rotate
 
@@ -127,5 +127,22 @@ def as_folder(folder: Path, model: Model) -> Path:
     words = {f"t{token}": token for token in range(model.config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+CHARACTERS = ("Ġ", *map(chr, range(33, 127)), "</s>", "<mask>")
+"""The printable ASCII characters, "Ġ" being a space, an end of sequence and a mask."""
+
+
+def with_characters(folder: Path, model: Any) -> Path:
+    """Writes a model as a folder whose tokens are `CHARACTERS`, for grammars."""
+    as_folder(folder, model)
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(CHARACTERS)}, unk_token="?"))
+    characters = pre_tokenizers.Split("", "isolated")
+    signs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, signs])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(CHARACTERS[-2:]))
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder

@@ -115,8 +115,6 @@ def test_later_requests_use_the_pages_of_finished_blocks(http: httpx2.Client):
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"strategy": "best"}, "strategy"),
         ({"threshold": 1.5}, "threshold"),

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from llm.support import TABLE, prompts, tokens_of
 from reference.lora_numpy import config_of, merged, random_adapter, write_adapter
-from reference.self_speculation_numpy import Model, as_folder, random_model, self_speculation
+from reference.self_speculation_numpy import CHARACTERS, Model, as_folder, random_model, self_speculation, with_characters
 from tilewright.grammar.grammar import Grammar
 from tilewright.llm.language_model import load
 from tilewright.models.checkpoint import load_decoder, save_params
@@ -146,21 +145,6 @@ def test_an_adapter_of_gates_is_loaded_with_the_weights(tmp_path: Path):
     assert load(folder, "self", table=TABLE).adapters == (DRAFT_ADAPTER,)
 
 
-def with_characters(folder: Path, seed: int) -> Path:
-    """Writes a model as a folder whose tokens are the printable ASCII characters, an end of sequence and a mask."""
-    words = ["Ġ", *map(chr, range(33, 127)), "</s>", "<mask>"]  # "Ġ" is a space
-    model = random_model(seed, vocab_size=len(words))
-    as_folder(folder, Model({**model.config, "eos_token_id": words.index("</s>")}, model.tensors))
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
-    characters = pre_tokenizers.Split("", "isolated")
-    signs = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([characters, signs])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(words[-2:])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 @pytest.mark.parametrize(
     "grammar",
     [
@@ -171,7 +155,9 @@ def with_characters(folder: Path, seed: int) -> Path:
 )
 def test_texts_of_a_grammar_are_those_of_plain_decoding(grammar: Grammar, tmp_path: Path):
     """Drafts that the grammar forbids are cut; the others are verified under its masks."""
-    lm = load(with_characters(tmp_path, 5), "self", table=TABLE, block_size=4)
+    model = random_model(5, vocab_size=len(CHARACTERS))
+    model = Model({**model.config, "eos_token_id": CHARACTERS.index("</s>")}, model.tensors)
+    lm = load(with_characters(tmp_path, model), "self", table=TABLE, block_size=4)
     asked = prompts(5, (4, 11, 20), VOCAB - 1)
     each = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW, temperature=0.8, top_k=6, seed=4)]
     found, plain = (lm.generate(asked, each, speculative=drafts, grammar=grammar) for drafts in (True, False))

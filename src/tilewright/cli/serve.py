@@ -452,7 +452,7 @@ def engine_of(
     log.info(engine.decoding.sizes_line)
     if capacity.memory.prefix_cache is None and not engine.decoding.prefix_cache:
         log.info("no prefix cache: %s", engine.decoding.programs.outside_pages)
-    return engine, Constrain(lm, GRAMMAR_S) if options.constraints and blocks is None else None
+    return engine, Constrain(lm, GRAMMAR_S) if options.constraints else None
 
 
 def ready_line(api: Api, models: ModelOptions, url: str, open_page: bool = False) -> Callable[[], None]:

@@ -9,20 +9,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from tilewright.diffusion.blocks import BlockDenoising, PassInfo, block_rows, denoise_pass
 from tilewright.models.config import MaskedBlocks
-from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.autoregressive import Autoregressive, ChooserFactory, fixed_rounds
 from tilewright.runtime.collect import NotFinite, token_logprobs
+from tilewright.runtime.constraints import MaskSource
 from tilewright.runtime.interfaces import Variant
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import FixedRounds, kind_of
 from tilewright.runtime.programs import Programs, RowRequest
-from tilewright.runtime.request import EngineStats, GenerateRequest, Listener, RequestHandle, RequestOutput, Round, Token
+from tilewright.runtime.request import EngineStats, GenerateRequest, Listener, RequestOutput, Round, Token
 from tilewright.runtime.rounds import RowMasks
 from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.sampling import SamplingMode
@@ -57,7 +57,8 @@ class BlockPrograms(Programs):
 
     def step(self, variant: Variant | None, target: Target, masks: RowMasks | None) -> Step:
         assert target.block_length is not None, "only a model with blocks is decoded block by block"
-        return partial(denoise_pass, target, blocks_of(target), target.block_length)
+        allowed = None if masks is None else jnp.asarray(masks.blocks.masks)[:, 0]
+        return partial(denoise_pass, target, blocks_of(target), target.block_length, allowed)
 
     def request_rows(self, rows: Sequence[RowRequest], eos: Sequence[int] = ()) -> dict[str, Any]:
         length = self.target.block_length
@@ -134,7 +135,6 @@ class BlockCausal(Autoregressive):
         if options.page_size % length:
             found = options.page_size
             raise ValueError(f"expected a page size that is a multiple of the block length {length}, found {found}")
-        options = replace(options, constraints=False)
         if programs is None:
             longest = model.target.config.max_position_embeddings
             table = options.shapes(min(longest, options.context or longest))
@@ -143,7 +143,6 @@ class BlockCausal(Autoregressive):
 
     def check(self, request: GenerateRequest) -> None:
         for name, wrong in (
-            ("constraint", request.constraint is not None),
             ("prompt_logprobs", request.prompt_logprobs),
             ("pooling", request.pooling is not None),
             ("lora", request.lora is not None),
@@ -160,10 +159,19 @@ class BlockCausal(Autoregressive):
         super().check(request)
 
     def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
-        decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens, request.prompt)
-        processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
-        handle = RequestHandle(request)
-        return TokenSequence(handle, listener, processor, denoising=request.denoising or self.blocks)
+        sequence = super().sequence(request, listener)
+        options = request.denoising or self.blocks
+        sequence.denoising = replace(options, left_to_right=options.left_to_right or request.constraint is not None)
+        return sequence
+
+    def masks_of(self, batch: Sequence[RunningSequence]) -> MaskSource:
+        return "none" if all(running.sequence.constraint is None for running in batch) else "host"
+
+    def prepare_plan(
+        self, flight: Sequence[Any], batch: Sequence[RunningSequence]
+    ) -> tuple[bool, Sequence[tuple[TokenSequence, str]]]:
+        # Behind a pass under masks, the host has to know the token before it makes the next ones.
+        return "host" in (self.last_masks, self.masks_of(batch)), ()
 
     def read(self, sent: SentRounds) -> PassesReport:  # type: ignore[override]
         infos = PassInfo.unpacked(sent.reports, sent.wants_logprobs)
@@ -173,6 +181,8 @@ class BlockCausal(Autoregressive):
         sequence = sent.batch[row].sequence
         infos = report.infos
         processor = sequence.processor
+        if sequence.constraint is not None:
+            sequence.handle.masks.add(sent.masks)
         if processor.finish_reason is not None or sequence.handle.result is not None:
             return None
         tokens: list[Token] = []
@@ -195,6 +205,8 @@ class BlockCausal(Autoregressive):
         reason = processor.finish_reason
         if not tokens and reason is None:
             return None
+        if reason is None and sequence.constraint is not None:
+            sequence.constraint.advance([token.token for token in tokens])
         return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason)
 
     def count(self, sent: SentRounds, report: PassesReport, counted: EngineStats) -> None:  # type: ignore[override]

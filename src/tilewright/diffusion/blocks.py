@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt32
 
 from tilewright.diffusion.commit import Choices, choose
 from tilewright.diffusion.options import REMASKING
@@ -60,11 +60,14 @@ class BlockDenoising:
         strategy: rule that selects the masks which a pass replaces.
         threshold: probability above which "low_confidence_dynamic" commits a token.
         steps: the most passes of a block, whose quotas are as even as possible; None for as many as a block has tokens.
+        left_to_right: each pass commits the first mask alone, whatever the strategy, and the token is delivered at once. Rows
+            with a constraint are denoised so, since only the text before a token tells which tokens it may be.
     """
 
     strategy: Strategy = "low_confidence_dynamic"
     threshold: float = 0.85
     steps: int | None = None
+    left_to_right: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -94,6 +97,7 @@ class BlockRows:
     Attributes:
         strategy: `[B]`, index in `STRATEGIES`.
         threshold: `[B]`.
+        left_to_right: bool `[B]`, see `BlockDenoising`.
         quotas: `[B, T]`, see `BlockDenoising.quotas`.
         start: `[B]`, first position of the current block.
         passes: `[B]`, number of passes over the current block so far.
@@ -102,6 +106,7 @@ class BlockRows:
 
     strategy: Any
     threshold: Any
+    left_to_right: Any
     quotas: Any
     start: Any
     passes: Any
@@ -109,10 +114,11 @@ class BlockRows:
 
 
 @lru_cache(maxsize=256)
-def options_row(options: BlockDenoising, length: int) -> tuple[Any, Any, Any]:
-    """Returns strategy, threshold and quotas of a request as arrays of one row. Do not write to them."""
+def options_row(options: BlockDenoising, length: int) -> tuple[Any, Any, Any, Any]:
+    """Returns the options of a request as arrays of one row, in the order of `BlockRows`. Do not write to them."""
     strategy = np.asarray([STRATEGIES.index(options.strategy)], np.int32)
-    return strategy, np.asarray([options.threshold], np.float32), options.quotas(length)[None]
+    threshold = np.asarray([options.threshold], np.float32)
+    return strategy, threshold, np.asarray([options.left_to_right]), options.quotas(length)[None]
 
 
 def block_rows(options: list[BlockDenoising], starts: list[int], length: int, vocab: int | None) -> BlockRows:
@@ -122,14 +128,14 @@ def block_rows(options: list[BlockDenoising], starts: list[int], length: int, vo
         starts: first position of each row's block.
         vocab: size of the vocabulary, if rows may want log-probabilities.
     """
-    strategy, threshold, quotas = map(np.concatenate, zip(*(options_row(each, length) for each in options), strict=True))
+    each = map(np.concatenate, zip(*(options_row(one, length) for one in options), strict=True))
     start = np.asarray(starts, np.int32)
     logprobs = None
     if vocab is not None:
         zeros = np.zeros((len(starts), length), np.float32)
         k = min(MOST_ALTERNATIVES, vocab)
         logprobs = Logprobs(zeros, np.zeros((*zeros.shape, k), np.int32), np.zeros((*zeros.shape, k), np.float32))
-    return BlockRows(strategy, threshold, quotas, start, np.zeros_like(start), logprobs)
+    return BlockRows(*each, start, np.zeros_like(start), logprobs)
 
 
 class PassInfo(NamedTuple):
@@ -181,16 +187,25 @@ def replaced(found: Choices, masked: Bool[Array, "B T"], rows: BlockRows) -> Boo
     best = rank < quota
     first = jnp.cumsum(masked, axis=1) <= quota
     rules = jnp.stack([jnp.where(enough, above, best), best, first])
-    return masked & jnp.take_along_axis(rules, jnp.asarray(rows.strategy)[None, :, None], axis=0)[0]
+    chosen = jnp.take_along_axis(rules, jnp.asarray(rows.strategy)[None, :, None], axis=0)[0]
+    return masked & jnp.where(jnp.asarray(rows.left_to_right)[:, None], jnp.cumsum(masked, axis=1) == 1, chosen)
 
 
 def denoise_pass(
-    target: Target, blocks: MaskedBlocks, length: int, models: Models, state: DecodeState
+    target: Target,
+    blocks: MaskedBlocks,
+    length: int,
+    allowed: UInt32[Array, "B _"] | None,
+    models: Models,
+    state: DecodeState,
 ) -> tuple[DecodeState, PassInfo]:
     """Runs the current block of every row, and replaces some of its masks.
 
     A block is finished, and its tokens are given to the user, once it has no mask, or an end-of-sequence token without a mask
-    before it, which ends the row.
+    before it, which ends the row. Rows from left to right give each token to the user.
+
+    Args:
+        allowed: bits of the tokens that may replace a block's first mask; None if all may.
     """
     rows: BlockRows = state.denoising
     positions = block_positions(rows.start, length)
@@ -203,9 +218,14 @@ def denoise_pass(
 
     logits = decoder.logits(target.config, target.ops, models.target, ran.hidden, target.schedule)
     logits = penalised(state, block, positions, blocks.mask_token_id, logits)
-    found = choose(
-        logits, jnp.full_like(rows.start, BY_PROBABILITY), state.sampling, positions, rows.passes, blocks.mask_token_id
-    )
+    left_to_right = jnp.asarray(rows.left_to_right)
+    if allowed is not None:
+        bits = jnp.broadcast_to(allowed[:, None], (*logits.shape[:2], allowed.shape[-1]))
+        logits = jnp.where(left_to_right[:, None, None], select.allowed(logits, bits), logits)
+    # A row from left to right may be computed again from within a block, and draws each position once.
+    draws = jnp.where(left_to_right, 0, rows.passes)
+    by_probability = jnp.full_like(rows.start, BY_PROBABILITY)
+    found = choose(logits, by_probability, state.sampling, positions, draws, blocks.mask_token_id)
     failed = jnp.any(masked & ~jnp.isfinite(found.probability), axis=1)
     changed = replaced(found, masked, rows) & ~failed[:, None]
     block = jnp.where(changed, found.token, block)
@@ -224,7 +244,8 @@ def denoise_pass(
     first = state.last_position + 1 - rows.start
     shift = jnp.clip(first[:, None] + jnp.arange(length), 0, length - 1)
     tokens = jnp.where(failed[:, None], NOT_FINITE, jnp.take_along_axis(block, shift, axis=1))
-    accepted = jnp.where(failed, 0, jnp.where(finished, length - 1 - first, -1))
+    accepted = jnp.where(finished, length - 1 - first, -1)
+    accepted = jnp.where(failed | (left_to_right & had_masks), 0, accepted)
     written = select.write_buffer(state.tokens, block, rows.start, span.count)
     after, committed = commit(target, replace(after, tokens=written), tokens, accepted)
     stored = running & ~had_masks

@@ -109,17 +109,13 @@ class BlockBody(GenerationBody):
         strategy: rule that selects the tokens to commit in a step.
         threshold: probability above which "low_confidence_dynamic" commits a token.
         steps: the most denoising steps of a block.
-        structured_outputs: not supported for a diffusion model.
         prompt_logprobs: not supported for a diffusion model.
-        response_format: only text is supported for a diffusion model.
     """
 
     strategy: Strategy | None = None
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     steps: Length = None
 
-    structured_outputs: Annotated[None, unsupported(reason=NOT_FOR_DIFFUSION)] = None  # type: ignore[assignment]
-    response_format: Annotated[PlainTextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
     prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
 
     def options(self, defaults: BlockDenoising) -> BlockDenoising:
