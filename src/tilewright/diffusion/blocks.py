@@ -128,14 +128,15 @@ def block_rows(options: list[BlockDenoising], starts: list[int], length: int, vo
         starts: first position of each row's block.
         vocab: size of the vocabulary, if rows may want log-probabilities.
     """
-    each = map(np.concatenate, zip(*(options_row(one, length) for one in options), strict=True))
+    each = zip(*(options_row(one, length) for one in options), strict=True)
+    strategy, threshold, left_to_right, quotas = map(np.concatenate, each)
     start = np.asarray(starts, np.int32)
     logprobs = None
     if vocab is not None:
         zeros = np.zeros((len(starts), length), np.float32)
         k = min(MOST_ALTERNATIVES, vocab)
         logprobs = Logprobs(zeros, np.zeros((*zeros.shape, k), np.int32), np.zeros((*zeros.shape, k), np.float32))
-    return BlockRows(*each, start, np.zeros_like(start), logprobs)
+    return BlockRows(strategy, threshold, left_to_right, quotas, start, np.zeros_like(start), logprobs)
 
 
 class PassInfo(NamedTuple):
