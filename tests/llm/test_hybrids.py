@@ -283,7 +283,7 @@ def test_a_stale_snapshot_is_seen(hybrid: LanguageModel, monkeypatch: pytest.Mon
     def restored_of_another(caches: Any, own: Any, rows: Array) -> Any:
         return restore_states(caches, own, jnp.where(rows < 0, rows, rows - 1))
 
-    monkeypatch.setattr(programs_module, "restored", restored_of_another)
+    monkeypatch.setattr(programs_module, "restore_states", restored_of_another)
     engine = engine_of(hybrid)
     requests = alike_requests(3)
     heard = [drive(engine, [request], np.random.default_rng(0))[0][0].tokens for request in requests]
