@@ -213,6 +213,14 @@ def masks(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["xla", pytest.param("cpu", marks=needs_native)])
+def test_a_row_whose_queries_see_no_cached_entry(name: str):
+    """The window ends behind the context, as every query stands deep in the tree; the cached entries hold NaN."""
+    block = np.full((2, 8, 1), 0b111, np.uint32)
+    block[0, 0] = 1
+    compare(name, {"block": block, "window": 2}, pages=True)
+
+
+@pytest.mark.parametrize("name", ["xla", pytest.param("cpu", marks=needs_native)])
 @given(masks(), st.booleans(), st.booleans(), seeds)
 def test_random_masks(name: str, form: dict[str, Any], block_kv: bool, pages: bool, seed: int):
     compare(name, form, block_kv=block_kv, pages=pages, seed=seed)

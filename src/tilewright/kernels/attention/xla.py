@@ -236,8 +236,9 @@ def within_window(cache: PagedCache, found: Visible, mask: AttentionMask) -> tup
     start = begin + mask.window - 1
     table, after = seen_columns(table, start, mask.window, t + 1, cache.pool.page_size)
     skipped = (start - after)[:, None]
-    ranges = {"lengths": jnp.maximum(found.lengths - skipped, 0), "first": jnp.maximum(found.first - skipped, 0)}
-    return cache._replace(table=table), found._replace(**ranges)
+    # Where no query sees a cached entry, the columns are the first ones, and lengths may lie behind them.
+    lengths = jnp.clip(found.lengths - skipped, 0, table.shape[1] * cache.pool.page_size)
+    return cache._replace(table=table), found._replace(lengths=lengths, first=jnp.maximum(found.first - skipped, 0))
 
 
 def pages_in_rows(
@@ -246,9 +247,10 @@ def pages_in_rows(
     """Returns keys and values of some columns of a page table, whose first entry is `begin`, and their positions."""
     k, v = read(cache.pool, some, found.q.dtype)
     position = begin + jnp.arange(k.shape[2])
-    read_by_some = position[:, None] < jnp.max(lengths, axis=1)[:, None, None, None]
-    if found.first is not None:
-        read_by_some = read_by_some & (position[:, None] >= least_entry(found)[:, None, None, None])
+    if found.first is None:
+        read_by_some = position[:, None] < jnp.max(lengths, axis=1)[:, None, None, None]
+    else:
+        read_by_some = jnp.any(seen_entries(position, lengths, found.first), axis=1)[:, None, :, None]
     # Entries that no query sees hold data of other rows, perhaps NaN, which a weight of zero does not remove.
     return k, jnp.where(read_by_some, v, jnp.zeros((), v.dtype)), position
 
