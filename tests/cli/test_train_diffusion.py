@@ -10,6 +10,8 @@ import pytest
 
 from cli.conftest import Run as Command
 from tilewright.cli import train_diffusion as cli
+from tilewright.models.checkpoint import load_decoder
+from tilewright.models.config import MaskedBlocks
 from tilewright.models.diffusion import load_diffusion
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.data import MASK
@@ -79,6 +81,30 @@ def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, t
         f"expected --out without a run of another tokenizer, found one in {tmp_path / 'more'}" in run(*more, columns=1000).err
     )
     assert load_tokenizer(tmp_path / "more").to_str() == bpe.to_str()
+
+
+def test_a_model_with_blocks_is_trained_from_a_masked_one_and_gone_on_from(run: Command, tmp_path: Path):
+    """Its layers are those of the masked model. Every form of it loads as a decoder."""
+    command = ["train", "diffusion", "--arithmetic", 1, *LOOP, "--steps", 1]
+    masked, blocks, more, new = (tmp_path / name for name in ("masked", "blocks", "more", "new"))
+    assert run(*command, "--out", masked, *SIZES).status == 0
+    assert run(*command, "--out", blocks, "--start", masked, "--block-causal", "--block-length", 8).status == 0
+    assert run(*command, "--out", more, "--start", blocks, "--block-causal").status == 0
+    assert run(*command, "--out", new, "--block-causal", *SIZES).status == 0
+    for folder, length in ((blocks, 8), (more, 8), (new, 16)):
+        config, _ = load_decoder(folder, jnp.float32)
+        assert config.family == "nemotron_labs_diffusion"
+        assert config.masked_blocks == MaskedBlocks(load_tokenizer(folder).token_to_id(MASK) or 0, length)
+        assert config.num_layers == 1
+    for flags, expected in (
+        (["--block-length", 8], "expected --block-length with --block-causal, found it alone"),
+        (["--block-causal", "--block-length", 1], "expected a block length of at least 2, found 1"),
+        (["--start", blocks], "model_type"),
+    ):
+        ran = run(*command, "--out", tmp_path / "refused", *flags)
+        assert ran.status == 2
+        assert expected in " ".join(ran.err.split())
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import initialise, to_tensors
 from tilewright.train.arithmetic import Problem
 from tilewright.train.data import MASK, Chat, Document, end_of_text, train_tokenizer
-from tilewright.train.diffusion import PADDING_WEIGHT, Batch, Examples, Pairs, diffusion_loss, fill_ins, train_diffusion
+from tilewright.train.diffusion import PADDING_WEIGHT, Batch, Examples, Pairs, fill_ins, masked_denoiser, train_diffusion
 from tilewright.train.loop import TrainingRun
 from tilewright.train.text import TextOptions
 from train.support import silent
@@ -59,32 +59,25 @@ def small_batch(rows: int = 8) -> Batch:
 
 
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
-def test_the_loss_is_that_of_numpy(config: DiffusionConfig, monkeypatch: pytest.MonkeyPatch):
+def test_the_loss_is_that_of_numpy(config: DiffusionConfig):
     """Of the tokens that the model saw as masks; prompts and padding are never among them."""
     params = drawn(config)
     batch = small_batch()
-    fields = diffusion.config_to_hf(config)
-    tensors = dict(to_tensors(diffusion.declare(config), params, jnp.float32))
-    seen = []
-    forward = diffusion.forward_full
-
-    def spied(config: Any, ops: Any, params: Any, tokens: Any, valid: Any) -> Any:
-        seen.append(np.asarray(tokens))
-        return forward(config, ops, params, tokens, valid)
-
-    monkeypatch.setattr(diffusion, "forward_full", spied)
-    loss, total = diffusion_loss(config, PLAIN, params, batch, jax.random.key(1))
+    model = masked_denoiser(config)
+    tensors = dict(to_tensors(model.specs, params, jnp.float32))
+    seen = np.asarray(model.predict(batch, jax.random.key(1))[0].inputs)
+    loss, total = model.loss(PLAIN, params, batch, jax.random.key(1))
     key, _ = jax.random.split(jax.random.key(1))
     t = 1e-3 + (1 - 1e-3) * ((float(jax.random.uniform(key)) + np.arange(8) / 8) % 1)
     expected = weight = 0.0
     shares = []
     for row, (first, end, valid) in enumerate(zip(*(np.asarray(part) for part in batch[1:]), strict=True)):
         tokens = np.asarray(batch.tokens[row])
-        ids = seen[0][row]
+        ids = seen[row]
         masked = np.flatnonzero(ids == 39)
         assert ((first <= masked) & (masked < valid)).all()
         shares.append(len(masked) / (valid - first))
-        logits = predictions(read_model(fields, tensors), ids[:valid].tolist())
+        logits = predictions(read_model(model.fields, tensors), ids[:valid].tolist())
         losses = (
             np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - logits[range(valid), tokens[:valid]]
         )
@@ -100,7 +93,7 @@ def test_the_shares_spread_over_their_range():
     """Every batch has rows with little and rows with much of them masked; another key masks others."""
     batch = small_batch(64)._replace(first=jnp.zeros(64, jnp.int32), valid=jnp.full(64, 20, jnp.int32))
     params = drawn(LLADA)
-    losses = {float(diffusion_loss(LLADA, PLAIN, params, batch, jax.random.key(n))[0]) for n in range(4)}
+    losses = {float(masked_denoiser(LLADA).loss(PLAIN, params, batch, jax.random.key(n))[0]) for n in range(4)}
     assert len(losses) == 4
     assert np.std(list(losses)) < 0.25 * np.mean(list(losses))
 
@@ -217,7 +210,7 @@ def config_for(tokenizer: Tokenizer) -> DiffusionConfig:
 
 
 def test_training_learns_and_resumes_exactly(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = config_for(tokenizer)
+    config = masked_denoiser(config_for(tokenizer))
     source = examples(tokenizer, steps=30, evaluate_every=15, learning_rate=1e-2, batch_size=8)
     whole = train_diffusion(config, source, tmp_path / "whole", silent())
     assert whole.last("held_out_loss") < 0.7 * np.log(300)

@@ -1,6 +1,6 @@
-"""Diffusion models over a mesh against a single device: loss and every gradient, of both ways to predict a position."""
+"""Diffusion models over a mesh against a single device: loss and every gradient, of all ways to predict a position."""
 
-from functools import partial
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from tilewright.kernels.select import PLAIN
+from tilewright.models.config import MaskedBlocks
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.parallel.exchanges import FullyShardedPlan
-from tilewright.train.diffusion import Batch, bidirectional, diffusion_loss, masked_tokens
+from tilewright.train.block_diffusion import block_denoiser
+from tilewright.train.diffusion import Batch, Denoiser, masked_denoiser
 from tilewright.train.sharded import predicted_gradient
 from train.sharded_support import CONFIGS, drawn, setup, tolerance
 
@@ -30,20 +32,29 @@ CASES = {
     "llada": ("llama", (2, 4), FullyShardedPlan()),
     "dream": ("qwen2", (4, 2), FullyShardedPlan(weights="ring", activations="ring")),
     "dream, in parts": ("qwen2", (4, 1), FullyShardedPlan()),
+    "blocks": ("llama", (2, 2), FullyShardedPlan()),
+    "shifted blocks, in parts": ("llama", (4, 2), FullyShardedPlan(weights="ring", activations="ring")),
 }
+
+
+def denoiser(name: str) -> Denoiser:
+    sizes = CONFIGS[CASES[name][0]]
+    if "blocks" in name:
+        blocks = MaskedBlocks(63, 4, "shifted" in name)
+        return block_denoiser(replace(sizes, family="nemotron_labs_diffusion", masked_blocks=blocks))
+    return masked_denoiser(DiffusionConfig(family="dream" if "dream" in name else "llada", decoder=sizes, mask_token_id=63))
 
 
 @pytest.mark.parametrize("name", [*list(CASES)[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])])
 def test_loss_and_every_gradient_equal_those_of_one_device(name: str):
     sizes, mesh, plan = CASES[name]
-    config = DiffusionConfig(family="dream" if "dream" in name else "llada", decoder=CONFIGS[sizes], mask_token_id=63)
-    over = bidirectional(config, setup(sizes, *mesh, plan, 2 if "parts" in name else 1))
+    model = denoiser(name)
+    over = model.over(replace(setup(sizes, *mesh, plan, 2 if "parts" in name else 1), config=model.sizes))
     params = drawn(sizes)
     key = jax.random.key(3)
-    alone = jax.value_and_grad(lambda p: diffusion_loss(config, PLAIN, p, Batch(*map(jnp.asarray, batch())), key)[0])
+    alone = jax.value_and_grad(lambda p: model.loss(PLAIN, p, Batch(*map(jnp.asarray, batch())), key)[0])
     wanted = jax.jit(alone)(params)
-    predict = partial(masked_tokens, config)
-    found = jax.jit(lambda p, each: predicted_gradient(over)(p, predict(each, key)[0]))(
+    found = jax.jit(lambda p, each: predicted_gradient(over)(p, model.predict(each, key)[0]))(
         jax.device_put(params, over.shardings), batch()
     )
     share = tolerance(CONFIGS[sizes])

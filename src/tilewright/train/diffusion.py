@@ -4,7 +4,7 @@ Sources: LLaDA (arXiv 2502.09992) §2.2-2.3; evenly spread t over a batch: Kingm
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count, islice, pairwise
@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, diffusion
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.decoder import DecoderParams
+from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import initialise
 from tilewright.train.arithmetic import LONGEST, Problem, problems
@@ -58,7 +58,77 @@ class Batch(NamedTuple):
     valid: Any
 
 
-def masked_tokens(config: DiffusionConfig, batch: Batch, key: Array) -> tuple[Predicted, Float[Array, ""]]:
+@dataclass(frozen=True, kw_only=True)
+class Denoiser:
+    """Model that learns to denoise: its layers, their attention, and the predictions that it learns from.
+
+    Attributes:
+        config: its configuration.
+        predict: masks tokens of a batch; returns the predictions to make, and the weight of all response tokens.
+        attend: attention, whose metadata are those of the predictions.
+        predicting: maps hidden states `[B, T, H]` to the states that predict each position; None for the identity.
+        copies: number of times that the layers run over each token of a batch.
+    """
+
+    config: DiffusionConfig | DecoderConfig
+    predict: Callable[[Batch, Array], tuple[Predicted, Array]]
+    attend: decoder.Attend
+    predicting: Callable[[Array], Array] | None = None
+    copies: int = 1
+
+    @property
+    def sizes(self) -> DecoderConfig:
+        """Configuration of its layers."""
+        return self.config.decoder if isinstance(self.config, DiffusionConfig) else self.config
+
+    @property
+    def specs(self) -> DecoderParams:
+        """Declared arrays."""
+        return diffusion.declare(self.config) if isinstance(self.config, DiffusionConfig) else decoder.declare(self.config)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its `config.json`."""
+        if isinstance(self.config, DiffusionConfig):
+            return diffusion.config_to_hf(self.config)
+        return decoder.config_to_hf(self.config)
+
+    def loss(self, ops: Operations, params: DecoderParams, batch: Batch, key: Array) -> tuple[Float[Array, ""], Array]:
+        """Computes the loss of a batch in nats, and the weight of all response tokens."""
+        predicted, total = self.predict(batch, key)
+        run = partial(decoder.forward, self.sizes, ops, params)
+        hidden = run(predicted.inputs, predicted.places, self.attend, predicted.attn_metadata).hidden
+        if self.predicting is not None:
+            hidden = self.predicting(hidden)
+        return decoder.cross_entropy(self.sizes, ops, params, hidden, predicted.labels, predicted.weights), total
+
+    def over(self, setup: ShardedSetup) -> ShardedSetup:
+        """Returns the setup with this model's attention and predictions."""
+        return replace(setup, attend=self.attend, predicting=self.predicting)
+
+
+def masked_denoiser(config: DiffusionConfig) -> Denoiser:
+    """Returns a LLaDA or Dream model, whose tokens all see each other.
+
+    The loss is the sum of the cross-entropies of the masked tokens, each divided by the expected share t of its row, over the
+    weight of all response tokens. It bounds the negative log-likelihood of the responses.
+    """
+    return Denoiser(
+        config=config,
+        predict=partial(masked_tokens, config.mask_token_id),
+        attend=cast(decoder.Attend, diffusion.bidirectional_attend),
+        predicting=partial(diffusion.predicting, config) if config.shifted else None,
+    )
+
+
+def response_weights(batch: Batch) -> Float[Array, "B L"]:
+    """Returns the loss weight of each position: 0 for prompts, less for repeated end-of-text tokens."""
+    place = jnp.arange(batch.tokens.shape[1])[None]
+    weights = jnp.where(place < batch.end[:, None], 1.0, PADDING_WEIGHT)
+    return jnp.where(batch.first[:, None] <= place, weights, 0.0)
+
+
+def masked_tokens(mask_token_id: int, batch: Batch, key: Array) -> tuple[Predicted, Float[Array, ""]]:
     """Masks random tokens of the responses; returns the predictions to make, and the weight of all response tokens.
 
     The expected share t of masked tokens of a row is uniform from 0 to 1, evenly spread over the rows of the batch. Prompts are
@@ -68,28 +138,11 @@ def masked_tokens(config: DiffusionConfig, batch: Batch, key: Array) -> tuple[Pr
     for_t, for_mask = jax.random.split(key)
     spread = (jax.random.uniform(for_t) + jnp.arange(rows, dtype=jnp.float32) / rows) % 1
     t = (LEAST_MASKED + (1 - LEAST_MASKED) * spread)[:, None]
-    place = jnp.arange(length)[None]
-    response = (batch.first[:, None] <= place) & (place < batch.valid[:, None])
-    masked = response & (jax.random.uniform(for_mask, (rows, length)) < t)
-    weights = jnp.where(response, jnp.where(place < batch.end[:, None], 1.0, PADDING_WEIGHT), 0.0)
+    weights = jnp.where(jnp.arange(length) < batch.valid[:, None], response_weights(batch), 0.0)
+    masked = (weights > 0) & (jax.random.uniform(for_mask, (rows, length)) < t)
     total = jnp.sum(weights)
     masked_weights = jnp.where(masked, weights / t, 0.0) / jnp.maximum(total, 1.0)
-    return Predicted(jnp.where(masked, config.mask_token_id, batch.tokens), batch.tokens, masked_weights, batch.valid), total
-
-
-def diffusion_loss(
-    config: DiffusionConfig, ops: Operations, params: DecoderParams, batch: Batch, key: Array
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Computes the loss of a batch in nats, and the weight of all response tokens.
-
-    The loss is the sum of the cross-entropies of the masked tokens, each divided by the expected share t of its row, over the
-    weight of all response tokens. It bounds the negative log-likelihood of the responses.
-    """
-    predicted, total = masked_tokens(config, batch, key)
-    hidden = diffusion.predicting(
-        config, diffusion.forward_full(config, ops, params, predicted.inputs, predicted.attn_metadata).hidden
-    )
-    return decoder.cross_entropy(config.decoder, ops, params, hidden, predicted.labels, predicted.weights), total
+    return Predicted(jnp.where(masked, mask_token_id, batch.tokens), batch.tokens, masked_weights, batch.valid), total
 
 
 def cut_text(tokenizer: Tokenizer, text: str, size: int) -> list[str]:
@@ -306,7 +359,7 @@ class Examples:
 
 
 def train_diffusion(
-    config: DiffusionConfig,
+    model: Denoiser,
     examples: Examples,
     out: Path,
     console: Console,
@@ -317,7 +370,7 @@ def train_diffusion(
     """Trains a diffusion language model; see `loop.train` for checkpoints and resumption.
 
     Args:
-        config: configuration of the model.
+        model: the model, and what it learns from.
         examples: batches.
         out: folder for checkpoints.
         console: console for progress.
@@ -327,33 +380,26 @@ def train_diffusion(
         setup: mesh and plan; by default one device.
     """
     options = examples.options
-    over = None if setup is None else bidirectional(config, setup)
+    over = None if setup is None else model.over(setup)
 
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
         if over is None:
-            return diffusion_loss(config, options.ops, params, batch, key)
-        predicted, total = masked_tokens(config, batch, key)
+            return model.loss(options.ops, params, batch, key)
+        predicted, total = model.predict(batch, key)
         return sharded_loss(over)(params, predicted), total
 
     def init() -> DecoderParams:
         if start is not None:
             return start
         shardings = None if over is None else over.shardings
-        return initialise(diffusion.declare(config), jax.random.key(options.seed), shardings=shardings)
+        return initialise(model.specs, jax.random.key(options.seed), shardings=shardings)
 
-    settings = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
-    flops = token_flops(config.decoder, options.sequence_length)
+    settings = {"config": asdict(model.config), "start": None if start is None else fingerprint(start), **run_fingerprint}
+    flops = model.copies * token_flops(model.sizes, model.copies * options.sequence_length)
     task = partial(text_task, "diffusion model", loss, init, hidden_matrices, flops=flops)
     if over is None:
         return train(task(examples, settings), console, out)
     local = replace(examples, rows=over.local_rows(options.batch_size))
-    predict = partial(masked_tokens, config)
     optimizer = make_optimizer(options, hidden_matrices)
     single = task(local, settings, place=partial(place_batch, over))
-    return train(over_mesh(single, over, optimizer, init, predict), console, out)
-
-
-def bidirectional(config: DiffusionConfig, setup: ShardedSetup) -> ShardedSetup:
-    """Returns the setup with bidirectional attention over each row, and the shift of predictions that the model needs."""
-    shift = partial(diffusion.predicting, config) if config.shifted else None
-    return replace(setup, attend=cast(decoder.Attend, diffusion.bidirectional_attend), predicting=shift)
+    return train(over_mesh(single, over, optimizer, init, model.predict), console, out)

@@ -108,13 +108,22 @@ class Predicted(NamedTuple):
         inputs: input tokens, `[B, T]`.
         labels: token to predict at each position, `[B, T]`.
         weights: weight of each prediction, so that the weighted losses sum to the mean, `[B, T]`.
-        attn_metadata: metadata of each row for `ShardedSetup.attend`, `[B]`; None without.
+        attn_metadata: metadata of each row for `ShardedSetup.attend`, `[B, ...]`; None without.
+        positions: rotary position of each input, `[B, T]`; None for 0 to T - 1.
     """
 
     inputs: Any
     labels: Any
     weights: Any
     attn_metadata: Any = None
+    positions: Any = None
+
+    @property
+    def places(self) -> Int[Array, "B T"]:
+        """Rotary positions of the inputs."""
+        if self.positions is not None:
+            return self.positions
+        return jnp.broadcast_to(jnp.arange(self.inputs.shape[1]), self.inputs.shape)
 
 
 def next_tokens(tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"]) -> tuple[Predicted, Float[Array, ""]]:
@@ -237,8 +246,7 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
     table = gathered_weights(exchange, placements.embed, params.embed, "embedding")
     final = gathered_weights(exchange, placements.norm, params.norm, "final_norm")
     x = decoder.scaled(config, _embedded(ops, plan, table, inputs))
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    rows = Rows(config.rope_tables(positions), predicted.attn_metadata)
+    rows = Rows(config.rope_tables(predicted.places), predicted.attn_metadata)
     (x, load), head = run_layers(
         exchange,
         decoder.stack_of(config, ops, params.layers, setup.attend),
