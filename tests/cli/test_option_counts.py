@@ -20,7 +20,7 @@ COUNTS = {
     "doctor": 3,
     "train lm": 20,
     "train drafter": 24,
-    "train diffusion": 19,
+    "train diffusion": 21,
     "train gnn": 19,
     "bench diffusion": 24,
     "bench graph": 9,
