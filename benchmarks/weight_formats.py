@@ -57,14 +57,14 @@ def main() -> None:
                 began = time.process_time()
                 run(1)
                 runs[kind] = run, max(1, round(RUN_S / max(time.process_time() - began, 1e-6)))
-            taken: dict[str, list[float]] = {kind: [] for kind in sides}
+            seconds: dict[str, list[float]] = {kind: [] for kind in sides}
             for _ in range(REPETITIONS):
                 for kind, (run, programs) in runs.items():
                     began = time.process_time()
                     run(programs)
-                    taken[kind].append((time.process_time() - began) / programs / sides[kind].calls)
-            base = taken["bfloat16"]
-            ratios = {kind: statistics.median(b / a for a, b in zip(base, taken[kind], strict=True)) for kind in whole}
+                    seconds[kind].append((time.process_time() - began) / programs / sides[kind].calls)
+            base = seconds["bfloat16"]
+            ratios = {kind: statistics.median(b / a for a, b in zip(base, seconds[kind], strict=True)) for kind in whole}
             found[f"{layer}, {rows} rows"] = {"bfloat16_us": 1e6 * statistics.median(base), "ratio": ratios}
             print(f"{layer}, {rows} rows:", ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in ratios.items()), flush=True)
     if options.json is not None:

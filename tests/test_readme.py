@@ -35,7 +35,7 @@ def test_a_figure_that_is_wrong_in_its_last_digit_is_refused(by: int):
         named = [figure for figure, _ in source.fields]
         for at, (figure, field) in enumerate(source.fields):
             wrong = [*named[:at], shifted(figure, by), *named[at + 1 :]]
-            mapped = tuple((shown, of) for shown, (_, of) in zip(wrong, source.fields, strict=True))
+            mapped = tuple((shown, name) for shown, (_, name) in zip(wrong, source.fields, strict=True))
             tried += 1
             document_alone = made.block_problems(wrong, source)
             both = made.block_problems(wrong, replace(source, fields=mapped))

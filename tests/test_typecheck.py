@@ -36,7 +36,7 @@ class Plain:
 
     @checked(typechecker=check)
     @staticmethod
-    def of(text: str) -> "Plain":
+    def parse(text: str) -> "Plain":
         return Plain(int(text))
 
 
@@ -52,7 +52,7 @@ def test_annotations_with_shapes_and_without_are_checked():
     assert plain(1, ["a"]) == 1
     assert shaped(square).shape == (2, 2)
     assert shaped(wide, np.zeros((3, 5))).shape == (2, 5)
-    assert (Plain.of("4").half, Shaped(square).x.shape) == (2, (2, 2))
+    assert (Plain.parse("4").half, Shaped(square).x.shape) == (2, (2, 2))
     for wrong in (
         lambda: plain("1"),
         lambda: plain(1, [2]),
@@ -61,7 +61,7 @@ def test_annotations_with_shapes_and_without_are_checked():
         lambda: shaped(wide.astype(int)),
         lambda: Plain("1"),
         lambda: Plain(3).half,
-        lambda: Plain.of(4),
+        lambda: Plain.parse(4),
         lambda: Shaped(wide),
     ):
         with pytest.raises((jaxtyping.TypeCheckError, BeartypeException)):

@@ -111,8 +111,8 @@ def test_joined_adds_up():
 def test_figures_of_a_comparison():
     lm = FakeModel({False: [1, 1], True: [1, 0.25]})
     row = compare(lm, [["a"]], Sampling(8), 1)
-    told = ("baseline_tokens_per_s", "tokens_per_s", "speedup", "identical", "first_differences", "rounds", "block_size")
-    assert [row[name] for name in told] == [8, 32, 4, True, [None], 3, 4]
+    names = ("baseline_tokens_per_s", "tokens_per_s", "speedup", "identical", "first_differences", "rounds", "block_size")
+    assert [row[name] for name in names] == [8, 32, 4, True, [None], 3, 4]
     assert row["round_cost_steps"] == pytest.approx((0.25 / 3) / (1 / 8))
     assert (row["tokens_per_round"], row["tau_by_response"]) == (8 / 3, 3)
     assert row["speculative_decoding"] == {
@@ -128,7 +128,7 @@ def test_figures_of_a_comparison():
 
 
 def test_environment_names_chip_and_versions():
-    told = environment(FakeModel({}))
-    assert (told["dtype"], told["kernels"], told["jax_version"]) == ("float32", "xla", jax.__version__)
-    assert (told["weights"], told["drafter_dtype"]) == ("auto", "float32")
-    assert told["chip"]
+    found = environment(FakeModel({}))
+    assert (found["dtype"], found["kernels"], found["jax_version"]) == ("float32", "xla", jax.__version__)
+    assert (found["weights"], found["drafter_dtype"]) == ("auto", "float32")
+    assert found["chip"]

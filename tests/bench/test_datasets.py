@@ -76,8 +76,8 @@ def test_of_mbpp_the_test_split(tmp_path: Path):
 
 def test_what_a_chat_model_is_asked(tmp_path: Path):
     step_by_step = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-    asked = {layout: messages(read_one(tmp_path, layout)) for layout in RECORDS}
-    assert {layout: said[-1]["content"] for layout, said in asked.items()} == {
+    conversations = {layout: messages(read_one(tmp_path, layout)) for layout in RECORDS}
+    assert {layout: said[-1]["content"] for layout, said in conversations.items()} == {
         "gsm8k": "How many? " + step_by_step,
         "math500": "Find x." + step_by_step,
         "humaneval": "Write a solution to the following problem and make sure that it passes the tests:\n"
@@ -88,9 +88,9 @@ def test_what_a_chat_model_is_asked(tmp_path: Path):
         "prompt": "Once",
         "messages": "U",
     }
-    assert all(said[-1]["role"] == "user" for said in asked.values())
-    assert [len(said) for said in asked.values()] == [1] * 7 + [2]
-    assert asked["messages"][0] == {"role": "system", "content": "S"}
+    assert all(said[-1]["role"] == "user" for said in conversations.values())
+    assert [len(said) for said in conversations.values()] == [1] * 7 + [2]
+    assert conversations["messages"][0] == {"role": "system", "content": "S"}
 
 
 def test_the_second_turn_comes_after_the_first_answer(tmp_path: Path):

@@ -148,10 +148,10 @@ def test_documents(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(found.trained["questions"]) == 38
     assert not set(texts) & {text for part in held.values() for text in part}
     assert len({text for text in texts if text.startswith("pack")}) == 20 - 1 - len(held_modules)
-    told = found.metadata()
-    assert told["left_out"]["file, not UTF-8"] == 1
-    assert told["dependencies"] == ["pack 1.2 (MIT)"]
-    assert told["dependencies_left_out"] == ["closed 3 (Proprietary)"]
+    metadata = found.metadata()
+    assert metadata["left_out"]["file, not UTF-8"] == 1
+    assert metadata["dependencies"] == ["pack 1.2 (MIT)"]
+    assert metadata["dependencies_left_out"] == ["closed 3 (Proprietary)"]
     alone = demo_text.demo_documents(tmp_path / "gsm8k.jsonl", held_out_only=True)
     assert (alone.trained, alone.held_out) == ({}, found.held_out)
 

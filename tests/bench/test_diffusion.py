@@ -91,11 +91,11 @@ def test_token_agreement():
 
 def test_logits_beside_dense_ones_against_numpy():
     rng = np.random.default_rng(0)
-    dense, own = (rng.normal(size=(2, 3, 7)).astype(np.float32) for _ in range(2))
+    dense, sparse = (rng.normal(size=(2, 3, 7)).astype(np.float32) for _ in range(2))
     masked = np.asarray([[True, False, True], [False, False, True]])
-    found = beside(jnp.asarray(dense), jnp.asarray(own), jnp.asarray(masked), mask_token_id=4)
+    found = beside(jnp.asarray(dense), jnp.asarray(sparse), jnp.asarray(masked), mask_token_id=4)
     kept = np.delete(np.arange(7), 4)
-    p, q = (softmax(x[..., kept].astype(np.float64)) for x in (dense, own))
+    p, q = (softmax(x[..., kept].astype(np.float64)) for x in (dense, sparse))
     kl = (p * np.log(p / q)).sum(-1)
     np.testing.assert_allclose(found.kl, (kl * masked).sum(1), rtol=1e-5)
     np.testing.assert_array_equal(found.agreeing, ((p.argmax(-1) == q.argmax(-1)) & masked).sum(1))
@@ -120,7 +120,8 @@ def test_dense_passes_beside_steps_look_at_everything(model: DiffusionModel):
     """What a suffix window leaves out, and what the wrong position predicts where a response's window has no boundary."""
     no_boundary = replace(BASE, mode="sparse", saliency=Saliency(2.0, full_steps=1, every=8, boundary=False))
     window, shifted = (
-        compare_with_dense(model, PROMPTS[2:], asked, 2).figures() for asked in (replace(BASE, suffix_window=0), no_boundary)
+        compare_with_dense(model, PROMPTS[2:], options, 2).figures()
+        for options in (replace(BASE, suffix_window=0), no_boundary)
     )
     assert window["compared_positions"] == 2 * sum(range(1, 9))
     assert window["logit_kl_nats"] > 1e-3  # type: ignore[operator]
@@ -134,9 +135,9 @@ def test_dense_steps_with_a_suffix_window_compute_what_is_visible(model: Diffusi
 
 def test_ways_are_measured_in_turns_and_nothing_compiles_meanwhile(model: DiffusionModel):
     ways = make_variants(BASE, ("sparse",), (0.5,), (0.05,))
-    told = []
-    found = measure(model, ways, PROMPTS, batch_size=2, timed=2, compared=0, repetitions=2, on_row=told.append)
-    assert sum(told) == rows_in_all(3, 3, timed=2, compared=0, repetitions=2) == 3 * (3 + 2 * 2)
+    row_counts = []
+    found = measure(model, ways, PROMPTS, batch_size=2, timed=2, compared=0, repetitions=2, on_row=row_counts.append)
+    assert sum(row_counts) == rows_in_all(3, 3, timed=2, compared=0, repetitions=2) == 3 * (3 + 2 * 2)
     figures = rows(found, lambda n, text: n == 0)
     assert [row["name"] for row in figures] == ["dense", "sparse τ0.5", "sparse τ0.5 p≥0.05"]
     assert [row["compilations_while_timed"] for row in figures] == [0] * 3
@@ -157,8 +158,8 @@ def test_ways_are_measured_in_turns_and_nothing_compiles_meanwhile(model: Diffus
 
 def test_a_replay_has_every_commit_once(model: DiffusionModel):
     request = replace(BASE, mode="sparse", threshold=0.05)
-    told: list[Any] = []
-    shown = denoising_replay(model, "small", [("one", PROMPTS[1])], [request], lambda: told.append(1))
+    steps: list[Any] = []
+    shown = denoising_replay(model, "small", [("one", PROMPTS[1])], [request], lambda: steps.append(1))
     want = model.generate([PROMPTS[1]], request)[0]
     (passage,) = shown.passages
     assert passage.prompt == "t9 t4 t7 t7 t5"
@@ -167,5 +168,5 @@ def test_a_replay_has_every_commit_once(model: DiffusionModel):
     texts = {each.position: each.token.text for step in passage.rounds for each in step.committed}
     assert "".join(texts[place] for place in sorted(texts)) == want.text
     assert [len(step.committed) for step in passage.baseline] == [1] * 16
-    assert (told, shown.about["tau"], shown.about["threshold"]) == ([1], 0.99, 0.05)
+    assert (steps, shown.about["tau"], shown.about["threshold"]) == ([1], 0.99, 0.05)
     assert plain(request) == plain(replace(request, suffix_window=4)) == BASE

@@ -53,7 +53,7 @@ EFFORT = Effort(
     served=("mixed",),
     arrivals=("as given", "reversed", "everything"),
 )
-ASKED = prompts(0, [1, 30, 17, 40, 9, 33], vocab=12)
+PROMPTS = prompts(0, [1, 30, 17, 40, 9, 33], vocab=12)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -72,14 +72,14 @@ def drafters(lm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @pytest.mark.slow
 def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str, Any]):
-    told: list[str] = []
-    verification = Verification(lm, drafters, ASKED, EFFORT, seed=1)
-    found = list(verification.findings(told.append))
+    progress: list[str] = []
+    verification = Verification(lm, drafters, PROMPTS, EFFORT, seed=1)
+    found = list(verification.findings(progress.append))
     assert [each for each in found if not each.same] == []
     assert len(found) == verification.count()
     plain = digest([verification.plain.answer(each) for each in verification.requests("mixed")])
     assert {each.sha256 for each in found} == {each.plain_sha256 for each in found} == {plain}
-    assert agreeing(found, len(ASKED)) == (6, 6)
+    assert agreeing(found, len(PROMPTS)) == (6, 6)
     paths = {(each.drafter, each.path): each for each in found}
     served = ["engine, as given", "engine, reversed", "engine, everything"]
     assert list(paths) == [
@@ -97,12 +97,12 @@ def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str
     ]
     for drafter in ("none", "dflash", TEAM):
         everything = paths[drafter, "engine, everything"]
-        assert everything.answers % (len(ASKED) + 3 * 3) == 0
+        assert everything.answers % (len(PROMPTS) + 3 * 3) == 0
         assert set(everything.exercised) >= {"rounds", "preemptions", "prefix tokens", "cancelled"}
     assert paths["dflash", "batches of 3"].exercised["accepted drafts"] > 0
     assert paths["dflash", "engine, everything"].lacking == []
     assert set(paths[TEAM, "batches of 3, random widths"].exercised) >= {"of plain", "of dflash, block 4"}
-    assert "dflash: the engine compiles" in told
+    assert "dflash: the engine compiles" in progress
 
 
 def test_what_did_not_happen_is_told(lm: LanguageModel):
@@ -129,10 +129,10 @@ def test_a_wrong_token_is_found_where_it_is(lm: LanguageModel, drafters: dict[st
     monkeypatch.setattr("tilewright.runtime.rounds.verify", careless)
     monkeypatch.setattr("tilewright.runtime.rounds.autoregressive_step", plain_step)
     effort = replace(EFFORT, alone=("greedy", "sampled"), widths=(2,), arrivals=())
-    found = list(Verification(lm, drafters, ASKED, effort, seed=1).findings())
-    asked = make_requests(ASKED, "greedy", 1, NEW)
-    reached = {each.number: wrong - len(each.prompt) for each in asked if len(each.prompt) <= wrong < each.end}
-    assert 0 < len(reached) < len(asked), "some requests span the position"
+    found = list(Verification(lm, drafters, PROMPTS, effort, seed=1).findings())
+    requests = make_requests(PROMPTS, "greedy", 1, NEW)
+    reached = {each.number: wrong - len(each.prompt) for each in requests if len(each.prompt) <= wrong < each.end}
+    assert 0 < len(reached) < len(requests), "some requests span the position"
     for each in found:
         if each.drafter == "none":
             assert each.same, each.path
@@ -148,7 +148,7 @@ def test_a_wrong_token_is_found_where_it_is(lm: LanguageModel, drafters: dict[st
                 assert one.lead is not None
                 assert one.lead >= one.margin - 1e-5
     assert {each.path for each in found} >= {"one at a time, block 2", "batches of 3"}
-    assert agreeing(found, len(ASKED)) == (2 * (len(ASKED) - len(reached)), 2 * len(ASKED))
+    assert agreeing(found, len(PROMPTS)) == (2 * (len(PROMPTS) - len(reached)), 2 * len(PROMPTS))
 
 
 def test_hashes_are_of_all_tokens_in_their_order():
@@ -170,30 +170,30 @@ def test_prompts_are_cut_at_all_lengths():
 
 
 def test_requests_differ_in_limit_and_seed():
-    asked = make_requests(ASKED, "mixed", 2**63 - 2, NEW)
-    assert {each.sampling.max_new_tokens for each in asked} == {NEW, 30, 16}
-    assert [each.sampling.seed for each in asked] == [2**63 - 2, 2**63 - 1, *range(-(2**63), -(2**63) + 4)]
+    requests = make_requests(PROMPTS, "mixed", 2**63 - 2, NEW)
+    assert {each.sampling.max_new_tokens for each in requests} == {NEW, 30, 16}
+    assert [each.sampling.seed for each in requests] == [2**63 - 2, 2**63 - 1, *range(-(2**63), -(2**63) + 4)]
     ways = [KINDS[name] for name in ("greedy", "sampled", "penalised")] * 2
-    assert [each.sampling.temperature for each in asked] == [way.temperature for way in ways]
-    assert [bool(each.sampling.stop) for each in asked] == [False, False, False, True, False, False]
+    assert [each.sampling.temperature for each in requests] == [way.temperature for way in ways]
+    assert [bool(each.sampling.stop) for each in requests] == [False, False, False, True, False, False]
     assert make_requests([[1]], "sampled", 0, 1)[0].sampling == replace(KINDS["sampled"], max_new_tokens=1, seed=0)
 
 
 def test_derived_requests_share_prefixes(lm: LanguageModel):
     plain = Plain(lm)
-    asked = ExactRequest(2, tuple(ASKED[1]), Sampling(NEW))
-    answer = plain.answer(asked)
-    again, like, following = derived_requests(plain, asked)
-    assert (again.prompt, again.about) == (asked.prompt, AGAIN)
-    assert (like.prompt[:22], like.about) == (asked.prompt[:22], LIKE)
-    assert like.prompt[22:] == asked.prompt[22:][::-1] != asked.prompt[22:]
-    assert (following.prompt, following.about) == ((*asked.prompt, *answer[:20]), NEXT)
+    request = ExactRequest(2, tuple(PROMPTS[1]), Sampling(NEW))
+    answer = plain.answer(request)
+    again, like, following = derived_requests(plain, request)
+    assert (again.prompt, again.about) == (request.prompt, AGAIN)
+    assert (like.prompt[:22], like.about) == (request.prompt[:22], LIKE)
+    assert like.prompt[22:] == request.prompt[22:][::-1] != request.prompt[22:]
+    assert (following.prompt, following.about) == ((*request.prompt, *answer[:20]), NEXT)
     assert plain.answer(following) == answer[20:]
 
 
 def text_and_logits(lm: LanguageModel, sampling: Sampling) -> Iterator[tuple[list[int], list[int], int, np.ndarray]]:
     """For each token of an answer the prompt, what was generated before, itself, and NumPy's logits for it."""
-    prompt = ASKED[2]
+    prompt = PROMPTS[2]
     answer = lm.generate([prompt], sampling, speculative=False)[0].tokens
     logits = NumpyTarget(PAIR.target_config, PAIR.target_tensors).run([*prompt, *answer])[0]
     for n, token in enumerate(answer):
@@ -246,10 +246,10 @@ DRAWN: dict[str, Sampling] = {
 @pytest.mark.parametrize("sampling", list(DRAWN.values()), ids=list(DRAWN))
 def test_the_loop_without_a_cache_draws_what_the_runtime_draws(lm: LanguageModel, sampling: Sampling):
     ended = set()
-    for seed, prompt in zip((2**32 - 1, 2**53, -5, 3), ASKED[:4], strict=True):
-        asked = replace(sampling, max_new_tokens=30, seed=seed)
-        result = lm.generate([prompt], asked, speculative=False)[0]
-        assert plain_tokens(lm, prompt, asked) == result.tokens
+    for seed, prompt in zip((2**32 - 1, 2**53, -5, 3), PROMPTS[:4], strict=True):
+        settings = replace(sampling, max_new_tokens=30, seed=seed)
+        result = lm.generate([prompt], settings, speculative=False)[0]
+        assert plain_tokens(lm, prompt, settings) == result.tokens
         ended.add(result.finish_reason)
     assert ("stop" in ended) == bool(sampling.stop)
 
@@ -263,31 +263,31 @@ def test_the_loop_is_for_float32_alone(lm: LanguageModel, monkeypatch: pytest.Mo
     assert [Plain(each).uncached for each in (lm, other, kept)] == [True, False, False]
     monkeypatch.setattr("tilewright.bench.exact.plain_tokens", lambda *_: pytest.fail("the loop ran"))
     plain = Plain(lm)
-    asked = ExactRequest(0, tuple(ASKED[1]), Sampling(6))
+    request = ExactRequest(0, tuple(PROMPTS[1]), Sampling(6))
     plain.uncached = False
-    assert plain.answer(asked) == lm.generate([ASKED[1]], Sampling(6), speculative=False)[0].tokens
+    assert plain.answer(request) == lm.generate([PROMPTS[1]], Sampling(6), speculative=False)[0].tokens
 
 
 def test_an_answer_that_ends_early_differs_at_its_end(lm: LanguageModel):
     plain = Plain(lm)
-    asked = ExactRequest(0, tuple(ASKED[1]), Sampling(6))
-    want = plain.answer(asked)
-    short = plain.difference(PathAnswer(asked, want[:4]))
+    request = ExactRequest(0, tuple(PROMPTS[1]), Sampling(6))
+    want = plain.answer(request)
+    short = plain.difference(PathAnswer(request, want[:4]))
     assert short is not None
     assert (short.position, short.token, short.text, short.plain_token, short.lead) == (4, None, None, want[4], None)
     assert short.plain_text == plain.text(want[4])
-    long = plain.difference(PathAnswer(asked, [*want, 3]))
+    long = plain.difference(PathAnswer(request, [*want, 3]))
     assert long is not None
     assert (long.position, long.token, long.plain_token) == (6, 3, None)
-    assert plain.difference(PathAnswer(asked, want)) is None
+    assert plain.difference(PathAnswer(request, want)) is None
 
 
 def test_what_else_goes_wrong_is_a_problem_too(lm: LanguageModel):
     plain = Plain(lm)
-    asked = [ExactRequest(0, tuple(ASKED[1]), Sampling(6))]
-    good = [PathAnswer(each, plain.answer(each)) for each in asked]
-    assert plain.finding("p", "none", "greedy", asked, PathResult(good), 0.0).same
-    assert not plain.finding("p", "none", "greedy", asked, PathResult(good, problem="2 pages left over"), 0.0).same
+    requests = [ExactRequest(0, tuple(PROMPTS[1]), Sampling(6))]
+    good = [PathAnswer(each, plain.answer(each)) for each in requests]
+    assert plain.finding("p", "none", "greedy", requests, PathResult(good), 0.0).same
+    assert not plain.finding("p", "none", "greedy", requests, PathResult(good, problem="2 pages left over"), 0.0).same
 
 
 class DeadEngine(Engine):
@@ -311,29 +311,29 @@ class DeadEngine(Engine):
         return self.counted
 
 
-def clients(engine: DeadEngine, asked: Sequence[ExactRequest], arrivals: str = "as given") -> Client:
-    return Client(engine, asked, ARRIVALS[arrivals])
+def clients(engine: DeadEngine, requests: Sequence[ExactRequest], arrivals: str = "as given") -> Client:
+    return Client(engine, requests, ARRIVALS[arrivals])
 
 
 def test_an_engine_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exact_engine, "PATIENCE_S", 0.01)
     engine = DeadEngine()
-    client = clients(engine, make_requests(ASKED, "greedy", 0, 4))
+    client = clients(engine, make_requests(PROMPTS, "greedy", 0, 4))
     client.run()
     assert "stuck" in client.problem
-    assert engine.gave_up == len(ASKED)
-    assert client.tokens == [[]] * len(ASKED)
+    assert engine.gave_up == len(PROMPTS)
+    assert client.tokens == [[]] * len(PROMPTS)
 
 
 def test_a_request_that_the_engine_gives_up_is_told():
-    client = clients(DeadEngine(), make_requests(ASKED[:1], "greedy", 0, 4))
+    client = clients(DeadEngine(), make_requests(PROMPTS[:1], "greedy", 0, 4))
     client.updates.put((0, RequestOutput(end="error", error="the request could not be computed")))
     client.run()
     assert client.problem == "the request could not be computed"
 
 
 def test_arrivals_wait_for_tokens_of_earlier_requests():
-    client = clients(DeadEngine(), make_requests(ASKED, "greedy", 0, 4), "staggered")
+    client = clients(DeadEngine(), make_requests(PROMPTS, "greedy", 0, 4), "staggered")
     assert client.may_submit(), "nobody runs"
     client.tokens = [[]]
     client.submit_next(0)

@@ -180,7 +180,7 @@ def test_a_run_has_as_many_programs_as_fit_its_time(program_s: float, runs: list
 
 def test_figures_of_a_record():
     sides = [fake_side("cpu_bfloat16", 10**6), fake_side("xla_float32", 2 * 10**6), fake_side("torch_bfloat16", 10**6)]
-    taken = {
+    times = {
         ("copy", 0): [40.0],
         ("read", 0): [50.0],
         ("dot", 0): [200.0],
@@ -190,7 +190,7 @@ def test_figures_of_a_record():
         ("torch_bfloat16", 4): [5e-5, 4e-5, 6e-5],
     }
     case = LinearCase("demo", "gate_up", 500, 1000)
-    record = figures(case, sides, taken, "bfloat16", 4)
+    record = figures(case, sides, times, "bfloat16", 4)
     assert record == {
         "model": "demo",
         "layer": "gate_up",
@@ -217,10 +217,10 @@ def test_figures_of_a_record():
         "ratio_to_xla_float32": pytest.approx(3),
         "ratio_to_torch_bfloat16": pytest.approx(0.5),
     }
-    in_blocks = figures(case, [fake_side("cpu_q4_1", 10**6)], {**taken, ("cpu_q4_1", 4): [1e-4]}, "q4_1", 4)
+    in_blocks = figures(case, [fake_side("cpu_q4_1", 10**6)], {**times, ("cpu_q4_1", 4): [1e-4]}, "q4_1", 4)
     assert in_blocks["share_of_dot_products"] == pytest.approx(0.4)
-    del taken["cpu_bfloat16", 1]
-    assert figures(case, sides, taken, "bfloat16", 4)["over_one_row"] is None
+    del times["cpu_bfloat16", 1]
+    assert figures(case, sides, times, "bfloat16", 4)["over_one_row"] is None
 
 
 def record(layer: str, rows: int, over: float | None, share: float, torch: float | None = None) -> dict[str, Any]:
@@ -237,8 +237,8 @@ def test_a_summary_names_the_worst_layer():
         record("head", 16, 1.1, 0.1, torch=1.4),
         record("head", 512, 9.0, 0.1, torch=0.7),
     ]
-    told = {one["name"]: one for one in summary(records)}
-    assert told["rows_16_over_rows_1"] == {
+    worst = {one["name"]: one for one in summary(records)}
+    assert worst["rows_16_over_rows_1"] == {
         "name": "rows_16_over_rows_1",
         "bound": 1.25,
         "at_most": True,
@@ -248,11 +248,11 @@ def test_a_summary_names_the_worst_layer():
         "median": pytest.approx(1.15),
         "layers": {"q": 1.2, "head": 1.1},
     }
-    share = told["share_of_copy_bandwidth_at_1_row"]
+    share = worst["share_of_copy_bandwidth_at_1_row"]
     assert (share["met"], share["worst"], share["worst_layer"]) == (False, 0.6, "head")
-    few = told["ratio_to_torch_bfloat16_at_1_to_16_rows"]
+    few = worst["ratio_to_torch_bfloat16_at_1_to_16_rows"]
     assert (few["met"], few["worst"], few["layers"]) == (True, 1.1, {"q": 1.1, "head": 1.2})
-    many = told["ratio_to_torch_bfloat16_at_512_rows"]
+    many = worst["ratio_to_torch_bfloat16_at_512_rows"]
     assert (many["met"], many["worst"], many["worst_layer"]) == (False, 0.7, "head")
 
 

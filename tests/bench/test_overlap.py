@@ -31,7 +31,7 @@ def run_of(setup: OverlapSetup, phase: Phase, layers: int, cycles: dict[int, flo
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def layer_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers were compiled, one after another: the second of a program takes longer, and the last two less long."""
     found: list[int] = []
 
@@ -47,17 +47,17 @@ def setup_of(layers: int | None) -> OverlapSetup:
     return OverlapSetup("v5e:4x2", "llama3-8b", model_config("llama3-8b"), layers)
 
 
-def test_layers_are_added_until_the_neighbours_agree(asked: list[int]):
+def test_layers_are_added_until_the_neighbours_agree(layer_counts: list[int]):
     run = steady(setup_of(None), PREFILL, "sync")
-    assert asked == [5, 7], "of five, the middle one has the second beside it"
+    assert layer_counts == [5, 7], "of five, the middle one has the second beside it"
     assert (run.layers, run.middle, run.steady, run.notes) == (7, 3, True, [])
-    asked.clear()
+    layer_counts.clear()
     assert steady(setup_of(None), DECODE, "sync").layers == LAYERS["decode"][0]
 
 
-def test_a_fixed_number_of_layers_is_kept(asked: list[int]):
+def test_a_fixed_number_of_layers_is_kept(layer_counts: list[int]):
     run = steady(setup_of(5), PREFILL, "sync")
-    assert (asked, run.steady) == ([5], False)
+    assert (layer_counts, run.steady) == ([5], False)
     assert run.unsteady_share == pytest.approx(0.5)
     assert run.notes == ["prefill:1x8 sync: not steady, layer 2 of 5 and a neighbour of it differ by 50%"]
 
@@ -69,13 +69,13 @@ def test_what_is_never_steady_says_so(monkeypatch: pytest.MonkeyPatch):
     assert run.unsteady_share == pytest.approx(1 - 1000 / 1060)
 
 
-def test_what_auto_takes_is_compiled_once(asked: list[int]):
+def test_what_auto_takes_is_compiled_once(layer_counts: list[int]):
     setup = setup_of(9)
     vars(setup)["fabric"] = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (4, 2)), tuple(ring_of(product(range(4), range(2)))))
     vars(setup)["mesh"] = make_mesh({"tp": 8})
     runs = make_runs(setup, DECODE, ["sync", AUTO, "ring"])
     assert [run.schedule for run in runs] == ["sync", AUTO, "ring"]
-    assert (len(asked), runs[0].timeline is runs[1].timeline) == (2, True)
+    assert (len(layer_counts), runs[0].timeline is runs[1].timeline) == (2, True)
     assert "auto: sync for 1 rows" in runs[1].notes[0]
 
 

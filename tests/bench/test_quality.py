@@ -112,10 +112,10 @@ def test_answers_beside_one_another(drafted: list[int], changed: list[str], tmp_
     counts = {"rounds": 3, "drafted": 0, "accepted": 0}
     for way, tokens in (("int8", [5, 6, 2]), ("int8+ngram", drafted), ("llama.cpp", [5, 9, 2])):
         records.add("mbpp", way, 11, tokens=tokens, text=f"x = {tokens[1]}", end="eos", **counts)
-    asked = [tasks.Problem(11, "", "assert x == 6", "x = 6")]
+    problems = [tasks.Problem(11, "", "assert x == 6", "x = 6")]
     records.add("mbpp", "int8", 12, tokens=[1], text="y = 2", end="eos", **counts)  # of a run over more problems
-    every = [*asked, tasks.Problem(12, "", "assert y == 1", "y = 1")]
-    assert quality.judge_all(asked, every, records, quality.Console(quiet=True)) == 1
+    every = [*problems, tasks.Problem(12, "", "assert y == 1", "y = 1")]
+    assert quality.judge_all(problems, every, records, quality.Console(quiet=True)) == 1
     found = quality.mbpp_figures(records)
     passed = {row["way"]: row["passed"] for row in found["ways"]}
     assert passed == {"int8": 1, "int8+ngram": int(not changed), "llama.cpp": 0}
@@ -151,14 +151,14 @@ def test_a_peer_that_ends_is_no_answer(tmp_path: Path):
 
 def test_speeds_are_compared_within_a_repetition():
     timed = speed.Timed
-    taken = {
+    times = {
         ("bfloat16", 1): [timed(0.1, 0.01), timed(0.1, 0.02), timed(0.1, 0.04)],
         ("int8", 1): [timed(0.1, 0.005)] * 3,
         ("llama.cpp, Q4_0", 1): [timed(0.3, 0.02), timed(0.2, 0.03), timed(0.1, 0.04)],
     }
-    own, _, other = speed.figures(taken, {("llama.cpp, Q4_0", 1): True})
-    assert (own["step_ms"], own["step_ms_range"], own["tokens_per_s"]) == (20.0, [10.0, 40.0], 50.0)
-    assert "bfloat16_speedup" not in own
+    figures, _, other = speed.figures(times, {("llama.cpp, Q4_0", 1): True})
+    assert (figures["step_ms"], figures["step_ms_range"], figures["tokens_per_s"]) == (20.0, [10.0, 40.0], 50.0)
+    assert "bfloat16_speedup" not in figures
     assert (other["bfloat16_speedup"], other["bfloat16_speedup_range"], other["prompts_s"]) == (1.5, [1.0, 2.0], 0.2)
     assert other["flash_attention"] is True
     assert speed.faster({True: lambda: timed(1, 2.0), False: lambda: timed(2, 1.0)}) is False
@@ -168,29 +168,29 @@ def test_models_in_few_bits_are_compared_within_a_repetition():
     def steps(*seconds: float) -> list[Any]:
         return [speed.Timed(1.0, each) for each in seconds]
 
-    taken = {("memory", "read"): [40.0, 50.0, 60.0], ("16 rows", "int4"): steps(0.04, 0.06, 0.08)}
-    taken |= {("one row", "int4"): steps(0.01, 0.02, 0.04), ("one row", "int8"): steps(0.02, 0.03, 0.08)}
-    taken |= {("one row", "Q4_0"): steps(0.05, 0.05, 0.05), ("one row", "Q8_0"): steps(0.02, 0.06, 0.04)}
-    taken |= {("prompt of 512", name): [speed.Timed(5.12, 9.0)] * 3 for name in ("int4", "Q4_0")}
+    times = {("memory", "read"): [40.0, 50.0, 60.0], ("16 rows", "int4"): steps(0.04, 0.06, 0.08)}
+    times |= {("one row", "int4"): steps(0.01, 0.02, 0.04), ("one row", "int8"): steps(0.02, 0.03, 0.08)}
+    times |= {("one row", "Q4_0"): steps(0.05, 0.05, 0.05), ("one row", "Q8_0"): steps(0.02, 0.06, 0.04)}
+    times |= {("prompt of 512", name): [speed.Timed(5.12, 9.0)] * 3 for name in ("int4", "Q4_0")}
     nbytes = {"int4": 5 * 10**8, "int8": 10**9, "Q4_0": 4 * 10**8, "Q8_0": 10**9}
-    records = {(each["case"], each["side"]): each for each in few_bits.figures("some", taken, nbytes)}
-    own = records["one row", "int4"]
+    records = {(each["case"], each["side"]): each for each in few_bits.figures("some", times, nbytes)}
+    record = records["one row", "int4"]
     other = records["one row", "Q4_0"]
-    assert (own["ms"], own["tokens_per_s"], own["read_share"]) == (20.0, 50.0, 0.5)
+    assert (record["ms"], record["tokens_per_s"], record["read_share"]) == (20.0, 50.0, 0.5)
     assert (other["int4_speedup"], other["int4_speedup_range"]) == (2.5, [1.25, 5.0])
     prompt = records["prompt of 512", "Q4_0"]
     assert (prompt["ms"], prompt["tokens_per_s"], prompt["read_share"]) == (pytest.approx(10), pytest.approx(100), None)
     assert records["16 rows", "int4"]["tokens_per_s"] == pytest.approx(16 / 0.06)
-    found = few_bits.verdict(taken)
+    found = few_bits.verdict(times)
     assert found == {"one_row_over_llama_cpps_best": 2.0, "int4_over_int8": 2.0, "steps_of_16_rows": 3.0}
     assert few_bits.table(list(records.values()), "some").row_count == len(records)
 
 
 def test_formats_of_files_are_compared_by_the_token():
     """Two texts, of which 3 and 1 tokens are scored; ours loses 0.4 and 0.8 nats there, llama.cpp nothing."""
-    asked = [([1, 2, 3, 4], 1), ([5, 6, 7], 2)]
-    taken = {side: {"text": np.asarray([6.0, 2.0])} for side in ("float32", "llama.cpp")}
-    found = file_formats.figures({**taken, "ours": {"text": np.asarray([6.4, 2.8])}}, "text", asked)
+    requests = [([1, 2, 3, 4], 1), ([5, 6, 7], 2)]
+    losses = {side: {"text": np.asarray([6.0, 2.0])} for side in ("float32", "llama.cpp")}
+    found = file_formats.figures({**losses, "ours": {"text": np.asarray([6.4, 2.8])}}, "text", requests)
     assert found["float32"] == [2.0, pytest.approx(np.std([6, 2], ddof=1) * np.sqrt(2) / 4)]
     assert found["ours_more"] == [pytest.approx(0.3), pytest.approx(0.1)]
     assert found["llama.cpp_more"] == [0.0, 0.0]
@@ -232,12 +232,12 @@ def test_drafting_is_compared_by_the_token_within_a_repetition():
     timed = drafting.Timed
     setting = drafting.Setting(Path("of/Q4_0.gguf"), True, 2, 3)
     text = [[1, 2, 3, 4, 1, 2, 3, 4, 5]]
-    taken = {
+    times = {
         "none": [timed(0.8, text, 9, 8), timed(1.6, text, 9, 8), timed(0.8, text, 9, 8)],
         "ngram": [timed(0.4, text, 6, 8), timed(0.4, text, 6, 8), timed(0.2, text, 6, 8)],
         "llama.cpp": [timed(1.0, [[7] * 11], 4, 10)] * 3,
     }
-    plain, ngram, other = drafting.figures("some", taken, {"llama.cpp": setting})
+    plain, ngram, other = drafting.figures("some", times, {"llama.cpp": setting})
     assert (plain["tokens"], plain["tokens_per_s"], plain["tokens_per_round"], plain["identical"]) == (8, 10.0, 1.0, 1)
     assert (ngram["speedup_over none"], ngram["speedup_over none range"], ngram["tokens_per_round"]) == (4.0, [2.0, 4.0], 1.5)
     assert (ngram["speedup_over llama.cpp"], ngram["distinct_4gram_ratio"]) == (2.0, 5 / 6)

@@ -127,12 +127,12 @@ def test_probabilities_are_the_targets(tmp_path: Path):
 
 def test_tokens_are_described_in_their_places(lm: LanguageModel):
     result = lm.generate([PROMPT], Sampling(6))[0]
-    told = described(lm, PROMPT, result)
+    tokens = described(lm, PROMPT, result)
     probability, margin = text_probabilities(lm, [*PROMPT, *result.tokens])
-    assert [token.id for token in told] == result.tokens
-    np.testing.assert_array_equal([token.probability for token in told], probability[len(PROMPT) :])
-    np.testing.assert_array_equal([token.margin for token in told], margin[len(PROMPT) :])
-    assert "".join(token.text for token in told) == result.text
+    assert [token.id for token in tokens] == result.tokens
+    np.testing.assert_array_equal([token.probability for token in tokens], probability[len(PROMPT) :])
+    np.testing.assert_array_equal([token.margin for token in tokens], margin[len(PROMPT) :])
+    assert "".join(token.text for token in tokens) == result.text
 
 
 def test_token_texts_add_up_to_the_text(lm: LanguageModel):

@@ -178,8 +178,8 @@ def test_drafts_of_all_answers():
         counts = {"num_spec_steps": steps, "num_accepted_draft_tokens": accepted, "num_draft_tokens": drafted}
         return {**counts, "acceptance_histogram": histogram}
 
-    told = [drafts(4, 6, 12, [1, 1, 1, 1]), drafts(1, 0, 2, [1, 0, 0]), None]
-    run = [outcome(0.0, [(1.0, 1)], 1.0, drafts=each) for each in told]
+    drafts_of_answers = [drafts(4, 6, 12, [1, 1, 1, 1]), drafts(1, 0, 2, [1, 0, 0]), None]
+    run = [outcome(0.0, [(1.0, 1)], 1.0, drafts=each) for each in drafts_of_answers]
     assert (
         serving_figures(run)["speculative_decoding"]
         == speculative_decoding(run)

@@ -73,11 +73,11 @@ def test_the_recipe_makes_a_drafter_of_the_packaged_sizes():
     _, bound, _ = App(default_command=drafter).parse_args(words, exit_on_error=False)
     sizes = bound.arguments["sizes"]
     config = json.loads((PACKAGED[NAME] / "config.json").read_text(encoding="utf-8"))
-    own = config["dflash_config"]
+    dflash_fields = config["dflash_config"]
     assert PACKAGED_DRAFTERS[bound.arguments["target"]] == {bound.arguments["kind"]: NAME}
-    assert list(sizes.taps) == own["target_layer_ids"]
-    assert (sizes.draft_vocab, sizes.mask_token_id) == (own["draft_vocab_size"], own["mask_token_id"])
-    assert (sizes.layers, sizes.selector_rank) == (config["num_hidden_layers"], own["selector_rank"])
+    assert list(sizes.taps) == dflash_fields["target_layer_ids"]
+    assert (sizes.draft_vocab, sizes.mask_token_id) == (dflash_fields["draft_vocab_size"], dflash_fields["mask_token_id"])
+    assert (sizes.layers, sizes.selector_rank) == (config["num_hidden_layers"], dflash_fields["selector_rank"])
     assert bound.arguments["dtype"] == config["torch_dtype"]
 
 

@@ -42,27 +42,27 @@ def example(*turns: str, category: str = "") -> Example:
 
 
 def test_a_later_turn_follows_the_answer_of_plain_decoding(lm: LanguageModel):
-    asked = build_prompts(lm, "chat", [example("t1 t2", "t3", category="a"), example("t4", category="b")], None, SAMPLING)
+    built = build_prompts(lm, "chat", [example("t1 t2", "t3", category="a"), example("t4", category="b")], None, SAMPLING)
     answer = lm.generate(["t1 t2"], SAMPLING, speculative=False)[0].tokens
-    assert asked.prompts == [[1, 2], [1, 2, *answer, 3], [4]]
-    assert (asked.name, asked.categories, asked.skipped) == ("chat", ["a", "a", "b"], 0)
+    assert built.prompts == [[1, 2], [1, 2, *answer, 3], [4]]
+    assert (built.name, built.categories, built.skipped) == ("chat", ["a", "a", "b"], 0)
 
 
 def test_a_turn_that_does_not_fit_is_left_out_with_those_after_it(lm: LanguageModel):
     """64 positions less 8 new tokens leave 56 for a prompt."""
     done: list[int] = []
     long = [example("t1 " * 57, "t2", "t3"), example("t1 " * 56), example("t1 " * 48, "t2", "t3"), example("t5")]
-    asked = build_prompts(lm, "long", long, None, SAMPLING, lambda: done.append(1))
-    assert [len(prompt) for prompt in asked.prompts] == [56, 48, 1]
-    assert asked.skipped == 3 + 2
+    built = build_prompts(lm, "long", long, None, SAMPLING, lambda: done.append(1))
+    assert [len(prompt) for prompt in built.prompts] == [56, 48, 1]
+    assert built.skipped == 3 + 2
     assert len(done) == 4
-    assert len(lm.generate(asked.prompts, SAMPLING)[0].tokens) == 8, "what is left fits"
+    assert len(lm.generate(built.prompts, SAMPLING)[0].tokens) == 8, "what is left fits"
 
 
 def test_a_template_words_every_turn(lm: LanguageModel):
-    asked = build_prompts(lm, "chat", [example("t1", "t2")], TEMPLATE, SAMPLING)
+    built = build_prompts(lm, "chat", [example("t1", "t2")], TEMPLATE, SAMPLING)
     answer = lm.generate([[9, 1]], SAMPLING, speculative=False)[0].tokens
-    assert asked.prompts == [[9, 1], [9, 1, 9, *answer, 9, 2]]
+    assert built.prompts == [[9, 1], [9, 1, 9, *answer, 9, 2]]
 
 
 def test_a_template_has_the_special_tokens(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
@@ -88,8 +88,8 @@ def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pyte
     monkeypatch.setattr(LanguageModel, "generate", noted)
     done: list[int] = []
     ways = {"none": lm, "mine": lm, "ngram": lm.with_drafter(NGram(4))}
-    asked = DatasetPrompts("set", [[1, 2, 1, 2], [3], [4, 5]], ["a", "a", "b"], skipped=2)
-    runs = measure(ways, asked, SAMPLING, 2, 1, lambda: done.append(1))
+    dataset = DatasetPrompts("set", [[1, 2, 1, 2], [3], [4, 5]], ["a", "a", "b"], skipped=2)
+    runs = measure(ways, dataset, SAMPLING, 2, 1, lambda: done.append(1))
     assert order[::2] == order[1::2], "batch by batch"
     turn = [("dflash", False), ("dflash", True), ("ngram", True)]
     assert order[::2] == [*reversed(turn), *turn], "every second turn is reversed"
@@ -102,7 +102,7 @@ def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pyte
     assert [run.part_seconds is None for run in runs] == [True, False, False]
     for run in runs:
         assert [response.tokens for response in run.responses] == [r.tokens for r in runs[0].responses]
-        assert run.categories == asked.categories
+        assert run.categories == dataset.categories
         assert all(len(r.accepted) == len(r.acceptance_lengths) for r in run.responses), "known of the last round too"
 
 
@@ -110,7 +110,7 @@ def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pyte
 def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageModel, drafter: str):
     """Each part leaves the round to come: run one after another on one state, all see the same known token."""
     model = lm if drafter == "dflash" else lm.with_drafter(NGram(4))
-    own = chosen(model)
+    chosen_rounds = chosen(model)
     prompts = [[7, 1, 7, 1], [2, 3]]
     session = model.start(prompts, SAMPLING)
     whole = model.start(prompts, SAMPLING)
@@ -118,7 +118,7 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
     results: dict[Any, Any] = {}
     known = np.asarray([len(prompt) - 1 for prompt in prompts])
     for part in (None, *PARTS, *PARTS):
-        results[part] = session.apply(partial(round_up_to, part, own, model.model.target))
+        results[part] = session.apply(partial(round_up_to, part, chosen_rounds, model.model.target))
         np.testing.assert_array_equal(state_of(session)[0].last_position, known)
     whole.advance(1)
     info = results["other"]
@@ -138,20 +138,20 @@ def chosen(lm: LanguageModel) -> Variant:
 class Clock:
     """Stands in for the programs and for the time: a run of a part takes what is listed for it, one entry a run."""
 
-    def __init__(self, taken: Mapping[Any, Sequence[float]]):
-        self.taken = {part: iter(each) for part, each in taken.items()}
+    def __init__(self, seconds: Mapping[Any, Sequence[float]]):
+        self.seconds = {part: iter(each) for part, each in seconds.items()}
         self.now = 0.0
 
     def perf_counter(self) -> float:
         return self.now
 
     def run(self, part: str | None, drafter: Any, target: Any, models: Any, state: Any, *rows: Any) -> tuple[Any, Any]:
-        self.now += next(self.taken[part])
+        self.now += next(self.seconds[part])
         return state, 0
 
 
-def split(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, taken: Mapping[Any, Sequence[float]]) -> dict[str, float]:
-    clock = Clock(taken)
+def split(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, seconds: Mapping[Any, Sequence[float]]) -> dict[str, float]:
+    clock = Clock(seconds)
     monkeypatch.setattr(speculative, "round_up_to", clock.run)
     monkeypatch.setattr(speculative, "time", clock)
     return part_seconds(lm, chosen(lm), [[1, 2]], SAMPLING, repetitions=2)
@@ -159,14 +159,14 @@ def split(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, taken: Mapping[Any
 
 def test_a_part_is_what_it_adds_to_the_round(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """The first runs compile; of the others the fastest counts."""
-    taken = {None: [99, 1, 8], "draft": [99, 9, 3], "verify": [99, 7, 9], "other": [99, 7.5, 80]}
-    assert split(lm, monkeypatch, taken) == {"draft": 2, "verify": 4, "other": 0.5}
+    seconds = {None: [99, 1, 8], "draft": [99, 9, 3], "verify": [99, 7, 9], "other": [99, 7.5, 80]}
+    assert split(lm, monkeypatch, seconds) == {"draft": 2, "verify": 4, "other": 0.5}
 
 
 def test_a_disturbed_part_is_told_as_it_was_measured(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """The parts add up to the round, whichever of them was disturbed in all its runs; a difference may be below 0."""
-    taken = {None: [99, 1, 1], "draft": [99, 2, 3], "verify": [99, 7, 9], "other": [99, 6.5, 8]}
-    assert split(lm, monkeypatch, taken) == {"draft": 1, "verify": 5, "other": -0.5}
+    seconds = {None: [99, 1, 1], "draft": [99, 2, 3], "verify": [99, 7, 9], "other": [99, 6.5, 8]}
+    assert split(lm, monkeypatch, seconds) == {"draft": 1, "verify": 5, "other": -0.5}
 
 
 def test_the_split_is_measured(lm: LanguageModel):

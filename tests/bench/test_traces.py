@@ -43,11 +43,11 @@ def test_what_is_recorded_is_what_rounds_accept(tmp_path: Path):
     """A session whose rounds all do the same accepts, round by round, what was recorded for the place it stands at."""
     target, drafter = as_folders(tmp_path, PAIR)
     lm = load(target, ["ngram", drafter], block_size=4, table=TABLE)
-    asked = prompts(0, [3, 9], 12)
+    inputs = prompts(0, [3, 9], 12)
     done: list[None] = []
-    traces = record(lm, "made up", asked, Sampling(30), lambda: done.append(None))
+    traces = record(lm, "made up", inputs, Sampling(30), lambda: done.append(None))
     assert len(done) == len(traces) == 2
-    for prompt, trace in zip(asked, traces, strict=True):
+    for prompt, trace in zip(inputs, traces, strict=True):
         assert trace.length == 30
         for choice, counts in trace.accepted.items():
             session = lm.start([prompt], Sampling(30))
@@ -138,8 +138,8 @@ def joined(recording: Recording) -> Recording:
     traces = []
     for trace in recording.traces:
         first, other = (trace.accepted[one] for one in (ngram, learnt))
-        taken = "".join(own if found == IDLE else found for found, own in zip(first, other, strict=True))
-        traces.append(AcceptanceTrace(trace.dataset, {ngram: first, both: taken}))
+        accepted = "".join(drafted if found == IDLE else found for found, drafted in zip(first, other, strict=True))
+        traces.append(AcceptanceTrace(trace.dataset, {ngram: first, both: accepted}))
     cost = Cost(costs.rounds[learnt].drafting, costs.rounds[ngram].drafting)
     rounds = {PLAIN: costs.rounds[PLAIN], ngram: costs.rounds[ngram], both: cost}
     return Recording(traces, RoundCosts(costs.dispatch, rounds), {}, {both.drafter: recording.expected[learnt.drafter]})
@@ -161,7 +161,7 @@ def test_a_policy_that_ignores_ngrams_first_gives_less(broken: str, monkeypatch:
     """Shows that the test above can fail."""
     recording = joined(Recording.load(PUBLISHED))
     if broken == "early looks":
-        monkeypatch.setattr("tilewright.speculation.policy.LOOK", 4)
+        monkeypatch.setattr("tilewright.speculation.policy.ROUNDS_PER_CHOICE", 4)
     else:
         monkeypatch.setattr("acceptance_traces.first_of", lambda names: {})
     assert min(row["of_best"] for row in simulate(recording)) < 0.96
@@ -172,7 +172,7 @@ def test_a_worse_policy_gives_less(broken: str, monkeypatch: pytest.MonkeyPatch)
     """Shows that the test above can fail."""
     recording = Recording.load(PUBLISHED)
     if broken == "late looks":
-        monkeypatch.setattr("tilewright.speculation.policy.LOOK", 64)
+        monkeypatch.setattr("tilewright.speculation.policy.ROUNDS_PER_CHOICE", 64)
     else:
         recording = replace(recording, expected={})
     assert min(row["of_best"] for row in simulate(recording)) < 0.93

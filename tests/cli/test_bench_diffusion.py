@@ -67,17 +67,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_card_names_the_task(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked = seen(monkeypatch)
+    encoded = seen(monkeypatch)
     folder = write_folder(tmp_path / "model")
     (folder / "README.md").write_text("---\ntask: arithmetic\n---\nA model.\n")
     run("bench", "diffusion", "--model", folder, *SMALL)
-    assert asked[0].startswith("a=")
+    assert encoded[0].startswith("a=")
     (folder / "README.md").unlink()
     run("bench", "diffusion", "--model", folder, "--task", "arithmetic", *SMALL)
-    assert asked[1] == asked[0], "the same held-out problems"
+    assert encoded[1] == encoded[0], "the same held-out problems"
     (folder / "chat_template.jinja").write_text("t9 {{ messages[0]['content'] }} t8")
     ran = run("bench", "diffusion", "--model", folder, "--task", "arithmetic", "--chat", *SMALL)
-    assert (ran.status, len(asked)) == (2, 2)
+    assert (ran.status, len(encoded)) == (2, 2)
     assert "expected --prompt-file with --chat: arithmetic problems have no chat template" in ran.err
 
 

@@ -59,8 +59,8 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     figures = tmp_path / "figures.json"
     page = tmp_path / "page.html"
-    how = ("--no-here", "--input", "1024,4096", "--output", 512, "--batch", "4,8", "--tensor-parallel", "4,8,16")
-    ran = run(*COMMAND, *how, "--json", figures, "--html", page, columns=200)
+    arguments = ("--no-here", "--input", "1024,4096", "--output", 512, "--batch", "4,8", "--tensor-parallel", "4,8,16")
+    ran = run(*COMMAND, *arguments, "--json", figures, "--html", page, columns=200)
     assert ran.status == 0, ran.err
     found = json.loads(figures.read_text())
     assert (found["measured"], found["measured_on"], found["model"]) == ([], None, "llama3-8b")
@@ -69,11 +69,11 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     assert found["compiler_options"] is False
     ranges = found["ranges"]["v5e:4x2, batch 4, 1,024 tokens in, TPOT ms"]
     assert set(ranges["constants"]) == {"hbm_gb_per_s", "ici_gb_per_s", "roofline_time"}
-    for name, of in ranges["predictions"].items():
+    for name, prediction in ranges["predictions"].items():
         held = [one["tpot_ms"] for one in found["predicted"] if one["schedule"] == name and one["devices"] == 8]
-        assert of["value"] == pytest.approx(held[0])
+        assert prediction["value"] == pytest.approx(held[0])
     # `ring` is nothing but operations without an estimate, which may take twice their roofline; `sync` waits for its links.
-    assert {name: of["decides"][0] for name, of in ranges["predictions"].items() if of["decides"]} == {
+    assert {name: prediction["decides"][0] for name, prediction in ranges["predictions"].items() if prediction["decides"]} == {
         "sync": "ici_gb_per_s",
         "ring": "roofline_time",
     }
@@ -134,8 +134,8 @@ def test_a_device_holds_its_share_of_all_experts():
 def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
     """And as many collectives, of as many bytes, as the schedules have: two sums a layer, and the embedding's."""
     page = tmp_path / "page.html"
-    how = ("--chip", "none", "--here", "--input", 64, "--output", 64, "--batch", 2, "--tensor-parallel", 2)
-    ran = run(*COMMAND, *how, "--json", "-", "--html", page)
+    arguments = ("--chip", "none", "--here", "--input", 64, "--output", 64, "--batch", 2, "--tensor-parallel", 2)
+    ran = run(*COMMAND, *arguments, "--json", "-", "--html", page)
     assert ran.status == 0, ran.err
     assert ran.json["predicted"] == []
     alone, sync, _, ring = ran.json["measured"]
@@ -178,8 +178,8 @@ def test_other_tokens_than_one_device_gives_are_a_failure(run: Run, monkeypatch:
 def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(overlap, "STEADY", -1.0)
     page = tmp_path / "page.html"
-    how = ("--no-here", "--input", 1024, "--batch", 4, "--tensor-parallel", 4, "--schedule", "sync", "--json", "-")
-    ran = run(*COMMAND, *how, "--html", page)
+    arguments = ("--no-here", "--input", 1024, "--batch", 4, "--tensor-parallel", 4, "--schedule", "sync", "--json", "-")
+    ran = run(*COMMAND, *arguments, "--html", page)
     assert ran.status == 0, ran.err
     (one,) = ran.json["predicted"]
     assert (one["prefill_layers_compiled"], one["prefill_steady"], one["decode_steady"]) == (11, False, False)

@@ -35,11 +35,11 @@ Answer = Callable[..., str]
 def answer(lm: LanguageModel) -> Answer:
     """What the target alone says after a text."""
 
-    def of(text: str, tokens: int = 12) -> str:
+    def generate(text: str, tokens: int = 12) -> str:
         prompt = lm.tokenizer.encode(text, add_special_tokens=False).ids
         return lm.generate([prompt], tw.Sampling(tokens, ignore_eos=True))[0].text
 
-    return of
+    return generate
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def talk(run: Run, pair: list[Any]) -> Callable[..., Ran]:
     """A chat with the pair, in blocks of 4, over pipes: a line for each turn."""
 
     def chat(*lines: str, options: Sequence[Any] = (), tokens: int = 12) -> Ran:
-        asked = [*pair, "--block-size", 4, "--max-new-tokens", tokens, "--sampling", "ignore_eos=true", *options]
-        return run("chat", *asked, stdin="".join(f"{line}\n" for line in lines))
+        arguments = [*pair, "--block-size", 4, "--max-new-tokens", tokens, "--sampling", "ignore_eos=true", *options]
+        return run("chat", *arguments, stdin="".join(f"{line}\n" for line in lines))
 
     return chat
 
@@ -114,8 +114,8 @@ def test_turns_go_through_the_models_template(talk: Callable[..., Ran], answer: 
 
 def test_the_template_is_told_what_it_is_asked_to_be(talk: Callable[..., Ran], answer: Answer, template: Path):
     template.write_text("{{ effort }} {{ 't2' if enable_thinking is defined else 't3' }} {{ messages[0].content }}")
-    told = talk("t1", options=["--chat-template-kwargs", '{"effort": "t9", "enable_thinking": false}'])
-    assert told.out == answer("t9 t2 t1") + "\n"
+    ran = talk("t1", options=["--chat-template-kwargs", '{"effort": "t9", "enable_thinking": false}'])
+    assert ran.out == answer("t9 t2 t1") + "\n"
     assert talk("t1").out == answer(" t3 t1") + "\n"
 
 

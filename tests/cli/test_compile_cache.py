@@ -40,17 +40,17 @@ def test_a_comparison_says_what_was_loaded(run: Run, kept: Path, monkeypatch: py
         assert [one[name] for one in first] == [one[name] for one in second]
 
 
-class Asked(Exception):
+class Reached(Exception):
     """Programs were to be kept."""
 
 
 @pytest.mark.parametrize("command", COMPILING)
 def test_every_command_that_compiles_keeps_programs(run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch, command: str):
     def enable(*_: object) -> None:
-        raise Asked
+        raise Reached
 
     monkeypatch.setattr("tilewright.cli.common.compile_cache.enable", enable)
-    with pytest.raises(Asked):
+    with pytest.raises(Reached):
         run(*command.split())
 
 

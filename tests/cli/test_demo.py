@@ -87,14 +87,14 @@ def test_where_it_cannot_be_had_one_line_says_so(run: Run, tmp_path: Path, monke
         file.write_bytes(file.read_bytes() + b"more")
     else:
         monkeypatch.setitem(sys.modules, "gguf", None)
-    asked: list[ModelOptions] = []
-    monkeypatch.setattr(demo, "load_variants", lambda models, console: asked.append(models) or {})
+    loaded: list[ModelOptions] = []
+    monkeypatch.setattr(demo, "load_variants", lambda models, console: loaded.append(models) or {})
     monkeypatch.setattr(demo, "denoising", lambda console: None)
     ran = run("demo")
     assert ran.status == 0, ran.err
     (line,) = [line for line in ran.out.splitlines() if INSTEAD in line]
     assert FAILURES[why] in line
-    assert [models.model for models in asked] == ["demo"]
+    assert [models.model for models in loaded] == ["demo"]
 
 
 def test_it_says_where_the_command_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

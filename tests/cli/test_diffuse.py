@@ -23,7 +23,7 @@ PROMPT = "t1 t2 t3"
 SIZE = ["--new-tokens", 16, "--ignore-eos"]
 BLOCK = "block_length=8"
 SMALL = [*SIZE, "--denoising", BLOCK]
-ASKED = Denoising(16, block_length=8, ignore_eos=True)
+DENOISING = Denoising(16, block_length=8, ignore_eos=True)
 PROMISED = set(
     "seconds tokens_per_s tokens steps tokens_per_forward salient_share salient_share_by_layer spans text response_tokens "
     "finish_reason seed committed mode threshold saliency chip dtype kernels compilations host_synchronisations".split()
@@ -42,7 +42,7 @@ def model(folder: Path) -> DiffusionModel:
 
 
 def test_a_pipe_gets_plain_text(run: Run, folder: Path, model: DiffusionModel):
-    want = model.generate(PROMPT, ASKED)[0]
+    want = model.generate(PROMPT, DENOISING)[0]
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--kernels", "xla")
     assert (ran.status, ran.err) == (0, "")
     assert ran.out.startswith(f"{PROMPT}{want.text}\n16 tokens in ")
@@ -53,7 +53,7 @@ def test_a_pipe_gets_plain_text(run: Run, folder: Path, model: DiffusionModel):
 
 def test_json_has_the_promised_fields(run: Run, folder: Path, model: DiffusionModel):
     ran = run("diffuse", PROMPT, "--model", folder, *SIZE, "--denoising", f"{BLOCK},mode=sparse", "--json", "-")
-    want = model.generate(PROMPT, replace(ASKED, mode="sparse"))[0]
+    want = model.generate(PROMPT, replace(DENOISING, mode="sparse"))[0]
     figures = ran.json
     assert set(figures) >= PROMISED
     assert (figures["text"], figures["response_tokens"]) == ([want.text], [want.tokens])
@@ -69,7 +69,7 @@ def test_json_has_the_promised_fields(run: Run, folder: Path, model: DiffusionMo
 
 def test_several_prompts_form_a_batch(run: Run, folder: Path, model: DiffusionModel):
     prompts = [PROMPT, "t9 t4"]
-    want = model.generate(prompts, ASKED)
+    want = model.generate(prompts, DENOISING)
     ran = run("diffuse", *prompts, "--model", folder, *SMALL)
     for number, (prompt, result) in enumerate(zip(prompts, want, strict=True), 1):
         assert f" {number} of 2 (length) " in ran.out
@@ -77,7 +77,7 @@ def test_several_prompts_form_a_batch(run: Run, folder: Path, model: DiffusionMo
 
 
 def test_several_devices_give_the_same_text(run: Run, folder: Path, model: DiffusionModel):
-    want = model.generate(PROMPT, ASKED)[0]
+    want = model.generate(PROMPT, DENOISING)[0]
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--tensor-parallel", 2, "--schedule", "ring", "--json", "-")
     assert ran.status == 0, ran.err
     assert ran.json["response_tokens"] == [want.tokens]
@@ -108,7 +108,7 @@ def test_masks_give_way_on_a_terminal(run: Run, folder: Path, model: DiffusionMo
     masks = [frame.count(MASK) for frame in frames]
     assert sorted(set(masks), reverse=True) == [16, 15, 11, 7, 3, 0]
     assert shown.getvalue().count("\x1b[1;30;42m") >= 16, "each token stands out once"
-    assert model.generate(PROMPT, replace(ASKED, mode="sparse"))[0].text in shown.getvalue()
+    assert model.generate(PROMPT, replace(DENOISING, mode="sparse"))[0].text in shown.getvalue()
 
 
 def test_frames_come_at_a_rate(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -156,9 +156,9 @@ def test_a_chat_goes_through_the_models_template(run: Run, folders: tuple[Path, 
     template = folders[0] / "chat_template.jinja"
     template.write_text("{% for m in messages %}t1 {{ m.content }}{% endfor %}{% if add_generation_prompt %} t3{% endif %}")
     try:
-        asked = ["generate", "t2", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-"]
-        chat = run(*asked, "--chat")
-        plain = run(*asked)
+        arguments = ["generate", "t2", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-"]
+        chat = run(*arguments, "--chat")
+        plain = run(*arguments)
     finally:
         template.unlink()
     assert chat.json["tokens"] == [expected["t1 t2 t3"][0]]
@@ -229,8 +229,8 @@ def check_chosen(figures: dict[str, Any], drafters: set[str], most: int) -> None
 def test_rounds_are_chosen_unless_a_block_size_is_given(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
     prompts = list(expected)
     compared = ["--compare", "--json", "-"]
-    for asked in ([], ["--block-size", "auto"]):
-        ran = run("generate", *prompts, *pair, *NEW, *asked, *compared)
+    for options in ([], ["--block-size", "auto"]):
+        ran = run("generate", *prompts, *pair, *NEW, *options, *compared)
         assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
         assert ran.json["identical"] is True
         check_chosen(ran.json, {"dflash"}, 4)
@@ -266,8 +266,8 @@ def programs(ran: Ran) -> tuple[int, int]:
 
 
 def test_compiled_programs_are_loaded_by_the_next_run(run: Run, folders: tuple[Path, Path], kept: Path):
-    asked = ["generate", "t1 t2 t3", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-"]
-    runs = [run(*asked) for _ in range(2) if not jax.clear_caches()]
+    arguments = ["generate", "t1 t2 t3", "--model", folders[0], "--drafter", "none", *NEW, "--json", "-"]
+    runs = [run(*arguments) for _ in range(2) if not jax.clear_caches()]
     (count, loaded), after = (programs(ran) for ran in runs)
     assert count >= 3
     assert (loaded, after) == (0, (count, count))
@@ -280,14 +280,23 @@ def test_nothing_is_kept_where_that_is_not_wanted_or_not_safe(
     run: Run, folders: tuple[Path, Path], kept: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tilewright.cli.generate.show", None)
-    asked = ["generate", "t1 t2 t3", "--model", folders[0], "--drafter", "none", "--replay", "page.html"]  # which ends early
+    arguments = [
+        "generate",
+        "t1 t2 t3",
+        "--model",
+        folders[0],
+        "--drafter",
+        "none",
+        "--replay",
+        "page.html",
+    ]  # which ends early
     kept.chmod(0o777)
-    said = run(*asked).err
+    said = run(*arguments).err
     assert said.startswith(f"compiled programs are not stored: others may write to {kept} (its mode is 777)\n")
     assert said.splitlines()[1].startswith("tilewright: --replay needs a drafter")
     kept.chmod(0o700)
     monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "0")
-    assert "not stored" not in run(*asked).err
+    assert "not stored" not in run(*arguments).err
     assert not list(kept.iterdir())
 
 
@@ -326,7 +335,7 @@ def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, fixed:
 
 
 def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monkeypatch: pytest.MonkeyPatch):
-    asked = tw.Sampling(
+    arguments = tw.Sampling(
         7,
         0.6,
         0.9,
@@ -344,9 +353,9 @@ def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monk
         include_stop=True,
         skip_special_tokens=False,
     )
-    assert not [name for name, value in vars(asked).items() if value == getattr(tw.Sampling(), name)]
+    assert not [name for name, value in vars(arguments).items() if value == getattr(tw.Sampling(), name)]
     written = {"stop": "x", "logit_bias": "4:-2.5,7:100", "stop_token_ids": "9,8"}
-    given = {name: written.get(name, value) for name, value in vars(asked).items()}
+    given = {name: written.get(name, value) for name, value in vars(arguments).items()}
     alone = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
     options: list[Any] = [word for name in alone for word in (f"--{name.replace('_', '-')}", given.pop(name))]
     options += ["--sampling", ",".join(f"{name}={value}" for name, value in given.items())]
@@ -359,7 +368,7 @@ def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monk
 
     monkeypatch.setattr(LanguageModel, "start", watched)
     assert run("generate", "t1", *pair, *options).status == 0
-    assert seen == [[asked]]
+    assert seen == [[arguments]]
 
 
 def test_a_stop_string_ends_the_text(run: Run, fixed: list[Any], expected: dict[str, Any]):

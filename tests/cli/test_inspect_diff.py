@@ -104,7 +104,7 @@ def test_what_it_refuses(run: Run, files: tuple[Path, Path], tmp_path: Path):
     ):
         (tmp_path / f"{name}.json").write_text(json.dumps(whole | {"programs": programs}))
     (tmp_path / "folder").mkdir()
-    for words, told in (
+    for words, message in (
         ((), "expected two files of --save, or --other or --save; found 0 files"),
         ((files[0],), "found 1 files"),
         ((*files, "--save", tmp_path / "x"), "found 2 files"),
@@ -121,4 +121,4 @@ def test_what_it_refuses(run: Run, files: tuple[Path, Path], tmp_path: Path):
     ):
         ran = run(*COMMAND, *words)
         assert ran.status == 2, words
-        assert told in " ".join(ran.err.split()), ran.err
+        assert message in " ".join(ran.err.split()), ran.err

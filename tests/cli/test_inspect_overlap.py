@@ -114,7 +114,7 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
         assert "starting a transfer costs nothing" in " ".join(shown.split())
         assert "at the full roofline: sync 1 (50% of a layer's compute), ring 1 (50%" in " ".join(unescape(shown).split())
     ranges = written["ranges"]["v5e:4x2 decode:8x64"]
-    assert {name: of["value"] for name, of in ranges["predictions"].items()} == {
+    assert {name: prediction["value"] for name, prediction in ranges["predictions"].items()} == {
         name: pytest.approx(one["total_ms"]) for name, one in (("sync", sync), ("ring", ring))
     }
     assert ranges["predictions"]["ring"]["first"] == ranges["draws"] == 24
@@ -131,9 +131,9 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     assert programs[1]["nodes"][0]["transfer"]["kind"] == "all-reduce"
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
 def test_layers_are_compiled_with_options_only_if_asked(
-    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, without_compiler: None, asked: bool
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, without_compiler: None, enabled: bool
 ):
     given = []
 
@@ -144,21 +144,21 @@ def test_layers_are_compiled_with_options_only_if_asked(
     monkeypatch.setattr(overlap, "compiled", COMPILED)
     monkeypatch.setattr(overlap, "program", lambda *_: (None, ()))
     monkeypatch.setattr(overlap, "compile_for", compile_for)
-    options = ["--compiler-options"] if asked else []
+    options = ["--compiler-options"] if enabled else []
     ran = run(*COMMAND, "--model-config", model, "--layers", 3, "--schedule", "sync", "--phase", "decode:8x64", *options)
     assert "no compiler here" in ran.err
-    assert given == [hiding("v5e") if asked else None]
+    assert given == [hiding("v5e") if enabled else None]
 
 
 @pytest.mark.usefixtures("without_compiler")
 def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch):
     """A model of four layers has no more to add."""
-    how = ("--model-config", model, "--schedule", "sync", "--phase", "decode:8x64")
-    ran = run(*COMMAND, *how)
+    arguments = ("--model-config", model, "--schedule", "sync", "--phase", "decode:8x64")
+    ran = run(*COMMAND, *arguments)
     assert ran.status == 0, ran.err
     assert "not steady" not in ran.out
     monkeypatch.setattr(overlap, "STEADY", -1.0)
-    ran = run(*COMMAND, *how, columns=200)
+    ran = run(*COMMAND, *arguments, columns=200)
     assert ran.status == 0, ran.err
     assert ran.out.count("not steady") >= 3, "the schedule's time, the bound's, and a note"
 
@@ -169,8 +169,19 @@ def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, model: Pa
 )
 def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, schedules: str, share: float, status: int):
     """In each order alike; of sync, only where nothing else is asked for."""
-    how = ("--model-config", model, "--layers", 3, "--phase", "decode:8x64", "--schedule", schedules, "--order", "own,compiler")
-    ran = run(*COMMAND, *how, "--fail-above", share)
+    arguments = (
+        "--model-config",
+        model,
+        "--layers",
+        3,
+        "--phase",
+        "decode:8x64",
+        "--schedule",
+        schedules,
+        "--order",
+        "own,compiler",
+    )
+    ran = run(*COMMAND, *arguments, "--fail-above", share)
     assert ran.status == status
     assert ("exposed, more than" in ran.out) == bool(status)
 
@@ -230,7 +241,7 @@ def test_without_the_compiler_the_extra_is_named(run: Run, monkeypatch: pytest.M
 def test_rings_hide_what_plain_sums_expose(run: Run, model: Path, tmp_path: Path, chip: str):
     """On a small model: all of a plain sum is exposed; of a ring, some passes under products."""
     path = tmp_path / "figures.json"
-    how = (
+    arguments = (
         "--model-config",
         model,
         "--layers",
@@ -240,7 +251,7 @@ def test_rings_hide_what_plain_sums_expose(run: Run, model: Path, tmp_path: Path
         "--phase",
         "prefill:4x512",
     )
-    ran = run(*COMMAND, *how, "--chip", chip, "--json", path)
+    ran = run(*COMMAND, *arguments, "--chip", chip, "--json", path)
     assert ran.status == 0, ran.err
     sync, ring = json.loads(path.read_text())["data"]
     assert sync["transfers"] == 2

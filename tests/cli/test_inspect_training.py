@@ -68,12 +68,12 @@ def made(case: training.TrainingCase, name: str, plan: FullyShardedPlan) -> trai
 
     for layer in range(case.layers):
         ahead = f"gather_{layer + 1}" if layer + 1 < case.layers else None
-        for of in ("attention", "mlp"):
-            half(f"layer_{layer}/{of}", ahead and f"{ahead}_{of}")
+        for sublayer in ("attention", "mlp"):
+            half(f"layer_{layer}/{sublayer}", ahead and f"{ahead}_{sublayer}")
     for layer in reversed(range(case.layers)):
         ahead = f"gather_{layer - 1}" if layer else None
-        for of in ("mlp", "attention"):
-            half(f"transpose(jvp(back_{layer}/{of}))", ahead and f"{ahead}_{of}_again")
+        for sublayer in ("mlp", "attention"):
+            half(f"transpose(jvp(back_{layer}/{sublayer}))", ahead and f"{ahead}_{sublayer}_again")
         if layer + 1 < case.layers:
             nodes.append(Node("scatter", "reduce-scatter", f"scatter_{layer + 1}_mlp", "sync", transfer=scattered))
     compiled = Compiled(case.chip, "", 2**29, 2**29, 2**29, 2**29, 0, (), (), {})

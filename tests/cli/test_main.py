@@ -21,9 +21,9 @@ HEAVY = ("jax", "numpy", "tokenizers", "safetensors", "huggingface_hub")
 @pytest.mark.parametrize("argument", ["--version", "--help", "bench --help"])
 def test_no_library_is_imported_to_tell_what_there_is(argument: str):
     """In a process of its own, as this one has imported everything."""
-    told = f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    report = f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
     run = f"from tilewright.cli.main import main\nmain({argument.split()})"
-    code = f"import atexit, sys\natexit.register(lambda: {told})\n{run}"
+    code = f"import atexit, sys\natexit.register(lambda: {report})\n{run}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert ran.stderr == "[]\n"
@@ -47,9 +47,9 @@ def test_the_help_of_a_command_is_its_own(parent: App, name: str):
     if command.default_command is None:
         assert shown is None or shown == command.help
         return
-    own = re.split(r"Args:\n", command.default_command.__doc__ or "")[0]
+    summary = re.split(r"Args:\n", command.default_command.__doc__ or "")[0]
     assert shown is not None
-    assert " ".join(own.split()) == " ".join(shown.split())
+    assert " ".join(summary.split()) == " ".join(shown.split())
 
 
 def test_a_platform_that_is_not_here_is_named():
@@ -113,8 +113,8 @@ def test_ctrl_c_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_public_names_are_those_of_the_documents_and_no_others():
     usage = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| `tw\.(\w+)` \|", usage, re.MULTILINE)
-    assert set(told) == set(tw.__all__) <= set(dir(tw))
+    documented = re.findall(r"^\| `tw\.(\w+)` \|", usage, re.MULTILINE)
+    assert set(documented) == set(tw.__all__) <= set(dir(tw))
     for name in tw.__all__:
         assert getattr(tw, name) is not None
     assert tw.load.__module__ == "tilewright.llm.load"

@@ -56,10 +56,10 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
             assert one[gain] == pytest.approx(1 - one["tpot_ms"] / base["tpot_ms"])
         assert (one["decode"]["algorithm"] is None) == (one["schedule"] == "ring")
     assert ran.json["winner"]["tokens_per_s"] == max(one["tokens_per_s"] for one in records)
-    for name, of in ran.json["ranges"].items():
-        assert set(of["constants"]) == {"dma_gb_per_s", "link_gb_per_s", "hop_us"}
-        assert sum(one["first"] for one in of["predictions"].values()) == of["draws"] == 4
-        for schedule, one in of["predictions"].items():
+    for name, limits in ran.json["ranges"].items():
+        assert set(limits["constants"]) == {"dma_gb_per_s", "link_gb_per_s", "hop_us"}
+        assert sum(one["first"] for one in limits["predictions"].values()) == limits["draws"] == 4
+        for schedule, one in limits["predictions"].items():
             assert one["range"][0] <= one["value"] <= one["range"][1]
             assert any(each["schedule"] == schedule and each[name] == pytest.approx(one["value"]) for each in records)
     for shown in (" ".join(ran.err.split()), " ".join(page.read_text().split())):
@@ -119,8 +119,8 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
     "command", [("train", "lm"), ("train", "diffusion"), ("inspect", "training"), ("plan",), ("neuron", "simulate")]
 )
 def test_shifts_are_in_layers_in_every_command(run: Run, command: tuple[str, ...]):
-    told = " ".join(run(*command, "--help", columns=400).out.split())
-    assert len(re.findall("layers by which|layers between|by how many layers", told)) == 2
+    help_text = " ".join(run(*command, "--help", columns=400).out.split())
+    assert len(re.findall("layers by which|layers between|by how many layers", help_text)) == 2
 
 
 def test_simulate_writes_figures_a_page_and_a_trace(run: Run, model: Path, tmp_path: Path):

@@ -167,17 +167,17 @@ def test_the_page_opens_once_the_server_is_ready(
 def test_a_published_model_is_the_default_and_served_with_its_drafter(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[ModelOptions] = []
+    loaded: list[ModelOptions] = []
 
     def stop(models: ModelOptions, *rest: Any) -> None:
-        asked.append(models)
+        loaded.append(models)
         raise ValueError("as far as this test goes")
 
     install(tmp_path / "site", monkeypatch)
     monkeypatch.setattr("tilewright.cli.serve.engine_of", stop)
     assert "as far as this test goes" in run("serve", "--port", 0).err
     run("serve", NAME, "--port", 0, "--drafter", "none")
-    assert [(models.model, models.drafter_name) for models in asked] == [(NAME, "auto"), (NAME, "none")]
+    assert [(models.model, models.drafter_name) for models in loaded] == [(NAME, "auto"), (NAME, "none")]
 
 
 def test_the_demos_are_given_what_was_said():
@@ -260,8 +260,8 @@ def test_a_server_ends_with_status_0_when_told_to_after_what_runs(folders: tuple
         with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as ready:
             assert json.load(ready) == {"status": "ready"}
         answers: list[dict[str, Any]] = []
-        asked = {"prompt": [1, 2, 3], "max_tokens": 120, "ignore_eos": True, "n": 8}
-        asking = threading.Thread(target=lambda: answers.append(server.post(asked)))
+        body = {"prompt": [1, 2, 3], "max_tokens": 120, "ignore_eos": True, "n": 8}
+        asking = threading.Thread(target=lambda: answers.append(server.post(body)))
         asking.start()
         time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)

@@ -38,8 +38,8 @@ SHARED = {"queue_requests": 5, "queue_tokens": 99, "guard": "warn"}
 
 def test_without_options_everything_is_the_engines_own():
     found = ServedDenoising().engine_options(None, {}, 4096)
-    own = DiffusionEngineOptions()
-    assert (found.defaults, found.modes, found.table) == (DENOISING, MODES, own.shapes(4096))
+    defaults = DiffusionEngineOptions()
+    assert (found.defaults, found.modes, found.table) == (DENOISING, MODES, defaults.shapes(4096))
 
 
 def test_options_become_the_engines():

@@ -210,8 +210,8 @@ def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text:
     for resumed_from in (["--start", wider], []):
         other = run(*command, *hardly, "--out", wider, "--sizes", "layers=1,block_size=6", *resumed_from)
         assert other.status == 2
-        assert "belongs to another run (" in (told := " ".join(other.err.split()))
-        assert "start: checkpoint '" in told
+        assert "belongs to another run (" in (message := " ".join(other.err.split()))
+        assert "start: checkpoint '" in message
     other = run(*command, *hardly, "--out", tmp_path / "x", "--sizes", "layers=1", "--start", "demo-drafter")
     assert other.status == 2
     assert "expected --start to be a drafter of these sizes" in other.err

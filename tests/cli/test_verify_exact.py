@@ -19,7 +19,7 @@ LENGTHS = [5, 27, 1, 24]
 
 
 @pytest.fixture
-def asked(tmp_path: Path, folders: tuple[Path, Path]) -> list[object]:
+def command(tmp_path: Path, folders: tuple[Path, Path]) -> list[object]:
     """A small verification, with n-gram drafting alone."""
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
@@ -28,14 +28,14 @@ def asked(tmp_path: Path, folders: tuple[Path, Path]) -> list[object]:
 
 
 @pytest.mark.slow
-def test_all_is_well(run: Run, asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_is_well(run: Run, command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without the engine, which tests of `bench.exact` run."""
     monkeypatch.setattr("tilewright.cli.verify_exact.QUICK", replace(QUICK, arrivals=()))
-    ran = run(*asked, "--json", tmp_path / "found.json", columns=200)
+    ran = run(*command, "--json", tmp_path / "found.json", columns=200)
     assert ran.status == 0, ran.out + ran.err
     written = json.loads((tmp_path / "found.json").read_text())
-    told = ("same", "drafters", "batches", "seed", "requests_compared", "requests_agreeing", "prompt_tokens", "dtype")
-    assert [written[name] for name in told] == [True, ["ngram"], [1, 2], 0, 8, 8, LENGTHS, "float32"]
+    names = ("same", "drafters", "batches", "seed", "requests_compared", "requests_agreeing", "prompt_tokens", "dtype")
+    assert [written[name] for name in names] == [True, ["ngram"], [1, 2], 0, 8, 8, LENGTHS, "float32"]
     assert set(written["plain"]) == {"greedy", "sampled"}
     rows = written["findings"]
     assert {row["drafter"] for row in rows} == {"none", "ngram", "auto"}
@@ -55,7 +55,7 @@ def test_all_is_well(run: Run, asked: list[object], tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow  # as `bench/test_exact.py` has it, through the command
-def test_a_wrong_token_is_shown(run: Run, asked: list[object], monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_token_is_shown(run: Run, command: list[object], monkeypatch: pytest.MonkeyPatch):
     """Rounds take another token than the target's at position 30, in the engine and without; one of the requests gets there."""
     monkeypatch.setattr(
         "tilewright.cli.verify_exact.QUICK", replace(QUICK, alone=("greedy",), served=("greedy",), arrivals=("as given",))
@@ -68,7 +68,7 @@ def test_a_wrong_token_is_shown(run: Run, asked: list[object], monkeypatch: pyte
 
     monkeypatch.setattr("tilewright.runtime.rounds.verify", careless)
     monkeypatch.setattr("tilewright.runtime.rounds.autoregressive_step", plain_step)
-    ran = run(*asked, "--json", "-")
+    ran = run(*command, "--json", "-")
     assert ran.status == 1
     assert not ran.json["same"]
     assert (ran.json["requests_agreeing"], ran.json["requests_compared"]) == (3, 4)
@@ -120,13 +120,13 @@ def test_the_demos_drafters_are_its_own(run: Run, folders: tuple[Path, Path]):
         assert f"{known}, found dflash, which belongs to demo" in ran.err
 
 
-def test_more_requests_than_the_file_has(run: Run, asked: list[object]):
-    ran = run(*asked, "--requests", 5)
+def test_more_requests_than_the_file_has(run: Run, command: list[object]):
+    ran = run(*command, "--requests", 5)
     assert ran.status == 2
     assert "expected 5 records, found 4" in ran.err
 
 
-def test_a_prompt_beyond_the_context(run: Run, asked: list[object]):
-    ran = run(*[200 if option == 12 else option for option in asked])
+def test_a_prompt_beyond_the_context(run: Run, command: list[object]):
+    ran = run(*[200 if option == 12 else option for option in command])
     assert ran.status == 2
     assert "context of 128" in ran.err

@@ -11,8 +11,8 @@ langchain_openai: Any = pytest.importorskip("langchain_openai")
 
 
 def chat(server: Real, **more: Any) -> Any:
-    asked = {"model": NAME, "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 120}
-    return langchain_openai.ChatOpenAI(**asked, max_retries=0, **more)
+    arguments = {"model": NAME, "base_url": f"{server.url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 120}
+    return langchain_openai.ChatOpenAI(**arguments, max_retries=0, **more)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

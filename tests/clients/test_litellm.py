@@ -15,8 +15,8 @@ TOOL = {"type": "function", "function": {"name": "note_city", "parameters": City
 
 def complete(server: Real, **more: Any) -> Any:
     messages = [{"role": "user", "content": QUESTION}]
-    asked = {"model": f"openai/{NAME}", "api_base": f"{server.url}/v1", "api_key": "none", "messages": messages}
-    return litellm.completion(**{**asked, "max_tokens": 120, "temperature": 0, "num_retries": 0, **more})
+    arguments = {"model": f"openai/{NAME}", "api_base": f"{server.url}/v1", "api_key": "none", "messages": messages}
+    return litellm.completion(**{**arguments, "max_tokens": 120, "temperature": 0, "num_retries": 0, **more})
 
 
 def test_it_chats(server: Real):
@@ -54,14 +54,14 @@ def test_an_answer_has_the_form_that_is_asked(server: Real, form: Any):
 
 
 def test_responses(server: Real):
-    asked = {"model": f"openai/{NAME}", "api_base": f"{server.url}/v1", "api_key": "none", "input": QUESTION}
-    found = litellm.responses(**asked, max_output_tokens=8)
+    arguments = {"model": f"openai/{NAME}", "api_base": f"{server.url}/v1", "api_key": "none", "input": QUESTION}
+    found = litellm.responses(**arguments, max_output_tokens=8)
     assert found.output[0].content[0].text
 
 
 def test_anthropics_messages(server: Real):
-    asked = {"model": f"anthropic/{NAME}", "api_base": server.url, "api_key": "none", "max_tokens": 8}
-    found = litellm.completion(**asked, messages=[{"role": "user", "content": QUESTION}])
+    arguments = {"model": f"anthropic/{NAME}", "api_base": server.url, "api_key": "none", "max_tokens": 8}
+    found = litellm.completion(**arguments, messages=[{"role": "user", "content": QUESTION}])
     assert found.choices[0].message.content
 
 

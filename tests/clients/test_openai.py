@@ -52,5 +52,5 @@ def test_a_response_calls_and_is_gone_on_with(client: openai.OpenAI):
     call: Any = first.output[0]
     City.model_validate(json.loads(call.arguments))
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "noted"}
-    asked: Any = {"model": NAME, "input": [result], "tools": [tool], "max_output_tokens": 5}
-    assert client.responses.create(previous_response_id=first.id, **asked).output
+    arguments: Any = {"model": NAME, "input": [result], "tools": [tool], "max_output_tokens": 5}
+    assert client.responses.create(previous_response_id=first.id, **arguments).output

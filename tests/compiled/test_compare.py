@@ -113,19 +113,19 @@ def test_integers_have_to_be_equal_and_the_coarser_dtype_decides():
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (lambda x, places: x[:3], r"baseline returns float32\[64, 32\], fused float32\[3, 32\]"),
         (lambda x, places: (x, places), r"baseline returns float32\[64, 32\], fused \('float32\[64, 32\]', 'int32\[64, 6\]'\)"),
     ],
 )
-def test_other_shapes_are_refused_with_both(inputs: tuple[np.ndarray, np.ndarray], other: Callable[..., Any], told: str):
-    with pytest.raises(ValueError, match=told):
+def test_other_shapes_are_refused_with_both(inputs: tuple[np.ndarray, np.ndarray], other: Callable[..., Any], message: str):
+    with pytest.raises(ValueError, match=message):
         tw.compare(gathered, other, *inputs)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"repetitions": 0}, "repetitions of at least 1, found 0"),
         ({"tolerance": -1.0}, "tolerance of at least 0, found -1"),
@@ -133,8 +133,8 @@ def test_other_shapes_are_refused_with_both(inputs: tuple[np.ndarray, np.ndarray
         ({"chip": "v9:1x1"}, "expected a TPU as .*found 'v9:1x1'"),
     ],
 )
-def test_a_mistake_is_refused(inputs: tuple[np.ndarray, np.ndarray], options: dict[str, Any], told: str):
-    with pytest.raises(ValueError, match=told):
+def test_a_mistake_is_refused(inputs: tuple[np.ndarray, np.ndarray], options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         tw.compare(gathered, unrolled, *inputs, **options)
 
 

@@ -279,8 +279,10 @@ def test_the_cause_is_the_argument_that_differs():
 
 def test_the_closest_earlier_program_is_compared_and_not_the_last():
     rows = [np.ones((n, 3), np.float32) for n in (2, 4, 6)]
-    told = causes("closest", (rows[0], params()), (rows[1], params(outer=7)), (rows[0], params(outer=7)), (rows[2], params()))
-    assert told[2:] == ["tokens is float32[2,3], was float32[4,3]", "tokens is float32[6,3], was float32[2,3]"]
+    reasons = causes(
+        "closest", (rows[0], params()), (rows[1], params(outer=7)), (rows[0], params(outer=7)), (rows[2], params())
+    )
+    assert reasons[2:] == ["tokens is float32[2,3], was float32[4,3]", "tokens is float32[6,3], was float32[2,3]"]
 
 
 def test_a_placement_that_differs_is_named():
@@ -320,7 +322,7 @@ def arguments(**types: str) -> tuple[Argument, ...]:
 
 
 @pytest.mark.parametrize(
-    "now, earlier, told",
+    "now, earlier, message",
     [
         (arguments(x="a"), [], "the first program of this name"),
         (arguments(x="a", y="b"), [arguments(x="a")], "y is new, b"),
@@ -333,5 +335,5 @@ def arguments(**types: str) -> tuple[Argument, ...]:
         ),
     ],
 )
-def test_differences(now: tuple[Argument, ...], earlier: list[tuple[Argument, ...]], told: str):
-    assert difference(now, earlier) == told
+def test_differences(now: tuple[Argument, ...], earlier: list[tuple[Argument, ...]], message: str):
+    assert difference(now, earlier) == message

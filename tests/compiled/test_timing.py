@@ -18,19 +18,19 @@ def runs(order: list[str], **values: Sequence[float]) -> dict[str, Callable[[], 
 def test_runs_alternate_and_every_second_repetition_is_reversed():
     order: list[str] = []
     done: list[int] = []
-    taken = alternate(runs(order, a=[5, 1, 2], b=[7, 9, 8], c=[0, 0, 0]), 3, lambda: done.append(len(order)))
+    seconds = alternate(runs(order, a=[5, 1, 2], b=[7, 9, 8], c=[0, 0, 0]), 3, lambda: done.append(len(order)))
     assert "".join(order) == "abccbaabc"
-    assert taken == {"a": [5, 1, 2], "b": [7, 9, 8], "c": [0, 0, 0]}
+    assert seconds == {"a": [5, 1, 2], "b": [7, 9, 8], "c": [0, 0, 0]}
     assert done == list(range(1, 10))
-    assert medians(taken) == {"a": 2, "b": 8, "c": 0}
+    assert medians(seconds) == {"a": 2, "b": 8, "c": 0}
 
 
 def test_a_warm_up_is_an_extra_repetition_whose_results_are_discarded():
     order: list[str] = []
     done: list[int] = []
-    taken = alternate(runs(order, a=[99, 1, 2], b=[99, 3, 4]), 2, lambda: done.append(1), warm=True)
+    seconds = alternate(runs(order, a=[99, 1, 2], b=[99, 3, 4]), 2, lambda: done.append(1), warm=True)
     assert "".join(order) == "baabba"
-    assert taken == {"a": [1, 2], "b": [3, 4]}
+    assert seconds == {"a": [1, 2], "b": [3, 4]}
     assert len(done) == 6
 
 

@@ -32,7 +32,7 @@ def row(length: int) -> np.ndarray:
     return np.ones(length, np.float32)
 
 
-def told(trap: CompileTrap) -> list[tuple[str, bool]]:
+def recorded(trap: CompileTrap) -> list[tuple[str, bool]]:
     return [(program.name, program.refused) for program in trap.ledger.programs]
 
 
@@ -51,9 +51,9 @@ def test_a_request_fails_at_once_with_the_cause():
         with pytest.raises(CompileError, match=message):
             f(row(4))
         assert f(row(3)).tolist() == [3, 3, 3]
-    assert told(trap) == [("jit(decode_round)", True)]
+    assert recorded(trap) == [("jit(decode_round)", True)]
     assert f(row(4)).tolist() == [3, 3, 3, 3]
-    assert told(trap) == [("jit(decode_round)", True)]
+    assert recorded(trap) == [("jit(decode_round)", True)]
 
 
 def test_xla_compiles_nothing_that_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -144,7 +144,7 @@ def test_a_program_that_is_on_disk_is_trapped_too():
         fresh("stored")(row(3))
     with CompileTrap("off") as counting:
         fresh("stored")(row(3))
-    assert told(trap) == [("jit(stored)", True)]
+    assert recorded(trap) == [("jit(stored)", True)]
     assert [program.from_disk for program in counting.ledger.programs] == [True]
 
 
@@ -179,7 +179,7 @@ def test_opened_in_one_thread_and_trapped_in_others():
         pool.submit(trap.disarm).result()
         assert all(f(row(5)).tolist() == [3] * 5 for f in [*others, shared])
     assert [message.split(" had")[0] for message in messages] == [f"jit(other_{n})" for n in range(4)] + ["jit(shared)"] * 4
-    assert sorted(told(trap)) == [(f"jit(other_{n})", True) for n in range(4)] + [("jit(shared)", True)] * 4
+    assert sorted(recorded(trap)) == [(f"jit(other_{n})", True) for n in range(4)] + [("jit(shared)", True)] * 4
 
 
 def test_warn_compiles_the_program():
@@ -193,7 +193,7 @@ def test_warn_compiles_the_program():
         with ThreadPoolExecutor(1) as pool, pytest.warns(CompileWarning, match=r"x is float32\[4\]"):
             pool.submit(f, row(4)).result()
     assert [w.filename for w in caught] == [__file__]
-    assert told(trap) == [("jit(warned)", False)] * 2
+    assert recorded(trap) == [("jit(warned)", False)] * 2
     assert trap.ledger.seconds > 0
 
 
@@ -202,7 +202,7 @@ def test_off_only_counts():
     with CompileTrap("off") as trap:
         f(row(3))
         f(row(3))
-    assert told(trap) == [("jit(f)", False)]
+    assert recorded(trap) == [("jit(f)", False)]
 
 
 def test_several_at_once():
@@ -219,7 +219,7 @@ def test_several_at_once():
         warning.disarm()
         f(row(4))
     assert [len(each.programs) for each in (ledger, counting.ledger, warning.ledger, failing.ledger)] == [3, 3, 2, 1]
-    assert told(counting) == [("jit(f)", True), ("jit(f)", False), ("jit(f)", False)]
+    assert recorded(counting) == [("jit(f)", True), ("jit(f)", False), ("jit(f)", False)]
 
 
 def test_a_reopened_trap_continues_its_ledger():
@@ -239,8 +239,8 @@ def test_beside_the_guard_of_a_block():
     f = fresh("beside")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        told = pytest.raises(CompileWarning, match=r"jit\(beside\) \(refused: the first program of this name\)")
-        with told, no_compile_guard("warn"), CompileTrap("fail"), pytest.raises(CompileError):
+        refusal = pytest.raises(CompileWarning, match=r"jit\(beside\) \(refused: the first program of this name\)")
+        with refusal, no_compile_guard("warn"), CompileTrap("fail"), pytest.raises(CompileError):
             f(row(3))
 
 

@@ -27,8 +27,8 @@ def accepts(grammar: Grammar, text: str) -> bool:
     matcher, why = compile_matcher(BYTES, grammar.kind, grammar.text)
     if why:
         raise ValueError(why)
-    taken = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())
-    return taken and matcher.is_accepting()
+    accepted = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())
+    return accepted and matcher.is_accepting()
 
 
 STRING = {"type": "string"}

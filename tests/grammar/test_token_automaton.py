@@ -64,11 +64,11 @@ def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24, liked
     forced = 0
     for _ in range(most):
         mask = of_matcher(state)
-        told = state.forced()
+        forced_tokens = state.forced()
         if state.automaton is not None:
             np.testing.assert_array_equal(of_automaton(state), mask)
             says = state.automaton.automaton.forced[state.automaton.state]
-            assert says == (told[0] if told else -1)
+            assert says == (forced_tokens[0] if forced_tokens else -1)
             forced += says >= 0
         may = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         may = may[~np.isin(may, EOS)]
@@ -101,9 +101,9 @@ VALUES = st.sampled_from(
 def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     fields = st.dictionaries(st.sampled_from(["name", "a", "is it", "ä"]), parts, min_size=1, max_size=3)
     return fields.flatmap(
-        lambda own: st.builds(
-            lambda needed: {"type": "object", "properties": own, "required": needed, "additionalProperties": False},
-            st.lists(st.sampled_from(sorted(own)), unique=True),
+        lambda properties: st.builds(
+            lambda needed: {"type": "object", "properties": properties, "required": needed, "additionalProperties": False},
+            st.lists(st.sampled_from(sorted(properties)), unique=True),
         )
     )
 
@@ -127,11 +127,9 @@ TAGGED = st.tuples(
 
 
 @given(st.one_of(CHOICES, REGEXES, st.tuples(st.just(Grammar.json_schema), SCHEMAS), TAGGED), st.integers(0, 2**32 - 1))
-def test_masks_are_those_of_the_matcher_on_every_way(
-    compiler: Compiler, asked: tuple[Callable[[Any], Grammar], Any], seed: int
-):
-    kind, told = asked
-    found = compiler.compile(kind(told))
+def test_masks_are_those_of_the_matcher_on_every_way(compiler: Compiler, case: tuple[Callable[[Any], Grammar], Any], seed: int):
+    kind, specification = case
+    found = compiler.compile(kind(specification))
     assert found.automaton is not None, "it is one of those that become automata"
     walk(found, np.random.default_rng(seed))
 
@@ -155,7 +153,7 @@ def test_automata_of_open_and_recursive_schemas(compiler: Compiler, name: str):
     found = compiler.compile(Grammar.json_schema(OPEN[name]))
     assert found.automaton is not None
     assert (found.automaton.after == BEYOND).any()
-    opening = [token for token, own in enumerate(bytes_of(compiler)) if own[-1:] in (b"[", b"{", b'"')]
+    opening = [token for token, text in enumerate(bytes_of(compiler)) if text[-1:] in (b"[", b"{", b'"')]
     for seed in range(6):
         walk(found, np.random.default_rng(seed), 40, opening)
 
@@ -264,7 +262,7 @@ def test_an_automaton_that_says_something_else_is_dropped(
     with pytest.raises(NotRegular, match="takes too long"):
         build_automaton(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 0.0)
     monkeypatch.undo()
-    other = Vocabulary([b"" if token in (*EOS, 70) else own for token, own in enumerate(bytes_of(compiler))], EOS)
+    other = Vocabulary([b"" if token in (*EOS, 70) else text for token, text in enumerate(bytes_of(compiler))], EOS)
     with pytest.raises(NotRegular, match="the token automaton differs from the matcher"):
         build_automaton(compiler.tokenizer, other, "regex", ".*", 20.0)
 
@@ -328,13 +326,13 @@ def test_a_grammar_begins_inside_a_block(compiler: Compiler, tokenizer: Tokenize
     matcher, rule = thoughtful(compiler)
     answer = tokenizer.encode('"red"', add_special_tokens=False).ids
     drafts = [WORD_TOKEN, MARK, *answer, *EOS]
-    masks, own = (np.zeros((size, words(VOCAB)), np.uint32) for size in (len(drafts) + 1, len(answer) + 2))
+    masks, expected = (np.zeros((size, words(VOCAB)), np.uint32) for size in (len(drafts) + 1, len(answer) + 2))
     state = rule.begin()
     plain = matcher.begin()
-    kept = plain.fill([*answer, *EOS], own)
+    kept = plain.fill([*answer, *EOS], expected)
     assert kept == len(answer)
     assert state.fill(drafts, masks) == 2 + kept
-    np.testing.assert_array_equal(masks[2 : kept + 3], own[: kept + 1])
+    np.testing.assert_array_equal(masks[2 : kept + 3], expected[: kept + 1])
     np.testing.assert_array_equal(masks[1], masks[0])
     assert state.fill([WORD_TOKEN, *EOS, MARK], masks[:4]) == 1, "a text does not end before its answer"
     assert state.fill([MARK, WORD_TOKEN], masks[:3]) == 1, "what breaks the grammar is cut off"
@@ -348,7 +346,7 @@ def test_prompts_say_whether_an_answer_begins_with_a_thought(tokenizer: Tokenize
     begin, end = (marked.token_to_id(each) for each in ("<think>", "</think>"))
     assert begin is not None
     assert end is not None
-    for prompt, asked, want in (
+    for prompt, body, want in (
         ([5, begin, 6], False, end),
         ([5, begin, 6, end, 6], False, None),
         ([begin, *range(9, 20)], False, None),
@@ -356,5 +354,5 @@ def test_prompts_say_whether_an_answer_begins_with_a_thought(tokenizer: Tokenize
         ([5, 6], True, end),
         ([begin, 6, end, 6], True, None),
     ):
-        assert thinking_end_token(marked, prompt, asked) == want, (prompt, asked)
+        assert thinking_end_token(marked, prompt, body) == want, (prompt, body)
     assert thinking_end_token(tokenizer, [5, 6], True) is None

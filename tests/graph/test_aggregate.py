@@ -229,8 +229,8 @@ def test_no_program_scatters(layout: str, reduce: str):
         pytest.skip("lists are reduced by XLA's segment sums, which scatter, where there are no CPU kernels")
     ids, weights, x = drawn(1)
     table = NeighborTable.from_edges(ids, NODES, layout=layout, order="rcm", limit=4)
-    how: dict[str, Any] = {"normalisation": "symmetric"} if reduce == "sum" else {}
-    run = lambda x, w: (aggregate(table, x, reduce, w, **how) ** 2).sum()  # noqa: E731
+    options: dict[str, Any] = {"normalisation": "symmetric"} if reduce == "sum" else {}
+    run = lambda x, w: (aggregate(table, x, reduce, w, **options) ** 2).sum()  # noqa: E731
     assert "stablehlo.scatter" not in jax.jit(jax.value_and_grad(run, (0, 1))).lower(x, weights).as_text()
     assert "stablehlo.scatter" in jax.jit(jax.grad(lambda x: x[ids[0]].sum())).lower(x).as_text()
 
@@ -264,7 +264,7 @@ def test_bad_input():
     spoilt = x.copy()
     spoilt[1, 1] = np.nan
     weights = jnp.asarray([1.0, jnp.nan])
-    for message, args, how in [
+    for message, args, options in [
         (r"features without NaN, found one at \[1, 1\]", (spoilt,), {}),
         (r"weights without NaN, found one at \[1\]", (x,), {"weights": weights}),
         (r"values of 3 nodes, found 4: the table belongs to another graph", (np.ones((4, 2), np.float32),), {}),
@@ -281,6 +281,6 @@ def test_bad_input():
         (r"float32 or bfloat16, found float16", (jnp.ones((3, 2), jnp.float16),), {}),
     ]:
         with pytest.raises(ValueError, match=message):
-            aggregate(table, *args, **how)
+            aggregate(table, *args, **options)
     with pytest.raises(ValueError, match="values of 3 nodes, found 2"):
         table.unpermute(jnp.ones((2, 1)))

@@ -255,6 +255,6 @@ def test_no_nodes_and_no_edges(layout: str, nodes: int):
     given = jnp.ones((nodes, 2, 3)), jnp.ones((nodes, 2)), jnp.ones((nodes, 2))
     np.testing.assert_array_equal(attend(table, *given), np.zeros((nodes, 2, 3)))
     grads = jax.grad(lambda *given: attend(table, *given).sum(), (0, 1, 2))(*given)
-    assert all(not np.any(each) and each.shape == of.shape for each, of in zip(grads, given, strict=True))
+    assert all(not np.any(each) and each.shape == operand.shape for each, operand in zip(grads, given, strict=True))
     assert segment_softmax(table, jnp.ones((0, 2))).shape == (0, 2)
     assert segment_softmax(table, jnp.ones(0)).shape == (0,)

@@ -72,10 +72,10 @@ def test_the_names_of_pyg(tmp_path: Path):
         f"{part}_mask": np.isin(np.arange(4), ids) for part, ids in {"train": [0, 1], "val": [], "test": [3]}.items()
     }
     masks["test_mask"] = masks["test_mask"].astype(np.int64)[:, None]
-    own = NO_CSR | {"train": None, "test": None}
+    absent = NO_CSR | {"train": None, "test": None}
     weights = np.array([[1.0], [0.5], [2.0], [0.0]])
     changes = {"x": DENSE > 0, "y": ARRAYS["y"][:, None], "num_nodes": np.array(4), "edge_weight": weights}
-    data = read_npz(write(tmp_path, **(own | masks | changes)))
+    data = read_npz(write(tmp_path, **(absent | masks | changes)))
     assert [part.tolist() for part in (data.train, data.val, data.test)] == [[0, 1], [], [3]]
     np.testing.assert_array_equal(data.weights, weights[:, 0])
     np.testing.assert_array_equal(data.rows(np.arange(4)), DENSE > 0)

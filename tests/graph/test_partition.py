@@ -51,13 +51,13 @@ def close(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tolerance, atol=tolerance)
 
 
-def table_of(exchange: str, layout: str, edges: Any = None, **how: Any) -> PartitionedTable:
-    nodes = how.pop("num_nodes", 37)
+def table_of(exchange: str, layout: str, edges: Any = None, **options: Any) -> PartitionedTable:
+    nodes = options.pop("num_nodes", 37)
     edges = graph() if edges is None else edges
-    return PartitionedTable.build(edges, how.pop("mesh", MESH), nodes, exchange=exchange, layout=layout, limit=8, **how)
+    return PartitionedTable.build(edges, options.pop("mesh", MESH), nodes, exchange=exchange, layout=layout, limit=8, **options)
 
 
-HOWS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     {"reduce": "sum"},
     {"reduce": "mean"},
     {"reduce": "max"},
@@ -72,10 +72,10 @@ HOWS: list[dict[str, Any]] = [
     [(FORMS[0], False), pytest.param(FORMS[1], True, marks=pytest.mark.slow), (FORMS[2], True), (FORMS[3], False)],
 )
 def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str], weighted: bool):
-    hows = HOWS if form[1] == "csr" else HOWS[::2]  # programs of buckets take a while to compile
+    cases = OPTIONS if form[1] == "csr" else OPTIONS[::2]  # programs of buckets take a while to compile
     edges = graph()
     x = features()
-    due = features(37, FEATURES, len(hows))[::-1]
+    due = features(37, FEATURES, len(cases))[::-1]
     x[::3] = np.round(x[::3])  # ties
     weights = np.random.default_rng(2).choice([0.5, 1, 2], edges.shape[1]) if weighted else None
     single = NeighborTable.from_edges(edges, 37, weights, layout="csr")
@@ -83,7 +83,7 @@ def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str],
 
     def results(table: Any, x: Array, due: Array) -> tuple[Array, Array]:
         def weigh(x: Array) -> tuple[Array, Array]:
-            outs = jnp.stack([table.aggregate(x, **how) for how in hows], axis=-1)
+            outs = jnp.stack([table.aggregate(x, **options) for options in cases], axis=-1)
             return jnp.sum(outs * due), outs
 
         return jax.grad(weigh, has_aux=True)(x)
@@ -125,12 +125,12 @@ def test_dropped_attention_weights(form: tuple[str, str]):
         out, back = jax.vjp(lambda x: table.attend(x, zeros, zeros, dropout=0.5, key=key), x)
         return out, back(due)[0]
 
-    def of(key: int) -> tuple[np.ndarray, np.ndarray]:
+    def result_and_gradient(key: int) -> tuple[np.ndarray, np.ndarray]:
         ones = several.permute(np.ones((37, 2, 3), np.float32))
         out, back = results(several, ones, zeros, several.permute(due), jax.random.key(key))
         return np.asarray(several.unpermute(out)), np.asarray(several.unpermute(back))
 
-    (out, back), (again, _), (other, _) = of(0), of(0), of(1)
+    (out, back), (again, _), (other, _) = result_and_gradient(0), result_and_gradient(0), result_and_gradient(1)
     degrees = np.bincount(graph()[1], minlength=37)
     stayed = out[:, :, 0] * degrees[:, None] / 2
     np.testing.assert_allclose(stayed, np.rint(stayed), atol=1e-4)
@@ -207,8 +207,8 @@ def test_padding_leaves_no_trace():
     x = table.permute(features())
     spoilt = jnp.where(table.rows[:, None], x, jnp.nan)
     assert (~table.rows).sum() > 0
-    for how in ({}, {"reduce": "max"}, {"normalisation": "symmetric"}):
-        close(table.unpermute(table.aggregate(spoilt, **how)), table.unpermute(table.aggregate(x, **how)), 0)
+    for options in ({}, {"reduce": "max"}, {"normalisation": "symmetric"}):
+        close(table.unpermute(table.aggregate(spoilt, **options)), table.unpermute(table.aggregate(x, **options)), 0)
 
 
 def test_bfloat16_stays_within_its_precision():
@@ -248,7 +248,7 @@ def test_features_are_gathered_only_where_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"exchange": "bus"}, "expected the exchange ring or all_gather, found 'bus'"),
         ({"layout": "padded"}, "expected the layout auto or bucketed or csr, found 'padded'"),
@@ -259,8 +259,8 @@ def test_features_are_gathered_only_where_asked_for():
         ({"num_nodes": 30}, "expected source ids in 0..29"),
     ],
 )
-def test_wrong_options_are_refused(how: dict[str, Any], message: str):
-    given: dict[str, Any] = {"num_nodes": 37, **how}
+def test_wrong_options_are_refused(options: dict[str, Any], message: str):
+    given: dict[str, Any] = {"num_nodes": 37, **options}
     with pytest.raises(ValueError, match=message):
         PartitionedTable.build(graph(), MESH, **given)
 

@@ -88,23 +88,23 @@ def test_a_sample_that_leaves_nothing_out_has_the_whole_graphs_scores(family: st
     sampler = NeighbourSampler(KARATE.edge_index, 34, (17, 17), batch_size=4, self_loops=family == "gat")
     roots = np.array([33, 11, 2])
     found = sampled_scores(config, params, state, sampler.sample(roots, 0), x)
-    wanted, _ = gnn.apply(config, params, DenseNeighbours.of(edges, 34), x, state)
+    wanted, _ = gnn.apply(config, params, DenseNeighbours.from_edges(edges, 34), x, state)
     np.testing.assert_allclose(found[:3], wanted[roots], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", [{"reduce": "sum"}, {"reduce": "mean"}, {"normalisation": "symmetric"}])
-def test_sampled_reductions_are_right_on_average(how: dict[str, Any]):
+@pytest.mark.parametrize("options", [{"reduce": "sum"}, {"reduce": "mean"}, {"normalisation": "symmetric"}])
+def test_sampled_reductions_are_right_on_average(options: dict[str, Any]):
     x = np.random.default_rng(0).normal(1, 1, (34, 2)).astype(np.float32)
     roots = np.array([0, 33])
     sampler = NeighbourSampler(KARATE.edge_index, 34, (6,), batch_size=2)
 
     @jax.jit
     def reduced(sample: Any, x: jax.Array) -> jax.Array:
-        return sample.layers[0].aggregate(x, **how)
+        return sample.layers[0].aggregate(x, **options)
 
     drawn = [sampler.sample(roots, seed) for seed in range(300)]
     found = np.stack([reduced(Sample(None, None, sample.layers), jnp.asarray(x[sample.nodes])) for sample in drawn])
-    wanted = np.asarray(DenseNeighbours.of(KARATE.edge_index, 34).aggregate(jnp.asarray(x), **how))[roots]
+    wanted = np.asarray(DenseNeighbours.from_edges(KARATE.edge_index, 34).aggregate(jnp.asarray(x), **options))[roots]
     error = found.std(0, ddof=1) / len(drawn) ** 0.5
     assert (np.abs(found.mean(0) - wanted) < 4 * error).all()
 

@@ -163,9 +163,9 @@ def test_fixed_shapes_share_a_program(layout: str):
         return table.aggregate(x, weights=jnp.ones(table.num_edges))
 
     x = jnp.arange(5.0)[:, None]
-    how: dict[str, Any] = {"widths": (6, 6)} if layout == "padded" else {}
+    options: dict[str, Any] = {"widths": (6, 6)} if layout == "padded" else {}
     for edges in ([[0, 1], [1, 2]], [[4, 4, 3, 0, 0], [0, 0, 0, 1, 1]], [[], []]):
-        table = NeighborTable.from_edges(edges, 5, layout=layout, capacity=6, **how)
+        table = NeighborTable.from_edges(edges, 5, layout=layout, capacity=6, **options)
         expected = np.zeros(5)
         np.add.at(expected, np.array(edges[1], int), np.array(edges[0], int))
         np.testing.assert_array_equal(total(table, x)[:, 0], expected)
@@ -233,7 +233,7 @@ def test_self_loops_are_there_once():
 
 
 @pytest.mark.parametrize(
-    ("edges", "nodes", "how", "message"),
+    ("edges", "nodes", "options", "message"),
     [
         ([[0, 3], [1, 1]], 3, {}, r"source ids in 0..2, found 3 at edge 1"),
         ([[0, 1], [1, -2]], 3, {}, r"destination ids in 0..2, found -2 at edge 1"),
@@ -261,6 +261,6 @@ def test_self_loops_are_there_once():
         ([[0], [1]], 3, {"layout": "csr", "widths": (1, 1)}, r"widths for the layout padded only, found 'csr'"),
     ],
 )
-def test_bad_input(edges: Any, nodes: int | None, how: dict[str, Any], message: str):
+def test_bad_input(edges: Any, nodes: int | None, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        NeighborTable.from_edges(edges, nodes, **how)
+        NeighborTable.from_edges(edges, nodes, **options)

@@ -176,9 +176,9 @@ def test_matrices_of_formats_that_have_none_in_common_are_products_of_their_own(
     ops = select.operations("cpu", "int4")
     each = [np.asarray(cpu.linear(x, cpu.pack(w))) for w in (first, second, first)]
     joined = ops.prepare_joined(Joined((first, second, first)), "w")
-    for of in ({}, {"first": 1}, {"first": 1, "last": 2}):
-        found = ops.project(x, joined, **of)
-        wanted = each[of.get("first", 0) : of.get("last")]
+    for changes in ({}, {"first": 1}, {"first": 1, "last": 2}):
+        found = ops.project(x, joined, **changes)
+        wanted = each[changes.get("first", 0) : changes.get("last")]
         np.testing.assert_array_equal(found.array, np.concatenate(wanted, axis=1))
         assert found.parts == tuple(y.shape[1] for y in wanted)
     gate = each[0].astype(np.float64)

@@ -82,10 +82,10 @@ def value_and_gradient(function: Any, case: Case, operands: tuple[Any, ...], due
 
     @jax.jit
     def run(due: Any, *given_to: Any) -> Any:
-        def of(*given_to: Any) -> Any:
+        def loss(*given_to: Any) -> Any:
             return function(case, given_to[0], *(given_to[1:] or (None, None)), *angles)
 
-        out, back = jax.vjp(of, *given_to)
+        out, back = jax.vjp(loss, *given_to)
         return out, back(due)
 
     out, gradient = run(due, *given_to)

@@ -73,21 +73,21 @@ def share_programs(lm: LanguageModel, other: LanguageModel) -> None:
     lm.programs_for = programs_for  # type: ignore[method-assign]
 
 
-def tokens_of(lm: LanguageModel, asked: Sequence[Any], sampling: Any, speculative: bool, batch: int = 8) -> list[list[int]]:
+def tokens_of(lm: LanguageModel, inputs: Sequence[Any], sampling: Any, speculative: bool, batch: int = 8) -> list[list[int]]:
     """Returns the tokens of each prompt, decoded `batch` prompts at a time."""
-    each = lm.each_sampling(asked, sampling)
-    groups = [slice(i, i + batch) for i in range(0, len(asked), batch)]
-    return [result.tokens for g in groups for result in lm.generate(asked[g], each[g], speculative)]
+    each = lm.each_sampling(inputs, sampling)
+    groups = [slice(i, i + batch) for i in range(0, len(inputs), batch)]
+    return [result.tokens for g in groups for result in lm.generate(inputs[g], each[g], speculative)]
 
 
 def check_same_as_autoregressive(
-    lm: LanguageModel, asked: Sequence[Any], sampling: Sampling | Sequence[Sampling], batch: int, want: list[list[int]]
+    lm: LanguageModel, inputs: Sequence[Any], sampling: Sampling | Sequence[Sampling], batch: int, want: list[list[int]]
 ) -> list[int]:
     """Checks that speculative decoding gives the tokens `want` of autoregressive decoding. Returns all acceptance lengths."""
-    each = lm.each_sampling(asked, sampling)
+    each = lm.each_sampling(inputs, sampling)
     lengths: list[int] = []
-    for i in range(0, len(asked), batch):
-        for n, result in enumerate(lm.generate(asked[i : i + batch], each[i : i + batch], speculative=True), i):
+    for i in range(0, len(inputs), batch):
+        for n, result in enumerate(lm.generate(inputs[i : i + batch], each[i : i + batch], speculative=True), i):
             assert result.tokens == want[n], f"prompt {n} of {result.prompt_tokens} tokens"
             assert sum(result.acceptance_lengths) == len(result.tokens)
             rounds = list(zip(result.acceptance_lengths, result.drafted, result.accepted, strict=True))

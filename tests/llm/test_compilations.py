@@ -23,7 +23,7 @@ from tilewright.runtime.programs import ProgramKey, Programs
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import Shape, ShapeTable
 
-ASKED = prompts(0, range(1, 100, 2))
+PROMPTS = prompts(0, range(1, 100, 2))
 """50 lengths."""
 TABLE = ShapeTable(batches=(1, 3), capacities=(64, 128), chunks=(8, 32))
 NEW = 8
@@ -63,7 +63,7 @@ def test_a_call_compiles_at_most_the_table(tmp_path: Path, kind: str):
     requests = [Sampling(NEW)] * 24 + [Sampling(NEW, temperature=1.0, seed=n) for n in range(26)]
 
     def call() -> list[list[int]]:
-        return [result.tokens for result in lm.generate(ASKED, requests)]
+        return [result.tokens for result in lm.generate(PROMPTS, requests)]
 
     with Ledger() as ledger:
         first = call()
@@ -77,7 +77,7 @@ def test_a_call_compiles_at_most_the_table(tmp_path: Path, kind: str):
 
 def test_one_prompt_at_a_time(lm: LanguageModel):
     with Ledger() as ledger:
-        for prompt in ASKED:
+        for prompt in PROMPTS:
             lm.generate([prompt], Sampling(NEW))
     used = {shape for _, shape in lm.programs}
     assert used == {Shape(1, 64), Shape(1, 128)}
@@ -109,9 +109,9 @@ def test_what_another_request_adds(lm: LanguageModel, change: dict[str, Any], pr
 
 
 def test_streaming_compiles_no_more(lm: LanguageModel):
-    lm.generate(ASKED[:3], Sampling(NEW))
+    lm.generate(PROMPTS[:3], Sampling(NEW))
     with no_compile_guard("fail", "streaming"):
-        session = lm.start(ASKED[:3], Sampling(NEW, stop=("t3",)))
+        session = lm.start(PROMPTS[:3], Sampling(NEW, stop=("t3",)))
         while not session.finished:
             session.advance(1)
             session.results()
@@ -134,7 +134,7 @@ def test_a_warm_table_compiles_no_more(tmp_path: Path):
     assert isinstance(console.file, io.StringIO)
     assert "compiling" in console.file.getvalue()
     with no_compile_guard("fail", "calls after the warming"):
-        for group, temperature in product((ASKED[:1], ASKED[:3], ASKED[10:13]), (0, 1)):
+        for group, temperature in product((PROMPTS[:1], PROMPTS[:3], PROMPTS[10:13]), (0, 1)):
             lm.generate(group, Sampling(NEW, temperature=temperature))
         lm.warm()
 

@@ -27,7 +27,7 @@ def demo(request: pytest.FixtureRequest) -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def asked(demo: LanguageModel) -> list[list[int]]:
+def inputs(demo: LanguageModel) -> list[list[int]]:
     """100 beginnings, of different lengths, of the held-out code that ships with the pair."""
     lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [demo.encode(json.loads(line)["prompt"]) for line in lines]
@@ -37,10 +37,10 @@ def asked(demo: LanguageModel) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("batch", "every"), [(1, 10), *(pytest.param(batch, 1, marks=pytest.mark.slow) for batch in (1, 8))])
-def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int, every: int):
+def test_greedy(demo: LanguageModel, inputs: list[list[int]], batch: int, every: int):
     """Every so many of the prompts."""
     sampling = Sampling(max_new_tokens=NEW)
-    some = asked[::every]
+    some = inputs[::every]
     want = tokens_of(demo, some, sampling, speculative=False, batch=batch)
     lengths = check_same_as_autoregressive(demo, some, sampling, batch, want)
     assert demo.drafter is not None
@@ -49,7 +49,7 @@ def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int, every: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 24])
-def test_sampled(demo: LanguageModel, asked: list[list[int]], count: int):
+def test_sampled(demo: LanguageModel, inputs: list[list[int]], count: int):
     each = [Sampling(NEW, temperature=1.0, top_p=0.9, seed=n) for n in range(count)]
-    want = tokens_of(demo, asked[:count], each, speculative=False)
-    check_same_as_autoregressive(demo, asked[:count], each, 8, want)
+    want = tokens_of(demo, inputs[:count], each, speculative=False)
+    check_same_as_autoregressive(demo, inputs[:count], each, 8, want)

@@ -59,20 +59,20 @@ def test_embeddings_beside_generation(lm: LanguageModel) -> None:
     engine = lm.engine(ENGINE)
     engine.warm()
     engine.accept_requests()
-    heard = []
+    listeners = []
     cached = []
-    asked: list[Pooling | None] = ["last", None, "last", "mean"]
-    for turn in (asked[:2], asked[2:]):
-        own = [Heard() for _ in turn]
+    poolings: list[Pooling | None] = ["last", None, "last", "mean"]
+    for turn in (poolings[:2], poolings[2:]):
+        batch = [Heard() for _ in turn]
         handles = []
-        for pooling, listener in zip(turn, own, strict=True):
+        for pooling, listener in zip(turn, batch, strict=True):
             handles.append(engine.submit(GenerateRequest(LONG[0], Sampling(4), pooling=pooling), listener))
         while engine.step():
             continue
-        heard += own
+        listeners += batch
         cached += [handle.cached_tokens for handle in handles]
-    assert heard[1].tokens == autoregressive_greedy(merged_target(None), LONG[0], 4)
-    for each, pooling in zip(heard, asked, strict=True):
+    assert listeners[1].tokens == autoregressive_greedy(merged_target(None), LONG[0], 4)
+    for each, pooling in zip(listeners, poolings, strict=True):
         (last,) = each.updates[-1:]
         assert (last.embedding is None) == (pooling is None)
         if pooling is not None:

@@ -21,7 +21,7 @@ from tilewright.speculation.drafters.dflash import DFlash
 NEW = 32
 BLOCK = 16
 TABLE = ShapeTable(batches=(1, 8), capacities=(128,), chunks=(16, 64))
-ASKED = prompts(0, [*range(1, 61), *range(2, 42)])
+PROMPTS = prompts(0, [*range(1, 61), *range(2, 42)])
 """100 prompts."""
 KNOWN = (8, 30, 70)
 SOME = sorted({*KNOWN, *range(2, 10), *range(20, 28), 59})
@@ -54,7 +54,7 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture(scope="module")
 def skilled(tmp_path_factory: pytest.TempPathFactory, guessing: LanguageModel) -> LanguageModel:
     """The same target with a drafter that knows three of the texts in part."""
-    pair = oracle_like_pair(0, [ASKED[n] for n in KNOWN], length=NEW, **SIZES)
+    pair = oracle_like_pair(0, [PROMPTS[n] for n in KNOWN], length=NEW, **SIZES)
     assert same_target(pair, random_pair(0, **SIZES))
     lm = build(tmp_path_factory.mktemp("skilled"), pair, table=TABLE)
     assert lm.drafter == guessing.drafter
@@ -79,18 +79,18 @@ def which(request: pytest.FixtureRequest) -> Sequence[int]:
 @pytest.fixture(scope="module")
 def alone(guessing: LanguageModel, which: Sequence[int]) -> dict[int, list[int]]:
     """What each prompt gives by itself, greedy and autoregressive."""
-    asked = [ASKED[n] for n in which]
-    return dict(zip(which, tokens_of(guessing, asked, GREEDY, speculative=False, batch=1), strict=True))
+    inputs = [PROMPTS[n] for n in which]
+    return dict(zip(which, tokens_of(guessing, inputs, GREEDY, speculative=False, batch=1), strict=True))
 
 
 def check(lm: LanguageModel, alone: dict[int, list[int]], batch: int, sampling: Sampling = GREEDY) -> list[int]:
     """See `check_same_as_autoregressive`."""
-    return check_same_as_autoregressive(lm, [ASKED[n] for n in alone], sampling, batch, list(alone.values()))
+    return check_same_as_autoregressive(lm, [PROMPTS[n] for n in alone], sampling, batch, list(alone.values()))
 
 
 def test_batch_rows_give_what_they_give_alone(guessing: LanguageModel, alone: dict[int, list[int]]):
-    assert tokens_of(guessing, [ASKED[n] for n in alone], GREEDY, speculative=False, batch=8) == list(alone.values())
-    assert len({len(prompt) for prompt in ASKED}) == 60
+    assert tokens_of(guessing, [PROMPTS[n] for n in alone], GREEDY, speculative=False, batch=8) == list(alone.values())
+    assert len({len(prompt) for prompt in PROMPTS}) == 60
     assert {len(tokens) for tokens in alone.values()} == {NEW}
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
 
@@ -114,8 +114,8 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: dict[int, list[int
     texts = np.zeros((len(alone), 128), np.int32)
     ends = np.zeros(len(alone), np.int32)
     for row, (n, tokens) in enumerate(alone.items()):
-        ends[row] = len(ASKED[n]) + NEW
-        texts[row, : ends[row]] = ASKED[n] + tokens
+        ends[row] = len(PROMPTS[n]) + NEW
+        texts[row, : ends[row]] = PROMPTS[n] + tokens
     mistakes = np.random.default_rng(0).random(texts.shape) < 0.15
 
     def look_up(drafter: DFlash, target: Target, models: Models, state: DecodeState) -> Proposal:
@@ -148,7 +148,7 @@ def test_drafter_that_is_always_right(informed: LanguageModel, alone: dict[int, 
 def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: dict[int, list[int]], batch: int):
     lengths = check(informed, alone, batch, replace(GREEDY, ignore_eos=True))
     assert {1, BLOCK} < set(lengths) <= set(range(1, BLOCK + 1))
-    assert len(set(lengths)) == BLOCK or len(alone) < len(ASKED)
+    assert len(set(lengths)) == BLOCK or len(alone) < len(PROMPTS)
     assert 3 < np.mean(lengths) < 9
 
 
@@ -156,25 +156,25 @@ def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: dict[int,
 def test_without_the_packages_own_kernels(tmp_path: Path, alone: dict[int, list[int]]):
     lm = build(tmp_path, random_pair(0, **SIZES), table=TABLE, kernels="xla")
     some = {n: alone[n] for n in range(2, 10)}
-    assert tokens_of(lm, [ASKED[n] for n in some], GREEDY, speculative=False) == list(some.values())
+    assert tokens_of(lm, [PROMPTS[n] for n in some], GREEDY, speculative=False) == list(some.values())
     check(lm, some, 8)
 
 
-def each_alone(lm: LanguageModel, asked: Sequence[list[int]], speculative: bool) -> list[list[int]]:
-    return [lm.generate([p], [s], speculative)[0].tokens for p, s in zip(asked, REQUESTS, strict=True)]
+def each_alone(lm: LanguageModel, inputs: Sequence[list[int]], speculative: bool) -> list[list[int]]:
+    return [lm.generate([p], [s], speculative)[0].tokens for p, s in zip(inputs, REQUESTS, strict=True)]
 
 
 @pytest.mark.slow
 def test_sampled_rows_of_a_mixed_batch(guessing: LanguageModel, skilled: LanguageModel):
     """Every row has its own sampling; the programs differ too (a greedy row alone runs in one that cannot draw)."""
-    asked = [ASKED[n] for n in (4, 8, 0, 12, 15, 16, 2)]
-    want = each_alone(guessing, asked, speculative=False)
+    inputs = [PROMPTS[n] for n in (4, 8, 0, 12, 15, 16, 2)]
+    want = each_alone(guessing, inputs, speculative=False)
     assert [len(tokens) for tokens in want] == [request.max_new_tokens for request in REQUESTS]
-    assert tokens_of(guessing, asked, REQUESTS, speculative=False) == want
+    assert tokens_of(guessing, inputs, REQUESTS, speculative=False) == want
     for lm in (guessing, skilled):
-        assert each_alone(lm, asked, speculative=True) == want
-        check_same_as_autoregressive(lm, asked, REQUESTS, 8, want)
-    greedy = tokens_of(guessing, asked, GREEDY, speculative=False)
+        assert each_alone(lm, inputs, speculative=True) == want
+        check_same_as_autoregressive(lm, inputs, REQUESTS, 8, want)
+    greedy = tokens_of(guessing, inputs, GREEDY, speculative=False)
     differ = [a[: len(b)] != b for a, b in zip(greedy, want, strict=True)]
     # At a temperature of 1/1000 a draw is the argmax, unless the best two are very close.
     assert differ == [True, False, True, True, True, True, False]
@@ -182,18 +182,18 @@ def test_sampled_rows_of_a_mixed_batch(guessing: LanguageModel, skilled: Languag
 
 def test_rows_get_together_what_they_get_alone(guessing: LanguageModel, skilled: LanguageModel):
     """Rows of every kind in one batch, also those that would run without logits if they were alone."""
-    asked = [ASKED[n] for n in (4, 8, 0, 12, 15, 16, 2)]
-    want = [tokens_of(guessing, [prompt], [one], speculative=False)[0] for prompt, one in zip(asked, REQUESTS, strict=True)]
+    inputs = [PROMPTS[n] for n in (4, 8, 0, 12, 15, 16, 2)]
+    want = [tokens_of(guessing, [prompt], [one], speculative=False)[0] for prompt, one in zip(inputs, REQUESTS, strict=True)]
     for lm, speculative_too in ((guessing, False), (skilled, True)):
-        assert tokens_of(lm, asked, REQUESTS, speculative=speculative_too) == want
+        assert tokens_of(lm, inputs, REQUESTS, speculative=speculative_too) == want
 
 
 def test_rows_of_one_prompt_differ_by_seed_alone(skilled: LanguageModel):
-    asked = [ASKED[8]] * 8
+    inputs = [PROMPTS[8]] * 8
     seeds = [0, 1, 2, 3, 0, 1, 2, 3]
     requests = [Sampling(NEW, temperature=1.0, top_p=0.9, seed=seed) for seed in seeds]
     for speculative_too in (False, True):
-        got = tokens_of(skilled, asked, requests, speculative=speculative_too)
+        got = tokens_of(skilled, inputs, requests, speculative=speculative_too)
         assert got[:4] == got[4:]
         assert len({tuple(tokens) for tokens in got}) == 4
 
@@ -203,5 +203,5 @@ def test_a_row_is_not_changed_by_the_limits_of_others(skilled: LanguageModel, al
     limits = [1, 2, 15, 16, 17, NEW, 5, 31]
     requests = [replace(GREEDY, max_new_tokens=limit) for limit in limits]
     want = [alone[n][:limit] for n, limit in zip(range(20, 28), limits, strict=True)]
-    assert tokens_of(skilled, ASKED[20:28], requests, speculative=False) == want
-    check_same_as_autoregressive(skilled, ASKED[20:28], requests, 8, want)
+    assert tokens_of(skilled, PROMPTS[20:28], requests, speculative=False) == want
+    check_same_as_autoregressive(skilled, PROMPTS[20:28], requests, 8, want)

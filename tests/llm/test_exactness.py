@@ -28,14 +28,14 @@ from tilewright.speculation.team import Team
 
 SMALL = random_pair(0, vocab_size=32, hidden_size=64, target_layers=2, drafter_layers=1, taps=[0])
 SMALL_TABLE = ShapeTable(batches=(8,), capacities=(128,), chunks=(32,))
-SMALL_ASKED = prompts(0, [*range(1, 51)] * 2, vocab=32)
+SMALL_PROMPTS = prompts(0, [*range(1, 51)] * 2, vocab=32)
 SMALL_REQUESTS = [Sampling(24, temperature=n % 2, seed=n) for n in range(100)]
 BLOCK = 6
 
 
-def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Sampling]) -> tuple[list[list[int]], float]:
+def tokens_of(lm: LanguageModel, inputs: Sequence[list[int]], each: Sequence[Sampling]) -> tuple[list[list[int]], float]:
     """Each prompt's tokens, and the mean acceptance length."""
-    results = list(lm.generate(asked, each))
+    results = list(lm.generate(inputs, each))
     return [r.tokens for r in results], float(np.mean([n for r in results for n in r.acceptance_lengths]))
 
 
@@ -50,7 +50,7 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
 )
 def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels, weights: Weights, count: int):
     """So many prompts, greedy and sampled by turns in the same batches."""
-    asked = SMALL_ASKED[-count:]
+    inputs = SMALL_PROMPTS[-count:]
     each = SMALL_REQUESTS[:count]
     folder, dflash = as_folders(tmp_path, SMALL)
     _, dflash2 = as_folders(tmp_path / "2", as_dflash2(SMALL, top_k=16))
@@ -58,7 +58,7 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
     target = load(folder, dtype="bfloat16", kernels=kernels, weights=weights, table=SMALL_TABLE)
     options = DrafterOptions(block_size=BLOCK)
     wide = target.with_drafter(*target.load_drafter(None, options))
-    want, tau = tokens_of(wide, asked, each)
+    want, tau = tokens_of(wide, inputs, each)
     assert tau == 1
     for lm in (
         target.with_drafter(*target.load_drafter(str(dflash), options)),
@@ -66,11 +66,11 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
         target.with_drafter(*target.load_drafter(str(eagle3), replace(options, draft_window=4))),
         target.with_drafter(NGram(BLOCK, may_be_idle=False)),  # a round of one row would be another program
     ):
-        got, tau = tokens_of(lm, asked, each)
+        got, tau = tokens_of(lm, inputs, each)
         assert got == want
         assert tau > 1
     if target.kernels != "xla":
-        assert tokens_of(target, asked, each)[0] == want
+        assert tokens_of(target, inputs, each)[0] == want
 
 
 @pytest.mark.slow(seconds=40)
@@ -84,7 +84,7 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
         pytest.skip("no CPU kernels here")
     assert isinstance(lm.drafter, Team)
     assert not lm.drafter.masked
-    requests = [ExactRequest(n, tuple(SMALL_ASKED[20 + n]), SMALL_REQUESTS[n]) for n in range(16)]
+    requests = [ExactRequest(n, tuple(SMALL_PROMPTS[20 + n]), SMALL_REQUESTS[n]) for n in range(16)]
     ran = AlonePath(lm, 8, 0)(requests)
     assert not ran.lacking
     assert not [found for found in map(Plain(lm).difference, ran.answers) if found is not None]

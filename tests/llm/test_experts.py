@@ -51,11 +51,11 @@ def loaded(tmp_path: Path, tokenizer: Path, name: str, kind: str, **settings: An
 @pytest.mark.parametrize("name", FAMILIES)
 def test_speculation_gives_the_tokens_of_plain_decoding(name: str, kind: str, tokenizer: Path, tmp_path: Path):  # noqa: F811
     lm = loaded(tmp_path, tokenizer, name, kind)
-    asked = prompts(0, (3, 17, 5, 9, 30, 2, 12, 21), vocab=96)
+    inputs = prompts(0, (3, 17, 5, 9, 30, 2, 12, 21), vocab=96)
     sampling = Sampling(24, ignore_eos=True)
-    want = tokens_of(lm, asked, sampling, speculative=False, batch=1)
+    want = tokens_of(lm, inputs, sampling, speculative=False, batch=1)
     for batch in (1, 8):
-        check_same_as_autoregressive(lm, asked, sampling, batch, want)
+        check_same_as_autoregressive(lm, inputs, sampling, batch, want)
 
 
 @pytest.mark.slow
@@ -63,16 +63,16 @@ def test_speculation_gives_the_tokens_of_plain_decoding(name: str, kind: str, to
 def test_preemption_and_prefixes(name: str, tokenizer: Path, tmp_path: Path):  # noqa: F811
     """With few pages, requests that are asked for again: the tokens stay those of transformers."""
     engine = engine_of(loaded(tmp_path, tokenizer, name, "ngram"), pages=8)
-    asked, want = golden_tokens(name)
-    requests = [GenerateRequest(prompt, Sampling(64, ignore_eos=True)) for prompt in asked]
+    inputs, want = golden_tokens(name)
+    requests = [GenerateRequest(prompt, Sampling(64, ignore_eos=True)) for prompt in inputs]
     again = [0, 1, 1, 0, 1]
-    heard, _ = drive(engine, [requests[n] for n in again], np.random.default_rng(0))
-    assert [each.tokens for each in heard] == [want[n] for n in again]
+    listeners, _ = drive(engine, [requests[n] for n in again], np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == [want[n] for n in again]
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hits > 0
     check_empty(engine)
-    assert len(asked[1]) > PAGE
+    assert len(inputs[1]) > PAGE
 
 
 @pytest.mark.slow
@@ -83,9 +83,9 @@ def test_so_it_does_in_other_formats(name: str, dtype: Any, weights: Any, tokeni
     if not operations().prepares or name == "gpt-oss":
         pytest.skip("needs the CPU kernels in attention, too")
     lm = loaded(tmp_path, tokenizer, name, "ngram", dtype=dtype, weights=weights)
-    asked = prompts(1, (3, 17, 5, 9), vocab=96)
+    inputs = prompts(1, (3, 17, 5, 9), vocab=96)
     sampling = Sampling(24, ignore_eos=True)
-    check_same_as_autoregressive(lm, asked, sampling, 4, tokens_of(lm, asked, sampling, speculative=False, batch=1))
+    check_same_as_autoregressive(lm, inputs, sampling, 4, tokens_of(lm, inputs, sampling, speculative=False, batch=1))
 
 
 def test_the_bytes_of_a_step_grow_with_its_rows(tokenizer: Path, tmp_path: Path):  # noqa: F811
@@ -145,9 +145,9 @@ def test_experts_over_several_devices(
     copyfile(tokenizer, tmp_path / "tokenizer.json")
     table = ShapeTable(batches=(4,), capacities=(64,), chunks=(16,))
     settings: dict[str, Any] = {"table": table, "block_size": 4, "kernels": kernels}
-    asked = prompts(3, (5, 20, 9, 2), vocab=96)
+    inputs = prompts(3, (5, 20, 9, 2), vocab=96)
     sampling = Sampling(16, ignore_eos=True)
-    want = tokens_of(load(tmp_path, "ngram", **settings), asked, sampling, speculative=False, batch=4)
+    want = tokens_of(load(tmp_path, "ngram", **settings), inputs, sampling, speculative=False, batch=4)
     lm = load(tmp_path, "ngram", mesh=make_mesh({"tp": devices}), schedule=schedule, **settings)
     held = lm.model.models.target.layers[0].down
     arrays = jax.tree.leaves(held)
@@ -155,17 +155,17 @@ def test_experts_over_several_devices(
     if kernels == "auto" and operations().prepares:
         assert held.groups == 16 // devices
     for speculative in (False, True):
-        assert tokens_of(lm, asked, sampling, speculative, batch=4) == want
+        assert tokens_of(lm, inputs, sampling, speculative, batch=4) == want
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["domino", "auto"])
 def test_gpt_oss_over_two_devices(schedule: str, tokenizer: Path, tmp_path: Path):  # noqa: F811
     """With its sinks, windows and biases, of which one device adds those of sums: the tokens of transformers."""
-    asked, want = golden_tokens("gpt-oss")
+    inputs, want = golden_tokens("gpt-oss")
     lm = loaded(tmp_path, tokenizer, "gpt-oss", "ngram", mesh=make_mesh({"tp": 2}), schedule=schedule)
     for speculative in (False, True):
-        assert tokens_of(lm, asked, Sampling(64, ignore_eos=True), speculative, batch=8) == want
+        assert tokens_of(lm, inputs, Sampling(64, ignore_eos=True), speculative, batch=8) == want
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def random_drafter(folder: Path, target: DecoderConfig) -> Path:
 def golden_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts of different lengths, and what transformers puts after them."""
     with np.load(GOLDENS / name / "outputs.npz") as outputs:
-        asked = [row[:length].tolist() for row, length in zip(outputs["tokens"], PROMPTS, strict=True)]
-        return asked, outputs["greedy"].tolist()
+        inputs = [row[:length].tolist() for row, length in zip(outputs["tokens"], PROMPTS, strict=True)]
+        return inputs, outputs["greedy"].tolist()
 
 
 QUICK = [("phi3-partial", "auto", "ngram"), ("smollm3-tied", "auto", "ngram")]
@@ -72,16 +72,16 @@ def test_greedy_tokens_are_those_of_transformers(name: str, kernels: Kernels, dr
     folder = copied(tmp_path / "target", name, tokenizer)
     source = "ngram" if drafter == "ngram" else random_drafter(tmp_path / "drafter", decoder_config(folder))
     lm = load(folder, source, table=TABLE, kernels=kernels, block_size=4)
-    asked, want = golden_tokens(name)
+    inputs, want = golden_tokens(name)
     sampling = Sampling(NEW, ignore_eos=True)
-    check_same_as_autoregressive(lm, asked, sampling, 2, want)
-    assert tokens_of(lm, asked, sampling, speculative=False, batch=2) == want
+    check_same_as_autoregressive(lm, inputs, sampling, 2, want)
+    assert tokens_of(lm, inputs, sampling, speculative=False, batch=2) == want
 
 
 def test_8_bit_weights_of_a_family_with_biases(tokenizer: Path, tmp_path: Path):
     if not operations().prepares:
         pytest.skip("no CPU kernels here")
     lm = load(copied(tmp_path / "target", "qwen2-untied", tokenizer), "ngram", table=TABLE, weights="int8", block_size=4)
-    asked = golden_tokens("qwen2-untied")[0]
+    inputs = golden_tokens("qwen2-untied")[0]
     sampling = Sampling(12, ignore_eos=True)
-    check_same_as_autoregressive(lm, asked, sampling, 2, tokens_of(lm, asked, sampling, False, 2))
+    check_same_as_autoregressive(lm, inputs, sampling, 2, tokens_of(lm, inputs, sampling, False, 2))

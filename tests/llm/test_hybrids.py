@@ -42,7 +42,7 @@ from tilewright.runtime.sizes import engine_sizes, state_bytes
 NAMES = ["qwen3-next", "qwen3.5-tied"]
 NEW = 64
 TABLE = ShapeTable(batches=(2,), capacities=(256,), chunks=(16,), widths=(4,))
-ASKED = [0, 1, 1, 0, 1]
+REQUEST_ORDER = [0, 1, 1, 0, 1]
 """Of the golden prompts, several of which begin alike."""
 
 
@@ -66,9 +66,9 @@ def requests_of(name: str, which: Sequence[int]) -> tuple[list[GenerateRequest],
 
 def test_requests_come_and_go_and_the_newest_gives_way(hybrid: LanguageModel):
     """Slots change hands, and what gave way is computed again: always from an empty state."""
-    engine, (requests, want) = engine_of(hybrid, pages=7), requests_of("qwen3.5-tied", ASKED)
-    heard, _ = drive(engine, requests, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == want
+    engine, (requests, want) = engine_of(hybrid, pages=7), requests_of("qwen3.5-tied", REQUEST_ORDER)
+    listeners, _ = drive(engine, requests, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == want
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.accepted > 0, "drafts that are accepted are what there is to roll back to"
@@ -95,9 +95,9 @@ def test_a_rollback_that_is_forgotten_is_seen(
     folder = copied(tmp_path / "target", "qwen3-next", tokenizer)
     lm = load(folder, random_drafter(tmp_path / "drafter", decoder_config(folder)), table=TABLE, block_size=4)
     engine, (requests, want) = engine_of(lm), requests_of("qwen3-next", [0, 1])
-    heard, _ = drive(engine, requests, np.random.default_rng(0))
+    listeners, _ = drive(engine, requests, np.random.default_rng(0))
     assert engine.stats().drafted >= 3 * NEW, "every round drafts"
-    assert ([each.tokens for each in heard] == want) is not forgotten
+    assert ([each.tokens for each in listeners] == want) is not forgotten
 
 
 def test_a_round_passes_the_target_once(hybrid: LanguageModel, monkeypatch: pytest.MonkeyPatch):
@@ -166,9 +166,9 @@ def test_every_drafter_in_batches_with_and_without_room(
     folder = copied(tmp_path / "target", name, tokenizer)
     sources = DRAFTERS[drafter](tmp_path / "drafter", decoder_config(folder))
     lm = load(folder, sources, table=replace(TABLE, batches=(rows,)), kernels=kernels, block_size=None)
-    engine, (requests, want) = engine_of(lm, pages=PAGES[rows]), requests_of(name, ASKED * 2)
-    heard, _ = drive(engine, requests, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == want
+    engine, (requests, want) = engine_of(lm, pages=PAGES[rows]), requests_of(name, REQUEST_ORDER * 2)
+    listeners, _ = drive(engine, requests, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == want
     check_empty(engine)
 
 
@@ -216,7 +216,7 @@ def test_several_devices_decode_what_one_does(devices: int, schedule: str, kerne
     engine = engine_of(several)
     assert [drive(engine, [request], rng)[0][0].tokens for request in requests] == want
     assert engine.stats().prefix_hits == 96
-    assert [told.tokens for told in drive(engine, requests, rng)[0]] == want
+    assert [listener.tokens for listener in drive(engine, requests, rng)[0]] == want
     held: Any = engine.runner.state.target_cache[0]  # type: ignore[union-attr]
     for array, dim in ((held.state, 1), (held.before, 2), (several.model.models.target.layers[0].delta.log_rate, 0)):
         assert {shard.data.shape[dim] * devices for shard in array.addressable_shards} == {array.shape[dim]}
@@ -263,13 +263,13 @@ def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: Languag
     rng = np.random.default_rng(0)
     found = []
     for request, tokens in zip([*requests, requests[0]], [*want, want[0]], strict=True):
-        (heard,), (handle,) = drive(engine, [request], rng)
-        assert heard.tokens == tokens
+        (listener,), (handle,) = drive(engine, [request], rng)
+        assert listener.tokens == tokens
         found.append(handle.cached_tokens)
     # The second one stops at the last page that it shares; the last page of the first one is gone by the end.
     assert found == [0, 0, 96, 96, 96]
-    heard, _ = drive(engine, requests * 2, rng)
-    assert [each.tokens for each in heard] == want * 2
+    listener, _ = drive(engine, requests * 2, rng)
+    assert [each.tokens for each in listener] == want * 2
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hits > sum(found)
@@ -280,15 +280,15 @@ def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: Languag
 
 @pytest.mark.slow
 def test_a_stale_snapshot_is_seen(hybrid: LanguageModel, monkeypatch: pytest.MonkeyPatch):
-    def restored_of_another(caches: Any, own: Any, rows: Array) -> Any:
-        return restore_states(caches, own, jnp.where(rows < 0, rows, rows - 1))
+    def restored_of_another(caches: Any, snapshots: Any, rows: Array) -> Any:
+        return restore_states(caches, snapshots, jnp.where(rows < 0, rows, rows - 1))
 
     monkeypatch.setattr(programs_module, "restore_states", restored_of_another)
     engine = engine_of(hybrid)
     requests = alike_requests(3)
-    heard = [drive(engine, [request], np.random.default_rng(0))[0][0].tokens for request in requests]
+    tokens = [drive(engine, [request], np.random.default_rng(0))[0][0].tokens for request in requests]
     assert engine.stats().prefix_hits == 96
-    assert [told == want for told, want in zip(heard, expected(hybrid, requests), strict=True)] == [True, True, False]
+    assert [found == want for found, want in zip(tokens, expected(hybrid, requests), strict=True)] == [True, True, False]
 
 
 def test_snapshots_are_counted_and_without_any_a_prefix_cache_is_refused(hybrid: LanguageModel):
@@ -300,8 +300,8 @@ def test_snapshots_are_counted_and_without_any_a_prefix_cache_is_refused(hybrid:
     sizes = [engine_sizes(target, None, jnp.float32, replace(options, state_snapshots=n)) for n in (None, 0, 7)]
     assert [each.layout.snapshots for each in sizes] == [4, 0, 7]
     assert {each.row_bytes for each in sizes} == {layers * sum(leaf.nbytes for leaf in jax.tree.leaves(one))}
-    taken = [state_bytes(target, None, each.layout, jnp.float32) for each in sizes]
-    assert taken[2] - taken[1] == 7 * sizes[0].row_bytes
+    used_bytes = [state_bytes(target, None, each.layout, jnp.float32) for each in sizes]
+    assert used_bytes[2] - used_bytes[1] == 7 * sizes[0].row_bytes
     assert "2 rows and 4 snapshots (--slots, --memory state_snapshots)" in hybrid.engine(options).decoding.sizes_line
     with pytest.raises(ValueError, match="layers of linear attention keep a state of each row, without snapshots"):
         engine_of(hybrid, prefix_cache=True, state_snapshots=0)

@@ -77,13 +77,13 @@ def test_by_default_matrices_are_as_in_the_file(tmp_path: Path, caplog: pytest.L
     assert re.search(r"keeping quantised: \d+ Q4_1 matrices", caplog.text)
     assert re.search(r"weights in the file's formats, \d\.\d\d bits a weight \(bfloat16\), no drafter", repr(kept))
     assert "dequantising" not in caplog.text
-    asked = load(file, weights="dequantised")
-    assert not asked.quantised
+    dequantised = load(file, weights="dequantised")
+    assert not dequantised.quantised
     assert "dequantising to bfloat16: " in caplog.text
-    assert "weights in bfloat16, no drafter" in repr(asked)
+    assert "weights in bfloat16, no drafter" in repr(dequantised)
     assert not load(folder).quantised
     _, want = load_decoder(file, jnp.bfloat16)
-    np.testing.assert_array_equal(cpu.unpack(asked.model.models.target.layers[0].o), want.layers[0].o)
+    np.testing.assert_array_equal(cpu.unpack(dequantised.model.models.target.layers[0].o), want.layers[0].o)
 
 
 @needs_native
@@ -124,7 +124,7 @@ def test_a_step_reads_twenty_of_34_bytes_that_8_bits_take(tmp_path: Path):
     file, _ = make(tmp_path, CONFIGS["llama"], Kind.Q4_1)
     small, eight = (load(file, dtype="float32", weights=weights).model.models.target for weights in ("int4", "int8"))
     packed = [[leaf.panels for leaf in leaves(p) if isinstance(leaf, PackedMatrix)] for p in (small, eight)]
-    four_bits, eight_bits = (sum(panels.nbytes for panels in of) for of in packed)
+    four_bits, eight_bits = (sum(panels.nbytes for panels in matrix) for matrix in packed)
     assert 34 * four_bits == 20 * eight_bits
     assert 0.5 < step_bytes(small) / step_bytes(eight) < 0.65
     others = sum(leaf.nbytes for leaf in leaves(small) if not isinstance(leaf, PackedMatrix))

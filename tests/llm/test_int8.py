@@ -24,7 +24,7 @@ ROWS = 16
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[str]:
+def texts() -> list[str]:
     """Held-out code."""
     lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines[:ROWS]]
@@ -40,9 +40,9 @@ def demo() -> dict[str, LanguageModel]:
 
 
 @pytest.mark.parametrize("dtype, batch", [pytest.param("bfloat16", 1, marks=pytest.mark.slow), ("float32", 8)])
-def test_speculative_is_plain_decoding(demo: dict[str, LanguageModel], asked: list[str], dtype: str, batch: int):
-    want = tokens_of(demo[dtype], asked, Sampling(NEW), speculative=False, batch=batch)
-    lengths = check_same_as_autoregressive(demo[dtype], asked, Sampling(NEW), batch, want)
+def test_speculative_is_plain_decoding(demo: dict[str, LanguageModel], texts: list[str], dtype: str, batch: int):
+    want = tokens_of(demo[dtype], texts, Sampling(NEW), speculative=False, batch=batch)
+    lengths = check_same_as_autoregressive(demo[dtype], texts, Sampling(NEW), batch, want)
     assert np.mean(lengths) > 1.2
 
 
@@ -53,10 +53,10 @@ def log_probabilities(lm: LanguageModel, tokens: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_distance_from_float32(demo: dict[str, LanguageModel], asked: list[str], dtype: str):
+def test_distance_from_float32(demo: dict[str, LanguageModel], texts: list[str], dtype: str):
     """`benchmarks/int8_quality.py` finds 0.0006 nats on 9,000 tokens of such text; twice that is allowed here."""
     exact = load("demo", dtype="float32")
-    tokens = jnp.asarray([exact.encode(text)[:WINDOW] for text in asked], jnp.int32)
+    tokens = jnp.asarray([exact.encode(text)[:WINDOW] for text in texts], jnp.int32)
     want = log_probabilities(exact, tokens)
     found = log_probabilities(demo[dtype], tokens)
     kl = float(jnp.mean(jnp.sum(jnp.exp(want) * (want - found), axis=-1)))

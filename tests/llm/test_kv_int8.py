@@ -26,7 +26,7 @@ from tilewright.speculation.drafters.load import DrafterOptions
 
 NEW = 20
 PAIR = random_pair(0, vocab_size=24, target_layers=2, drafter_layers=1, taps=[0], block_size=4)
-ASKED = prompts(0, [30, 3, 17], vocab=24)
+PROMPTS = prompts(0, [30, 3, 17], vocab=24)
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -48,10 +48,10 @@ def small(folder: Path, chunk: int = 16, pair: Pair = PAIR, **settings: Any) -> 
 def test_speculative_is_plain_decoding(tmp_path: Path, settings: dict[str, Any]):
     """In 8 bits both: what a draft's entry holds depends on the draft alone, and a rejected one is written over."""
     lm = small(tmp_path, **settings)
-    want = tokens_of(lm, ASKED, Sampling(NEW), speculative=False)
-    check_same_as_autoregressive(lm, ASKED, Sampling(NEW), 3, want)
+    want = tokens_of(lm, PROMPTS, Sampling(NEW), speculative=False)
+    check_same_as_autoregressive(lm, PROMPTS, Sampling(NEW), 3, want)
     ngrams = lm.with_drafter(*lm.load_drafter("ngram", DrafterOptions(block_size=4)))
-    check_same_as_autoregressive(ngrams, ASKED, Sampling(NEW), 3, want)
+    check_same_as_autoregressive(ngrams, PROMPTS, Sampling(NEW), 3, want)
 
 
 @needs_native
@@ -61,7 +61,7 @@ def test_a_prompt_in_pieces_is_the_prompt_in_one(tmp_path: Path, dtype: str):
     found = []
     for chunk in (16, 32):
         lm = small(tmp_path / str(chunk), chunk, dtype=dtype)
-        stream = lm.start(ASKED, Sampling(NEW), speculative=False)
+        stream = lm.start(PROMPTS, Sampling(NEW), speculative=False)
         held = []
         while not stream.finished:
             stream.advance(4)
@@ -90,13 +90,13 @@ def test_a_prefix_that_is_shared_gives_what_it_gives_alone(tmp_path: Path):
     """With too few pages for all, too: some are computed again."""
     lm = small(tmp_path).with_drafter(None)
     begun = prompts(1, [20], vocab=24)[0]
-    asked = [[*begun, *own] for own in prompts(2, [1, 6, 3, 9], vocab=24)]
-    want = [lm.generate([tokens], Sampling(NEW))[0].tokens for tokens in asked]
+    inputs = [[*begun, *suffix] for suffix in prompts(2, [1, 6, 3, 9], vocab=24)]
+    want = [lm.generate([tokens], Sampling(NEW))[0].tokens for tokens in inputs]
     engine = lm.engine(EngineOptions(table=lm.table, page_size=16, pages=5, guard="off"))
     engine.runner.reset()
     engine.accept_requests()
-    heard, _ = drive(engine, [GenerateRequest(tokens, Sampling(NEW)) for tokens in asked], np.random.default_rng(0))
-    assert [each.tokens for each in heard] == want
+    listeners, _ = drive(engine, [GenerateRequest(tokens, Sampling(NEW)) for tokens in inputs], np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == want
     stats = engine.stats()
     assert stats.prefix_hits > 0
     assert stats.preemptions > 0
@@ -107,14 +107,14 @@ def test_a_prefix_that_is_shared_gives_what_it_gives_alone(tmp_path: Path):
 @pytest.mark.parametrize("schedule", ["sync", "exact"])
 def test_over_devices_heads_are_divided_with_their_scales(tmp_path: Path, schedule: str):
     settings: dict[str, Any] = {"kernels": "xla", "dtype": "float32"}
-    want = tokens_of(small(tmp_path / "one", **settings), ASKED, Sampling(NEW), speculative=False)
+    want = tokens_of(small(tmp_path / "one", **settings), PROMPTS, Sampling(NEW), speculative=False)
     lm = small(tmp_path / "two", mesh=make_mesh({"tp": 2}), schedule=schedule, **settings)
-    stream = lm.start(ASKED, Sampling(NEW))
+    stream = lm.start(PROMPTS, Sampling(NEW))
     stream.advance(1)
     held = state_of(stream)[0].target_cache[0].pool.k  # type: ignore[attr-defined]
     assert isinstance(held, Quantised)
     assert [part.sharding.shard_shape(part.shape)[1] for part in held] == [1, 1]
-    check_same_as_autoregressive(lm, ASKED, Sampling(NEW), 3, want)
+    check_same_as_autoregressive(lm, PROMPTS, Sampling(NEW), 3, want)
 
 
 def test_a_page_takes_about_half_of_bfloat16():

@@ -90,18 +90,18 @@ TEMPLATE = """{% for message in messages %}{{ message.content }} {% endfor %}\
 
 def test_a_chat_is_its_template_s_text(tmp_path: Path):
     lm = build(tmp_path, random_pair(0, **SIZES))
-    asked = [{"role": "user", "content": "t3 t1"}, {"role": "assistant", "content": "t4"}, {"role": "user", "content": "t5"}]
+    messages = [{"role": "user", "content": "t3 t1"}, {"role": "assistant", "content": "t4"}, {"role": "user", "content": "t5"}]
     with pytest.raises(ValueError, match=r"expected a model with a chat template; .* has none, so use `generate`"):
-        lm.chat(asked)
+        lm.chat(messages)
     (tmp_path / "target" / "chat_template.jinja").write_text(TEMPLATE)
     (plain,) = lm.generate("t3 t1 t4 t5 t7", NEW)
-    assert lm.chat(asked, NEW) == plain
-    with lm.start_chat(asked, NEW) as stream:
+    assert lm.chat(messages, NEW) == plain
+    with lm.start_chat(messages, NEW) as stream:
         pieces = list(stream)
     assert ("".join(piece.text for piece in pieces), [piece.token for piece in pieces]) == (plain.text, plain.tokens)
-    told = lm.chat(asked, NEW, tools=[TOOL], template_values={"thinking": True}, speculative=False)
-    assert told.tokens == lm.generate("t3 t1 t4 t5 t9 t8 t7", NEW)[0].tokens
-    assert len(lm.chat(asked).tokens) == lm.table.capacities[-1] - 5, "as long as there is room"
+    result = lm.chat(messages, NEW, tools=[TOOL], template_values={"thinking": True}, speculative=False)
+    assert result.tokens == lm.generate("t3 t1 t4 t5 t9 t8 t7", NEW)[0].tokens
+    assert len(lm.chat(messages).tokens) == lm.table.capacities[-1] - 5, "as long as there is room"
 
 
 def test_a_model_says_what_it_is(lm: LanguageModel):
@@ -112,11 +112,11 @@ def test_a_model_says_what_it_is(lm: LanguageModel):
 
 
 def test_more_prompts_than_the_largest_batch(lm: LanguageModel):
-    asked = prompts(0, range(1, 12))
-    got = lm.generate(asked, NEW)
+    inputs = prompts(0, range(1, 12))
+    got = lm.generate(inputs, NEW)
     assert len(got) == 11
     assert [r.prompt_tokens for r in got] == list(range(1, 12))
-    assert [r.tokens for r in got] == tokens_of(lm, asked, NEW, speculative=False, batch=1)
+    assert [r.tokens for r in got] == tokens_of(lm, inputs, NEW, speculative=False, batch=1)
     assert got[10] is list(got)[10]
     assert got.rounds == sum(max(len(got[i].acceptance_lengths) for i in part) for part in (range(8), range(8, 11)))
     assert got.tokens_per_s == pytest.approx(66 / got.decode_seconds)
@@ -134,19 +134,19 @@ def test_each_prompt_may_have_its_own_sampling(lm: LanguageModel):
 
 
 def test_requests_without_a_seed_draw_noise_of_their_own(lm: LanguageModel):
-    asked = [[3, 1, 4]] * 11
+    inputs = [[3, 1, 4]] * 11
     free = Sampling(12, temperature=1.0)
-    drawn = lm.generate(asked, free)
+    drawn = lm.generate(inputs, free)
     seeds = [result.seed for result in drawn]
     assert len(set(seeds)) == 11
     assert len({tuple(result.tokens) for result in drawn}) > 5
-    again = lm.generate(asked, [replace(free, seed=seed) for seed in seeds], speculative=False)
+    again = lm.generate(inputs, [replace(free, seed=seed) for seed in seeds], speculative=False)
     assert [(r.tokens, r.seed) for r in again] == [(r.tokens, r.seed) for r in drawn]
-    shared = lm.generate(asked[:3], replace(free, seed=5))
+    shared = lm.generate(inputs[:3], replace(free, seed=5))
     assert {(tuple(r.tokens), r.seed) for r in shared} == {(tuple(shared[0].tokens), 5)}
-    greedy = lm.generate(asked[:2], NEW)
+    greedy = lm.generate(inputs[:2], NEW)
     assert [r.seed for r in greedy] == [None, None]
-    assert greedy.results == lm.generate(asked[:2], NEW).results
+    assert greedy.results == lm.generate(inputs[:2], NEW).results
 
 
 def test_a_model_without_a_drafter(tmp_path: Path, lm: LanguageModel):
@@ -167,15 +167,15 @@ def test_bfloat16(tmp_path: Path, lm: LanguageModel):
     """It runs, in bfloat16 throughout, and mostly agrees with float32 where a text begins."""
     half = build(tmp_path, random_pair(0, **SIZES), dtype="bfloat16")
     assert dtypes(half.model.models) == {"bfloat16"}
-    asked = prompts(0, [1, 4, 5, 7, 3, 12, 9, 2])
+    inputs = prompts(0, [1, 4, 5, 7, 3, 12, 9, 2])
     one = Sampling(max_new_tokens=1)
-    want = tokens_of(lm, asked, one, speculative=False)
+    want = tokens_of(lm, inputs, one, speculative=False)
     for drafted in (False, True):
-        session = half.start(asked, NEW, drafted)
+        session = half.start(inputs, NEW, drafted)
         session.prefill()
         state, _ = state_of(session)
         assert dtypes([cast(Any, one).pool for one in (*state.target_cache, *state.draft_cache)]) == {"bfloat16"}
-        got = tokens_of(half, asked, NEW, speculative=drafted)
+        got = tokens_of(half, inputs, NEW, speculative=drafted)
         assert {len(tokens) for tokens in got} == {6}
         assert sum(a[0] == b[0] for a, b in zip(got, want, strict=True)) >= 6
 
@@ -185,12 +185,12 @@ def test_a_drafter_in_bfloat16_changes_no_token(tmp_path: Path, lm: LanguageMode
     models = mixed.model.models
     assert dtypes((models.drafter, models.draft_head)) == {"bfloat16"}
     assert dtypes(models.target) == {"float32"}
-    asked = prompts(0, [1, 4, 5, 7, 3, 12, 9, 2])
-    assert tokens_of(mixed, asked, NEW, speculative=True) == tokens_of(lm, asked, NEW, speculative=False)
+    inputs = prompts(0, [1, 4, 5, 7, 3, 12, 9, 2])
+    assert tokens_of(mixed, inputs, NEW, speculative=True) == tokens_of(lm, inputs, NEW, speculative=False)
 
 
 @pytest.mark.parametrize(
-    ("asked", "sampling", "message"),
+    ("inputs", "sampling", "message"),
     [
         ([[]], NEW, "expected a prompt of at least one token, found an empty one"),
         ([[1], []], NEW, "expected a prompt of at least one token, found an empty one"),
@@ -208,10 +208,10 @@ def test_a_drafter_in_bfloat16_changes_no_token(tmp_path: Path, lm: LanguageMode
         ([[1], [2]], [NEW], "expected one sampling for each of 2 prompts, found 1"),
     ],
 )
-def test_what_a_call_refuses(lm: LanguageModel, asked: Any, sampling: Any, message: str):
+def test_what_a_call_refuses(lm: LanguageModel, inputs: Any, sampling: Any, message: str):
     before = dict(lm.programs)
     with pytest.raises(ValueError, match=message):
-        lm.generate(asked, sampling)
+        lm.generate(inputs, sampling)
     assert lm.programs == before
 
 
@@ -231,13 +231,13 @@ def test_the_last_positions_of_the_longest_capacity_can_be_used(tmp_path: Path, 
     tight, wide = (
         load(target, **{"drafter": drafter, **settings}, table=replace(TABLE, capacities=c)) for c in ((64,), (128,))
     )
-    asked = [[int(n) for n in np.arange(54) % 7], [3, 1, 4]]
-    want = [result.tokens for result in wide.generate(asked, [Sampling(10), Sampling(4)], speculative=False)]
+    inputs = [[int(n) for n in np.arange(54) % 7], [3, 1, 4]]
+    want = [result.tokens for result in wide.generate(inputs, [Sampling(10), Sampling(4)], speculative=False)]
     for drafted in (False, True):
-        got = tight.generate(asked, [Sampling(10), Sampling(4)], drafted)
+        got = tight.generate(inputs, [Sampling(10), Sampling(4)], drafted)
         assert [result.tokens for result in got] == want
     with pytest.raises(ValueError, match="as declared, found 1 rows of 65 positions"):
-        tight.generate(asked[:1], Sampling(11))
+        tight.generate(inputs[:1], Sampling(11))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from tilewright.speculation.drafters.ngram import NGram
 NEW = 20
 VOCAB = 40
 ROWS = 8
-ASKED = prompts(0, [1, 7, 12, 5, 3, 9, 2])
+PROMPTS = prompts(0, [1, 7, 12, 5, 3, 9, 2])
 """Seven rows: one of the eight is padding."""
 REQUESTS = [
     Sampling(NEW),
@@ -114,10 +114,10 @@ def test_reports_come_to_the_host_as_they_were(wanted: bool, looking_up: bool):
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     """Its drafter knows some of the texts in part."""
-    return oracle_like_pair(0, ASKED, length=NEW, block_size=16, target_layers=2, drafter_layers=1, taps=[0, 1])
+    return oracle_like_pair(0, PROMPTS, length=NEW, block_size=16, target_layers=2, drafter_layers=1, taps=[0, 1])
 
 
-class Told(NamedTuple):
+class Outcome(NamedTuple):
     """What a row committed, and its log-probabilities; how many it committed in each round."""
 
     tokens: list[int]
@@ -125,28 +125,29 @@ class Told(NamedTuple):
     rounds: list[int]
 
 
-def decode(lm: LanguageModel, rows: Sequence[int] = range(len(ASKED))) -> list[Told]:
+def decode(lm: LanguageModel, rows: Sequence[int] = range(len(PROMPTS))) -> list[Outcome]:
     """These requests at once through an engine, with log-probabilities for those that ask."""
     table = replace(TABLE, batches=(1,) if len(rows) == 1 else (ROWS,))
     engine = lm.engine(EngineOptions(table, 16, prefix_cache=False, guard="off", dispatch_s=1e-3))
     engine.runner.reset()
     engine.accept_requests()
-    heard = [Heard() for _ in rows]
-    for n, listen in zip(rows, heard, strict=True):
-        engine.submit(GenerateRequest(ASKED[n], REQUESTS[n], MOST_ALTERNATIVES if ASKING[n] else None), listen)
+    listeners = [Heard() for _ in rows]
+    for n, listen in zip(rows, listeners, strict=True):
+        engine.submit(GenerateRequest(PROMPTS[n], REQUESTS[n], MOST_ALTERNATIVES if ASKING[n] else None), listen)
     while engine.step():
         pass
     engine.stop()
     return [
-        Told(one.tokens, logprobs_told(one), [each.tokens for update in one.updates for each in update.rounds]) for one in heard
+        Outcome(one.tokens, received_logprobs(one), [each.tokens for update in one.updates for each in update.rounds])
+        for one in listeners
     ]
 
 
-def logprobs_told(heard: Heard) -> Logprobs:
+def received_logprobs(listener: Heard) -> Logprobs:
     """What a request was told, as arrays; zeros where it did not ask."""
     each = [
         token.logprobs or TokenLogprobs(0.0, ((0, 0.0),) * MOST_ALTERNATIVES)
-        for update in heard.updates
+        for update in listener.updates
         for token in update.tokens
     ]
     tops = np.asarray([one.top for one in each])
@@ -206,7 +207,7 @@ def test_under_speculation_they_are_those_of_plain_decoding(
 def test_they_are_of_the_target_s_raw_logits(tmp_path: Path, pair: Pair):
     """Worked out in float64 from the whole text, whatever temperature, filters and penalties a row has."""
     lm = build(tmp_path, pair, table=TABLE)
-    for prompt, row, asks in zip(ASKED, decode(lm), ASKING[: len(ASKED)], strict=True):
+    for prompt, row, asks in zip(PROMPTS, decode(lm), ASKING[: len(PROMPTS)], strict=True):
         if asks:
             logits = Target(pair.target_config, pair.target_tensors).run([*prompt, *row.tokens])[0]
             check_logprobs(row.found, logits[len(prompt) - 1 : -1], np.asarray(row.tokens), atol=2e-4)
@@ -217,9 +218,9 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
     """Texts that were decoded score as they did then; chunk by chunk, of different lengths, one of them without asking."""
     folder, drafter = as_folders(tmp_path, pair)
     lm = load(folder, drafter, block_size=4, dtype=dtype, kernels=kernels, table=TABLE)
-    told = decode(lm)
+    outcomes = decode(lm)
     chunk = 8
-    texts = [[*prompt, *row.tokens] for prompt, row in zip(ASKED, told, strict=True)] + [[5]]
+    texts = [[*prompt, *row.tokens] for prompt, row in zip(PROMPTS, outcomes, strict=True)] + [[5]]
     asking = np.arange(ROWS) != 2
     programs = lm.programs_for(lm.drafter, Shape(ROWS, 64))
     lengths = np.asarray([len(text) for text in texts], np.int32)
@@ -250,8 +251,8 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
                 logits = Target(pair.target_config, pair.target_tensors).run(text)[0]
                 check_logprobs(found, logits[:-1], np.asarray(text[1:]), atol=2e-4)
             if ASKING[n]:
-                generated = Logprobs(*(part[len(ASKED[n]) - 1 :] for part in found))
-                compare(generated, told[n].found, alike)
+                generated = Logprobs(*(part[len(PROMPTS[n]) - 1 :] for part in found))
+                compare(generated, outcomes[n].found, alike)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])

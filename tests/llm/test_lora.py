@@ -18,8 +18,8 @@ from tilewright.runtime.sampling import Sampling
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 NEW = 16
-ASKED = prompts(0, [5, 12, 7])
-ASKED.append(ASKED[0])
+PROMPTS = prompts(0, [5, 12, 7])
+PROMPTS.append(PROMPTS[0])
 NAMES = ["few", None, "all", "all"]
 """Of each row; two rows have one prompt and different adapters."""
 
@@ -31,7 +31,7 @@ def expected(prompt: list[int], name: str | None, new: int = NEW) -> list[int]:
 
 @cache
 def want() -> list[list[int]]:
-    found = [expected(prompt, name) for prompt, name in zip(ASKED, NAMES, strict=True)]
+    found = [expected(prompt, name) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
     assert len({tuple(tokens) for tokens in found}) == len(found), "the adapters change what the model says"
     return found
 
@@ -49,7 +49,7 @@ def lm(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> La
 @pytest.mark.parametrize("speculative", [False, True])
 def test_each_row_is_as_its_merged_model(lm: LanguageModel, speculative: bool) -> None:
     """Several adapters and the base in one batch give what plain decoding of each merged model gives, alone."""
-    got = lm.generate(ASKED, Sampling(NEW), speculative, lora=NAMES)
+    got = lm.generate(PROMPTS, Sampling(NEW), speculative, lora=NAMES)
     assert [result.tokens for result in got] == want()
 
 
@@ -57,9 +57,9 @@ def test_each_row_is_as_its_merged_model(lm: LanguageModel, speculative: bool) -
 @pytest.mark.parametrize("settings", [{"kernels": "xla"}, {"kernels": "xla", "weights": "int8"}], ids=str)
 def test_what_xla_computes(folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any]) -> None:
     lm = build(tmp_path, PAIR, lora=folders, **settings)
-    each = zip(ASKED, NAMES, strict=True)
+    each = zip(PROMPTS, NAMES, strict=True)
     plain = [lm.generate([prompt], Sampling(NEW), False, lora=name)[0].tokens for prompt, name in each]
-    assert [result.tokens for result in lm.generate(ASKED, Sampling(NEW), True, lora=NAMES)] == plain
+    assert [result.tokens for result in lm.generate(PROMPTS, Sampling(NEW), True, lora=NAMES)] == plain
     if settings == {"kernels": "xla"}:
         assert plain == want()
 
@@ -72,9 +72,9 @@ def test_few_bits(folders: dict[str, Path], tmp_path: Path, weights: str, dtype:
     lm = build(tmp_path, PAIR, lora=folders, weights=weights, dtype=dtype)
     each = [Sampling(NEW, temperature=heat, seed=7) for heat in (0.0, 1.0, 1.0, 0.0)]
     alone = [
-        lm.generate([prompt], one, False, lora=name)[0].tokens for prompt, one, name in zip(ASKED, each, NAMES, strict=True)
+        lm.generate([prompt], one, False, lora=name)[0].tokens for prompt, one, name in zip(PROMPTS, each, NAMES, strict=True)
     ]
-    assert [result.tokens for result in lm.generate(ASKED, each, True, lora=NAMES)] == alone
+    assert [result.tokens for result in lm.generate(PROMPTS, each, True, lora=NAMES)] == alone
     assert len({tuple(tokens) for tokens in alone}) == len(alone)
 
 
@@ -84,14 +84,14 @@ def test_an_engine_keeps_the_pages_of_adapters_apart(lm: LanguageModel) -> None:
     engine = lm.with_drafter(None).engine(ENGINE)
     engine.warm()
     engine.accept_requests()
-    asked = [None, "all", "all", "few", None]
+    adapters = [None, "all", "all", "few", None]
     cached = []
-    for name in asked:
-        heard = Heard()
-        handle = engine.submit(GenerateRequest(prompt, small, lora=name), heard)
-        while not heard.ended:
+    for name in adapters:
+        listener = Heard()
+        handle = engine.submit(GenerateRequest(prompt, small, lora=name), listener)
+        while not listener.ended:
             engine.step()
-        assert heard.tokens == expected(prompt, name, 4)
+        assert listener.tokens == expected(prompt, name, 4)
         cached.append(handle.cached_tokens)
     assert [each > 0 for each in cached] == [False, False, True, False, True]
     assert engine.stats().compilations == 0
@@ -102,9 +102,9 @@ def test_an_engine_keeps_the_pages_of_adapters_apart(lm: LanguageModel) -> None:
 
 def test_what_cannot_be_is_refused(lm: LanguageModel, folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="for each of 2 prompts, found 1"):
-        lm.generate(ASKED[:2], Sampling(1), lora=["all"])
+        lm.generate(PROMPTS[:2], Sampling(1), lora=["all"])
     target, _ = as_folders(tmp_path, PAIR)
     with pytest.raises(ValueError, match=r"expected one device for low-rank adapters \(.+\), found 2"):
         load(target, lora=folders, mesh=make_mesh({"tp": 2}))
     with pytest.raises(ValueError, match="expected an adapter among none at all, found 'all'"):
-        load(target, table=TABLE).generate(ASKED[:1], Sampling(1), lora="all")
+        load(target, table=TABLE).generate(PROMPTS[:1], Sampling(1), lora="all")

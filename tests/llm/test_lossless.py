@@ -207,7 +207,7 @@ def greedy_text(request: Sampling, prompt: list[int], vocab: int) -> list[int]:
     return text
 
 
-ASKED = prompts(3, range(1, 15), vocab=8)
+PROMPTS = prompts(3, range(1, 15), vocab=8)
 REQUESTS = [replace(KINDS[kind], max_new_tokens=24, seed=n) for n, kind in enumerate([*KINDS, *KINDS, "all", "all"])]
 """Every kind of row, some more than once, to go with prompts of different lengths in one batch."""
 
@@ -216,8 +216,8 @@ REQUESTS = [replace(KINDS[kind], max_new_tokens=24, seed=n) for n, kind in enume
 def autoregressive(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """What the target gives alone; greedy rows are checked against NumPy."""
     lm = load(as_folders(tmp_path_factory.mktemp("plain"), pair_of(8))[0], table=TABLE)
-    texts = tokens_of(lm, ASKED, REQUESTS, speculative=False, batch=16)
-    for prompt, request, text in zip(ASKED, REQUESTS, texts, strict=True):
+    texts = tokens_of(lm, PROMPTS, REQUESTS, speculative=False, batch=16)
+    for prompt, request, text in zip(PROMPTS, REQUESTS, texts, strict=True):
         assert len(text) == 24
         assert (text == greedy_text(request, prompt, 8)) == (request.temperature == 0)
     return texts
@@ -225,7 +225,7 @@ def autoregressive(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 def test_equals_autoregressive_decoding_token_for_token(models: dict[int, LanguageModel], autoregressive: list[list[int]]):
     """With penalties that see the drafts before a slot; some rounds commit two drafts and more."""
-    lengths = check_same_as_autoregressive(models[8], ASKED, REQUESTS, 16, autoregressive)
+    lengths = check_same_as_autoregressive(models[8], PROMPTS, REQUESTS, 16, autoregressive)
     assert {1, 2, 3} <= set(lengths)
 
 

@@ -33,8 +33,8 @@ from tilewright.runtime.state import Target
 
 NEW = 16
 EOS = 21
-ASKED = prompts(0, [9, 3, 14])
-ASKED[1] = [5, 6, 7, 5, 6, 7, 5, 6]
+PROMPTS = prompts(0, [9, 3, 14])
+PROMPTS[1] = [5, 6, 7, 5, 6, 7, 5, 6]
 SAMPLING = {
     "greedy": [Sampling(NEW)] * 3,
     "mixed": [
@@ -75,13 +75,13 @@ def over(devices: int, schedule: str | None = None) -> dict[str, Any]:
     return {"mesh": make_mesh({"tp": devices}), "schedule": schedule}
 
 
-def told(lm: LanguageModel, sampling: str, rows: int) -> list[tuple[list[int], str | None, list[int]]]:
+def outcomes(lm: LanguageModel, sampling: str, rows: int) -> list[tuple[list[int], str | None, list[int]]]:
     """Tokens, why they end, and how many each round committed, with every compile before."""
-    asked = ASKED[:rows]
+    inputs = PROMPTS[:rows]
     each = SAMPLING[sampling][:rows]
     lm.warm()
     with no_compile_guard("fail"):
-        return [(one.tokens, one.finish_reason, one.acceptance_lengths) for one in lm.generate(asked, each)]
+        return [(one.tokens, one.finish_reason, one.acceptance_lengths) for one in lm.generate(inputs, each)]
 
 
 def programs_of(lm: LanguageModel) -> set[Any]:
@@ -98,7 +98,7 @@ def on_one(family: str, drafter: str, kernels: Any, rows: int) -> LanguageModel:
 def alone(family: str, drafter: str, kernels: Any, sampling: str, rows: int) -> tuple[Any, set[Any]]:
     """What one device says, and the programs that it took."""
     lm = on_one(family, drafter, kernels, rows)
-    return told(lm, sampling, rows), programs_of(lm)
+    return outcomes(lm, sampling, rows), programs_of(lm)
 
 
 QUICK = [
@@ -115,7 +115,7 @@ def test_several_devices_decode_what_one_does(kind: str, schedule: str, devices:
     family, drafter = kind.split("-")
     lm = build(family, drafter, rows, kernels=kernels, **over(devices, schedule))
     for sampling in SAMPLING:
-        found = told(lm, sampling, rows)
+        found = outcomes(lm, sampling, rows)
         wanted, programs = alone(family, drafter, kernels, sampling, rows)
         assert found == wanted
         assert programs_of(lm) == programs
@@ -130,24 +130,24 @@ def test_exact_sums_over_one_device_and_over_several():
     """`tests/parallel/test_exact.py` holds that their logits are the same to the last bit."""
     wanted, _ = alone("llama", "ngram", "xla", "mixed", 3)
     for devices in (1, 4):
-        assert told(build("llama", "ngram", kernels="xla", **over(devices, "exact")), "mixed", 3) == wanted
+        assert outcomes(build("llama", "ngram", kernels="xla", **over(devices, "exact")), "mixed", 3) == wanted
 
 
 @pytest.mark.slow
 def test_micro_batches_take_turns():
     lm = build("llama", "ngram", 2, **over(2, "domino"))
-    assert told(lm, "mixed", 2) == alone("llama", "ngram", "auto", "mixed", 2)[0]
+    assert outcomes(lm, "mixed", 2) == alone("llama", "ngram", "auto", "mixed", 2)[0]
 
 
 def test_columns_in_parts_need_plain_products():
     wanted = alone("llama", "none", "xla", "greedy", 1)[0]
-    assert told(build("llama", "none", 1, kernels="xla", **over(2, "column")), "greedy", 1) == wanted
+    assert outcomes(build("llama", "none", 1, kernels="xla", **over(2, "column")), "greedy", 1) == wanted
 
 
 def test_what_auto_takes_is_said():
     """No figures of links between these devices."""
     lm = build("llama", "none", 1, **over(2, "auto"))
-    assert told(lm, "greedy", 1) == alone("llama", "none", "auto", "greedy", 1)[0]
+    assert outcomes(lm, "greedy", 1) == alone("llama", "none", "auto", "greedy", 1)[0]
     assert lm.placement is not None
     assert "sync for 8 rows: the bandwidth of the links" in (lm.placement.why(8) or "")
     assert build("llama", "none", 1, **over(2, "ring")).placement.why(8) is None  # type: ignore[union-attr]
@@ -167,14 +167,14 @@ def test_exact_sums_need_plain_products():
 def test_a_team_over_several_devices():
     """Whichever drafter's round is next, by what rounds take, the tokens are those of plain decoding."""
     lm = build("qwen3", "team", **over(2, "ring"))
-    found = [tokens for tokens, _, _ in told(lm, "mixed", 3)]
+    found = [tokens for tokens, _, _ in outcomes(lm, "mixed", 3)]
     assert found == [tokens for tokens, _, _ in alone("qwen3", "none", "auto", "mixed", 3)[0]]
 
 
 def test_each_device_holds_its_part():
     """Of weights and caches; two of four devices share a key/value head. The drafter is whole everywhere."""
     lm = build("qwen3", "dflash", **over(4))
-    session = lm.start(ASKED, Sampling(NEW))
+    session = lm.start(PROMPTS, Sampling(NEW))
     session.prefill()
     state = session.engine.runner.state
     assert state is not None

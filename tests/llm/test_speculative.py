@@ -31,7 +31,7 @@ from tilewright.speculation.drafters.load import load_dflash
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 NEW = 24
-ASKED = prompts(0, [1, 7, 12])
+PROMPTS = prompts(0, [1, 7, 12])
 """Three rows, so that the batch of four has one of padding."""
 SMALL: dict[str, Any] = {"target_layers": 3, "taps": [0, 2]}
 TINY: dict[str, Any] = {"target_layers": 1, "taps": [0], "drafter_layers": 1}
@@ -96,11 +96,11 @@ class Seen:
     last_start: int
 
 
-def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: int | None, block_size: int) -> Seen:
+def compare(lm: LanguageModel, pair: Pair, inputs: Sequence[list[int]], window: int | None, block_size: int) -> Seen:
     """Holds every round of every row against the reference's."""
     target, drafter = BUILD[pair.drafter_config["architectures"][0]](pair)
-    want = [speculative_greedy(target, drafter, prompt, NEW, block_size, window) for prompt in asked]
-    session = lm.start(asked, Sampling(max_new_tokens=NEW))
+    want = [speculative_greedy(target, drafter, prompt, NEW, block_size, window) for prompt in inputs]
+    session = lm.start(inputs, Sampling(max_new_tokens=NEW))
     session.prefill()
     observe = observer(lm)
     number = 0
@@ -143,11 +143,11 @@ def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: i
 )
 def test_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, sizes: dict[str, Any]):
     fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size}
-    pair = oracle_like_pair(2, ASKED, **{**SMALL, **fitted, **sizes})
+    pair = oracle_like_pair(2, PROMPTS, **{**SMALL, **fitted, **sizes})
     # The drafter says that it was trained for 6, whatever it was fitted for, so that shorter blocks are a choice of the user.
     pair.drafter_config["block_size"] = 6
     lm = build(tmp_path, pair, draft_window=window, block_size=block_size)
-    seen = compare(lm, pair, ASKED, window, block_size)
+    seen = compare(lm, pair, PROMPTS, window, block_size)
     assert seen.last_start >= 30
     assert {0, block_size - 1} <= set(seen.accepted)
     assert any(0 < accepted < block_size - 1 for accepted in seen.accepted)
@@ -164,10 +164,10 @@ def test_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_si
 def test_dflash2_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, second: dict[str, Any]):
     """The context passes the windows; each row of a block sees another part of it."""
     fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size}
-    pair = as_dflash2(oracle_like_pair(2, ASKED, **{**SMALL, **fitted}), **{"strength": 0.2, **second})
+    pair = as_dflash2(oracle_like_pair(2, PROMPTS, **{**SMALL, **fitted}), **{"strength": 0.2, **second})
     pair.drafter_config["block_size"] = 6
     lm = build(tmp_path, pair, draft_window=window, block_size=block_size)
-    seen = compare(lm, pair, ASKED, window, block_size)
+    seen = compare(lm, pair, PROMPTS, window, block_size)
     assert seen.last_start >= 30
     assert second.get("strength") or max(seen.accepted) >= 1
 
@@ -179,12 +179,12 @@ def test_dflash2_rounds_equal_the_reference(tmp_path: Path, window: int | None, 
 def test_dspark_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, fields: dict[str, Any]):
     """Its blocks have one slot fewer than tokens, and every slot drafts."""
     fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size, "first_slot": 0}
-    pair = as_dspark(oracle_like_pair(3, ASKED, **{**SMALL, **fitted}), **fields)
+    pair = as_dspark(oracle_like_pair(3, PROMPTS, **{**SMALL, **fitted}), **fields)
     pair.drafter_config["block_size"] = 5
     lm = build(tmp_path, pair, draft_window=window, block_size=block_size)
     assert lm.drafter is not None
     assert lm.drafter.block_size == block_size
-    seen = compare(lm, pair, ASKED, window, block_size)
+    seen = compare(lm, pair, PROMPTS, window, block_size)
     assert seen.last_start >= 30
     assert max(seen.accepted) >= 3
 
@@ -195,10 +195,10 @@ def test_dspark_rounds_equal_the_reference(tmp_path: Path, window: int | None, b
 def test_lilicorr_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, fields: dict[str, Any]):
     """The anchor follows what is committed. A shorter block has fewer slots in its lattice."""
     fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size}
-    pair = oracle_like_pair(3, ASKED, **{**SMALL, **fitted})
+    pair = oracle_like_pair(3, PROMPTS, **{**SMALL, **fitted})
     pair.drafter_config["block_size"] = 6
     lm = build(tmp_path, as_lilicorr(pair, **fields), draft_window=window, block_size=block_size)
-    seen = compare(lm, as_lilicorr(pair, **fields), ASKED, window, block_size)
+    seen = compare(lm, as_lilicorr(pair, **fields), PROMPTS, window, block_size)
     assert seen.last_start >= 30
 
 
@@ -210,8 +210,8 @@ def test_rounds_with_a_draft_vocabulary_equal_the_reference(tmp_path: Path, kind
     pair = with_draft_vocab(made, range(1, 40, 3), [codebooks[kind]] if kind in codebooks else [])
     target, drafter = BUILD[pair.drafter_config["architectures"][0]](pair)
     lm = build(tmp_path, pair, block_size=6)
-    want = [speculative_greedy(target, drafter, asked, NEW, 6) for asked in ASKED]
-    session = lm.start(ASKED, Sampling(NEW))
+    want = [speculative_greedy(target, drafter, prompt, NEW, 6) for prompt in PROMPTS]
+    session = lm.start(PROMPTS, Sampling(NEW))
     session.prefill()
     assert lm.drafter is not None
     propose = jax.jit(partial(lm.drafter.variant(None).propose, lm.model.target))
@@ -230,7 +230,7 @@ def test_rounds_with_a_draft_vocabulary_equal_the_reference(tmp_path: Path, kind
 def test_random_drafter_equals_the_reference(tmp_path: Path):
     """Almost nothing is accepted, so almost every round starts one position after the last."""
     pair = random_pair(12, **SMALL)
-    seen = compare(build(tmp_path, pair, kernels="xla"), pair, ASKED, None, 6)
+    seen = compare(build(tmp_path, pair, kernels="xla"), pair, PROMPTS, None, 6)
     assert np.mean(seen.accepted) < 0.5
 
 
@@ -246,11 +246,11 @@ def test_all_forms_of_a_drafter_folder_are_one_drafter(tmp_path: Path, prefix: b
 
 
 def test_a_window_that_holds_everything_changes_nothing(tmp_path: Path):
-    pair = oracle_like_pair(1, ASKED, length=NEW, drafter_intermediate_size=320, **TINY)
-    asked = Sampling(max_new_tokens=NEW)
-    want = build(tmp_path, pair).generate(ASKED, asked)
+    pair = oracle_like_pair(1, PROMPTS, length=NEW, drafter_intermediate_size=320, **TINY)
+    sampling = Sampling(max_new_tokens=NEW)
+    want = build(tmp_path, pair).generate(PROMPTS, sampling)
     for window in (36, 1000):  # the longest text has 36 positions
-        got = build(tmp_path, pair, draft_window=window).generate(ASKED, asked)
+        got = build(tmp_path, pair, draft_window=window).generate(PROMPTS, sampling)
         assert [(r.tokens, r.acceptance_lengths) for r in got] == [(r.tokens, r.acceptance_lengths) for r in want]
 
 
@@ -265,7 +265,7 @@ def test_the_window_bounds_the_drafters_cache(tmp_path: Path):
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_padding_rows_stay_as_they_are(tmp_path: Path, drafted: bool):
-    session = build(tmp_path, random_pair(0, **TINY)).start(ASKED, Sampling(max_new_tokens=NEW), speculative=drafted)
+    session = build(tmp_path, random_pair(0, **TINY)).start(PROMPTS, Sampling(max_new_tokens=NEW), speculative=drafted)
     runner = session.engine.runner
     assert runner.programs.layout.batch == 4
     session.prefill()

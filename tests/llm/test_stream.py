@@ -21,13 +21,13 @@ from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 
 NEW = 24
-ASKED = prompts(0, [1, 7, 12])
+PROMPTS = prompts(0, [1, 7, 12])
 SIZES: dict[str, Any] = {"target_layers": 3, "taps": [0, 2], "drafter_intermediate_size": 320, "length": NEW}
 
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return oracle_like_pair(2, ASKED, **SIZES)
+    return oracle_like_pair(2, PROMPTS, **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def lm(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def want(pair: Pair) -> list[Generation]:
-    return [speculative_greedy(*pair.build(), prompt, NEW) for prompt in ASKED]
+    return [speculative_greedy(*pair.build(), prompt, NEW) for prompt in PROMPTS]
 
 
 def words(tokens: Sequence[int]) -> str:
@@ -51,8 +51,8 @@ def streamed(pieces: Sequence[Piece], row: int) -> str:
 
 def check_stream(pieces: Sequence[Piece], results: Sequence[Result]) -> None:
     for row, result in enumerate(results):
-        own = [piece for piece in pieces if piece.row == row]
-        assert [piece.token for piece in own] == result.tokens
+        row_pieces = [piece for piece in pieces if piece.row == row]
+        assert [piece.token for piece in row_pieces] == result.tokens
         assert streamed(pieces, row) == result.text
         assert sum(result.acceptance_lengths) == len(result.tokens)
 
@@ -60,11 +60,11 @@ def check_stream(pieces: Sequence[Piece], results: Sequence[Result]) -> None:
 @pytest.mark.parametrize("steps", [1, 3, 64])
 @pytest.mark.parametrize("drafted", [False, True])
 def test_pieces_add_up(lm: LanguageModel, want: list[Generation], drafted: bool, steps: int):
-    session = lm.start(ASKED, Sampling(NEW), drafted)
+    session = lm.start(PROMPTS, Sampling(NEW), drafted)
     pieces = run(session, steps)
     results = session.results()
     check_stream(pieces, results)
-    for result, prompt, generation in zip(results, ASKED, want, strict=True):
+    for result, prompt, generation in zip(results, PROMPTS, want, strict=True):
         assert result.tokens == generation.output
         assert result.text == words(generation.output)
         assert (result.finish_reason, result.prompt_tokens) == ("length", len(prompt))
@@ -75,7 +75,7 @@ def test_pieces_add_up(lm: LanguageModel, want: list[Generation], drafted: bool,
 
 
 def test_drafted_tokens_are_told_apart(lm: LanguageModel, want: list[Generation]):
-    pieces = run(lm.start(ASKED, Sampling(NEW)))
+    pieces = run(lm.start(PROMPTS, Sampling(NEW)))
     for row, generation in enumerate(want):
         flags = [piece.drafted for piece in pieces if piece.row == row]
         expected = [slot < r.accepted for r in generation.rounds for slot in range(len(r.emitted))]
@@ -83,20 +83,20 @@ def test_drafted_tokens_are_told_apart(lm: LanguageModel, want: list[Generation]
         assert flags[:-1] == expected[:-1]
         assert any(expected)
         assert not all(expected)
-    assert not any(piece.drafted for piece in run(lm.start(ASKED, Sampling(NEW), speculative=False)))
+    assert not any(piece.drafted for piece in run(lm.start(PROMPTS, Sampling(NEW), speculative=False)))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 7])
 def test_length_limit(lm: LanguageModel, want: list[Generation], limit: int):
-    for result, generation in zip(lm.generate(ASKED, Sampling(limit)), want, strict=True):
+    for result, generation in zip(lm.generate(PROMPTS, Sampling(limit)), want, strict=True):
         assert result.tokens == generation.output[:limit]
         assert result.finish_reason == "length"
 
 
 def expected_stop(tokens: Sequence[int], stop: str) -> tuple[str, int]:
     """The text before the stop string, and how many tokens it takes to complete it."""
-    taken = next(n for n in range(1, len(tokens) + 1) if stop in words(tokens[:n]))
-    return words(tokens).partition(stop)[0], taken
+    count = next(n for n in range(1, len(tokens) + 1) if stop in words(tokens[:n]))
+    return words(tokens).partition(stop)[0], count
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -109,7 +109,7 @@ def test_stop_strings(lm: LanguageModel, want: list[Generation], drafted: bool):
     assert text.find(stops[5]) == 31
     for i in range(0, len(stops), 4):
         requests = [Sampling(NEW, stop=(stop, "never")) for stop in stops[i : i + 4]]
-        session = lm.start([ASKED[1]] * 4, requests, drafted)
+        session = lm.start([PROMPTS[1]] * 4, requests, drafted)
         pieces: list[Piece] = []
         while not session.finished:
             pieces += session.advance(2)
@@ -117,21 +117,21 @@ def test_stop_strings(lm: LanguageModel, want: list[Generation], drafted: bool):
                 assert expected_stop(tokens, stop)[0].startswith(streamed(pieces, row))
         check_stream(pieces, session.results())
         for result, stop in zip(session.results(), stops[i : i + 4], strict=True):
-            before, taken = expected_stop(tokens, stop)
-            assert (result.text, result.tokens, result.finish_reason) == (before, tokens[:taken], "stop")
+            before, count = expected_stop(tokens, stop)
+            assert (result.text, result.tokens, result.finish_reason) == (before, tokens[:count], "stop")
 
 
 def test_the_earliest_of_several_stops_counts(lm: LanguageModel, want: list[Generation]):
     text = words(want[0].output)
     early = text[10:14]
     late = text[50:60]
-    result = lm.generate([ASKED[0]] * 3, Sampling(NEW, stop=(late, early)))[0]
+    result = lm.generate([PROMPTS[0]] * 3, Sampling(NEW, stop=(late, early)))[0]
     assert result.text == text[: text.find(early)]
 
 
 def test_what_only_begins_a_stop_is_shown_in_the_end(lm: LanguageModel, want: list[Generation]):
     text = words(want[2].output)
-    session = lm.start(ASKED, Sampling(NEW, stop=(text[-5:] + "?", "t?")))
+    session = lm.start(PROMPTS, Sampling(NEW, stop=(text[-5:] + "?", "t?")))
     pieces = run(session, 1)
     check_stream(pieces, session.results())
     assert session.results()[2].text == text
@@ -140,7 +140,7 @@ def test_what_only_begins_a_stop_is_shown_in_the_end(lm: LanguageModel, want: li
 
 def test_a_stopped_row_leaves_the_others_alone(lm: LanguageModel, want: list[Generation]):
     requests = [Sampling(NEW), Sampling(NEW, stop=(words(want[1].output[3:5]),)), Sampling(NEW)]
-    session = lm.start(ASKED, requests)
+    session = lm.start(PROMPTS, requests)
     while session.results()[1].finish_reason == "interrupted":
         session.advance(1)
     assert [running.sequence for running in session.engine.scheduler.running] == [session.sequences[0], session.sequences[2]]
@@ -152,7 +152,7 @@ def test_a_stopped_row_leaves_the_others_alone(lm: LanguageModel, want: list[Gen
 
 def test_a_batch_ends_when_every_row_has_stopped(lm: LanguageModel, want: list[Generation]):
     requests = [Sampling(NEW, stop=(words(g.output[:2]),)) for g in want]
-    session = lm.start(ASKED, requests, speculative=False)
+    session = lm.start(PROMPTS, requests, speculative=False)
     run(session, 1)
     assert session.rounds == 2
 
@@ -166,11 +166,11 @@ def test_end_of_sequence(pair: Pair, want: list[Generation], tmp_path: Path, dra
     ends = set(config["eos_token_id"])
     lm = build(tmp_path, Pair(config, pair.target_tensors, pair.drafter_config, pair.drafter_tensors))
     requests = [Sampling(NEW), Sampling(NEW), Sampling(NEW), Sampling(NEW, ignore_eos=True)]
-    session = lm.start([*ASKED, ASKED[1]], requests, drafted)
+    session = lm.start([*PROMPTS, PROMPTS[1]], requests, drafted)
     pieces = run(session)
     results = session.results()
     check_stream(pieces, results)
-    for result, prompt in zip(results, ASKED, strict=False):
+    for result, prompt in zip(results, PROMPTS, strict=False):
         expected = speculative_greedy(*pair.build(), prompt, NEW, eos=ends).output
         assert result.tokens == expected
         ended = expected[-1] in ends
@@ -182,7 +182,7 @@ def test_end_of_sequence(pair: Pair, want: list[Generation], tmp_path: Path, dra
 
 
 def test_results_taken_early(lm: LanguageModel, want: list[Generation]):
-    session = lm.start(ASKED, Sampling(NEW))
+    session = lm.start(PROMPTS, Sampling(NEW))
     assert [(r.tokens, r.text, r.finish_reason) for r in session.results()] == [([], "", "interrupted")] * 3
     early = []
     pieces = []
@@ -199,7 +199,7 @@ def test_results_taken_early(lm: LanguageModel, want: list[Generation]):
 
 
 def test_seconds_are_counted(lm: LanguageModel):
-    session = lm.start(ASKED, Sampling(NEW))
+    session = lm.start(PROMPTS, Sampling(NEW))
     run(session)
     assert session.prefill_seconds > 0
     assert session.decode_seconds > 0
@@ -207,9 +207,9 @@ def test_seconds_are_counted(lm: LanguageModel):
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_logits_that_are_not_finite_are_an_error(lm: LanguageModel, drafted: bool, monkeypatch: pytest.MonkeyPatch):
-    stream = lm.start(ASKED, Sampling(NEW), drafted)
+    stream = lm.start(PROMPTS, Sampling(NEW), drafted)
     models = stream.engine.decoding.programs.models
-    broken = replace(models.target, embed=models.target.embed.at[ASKED[1][3]].set(np.nan))
+    broken = replace(models.target, embed=models.target.embed.at[PROMPTS[1][3]].set(np.nan))
     monkeypatch.setattr(stream.engine.decoding.programs, "models", replace(models, target=broken))
     with pytest.raises(ArithmeticError, match="the target's logits are not finite"):
         run(stream)
@@ -217,13 +217,13 @@ def test_logits_that_are_not_finite_are_an_error(lm: LanguageModel, drafted: boo
 
 @pytest.mark.parametrize("steps", [0, 65, -1])
 def test_steps_that_no_dispatch_runs(lm: LanguageModel, steps: int):
-    session = lm.start(ASKED, Sampling(NEW))
+    session = lm.start(PROMPTS, Sampling(NEW))
     with pytest.raises(ValueError, match=f"expected from 1 to 64 steps, found {steps}"):
         session.advance(steps)
 
 
 def test_an_engine_that_reports_no_log_probabilities_refuses_to_be_asked_for_them(lm: LanguageModel):
-    engine = lm.start(ASKED, Sampling(NEW)).engine
+    engine = lm.start(PROMPTS, Sampling(NEW)).engine
     engine.check(GenerateRequest([1], Sampling(1)))
     with pytest.raises(ValueError, match="expected no logprobs, since the compiled rounds report none"):
         engine.check(GenerateRequest([1], Sampling(1), logprobs=0))
@@ -234,29 +234,29 @@ def live_bytes() -> int:
 
 
 def test_memory_is_taken_when_a_stream_begins_and_given_back_when_it_ends(lm: LanguageModel):
-    run(lm.start(ASKED, Sampling(NEW)))
+    run(lm.start(PROMPTS, Sampling(NEW)))
     before = live_bytes()
-    streams = [lm.start(ASKED, Sampling(NEW)) for _ in range(3)]
+    streams = [lm.start(PROMPTS, Sampling(NEW)) for _ in range(3)]
     assert live_bytes() == before, "a stream takes nothing until it runs"
     for stream in streams:
         stream.advance(1)
         assert live_bytes() > before
         run(stream)
         assert live_bytes() == before
-    assert len({tuple(result.tokens) for stream in streams for result in stream.results()}) == len(ASKED)
+    assert len({tuple(result.tokens) for stream in streams for result in stream.results()}) == len(PROMPTS)
 
 
 def test_a_stream_that_is_left_early_gives_its_memory_back(lm: LanguageModel, want: list[Generation]):
-    run(lm.start(ASKED, Sampling(NEW)))
+    run(lm.start(PROMPTS, Sampling(NEW)))
     before = live_bytes()
-    with lm.start(ASKED, Sampling(NEW)) as stream:
+    with lm.start(PROMPTS, Sampling(NEW)) as stream:
         pieces = stream.advance(2)
     assert live_bytes() == before
     assert sum(len(result.tokens) for result in stream.results()) == len(pieces) > 0
-    assert [result.finish_reason for result in stream.results()] == ["interrupted"] * len(ASKED)
+    assert [result.finish_reason for result in stream.results()] == ["interrupted"] * len(PROMPTS)
     with pytest.raises(RuntimeError, match="expected an open stream, found a closed one"):
         stream.advance()
-    with pytest.raises(ArithmeticError), lm.start(ASKED, Sampling(NEW)) as stream:
+    with pytest.raises(ArithmeticError), lm.start(PROMPTS, Sampling(NEW)) as stream:
         stream.advance(1)
         raise ArithmeticError("of the caller")
     assert live_bytes() == before
@@ -265,20 +265,20 @@ def test_a_stream_that_is_left_early_gives_its_memory_back(lm: LanguageModel, wa
 @pytest.mark.parametrize("drafted", [False, True])
 def test_more_prompts_than_rows_wait_for_one(lm: LanguageModel, want: list[Generation], drafted: bool):
     """Whoever ends lets the next one in; each gets what it gets alone."""
-    asked = ASKED * 7
-    limits = [NEW - n % 5 for n in range(len(asked))]
-    stream = lm.start(asked, [Sampling(limit) for limit in limits], drafted)
-    assert stream.engine.decoding.programs.layout.batch == max(TABLE.batches) < len(asked)
+    inputs = PROMPTS * 7
+    limits = [NEW - n % 5 for n in range(len(inputs))]
+    stream = lm.start(inputs, [Sampling(limit) for limit in limits], drafted)
+    assert stream.engine.decoding.programs.layout.batch == max(TABLE.batches) < len(inputs)
     pieces = run(stream, 3)
     check_stream(pieces, stream.results())
     for row, result in enumerate(stream.results()):
-        assert result.tokens == want[row % len(ASKED)].output[: limits[row]]
+        assert result.tokens == want[row % len(PROMPTS)].output[: limits[row]]
     assert stream.engine.scheduler.preemptions == 0
 
 
 def test_rows_that_run_are_not_touched_by_an_admission(lm: LanguageModel):
     """Bit for bit: what they hold, in slots and in pages."""
-    stream = lm.start(ASKED * 3, [Sampling(NEW), *[Sampling(2)] * 3, *[Sampling(NEW)] * 5])
+    stream = lm.start(PROMPTS * 3, [Sampling(NEW), *[Sampling(2)] * 3, *[Sampling(NEW)] * 5])
     engine = stream.engine
     stream.prefill()
     stream.advance(2)
@@ -308,9 +308,9 @@ def test_the_single_step_gives_what_the_loop_gives(
     monkeypatch.setattr(language_model, "takes_loops", lambda: False)
     stepping = build(tmp_path, pair)
     requests = [Sampling(NEW, stop=("t9",)), Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW)]
-    looping = lm.start(ASKED, requests, drafted)
+    looping = lm.start(PROMPTS, requests, drafted)
     pieces = run(looping, 5)
-    session = stepping.start(ASKED, requests, drafted)
+    session = stepping.start(PROMPTS, requests, drafted)
     assert run(session, 5) == pieces
     assert (session.results(), session.rounds) == (looping.results(), looping.rounds)
     assert session.keys == looping.keys
@@ -318,7 +318,7 @@ def test_the_single_step_gives_what_the_loop_gives(
 
 def test_the_single_step_has_no_loop_that_depends_on_data(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """Loops of a fixed number of turns are `scan` in a trace."""
-    programs = lm.start(ASKED, Sampling(NEW)).engine.decoding.programs
+    programs = lm.start(PROMPTS, Sampling(NEW)).engine.decoding.programs
     counted = {}
     state = jax.eval_shape(lambda: programs.empty_state(*programs.get(ProgramKey("allocate"))()))
     for loops, masked in product((True, False), repeat=2):

@@ -49,10 +49,10 @@ def test_pages_before_the_window_are_given_up(mistral: LanguageModel):
     """While those of layers that see everything grow with the text; tokens are those of pages that hold all of it."""
     engine, (requests, want) = engine_of(mistral, slots=1), asks("mistral-window")
     request = GenerateRequest(requests[1].prompt, Sampling(LONG, ignore_eos=True))
-    told: list[RequestOutput] = []
+    outputs: list[RequestOutput] = []
     held = [0]
     whole = [0]
-    engine.submit(request, told.append)
+    engine.submit(request, outputs.append)
     while engine.step():
         for running in engine.scheduler.running:
             everything, window = running.groups
@@ -60,7 +60,7 @@ def test_pages_before_the_window_are_given_up(mistral: LanguageModel):
             assert UNMAPPED not in window.held
             whole.append(len(everything.held))
             held.append(len(window.held))
-    tokens = [token.token for update in told for token in update.tokens]
+    tokens = [token.token for update in outputs for token in update.tokens]
     assert tokens[:NEW] == want[1]
     assert tokens == mistral.generate([list(request.prompt)], request.sampling, speculative=False)[0].tokens
     assert max(whole) == -(-(23 + LONG + 3) // PAGE)
@@ -80,8 +80,8 @@ def test_prefixes_are_found_and_the_newest_gives_way(mistral: LanguageModel, see
     engine = engine_of(mistral, pages=9)
     requests, want = asks("mistral-window")
     again = [0, 1, 1, 0, 1]
-    heard, _ = drive(engine, [requests[n] for n in again], np.random.default_rng(seed))
-    assert [each.tokens for each in heard] == [want[n] for n in again]
+    listeners, _ = drive(engine, [requests[n] for n in again], np.random.default_rng(seed))
+    assert [each.tokens for each in listeners] == [want[n] for n in again]
     stats = engine.stats()
     assert stats.prefix_hits > 0
     assert stats.preemptions > 0
@@ -97,8 +97,8 @@ def test_every_family_with_windows_and_a_learnt_drafter(name: str, tokenizer: Pa
     for drafters in (drafter, ["ngram", drafter]):
         engine = engine_of(load(folder, drafters, table=TABLE), pages=9)
         requests, want = asks(name)
-        heard, _ = drive(engine, [*requests, *requests], np.random.default_rng(0))
-        assert [each.tokens for each in heard] == [*want, *want]
+        listeners, _ = drive(engine, [*requests, *requests], np.random.default_rng(0))
+        assert [each.tokens for each in listeners] == [*want, *want]
         check_empty(engine)
 
 

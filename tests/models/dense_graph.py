@@ -20,7 +20,7 @@ class DenseNeighbours:
     kind: str = field(default="dense", metadata={"static": True})
 
     @classmethod
-    def of(cls, edge_index: np.ndarray, num_nodes: int, num_sources: int | None = None) -> "DenseNeighbours":
+    def from_edges(cls, edge_index: np.ndarray, num_nodes: int, num_sources: int | None = None) -> "DenseNeighbours":
         matrix = np.zeros((num_nodes, num_sources or num_nodes), np.float32)
         np.add.at(matrix, (edge_index[1], edge_index[0]), 1)
         return cls(jnp.asarray(matrix))
@@ -101,8 +101,8 @@ def gin_scores(params: Any, matrix: np.ndarray, h: np.ndarray, statistics: Any, 
     pool = np.eye(len(matrix)) if pool is None else pool
     total = pool @ h @ params.scores[0].weight + params.scores[0].bias
     for layer, running, score in zip(params.layers, statistics, params.scores[1:], strict=True):
-        own = 1 + (0 if layer.epsilon is None else layer.epsilon)
-        z = (matrix @ h + own * h) @ layer.first.weight + layer.first.bias
+        self_weight = 1 + (0 if layer.epsilon is None else layer.epsilon)
+        z = (matrix @ h + self_weight * h) @ layer.first.weight + layer.first.bias
         z = np.maximum(norm(z, layer.inner, running[0]), 0) @ layer.second.weight + layer.second.bias
         h = np.maximum(norm(z, layer.outer, running[1]), 0)
         total = total + pool @ h @ score.weight + score.bias

@@ -162,14 +162,14 @@ def write_delta(
     layer, _, part = name.partition(".linear_attn.")
     found = np.empty_like(value)
     by_columns = part == "out_proj.weight"
-    for own, order in delta_parts(part, config):
+    for part_name, order in delta_parts(part, config):
         order = np.arange(value.shape[by_columns]) if order is None else order
         stored = value[:, order] if by_columns else value[order]
         stored = -np.exp(stored) if part == "A_log" else stored.squeeze()
         small = stored.ndim == 1 or part == "conv1d.weight"
         own_kind = gguf.GGMLQuantizationType.F32 if small else kind
         data = gguf.quants.quantize(stored, own_kind)
-        writer.add_tensor(f"blk.{layer.split('.')[2]}.{own}", data, raw_dtype=own_kind)
+        writer.add_tensor(f"blk.{layer.split('.')[2]}.{part_name}", data, raw_dtype=own_kind)
         after = gguf.quants.dequantize(data, own_kind)
         if by_columns:
             found[:, order] = after
@@ -276,12 +276,12 @@ def write_gguf(
             continue
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         stored = pairwise(rows, heads) if heads is not None and family.pairwise else rows
-        own = kind if rows.ndim > 1 and not name.endswith("bias") else gguf.GGMLQuantizationType.F32
+        stored_kind = kind if rows.ndim > 1 and not name.endswith("bias") else gguf.GGMLQuantizationType.F32
         offset = np.float32(family.norm_offset)
         offset = offset if name.endswith("norm.weight") else np.float32(0)
-        data = gguf.quants.quantize(stored + offset, own)
-        writer.add_tensor(file_name(name, family), data, raw_dtype=own)
-        after = gguf.quants.dequantize(data, own) - offset
+        data = gguf.quants.quantize(stored + offset, stored_kind)
+        writer.add_tensor(file_name(name, family), data, raw_dtype=stored_kind)
+        after = gguf.quants.dequantize(data, stored_kind) - offset
         if "*" in name:
             kept |= {name.replace("*", str(n)): one for n, one in enumerate(after)}
         else:

@@ -85,15 +85,15 @@ def test_a_published_configuration():
     shapes = {spec.name: list(spec.stored_shape) for spec in jax.tree.leaves(dflash2.declare(config))}
     backbone = {spec.name for spec in jax.tree.leaves(dflash.declare(config))}
     conv = {"base_kernel": [2, 2, 6656], "kernel_projection.weight": [1664, 6656]}
-    own = {
+    added = {
         f"layers.{n}.{side}_conv.{name}": shape
         for n in range(5)
         for side in ("attention", "mlp")
         for name, shape in conv.items()
     }
-    own |= {f"candidate_selector.{name}_codebook": [202048, 256] for name in ("predecessor", "successor")}
-    own |= {"candidate_selector.hidden_projection.weight": [256, 6656]}
-    assert {name: shape for name, shape in shapes.items() if name not in backbone} == own
+    added |= {f"candidate_selector.{name}_codebook": [202048, 256] for name in ("predecessor", "successor")}
+    added |= {"candidate_selector.hidden_projection.weight": [256, 6656]}
+    assert {name: shape for name, shape in shapes.items() if name not in backbone} == added
 
 
 def test_sizes_of_the_additions():
@@ -253,10 +253,10 @@ def test_scores_and_walk_equal_the_reference(tmp_path: Path, fields: dict[str, A
 
     scores, walked = run(*(jnp.asarray(x) for x in (hidden, known, candidates, unary)))
     for row in range(5):
-        own = drafter.logits(hidden[row].astype(np.float64))
+        reference_logits = drafter.logits(hidden[row].astype(np.float64))
         before = int(known[row])
         for slot in range(3):
-            tokens, want = drafter.choices(hidden[row, slot].astype(np.float64), own[slot], before)
+            tokens, want = drafter.choices(hidden[row, slot].astype(np.float64), reference_logits[slot], before)
             assert tokens == candidates[row, slot].tolist()
             place = 0 if slot == 0 else candidates[row, slot - 1].tolist().index(before)
             np.testing.assert_allclose(scores[row, slot, place], want, rtol=1e-4, atol=1e-4)
@@ -285,8 +285,8 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...
     candidates = np.argsort(-logits, axis=-1, kind="stable")[None, :, :3]
     unary = np.take_along_axis(logits[None], candidates, axis=-1)
     arrays = (hidden[None], np.array([known]), candidates, unary)
-    states, before, tokens, own = (jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays)
-    scaled = dflash2.scaled_logits(config, own)
+    states, before, tokens, row_candidates = (jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays)
+    scaled = dflash2.scaled_logits(config, row_candidates)
     scores = dflash2.transition_scores(PLAIN, params.selector, states, before, tokens, scaled)
     return exact, (np.asarray(scores[0]), candidates[0])
 

@@ -76,8 +76,8 @@ def test_a_published_configuration():
     assert "dflash_config" not in written
     shapes = {spec.name: list(spec.stored_shape) for spec in jax.tree.leaves(dspark.declare(config))}
     backbone = {spec.name for spec in jax.tree.leaves(dflash.declare(config))}
-    own = {f"markov_head.{name}.weight": [151936, 256] for name in ("markov_w1", "markov_w2")}
-    assert {name: shape for name, shape in shapes.items() if name not in backbone} == own
+    added = {f"markov_head.{name}.weight": [151936, 256] for name in ("markov_w1", "markov_w2")}
+    assert {name: shape for name, shape in shapes.items() if name not in backbone} == added
 
 
 def test_fields_inside_dflash_config_are_read():

@@ -40,8 +40,8 @@ def reference(seed: int = 0, **changes: Any) -> Chain:
     return Chain(*random_eagle3(seed, PAIR.target_config, **changes), Target(PAIR.target_config, PAIR.target_tensors))
 
 
-def loaded(folder: Path, chain: Chain, dtype: Any = jnp.float32, **how: Any) -> tuple[Eagle3Config, Eagle3Params]:
-    return eagle3.load(as_folder(folder, chain.config, chain.tensors, **how), TARGET, dtype)
+def loaded(folder: Path, chain: Chain, dtype: Any = jnp.float32, **options: Any) -> tuple[Eagle3Config, Eagle3Params]:
+    return eagle3.load(as_folder(folder, chain.config, chain.tensors, **options), TARGET, dtype)
 
 
 def features_of(chain: Chain) -> np.ndarray:
@@ -76,7 +76,7 @@ def draft(
     h = features[rows, known - 1][:, None]
     token = tokens[rows, known][:, None]
     at = known[:, None] - 1
-    own: list[tuple[Array, Array]] = []
+    chain_kv: list[tuple[Array, Array]] = []
     proposed = []
     logits = []
     outputs = []
@@ -84,8 +84,8 @@ def draft(
 
         def attend(projection: Any, heads: Any) -> Array:
             q, k, v = ops.heads(projection, heads)
-            own.append((k, v))
-            mine = tuple(jnp.concatenate(parts, axis=2) for parts in zip(*own, strict=True))
+            chain_kv.append((k, v))
+            mine = tuple(jnp.concatenate(parts, axis=2) for parts in zip(*chain_kv, strict=True))
             mask = AttentionMask(known[:, None] - 1, "full")
             return ops.attend(q, KeyValueRows(*cache), mask, (mine[0], mine[1])).reshape(*q.shape[:2], -1)
 

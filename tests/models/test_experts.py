@@ -75,8 +75,8 @@ def test_equal_scores_go_to_the_first():
 def test_rows_in_the_order_of_their_experts(data: st.DataObject):
     """Each once for each of its experts that is here and counts; the others behind them."""
     chosen = data.draw(st.integers(1, 4))
-    of = st.lists(st.integers(0, EXPERTS - 1), min_size=chosen, max_size=chosen, unique=True)
-    experts = np.asarray(data.draw(st.lists(of, min_size=ROWS, max_size=ROWS)), np.int32)
+    choices = st.lists(st.integers(0, EXPERTS - 1), min_size=chosen, max_size=chosen, unique=True)
+    experts = np.asarray(data.draw(st.lists(choices, min_size=ROWS, max_size=ROWS)), np.int32)
     held = data.draw(st.integers(1, EXPERTS))
     first = data.draw(st.integers(0, EXPERTS - held))
     count = data.draw(st.integers(0, ROWS))
@@ -261,7 +261,7 @@ def test_mxfp4_as_gpt_oss_is_published(tmp_path: Path):
 def test_a_gguf_files_experts_keep_their_bits(family: str, kind: Kind, tmp_path: Path):
     file, folder = make(tmp_path, CONFIGS[family], kind)
     ops = operations("cpu", "int4")
-    (_, kept), (_, want) = (load_decoder(path, jnp.float32, ops=of) for path, of in ((file, ops), (folder, None)))
+    (_, kept), (_, want) = (load_decoder(path, jnp.float32, ops=kernels) for path, kernels in ((file, ops), (folder, None)))
     inputs = want.layers[0].down.shape[1]
     np.testing.assert_array_equal(cpu.unpack(kept.layers[0].down)[:, :inputs], want.layers[0].down)
     if family == "gpt_oss":  # whose gates and ups take turns

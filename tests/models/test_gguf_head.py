@@ -55,11 +55,11 @@ def test_a_head_is_read_as_by_llama_cpps_library(file: Path):
     assert {name: fields[name] for name in VALUES} == {name: value for name, (_, value) in VALUES.items()}
     assert list(tensors) == [tensor.name for tensor in reader.tensors]
     for theirs in reader.tensors:
-        own = tensors[theirs.name]
-        found = (own.shape, own.tensor_type, own.n_bytes, own.data_offset)
+        ours = tensors[theirs.name]
+        found = (ours.shape, ours.tensor_type, ours.n_bytes, ours.data_offset)
         assert found == (tuple(theirs.shape), theirs.tensor_type, theirs.n_bytes, theirs.data_offset)
-        np.testing.assert_array_equal(own.data, theirs.data)
-        assert own.data.dtype == theirs.data.dtype
+        np.testing.assert_array_equal(ours.data, theirs.data)
+        assert ours.data.dtype == theirs.data.dtype
 
 
 def test_a_head_is_refused_wherever_it_is_cut(file: Path):

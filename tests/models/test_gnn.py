@@ -54,8 +54,8 @@ def make(family: str, **sizes: Any) -> tuple[Any, Any, Any]:
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="train")
-def run(config: Any, params: Any, graph: Any, x: Any, state: Any = (), **how: Any) -> Any:
-    return gnn.apply(config, params, graph, x, state, **how)
+def run(config: Any, params: Any, graph: Any, x: Any, state: Any = (), **options: Any) -> Any:
+    return gnn.apply(config, params, graph, x, state, **options)
 
 
 def features(rows: int = NODES, seed: int = 2) -> jax.Array:
@@ -81,7 +81,7 @@ def test_scores_are_those_of_the_papers_equations(family: str, sizes: dict[str, 
     config, params, state = make(family, **sizes)
     edges = edges_for(family)
     x = features()
-    dense = DenseNeighbours.of(edges, NODES)
+    dense = DenseNeighbours.from_edges(edges, NODES)
     wanted = numpy_scores(family, params, np.asarray(dense.matrix), np.asarray(x), state)
     found, after = run(config, params, dense, x, state)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -93,7 +93,7 @@ def test_scores_and_gradients_are_the_same_on_a_table(family: str, layout: Any):
     config, params, state = make(family, layers=2)
     edges = edges_for(family)
     x = features()
-    dense = DenseNeighbours.of(edges, NODES)
+    dense = DenseNeighbours.from_edges(edges, NODES)
     table = NeighborTable.from_edges(edges, NODES, layout=layout)
 
     @partial(jax.jit, static_argnums=3)
@@ -115,9 +115,9 @@ def test_graphs_are_scored_by_their_readout(family: str):
     config, params, state = make(family, layers=2)
     edges = edges_for(family)
     x = features()
-    dense = DenseNeighbours.of(edges, NODES)
+    dense = DenseNeighbours.from_edges(edges, NODES)
     members = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 1, 1, 1, 1, 1]])
-    pool = DenseNeighbours.of(members, 3, NODES)  # the third graph has no node
+    pool = DenseNeighbours.from_edges(members, 3, NODES)  # the third graph has no node
     wanted = numpy_scores(family, params, np.asarray(dense.matrix), np.asarray(x), state, np.asarray(pool.matrix, np.float64))
     found, _ = run(config, params, dense, x, state, pool=pool)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -126,7 +126,7 @@ def test_graphs_are_scored_by_their_readout(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_is_random_only_in_training_and_a_function_of_its_key(family: str):
     config, params, state = make(family, dropout=0.5)
-    graph = DenseNeighbours.of(edges_for(family), NODES)
+    graph = DenseNeighbours.from_edges(edges_for(family), NODES)
     x = features()
 
     def scores(train: bool, key: int | None) -> np.ndarray:
@@ -157,7 +157,7 @@ def test_prepared_parameters_score_the_same(family: str):
 
 def test_gat_drops_attention_weights_in_training_each_layer_its_own(monkeypatch: pytest.MonkeyPatch):
     config, params, _ = make("gat", dropout=0.5)
-    graph = DenseNeighbours.of(edges_for("gat"), NODES)
+    graph = DenseNeighbours.from_edges(edges_for("gat"), NODES)
     given = []
     attend = DenseNeighbours.attend
     monkeypatch.setattr(DenseNeighbours, "attend", lambda *args: given.append(args[5:]) or attend(*args))
@@ -198,8 +198,8 @@ def test_gin_training_is_the_same_with_padding_behind():
     config, params, state = make("gin", layers=2)
     edges = random_edges()
     x = features()
-    small = DenseNeighbours.of(edges, NODES)
-    large = DenseNeighbours.of(edges, NODES + 5)
+    small = DenseNeighbours.from_edges(edges, NODES)
+    large = DenseNeighbours.from_edges(edges, NODES + 5)
     wanted, after = run(config, params, small, x, state, train=True)
     padded = jnp.concatenate([x, 100 * jnp.ones((5, FEATURES))])
     rows = jnp.arange(NODES + 5) < NODES
@@ -217,7 +217,7 @@ def test_sparse_features_give_the_scores_of_dense_ones(family: str, layout: str)
     row, column = np.nonzero(x)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=NODES))]).astype(np.int32)
     sparse = SparseFeatures.from_rows(SparseRows(indptr, column.astype(np.int32), x[row, column], FEATURES), layout)
-    graph = DenseNeighbours.of(edges_for(family), NODES)
+    graph = DenseNeighbours.from_edges(edges_for(family), NODES)
 
     @jax.jit
     def loss(params: Any, x: Any) -> jax.Array:
@@ -261,7 +261,7 @@ def test_sizes_that_make_no_sense(make_config: Any, problem: str):
 
 def test_what_does_not_fit_is_refused():
     config, params, state = make("gin", layers=2)
-    graph = DenseNeighbours.of(random_edges(), NODES)
+    graph = DenseNeighbours.from_edges(random_edges(), NODES)
     x = features()
     with pytest.raises(ValueError, match="expected 5 features, found 4"):
         gnn.apply(config, params, graph, x[:, :4], state)

@@ -75,9 +75,9 @@ def test_a_published_configuration():
     assert block_kind(PUBLISHED).drafter is drafting.LiLiCorr
     shapes = {spec.name: list(spec.stored_shape) for spec in jax.tree.leaves(lilicorr.declare(config))}
     backbone = {spec.name for spec in jax.tree.leaves(dflash.declare(config))}
-    own = {name.removeprefix("lilicorr."): shape for name, shape in shapes.items() if name not in backbone}
+    added = {name.removeprefix("lilicorr."): shape for name, shape in shapes.items() if name not in backbone}
     assert all(name.startswith("lilicorr.") for name in shapes.keys() - backbone)
-    assert len(own) == 46
+    assert len(added) == 46
     wanted = {
         "token_proj.weight": [1024, 4096],
         "context_proj.bias": [1024],
@@ -96,7 +96,7 @@ def test_a_published_configuration():
         "anchor_out_head.weight": [1024, 1024],
         "output_norm.weight": [1024],
     }
-    assert wanted.items() <= own.items()
+    assert wanted.items() <= added.items()
 
 
 def test_a_lattice_as_wide_as_the_drafter_projects_no_embeddings():

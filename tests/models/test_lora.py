@@ -62,8 +62,8 @@ def test_products_of_adapted_matrices(kernels: Any, weights: Any) -> None:
     x = jnp.asarray(rng.normal(size=(ROWS, 2, INPUTS)), jnp.float32)
     norm = Norm(jnp.asarray(rng.uniform(0.5, 1.5, INPUTS), jnp.float32), 1e-6)
     add = jnp.ones((ROWS, 2, OUTPUTS))
-    own = row_ranks(jnp.asarray(adapters.columns), jnp.arange(ROWS, dtype=jnp.int32))
-    adapted = adapted_operations(ops, own)
+    ranks = row_ranks(jnp.asarray(adapters.columns), jnp.arange(ROWS, dtype=jnp.int32))
+    adapted = adapted_operations(ops, ranks)
 
     def field(spec: Any, base: Any) -> Any:
         return adapters.field(ops, spec, base, jnp.float32)
@@ -148,7 +148,7 @@ def test_joined_tensors_of_a_checkpoint_are_divided() -> None:
     assert modules["model.layers.0.self_attn.qkv_proj"].stored_shape == (96, 32)
     both = LowRankPair(np.ones((2, 32), np.float32), np.repeat(np.arange(96, dtype=np.float32)[:, None], 2, 1))
     adapters = Adapters((Adapter("a", 2, {"model.layers.0.self_attn.qkv_proj": both}),))
-    adapters.each[0].check_fit(modules)
+    adapters.adapters[0].check_fit(modules)
     for spec, first in zip(layer.qkv.parts, (0, 32, 64), strict=True):
         a, b = adapters.matrices(spec)
         assert a.shape == (32, 2)

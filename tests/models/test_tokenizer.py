@@ -191,14 +191,14 @@ def behind(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: A
 @pytest.mark.parametrize("kind", PREFIXED)
 def test_text_behind_a_prompt_keeps_its_first_space(kind: str):
     tokenizer = prefixed_tokenizer(kind)
-    of = tokenizer.get_vocab().__getitem__
+    token_id = tokenizer.get_vocab().__getitem__
     prompt = tokenizer.encode("<s>The cap is" if kind == "first" else "The cap is").ids
     assert [tokenizer.id_to_token(token) for token in prompt][-2:] == ["▁cap", "▁is"]
-    assert behind(tokenizer, prompt, [of("▁Paris")]) == " Paris"
-    assert behind(tokenizer, prompt, [of("▁▁▁"), of("x")]) == "   x"
-    assert behind(tokenizer, prompt, [of("is")]) == "is"
-    assert behind(tokenizer, [of("<s>")], [of("▁The")]) == "The"
-    assert behind(tokenizer, [], [of("▁The")]) == "The"
+    assert behind(tokenizer, prompt, [token_id("▁Paris")]) == " Paris"
+    assert behind(tokenizer, prompt, [token_id("▁▁▁"), token_id("x")]) == "   x"
+    assert behind(tokenizer, prompt, [token_id("is")]) == "is"
+    assert behind(tokenizer, [token_id("<s>")], [token_id("▁The")]) == "The"
+    assert behind(tokenizer, [], [token_id("▁The")]) == "The"
 
 
 @pytest.mark.parametrize(("kind", "text"), [("normalizer", "Paris"), ("always", "Paris"), ("first", " Paris")])

@@ -160,9 +160,9 @@ def their_step(model: Any, tokens: np.ndarray, experts: str, threads: int) -> St
         began = time.perf_counter()
         for _ in range(3):
             model(input_ids=torch.tensor(tokens[:, None].astype(np.int64)), cache=held, logits_to_keep=1)
-        taken = (time.perf_counter() - began) / 3
+        seconds = (time.perf_counter() - began) / 3
         time.sleep(REST_S)
-        return taken
+        return seconds
 
     timed()
     return timed
@@ -176,15 +176,15 @@ def compare(rows: int, sides: dict[str, tuple[Operations, Models]], model: Any, 
     for name in theirs:
         steps[name] = their_step(model, tokens, name.partition(", ")[2], len(CORES))
     buffers = MemoryBuffers()
-    taken = alternate({**steps, "memory": buffers.read}, repetitions)
-    best = min(theirs, key=lambda name: statistics.median(taken[name]))
+    times = alternate({**steps, "memory": buffers.read}, repetitions)
+    best = min(theirs, key=lambda name: statistics.median(times[name]))
     records = []
     for name, (ops, models) in sides.items():
         read = experts_read(ops, models, tokens)
         whole = CONFIG.num_layers * MIXTURE.experts
         of_experts = held_bytes([(layer.gate_up, layer.down) for layer in models.target.layers])
         nbytes = step_bytes(models.target, 0) + of_experts * read / whole
-        ratios = [step / (nbytes / 1e9 / rate) for step, rate in zip(taken[name], taken["memory"], strict=True)]
+        ratios = [step / (nbytes / 1e9 / rate) for step, rate in zip(times[name], times["memory"], strict=True)]
         records.append(
             {
                 "weights": name,
@@ -192,13 +192,13 @@ def compare(rows: int, sides: dict[str, tuple[Operations, Models]], model: Any, 
                 "experts": read,
                 "gb": nbytes / 1e9,
                 "expected_gb": step_bytes(models.target, rows) / 1e9,
-                "ms": 1e3 * statistics.median(taken[name]),
-                "gb_per_s": statistics.median(taken["memory"]),
+                "ms": 1e3 * statistics.median(times[name]),
+                "gb_per_s": statistics.median(times["memory"]),
                 "of_its_bytes": statistics.median(ratios),
                 "of_its_bytes_range": [min(ratios), max(ratios)],
                 "transformers": best,
-                "transformers_ms": 1e3 * statistics.median(taken[best]),
-                "speed_ratio": quotients(taken[best], taken[name]).median,
+                "transformers_ms": 1e3 * statistics.median(times[best]),
+                "speed_ratio": quotients(times[best], times[name]).median,
             }
         )
     return records

@@ -200,9 +200,9 @@ def compare(sides: dict[str, Generate], prompts: list[list[int]], new_tokens: in
 
     tokens = {name: timed(name, generate, prompts, new_tokens)[1].tokens for name, generate in sides.items()}
     runs = {name: partial(timed, name, generate, prompts, new_tokens) for name, generate in sides.items()}
-    taken = alternate(runs, repetitions)
-    whole = {name: [speed for speed, _ in calls] for name, calls in taken.items()}
-    decode = {name: [call.decode_tokens_per_s for _, call in calls] for name, calls in taken.items()}
+    times = alternate(runs, repetitions)
+    whole = {name: [speed for speed, _ in calls] for name, calls in times.items()}
+    decode = {name: [call.decode_tokens_per_s for _, call in calls] for name, calls in times.items()}
     middle = medians(decode)
     best = max((name for name in sides if name.startswith("transformers")), key=lambda name: middle[name])
     ours = [name for name in sides if name.startswith("tilewright")]

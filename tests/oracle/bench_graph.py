@@ -72,9 +72,9 @@ def aggregations(graph: BenchGraph, x: np.ndarray) -> dict[str, Way]:
     ways["JAX segment_sum"] = lambda: compiled(segments, given).block_until_ready()
     for layout in ("bucketed", "csr"):
         table = NeighborTable.from_edges(graph.edge_index, graph.num_nodes, layout=layout)
-        own = table.permute(given).block_until_ready()
-        ways[f"tilewright {layout}"] = lambda table=table, own=own: compiled(table, own).block_until_ready()
-        compare(ways["torch embedding_bag"](), table.unpermute(compiled(table, own)), layout)
+        permuted = table.permute(given).block_until_ready()
+        ways[f"tilewright {layout}"] = lambda table=table, permuted=permuted: compiled(table, permuted).block_until_ready()
+        compare(ways["torch embedding_bag"](), table.unpermute(compiled(table, permuted)), layout)
     return ways
 
 
@@ -101,9 +101,9 @@ def networks(graph: BenchGraph, x: np.ndarray) -> dict[str, Way]:
     compiled = jax.jit(lambda neighbours, x: gnn.apply(config, prepared, neighbours, x, ops=ops)[0])
     for layout in ("bucketed", "csr"):
         table = NeighborTable.from_edges(graph.edge_index, graph.num_nodes, layout=layout)
-        own = table.permute(given).block_until_ready()
-        ways[f"tilewright {layout}"] = lambda table=table, own=own: compiled(table, own).block_until_ready()
-        compare(ways["PyG edge_index"](), table.unpermute(compiled(table, own)), layout)
+        permuted = table.permute(given).block_until_ready()
+        ways[f"tilewright {layout}"] = lambda table=table, permuted=permuted: compiled(table, permuted).block_until_ready()
+        compare(ways["PyG edge_index"](), table.unpermute(compiled(table, permuted)), layout)
     return ways
 
 
@@ -136,8 +136,8 @@ def turn(run: Way) -> float:
 
 def measured(ways: Mapping[str, Way], repetitions: int) -> dict[str, Any]:
     """Milliseconds of a call of each, in turns: medians and ranges."""
-    taken = alternate({name: partial(turn, run) for name, run in ways.items()}, repetitions)
-    spreads: dict[str, Spread] = {name: spread(times) for name, times in taken.items()}
+    seconds = alternate({name: partial(turn, run) for name, run in ways.items()}, repetitions)
+    spreads: dict[str, Spread] = {name: spread(times) for name, times in seconds.items()}
     return {
         "ms": {name: one.median for name, one in spreads.items()},
         "range_ms": {name: one.range for name, one in spreads.items()},

@@ -94,13 +94,13 @@ def own_side(args: argparse.Namespace, matmul_dtype: str, params: Any) -> Step:
     feed = batches(args)
     key = jax.random.key(0)
     in_loss = jnp.ones((args.batch, args.length + 1), bool)
-    taken = 0
+    batch_number = 0
 
     def run() -> float:
-        nonlocal taken
+        nonlocal batch_number
         for _ in range(args.steps):
-            *state[:], figures = step(*state, (jnp.asarray(feed[taken % len(feed)]), in_loss), key)
-            taken += 1
+            *state[:], figures = step(*state, (jnp.asarray(feed[batch_number % len(feed)]), in_loss), key)
+            batch_number += 1
         return float(jax.block_until_ready((state, figures["loss"]))[1])
 
     return run
@@ -124,14 +124,14 @@ def torch_side(args: argparse.Namespace, dtype: str, threads: int, folder: Path,
     if compiled:
         loss_of = torch.compile(loss_of)
     feed = [torch.from_numpy(tokens.astype(np.int64)) for tokens in batches(args)]
-    taken = 0
+    batch_number = 0
 
     def run() -> float:
-        nonlocal taken
+        nonlocal batch_number
         torch.set_num_threads(threads)
         for _ in range(args.steps):
-            tokens = feed[taken % len(feed)]
-            taken += 1
+            tokens = feed[batch_number % len(feed)]
+            batch_number += 1
             optimizer.zero_grad(set_to_none=True)
             loss = loss_of(tokens)
             loss.backward()
@@ -171,8 +171,8 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
         sides |= {f"{name}, threads {n}": torch_side(args, dtype, n, folder, compiled) for n in sorted({1, threads})}
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     runs = {name: partial(timed, name, step, args.batch * args.length * args.steps, clock) for name, step in sides.items()}
-    taken = alternate(runs, args.repetitions, warm=True)
-    speeds = {name: [speed for speed, _ in each] for name, each in taken.items()}
+    times = alternate(runs, args.repetitions, warm=True)
+    speeds = {name: [speed for speed, _ in each] for name, each in times.items()}
     middle = medians(speeds)
     best = max((name for name in sides if name.startswith("torch")), key=lambda name: middle[name])
     ours = [name for name in sides if name.startswith("tilewright")]
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
         "best_torch": best,
         "ratio": {name: middle[name] / middle[best] for name in ours},
         "ratio_range": {name: quotients(speeds[name], speeds[best]).range for name in ours},
-        "last_loss": {name: each[-1][1] for name, each in taken.items()},
+        "last_loss": {name: each[-1][1] for name, each in times.items()},
         "all_tokens_per_s": speeds,
     }
 

@@ -167,8 +167,8 @@ def test_scores_and_gradients_are_those_of_pyg(family: str, layout: str, rng: np
     np.testing.assert_allclose(scores, expected.detach(), atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_allclose(by_x, given.grad, atol=10 * TOLERANCE, rtol=10 * TOLERANCE)
     gradients = sorted(float(p.grad.norm()) for p in module.parameters() if p.grad is not None)
-    own = sorted(float(jnp.linalg.norm(leaf.ravel())) for leaf in jax.tree.leaves(by_params))
-    np.testing.assert_allclose(own, gradients, atol=20 * TOLERANCE, rtol=1e-3)
+    norms = sorted(float(jnp.linalg.norm(leaf.ravel())) for leaf in jax.tree.leaves(by_params))
+    np.testing.assert_allclose(norms, gradients, atol=20 * TOLERANCE, rtol=1e-3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

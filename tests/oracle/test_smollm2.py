@@ -129,9 +129,9 @@ def test_a_conversation_has_their_text_and_tokens(file: Path, theirs: tuple[Any,
     assert template.render(question) == text
     tokens = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     assert prompts[number] == tokens
-    own = loaded("float32").tokenizer
-    assert own.decode(tokens, skip_special_tokens=False) == tokenizer.decode(tokens)
-    assert own.decode(tokens, skip_special_tokens=True) == tokenizer.decode(tokens, skip_special_tokens=True)
+    ours = loaded("float32").tokenizer
+    assert ours.decode(tokens, skip_special_tokens=False) == tokenizer.decode(tokens)
+    assert ours.decode(tokens, skip_special_tokens=True) == tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_logits_are_theirs(prompts: list[list[int]], answers: list[list[int]], their_logits: list[np.ndarray]):
@@ -139,13 +139,13 @@ def test_logits_are_theirs(prompts: list[list[int]], answers: list[list[int]], t
     lm = loaded("float32")
 
     @jax.jit
-    def own(params: Any, tokens: jax.Array) -> jax.Array:
+    def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
         return decoder.logits(lm.target, lm.ops, params, decoder.forward_full(lm.target, lm.ops, params, tokens).hidden)[0]
 
     longest = max(len(prompt) for prompt in prompts) + NEW
     for prompt, answer, logits in zip(prompts, answers, their_logits, strict=True):
         padded = jnp.asarray([[*prompt, *answer, *[0] * (longest - len(prompt) - len(answer))]], jnp.int32)
-        found = np.asarray(own(lm.model.models.target, padded))[: len(logits)]
+        found = np.asarray(logits_of(lm.model.models.target, padded))[: len(logits)]
         assert np.abs(found - logits).max() <= TOLERANCE
 
 

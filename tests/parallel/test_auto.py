@@ -61,16 +61,16 @@ def over_four(schedule: Strategy, rows: int) -> tuple[Any, set[str]]:
 def test_what_is_chosen_runs(wanted: str, kinds: set[str], monkeypatch: pytest.MonkeyPatch):
     """The embedding's sum is always plain."""
     auto = Auto("tp", SLOW, FABRIC)
-    asked = []
+    calls = []
 
     def choice(self: Auto, rows: int, micro_batches: bool) -> Any:
-        asked.append((rows, micro_batches))
+        calls.append((rows, micro_batches))
         return real(auto, 8, False)._replace(name=wanted)
 
     real = Auto.choice
     monkeypatch.setattr(Auto, "choice", choice)
     assert over_four(auto, 2)[1] == kinds
-    assert asked == [(16, True)]
+    assert calls == [(16, True)]
 
 
 def test_rows_choose():

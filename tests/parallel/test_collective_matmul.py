@@ -27,9 +27,9 @@ ROUTES = [Route(bidirectional, looped) for bidirectional in (True, False) for lo
 SIZES = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
 
 
-def divided(devices: int, inside: Callable[..., Any], of: Any, to: Any) -> Callable[..., Any]:
+def divided(devices: int, inside: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     mesh = make_mesh({"tp": devices})
-    return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=of, out_specs=to, check_vma=False))
+    return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
 def gathered_product(devices: int, route: Route, **more: Any) -> Callable[..., Any]:
@@ -91,11 +91,11 @@ def test_collectives_equal_those_of_jax(devices: int, route: Route):
             rings.all_reduce(mine, "tp", route),
         )
 
-    ours, theirs, own, theirs_own, all_own = divided(devices, inside, ROWS, ROWS)(x)
+    ours, theirs, expected, theirs_own, all_own = divided(devices, inside, ROWS, ROWS)(x)
     np.testing.assert_array_equal(ours, theirs)
     wanted = np.concatenate([summed(x[:, 2 * d : 2 * d + 2], d, route.bidirectional) for d in range(devices)])
-    np.testing.assert_array_equal(own, wanted)
-    close(own, np.asarray(theirs_own), devices)
+    np.testing.assert_array_equal(expected, wanted)
+    close(expected, np.asarray(theirs_own), devices)
     np.testing.assert_array_equal(all_own, np.tile(wanted, (devices, 1)))
 
 

@@ -48,14 +48,16 @@ CASES = {
 }
 
 
-def compiled(inside: Callable[..., Any], of: Any, to: Any, weight: tuple[int, int], backward: bool = False) -> Compiled:
+def compiled(
+    inside: Callable[..., Any], in_specs: Any, out_specs: Any, weight: tuple[int, int], backward: bool = False
+) -> Compiled:
     mesh = make_mesh({"tp": None}, tpu_topology(CHIP).devices)
     shapes = ((ROWS, weight[0]), weight)
     args = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, of, strict=True)
+        for shape, spec in zip(shapes, in_specs, strict=True)
     ]
-    program = jax.shard_map(inside, mesh=mesh, in_specs=of, out_specs=to, check_vma=False)
+    program = jax.shard_map(inside, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def with_gradient(x: Array, w: Array) -> Any:
         y, back = jax.vjp(program, x, w)

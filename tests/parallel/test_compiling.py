@@ -29,10 +29,10 @@ class Recorded(jax.stages.Lowered):
         return jax.jit(lambda x: x).lower(0).compile()
 
 
-def options(devices: int | None, asked: bool = True) -> Any:
+def options(devices: int | None, enabled: bool = True) -> Any:
     """Options that a program over so many devices is compiled with."""
     lowered = Recorded()
-    compile_over(None if devices is None else make_mesh({"tp": devices}), lowered, asked)
+    compile_over(None if devices is None else make_mesh({"tp": devices}), lowered, enabled)
     return lowered.options
 
 
@@ -44,7 +44,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def test_without_asking_there_are_none(kind: str):
-    assert options(2, asked=False) is None
+    assert options(2, enabled=False) is None
 
 
 def test_programs_over_tpus_get_the_options_of_their_chip(kind: str):

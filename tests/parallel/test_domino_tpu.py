@@ -39,16 +39,16 @@ def compiled(schedule: Strategy, backward: bool = False) -> Module:
     params: Any = abstract(specs, jnp.bfloat16, shardings(specs, mesh, TENSOR_PARALLEL))
     whole = PartitionSpec()
 
-    def run(of: Any, x: Array) -> Array:
+    def run(params: Any, x: Array) -> Array:
         positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
         rows = Rows(CONFIG.rope_tables(positions), None)
-        return schedule.run(decoder.stack_of(CONFIG, TPU, of, decoder.causal_attend), x, rows, (None,) * LAYERS, ())[0]
+        return schedule.run(decoder.stack_of(CONFIG, TPU, params, decoder.causal_attend), x, rows, (None,) * LAYERS, ())[0]
 
     parts = jax.tree.map(lambda array: array.sharding.spec, params)
     program = jax.shard_map(run, mesh=mesh, in_specs=(parts, whole), out_specs=whole, check_vma=False)
 
-    def with_gradient(of: Any, x: Array) -> Any:
-        y, back = jax.vjp(program, of, x)
+    def with_gradient(params: Any, x: Array) -> Any:
+        y, back = jax.vjp(program, params, x)
         return back(y)
 
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, CONFIG.hidden_size), jnp.bfloat16, sharding=NamedSharding(mesh, whole))

@@ -261,13 +261,13 @@ def test_a_layer_with_experts_reads_more_of_them_for_more_rows():
     assert (layer.experts, layer.chosen, begins.columns, ends.inputs) == (128, 8, 2 * 768, 768)
     assert [begins.weight_reads(rows) for rows in (1, 10**6)] == [pytest.approx(1), pytest.approx(16)]
     assert MatmulShape(2048, 1536).weight_reads(77) == pytest.approx(1)
-    of = costs(4, 2)
-    assert of.product_s(8, begins) > 6 * of.product_s(1, begins), "a step's time is that of reading"
-    assert of.product_s(1, MatmulShape(*begins[:2])) == pytest.approx(of.product_s(1, begins))
+    layer_costs = costs(4, 2)
+    assert layer_costs.product_s(8, begins) > 6 * layer_costs.product_s(1, begins), "a step's time is that of reading"
+    assert layer_costs.product_s(1, MatmulShape(*begins[:2])) == pytest.approx(layer_costs.product_s(1, begins))
     layers = (sharded_layer(2048, 32, 4, 128, 2 * 768, 8, *experts) for experts in ((), (8, 2)))
-    plain, cheaper = (ESTIMATES["sequence"](of, 4096, layer) for layer in layers)
+    plain, cheaper = (ESTIMATES["sequence"](layer_costs, 4096, layer) for layer in layers)
     assert cheaper.exposed_s < 0.8 * plain.exposed_s, "rows are sent where they are needed"
     beside = replace(sharded_layer(2048, 32, 4, 128, 2 * 768, 8, 8, 2), shared=True)
-    assert ESTIMATES["sequence"](of, 4096, beside).exposed_s == plain.exposed_s, "and gathered for a shared expert"
-    assert exchange_of(Sequence(GROUPED_AXES, fabric=of.fabric), beside, 4096) is None
-    assert of.product_s(512, begins, 8) > 4 * of.product_s(512, begins), "tiles read experts again"
+    assert ESTIMATES["sequence"](layer_costs, 4096, beside).exposed_s == plain.exposed_s, "and gathered for a shared expert"
+    assert exchange_of(Sequence(GROUPED_AXES, fabric=layer_costs.fabric), beside, 4096) is None
+    assert layer_costs.product_s(512, begins, 8) > 4 * layer_costs.product_s(512, begins), "tiles read experts again"

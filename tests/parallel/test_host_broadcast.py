@@ -67,8 +67,8 @@ def test_all_receive_what_was_sent_in_order_and_little_is_kept(messages: list[by
         store = Store()
         received = list[list[bytes]]()
 
-        def follow(own: HostBroadcast) -> None:
-            received.append([own.receive() for _ in messages])
+        def follow(broadcast: HostBroadcast) -> None:
+            received.append([broadcast.receive() for _ in messages])
 
         threads = started(processes, follow, store)
         first = HostBroadcast(store, processes, 0)
@@ -95,10 +95,10 @@ def test_others_wait_as_long_as_nothing_is_said_and_no_longer_than_the_first_is_
     store = Store()
     found = list[object]()
 
-    def follow(own: HostBroadcast) -> None:
-        found.append(own.receive())
+    def follow(broadcast: HostBroadcast) -> None:
+        found.append(broadcast.receive())
         with pytest.raises(ProcessLost, match="the first process has ended") as lost:
-            own.receive()
+            broadcast.receive()
         found.append(lost.type)
 
     (thread,) = started(2, follow, store)

@@ -31,14 +31,14 @@ def test_collectives_in_a_queue_give_what_they_give_alone(devices: int, bidirect
     """A sum and a gathering at the same time, each device seeing rows by how many places their device is ahead."""
     x = numbers(devices * devices, 4)
 
-    def inside(own: Array) -> Array:
+    def inside(rows_here: Array) -> Array:
         lanes = Lanes("ring", bidirectional)
-        received = {0: own[:1]}
+        received = {0: rows_here[:1]}
         sums = []
         place = jax.lax.axis_index("ring")
 
         def part(at: int, *received: Array) -> Array:
-            return sum(received, jax.lax.dynamic_slice_in_dim(own, (place + at) % devices, 1))
+            return sum(received, jax.lax.dynamic_slice_in_dim(rows_here, (place + at) % devices, 1))
 
         gather(lanes, received, deadline=1)
         scatter(lanes, lanes.hop_counts(), part, deadline=0, then=sums.append)
@@ -55,19 +55,19 @@ def test_collectives_in_a_queue_give_what_they_give_alone(devices: int, bidirect
 
 
 def traced(inside: Callable[[Lanes, Array], None], devices: int = 8, intensity: float = 0.0) -> None:
-    def run(own: Array) -> Array:
-        inside(Lanes("ring", True, intensity), own)
-        return own
+    def run(rows_here: Array) -> Array:
+        inside(Lanes("ring", True, intensity), rows_here)
+        return rows_here
 
     over(devices, run, numbers(devices, 4))
 
 
 def test_the_longer_way_is_the_one_with_less_queued():
-    def inside(lanes: Lanes, own: Array) -> None:
+    def inside(lanes: Lanes, rows_here: Array) -> None:
         counts = []
         for _ in range(3):
             counts.append(lanes.hop_counts())
-            gather(lanes, {0: own}, deadline=0)
+            gather(lanes, {0: rows_here}, deadline=0)
         assert counts == [{1: 4, -1: 3}, {-1: 4, 1: 3}, {1: 4, -1: 3}]
         assert {step: lane.hops for step, lane in lanes.lanes.items()} == {1: 11, -1: 10}
 
@@ -77,14 +77,14 @@ def test_the_longer_way_is_the_one_with_less_queued():
 def test_two_hops_of_different_collectives_are_on_a_lane():
     """One gathering alone has one on each: what it sends next is what arrives."""
 
-    def inside(lanes: Lanes, own: Array) -> None:
-        received: list[Rows] = [{0: own}, {0: own}]
+    def inside(lanes: Lanes, rows_here: Array) -> None:
+        received: list[Rows] = [{0: rows_here}, {0: rows_here}]
         for rows, under in zip(received, (1, 2), strict=True):
             gather(lanes, rows, deadline=0)
             assert {len(lane.in_flight) for lane in lanes.lanes.values()} == {under}
         seen = []
         while any(len(rows) < 8 for rows in received):
-            lanes.count_compute(10.0 * own.nbytes)
+            lanes.count_compute(10.0 * rows_here.nbytes)
             lanes.overlap(())
             seen.append(tuple(map(len, received)))
         assert seen == [(3, 1), (3, 3), (5, 3), (5, 5), (7, 5), (7, 7), (8, 8)]
@@ -95,13 +95,13 @@ def test_two_hops_of_different_collectives_are_on_a_lane():
 def test_the_hop_with_the_earliest_deadline_departs_first():
     """Between two hops of another collective, too."""
 
-    def inside(lanes: Lanes, own: Array) -> None:
-        received: list[Rows] = [{0: own} for _ in range(3)]
+    def inside(lanes: Lanes, rows_here: Array) -> None:
+        received: list[Rows] = [{0: rows_here} for _ in range(3)]
         for rows, deadline in zip(received, (5, 3, 2), strict=True):
             gather(lanes, rows, deadline)
         seen = []
         while len(received[0]) < 8:
-            lanes.count_compute(10.0 * own.nbytes)
+            lanes.count_compute(10.0 * rows_here.nbytes)
             lanes.overlap(())
             seen.append(tuple(map(len, received)))
         assert seen[:7] == [(3, 1, 1), (3, 3, 1), (3, 3, 3), (3, 5, 3), (3, 5, 5), (3, 7, 5), (3, 7, 7)]
@@ -111,10 +111,10 @@ def test_the_hop_with_the_earliest_deadline_departs_first():
 
 
 def test_a_hop_is_tied_to_as_much_compute_as_it_takes():
-    def inside(lanes: Lanes, own: Array) -> None:
-        received: Rows = {0: own}
+    def inside(lanes: Lanes, rows_here: Array) -> None:
+        received: Rows = {0: rows_here}
         gather(lanes, received, deadline=0)
-        hop = 10.0 * own.nbytes
+        hop = 10.0 * rows_here.nbytes
         lanes.count_compute(hop / 4)
         lanes.overlap(())
         assert len(received) == 1, "a quarter of what it takes is too little"
@@ -129,11 +129,11 @@ def test_a_hop_is_tied_to_as_much_compute_as_it_takes():
 def test_all_hops_in_flight_arrive_beside_a_long_operation():
     """What departs when they have arrived has not had it beside itself."""
 
-    def inside(lanes: Lanes, own: Array) -> None:
-        received: list[Rows] = [{0: own}, {0: own}]
+    def inside(lanes: Lanes, rows_here: Array) -> None:
+        received: list[Rows] = [{0: rows_here}, {0: rows_here}]
         for rows in received:
             gather(lanes, rows, deadline=0)
-        lanes.count_compute(10 * 10.0 * own.nbytes)
+        lanes.count_compute(10 * 10.0 * rows_here.nbytes)
         lanes.overlap(())
         assert [len(rows) for rows in received] == [3, 3]
         lanes.overlap(())
@@ -143,11 +143,11 @@ def test_all_hops_in_flight_arrive_beside_a_long_operation():
 
 
 def test_products_count_with_the_loading_of_their_weights():
-    def inside(own: Array) -> Array:
+    def inside(rows_here: Array) -> Array:
         lanes = Lanes("ring", True, loading=16)
         weights = {"matrix": jnp.zeros((8, 4)), "bias": jnp.zeros(4), "other": jnp.zeros((8, 2))}
         assert lanes.matmul_operations(weights, 32) == 2 * (32 + 16) * 8 * (4 + 2)
-        return own
+        return rows_here
 
     over(2, inside, numbers(2, 4))
 
@@ -158,18 +158,18 @@ def test_products_count_with_the_loading_of_their_weights():
 def test_parts_are_computed_from_the_farthest_device_on(size: int, bidirectional: bool, order: list[int]):
     called: list[int] = []
 
-    def inside(own: Array) -> Array:
+    def inside(rows_here: Array) -> Array:
         lanes = Lanes("ring", bidirectional)
 
         def part(at: int, *received: Array) -> Array:
             called.append(at)
-            return sum(received, own)
+            return sum(received, rows_here)
 
         counts = lanes.hop_counts()
         assert farthest_first(counts, size) == order
         scatter(lanes, counts, part, deadline=0, then=lambda total: None)
         lanes.wait(lambda: len(called) == size)
-        return own
+        return rows_here
 
     over(size, inside, numbers(size, 4))
     assert called == order
@@ -178,10 +178,10 @@ def test_parts_are_computed_from_the_farthest_device_on(size: int, bidirectional
 def test_waiting_moves_the_clock_to_the_arrival():
     """So that what departs then is tied to what is computed from then on."""
 
-    def inside(lanes: Lanes, own: Array) -> None:
-        received: Rows = {0: own}
+    def inside(lanes: Lanes, rows_here: Array) -> None:
+        received: Rows = {0: rows_here}
         gather(lanes, received, deadline=0)
-        hop = 10.0 * own.nbytes
+        hop = 10.0 * rows_here.nbytes
         lanes.wait(lambda: len(received) == 3)
         assert lanes.clock == hop
         lanes.count_compute(hop)
@@ -194,11 +194,11 @@ def test_waiting_moves_the_clock_to_the_arrival():
 def test_what_was_computed_comes_before_the_next_arrival():
     held: dict[int, Array] = {}
 
-    def inside(own: Array) -> Array:
+    def inside(rows_here: Array) -> Array:
         lanes = Lanes("ring", True)
-        received = {0: own}
+        received = {0: rows_here}
         gather(lanes, received, deadline=0)
-        before = held[0] = own + 1
+        before = held[0] = rows_here + 1
         lanes.untied.append((held, 0))
         lanes.wait(lambda: len(received) == 3)
         assert held[0] is not before
@@ -214,10 +214,10 @@ def test_what_was_computed_comes_before_the_next_arrival():
 
 
 def test_passes_through_memory_count():
-    def inside(own: Array) -> Array:
+    def inside(rows_here: Array) -> Array:
         lanes = Lanes("ring", True, moving=5.0)
-        lanes.count_traffic({"x": own, "y": own}, 3)
-        assert lanes.clock == 5.0 * 3 * 2 * own.nbytes
-        return own
+        lanes.count_traffic({"x": rows_here, "y": rows_here}, 3)
+        assert lanes.clock == 5.0 * 3 * 2 * rows_here.nbytes
+        return rows_here
 
     over(2, inside, numbers(2, 4))

@@ -197,15 +197,15 @@ QUICK_CACHED = [("llama", "domino", 4, 1), ("llama", "ring", 8, 1), ("qwen3", "d
 def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: int, batch: int):
     """Rows at their own places; each device's caches hold the heads that its queries read, and nothing else."""
     config = CONFIGS[family]
-    how = SCHEDULES[schedule]
-    count = how.count or 2 if isinstance(how, Domino) else 1
+    strategy = SCHEDULES[schedule]
+    count = strategy.count or 2 if isinstance(strategy, Domino) else 1
     mesh, params = placed(family, devices)
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
     heads = PartitionSpec(None, "kv")
     steps = 1 if batch % count == 0 else 0  # a single position cannot be divided
 
     run = jax.shard_map(
-        partial(over_caches, config, how, steps=steps),
+        partial(over_caches, config, strategy, steps=steps),
         mesh=mesh,
         in_specs=(specs, WHOLE),
         out_specs=(WHOLE, heads),
@@ -284,9 +284,9 @@ SLOW_ROUNDS = [
 def test_a_prefill_a_round_and_a_step_of_other_families(family: str, schedule: str, devices: int, batch: int):
     """Micro-batches are rows of two, and positions of one, whose second half sees the first one's states."""
     config = config_of(family)
-    how = {**SCHEDULES, **MORE_SCHEDULES}[schedule]
+    strategy = {**SCHEDULES, **MORE_SCHEDULES}[schedule]
     step = batch > 1 or schedule != "domino"  # a single position cannot be divided
-    (logits, states), (wanted, wanted_states) = round_over(family, how, devices, batch, step), round_alone(family, batch)
+    (logits, states), (wanted, wanted_states) = round_over(family, strategy, devices, batch, step), round_alone(family, batch)
     close(logits, wanted[: len(logits)], config)
     assert len(logits) == 2 + step
     assert len(states) == len(config.delta_layers)

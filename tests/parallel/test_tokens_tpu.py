@@ -54,10 +54,10 @@ def compiled(chip: str, inside: Callable[..., Any], shapes: Any, specs: Any, out
     return compile_for(chip, jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False), *args)
 
 
-def schedule(of: Compiled) -> list[UnderWay]:
+def schedule(program: Compiled) -> list[UnderWay]:
     """The collectives in the order in which they begin."""
-    graph = read_schedule(of.hlo, chip_of(of.chip))
-    ops = {op.name: op for computation in read_module(of.hlo).computations.values() for op in computation.ops}
+    graph = read_schedule(program.hlo, chip_of(program.chip))
+    ops = {op.name: op for computation in read_module(program.hlo).computations.values() for op in computation.ops}
     ends = {node.start: at for at, node in enumerate(graph.nodes) if node.start is not None}
     found = []
     for start, node in enumerate(graph.nodes):
@@ -119,7 +119,9 @@ def test_a_token_leaves_nothing_to_run(chip: str):
     assert not re.search(r" opt-barrier\(", ours.hlo)
     assert abs(ours.cycles - plain.cycles) < plain.cycles / 1000
     assert ours.temp_bytes <= plain.temp_bytes
-    counts = [Counter(op.opcode for op in read_module(of.hlo).entry.ops if op.opcode not in FREE) for of in (ours, plain)]
+    counts = [
+        Counter(op.opcode for op in read_module(program.hlo).entry.ops if op.opcode not in FREE) for program in (ours, plain)
+    ]
     assert counts[0]["all-reduce"] == 2
     assert counts[0]["copy"] <= counts[1]["copy"]
 
@@ -159,9 +161,9 @@ def prefetching(threaded: bool) -> Compiled:
     return compiled("v5e:4x2", inside, shapes, (ROWS, [[UP, DOWN]] * LAYERS), ROWS)
 
 
-def hidden(of: Compiled) -> list[bool]:
+def hidden(program: Compiled) -> list[bool]:
     """For each layer's weights but the first, whether the previous layer's compute, and no other's, is in their window."""
-    windows = {each.kind: each.beside for each in schedule(of)}
+    windows = {each.kind: each.beside for each in schedule(program)}
     return [
         bool(windows[f"weights_{n}_{half}"]) and all(f"layer_{n - 1}/" in name for name in windows[f"weights_{n}_{half}"])
         for n in range(1, LAYERS)

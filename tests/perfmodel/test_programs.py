@@ -97,8 +97,8 @@ def test_domino_computes_a_prompt_s_scores_once_and_loads_the_keys_of_the_first_
     sync, domino = (inference_program(LLAMA_8B, machine, work, name, layers=1) for name in ("sync", "domino"))
     rel = 1e-9 if positions % 2 == 0 else 0.01  # odd halves do not fill whole tiles
     for name in ("scores", "values", "softmax"):
-        taken = [sum(op.cycles for op in program.ops if op.name == name) for program in (sync, domino)]
-        assert taken[1] == pytest.approx(taken[0], rel=rel)
+        cycles = [sum(op.cycles for op in program.ops if op.name == name) for program in (sync, domino)]
+        assert cycles[1] == pytest.approx(cycles[0], rel=rel)
     moved = [sum(op.bytes for op in program.ops if op.name == "load keys and values") for program in (sync, domino)]
     assert moved == [0, pytest.approx(share.cache_bytes(1, positions))]
 

@@ -63,8 +63,8 @@ def text_of(hlo: str, name: str) -> str:
 
 def runs(hlo: str, begins: Sequence[float], seconds: float, *ops: Event, module: str = "m(7)") -> str:
     """The plane of a chip on which a program runs, with its operations at such times from the beginning of each run."""
-    named = [(text_of(hlo, name) if f"%{name} = " in hlo else name, at, taken) for name, at, taken in ops]
-    events = [(name, begin + at, taken) for begin in begins for name, at, taken in named]
+    named = [(text_of(hlo, name) if f"%{name} = " in hlo else name, at, duration) for name, at, duration in ops]
+    events = [(name, begin + at, duration) for begin in begins for name, at, duration in named]
     return plane("/device:TPU:0", {"XLA Modules": [(module, begin, seconds) for begin in begins], "XLA Ops": events})
 
 
@@ -115,16 +115,16 @@ def test_what_a_loop_contains_counts_once(tmp_path: Path):
 
 
 def test_medians_are_of_all_runs_on_all_devices(tmp_path: Path):
-    for host, taken in (("a", 10), ("b", 20), ("c", 90)):
-        write_trace(tmp_path, runs(HIDING, (0, 500), 100, ("c", 0, taken)), host=host)
+    for host, duration in (("a", 10), ("b", 20), ("c", 90)):
+        write_trace(tmp_path, runs(HIDING, (0, 500), 100, ("c", 0, duration)), host=host)
     found = compared(HIDING, tmp_path)
     assert (found.program.devices, len(found.program.runs)) == (3, 6)
     assert by_name(found)["c"][1] == pytest.approx(20)
 
 
 def test_of_several_traces_the_newest_is_read(tmp_path: Path):
-    for session, taken in (("2026_11_26", 10), ("2026_11_27", 20)):
-        write_trace(tmp_path, runs(HIDING, (0,), 100, ("c", 0, taken)), session=session)
+    for session, duration in (("2026_11_26", 10), ("2026_11_27", 20)):
+        write_trace(tmp_path, runs(HIDING, (0,), 100, ("c", 0, duration)), session=session)
     assert by_name(compared(HIDING, tmp_path))["c"][1] == pytest.approx(20)
     file = next(tmp_path.rglob("2026_11_26/*.xplane.pb"))
     assert by_name(compared(HIDING, file))["c"][1] == pytest.approx(10)
@@ -218,9 +218,9 @@ def test_what_the_compiler_writes_is_found_again(number: int, tmp_path: Path):
 def test_self_times_cover_a_line_once(spans: list[tuple[int, int]]):
     """Of events that lie in one another or apart, as a core's do; others are cut to that here."""
     nested: list[SimpleNamespace] = []
-    for begin, taken in sorted(spans, key=lambda span: (span[0], -span[1])):
+    for begin, duration in sorted(spans, key=lambda span: (span[0], -span[1])):
         around = [one.start_ns + one.duration_ns for one in nested if one.start_ns + one.duration_ns > begin]
-        nested.append(SimpleNamespace(start_ns=begin, duration_ns=min([begin + taken, *around]) - begin))
+        nested.append(SimpleNamespace(start_ns=begin, duration_ns=min([begin + duration, *around]) - begin))
     covered = {at for one in nested for at in range(one.start_ns, one.start_ns + one.duration_ns)}
     assert sum(self_ns for _, self_ns in self_times(nested)) == len(covered)
 

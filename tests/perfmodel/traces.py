@@ -12,8 +12,8 @@ Event = tuple[str, float, float]
 def line(name: str, events: Sequence[Event], numbers: Mapping[str, int]) -> str:
     """A line of a plane."""
     shown = [
-        f"events {{ metadata_id: {numbers[event]} offset_ps: {round(1e6 * begin)} duration_ps: {round(1e6 * taken)} }}"
-        for event, begin, taken in events
+        f"events {{ metadata_id: {numbers[event]} offset_ps: {round(1e6 * begin)} duration_ps: {round(1e6 * duration)} }}"
+        for event, begin, duration in events
     ]
     return f'lines {{ name: "{name}" {" ".join(shown)} }}'
 
@@ -26,10 +26,10 @@ def plane(name: str, lines: Mapping[str, Sequence[Event]], kind: str = "TPU v5 l
         f'event_metadata {{ key: {number} value {{ id: {number} name: "{_quoted(event)}" }} }}'
         for event, number in numbers.items()
     ]
-    told = 'stat_metadata { key: 1 value { id: 1 name: "device_type_string" } }'
+    device_stat = 'stat_metadata { key: 1 value { id: 1 name: "device_type_string" } }'
     stat = f'stats {{ metadata_id: 1 str_value: "{kind}" }}'
     shown = [line(each, events, numbers) for each, events in lines.items()]
-    return f'planes {{ name: "{name}" {" ".join([*metadata, told, stat, *shown])} }}'
+    return f'planes {{ name: "{name}" {" ".join([*metadata, device_stat, stat, *shown])} }}'
 
 
 def gpu_plane(number: int, streams: Mapping[str, Sequence[tuple[str, float, float, str]]]) -> str:
@@ -49,10 +49,10 @@ def gpu_plane(number: int, streams: Mapping[str, Sequence[tuple[str, float, floa
     lines = ""
     for name, events in streams.items():
         shown = ""
-        for kernel, begin, taken, op in events:
+        for kernel, begin, duration, op in events:
             about = f'stats {{ metadata_id: 1 str_value: "{op}" }} ' if op else ""
             about += 'stats { metadata_id: 2 str_value: "m" } stats { metadata_id: 3 uint64_value: 7 }'
-            times = f"offset_ps: {round(1e6 * begin)} duration_ps: {round(1e6 * taken)}"
+            times = f"offset_ps: {round(1e6 * begin)} duration_ps: {round(1e6 * duration)}"
             shown += f"events {{ metadata_id: {numbers[kernel]} {times} {about} }} "
         lines += f'lines {{ name: "{name}" {shown}}} '
     return f'planes {{ name: "/device:GPU:{number}" {metadata}{stats}{lines}}}'

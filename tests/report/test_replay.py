@@ -65,9 +65,9 @@ def test_the_data_comes_out_as_it_went_in(tmp_path: Path):
     data = written(tmp_path, replay).data()
     assert data == json.loads(json.dumps(asdict(replay)))
     first = data["passages"][0]
-    emitted = [token["text"] for taken in first["rounds"] for token in taken["emitted"]]
+    emitted = [token["text"] for round_ in first["rounds"] for token in round_["emitted"]]
     assert emitted == [step["token"]["text"] for step in first["baseline"]] == ["def", " f", "(x", "):", "\n", "    return"]
-    assert [token["id"] for taken in first["rounds"] for token in taken["drafted"]] == [0, 1, 90, 90, 91, 4, 5, 6]
+    assert [token["id"] for round_ in first["rounds"] for token in round_["drafted"]] == [0, 1, 90, 90, 91, 4, 5, 6]
 
 
 def test_names_and_settings_are_shown(tmp_path: Path):

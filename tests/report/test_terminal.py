@@ -78,11 +78,11 @@ def test_what_was_chosen_is_a_line():
 
 def test_drafted_text_is_told_apart_and_printed_as_it_is():
     drafted = terminal.piece_text("[bold] :warning:", True)
-    own = terminal.piece_text("x", False)
-    assert drafted.style != own.style
+    target_text = terminal.piece_text("x", False)
+    assert drafted.style != target_text.style
     console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
     console.print(drafted, end="")
-    console.print(own)
+    console.print(target_text)
     assert console.export_text(clear=False) == "[bold] :warning:x\n"
     styled = console.export_text(styles=True)
     assert "\x1b[32m[bold]" in styled

@@ -106,20 +106,20 @@ def drive(
     cancelled: Sequence[int] = (),
 ) -> tuple[list[Heard], list[RequestHandle]]:
     """Submits requests in random portions between steps until all have ended. Cancels some of them."""
-    heard = [Heard() for _ in asks]
+    listeners = [Heard() for _ in asks]
     handles: list[RequestHandle] = []
     with paced_by(engine, rng.spawn(1)[0]) as step:
-        while len(handles) < len(asks) or not all(each.ended for each in heard):
+        while len(handles) < len(asks) or not all(each.ended for each in listeners):
             for _ in range(int(rng.integers(0, 5))):
                 if len(handles) < len(asks):
-                    handles.append(engine.submit(asks[len(handles)], heard[len(handles)]))
+                    handles.append(engine.submit(asks[len(handles)], listeners[len(handles)]))
             for n in cancelled:
-                if n < len(handles) and not heard[n].ended and (len(heard[n].updates) > 1 or rng.random() < 0.05):
+                if n < len(handles) and not listeners[n].ended and (len(listeners[n].updates) > 1 or rng.random() < 0.05):
                     engine.cancel(handles[n])
             step()
         while step():
             pass
-    return heard, handles
+    return listeners, handles
 
 
 def sent_and_read(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -69,29 +69,29 @@ def test_blocks_follow_their_automata(seed: int):
     committed = np.zeros(4, np.int32)
     want = np.asarray(state)
     for row, each in enumerate(rows):
-        own = each or allow_all(VOCAB)
+        automaton = each or allow_all(VOCAB)
         at = int(state[row])
         kept = 0
         for slot in range(6):
-            assert masks[row, slot].tolist() == own.masks[own.mask_of[at]].tolist()
-            forced = int(own.forced[at])
+            assert masks[row, slot].tolist() == automaton.masks[automaton.mask_of[at]].tolist()
+            forced = int(automaton.forced[at])
             if slot == 5 or (forced < 0 and slot >= counts[row]):
                 break
             token = forced if forced >= 0 else int(drafts[row, slot])
-            if own.after[at, own.classes[token]] < 0:
+            if automaton.after[at, automaton.classes[token]] < 0:
                 break
             assert found.drafts[row, slot] == token
-            at = int(own.after[at, own.classes[token]])
+            at = int(automaton.after[at, automaton.classes[token]])
             kept = kept + 1
         assert found.counts[row] == kept
         # A round accepts some of them, and draws a token that may come behind them.
         accepted = int(rng.integers(kept + 1))
         before = int(found.states[row, accepted])
-        may = np.flatnonzero(np.unpackbits(own.masks[own.mask_of[before]].view(np.uint8), bitorder="little"))
+        may = np.flatnonzero(np.unpackbits(automaton.masks[automaton.mask_of[before]].view(np.uint8), bitorder="little"))
         drawn = int(rng.choice(may[may < VOCAB]))
         committed[row] = rng.integers(2) * (accepted + 1)
         tokens[row, : accepted + 1] = [*np.asarray(found.drafts[row, :accepted]), drawn]
-        reached = own.advance(int(state[row]), tokens[row, : committed[row]].tolist())
+        reached = automaton.advance(int(state[row]), tokens[row, : committed[row]].tolist())
         want[row] = BEYOND if reached is None else reached
     got = advanced(table, place, found.states, tokens, committed)
     np.testing.assert_array_equal(got, want)

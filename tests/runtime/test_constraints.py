@@ -100,13 +100,13 @@ def requests(
     seed: int, count: int, constrained: Callable[[int], bool], dance: Callable[[int], Dance] = lambda _: Dance(least=20)
 ) -> list[GenerateRequest]:
     rng = np.random.default_rng(seed)
-    asked = prompts(seed, [int(n) for n in rng.integers(1, 40, count)], vocab=VOCAB)
+    inputs = prompts(seed, [int(n) for n in rng.integers(1, 40, count)], vocab=VOCAB)
     each = samplings(rng, count, 56)
 
     def request(n: int) -> GenerateRequest:
         if not constrained(n):
-            return GenerateRequest(asked[n], each[n])
-        return GenerateRequest(asked[n], replace(each[n], ignore_eos=False), constraint=dance(n))
+            return GenerateRequest(inputs[n], each[n])
+        return GenerateRequest(inputs[n], replace(each[n], ignore_eos=False), constraint=dance(n))
 
     return [request(n) for n in range(count)]
 
@@ -141,8 +141,8 @@ def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
     automata = leaving if source == "left" else known
     asks = requests(0, 16, lambda n: n % 2 == 0, lambda n: Dance(least=20) if n in plainly else automata[n // 2 % 2])
     engine.accept_requests()
-    heard, handles = drive(engine, asks, np.random.default_rng(1))
-    for n, each in enumerate(heard):
+    listeners, handles = drive(engine, asks, np.random.default_rng(1))
+    for n, each in enumerate(listeners):
         assert each.tokens == wanted[n], n
     stats = engine.stats()
     assert stats.preemptions > 0
@@ -153,7 +153,7 @@ def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
     assert found == ({source} if source in ("host", "device") else {"host", "device"})
     results = [handle.result for handle in handles[::2]]
     assert sum(sum(result.accepted) for result in results if result is not None) > 0, "what is forced is accepted, at least"
-    assert {"eos", "length"} == {each.end for each in heard[::2]}
+    assert {"eos", "length"} == {each.end for each in listeners[::2]}
     check_empty(engine)
 
 
@@ -165,8 +165,8 @@ def test_rows_under_masks_of_the_device_run_many_rounds_to_a_dispatch(
     asks = [GenerateRequest([1, 2, 3], Sampling(40, temperature, seed=5), constraint=known[0]) for temperature in (0.0, 1.0)]
     want = [plain(lm, ask) for ask in asks]
     engine.accept_requests()
-    heard, handles = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == want
+    listeners, handles = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == want
     stats = engine.stats()
     assert stats.automaton_rounds == stats.rounds > 3 * stats.dispatches
     monkeypatch.setattr(engine.decoding.chooser, "under_masks", lambda *_: 1)
@@ -198,18 +198,18 @@ def test_the_next_round_of_the_hosts_masks_is_sent_before_tokens_are_handed_out(
     monkeypatch.setattr(engine.runner, "run", running)
     take = engine.deliver_dispatch
 
-    def taking(sent: SentRounds, *told: Any) -> None:
+    def taking(sent: SentRounds, *arguments: Any) -> None:
         waiting.append(len(engine.flight))
-        take(sent, *told)
+        take(sent, *arguments)
 
     monkeypatch.setattr(engine, "deliver_dispatch", taking)
     engine.accept_requests()
-    heard = [Heard() for _ in asks]
-    for ask, each in zip(asks, heard, strict=True):
+    listeners = [Heard() for _ in asks]
+    for ask, each in zip(asks, listeners, strict=True):
         engine.submit(ask, each)
     while engine.step():
         pass
-    assert [each.tokens for each in heard] == [plain(lm, ask) for ask in asks]
+    assert [each.tokens for each in listeners] == [plain(lm, ask) for ask in asks]
     assert waiting.count(1) > len(waiting) // 2
     assert (engine.stats().preemptions > 0) == fails
     check_empty(engine)
@@ -225,8 +225,8 @@ def test_rows_that_leave_their_automaton_go_on_under_masks_of_the_host(lm: Langu
     sizes = (leaves, leaves + 1, leaves + 20)
     asks = [replace(ask, sampling=Sampling(size, 1.0, seed=5), constraint=rule) for size in sizes]
     engine.accept_requests()
-    heard, handles = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == [want[:size] for size in sizes]
+    listeners, handles = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == [want[:size] for size in sizes]
     assert [handle.masks for handle in handles] == [{"device"}, {"device", "host"}, {"device", "host"}]
     check_empty(engine)
 
@@ -237,10 +237,10 @@ def test_stop_strings_do_not_cut_an_answer_under_masks(lm: LanguageModel, engine
     whole = lm.tokenizer.decode(want)
     stop = whole[len(whole) // 2 :][:2]
     engine.accept_requests()
-    heard, _ = drive(engine, [replace(ask, sampling=Sampling(40, stop=(stop,))), ask], np.random.default_rng(0))
-    assert heard[0].end == "eos"
-    assert stop in heard[0].text
-    assert [each.tokens for each in heard] == [want, want]
+    listeners, _ = drive(engine, [replace(ask, sampling=Sampling(40, stop=(stop,))), ask], np.random.default_rng(0))
+    assert listeners[0].end == "eos"
+    assert stop in listeners[0].text
+    assert [each.tokens for each in listeners] == [want, want]
     check_empty(engine)
 
 
@@ -261,17 +261,17 @@ def test_a_constraint_that_cannot_go_on_ends_its_request_alone(lm: LanguageModel
 
 @pytest.mark.parametrize("source", ["host", "device"])
 def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, engine: Engine, known: list[Dance], source: str):
-    heard = Heard()
+    listener = Heard()
     prompt = [1, 2, 3]
     engine.accept_requests()
     constraint = known[0] if source == "device" else Dance()
-    engine.submit(GenerateRequest(prompt, Sampling(8), logprobs=20, constraint=constraint), heard)
+    engine.submit(GenerateRequest(prompt, Sampling(8), logprobs=20, constraint=constraint), listener)
     while engine.step():
         pass
     engine.stop()
     dance = constraint.begin()
     before = list(prompt)
-    for token in (token for update in heard.updates for token in update.tokens):
+    for token in (token for update in listener.updates for token in update.tokens):
         logits = next_logits(lm, before).astype(np.float64)
         may = dance.next()
         want = logits - np.log(np.sum(np.exp(logits[may])))

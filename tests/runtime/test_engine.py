@@ -48,9 +48,9 @@ def team_of(folder: Path) -> LanguageModel:
     """A model with three drafters that take turns."""
     target, dflash = as_folders(folder, PAIR)
     lm = load(target, table=TABLE)
-    own = DrafterOptions(block_size=BLOCK)
+    default_options = DrafterOptions(block_size=BLOCK)
     sources = ("ngram", str(dflash), str(as_folder(folder / "eagle3", *EAGLE3)))
-    members, params = zip(*(lm.load_drafter(source, own) for source in sources), strict=True)
+    members, params = zip(*(lm.load_drafter(source, default_options) for source in sources), strict=True)
     return lm.with_drafter(Team(members, TABLE.widths), params)
 
 
@@ -124,9 +124,9 @@ def requests(seed: int, count: int) -> list[GenerateRequest]:
     """Prompts of mixed lengths, several of which begin alike, with all kinds of sampling."""
     rng = np.random.default_rng(seed)
     begun = prompts(seed, [40, 33], vocab=VOCAB)
-    asked = prompts(seed + 1, [int(n) for n in rng.integers(1, 50, count)], vocab=VOCAB)
-    asked = [[*begun[n % 2], *own][:60] if n % 3 == 0 else own for n, own in enumerate(asked)]
-    return [GenerateRequest(tokens, sampling) for tokens, sampling in zip(asked, samplings(rng, count, 36), strict=True)]
+    inputs = prompts(seed + 1, [int(n) for n in rng.integers(1, 50, count)], vocab=VOCAB)
+    inputs = [[*begun[n % 2], *prompt][:60] if n % 3 == 0 else prompt for n, prompt in enumerate(inputs)]
+    return [GenerateRequest(tokens, sampling) for tokens, sampling in zip(inputs, samplings(rng, count, 36), strict=True)]
 
 
 @pytest.mark.parametrize("seed, count", [(0, 24), *(pytest.param(seed, 64, marks=pytest.mark.slow) for seed in range(3))])
@@ -136,8 +136,8 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engin
     want = expected(lm, asks)
     cancelled = [n for n in (7, 20, 41) if n < count]
     engine.accept_requests()
-    heard, handles = drive(engine, asks, np.random.default_rng(seed), cancelled)
-    for n, (each, handle) in enumerate(zip(heard, handles, strict=True)):
+    listeners, handles = drive(engine, asks, np.random.default_rng(seed), cancelled)
+    for n, (each, handle) in enumerate(zip(listeners, handles, strict=True)):
         assert handle.result is not None
         assert each.tokens == handle.result.tokens
         if each.end == "cancelled":
@@ -152,8 +152,8 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engin
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hits > 0
-    assert {each.end for each in heard} >= {"length", "cancelled"}
-    assert stats.generated_tokens == sum(len(each.tokens) for each in heard)
+    assert {each.end for each in listeners} >= {"length", "cancelled"}
+    assert stats.generated_tokens == sum(len(each.tokens) for each in listeners)
     assert stats.row_rounds <= stats.generated_tokens + count
     check_empty(engine)
     engine.stop()
@@ -168,9 +168,9 @@ def test_rounds_are_those_of_the_standalone_loop(lm: LanguageModel, engine: Engi
     wanted = [lm.generate([list(ask.prompt)], ask.sampling)[0] for ask in asks]
     engine.accept_requests()
     for ask, want in zip(asks, wanted, strict=True):
-        heard = Heard()
-        handle = engine.submit(ask, heard)
-        while not heard.ended:
+        listener = Heard()
+        handle = engine.submit(ask, listener)
+        while not listener.ended:
             engine.step()
         got = handle.result
         assert got is not None
@@ -185,11 +185,11 @@ def test_a_long_prompt_goes_piece_by_piece(
     """Each step sends one piece and waits for the one before; others come between, and the rest of it may be given up."""
     events = sent_and_read(engine, monkeypatch)
     short = GenerateRequest([1, 2], Sampling(4, ignore_eos=True))
-    heard = Heard()
+    listener = Heard()
     other = Heard()
     (want,) = expected(lm, [short])
     engine.accept_requests()
-    handle = engine.submit(GenerateRequest([3] * 90, Sampling(4), pooling=pooling), heard)
+    handle = engine.submit(GenerateRequest([3] * 90, Sampling(4), pooling=pooling), listener)
     engine.step()
     engine.submit(short, other)
     engine.step()
@@ -199,7 +199,7 @@ def test_a_long_prompt_goes_piece_by_piece(
     engine.cancel(handle)
     while engine.step():
         continue
-    assert heard.end == "cancelled"
+    assert listener.end == "cancelled"
     assert events.count("prefill") == 4, "three pieces of six, and the other's only one"
     assert other.tokens == want
     check_empty(engine)
@@ -210,13 +210,13 @@ def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: 
     whole = lm.generate([prompt], Sampling(30, ignore_eos=True), speculative=False)[0].text
     stop = whole[9:12]
     want = lm.generate([prompt], Sampling(30, ignore_eos=True, stop=(stop,)), speculative=False)[0]
-    heard = Heard()
+    listener = Heard()
     engine.accept_requests()
-    engine.submit(GenerateRequest(prompt, Sampling(30, ignore_eos=True, stop=(stop,))), heard)
+    engine.submit(GenerateRequest(prompt, Sampling(30, ignore_eos=True, stop=(stop,))), listener)
     while engine.step():
         pass
-    assert (heard.end, heard.text, heard.tokens) == ("stop", want.text, want.tokens)
-    assert stop not in heard.text
+    assert (listener.end, listener.text, listener.tokens) == ("stop", want.text, want.tokens)
+    assert stop not in listener.text
     check_empty(engine)
 
 
@@ -241,31 +241,31 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., E
     engine = engines(queue_requests=3, queue_tokens=40)
     few = Sampling(4)
     engine.accept_requests()
-    heard = [Heard() for _ in range(3)]
-    engine.submit(GenerateRequest([1] * 30, few), heard[0])
+    listeners = [Heard() for _ in range(3)]
+    engine.submit(GenerateRequest([1] * 30, few), listeners[0])
     with pytest.raises(Overloaded, match="at most 40 tokens of prompts") as caught:
         engine.submit(GenerateRequest([1] * 30, few), Heard())
     assert caught.value.retry_after_s > 0
-    for each in heard[1:]:
+    for each in listeners[1:]:
         engine.submit(GenerateRequest([1], few), each)
     with pytest.raises(Overloaded, match="at most 3 requests"):
         engine.check_room(1, 0)
     assert engine.stats().rejected == 2
     while engine.step():
         pass
-    assert all(each.ended for each in heard)
+    assert all(each.ended for each in listeners)
     engine.check_room(3, 40)
 
 
 def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine):
     engine.accept_requests()
-    heard = [Heard() for _ in range(6)]
-    for n, each in enumerate(heard):
+    listeners = [Heard() for _ in range(6)]
+    for n, each in enumerate(listeners):
         engine.submit(GenerateRequest([1, 2], Sampling(60, ignore_eos=True), deadline_s=None if n == 3 else 1e-9), each)
     while engine.step():
         pass
-    assert [each.end for each in heard] == ["deadline"] * 3 + ["length"] + ["deadline"] * 2
-    assert "within 1e-09 s" in heard[0].updates[-1].error
+    assert [each.end for each in listeners] == ["deadline"] * 3 + ["length"] + ["deadline"] * 2
+    assert "within 1e-09 s" in listeners[0].updates[-1].error
     check_empty(engine)
 
 
@@ -356,8 +356,8 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, e
     monkeypatch.setattr(engine.runner, "rounds", flaky)
     engine.accept_requests()
     failing = {3}
-    heard, _ = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == want
+    listeners, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == want
     check_empty(engine)
     failing = {len(calls) + 1, len(calls) + 2}
     first = Heard()
@@ -365,20 +365,20 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, e
     while engine.step():
         pass
     assert (first.end, first.updates[-1].error) == ("error", "the request could not be computed")
-    heard, _ = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == want
+    listeners, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == want
     check_empty(engine)
 
 
 def test_it_steps_on_a_thread_and_ends_what_it_has(lm: LanguageModel, engine: Engine):
     asks = requests(7, 8)
     want = expected(lm, asks)
-    heard = [Heard() for _ in asks]
+    listeners = [Heard() for _ in asks]
     engine.start()
-    for ask, each in zip(asks, heard, strict=True):
+    for ask, each in zip(asks, listeners, strict=True):
         engine.submit(ask, each)
     assert engine.stop(drain_s=60.0)
-    assert [each.tokens for each in heard] == want
+    assert [each.tokens for each in listeners] == want
     with pytest.raises(Stopped):
         engine.submit(asks[0], Heard())
     check_empty(engine)
@@ -386,11 +386,11 @@ def test_it_steps_on_a_thread_and_ends_what_it_has(lm: LanguageModel, engine: En
 
 def test_what_has_not_ended_when_it_stops_is_cancelled(engine: Engine):
     engine.accept_requests()
-    heard = Heard()
-    engine.submit(GenerateRequest([1, 2], Sampling(60, ignore_eos=True)), heard)
+    listener = Heard()
+    engine.submit(GenerateRequest([1, 2], Sampling(60, ignore_eos=True)), listener)
     engine.step()
     assert not engine.stop()
-    assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine was stopped")
+    assert (listener.end, listener.updates[-1].error) == ("cancelled", "the engine was stopped")
     check_empty(engine)
 
 
@@ -414,18 +414,18 @@ def ended(results: Iterable[Result]) -> list[Any]:
 def test_changed_logits_and_ends_are_those_of_plain_decoding(lm: LanguageModel, engine: Engine):
     """Biases, tokens that end a request, and tokens that may not end it yet: whatever is drafted, in any company."""
     rng = np.random.default_rng(3)
-    asked = prompts(3, [int(n) for n in range(5, 45)], vocab=VOCAB)
+    inputs = prompts(3, [int(n) for n in range(5, 45)], vocab=VOCAB)
     # n-grams find what repeats
-    asked = [tokens + tokens[: len(tokens) // 2] if n % 2 else tokens for n, tokens in enumerate(asked)][:32]
-    samplings = [Sampling(32, seed=n, **CHANGES[n % len(CHANGES)]) for n in range(len(asked))]
-    asks = [GenerateRequest(tokens[:60], sampling) for tokens, sampling in zip(asked, samplings, strict=True)]
+    inputs = [tokens + tokens[: len(tokens) // 2] if n % 2 else tokens for n, tokens in enumerate(inputs)][:32]
+    samplings = [Sampling(32, seed=n, **CHANGES[n % len(CHANGES)]) for n in range(len(inputs))]
+    asks = [GenerateRequest(tokens[:60], sampling) for tokens, sampling in zip(inputs, samplings, strict=True)]
     plain = [lm.generate([list(ask.prompt)], ask.sampling, speculative=False)[0] for ask in asks]
     if isinstance(lm.drafter, DFlash):
         drafted = [lm.generate([list(ask.prompt) for ask in asks[n : n + 4]], samplings[n : n + 4]) for n in (0, 4)]
         assert [result for part in drafted for result in ended(part)] == ended(plain[:8])
     engine.accept_requests()
-    heard, handles = drive(engine, asks, rng)
-    assert [each.tokens for each in heard] == [result.tokens for result in plain]
+    listeners, handles = drive(engine, asks, rng)
+    assert [each.tokens for each in listeners] == [result.tokens for result in plain]
     for ask, handle, result in zip(asks, handles, plain, strict=True):
         assert handle.result is not None
         assert (handle.result.finish_reason, handle.result.stop_reason) == (result.finish_reason, result.stop_reason)
@@ -444,11 +444,11 @@ def test_plain_decoding_takes_the_best_of_the_changed_logits(lm: LanguageModel):
     if lm.dtype == "bfloat16":
         pytest.skip("a pass without a cache rounds otherwise")
     prompt = prompts(4, [7], vocab=VOCAB)[0]
-    asked = Sampling(12, logit_bias=((3, 1.5), (5, -2.0)), stop_token_ids=(1, 2, 4, 8, 3, 6), min_tokens=8)
-    (result,) = lm.generate([prompt], asked, speculative=False)
+    sampling = Sampling(12, logit_bias=((3, 1.5), (5, -2.0)), stop_token_ids=(1, 2, 4, 8, 3, 6), min_tokens=8)
+    (result,) = lm.generate([prompt], sampling, speculative=False)
     for n, token in enumerate(result.tokens):
         logits = np.asarray(observed_logits(lm, [*prompt, *result.tokens[:n]]))[-1]
-        changed = adjusted(logits, dict(asked.logit_bias), asked.stop_token_ids if n < 8 else ())
+        changed = adjusted(logits, dict(sampling.logit_bias), sampling.stop_token_ids if n < 8 else ())
         assert token == changed.argmax()
 
 
@@ -461,11 +461,11 @@ def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, e
         for n, ask in enumerate(requests(8, 24))
     ]
     engine.accept_requests()
-    heard, _ = drive(engine, asks, np.random.default_rng(1))
+    listeners, _ = drive(engine, asks, np.random.default_rng(1))
     assert engine.stats().preemptions > 0
     check_empty(engine)
     engine.stop()
-    for n, (ask, each) in enumerate(zip(asks, heard, strict=True)):
+    for n, (ask, each) in enumerate(zip(asks, listeners, strict=True)):
         given = [token.logprobs for update in each.updates for token in update.tokens]
         prompt = [update.prompt_logprobs for update in each.updates]
         assert all(one is None for one in prompt[1:])
@@ -488,11 +488,11 @@ def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, e
 def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, engine: Engine):
     """Whenever it comes: while the prompt is computed, while rounds are on their way, and later."""
     ask = GenerateRequest(prompts(9, [40], vocab=VOCAB)[0], Sampling(30, ignore_eos=True), logprobs=0, prompt_logprobs=True)
-    told = []
+    logprobs = []
     engine.accept_requests()
     for steps in (0, 1, 2, 4):
-        heard = Heard()
-        engine.submit(ask, heard)
+        listener = Heard()
+        engine.submit(ask, listener)
         for _ in range(steps):
             engine.step()
         for running in engine.scheduler.running:
@@ -501,11 +501,11 @@ def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, eng
             engine.read(engine.flight.popleft())
         while engine.step():
             pass
-        first = heard.updates[0].prompt_logprobs
+        first = listener.updates[0].prompt_logprobs
         assert first is not None
-        told.append([one.logprob for one in first])
-        assert len(told[-1]) == len(ask.prompt) - 1
-    assert all(each == pytest.approx(told[0], abs=1e-5) for each in told)
+        logprobs.append([one.logprob for one in first])
+        assert len(logprobs[-1]) == len(ask.prompt) - 1
+    assert all(each == pytest.approx(logprobs[0], abs=1e-5) for each in logprobs)
     check_empty(engine)
 
 

@@ -37,8 +37,8 @@ def test_requests_get_what_one_device_gives_them(schedule: str, devices: int, sa
     engine = lm.engine(EngineOptions(table=TABLE, page_size=16))
     engine.warm()
     engine.accept_requests()
-    heard, _ = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == wanted
+    listeners, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == wanted
     assert engine.runner.state is not None
     pool = engine.runner.state.target_cache[0].pool.k  # type: ignore[attr-defined]
     assert pool.addressable_shards[0].data.shape[1] == 1, "each device holds the keys of one head"
@@ -57,9 +57,9 @@ def test_masks_of_the_device_are_those_of_one_device(tmp_path: Path):
         engine = lm.engine(EngineOptions(table=TABLE, page_size=16, constraints=True))
         engine.warm()
         engine.accept_requests()
-        heard, handles = drive(engine, asks, np.random.default_rng(0))
+        listeners, handles = drive(engine, asks, np.random.default_rng(0))
         assert [handle.masks for handle in handles] == [{"device"}] * 2
-        found.append([each.tokens for each in heard])
+        found.append([each.tokens for each in listeners])
         check_empty(engine)
         engine.stop()
     assert found[0] == found[1]

@@ -57,22 +57,22 @@ def lockstep(engine: Engine, messages: Messages) -> Lockstep:
 def test_a_runner_that_is_told_all_has_the_state_of_the_one_that_tells(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Requests of several kinds, more than there are slots, and a state that is made anew."""
     messages = Messages()
-    told = lockstep(engine, messages)
-    monkeypatch.setattr(engine.runner, "lockstep", told)
+    lockstep_runner = lockstep(engine, messages)
+    monkeypatch.setattr(engine.runner, "lockstep", lockstep_runner)
     engine.runner.reset()
     kinds = [Sampling(9), Sampling(7, temperature=1.0, seed=3), Sampling(20, temperature=0.7, seed=1, repetition_penalty=1.2)]
     asks = [GenerateRequest(tokens, kind, logprobs=2) for tokens, kind in zip(prompts(0, [20, 5, 13]), kinds, strict=True)]
-    heard, _ = drive(engine, asks, np.random.default_rng(0))
-    assert sum(len(each.tokens) for each in heard) > 6
+    listeners, _ = drive(engine, asks, np.random.default_rng(0))
+    assert sum(len(each.tokens) for each in listeners) > 6
     follower = ModelRunner(engine.decoding.programs, engine.runner.sampling)
-    told.end()
+    lockstep_runner.end()
     ran: list[str] = []
     for key, inputs in lockstep(engine, messages).received():
         ran.append(key.name)
         follower.reset() if key.name == "allocate" else follower.run(key, *inputs)
     assert (ran[0], {*ran}, len(messages.kept)) == ("allocate", {"allocate", "prefill", "rounds"}, 0)
-    for own, wanted in zip(jax.tree.leaves(follower.state), jax.tree.leaves(engine.runner.state), strict=True):
-        np.testing.assert_array_equal(own, wanted)
+    for found, wanted in zip(jax.tree.leaves(follower.state), jax.tree.leaves(engine.runner.state), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_failure_that_may_not_be_everybodys_ends_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -86,5 +86,5 @@ def test_what_is_free_is_the_least_of_all_processes(monkeypatch: pytest.MonkeyPa
     assert (mesh.min_over_processes(None, 12345), mesh.min_over_processes(here, 12345)) == (12345, 12345)
     monkeypatch.setattr(Mesh, "is_multi_process", True)
     both = mesh.make_mesh({"both": 2})  # a mesh remembers what it was asked
-    monkeypatch.setattr(mesh.multihost_utils, "process_allgather", lambda own: np.asarray([own, own - 1, own + 7]))
+    monkeypatch.setattr(mesh.multihost_utils, "process_allgather", lambda size: np.asarray([size, size - 1, size + 7]))
     assert mesh.min_over_processes(both, 10 << 40) == (10 << 40) - (1 << 20)

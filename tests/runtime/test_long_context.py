@@ -37,8 +37,8 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel):
     ]
     engine.runner.reset()
     engine.accept_requests()
-    heard, _ = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == expected(lm, asks)
+    listeners, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == expected(lm, asks)
     check_empty(engine)
     engine.stop()
 

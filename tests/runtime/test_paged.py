@@ -16,7 +16,7 @@ from tilewright.runtime import cache
 from tilewright.runtime.cache import Paged
 
 NEW = 24
-ASKED = prompts(0, [1, 7, 29])
+PROMPTS = prompts(0, [1, 7, 29])
 """Three rows, so that the batch of four has one of padding, and that prompts and blocks cross from page to page."""
 
 
@@ -40,9 +40,9 @@ def test_rows_of_pages_take_turns_on_one_pool():
     @partial(jax.jit, donate_argnums=0)
     def turns(held: Any, new: Any, start: Any, count: Any) -> Any:
         for first in (0, 2):
-            own = rows_of(held, first, 2)
+            rows = rows_of(held, first, 2)
             part = slice(first, first + 2)
-            held = with_rows(held, first, own.append(PLAIN, new[part], -new[part], start[part], count[part]))
+            held = with_rows(held, first, rows.append(PLAIN, new[part], -new[part], start[part], count[part]))
         return held
 
     whole = jax.jit(lambda held: held.append(PLAIN, new, -new, start, count))(held)

@@ -132,7 +132,7 @@ def check_each(
     st.booleans(),
 )
 def test_rows_of_every_kind(kinds: list[tuple[dict[str, Any], int]], asking: list[bool], seed: int, slots: int, rounded: bool):
-    requests = [Sampling(seed=own, **kind) for kind, own in kinds]
+    requests = [Sampling(seed=row_seed, **kind) for kind, row_seed in kinds]
     check_each(requests, *problem(seed, slots, rounded), np.asarray(asking))
 
 
@@ -172,7 +172,7 @@ def test_a_draw_that_the_filters_left_none_of_the_best_tokens(tries: int, monkey
 )
 def test_rows_that_draw_together(kinds: list[tuple[dict[str, Any], int]], asking: list[bool], seed: int, together: int):
     """As on accelerators: any number of rows of one kind in a turn, of which the last one may be short."""
-    requests = [Sampling(seed=own, **kind) for kind, own in kinds]
+    requests = [Sampling(seed=row_seed, **kind) for kind, row_seed in kinds]
     check_each(requests, *problem(seed, 1, rounded=False), np.asarray(asking), TOGETHER[together])
 
 
@@ -208,8 +208,8 @@ def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots:
     requests = [Sampling(**kind) for kind in KINDS[:rows]]
     whole = problem(0, slots, rounded=False)
     logits, history, positions = jax.tree.map(lambda x: x[:rows], whole)
-    asked = row_sampling(requests, history.last_position), history, positions, np.ones(rows, bool)
-    hlo = jax.jit(sample_each).lower(logits, *asked).compile().as_text()
+    arguments = row_sampling(requests, history.last_position), history, positions, np.ones(rows, bool)
+    hlo = jax.jit(sample_each).lower(logits, *arguments).compile().as_text()
     assert hlo is not None
     of_draws = {"xor", "log"}
     assert of_draws <= opcodes(hlo, VOCAB, 9)

@@ -196,8 +196,8 @@ def test_biases_and_ends_that_may_not_come(
     block = rng.integers(0, 7, (3, 4)).astype(np.int32)
     logits = rng.normal(size=(3, 4, 7)).astype(np.float32)
     known = np.asarray([prompt + generated - 1 for prompt, generated in lengths], np.int32)
-    asked = Sampling(logit_bias=tuple(biases.items()), min_tokens=least, stop_token_ids=tuple(stops))
-    requests = [asked, Sampling(stop_token_ids=tuple(stops)), replace(asked, repetition_penalty=1.5)]
+    sampling = Sampling(logit_bias=tuple(biases.items()), min_tokens=least, stop_token_ids=tuple(stops))
+    requests = [sampling, Sampling(stop_token_ids=tuple(stops)), replace(sampling, repetition_penalty=1.5)]
     eos = [2]
     got = jitted_penalise(logits, row_sampling(requests, [n for n, _ in lengths], eos=eos), tokens, known, block)
     np.testing.assert_array_equal(got[1], logits[1])
@@ -212,13 +212,13 @@ def test_biases_and_ends_that_may_not_come(
 
 
 def test_a_row_has_places_for_so_many_tokens():
-    asked = Sampling(logit_bias=tuple((n, 1.0) for n in range(300)), min_tokens=1, stop_token_ids=tuple(range(300, 428)))
-    adjusting = row_sampling([asked], [1], eos=range(500, 584))
+    sampling = Sampling(logit_bias=tuple((n, 1.0) for n in range(300)), min_tokens=1, stop_token_ids=tuple(range(300, 428)))
+    adjusting = row_sampling([sampling], [1], eos=range(500, 584))
     assert sorted(np.asarray(adjusting.adjusted)[0].tolist()) == [*range(428), *range(500, 584)]
     with pytest.raises(ValueError, match="at most 512 biased and ending tokens"):
-        row_sampling([asked], [1], eos=range(500, 585))
+        row_sampling([sampling], [1], eos=range(500, 585))
     with pytest.raises(ValueError, match="end-of-sequence tokens"):
-        row_sampling([asked], [1])
+        row_sampling([sampling], [1])
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ class Simulation:
             self.read(*self.flight.pop(0))
 
     def send(self) -> bool:
-        asked = self.scheduler.runnable()
-        batch, rounds = self.scheduler.make_room(asked, int(self.rng.integers(1, 9)), WIDTH) if asked else ([], 0)
+        runnable = self.scheduler.runnable()
+        batch, rounds = self.scheduler.make_room(runnable, int(self.rng.integers(1, 9)), WIDTH) if runnable else ([], 0)
         if not batch:
             return False
         for running in batch:
@@ -214,11 +214,11 @@ def simulate(scheduler: Scheduler, rng: np.random.Generator, sizes: Sequence[tup
         sequence(n, [*[1] * (prompt // 2), *rng.integers(0, 2, prompt - prompt // 2).tolist()], new)
         for n, (prompt, new) in enumerate(sizes)
     ]
-    asked: list[TokenSequence] = []
+    submitted: list[TokenSequence] = []
     for _ in range(2000):
         if waiting and rng.integers(3):
-            asked.append(waiting.pop(0))
-            scheduler.wait(asked[-1])
+            submitted.append(waiting.pop(0))
+            scheduler.wait(submitted[-1])
         simulation.step()
         numbers = [each.number for each in scheduler.waiting]
         assert numbers == sorted(numbers)
@@ -393,16 +393,16 @@ def prefill(scheduler: Scheduler) -> None:
             scheduler.on_prefilled(chunk)
 
 
-def run_alone(scheduler: Scheduler, asked: TokenSequence) -> None:
+def run_alone(scheduler: Scheduler, sequence: TokenSequence) -> None:
     """Prefills and generates a token a round, until it has ended."""
-    scheduler.wait(asked)
+    scheduler.wait(sequence)
     (running,) = scheduler.admit()
     prefill(scheduler)
-    while asked.processor.finish_reason is None:
+    while sequence.processor.finish_reason is None:
         scheduler.make_room([running], 1, WIDTH)
         scheduler.on_dispatched([running], 1, WIDTH)
         scheduler.on_completed(running, 1, WIDTH, 1)
-        asked.processor.add_round([len(asked.processor.tokens)], 0, 0, ())
+        sequence.processor.add_round([len(sequence.processor.tokens)], 0, 0, ())
     scheduler.leave(running)
 
 
@@ -412,11 +412,11 @@ def test_each_page_of_a_text_is_hashed_once_however_many_pieces_it_comes_in(monk
     for length in (500, 1000, 2000):
         hashed = Hashed(monkeypatch)
         scheduler = Scheduler(table, Pages(1024, PAGE), 4096, True)
-        asked = sequence(0, list(range(length)), 30)
-        run_alone(scheduler, asked)
+        request = sequence(0, list(range(length)), 30)
+        run_alone(scheduler, request)
         monkeypatch.undo()
         assert 0 < hashed.tokens <= most * (length + 30) / PAGE
-        again = sequence(1, [*asked.tokens, 5], 4)
+        again = sequence(1, [*request.tokens, 5], 4)
         scheduler.wait(again)
         (running,) = scheduler.admit()
         assert running.filled == (length + 29) // PAGE * PAGE, "what was generated is found, too"

@@ -52,34 +52,34 @@ def steps(engine: FakeEngine) -> None:
 @pytest.mark.parametrize("release", range(1, 5))
 def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: int):
     engine = FakeEngine()
-    heard = Heard()
+    listener = Heard()
     engine.accept_requests()
     engine.submit(GenerateRequest([1, 2], Sampling(4)), Heard())
 
     def come_and_go() -> None:
-        elsewhere(lambda: engine.cancel(engine.submit(LONG, heard)))
+        elsewhere(lambda: engine.cancel(engine.submit(LONG, listener)))
 
     engine.wake = Watched(come_and_go, release)
     steps(engine)
-    assert heard.end == "cancelled"
+    assert listener.end == "cancelled"
     assert (len(engine.live_sequences), engine.stats().running, engine.stats().waiting) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("release", range(1, 5))
 def test_a_request_that_was_asked_before_may_be_given_up_at_any_time(release: int):
     engine = FakeEngine()
-    heard = Heard()
+    listener = Heard()
     engine.accept_requests()
-    handle = engine.submit(LONG, heard)
+    handle = engine.submit(LONG, listener)
     engine.wake = Watched(lambda: elsewhere(lambda: engine.cancel(handle)), release)
     steps(engine)
-    assert heard.end == "cancelled"
+    assert listener.end == "cancelled"
 
 
 def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyPatch):
     """Also while a step moves it from one list to another, which others may look at meanwhile."""
     engine = FakeEngine()
-    heard = Heard()
+    listener = Heard()
     seen = list[bool]()
     real = engine.scheduler
 
@@ -97,14 +97,14 @@ def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyP
     for name in ("wait", "drop", "preempt"):
         monkeypatch.setattr(real, name, watched(name))
     engine.accept_requests()
-    engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
+    engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), listener)
     for _ in range(3):
         engine.step()
     (running,) = real.running
     real.preempt(running)
     while engine.step():
         continue
-    assert (heard.end, len(seen), all(seen)) == ("length", 10, True)
+    assert (listener.end, len(seen), all(seen)) == ("length", 10, True)
     assert not engine.busy
 
 
@@ -141,15 +141,15 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
 )
 def test_failures_that_another_request_caused_are_not_counted(monkeypatch: pytest.MonkeyPatch, error: Exception, end: str):
     engine = FakeEngine()
-    heard = Heard()
+    listener = Heard()
     engine.accept_requests()
-    engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
+    engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), listener)
     for _ in range(FAULTS):
         engine.step()
-        assert not heard.ended
+        assert not listener.ended
         engine.recover(error)
     steps(engine)
-    assert heard.end == end
+    assert listener.end == end
 
 
 def test_an_engine_that_was_stopped_does_not_begin():
@@ -166,7 +166,7 @@ def test_an_engine_that_was_stopped_does_not_begin():
 def test_stopping_and_starting_at_once_leaves_nobody_waiting(again: int):
     """Whichever comes first: no request is taken that no thread runs."""
     engine = FakeEngine()
-    heard = Heard()
+    listener = Heard()
     refused = list[Stopped]()
     together = threading.Barrier(2)
 
@@ -174,7 +174,7 @@ def test_stopping_and_starting_at_once_leaves_nobody_waiting(again: int):
         together.wait()
         try:
             engine.start()
-            engine.submit(LONG, heard)
+            engine.submit(LONG, listener)
         except Stopped as error:
             refused.append(error)
 
@@ -183,14 +183,14 @@ def test_stopping_and_starting_at_once_leaves_nobody_waiting(again: int):
     together.wait()
     engine.stop()
     other.join(20)
-    assert bool(refused) != heard.ended
+    assert bool(refused) != listener.ended
     assert not engine.ready
 
 
 def test_a_request_given_up_while_the_thread_sleeps_is_ended_at_once(monkeypatch: pytest.MonkeyPatch):
     """The thread that steps is woken, and does not sleep through what came just before it lay down."""
     engine = FakeEngine()
-    heard = Heard()
+    listener = Heard()
     slept = threading.Event()
     monkeypatch.setattr("tilewright.runtime.engine.IDLE_S", 3600.0)
     ended = threading.Event()
@@ -200,16 +200,16 @@ def test_a_request_given_up_while_the_thread_sleeps_is_ended_at_once(monkeypatch
         worked = real()
         if not worked and not slept.is_set():
             slept.set()
-            elsewhere(lambda: engine.cancel(engine.submit(LONG, told)))
+            elsewhere(lambda: engine.cancel(engine.submit(LONG, on_output)))
         return worked
 
-    def told(update: Any) -> None:
-        heard(update)
-        if heard.ended:
+    def on_output(update: Any) -> None:
+        listener(update)
+        if listener.ended:
             ended.set()
 
     monkeypatch.setattr(engine, "step", step)
     engine.start()
     assert ended.wait(20)
-    assert heard.end == "cancelled"
+    assert listener.end == "cancelled"
     assert engine.stop()

@@ -167,8 +167,8 @@ def test_a_small_pool_takes_whatever_fits_into_its_context(lm: LanguageModel):
         engine.check(GenerateRequest([1] * 5, Sampling(engine.context - 4)))
     engine.warm()
     engine.accept_requests()
-    heard = Heard()
-    handle = engine.submit(GenerateRequest([1] * 5, Sampling(26, ignore_eos=True)), heard)
+    listener = Heard()
+    handle = engine.submit(GenerateRequest([1] * 5, Sampling(26, ignore_eos=True)), listener)
     while handle.result is None:
         engine.step()
     engine.stop()

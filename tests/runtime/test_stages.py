@@ -52,8 +52,8 @@ def warm(lm: LanguageModel) -> Engine:
 
 def requests(count: int) -> list[GenerateRequest]:
     rng = np.random.default_rng(0)
-    asked = prompts(0, [int(n) for n in rng.integers(1, 60, count)], vocab=VOCAB)
-    return [GenerateRequest(*each) for each in zip(asked, samplings(rng, count, 40), strict=True)]
+    inputs = prompts(0, [int(n) for n in rng.integers(1, 60, count)], vocab=VOCAB)
+    return [GenerateRequest(*each) for each in zip(inputs, samplings(rng, count, 40), strict=True)]
 
 
 REQUESTS = requests(18)
@@ -97,8 +97,8 @@ def test_every_set_of_programs_gives_the_tokens_of_plain_decoding(
     monkeypatch.setattr(engine.runner, "run", checked)
     for begin in (0, 6, 12):
         engine.decoding.use(existing)
-        heard, _ = drive(engine, REQUESTS[begin : begin + 6], rng)
-        assert [each.tokens for each in heard] == wanted[begin : begin + 6]
+        listeners, _ = drive(engine, REQUESTS[begin : begin + 6], rng)
+        assert [each.tokens for each in listeners] == wanted[begin : begin + 6]
         existing |= {missing.pop() for _ in range(len(missing) // 2)}
     assert set(ran[:4]) <= first
     assert len(set(ran)) > len(first)
@@ -117,21 +117,21 @@ def test_the_first_programs_serve_rows_of_every_number_and_name_what_they_replac
 
 def test_a_request_with_a_constraint_waits_for_its_program_and_others_pass_it(engine: Engine, wanted: list[list[int]]):
     engine.decoding.use(engine.decoding.first_keys())
-    heard = [Heard(), Heard()]
-    engine.submit(BOUND, heard[0])
-    engine.submit(REQUESTS[1], heard[1])
-    while not heard[1].ended:
+    listeners = [Heard(), Heard()]
+    engine.submit(BOUND, listeners[0])
+    engine.submit(REQUESTS[1], listeners[1])
+    while not listeners[1].ended:
         engine.step()
-    assert heard[1].tokens == wanted[1]
-    assert not heard[0].updates
+    assert listeners[1].tokens == wanted[1]
+    assert not listeners[0].updates
     assert engine.stats().waiting == 1
     choice = engine.decoding.programs.constrained_choice
     masked = engine.decoding.programs.round_key(choice, 4, 128, engine.runner.sampling, masked=True)
     assert masked in engine.runner.missed
     engine.decoding.use({*engine.decoding.first_keys(), masked})
-    while not heard[0].ended:
+    while not listeners[0].ended:
         engine.step()
-    assert heard[0].tokens == wanted[-1]
+    assert listeners[0].tokens == wanted[-1]
 
 
 class Gate:
@@ -167,8 +167,8 @@ def test_an_engine_serves_while_programs_compile_and_the_guard_traps_all_others(
     compiling = engine.compiling
     assert compiling is not None
     assert gate.entered.wait(WAIT_S)
-    heard, _ = drive(engine, REQUESTS[:6], np.random.default_rng(2))
-    assert [each.tokens for each in heard] == wanted[:6]
+    listeners, _ = drive(engine, REQUESTS[:6], np.random.default_rng(2))
+    assert [each.tokens for each in listeners] == wanted[:6]
     assert (engine.stats().programs, engine.stats().compilations) == (3, 0)
     with pytest.raises(CompileError, match="serving"):
         jax.jit(lambda x: x * 3)(np.ones(5, np.float32))
@@ -179,8 +179,8 @@ def test_an_engine_serves_while_programs_compile_and_the_guard_traps_all_others(
     compiling.thread.join(WAIT_S)
     assert not engine.compiles
     assert gate.order[1] == next(key for key in following if key != gate.order[0])
-    heard, _ = drive(engine, REQUESTS[:6], np.random.default_rng(2))
-    assert [each.tokens for each in heard] == wanted[:6]
+    listeners, _ = drive(engine, REQUESTS[:6], np.random.default_rng(2))
+    assert [each.tokens for each in listeners] == wanted[:6]
     assert (engine.stats().programs, engine.stats().compilations) == (declared, 1)
     assert engine.compiling is None
     engine.stop()

@@ -33,7 +33,7 @@ class Fixed:
         return len(drafts)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self.taken = tokens
+        self.advanced = tokens
 
 
 def test_masks_leave_out_stop_tokens_where_another_may_come():
@@ -47,19 +47,19 @@ def test_masks_leave_out_stop_tokens_where_another_may_come():
 
 
 def test_automata_have_the_same_masks():
-    own = Automaton(
+    automaton = Automaton(
         masks=np.stack(Fixed.masks),
         mask_of=np.arange(3, dtype=np.int32),
         classes=np.zeros(64, np.int32),
         after=np.asarray([[1], [2], [-1]], np.int32),
         forced=np.asarray([40, 40, -1], np.int32),
     )
-    found = automaton_without(own, (40,))
+    found = automaton_without(automaton, (40,))
     assert found.masks.tolist() == [mask(1, 2).tolist(), mask(40).tolist(), mask(2).tolist()]
     assert found.forced.tolist() == [-1, 40, -1]
-    assert automaton_without(own, (40,)) is found
+    assert automaton_without(automaton, (40,)) is found
     state = Fixed()
-    state.automaton = AutomatonState(own, 1)
+    state.automaton = AutomatonState(automaton, 1)
     assert WithoutTokens(state, (40,)).automaton == AutomatonState(found, 1)
 
 

@@ -140,13 +140,13 @@ def dispatches(url: str) -> float:
 def body(number: int) -> dict[str, Any]:
     """Every other one is a long stream, and its prompt is its own."""
     streams = number % 2 == 0
-    asked = {"prompt": [1 + number % 30, 1 + number // 30, 5], "temperature": 1, "seed": number, "ignore_eos": True}
-    return asked | {"stream": streams, "max_tokens": LONG if streams else 20}
+    fields = {"prompt": [1 + number % 30, 1 + number // 30, 5], "temperature": 1, "seed": number, "ignore_eos": True}
+    return fields | {"stream": streams, "max_tokens": LONG if streams else 20}
 
 
-def opened(url: str, asked: dict[str, Any]) -> Any:
+def opened(url: str, fields: dict[str, Any]) -> Any:
     """The answer to a request, as it begins."""
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(fields).encode())
     request.add_header("content-type", "application/json")
     return urllib.request.urlopen(request, timeout=ANSWER_S)
 
@@ -154,12 +154,12 @@ def opened(url: str, asked: dict[str, Any]) -> Any:
 def ask(url: str, number: int) -> Outcome:
     """Asks until an answer has begun."""
     outcome = Outcome()
-    asked = body(number)
+    fields = body(number)
     while not outcome.answers and not outcome.cut:
         assert outcome.retried < TRIES
         try:
-            with opened(url, asked) as answer:
-                text = streamed(answer, outcome) if asked["stream"] else json.load(answer)["choices"][0]["text"]
+            with opened(url, fields) as answer:
+                text = streamed(answer, outcome) if fields["stream"] else json.load(answer)["choices"][0]["text"]
         except urllib.error.HTTPError as error:
             if error.code != 503 or not error.headers["retry-after"]:
                 raise

@@ -42,7 +42,7 @@ def rest(connection: socket.socket) -> bytes:
     return bytes(found)
 
 
-def asked(url: str, request: bytes) -> tuple[int, Any]:
+def request_json(url: str, request: bytes) -> tuple[int, Any]:
     """Status and body of one request on a connection of its own, which is half-closed at once."""
     with connected(url) as connection:
         connection.sendall(request)

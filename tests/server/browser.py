@@ -56,7 +56,7 @@ class Browser:
         os.close(answers)
         self.rest = b""
         self.number = 0
-        self.told: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         """A command's result."""
@@ -70,7 +70,7 @@ class Browser:
             if answer.get("id") == self.number:
                 assert "error" not in answer, f"{method}: {answer['error']}"
                 return answer["result"]
-            self.told.append(answer)
+            self.events.append(answer)
 
     def next_message(self) -> dict[str, Any]:
         while b"\0" not in self.rest:
@@ -152,9 +152,11 @@ class Page:
     def complaints(self) -> list[str]:
         """Errors in the page: violations of its policy and uncaught exceptions."""
         self.value("0")
-        own = [each for each in self.browser.told if each.get("sessionId") == self.session]
-        entries = [each["params"]["entry"] for each in own if each["method"] == "Log.entryAdded"]
-        thrown = [each["params"]["exceptionDetails"]["text"] for each in own if each["method"] == "Runtime.exceptionThrown"]
+        messages = [each for each in self.browser.events if each.get("sessionId") == self.session]
+        entries = [each["params"]["entry"] for each in messages if each["method"] == "Log.entryAdded"]
+        thrown = [
+            each["params"]["exceptionDetails"]["text"] for each in messages if each["method"] == "Runtime.exceptionThrown"
+        ]
         return thrown + [each["text"] for each in entries if each["level"] != "verbose" and each["source"] != "network"]
 
     def close(self) -> None:

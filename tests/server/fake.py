@@ -156,7 +156,7 @@ class FakeDecoding(Autoregressive):
         """The next tokens of a sequence."""
         processor = sequence.processor
         ask = sequence.handle.request
-        told = of_prompt(sequence)
+        prompt_logprobs = of_prompt(sequence)
         assert isinstance(ask, GenerateRequest)
         at = len(processor.tokens) % len(ask.prompt)
         coming = list(islice([*ask.prompt[at:], *list(ask.prompt) * self.per_update], self.per_update))
@@ -167,7 +167,7 @@ class FakeDecoding(Autoregressive):
         )
         reason = processor.finish_reason
         assert reason != "interrupted"
-        return RequestOutput(tokens, (Round(len(tokens), 3, self.per_update - 1, "ngram, 4"),), reason, told)
+        return RequestOutput(tokens, (Round(len(tokens), 3, self.per_update - 1, "ngram, 4"),), reason, prompt_logprobs)
 
 
 class FakeEngine(Engine):
@@ -177,7 +177,7 @@ class FakeEngine(Engine):
         pause_s: before each round of updates.
         step_age_s: what it says of its last step.
         go: while it is cleared, nothing moves on.
-        taken: what was admitted, in order.
+        received: what was admitted, in order.
 
     Args:
         per_update, context, ends: see `FakeDecoding`.
@@ -198,7 +198,7 @@ class FakeEngine(Engine):
         self.step_age_s = step_age_s
         self.counters = EngineStats(programs=5, programs_declared=5, warm_seconds=1.5, accepted_at=[0, 0, 0])
         self.go = threading.Event()
-        self.taken = list[GenerateRequest]()
+        self.received = list[GenerateRequest]()
         self.go.set()
 
     @property
@@ -221,7 +221,7 @@ class FakeEngine(Engine):
                 if not chunk.running.started:
                     ask = chunk.running.sequence.handle.request
                     assert isinstance(ask, GenerateRequest)
-                    self.taken.append(ask)
+                    self.received.append(ask)
                     chunk.running.sequence.handle.cached_tokens = len(ask.prompt) // 2
                 self.scheduler.on_prefilled(chunk)
                 filled += chunk.size

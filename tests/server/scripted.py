@@ -14,7 +14,7 @@ DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "max_new_tokens": 512}
 
 
 @dataclass
-class Asked:
+class RecordedRequest:
     path: str
     headers: Mapping[str, str]
     body: Any
@@ -27,7 +27,7 @@ class Script:
     Attributes:
         answers: of the routes that generate, one after another; each writes its own.
         key: which requests must bring, if any.
-        asked: those requests, as they came.
+        requests: those requests, as they came.
         gone: set when a client went before its answer ended.
         counts: numbers of tokens that `/tokenize` gives, one after another.
         counted: bodies that it was sent.
@@ -36,7 +36,7 @@ class Script:
     answers: list[Callable[["Handler"], None]] = field(default_factory=list)
     key: str | None = None
     ready: bool = True
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[RecordedRequest] = field(default_factory=list)
     gone: threading.Event = field(default_factory=threading.Event)
     counts: list[int] = field(default_factory=list)
     counted: list[Any] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
             self.script.counted.append(body)
             self.send_json(200, {"count": self.script.counts.pop(0), "max_model_len": 2048})
             return
-        self.script.asked.append(Asked(self.path, dict(self.headers), body))
+        self.script.requests.append(RecordedRequest(self.path, dict(self.headers), body))
         if not self.refused():
             self.script.answers.pop(0)(self)
 
@@ -114,8 +114,8 @@ def stream(
         for tokens, drafted, choice in rounds:
             shown = [{"text": text, "drafted": was_drafted} for text, was_drafted in tokens]
             accepted = sum(was_drafted for _, was_drafted in tokens)
-            told = {"tokens": shown, "drafted": drafted, "accepted": accepted, "choice": choice}
-            handler.event(chunk(handler.path, "".join(text for text, _ in tokens), rounds=[told]))
+            details = {"tokens": shown, "drafted": drafted, "accepted": accepted, "choice": choice}
+            handler.event(chunk(handler.path, "".join(text for text, _ in tokens), rounds=[details]))
             handler.wfile.flush()
         if end is not None:
             end(handler)

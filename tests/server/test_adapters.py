@@ -10,7 +10,7 @@ from server.fake import FakeEngine, model_without_weights
 from tilewright.runtime.model import Model
 
 CHAT = {"messages": [{"role": "user", "content": "def f"}], "max_tokens": 3}
-ASKED: dict[str, tuple[dict[str, Any], str]] = {
+BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/completions": ({"prompt": "def f", "max_tokens": 3}, "model"),
     "/v1/chat/completions": (CHAT, "model"),
     "/v1/messages": (CHAT, "model"),
@@ -32,15 +32,15 @@ def adapted(client: Client) -> tuple[TestClient, FakeEngine]:
     return client(engine), engine
 
 
-@pytest.mark.parametrize("route", ASKED)
+@pytest.mark.parametrize("route", BODIES)
 def test_an_adapter_is_asked_for_by_its_name(adapted: tuple[TestClient, FakeEngine], route: str) -> None:
     http, engine = adapted
-    body, field = ASKED[route]
+    body, field = BODIES[route]
     for name in ("tuned", "demo"):
         answer = http.post(route, json={**body, "model": name})
         assert answer.status_code == 200, answer.text
         assert answer.json()[field] == name
-    assert [request.lora for request in engine.taken] == ["tuned", None]
+    assert [request.lora for request in engine.received] == ["tuned", None]
     unknown = http.post(route, json={**body, "model": "tune"})
     assert unknown.status_code == 404
     assert "'demo', 'tuned', 'other'" in unknown.text

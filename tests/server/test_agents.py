@@ -42,7 +42,7 @@ READ: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "effort"),
     [
         ({}, " "),
         ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "True "),
@@ -57,14 +57,14 @@ READ: dict[str, Any] = {
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "x"}}, "True x"),
     ],
 )
-def test_templates_are_told_how_much_to_think(client: Client, fields: dict[str, Any], told: str):
+def test_templates_are_told_how_much_to_think(client: Client, fields: dict[str, Any], effort: str):
     engine = FakeEngine()
     chat(client(engine, template=THINKS), messages=HELLO, **fields)
-    assert prompt_of(engine) == f"{told}|hello there"
+    assert prompt_of(engine) == f"{effort}|hello there"
 
 
 @pytest.mark.parametrize(
-    ("route", "fields", "told"),
+    ("route", "fields", "effort"),
     [
         ("/v1/messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, " high"),
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}, "betas": ["interleaved-thinking"]}, "True "),
@@ -76,12 +76,12 @@ def test_templates_are_told_how_much_to_think(client: Client, fields: dict[str, 
         ("/v1/responses", {"reasoning": {"effort": "medium", "summary": "auto"}, "text": {"verbosity": "medium"}}, " medium"),
     ],
 )
-def test_other_apis_tell_them_too(client: Client, route: str, fields: dict[str, Any], told: str):
+def test_other_apis_tell_them_too(client: Client, route: str, fields: dict[str, Any], effort: str):
     engine = FakeEngine()
-    own = {"messages": HELLO, "max_tokens": 2} if route == "/v1/messages" else {"input": "hello there", "max_output_tokens": 2}
-    answer = client(engine, template=THINKS).post(route, json={"model": "demo", **own, **fields})
+    body = {"messages": HELLO, "max_tokens": 2} if route == "/v1/messages" else {"input": "hello there", "max_output_tokens": 2}
+    answer = client(engine, template=THINKS).post(route, json={"model": "demo", **body, **fields})
     assert answer.status_code == 200, answer.text
-    assert prompt_of(engine) == f"{told}|hello there"
+    assert prompt_of(engine) == f"{effort}|hello there"
 
 
 def test_thoughts_of_earlier_messages_are_shown(client: Client):
@@ -115,10 +115,10 @@ def test_opencodes_requests(client: Client):
         {"role": "assistant", "content": "It is x."},
         {"role": "user", "content": "Thanks."},
     ]
-    asked: dict[str, Any] = {"model": "demo", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}}
     app = client(FakeEngine(), template=CALLING)
     for body in ({"messages": said, "tools": [READ], "tool_choice": "auto"}, {"messages": said[:2]}):
-        answer = app.post("/v1/chat/completions", json={**asked, **body})
+        answer = app.post("/v1/chat/completions", json={**fields, **body})
         assert answer.status_code == 200, answer.text
         assert '"usage":{' in answer.text
         assert answer.text.rstrip().endswith("data: [DONE]")
@@ -196,9 +196,9 @@ def test_an_answer_is_calls_or_has_its_form():
 
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = ChatBody.model_validate({"messages": HELLO, "tools": [READ], "response_format": form})
-    asked = requested_grammar(body, tool_use(body.tools, body.tool_choice, None, CALLING))
-    assert asked is not None
-    assert asked.param == "response_format.json_schema.schema"
+    grammar = requested_grammar(body, tool_use(body.tools, body.tool_choice, None, CALLING))
+    assert grammar is not None
+    assert grammar.param == "response_format.json_schema.schema"
     call = '<tool_call>\n{"name": "read", "arguments": {"filePath": "a"}}\n</tool_call>'
     for text, right in (
         ('{"city": "Oslo"}', True),
@@ -209,10 +209,10 @@ def test_an_answer_is_calls_or_has_its_form():
         (f'{call}\n{{"city": "Oslo"}}', False),
         ('{"city": "Oslo"}\n{"city": "Oslo"}', False),
     ):
-        matcher, why = compile_matcher(llguidance.LLTokenizer("byte"), asked.grammar.kind, asked.grammar.text)
+        matcher, why = compile_matcher(llguidance.LLTokenizer("byte"), grammar.grammar.kind, grammar.grammar.text)
         assert not why
-        taken = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())
-        assert (taken and matcher.is_accepting()) == right, text
+        accepted = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())
+        assert (accepted and matcher.is_accepting()) == right, text
 
 
 def test_only_json_stands_beside_tools(client: Client):

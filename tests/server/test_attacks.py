@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import conftest
-from server.attacker import address, asked, connected, get, one, post, rest, status_of, until
+from server.attacker import address, connected, get, one, post, request_json, rest, status_of, until
 from server.conftest import Real, on_a_port
 from server.fake import FakeEngine, model_without_weights
 from tilewright.models import tokenizer
@@ -62,7 +62,7 @@ def load(engine: FakeEngine) -> int:
 
 
 def well(url: str) -> bool:
-    return asked(url, get("/health"))[0] == 200 and asked(url, post("/v1/completions", ASK))[0] == 200
+    return request_json(url, get("/health"))[0] == 200 and request_json(url, post("/v1/completions", ASK))[0] == 200
 
 
 # How many.
@@ -129,8 +129,8 @@ def test_where_all_are_being_answered_probes_get_through_and_others_are_told_to_
         for _ in range(4):
             others.enter_context(connected(server.url)).sendall(post("/v1/completions", ASK | {"stream": True}))
         assert until(lambda: load(engine) == 4)
-        assert asked(server.url, get("/health"))[0] == 200
-        status, body = asked(server.url, post("/v1/completions", ASK, b"connection: close"))
+        assert request_json(server.url, get("/health"))[0] == 200
+        status, body = request_json(server.url, post("/v1/completions", ASK, b"connection: close"))
         assert (status, body["error"]["code"]) == (503, "server_overloaded")
         assert load(engine) == 4
         engine.go.set()
@@ -333,7 +333,7 @@ def test_any_bytes_get_an_answer_or_an_end(real: Real, raw: bytes, begun: bytes)
         connection.shutdown(socket.SHUT_WR)
         said = rest(connection)
     assert b"500 Internal" not in said
-    assert asked(real.url, get("/health"))[0] == 200
+    assert request_json(real.url, get("/health"))[0] == 200
 
 
 def test_a_body_with_two_lengths_ends_the_connection(real: Real):
@@ -415,8 +415,8 @@ def test_long_texts_to_tokenise_keep_no_completion_waiting(path: str, monkeypatc
         assert go.wait(20)
         return b"{}"
 
-    of = routes.Tokenized if path == "/tokenize" else routes.Detokenized
-    monkeypatch.setattr(of, "json_bytes", property(slowly))
+    response_class = routes.Tokenized if path == "/tokenize" else routes.Detokenized
+    monkeypatch.setattr(response_class, "json_bytes", property(slowly))
     engine = FakeEngine()
     engine.options = replace(engine.options, queue_tokens=20_000)
     body = {"prompt": "a b " * 50_000} if path == "/tokenize" else {"tokens": [7] * 50_000}
@@ -425,8 +425,8 @@ def test_long_texts_to_tokenise_keep_no_completion_waiting(path: str, monkeypatc
         first.sendall(post(path, body))
         assert tokenising.wait(20)
         for _ in range(16):
-            status, told = asked(server.url, post(path, body))
-            assert (status, told["error"]["code"]) == (503, "server_overloaded")
+            status, answer = request_json(server.url, post(path, body))
+            assert (status, answer["error"]["code"]) == (503, "server_overloaded")
         for _ in range(4):
             assert well(server.url)
         go.set()
@@ -448,8 +448,8 @@ def test_a_prompt_that_can_never_fit_is_a_400_and_not_tokenised(chat: bool, monk
     text = "some words " * 100_000
     body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     with serving(engine) as server:
-        status, told = asked(server.url, post("/v1/chat/completions" if chat else "/v1/completions", body))
-    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+        status, answer = request_json(server.url, post("/v1/chat/completions" if chat else "/v1/completions", body))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert max(lengths) < 10_000
 
 
@@ -465,8 +465,8 @@ def test_more_than_the_queue_holds_is_a_400(route: str, body: dict[str, Any], pa
     engine = FakeEngine(context=256)
     engine.options = replace(engine.options, queue_tokens=1000)
     with serving(engine) as server:
-        status, told = asked(server.url, post(f"/v1/{route}", body))
-    assert (status, told["error"]["code"], told["error"]["param"]) == (400, "too_many_tokens", param)
+        status, answer = request_json(server.url, post(f"/v1/{route}", body))
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "too_many_tokens", param)
 
 
 # What is logged.
@@ -474,8 +474,8 @@ def test_more_than_the_queue_holds_is_a_400(route: str, body: dict[str, Any], pa
 
 def test_the_access_log_has_a_line_for_each_request(real: Real, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "tilewright.access")
-    asked(real.url, get("/health"))
-    asked(real.url, post("/v1/completions", ASK))
+    request_json(real.url, get("/health"))
+    request_json(real.url, post("/v1/completions", ASK))
     with connected(real.url) as connection:
         connection.sendall(get("/a%0Ab", b"connection: close"))
         rest(connection)

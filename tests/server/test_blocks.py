@@ -20,7 +20,7 @@ from tilewright.server.answers import Completion
 
 TABLE = ShapeTable(batches=(1, 4), capacities=(128,), chunks=(16,))
 PROMPT = [3, 17, 8, 25, 11, 2, 9]
-ASKED: list[tuple[dict[str, Any], Sampling, BlockDenoising]] = [
+REQUESTS: list[tuple[dict[str, Any], Sampling, BlockDenoising]] = [
     ({}, Sampling(18), BlockDenoising()),
     ({"threshold": 0.3}, Sampling(18), BlockDenoising(threshold=0.3)),
     ({"strategy": "low_confidence_static", "steps": 2}, Sampling(18), BlockDenoising("low_confidence_static", steps=2)),
@@ -66,7 +66,9 @@ def completed(http: httpx2.Client, **body: Any) -> dict[str, Any]:
     return answer.json()
 
 
-@pytest.mark.parametrize(("fields", "sampling", "options"), ASKED, ids=[",".join(fields) or "nothing" for fields, *_ in ASKED])
+@pytest.mark.parametrize(
+    ("fields", "sampling", "options"), REQUESTS, ids=[",".join(fields) or "nothing" for fields, *_ in REQUESTS]
+)
 def test_answers_are_those_of_the_model(
     http: httpx2.Client, lm: LanguageModel, fields: dict[str, Any], sampling: Sampling, options: BlockDenoising
 ):

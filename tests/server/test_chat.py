@@ -23,7 +23,7 @@ def chat(client: TestClient, **body: Any) -> dict[str, Any]:
 
 
 def prompt_of(engine: FakeEngine) -> str:
-    return engine.decoding.model.tokenizer.decode(list(engine.taken[-1].prompt))
+    return engine.decoding.model.tokenizer.decode(list(engine.received[-1].prompt))
 
 
 def test_an_answer_is_a_message(client: Client):
@@ -76,7 +76,7 @@ def test_a_template_is_told_any_value(client: Client):
     chat(app, chat_template_kwargs=values)
     assert prompt_of(engine) == "high False True"
     found = app.post("/tokenize", json={"messages": HELLO, "chat_template_kwargs": values}).json()
-    assert found["tokens"] == list(engine.taken[-1].prompt)
+    assert found["tokens"] == list(engine.received[-1].prompt)
 
 
 def test_an_answer_may_go_on_with_the_last_message(client: Client):
@@ -93,7 +93,7 @@ def test_an_answer_may_go_on_with_the_last_message(client: Client):
         chat(app, messages=said, **fields)
         assert prompt_of(engine) == prompt
         found = app.post("/tokenize", json={"messages": said, **fields}).json()
-        assert found["tokens"] == list(engine.taken[-1].prompt)
+        assert found["tokens"] == list(engine.received[-1].prompt)
 
 
 def test_messages_may_have_what_answers_have(client: Client):
@@ -121,7 +121,7 @@ def test_thoughts_that_come_back_are_shown_to_the_template(client: Client):
 def test_ids_and_prompt_logprobs_come_with_the_answer(client: Client):
     engine = FakeEngine()
     found = chat(client(engine), max_tokens=4, return_token_ids=True, prompt_logprobs=1, n=2)
-    prompt = list(engine.taken[-1].prompt)
+    prompt = list(engine.received[-1].prompt)
     assert found["prompt_token_ids"] == prompt
     assert [choice["token_ids"] for choice in found["choices"]] == [prompt[:4]] * 2
     assert [choice["logprobs"] for choice in found["choices"]] == [None] * 2
@@ -138,12 +138,12 @@ def test_the_role_comes_with_the_first_token_and_one_chunk_ends_each_choice(clie
     got = chunks(client(), ROUTE, messages=HELLO, max_tokens=8, n=2)
     assert [ChatChunk.model_validate(part).object for part in got] == ["chat.completion.chunk"] * len(got)
     for index in (0, 1):
-        own = [part["choices"][0] for part in got if part["choices"][0]["index"] == index]
-        assert [("role" in each["delta"]) for each in own] == [True] + [False] * (len(own) - 1)
-        assert own[0]["delta"]["content"]
-        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + ["length"]
+        choice_chunks = [part["choices"][0] for part in got if part["choices"][0]["index"] == index]
+        assert [("role" in each["delta"]) for each in choice_chunks] == [True] + [False] * (len(choice_chunks) - 1)
+        assert choice_chunks[0]["delta"]["content"]
+        assert [each["finish_reason"] for each in choice_chunks] == [None] * (len(choice_chunks) - 1) + ["length"]
         whole = chat(client(), max_tokens=8)["choices"][0]["message"]["content"]
-        assert "".join(each["delta"].get("content", "") for each in own) == whole
+        assert "".join(each["delta"].get("content", "") for each in choice_chunks) == whole
 
 
 def test_an_end_without_tokens_is_a_chunk_without_content(client: Client):

@@ -172,8 +172,8 @@ def test_many_clients_at_once_get_their_own(real: Real):
     answers: dict[int, str] = {}
 
     def ask(n: int) -> None:
-        with openai.OpenAI(base_url=f"{real.url}/v1", api_key="k", max_retries=0, timeout=30) as own:
-            stream = own.completions.create(model="demo", prompt=[n + 40] * 3, max_tokens=30, stream=True)
+        with openai.OpenAI(base_url=f"{real.url}/v1", api_key="k", max_retries=0, timeout=30) as client:
+            stream = client.completions.create(model="demo", prompt=[n + 40] * 3, max_tokens=30, stream=True)
             answers[n] = "".join(part.choices[0].text for part in stream)
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(12)]
@@ -197,6 +197,6 @@ def test_openai_gets_responses(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(more.id)
     stream = client.responses.create(model="demo", input="hello there", max_output_tokens=7, stream=True)
-    told = list(stream)
-    assert told[-1].type == "response.incomplete"
-    assert told[-1].response.output_text == "".join(e.delta for e in told if e.type == "response.output_text.delta")
+    events = list(stream)
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == "".join(e.delta for e in events if e.type == "response.output_text.delta")

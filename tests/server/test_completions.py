@@ -90,7 +90,7 @@ def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client: Clien
     lengths = [len(tokens_of(text)) for text in ("one two", "three")]
     assert lengths[1] >= 1
     assert [choice["text"] for choice in found["choices"]][:2] == [wanted[0]] * 2
-    assert [ask.sampling.seed for ask in engine.taken] == [2**63 - 1, -(2**63)] * 2
+    assert [ask.sampling.seed for ask in engine.received] == [2**63 - 1, -(2**63)] * 2
     assert found["usage"]["prompt_tokens"] == sum(lengths)
     assert found["usage"]["completion_tokens"] == 8
 
@@ -100,7 +100,7 @@ def test_prompts_may_be_tokens(client: Client, prompt: list[Any]):
     engine = FakeEngine()
     found = complete(client(engine), prompt=prompt, max_tokens=1)
     wanted = prompt if isinstance(prompt[0], list) else [prompt]
-    assert [list(ask.prompt) for ask in engine.taken] == wanted
+    assert [list(ask.prompt) for ask in engine.received] == wanted
     assert len(found["choices"]) == len(wanted)
 
 
@@ -126,11 +126,11 @@ def test_sampling_reaches_the_engine(client: Client):
     given = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "repetition_penalty": 1.1}
     given |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "ignore_eos": True}
     complete(client(engine, deadline_s=60.0), **given, stop=["a stop"], max_tokens=3)
-    (ask,) = engine.taken
+    (ask,) = engine.received
     assert {name: getattr(ask.sampling, name) for name in given} == given
     assert (ask.sampling.max_new_tokens, ask.sampling.stop, ask.deadline_s) == (3, ("a stop",), 60.0)
     complete(client(engine), top_k=-1)
-    plain = engine.taken[-1].sampling
+    plain = engine.received[-1].sampling
     assert (plain.temperature, plain.top_p, plain.top_k, plain.seed) == (1.0, 1.0, 0, None)
 
 
@@ -152,7 +152,7 @@ def test_sampling_reaches_the_engine(client: Client):
 def test_what_vllm_takes_reaches_the_engine(client: Client, fields: dict[str, Any], meant: dict[str, Any]):
     engine = FakeEngine()
     complete(client(engine), **fields)
-    assert {name: getattr(engine.taken[-1].sampling, name) for name in meant} == meant
+    assert {name: getattr(engine.received[-1].sampling, name) for name in meant} == meant
 
 
 def test_a_request_that_says_nothing_draws_as_the_model_asks(client: Client):
@@ -162,24 +162,24 @@ def test_a_request_that_says_nothing_draws_as_the_model_asks(client: Client):
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     for route, body in (("/v1/completions", {"prompt": TEXT}), ("/v1/chat/completions", {"messages": HELLO})):
         assert app.post(route, json=body).json()["usage"]["completion_tokens"] == 5
-        assert tuple(getattr(engine.taken[-1].sampling, name) for name in names) == (0.6, 0.95, 20, 0.1, 1.05)
-        asked = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 7}
-        assert app.post(route, json=body | asked).json()["usage"]["completion_tokens"] == 7
-        assert engine.taken[-1].sampling == Sampling(7)
+        assert tuple(getattr(engine.received[-1].sampling, name) for name in names) == (0.6, 0.95, 20, 0.1, 1.05)
+        sampling = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 7}
+        assert app.post(route, json=body | sampling).json()["usage"]["completion_tokens"] == 7
+        assert engine.received[-1].sampling == Sampling(7)
     (model,) = app.get("/v1/models").json()["data"]
     assert model["sampling_defaults"] == {**{name: getattr(defaults, name) for name in names}, "max_new_tokens": 5}
 
 
 def test_a_token_may_end_a_choice_and_is_told(client: Client):
     tokens = tokens_of(TEXT)
-    asked = {"max_tokens": 50, "stop_token_ids": [tokens[4]]}
+    fields = {"max_tokens": 50, "stop_token_ids": [tokens[4]]}
     at = tokens.index(tokens[4])
-    (choice,) = complete(client(), **asked)["choices"]
+    (choice,) = complete(client(), **fields)["choices"]
     decode = model_without_weights().tokenizer.decode
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (decode(tokens[:at]), "stop", tokens[4])
-    (choice,) = complete(client(), **asked, include_stop_str_in_output=True)["choices"]
+    (choice,) = complete(client(), **fields, include_stop_str_in_output=True)["choices"]
     assert choice["text"] == decode(tokens[: at + 1])
-    (*_, last) = chunks(client(), **asked)
+    (*_, last) = chunks(client(), **fields)
     assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == ("stop", tokens[4])
 
 
@@ -192,9 +192,9 @@ def test_a_stop_string_is_told_and_may_be_kept(client: Client):
 
 def test_special_tokens_may_be_kept(client: Client):
     prompt = [*tokens_of("one"), 0, *tokens_of("two")]
-    asked = {"prompt": prompt, "max_tokens": len(prompt), "ignore_eos": True}
-    assert complete(client(), **asked)["choices"][0]["text"] == "onetwo"
-    kept = complete(client(), **asked, skip_special_tokens=False, logprobs=0)["choices"][0]
+    fields = {"prompt": prompt, "max_tokens": len(prompt), "ignore_eos": True}
+    assert complete(client(), **fields)["choices"][0]["text"] == "onetwo"
+    kept = complete(client(), **fields, skip_special_tokens=False, logprobs=0)["choices"][0]
     assert kept["text"] == "one<|endoftext|>two"
     assert kept["logprobs"]["text_offset"][-1] + len(kept["logprobs"]["tokens"][-1]) == len(kept["text"])
 
@@ -209,9 +209,9 @@ def test_a_prompt_may_be_given_back_and_nothing_more(client: Client):
     assert found["usage"]["completion_tokens"] == 0
     full = FakeEngine(context=len(tokens))
     assert complete(client(full), echo=True, max_tokens=0, logprobs=1)["choices"] == found["choices"]
-    assert [ask.pooling for ask in full.taken] == ["last"]
-    asked = {"prompt": TEXT, "echo": True, "max_tokens": 0}
-    short = client(FakeEngine(context=len(tokens) - 1)).post("/v1/completions", json=asked)
+    assert [ask.pooling for ask in full.received] == ["last"]
+    body = {"prompt": TEXT, "echo": True, "max_tokens": 0}
+    short = client(FakeEngine(context=len(tokens) - 1)).post("/v1/completions", json=body)
     assert (short.status_code, short.json()["error"]["code"]) == (400, "context_length_exceeded")
     streamed = chunks(client(), echo=True, max_tokens=0)
     assert "".join(part["choices"][0]["text"] for part in streamed) == TEXT
@@ -238,7 +238,7 @@ def test_prompts_have_logprobs_and_ids_where_they_are_asked_for(client: Client):
 def test_special_tokens_of_a_prompt_may_be_left_out(client: Client):
     engine = FakeEngine()
     complete(client(engine), add_special_tokens=False)
-    assert list(engine.taken[-1].prompt) == model_without_weights().tokenizer.encode(TEXT, add_special_tokens=False).ids
+    assert list(engine.received[-1].prompt) == model_without_weights().tokenizer.encode(TEXT, add_special_tokens=False).ids
 
 
 def test_null_is_as_if_it_were_not_there(client: Client):
@@ -270,34 +270,36 @@ def test_echo_gives_the_prompt_back_with_its_logprobs(client: Client):
     for prompt in (TEXT, tokens):
         found = complete(client(), prompt=prompt, echo=True, logprobs=1, max_tokens=1)["choices"][0]
         assert found["text"] == TEXT + model_without_weights().tokenizer.decode(tokens[:1])
-        told = found["logprobs"]
-        assert len(told["tokens"]) == len(tokens) + 1
-        assert "".join(told["tokens"]) == found["text"]
-        assert told["token_logprobs"] == [None, *[-0.5] * len(tokens)]
-        assert told["top_logprobs"][0] is None
-        assert [max(each.values()) for each in told["top_logprobs"][1:]] == [-0.5] * len(tokens)
-        assert [found["text"][at:].startswith(text) for at, text in zip(told["text_offset"], told["tokens"], strict=True)]
-        assert told["text_offset"][-1] == len(TEXT)
+        logprobs = found["logprobs"]
+        assert len(logprobs["tokens"]) == len(tokens) + 1
+        assert "".join(logprobs["tokens"]) == found["text"]
+        assert logprobs["token_logprobs"] == [None, *[-0.5] * len(tokens)]
+        assert logprobs["top_logprobs"][0] is None
+        assert [max(each.values()) for each in logprobs["top_logprobs"][1:]] == [-0.5] * len(tokens)
+        assert [
+            found["text"][at:].startswith(text) for at, text in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
+        ]
+        assert logprobs["text_offset"][-1] == len(TEXT)
     plain = complete(client(), echo=True, max_tokens=1)["choices"][0]
     assert plain["logprobs"] is None
     assert plain["text"].startswith(TEXT)
 
 
 def test_a_stream_says_what_the_whole_says(client: Client):
-    asked = {"logprobs": 1, "echo": True, "n": 2, "max_tokens": 10, "stream_options": {"include_usage": True}}
-    got = chunks(client(), **asked)
-    del asked["stream_options"]
-    whole = complete(client(), **asked)
+    fields = {"logprobs": 1, "echo": True, "n": 2, "max_tokens": 10, "stream_options": {"include_usage": True}}
+    got = chunks(client(), **fields)
+    del fields["stream_options"]
+    whole = complete(client(), **fields)
     *parts, last = got
     assert last["choices"] == []
     assert last["usage"] == whole["usage"]
     assert last["metrics"] == whole["metrics"]
     for index in (0, 1):
-        own = [part["choices"][0] for part in parts if part["choices"][0]["index"] == index]
-        assert "".join(each["text"] for each in own) == whole["choices"][index]["text"]
-        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + ["length"]
+        choice_chunks = [part["choices"][0] for part in parts if part["choices"][0]["index"] == index]
+        assert "".join(each["text"] for each in choice_chunks) == whole["choices"][index]["text"]
+        assert [each["finish_reason"] for each in choice_chunks] == [None] * (len(choice_chunks) - 1) + ["length"]
         for name, value in whole["choices"][index]["logprobs"].items():
-            assert [one for each in own for one in each["logprobs"][name]] == value
+            assert [one for each in choice_chunks for one in each["logprobs"][name]] == value
     assert len({part["id"] for part in got}) == 1
 
 

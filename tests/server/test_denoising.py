@@ -79,11 +79,11 @@ def check_answer(answer: dict[str, Any], text: str, want: Denoised, prompt: list
     assert answer["choices"][0]["finish_reason"] == ("stop" if ended else "length")
     usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
     assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
-    told = {"steps": want.steps, "tokens_per_step": pytest.approx(count / want.steps)}
-    assert answer["metrics"] == {"speculative_decoding": None, "denoising": told}
+    details = {"steps": want.steps, "tokens_per_step": pytest.approx(count / want.steps)}
+    assert answer["metrics"] == {"speculative_decoding": None, "denoising": details}
 
 
-ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+REQUESTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"steps": 6}, {"steps": 6, "threshold": None}),
     ({"max_tokens": 24, "block_length": 8}, {"new_tokens": 24, "block_length": 8}),
@@ -99,7 +99,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "changes"), ASKED, ids=[",".join(fields) or "nothing" for fields, _ in ASKED])
+@pytest.mark.parametrize(("fields", "changes"), REQUESTS, ids=[",".join(fields) or "nothing" for fields, _ in REQUESTS])
 def test_what_is_served_is_what_the_model_gives_alone(
     http: httpx2.Client, model: DiffusionModel, fields: dict[str, Any], changes: dict[str, Any]
 ):
@@ -132,8 +132,8 @@ def test_a_response_of_any_length_is_cut_from_whole_blocks(http: httpx2.Client, 
         reason, count = (
             ("length", max_tokens) if cut else ("stop" if whole.finish_reason == "eos" else "length", len(whole.tokens) + 1)
         )
-        asked = {"max_tokens": max_tokens}
-        answer = complete(http, prompt=prompt, **asked)
+        fields = {"max_tokens": max_tokens}
+        answer = complete(http, prompt=prompt, **fields)
         assert answer["choices"][0]["text"] == decode_after(model.tokenizer, prompt, kept)
         assert answer["choices"][0]["finish_reason"] == reason
         assert answer["usage"]["completion_tokens"] == count
@@ -147,14 +147,14 @@ def test_a_response_of_any_length_is_cut_from_whole_blocks(http: httpx2.Client, 
 
 def test_a_stream_has_blocks_as_they_finish(http: httpx2.Client, model: DiffusionModel):
     """Two steps of a dispatch commit half a block; each chunk but the last of all has a whole one."""
-    asked = {
+    fields = {
         "prompt": PROMPTS[0],
         "steps": 12,
         "ignore_eos": True,
         "stream_options": {"include_usage": True, "include_rounds": True},
     }
     (want,) = model.generate([PROMPTS[0]], replace(DEFAULTS, threshold=None, steps=12, ignore_eos=True))
-    *parts, last = chunks(http, "/v1/completions", asked)
+    *parts, last = chunks(http, "/v1/completions", fields)
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, "length"]
     assert "".join(part["choices"][0]["text"] for part in parts) == want.text
     for number, part in enumerate(parts):
@@ -167,12 +167,12 @@ def test_a_stream_has_blocks_as_they_finish(http: httpx2.Client, model: Diffusio
 
 def test_rows_in_different_phases_share_steps(http: httpx2.Client, model: DiffusionModel, real: Real):
     """More of them than slots, of all modes and lengths, at once."""
-    ways = [changes for _, changes in ASKED] * 2
+    ways = [changes for _, changes in REQUESTS] * 2
     wanted = [model.generate([PROMPTS[n % 3]], replace(DEFAULTS, **changes))[0] for n, changes in enumerate(ways)]
     before = real.engine.stats()
 
     def ask(n: int) -> str:
-        return complete(http, prompt=PROMPTS[n % 3], **ASKED[n % len(ASKED)][0])["choices"][0]["text"]
+        return complete(http, prompt=PROMPTS[n % 3], **REQUESTS[n % len(REQUESTS)][0])["choices"][0]["text"]
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(len(ways)))) == [want.text for want in wanted]
@@ -185,14 +185,14 @@ def test_rows_in_different_phases_share_steps(http: httpx2.Client, model: Diffus
 
 def test_each_choice_has_a_seed_of_its_own(http: httpx2.Client, model: DiffusionModel):
     last = 2**63 - 1
-    asked = {"prompt": PROMPTS[1], "n": 3, "seed": last, "temperature": 1.0}
+    fields = {"prompt": PROMPTS[1], "n": 3, "seed": last, "temperature": 1.0}
     requests = [replace(DEFAULTS, temperature=1.0, seed=seed) for seed in (last, -(2**63), 1 - 2**63)]
     want = [model.generate([PROMPTS[1]], each)[0].text for each in requests]
-    found = complete(http, **asked)
+    found = complete(http, **fields)
     assert [choice["text"] for choice in found["choices"]] == want
     assert len(set(want)) == 3
     assert found["metrics"] == {"speculative_decoding": None}
-    drawn = complete(http, **{**asked, "seed": None, "n": 4})
+    drawn = complete(http, **{**fields, "seed": None, "n": 4})
     assert len({choice["text"] for choice in drawn["choices"]}) > 1, "without a seed each draws by itself"
 
 
@@ -207,9 +207,9 @@ def test_stop_strings_and_echo(http: httpx2.Client, model: DiffusionModel):
 
 def test_log_probabilities_come_with_each_token(http: httpx2.Client):
     plain = complete(http, prompt=PROMPTS[0])
-    told = complete(http, prompt=PROMPTS[0], logprobs=2)["choices"][0]
-    assert told["text"] == plain["choices"][0]["text"]
-    logprobs = told["logprobs"]
+    choice = complete(http, prompt=PROMPTS[0], logprobs=2)["choices"][0]
+    assert choice["text"] == plain["choices"][0]["text"]
+    logprobs = choice["logprobs"]
     assert len(logprobs["token_logprobs"]) == plain["usage"]["completion_tokens"]
     assert all(value <= 0 for value in logprobs["token_logprobs"])
     assert all(len(each) >= 2 for each in logprobs["top_logprobs"])

@@ -50,7 +50,7 @@ def test_texts_get_vectors_in_their_order(http: TestClient, engine: FakeEngine) 
         np.testing.assert_allclose(each["embedding"], expected(engine, text), rtol=1e-6)
     tokens = sum(len(encode(engine.tokenizer, text)) for text in TEXTS)
     assert (found.usage.prompt_tokens, found.usage.total_tokens, found.model) == (tokens, tokens, "demo")
-    assert {request.pooling for request in engine.taken} == {"last"}
+    assert {request.pooling for request in engine.received} == {"last"}
 
 
 def test_numbers_come_as_bytes_where_that_is_asked(http: TestClient) -> None:
@@ -120,10 +120,10 @@ def test_scores_are_cosines(http: TestClient, engine: FakeEngine, route: str) ->
 def test_scores_count_each_text_as_often_as_it_was_sent(http: TestClient, engine: FakeEngine) -> None:
     """Though equal ones are computed once."""
     first, second = (len(engine.encode(text)) for text in TEXTS[:2])
-    before = len(engine.taken)
+    before = len(engine.received)
     found = http.post("/v1/score", json={"text_1": TEXTS[0], "text_2": [TEXTS[1], TEXTS[0], TEXTS[1]]}).json()
     assert found["usage"] == {"prompt_tokens": 2 * first + 2 * second, "total_tokens": 2 * first + 2 * second}
-    assert len(engine.taken) - before == 2
+    assert len(engine.received) - before == 2
 
 
 def test_scores_need_as_many_texts(http: TestClient) -> None:

@@ -56,10 +56,10 @@ def changed(lm: LanguageModel) -> list[Changed]:
     for drawn in DRAWN:
         (usual,) = lm.generate(PROMPT, Sampling(24, **drawn), speculative=False)
         stops = (usual.tokens[8], usual.tokens[0])
-        asked = Sampling(
+        sampling = Sampling(
             24, **drawn, logit_bias=((usual.tokens[2], -100.0),), min_tokens=12, stop_token_ids=stops, include_stop=True
         )
-        found.append((asked, lm.generate(PROMPT, asked, speculative=False)[0]))
+        found.append((sampling, lm.generate(PROMPT, sampling, speculative=False)[0]))
     return found
 
 
@@ -91,32 +91,32 @@ def http(real: Real) -> Iterator[httpx2.Client]:
 def test_what_is_served_is_what_the_model_gives_alone(client: openai.OpenAI, alone: Alone, number: int):
     sampling = SAMPLINGS[number]
     wanted = alone[0][number]
-    asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
-    asked |= {"top_p": sampling.top_p, "stop": list(sampling.stop)}
-    found = client.completions.create(model="demo", prompt=PROMPT, **asked)
+    fields: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
+    fields |= {"top_p": sampling.top_p, "stop": list(sampling.stop)}
+    found = client.completions.create(model="demo", prompt=PROMPT, **fields)
     assert found.choices[0].text == wanted.text
     assert found.choices[0].finish_reason == ("length" if wanted.finish_reason == "length" else "stop")
     assert found.usage is not None
     assert found.usage.completion_tokens == len(wanted.tokens)
-    stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **asked)
+    stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **fields)
     assert "".join(part.choices[0].text for part in stream) == wanted.text
 
 
 @pytest.mark.parametrize("number", range(len(DRAWN)))
 def test_biases_and_ends_are_served_as_plain_decoding_gives_them(client: openai.OpenAI, changed: list[Changed], number: int):
     """Under speculation: a token that is biased away, tokens that may not end it yet, and then do."""
-    asked, wanted = changed[number]
-    bias = dict(asked.logit_bias)
-    stops = [*asked.stop_token_ids]
+    sampling, wanted = changed[number]
+    bias = dict(sampling.logit_bias)
+    stops = [*sampling.stop_token_ids]
     assert not bias.keys() & set(wanted.tokens)
-    assert not {*stops} & {*wanted.tokens[: asked.min_tokens]}
-    body = {"min_tokens": asked.min_tokens, "stop_token_ids": stops, "include_stop_str_in_output": True}
+    assert not {*stops} & {*wanted.tokens[: sampling.min_tokens]}
+    body = {"min_tokens": sampling.min_tokens, "stop_token_ids": stops, "include_stop_str_in_output": True}
     found = client.completions.create(
         model="demo",
         prompt=PROMPT,
-        max_tokens=asked.max_new_tokens,
-        temperature=asked.temperature,
-        seed=asked.seed,
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        seed=sampling.seed,
         logit_bias={str(token): int(each) for token, each in bias.items()},
         extra_body=body | {"return_token_ids": True},
     )
@@ -141,22 +141,22 @@ def test_what_is_served_beside_others_is_the_same(client: openai.OpenAI, alone: 
 def test_drafts_are_counted_as_the_model_counts_them(client: openai.OpenAI):
     found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0)
     assert found.model_extra is not None
-    told = found.model_extra["metrics"]["speculative_decoding"]
-    assert told["num_spec_tokens"] == 3
-    assert told["num_accepted_draft_tokens"] == sum(n * count for n, count in enumerate(told["acceptance_histogram"])) > 0
+    counts = found.model_extra["metrics"]["speculative_decoding"]
+    assert counts["num_spec_tokens"] == 3
+    assert counts["num_accepted_draft_tokens"] == sum(n * count for n, count in enumerate(counts["acceptance_histogram"])) > 0
 
 
 def test_a_prompt_that_fills_the_context_has_logprobs(client: openai.OpenAI):
     prompt = [5 + n % 90 for n in range(TABLE.capacities[0])]
-    asked: dict[str, Any] = {"model": "demo", "logprobs": 0, "echo": True}
-    whole = client.completions.create(**asked, prompt=prompt, max_tokens=0).choices[0].logprobs
-    part = client.completions.create(**asked, prompt=prompt[:-1], max_tokens=1).choices[0].logprobs
+    fields: dict[str, Any] = {"model": "demo", "logprobs": 0, "echo": True}
+    whole = client.completions.create(**fields, prompt=prompt, max_tokens=0).choices[0].logprobs
+    part = client.completions.create(**fields, prompt=prompt[:-1], max_tokens=1).choices[0].logprobs
     assert whole is not None
     assert part is not None
     assert len(whole.token_logprobs or []) == len(prompt)
     assert (whole.token_logprobs or [])[1:-1] == pytest.approx((part.token_logprobs or [])[1:-1], abs=2e-4)
     with pytest.raises(openai.BadRequestError, match="context has 256 positions; the prompt has 257"):
-        client.completions.create(**asked, prompt=[*prompt, 5], max_tokens=0)
+        client.completions.create(**fields, prompt=[*prompt, 5], max_tokens=0)
 
 
 def test_logprobs_of_a_prompt_are_those_of_generating_it(client: openai.OpenAI):
@@ -214,8 +214,8 @@ def test_chats_stream(client: openai.OpenAI):
 def test_a_client_that_goes_away_frees_its_slot(real: Real, client: openai.OpenAI):
     """Sixteen answers for two slots: long enough that some are left to cancel, however fast the machine."""
     before = real.engine.stats().ended
-    asked = {"model": "demo", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    with client.completions.create(prompt=PROMPT, stream=True, n=16, **asked) as stream:
+    fields = {"model": "demo", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(prompt=PROMPT, stream=True, n=16, **fields) as stream:
         next(iter(stream))
     end = time.monotonic() + 20
     while (stats := real.engine.stats()).running + stats.waiting and time.monotonic() < end:
@@ -254,15 +254,18 @@ def test_whatever_is_asked_a_stream_says_what_the_whole_says(http: httpx2.Client
     streamed = http.post("/v1/completions", json={**given, "stream": True}).text.split("\n\n")
     parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in streamed[:-2]]
     for choice in whole["choices"]:
-        own = [part for part in parts if part["index"] == choice["index"]]
-        assert "".join(part["text"] for part in own) == choice["text"]
-        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        chunks = [part for part in parts if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in chunks) == choice["text"]
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
         assert (choice["logprobs"] is None) == ("logprobs" not in given)
         if choice["logprobs"] is not None:
-            told = choice["logprobs"]
-            assert [text for part in own for text in part["logprobs"]["tokens"]] == told["tokens"]
-            assert all(one is None or one <= 0 for one in told["token_logprobs"])
-            assert {len(top) for top in told["top_logprobs"] if top is not None} <= {given["logprobs"], given["logprobs"] + 1}
+            logprobs = choice["logprobs"]
+            assert [text for part in chunks for text in part["logprobs"]["tokens"]] == logprobs["tokens"]
+            assert all(one is None or one <= 0 for one in logprobs["token_logprobs"])
+            assert {len(top) for top in logprobs["top_logprobs"] if top is not None} <= {
+                given["logprobs"],
+                given["logprobs"] + 1,
+            }
 
 
 LM_EVAL = """
@@ -304,13 +307,13 @@ def test_lm_eval_measures_likelihoods_and_generates(real: Real, client: openai.O
     found = json.loads(line.removeprefix("FOUND "))
     for question, measured in zip(questions, found["tiny"], strict=True):
         for choice, (likelihood, greedy) in zip(question["choices"], measured, strict=True):
-            asked = {"model": "demo", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
-            told = client.completions.create(prompt=question["question"] + choice, **asked).choices[0].logprobs
-            assert told is not None
+            fields = {"model": "demo", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+            logprobs = client.completions.create(prompt=question["question"] + choice, **fields).choices[0].logprobs
+            assert logprobs is not None
             begins = len(question["question"])
             each = [
                 (p, at)
-                for p, at in zip(told.token_logprobs or [], told.text_offset or [], strict=True)
+                for p, at in zip(logprobs.token_logprobs or [], logprobs.text_offset or [], strict=True)
                 if begins <= at < begins + len(choice)
             ]
             assert float(likelihood) == pytest.approx(sum(p for p, _ in each if p is not None), abs=1e-3)

@@ -94,11 +94,11 @@ def test_browsers_read_answers_only_from_origins_that_are_allowed(client: Client
     assert off.options("/v1/completions", headers=asking).status_code == 405
     assert "access-control-allow-origin" not in off.post("/v1/completions", json=ASK, headers=asking).headers
     on = client(origins=("https://a.example",), api_keys=("k",))
-    told = on.options("/v1/completions", headers=asking)
-    assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    answer = on.options("/v1/completions", headers=asking)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://a.example")
     for name in ("x-stainless-lang", "x-stainless-retry-count", "openai-organization"):
-        told = on.options("/v1/completions", headers=asking | {"access-control-request-headers": f"authorization,{name}"})
-        assert (told.status_code, name in told.headers["access-control-allow-headers"]) == (200, True)
+        answer = on.options("/v1/completions", headers=asking | {"access-control-request-headers": f"authorization,{name}"})
+        assert (answer.status_code, name in answer.headers["access-control-allow-headers"]) == (200, True)
     other = on.options("/v1/completions", headers=asking | {"origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
 
@@ -124,7 +124,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(client: Client):
         assert answer.json()["error"]["code"] == "server_overloaded"
         engine.go.set()
         assert first.result().status_code == 200
-    assert len(engine.taken) == 1
+    assert len(engine.received) == 1
     assert app.post("/v1/completions", json=ASK).status_code == 200
 
 

@@ -38,10 +38,10 @@ def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
     return found
 
 
-def put_together(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def put_together(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The content that events add up to."""
     content: list[dict[str, Any]] = []
-    for each in told:
+    for each in stream:
         if each["type"] == "content_block_start":
             assert each["index"] == len(content)
             content.append(dict(each["content_block"]) | {"json": ""})
@@ -71,8 +71,8 @@ def test_an_answer_is_a_message(client: Client):
     usage = found["usage"]
     assert usage["output_tokens"] == 4
     assert usage["cache_read_input_tokens"] > 0, "the engine says that it found half of a prompt"
-    asked = {"model": "demo", "messages": HELLO}
-    count = client().post(f"{ROUTE}/count_tokens", json=asked).json()
+    body = {"model": "demo", "messages": HELLO}
+    count = client().post(f"{ROUTE}/count_tokens", json=body).json()
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
     assert found["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
 
@@ -121,8 +121,8 @@ def test_calls_are_blocks_of_their_own(client: Client):
     call = found["content"][1]
     assert call["id"].startswith("toolu_")
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1, "b": [2]})
-    told = events(served, messages=said, tools=TOOLS, max_tokens=200, stop_sequences=["</tool_call>"])
-    assert without_ids(put_together(told)) == without_ids(found["content"])
+    stream = events(served, messages=said, tools=TOOLS, max_tokens=200, stop_sequences=["</tool_call>"])
+    assert without_ids(put_together(stream)) == without_ids(found["content"])
 
 
 def test_arguments_that_are_cut_off_or_no_json_lose_nothing(client: Client):
@@ -141,25 +141,25 @@ def test_arguments_that_are_cut_off_or_no_json_lose_nothing(client: Client):
 
 
 def test_a_stream_has_the_events_of_the_api(client: Client):
-    told = events(client(), max_tokens=7)
-    kinds = [each["type"] for each in told]
+    stream = events(client(), max_tokens=7)
+    kinds = [each["type"] for each in stream]
     assert kinds[:3] == ["message_start", "content_block_start", "ping"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
     whole = message(client(), max_tokens=7)
-    start = told[0]["message"]
+    start = stream[0]["message"]
     assert (start["content"], start["stop_reason"]) == ([], None)
     assert start["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-    assert put_together(told) == whole["content"]
-    assert told[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert told[-2]["usage"] == whole["usage"]
+    assert put_together(stream) == whole["content"]
+    assert stream[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert stream[-2]["usage"] == whole["usage"]
 
 
 def test_an_error_in_a_stream_is_an_event(client: Client):
-    told = events(client(FakeEngine(ends=("error", 1))), max_tokens=50)
-    assert told[-1]["type"] == "error"
-    assert told[-1]["error"]["type"] == "api_error"
-    assert told[-1]["error"]["message"] == "the engine failed"
+    stream = events(client(FakeEngine(ends=("error", 1))), max_tokens=50)
+    assert stream[-1]["type"] == "error"
+    assert stream[-1]["error"]["type"] == "api_error"
+    assert stream[-1]["error"]["message"] == "the engine failed"
 
 
 @pytest.mark.parametrize(
@@ -210,13 +210,13 @@ def test_errors_have_the_words_of_the_api(client: Client):
     thread = client().post(ROUTE, json={"messages": HELLO, "max_tokens": 4, "thread": {"type": "create"}}).json()["error"]
     assert (thread["param"], thread["details"]["error_code"]) == ("thread", "thread_unsupported_request")
     locked = client(api_keys=("k",))
-    asked = {"messages": HELLO, "max_tokens": 4}
-    answer = locked.post(ROUTE, json=asked)
+    fields = {"messages": HELLO, "max_tokens": 4}
+    answer = locked.post(ROUTE, json=fields)
     assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
     key = {"x-api-key": "k"}
-    assert locked.post(ROUTE, json=asked, headers=key).status_code == 200
-    assert locked.post(ROUTE, json=asked, headers={"x-api-key": "kk"}).status_code == 401
-    unknown = locked.post(ROUTE, json={**asked, "model": "other"}, headers=key)
+    assert locked.post(ROUTE, json=fields, headers=key).status_code == 200
+    assert locked.post(ROUTE, json=fields, headers={"x-api-key": "kk"}).status_code == 401
+    unknown = locked.post(ROUTE, json={**fields, "model": "other"}, headers=key)
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
     assert locked.get(f"{ROUTE}/x", headers=key).json()["error"]["type"] == "not_found_error"
 

@@ -109,10 +109,10 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
     schemas = described(denoising).raw_schema["components"]["schemas"]
     plain = description.raw_schema["components"]["schemas"]
     for route in ("Completion", "Chat"):
-        own = schemas[f"Denoising{route}Body"]
-        others = plain[f"{route}Body"]
-        assert own["additionalProperties"] is False
-        assert set(own["properties"]) - set(others["properties"]) == {
+        denoising_body = schemas[f"Denoising{route}Body"]
+        plain_body = plain[f"{route}Body"]
+        assert denoising_body["additionalProperties"] is False
+        assert set(denoising_body["properties"]) - set(plain_body["properties"]) == {
             "steps",
             "block_length",
             "threshold",
@@ -121,9 +121,9 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
             "remasking",
             "tau",
         }
-        assert own["properties"]["mode"]["anyOf"][0]["enum"] == ["dense", "prefix", "dual", "sparse"]
-        assert own["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
-        assert own["properties"]["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 0}
+        assert denoising_body["properties"]["mode"]["anyOf"][0]["enum"] == ["dense", "prefix", "dual", "sparse"]
+        assert denoising_body["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+        assert denoising_body["properties"]["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 0}
         assert f"{route}Body" not in schemas
     assert schemas["DenoisingCompletionBody"]["properties"]["prompt_logprobs"]["type"] == "null"
 

@@ -88,12 +88,12 @@ def test_an_answer_shows_its_tokens_and_its_figures(page: Page, script: Script):
     heights = "[...document.querySelectorAll('#bars .{}')].map((each) => Number(each.getAttribute('height')))"
     assert page.value(heights.format("accepted")) == [0, 3, 1]
     assert page.value(heights.format("target")) == [1, 1, 1]
-    (asked,) = script.asked
-    assert asked.path == "/v1/chat/completions"
+    (request,) = script.requests
+    assert request.path == "/v1/chat/completions"
     options = {"include_usage": True, "include_rounds": True}
     messages = [{"role": "user", "content": "Hi"}]
-    assert asked.body == {"model": "small", "stream": True, "stream_options": options, "messages": messages}
-    assert "Authorization" not in asked.headers
+    assert request.body == {"model": "small", "stream": True, "stream_options": options, "messages": messages}
+    assert "Authorization" not in request.headers
 
 
 def test_tokens_are_coloured_as_the_key_says(page: Page, script: Script):
@@ -117,7 +117,7 @@ def test_a_conversation_and_its_settings(page: Page, script: Script):
     for name, text in {"system": "Be short.", "temperature": "0.7", "top_p": ".9", "max_tokens": "12", "seed": "x"}.items():
         page.fill(f"#{name}", text)
     say(page, "  Go on")
-    body = script.asked[1].body
+    body = script.requests[1].body
     assert body["messages"] == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Hi"},
@@ -133,7 +133,7 @@ def test_a_conversation_and_its_settings(page: Page, script: Script):
     page.click("#fresh")
     assert page.texts("#log > *") == page.texts("#blank")
     say(page, "Anew")
-    assert [each["content"] for each in script.asked[2].body["messages"]] == ["Be short.", "Anew"]
+    assert [each["content"] for each in script.requests[2].body["messages"]] == ["Be short.", "Anew"]
 
 
 def test_a_blank_page_has_three_examples(page: Page, script: Script):
@@ -143,7 +143,7 @@ def test_a_blank_page_has_three_examples(page: Page, script: Script):
     page.click("#blank button:last-of-type")
     page.wait("document.querySelector('.cost')")
     assert page.texts("#blank") == []
-    assert [each.body["messages"] for each in script.asked] == [[{"role": "user", "content": examples[2]}]]
+    assert [each.body["messages"] for each in script.requests] == [[{"role": "user", "content": examples[2]}]]
 
 
 def test_settings_show_the_models_defaults(page: Page):
@@ -200,11 +200,11 @@ def test_the_last_answer_can_be_given_anew(page: Page, script: Script):
         page.click("article:last-of-type .again")
         page.wait("!document.querySelector('#send').hidden")
         assert page.texts("article .text") == texts
-        assert script.asked[-1].body["messages"] == script.asked[1].body["messages"]
+        assert script.requests[-1].body["messages"] == script.requests[1].body["messages"]
     assert page.texts(".wrong") == ["the server closed the stream before its end"], "and the answer before it stays"
     say(page, "three")
-    told = [each["content"] for each in script.asked[-1].body["messages"]]
-    assert told == ["one", "Hello, world!\n", "two", "Hel", "three"]
+    contents = [each["content"] for each in script.requests[-1].body["messages"]]
+    assert contents == ["one", "Hello, world!\n", "two", "Hel", "three"]
 
 
 def overflows(handler: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_full_context_offers_to_drop_the_oldest_turns(page: Page, script: Scri
         ["two", "three", "four"],
         ["three", "four"],
     ]
-    assert [each["content"] for each in script.asked[-1].body["messages"]] == ["three", "Hello, world!\n", "four"]
+    assert [each["content"] for each in script.requests[-1].body["messages"]] == ["three", "Hello, world!\n", "four"]
     assert page.texts(".left-out.said") == ["one", "two"]
     assert page.texts(".note") == ["The 2 turns above were dropped. The model no longer sees them."]
     assert page.value("document.querySelector('.note').nextElementSibling.textContent") == "three"
@@ -242,7 +242,7 @@ def test_an_answer_that_fills_the_context_offers_the_same(page: Page, script: Sc
     assert page.texts(".note") == ["The turn above was dropped. The model no longer sees it."]
     assert page.text("#state") == "dropped the oldest turn"
     say(page, "two")
-    assert script.asked[-1].body["messages"] == [{"role": "user", "content": "two"}]
+    assert script.requests[-1].body["messages"] == [{"role": "user", "content": "two"}]
     assert page.texts(".cost")[1].endswith(" · cut off at 7 tokens (Settings: Max tokens)")
     assert len(page.texts(".note")) == 1
 
@@ -271,7 +271,7 @@ def test_keys(page: Page, script: Script):
     page.call("Input.insertText", text="two")
     page.press("Enter")
     page.wait("document.querySelector('.cost')")
-    assert [each.body["messages"][0]["content"] for each in script.asked] == ["one\ntwo"], "an empty message is not sent"
+    assert [each.body["messages"][0]["content"] for each in script.requests] == ["one\ntwo"], "an empty message is not sent"
     page.fill("#said", "more")
     page.press("Enter")
     wait_for_answers(page, "Hello, world!", "Hello, world!")
@@ -294,7 +294,7 @@ def test_an_answer_that_is_stopped_keeps_what_came(page: Page, script: Script):
     page.wait("!document.querySelector('#send').hidden")
     assert (page.text("#state"), page.texts(".wrong"), page.texts(".now")) == ("stopped", [], [])
     say(page, "Go on")
-    assert [each["content"] for each in script.asked[1].body["messages"]] == ["Hi", "Hello, world!\n", "Go on"]
+    assert [each["content"] for each in script.requests[1].body["messages"]] == ["Hi", "Hello, world!\n", "Go on"]
 
 
 def check_left_out(page: Page, script: Script, message: str) -> None:
@@ -304,7 +304,7 @@ def check_left_out(page: Page, script: Script, message: str) -> None:
     assert page.value("document.querySelector('#said').value") == "Hi"
     page.press("Enter")
     page.wait("document.querySelectorAll('.cost').length && !document.querySelector('#send').hidden")
-    assert script.asked[1].body["messages"] == [{"role": "user", "content": "Hi"}]
+    assert script.requests[1].body["messages"] == [{"role": "user", "content": "Hi"}]
     assert page.value("document.querySelectorAll('.said.left-out').length") == 1
 
 
@@ -316,8 +316,8 @@ def test_an_error_is_told_as_the_server_words_it(page: Page, script: Script):
 
 
 def test_an_error_within_the_answer(page: Page, script: Script):
-    told = {"error": {"message": "the request could not be computed", "type": "server_error", "param": None, "code": None}}
-    script.answers = [stream(HELLO[:1], end=lambda handler: handler.event(told)), stream(HELLO)]
+    event = {"error": {"message": "the request could not be computed", "type": "server_error", "param": None, "code": None}}
+    script.answers = [stream(HELLO[:1], end=lambda handler: handler.event(event)), stream(HELLO)]
     say(page, "Hi")
     check_left_out(page, script, "the request could not be computed")
 
@@ -341,10 +341,10 @@ def test_a_model_without_a_chat_template_continues_the_text(page: Page, script: 
     page.click("#more")
     page.fill("#system", "# code")
     say(page, "def g():")
-    assert [each.path for each in script.asked] == ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
-    assert script.asked[1].body["prompt"] == "def f():"
-    assert script.asked[2].body["prompt"] == "# code\n\ndef f():Hello, world!\n\n\ndef g():"
-    assert "messages" not in script.asked[2].body
+    assert [each.path for each in script.requests] == ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
+    assert script.requests[1].body["prompt"] == "def f():"
+    assert script.requests[2].body["prompt"] == "# code\n\ndef f():Hello, world!\n\n\ndef g():"
+    assert "messages" not in script.requests[2].body
     assert page.texts(".text.plain")[0] == "Hello, world!\n", "text that goes on is no Markdown"
     assert page.texts(".text .accepted")[:3] == ["lo,", " wor", "!"]
 
@@ -497,7 +497,7 @@ def test_a_key_is_asked_for_and_sent(chromium: Browser, script: Script, address:
     tab.value("document.querySelector('#said').focus()")
     tab.press("Enter")
     tab.wait("document.querySelector('.cost')")
-    assert script.asked[-1].headers["Authorization"] == "Bearer secret"
+    assert script.requests[-1].headers["Authorization"] == "Bearer secret"
     assert tab.value("localStorage.length + sessionStorage.length + document.cookie.length") == 0
     tab.close()
 
@@ -596,8 +596,8 @@ def test_colours_are_those_of_the_replay_page():
     """The server imports nothing of the reports, so the page has them once more."""
     reports = [colours((REPORT / name).read_text()) for name in ("page.css", "replay.css")]
     theirs = [page_css | replay_css for page_css, replay_css in zip(*reports, strict=True)]
-    own = colours(HTML)
-    assert len(own) == 2
-    for mine, expected in zip(own, theirs, strict=True):
+    page_colours = colours(HTML)
+    assert len(page_colours) == 2
+    for mine, expected in zip(page_colours, theirs, strict=True):
         assert mine.items() <= expected.items()
         assert {"--accepted", "--accepted-mark"} <= mine.keys()

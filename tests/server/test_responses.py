@@ -109,8 +109,8 @@ def test_a_response_is_kept_until_it_is_deleted(client: Client):
     forgotten = served.post(ROUTE, json={"input": "x", "previous_response_id": found["id"]})
     assert forgotten.json()["error"]["code"] == "previous_response_not_found"
     assert served.get(f"{ROUTE}/{respond(served, store=False)['id']}").status_code == 404
-    told = events(served, max_output_tokens=2)
-    assert served.get(f"{ROUTE}/{told[0]['response']['id']}").json() == told[-1]["response"]
+    stream = events(served, max_output_tokens=2)
+    assert served.get(f"{ROUTE}/{stream[0]['response']['id']}").json() == stream[-1]["response"]
 
 
 def test_a_response_belongs_to_a_key(client: Client):
@@ -142,21 +142,21 @@ def test_the_store_is_bounded():
 def test_calls_are_items_of_their_own(client: Client):
     engine = FakeEngine(per_update=5)
     served = client(engine, template=CALLING)
-    asked: dict[str, Any] = {"tools": TOOLS, "max_output_tokens": 40}
-    found = respond(served, f"well {CALL} ", **asked)
+    fields: dict[str, Any] = {"tools": TOOLS, "max_output_tokens": 40}
+    found = respond(served, f"well {CALL} ", **fields)
     text, call = found["output"][:2]
     assert text["content"][0]["text"].startswith("well")
     assert text["status"] == "completed"
     assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1, "b": [2]})
     assert found["tools"][0]["name"] == "add"
-    told = events(served, f"well {CALL} ", **asked)
-    assert without_ids(told[-1]["response"]["output"]) == without_ids(found["output"])
+    stream = events(served, f"well {CALL} ", **fields)
+    assert without_ids(stream[-1]["response"]["output"]) == without_ids(found["output"])
     arguments = "".join(
-        e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == 1
+        e["delta"] for e in stream if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == 1
     )
     assert arguments == call["arguments"]
-    done = [each["item"] for each in told if each["type"] == "response.output_item.done"]
-    assert done == told[-1]["response"]["output"]
+    done = [each["item"] for each in stream if each["type"] == "response.output_item.done"]
+    assert done == stream[-1]["response"]["output"]
     again = [
         {"role": "user", "content": "x"},
         *found["output"][:2],
@@ -186,13 +186,13 @@ def test_calls_go_back_as_they_came(client: Client, name: str, arguments: str, s
     said = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}'
     said += "" if arguments.endswith("cut") else "}\n</tool_call>"
     length = len(engine.decoding.model.tokenizer.encode(said).ids)
-    asked = {"role": "user", "content": said}
+    message = {"role": "user", "content": said}
     tools = [{"type": "function", "function": {"name": "add"}}]
-    answer = served.post("/v1/chat/completions", json={"messages": [asked], "tools": tools, "max_tokens": length}).json()
+    answer = served.post("/v1/chat/completions", json={"messages": [message], "tools": tools, "max_tokens": length}).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert (call["function"]["name"], call["function"]["arguments"]) == (name, arguments)
     result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-    back = {"messages": [asked, answer["choices"][0]["message"], result], "max_tokens": 1}
+    back = {"messages": [message, answer["choices"][0]["message"], result], "max_tokens": 1}
     assert served.post("/v1/chat/completions", json=back).status_code == 200
     want = f"{said}|{shown}|3|"
     assert prompt_of(engine) == want
@@ -205,22 +205,22 @@ def test_calls_go_back_as_they_came(client: Client, name: str, arguments: str, s
 
 
 def test_a_stream_has_the_events_of_the_api(client: Client):
-    told = events(client(), max_output_tokens=7)
-    kinds = [each["type"].removeprefix("response.") for each in told]
+    stream = events(client(), max_output_tokens=7)
+    kinds = [each["type"].removeprefix("response.") for each in stream]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(kinds[4:-4]) == {"output_text.delta"}
     assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
-    text = "".join(each["delta"] for each in told if each["type"].endswith("output_text.delta"))
-    assert text == told[-4]["text"] == told[-3]["part"]["text"]
-    assert without_ids(told[-1]["response"]) == without_ids(respond(client(), max_output_tokens=7))
+    text = "".join(each["delta"] for each in stream if each["type"].endswith("output_text.delta"))
+    assert text == stream[-4]["text"] == stream[-3]["part"]["text"]
+    assert without_ids(stream[-1]["response"]) == without_ids(respond(client(), max_output_tokens=7))
 
 
 def test_an_error_in_a_stream_is_an_event(client: Client):
     for after in (0, 1):
-        told = events(client(FakeEngine(ends=("error", after))), max_output_tokens=50)
-        assert told[0]["type"] == "response.created"
-        assert told[-1]["type"] == "response.failed"
-        assert told[-1]["response"]["error"] == {"code": "server_error", "message": "the engine failed"}
+        stream = events(client(FakeEngine(ends=("error", after))), max_output_tokens=50)
+        assert stream[0]["type"] == "response.created"
+        assert stream[-1]["type"] == "response.failed"
+        assert stream[-1]["response"]["error"] == {"code": "server_error", "message": "the engine failed"}
 
 
 @pytest.mark.parametrize(

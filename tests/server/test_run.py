@@ -54,24 +54,24 @@ def test_json_objects_are_compiled_ahead_once_the_server_is_ready(
     """By the thread of grammars; what goes wrong there is no harm to the server, and in its log unless requests are told."""
     caplog.set_level(logging.DEBUG, "tilewright.server")
     engine = FakeEngine()
-    told = list[object]()
+    calls = list[object]()
 
     class Failing(Constrain):
         def __init__(self) -> None:
             """Without a model."""
 
         def __call__(self, grammar: Grammar) -> Matcher:
-            told.append(grammar)
+            calls.append(grammar)
             os.kill(os.getpid(), signal.SIGTERM)
             raise error
 
     api = Api(engine, ServerOptions("demo", tw.__version__, constrain=Failing()))
-    monkeypatch.setattr(engine, "warm", lambda console, wait_for_programs: told.append("warm"))
+    monkeypatch.setattr(engine, "warm", lambda console, wait_for_programs: calls.append("warm"))
     monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done
     with run.listen("127.0.0.1", 0) as listening:
-        run.Server(api, 0.0, lambda: told.append("ready")).run(listening)
+        run.Server(api, 0.0, lambda: calls.append("ready")).run(listening)
     api.close()
-    assert told == ["warm", "ready", Grammar.json_object()]
+    assert calls == ["warm", "ready", Grammar.json_object()]
     said = [(record.levelno, record.getMessage()) for record in caplog.records if "JSON objects" in record.getMessage()]
     assert [each for each, _ in said] == [level]
     assert said[0][1].endswith(str(error))

@@ -99,14 +99,14 @@ HELLO: Any = [{"role": "user", "content": PROMPT}]
 def test_answers_are_those_of_plain_decoding_under_the_same_masks(real: Real, client: openai.OpenAI, plain: Plain):
     """While other requests, without a grammar, run beside them."""
 
-    def asked(n: int) -> Any:
+    def complete(n: int) -> Any:
         more = {"response_format": schema_format(SCHEMA)} if n % 2 else {}
         return client.completions.create(
             model="demo", prompt=PROMPT, max_tokens=60, temperature=float(n // 2 % 2), seed=3, extra_body=more
         )
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(asked, range(8)))
+        found = list(pool.map(complete, range(8)))
     for n, answer in enumerate(found):
         choice = answer.choices[0]
         if n % 2:
@@ -133,11 +133,11 @@ NESTED = Grammar.json_schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "arra
 def test_stops_do_not_cut_an_answer_that_follows_a_grammar(client: openai.OpenAI, temperature: float):
     """StructuredOutputMetrics of the device and of the host, stop tokens of words and of single characters."""
     for schema in (SCHEMA, {**SCHEMA, "properties": {**SCHEMA["properties"], "age": {"type": "number", "maximum": 9}}}):
-        asked: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 150, "temperature": temperature, "seed": 3}
+        fields: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 150, "temperature": temperature, "seed": 3}
         more = {"response_format": schema_format(schema), "return_token_ids": True}
-        tokens = client.completions.create(**asked, extra_body=more).choices[0].token_ids
+        tokens = client.completions.create(**fields, extra_body=more).choices[0].token_ids
         stops = sorted({*tokens[:-1]})
-        again = client.completions.create(**asked, stop=['"', "name", "}"], extra_body={**more, "stop_token_ids": stops})
+        again = client.completions.create(**fields, stop=['"', "name", "}"], extra_body={**more, "stop_token_ids": stops})
         choice = again.choices[0]
         jsonschema.validate(json.loads(choice.text), schema)
         assert choice.finish_reason == "stop"
@@ -258,7 +258,7 @@ def test_answers_follow_random_schemas(lm: LanguageModel, client: openai.OpenAI,
     if count > 20 and pytestconfig.getoption("products"):
         count = 500
 
-    def asked(n: int) -> str:
+    def outcome(n: int) -> str:
         """Outcome of a request, and the source of its masks if no other request prevents it."""
         schema, kind = one_of_many(n)
         try:
@@ -284,7 +284,7 @@ def test_answers_follow_random_schemas(lm: LanguageModel, client: openai.OpenAI,
         return f"valid {where}"
 
     with ThreadPoolExecutor(4) as pool:
-        found = Counter(pool.map(asked, range(count)))
+        found = Counter(pool.map(outcome, range(count)))
     print(f"\n{count} schemas: {dict(found)}")
     assert found["refused"] == len(range(12, count, 25))
     assert min(found["valid in the device's loop"], found["valid under the host's masks"]) > count / 5
@@ -310,13 +310,13 @@ def test_mixed_requests_compile_nothing(real: Real):
         ("embeddings", {"input": [PROMPT, "a"]}),
     ]
 
-    def asked(n: int) -> int:
+    def status(n: int) -> int:
         route, body = kinds[n % len(kinds)]
         seed = {} if route == "embeddings" else {"seed": n}
         return httpx2.post(f"{real.url}/v1/{route}", json={**body, **seed}, timeout=60).status_code
 
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(asked, np.random.default_rng(0).permutation(300).tolist())) == {200}
+        assert set(pool.map(status, np.random.default_rng(0).permutation(300).tolist())) == {200}
     stats = real.engine.stats()
     assert stats.compilations == 0
     assert min(stats.automaton_rounds, stats.constrained_rounds) > 0
@@ -338,7 +338,7 @@ def test_the_clients_own_helpers_read_answers(client: openai.OpenAI):
 
 
 def test_vllms_form(client: openai.OpenAI):
-    for asked, right in (
+    for structured, right in (
         ({"choice": ["first", "second"]}, ("first", "second")),
         ({"regex": "ab?c"}, ("abc", "ac")),
         ({"grammar": 'start: "x" | "y"'}, ("x", "y")),
@@ -346,7 +346,7 @@ def test_vllms_form(client: openai.OpenAI):
         ({"json": '{"const": 1}'}, ("1",)),
     ):
         answer = client.completions.create(
-            model="demo", prompt=PROMPT, max_tokens=9, logprobs=5, extra_body={"structured_outputs": asked}
+            model="demo", prompt=PROMPT, max_tokens=9, logprobs=5, extra_body={"structured_outputs": structured}
         )
         choice = answer.choices[0]
         assert choice.text in right
@@ -419,9 +419,9 @@ TOOLS = [a_tool("weather"), a_tool("time")]
 
 def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
     for choice, names in (("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})):
-        asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
-        asked |= {"temperature": 1.0, "seed": 4, "parallel_tool_calls": False}
-        completion: Any = client.chat.completions.create(**asked)
+        fields: dict[str, Any] = {"model": "demo", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+        fields |= {"temperature": 1.0, "seed": 4, "parallel_tool_calls": False}
+        completion: Any = client.chat.completions.create(**fields)
         answer = completion.choices[0]
         assert answer.finish_reason == "tool_calls"
         assert answer.message.content is None
@@ -435,7 +435,7 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
         arguments = ""
         ends = []
         # Where a call is forced, a form of texts changes nothing.
-        for chunk in client.chat.completions.create(**asked, stream=True, response_format={"type": "json_object"}):
+        for chunk in client.chat.completions.create(**fields, stream=True, response_format={"type": "json_object"}):
             for part in chunk.choices[0].delta.tool_calls or ():
                 assert part.index == 0
                 assert part.function is not None
@@ -454,7 +454,7 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
 def test_a_hundred_forced_calls_are_valid(client: openai.OpenAI):
     """Calls of ten pairs of functions, with one function named or with either allowed."""
 
-    def asked(n: int) -> str:
+    def outcome(n: int) -> str:
         schemas = {name: a_schema(np.random.default_rng(2 * (n // 10) + place)) for place, name in enumerate(("look", "find"))}
         tools: Any = [
             {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()
@@ -477,7 +477,7 @@ def test_a_hundred_forced_calls_are_valid(client: openai.OpenAI):
         return call.function.name
 
     with ThreadPoolExecutor(4) as pool:
-        found = Counter(pool.map(asked, range(100)))
+        found = Counter(pool.map(outcome, range(100)))
     print(f"\n100 calls: {dict(found)}")
     assert min(found["look"], found["find"]) > 10
 
@@ -495,7 +495,7 @@ def test_the_other_apis_have_the_same_grammars(real: Real, client: openai.OpenAI
     (call,) = called.choices[0].message.tool_calls or [None]
     assert call is not None
     assert call.type == "function"
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "messages": HELLO,
         "max_tokens": 200,
         "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
@@ -505,7 +505,7 @@ def test_the_other_apis_have_the_same_grammars(real: Real, client: openai.OpenAI
             for each in (tool["function"] for tool in TOOLS)
         ],
     }
-    answer = httpx2.post(f"{real.url}/v1/messages", json=asked, timeout=60).json()
+    answer = httpx2.post(f"{real.url}/v1/messages", json=fields, timeout=60).json()
     (block,) = answer["content"]
     assert (block["name"], block["input"], answer["stop_reason"]) == (
         call.function.name,

@@ -52,11 +52,11 @@ def read(text: str, cuts: list[int], form: CallForm = HERMES, several: bool = Tr
         parts += parser.push(text[begin:end])
     for part in [*parts, *parser.push("", last=True)]:
         kind = type(part).__name__
-        own = part[0]
+        piece = part[0]
         if isinstance(part, Content | Arguments) and found and found[-1][0] == kind:
-            found[-1] = kind, found[-1][1] + own
+            found[-1] = kind, found[-1][1] + piece
         else:
-            found.append((kind, own))
+            found.append((kind, piece))
     return found
 
 

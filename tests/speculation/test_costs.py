@@ -292,12 +292,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Choice]]:
 def test_a_later_process_measures_nothing(
     lm: LanguageModel, files: CostFiles, measured: list[list[Choice]], monkeypatch: pytest.MonkeyPatch
 ):
-    asked = prompts(0, [3], 16)
-    programs = lm.start(asked, Sampling(8)).engine.decoding.programs
+    inputs = prompts(0, [3], 16)
+    programs = lm.start(inputs, Sampling(8)).engine.decoding.programs
     programs.warm(programs.declared("greedy"))
     for n in range(2):
         monkeypatch.setattr(lm, "pacing", Pacing(team_of(lm), "auto", files))
-        lm.generate(asked, Sampling(8))
+        lm.generate(inputs, Sampling(8))
         assert len(measured) == 1, n
     assert measured[0] == sorted(team_of(lm).choices)
 
@@ -328,9 +328,9 @@ def test_a_call_begins_with_two_programs_and_adds_what_pays(
     policy = pacer.policy(1)
     assert policy.ready == {PLAIN, Choice("ngram", 2)}
     assert measured == [sorted(policy.ready)]
-    pacer.add_wanted(1, 8)
+    pacer.add_worthwhile(1, 8)
     assert len(policy.ready) == 2
-    pacer.add_wanted(1, 10**9)
+    pacer.add_worthwhile(1, 10**9)
     assert len(policy.ready) == 3
     added = (policy.ready - {PLAIN, Choice("ngram", 2)}).pop()
     assert policy.costs[added].drafting == pytest.approx(1e-3)
@@ -339,7 +339,7 @@ def test_a_call_begins_with_two_programs_and_adds_what_pays(
     nothing = np.zeros((64, 1), int)
     for choice in policy.ready - {PLAIN}:
         policy.observe(choice, nothing, nothing, nothing == 0)  # so that the other drafter promises more
-    pacer.add_wanted(1, 1)
+    pacer.add_worthwhile(1, 1)
     assert len(policy.ready) == 4
     assert CallPacer(team_of(lm), paces, runner, drawn=False).policy(1).ready == policy.ready
 
@@ -348,11 +348,11 @@ def test_a_call_begins_with_a_drafter_whose_acceptance_was_measured_too(lm: Lang
     ngram, silent = team_of(lm).members
     assert isinstance(silent, NGramsFirst)
     expecting = replace(silent.other.config, expected_acceptance=(0.9, 0.8, 0.7))
-    told = replace(silent, other=replace(silent.other, config=expecting))
-    for member, firsts in ((silent, {Choice("ngram", 2)}), (told, {Choice("ngram", 2), WIDE})):
+    measured_in_training = replace(silent, other=replace(silent.other, config=expecting))
+    for member, firsts in ((silent, {Choice("ngram", 2)}), (measured_in_training, {Choice("ngram", 2), WIDE})):
         team = replace(team_of(lm), members=(ngram, member))
         pacer = CallPacer(team, Pacing(team_of(lm), "auto"), runner_of(lm, 1, 64), drawn=False)
-        assert pacer.firsts(1) == firsts
+        assert pacer.first_choices(1) == firsts
 
 
 def test_the_configuration_names_what_costs_depend_on(lm: LanguageModel):

@@ -48,7 +48,7 @@ PAIR2 = as_dflash2(PAIR, window=6, sliding=[0], output_multiplier=0.5, final_log
 WALKERS = {"dflash2": PAIR2, "dspark": as_dspark(PAIR), "lilicorr": as_lilicorr(PAIR)}
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[0], draft_vocab_size=DRAFT_VOCAB)
 DEEP = random_pair(0, vocab_size=VOCAB, target_layers=3, drafter_layers=1, taps=[0])
-ASKED = prompts(0, [1, 1, 2, 3, 9, 14, 21, 33], vocab=VOCAB)
+PROMPTS = prompts(0, [1, 1, 2, 3, 9, 14, 21, 33], vocab=VOCAB)
 GREEDY = Sampling(NEW)
 PENALISED = Sampling(
     NEW, temperature=1.0, top_p=0.9, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1, seed=6
@@ -101,12 +101,12 @@ def plain(folders: dict[str | None, Any]) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def greedy_alone(plain: LanguageModel) -> list[list[int]]:
-    return tokens_of(plain, ASKED, GREEDY, speculative=False, batch=1)
+    return tokens_of(plain, PROMPTS, GREEDY, speculative=False, batch=1)
 
 
 @pytest.fixture(scope="module")
 def sampled_alone(plain: LanguageModel) -> list[list[int]]:
-    return tokens_of(plain, ASKED, REQUESTS, speculative=False, batch=1)
+    return tokens_of(plain, PROMPTS, REQUESTS, speculative=False, batch=1)
 
 
 def with_drafter(plain: LanguageModel, source: Any, settings: dict[str, Any]) -> LanguageModel:
@@ -124,15 +124,15 @@ def drafting(request: pytest.FixtureRequest, plain: LanguageModel, folders: dict
 @pytest.mark.parametrize("batch", [1, 8])
 def test_greedy_equals_plain_decoding(drafting: LanguageModel, greedy_alone: list[list[int]], batch: int):
     """Also the rows of one token, before which no drafter has anything to read."""
-    lengths = check_same_as_autoregressive(drafting, ASKED, GREEDY, batch, greedy_alone)
+    lengths = check_same_as_autoregressive(drafting, PROMPTS, GREEDY, batch, greedy_alone)
     assert drafting.drafter is not None
     assert max(lengths) == 1 if drafting.drafter.name == "none" else max(lengths) >= 2
 
 
 def test_a_row_drafts_what_it_drafts_alone(drafting: LanguageModel):
     """Round by round, but for the rows of one token: their first drafts come from nothing and may be anything."""
-    together = drafting.generate(ASKED, GREEDY)
-    assert [drafting.generate([prompt], GREEDY)[0] for prompt in ASKED[2:]] == together.results[2:]
+    together = drafting.generate(PROMPTS, GREEDY)
+    assert [drafting.generate([prompt], GREEDY)[0] for prompt in PROMPTS[2:]] == together.results[2:]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_row_drafts_what_it_drafts_alone(drafting: LanguageModel):
 )
 def test_sampled_rows_equal_plain_decoding(drafting: LanguageModel, sampled_alone: list[list[int]]):
     """Penalised, filtered and greedy rows in one batch, each with its seed."""
-    check_same_as_autoregressive(drafting, ASKED, REQUESTS, 8, sampled_alone)
+    check_same_as_autoregressive(drafting, PROMPTS, REQUESTS, 8, sampled_alone)
 
 
 def test_what_is_loaded(drafting: LanguageModel):
@@ -160,7 +160,7 @@ def test_walkers_in_other_formats_and_by_other_kernels(folders: dict[str | None,
     if settings.get("weights") and native.kernels().isa is None:
         pytest.skip(native.kernels().reason or "no kernels")
     lm = load(folders["target"], folders[kind], table=TABLE, block_size=BLOCK, **settings)
-    check_same_as_autoregressive(lm, ASKED, REQUESTS, 8, tokens_of(lm, ASKED, REQUESTS, speculative=False))
+    check_same_as_autoregressive(lm, PROMPTS, REQUESTS, 8, tokens_of(lm, PROMPTS, REQUESTS, speculative=False))
 
 
 def test_a_published_eagle3_drafts_seven_tokens(folders: dict[str | None, Any]):
@@ -176,7 +176,7 @@ def test_a_drafter_is_changed_and_the_target_shared(plain: LanguageModel, greedy
         assert other.model.models.target is plain.model.models.target
         assert other.drafter is not None
         assert other.drafter.block_size == 3
-        assert other.generate(ASKED[2:3], GREEDY)[0].tokens == greedy_alone[2]
+        assert other.generate(PROMPTS[2:3], GREEDY)[0].tokens == greedy_alone[2]
     assert plain.drafter is None
     assert other.with_drafter(None).drafter is None
 
@@ -219,14 +219,14 @@ def test_an_eagle3_drafter_that_does_not_fit(tmp_path: Path):
 # EAGLE-3, round by round
 
 
-def skilled_chain(asked: Sequence[list[int]], steps: int) -> Chain:
-    """A random drafter whose head was fitted, by ridge regression, to the target's own texts after `asked`."""
+def skilled_chain(inputs: Sequence[list[int]], steps: int) -> Chain:
+    """A random drafter whose head was fitted, by ridge regression, to the target's own texts after `inputs`."""
     target = Target(DEEP.target_config, DEEP.target_tensors)
     config, tensors = random_eagle3(0, DEEP.target_config, taps=[0, 2], draft_vocab_size=DRAFT_VOCAB)
     chain = Chain(config, tensors, target)
     outputs = []
     wanted = []
-    for prompt in asked:
+    for prompt in inputs:
         text = [*prompt, *autoregressive_greedy(target, prompt, NEW + steps)]
         features = chain.fuse(target.run(text)[1])
         for known in range(max(len(prompt) - 1, 1), len(text) - steps):
@@ -251,14 +251,14 @@ def reference_drafts(chain: Chain, text: list[int], window: int | None, steps: i
     return draft.tokens
 
 
-def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], window: int | None) -> list[int]:
+def compare_rounds(lm: LanguageModel, chain: Chain, inputs: Sequence[list[int]], window: int | None) -> list[int]:
     """Holds every round of every row against the reference. Returns how many drafts each accepted."""
     assert lm.drafter is not None
     drafter = lm.drafter.variant(None)
     seen = []
     propose = jax.jit(partial(drafter.propose, lm.model.target))
-    session = lm.start(asked, GREEDY)
-    texts = [list(prompt) for prompt in asked]
+    session = lm.start(inputs, GREEDY)
+    texts = [list(prompt) for prompt in inputs]
     session.prefill()
     while not session.finished:
         state, numbers = state_of(session)
@@ -275,10 +275,10 @@ def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], 
             choices = chain.target.run([*text, *drafts])[0][len(text) - 1 :].argmax(axis=1).tolist()
             agrees = [draft == choice for draft, choice in zip(drafts, choices, strict=False)]
             accepted = [*agrees, False].index(False)
-            emitted = cut([*drafts[:accepted], choices[accepted]], NEW - len(text) + len(asked[number]), ())
-            own = [piece for piece in pieces if piece.row == number]
-            assert [piece.token for piece in own] == emitted
-            assert [piece.drafted for piece in own] == ([True] * accepted + [False])[: len(emitted)]
+            emitted = cut([*drafts[:accepted], choices[accepted]], NEW - len(text) + len(inputs[number]), ())
+            row_pieces = [piece for piece in pieces if piece.row == number]
+            assert [piece.token for piece in row_pieces] == emitted
+            assert [piece.drafted for piece in row_pieces] == ([True] * accepted + [False])[: len(emitted)]
             assert (row.drafted[-1], row.accepted[-1]) == (len(drafts), accepted)
             assert row.acceptance_lengths[-1] == len(emitted)
             text += emitted
@@ -288,14 +288,14 @@ def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_eagle3_rounds_equal_the_reference(tmp_path: Path, window: int | None):
-    asked = [ASKED[0], ASKED[3], ASKED[5]]
-    chain = skilled_chain(asked, BLOCK - 1)
+    inputs = [PROMPTS[0], PROMPTS[3], PROMPTS[5]]
+    chain = skilled_chain(inputs, BLOCK - 1)
     assert chain.map != list(range(DRAFT_VOCAB))
     lm = build(tmp_path, DEEP, table=TABLE)
     config, params = eagle3.load(as_folder(tmp_path / "made", chain.config, chain.tensors), lm.target, jnp.float32)
     eagle3.save(tmp_path / "saved", config, params, jnp.float32)
     saved = load(tmp_path / "target", tmp_path / "saved", block_size=BLOCK, draft_window=window, table=TABLE)
-    seen = compare_rounds(saved, chain, asked, window)
+    seen = compare_rounds(saved, chain, inputs, window)
     assert {0, 1, 2} <= set(seen)
     if window is None:
         assert BLOCK - 1 in seen
@@ -306,7 +306,7 @@ def test_eagle3_rounds_equal_the_reference(tmp_path: Path, window: int | None):
 
 def test_refining_reads_the_drafts_in_place_of_the_masks(folders: dict[str | None, Any]):
     lm = load(folders["target"], folders["dflash"], block_size=BLOCK, table=TABLE)
-    session = lm.start(ASKED[5:6], GREEDY)
+    session = lm.start(PROMPTS[5:6], GREEDY)
     drafter = lm.drafter
     session.prefill()
     assert isinstance(drafter, DFlash)
@@ -461,11 +461,11 @@ def test_a_round_without_a_proposal_is_a_plain_step(tmp_path: Path):
 
 def test_rows_that_find_something_and_rows_that_do_not(tmp_path: Path):
     lm = counter(tmp_path, NGram(5))
-    asked = [[*range(8), 0, 1], [3], [5, 5, 5], [2, 0]]
-    together = lm.generate(asked, GREEDY)
+    inputs = [[*range(8), 0, 1], [3], [5, 5, 5], [2, 0]]
+    together = lm.generate(inputs, GREEDY)
     assert together[0].drafted[0] == 4
     assert together[1].drafted[0] == 0
     assert sum(together[2].drafted[:1]) > 0, "a run of one token is found in itself"
     assert together[2].accepted[0] == 0
-    for prompt, result in zip(asked, together, strict=True):
+    for prompt, result in zip(inputs, together, strict=True):
         assert lm.generate([prompt], GREEDY)[0] == result

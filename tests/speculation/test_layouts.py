@@ -109,8 +109,8 @@ def narrow(pair: Pair, size: int) -> Pair:
 
 def selector_2(pair: Pair) -> Pair:
     """For the reference: the selector's sizes at the top, and rows of the successors' codebook for the tokens proposed."""
-    own = {name: pair.drafter_config["dflash_config"][name] for name in ("conv_group_size", "selector_top_k")}
-    return changed(pair, **own)
+    selector_fields = {name: pair.drafter_config["dflash_config"][name] for name in ("conv_group_size", "selector_top_k")}
+    return changed(pair, **selector_fields)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -263,7 +263,7 @@ ENGINES: dict[str, Pair] = {
     "speculators, dflash2": as_speculators(as_dflash2(SMALL), "dflash2", **SIZES_2),
 }
 TABLE = ShapeTable(batches=(1, 8), capacities=(64,), chunks=(8,))
-ASKED = prompts(0, [1, 2, 3, 9, 14, 21, 33, 5], vocab=16)
+PROMPTS = prompts(0, [1, 2, 3, 9, 14, 21, 33, 5], vocab=16)
 MIXED = [replace(Sampling(NEW, temperature=1.0), seed=n) if n % 2 else Sampling(NEW) for n in range(8)]
 
 
@@ -273,8 +273,8 @@ MIXED = [replace(Sampling(NEW, temperature=1.0), seed=n) if n % 2 else Sampling(
 def test_speculative_decoding_equals_plain_decoding(tmp_path: Path, name: str, batches: list[int]):
     """Greedy and sampled rows, of which some drafts are accepted."""
     lm = load(*as_folders(tmp_path, ENGINES[name]), table=TABLE, block_size=4)
-    want = tokens_of(lm, ASKED, MIXED, speculative=False)
-    lengths = [n for batch in batches for n in check_same_as_autoregressive(lm, ASKED, MIXED, batch, want)]
+    want = tokens_of(lm, PROMPTS, MIXED, speculative=False)
+    lengths = [n for batch in batches for n in check_same_as_autoregressive(lm, PROMPTS, MIXED, batch, want)]
     assert max(lengths) >= 2
 
 

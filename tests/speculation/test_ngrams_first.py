@@ -58,11 +58,11 @@ def joined(folders: dict[str, Path], request: pytest.FixtureRequest) -> tuple[La
     return both(folders, request.param)
 
 
-def proposals(lm: LanguageModel, asked: Sequence[Sequence[int]]) -> list[Proposal]:
+def proposals(lm: LanguageModel, inputs: Sequence[Sequence[int]]) -> list[Proposal]:
     """What n-grams, the other drafter and both together propose behind some prompts."""
     drafter = lm.drafter
     assert isinstance(drafter, NGramsFirst)
-    with lm.start(asked, GREEDY) as stream:
+    with lm.start(inputs, GREEDY) as stream:
         stream.prefill()
         state, numbers = state_of(stream)
         ways = drafter.ngram, drafter.other, drafter
@@ -77,10 +77,10 @@ def proposed(drafter: Any, target: Target, models: Models, state: DecodeState) -
 
 @settings(max_examples=12)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=4, max_size=4))
-def test_each_row_has_the_drafts_of_one_of_them(joined: tuple[LanguageModel, Any, Any], asked: list[list[int]]):
-    ngram, other, first = proposals(joined[0], asked)
+def test_each_row_has_the_drafts_of_one_of_them(joined: tuple[LanguageModel, Any, Any], inputs: list[list[int]]):
+    ngram, other, first = proposals(joined[0], inputs)
     assert first.from_ngrams is not None
-    for row in range(len(asked)):
+    for row in range(len(inputs)):
         wanted = ngram if ngram.drafts[row] else other
         assert first.from_ngrams[row] == (ngram.drafts[row] > 0)
         assert first.drafts[row] == wanted.drafts[row]
@@ -98,8 +98,8 @@ def test_both_kinds_of_rows_in_one_round(joined: tuple[LanguageModel, Any, Any])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(NEW, temperature=1.0, seed=3)], ids=["greedy", "drawn"])
 def test_tokens_are_those_of_plain_decoding(joined: tuple[LanguageModel, Any, Any], sampling: Sampling):
     lm = joined[0]
-    asked = [REPEATED, NEW_TEXT, *prompts(0, [1, 14], vocab=VOCAB)]
-    assert tokens_of(lm, asked, sampling, speculative=True) == tokens_of(lm, asked, sampling, speculative=False)
+    inputs = [REPEATED, NEW_TEXT, *prompts(0, [1, 14], vocab=VOCAB)]
+    assert tokens_of(lm, inputs, sampling, speculative=True) == tokens_of(lm, inputs, sampling, speculative=False)
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ def test_a_pass_that_no_row_needs_does_not_run(folders: dict[str, Path], passes:
     lm, other, params = both(folders, "dflash")
     counting = Counting(**{name: getattr(other, name) for name in other.__dataclass_fields__})
     lm = lm.with_drafter(NGramsFirst(counting, BLOCK, NGram(BLOCK)), params)
-    for asked, runs in (([REPEATED], 0), ([REPEATED, REPEATED], 0), ([NEW_TEXT], 1), ([NEW_TEXT, REPEATED], 1)):
-        with lm.start(asked, GREEDY) as stream:
+    for inputs, runs in (([REPEATED], 0), ([REPEATED, REPEATED], 0), ([NEW_TEXT], 1), ([NEW_TEXT, REPEATED], 1)):
+        with lm.start(inputs, GREEDY) as stream:
             stream.prefill()
             state, _ = state_of(stream)
             passes.clear()
             jax.block_until_ready(proposed(lm.drafter, lm.model.target, lm.model.models, state))
             jax.effects_barrier()
-        assert len(passes) == runs, asked
+        assert len(passes) == runs, inputs
 
 
 def test_without_loops_the_drafts_are_the_same(folders: dict[str, Path], joined: tuple[LanguageModel, Any, Any]):
@@ -148,8 +148,8 @@ def test_without_loops_the_drafts_are_the_same(folders: dict[str, Path], joined:
         patch.setattr(language_model, "takes_loops", lambda: False)
         stepping = both(folders, other.name)[0]
     assert not stepping.model.target.loops
-    asked = [REPEATED, NEW_TEXT, *prompts(1, [9, 14], vocab=4)]
-    got, want = (each.generate(asked, GREEDY) for each in (stepping, lm))
+    inputs = [REPEATED, NEW_TEXT, *prompts(1, [9, 14], vocab=4)]
+    got, want = (each.generate(inputs, GREEDY) for each in (stepping, lm))
     assert [one.tokens for one in got] == [one.tokens for one in want]
     assert [one.acceptance_lengths for one in got] == [one.acceptance_lengths for one in want]
 

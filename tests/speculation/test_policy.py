@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.runtime.interfaces import PLAIN, Choice
-from tilewright.speculation.policy import LOOK, PROBE, Acceptance, Cost, History, Policy, RoundPlan, estimated
+from tilewright.speculation.policy import (
+    ROUNDS_PER_CHOICE,
+    TRIAL_ROUNDS,
+    Acceptance,
+    Cost,
+    History,
+    Policy,
+    RoundPlan,
+    estimated,
+)
 
 WIDTHS = (2, 4, 8, 16)
 WIDE = [Choice("dflash", width) for width in WIDTHS]
@@ -112,7 +121,7 @@ def test_of_several_drafters_the_better_one_drafts():
 
 def test_rounds_between_two_looks():
     """An expensive dispatch runs more rounds, and no dispatch more than the caller asks for."""
-    for dispatch, rounds in ((0.0, LOOK), (1.0, 40)):
+    for dispatch, rounds in ((0.0, ROUNDS_PER_CHOICE), (1.0, 40)):
         policy = Policy(History({"dflash": 16}), STEEP, STEEP, dispatch)
         policy.history.drafter_acceptance["dflash"].observe(16, np.full(200, 15), np.zeros(200, int))
         assert policy.next(64) == RoundPlan(PLAIN, rounds)
@@ -127,13 +136,13 @@ def test_a_drafter_that_is_off_is_tried_within_the_budget():
     nothing = np.zeros((40, 1), int)
     for choice in (Choice("a", 4), Choice("b", 4)):
         policy.observe(choice, nothing + 3, nothing, nothing == 0)
-    assert not policy.next(64).tries
+    assert not policy.next(64).is_trial
     history.budget = 100.0
-    assert policy.next(64) == RoundPlan(Choice("a", 4), PROBE, tries=True)
+    assert policy.next(64) == RoundPlan(Choice("a", 4), TRIAL_ROUNDS, is_trial=True)
     outlook = policy.outlook(costs)
-    lost = PROBE * (outlook[Choice("a", 4)].seconds - outlook[Choice("a", 4)].tokens / outlook[PLAIN].rate)
+    lost = TRIAL_ROUNDS * (outlook[Choice("a", 4)].seconds - outlook[Choice("a", 4)].tokens / outlook[PLAIN].rate)
     assert history.budget == pytest.approx(100.0 - lost)
-    assert policy.next(64) == RoundPlan(Choice("b", 4), PROBE, tries=True)
+    assert policy.next(64) == RoundPlan(Choice("b", 4), TRIAL_ROUNDS, is_trial=True)
 
 
 JOINED = Choice("ngram+dflash", 8)
@@ -173,14 +182,14 @@ def test_a_batch_needs_a_pass_unless_all_of_its_rows_are_looked_up():
 def test_only_what_is_ready_runs():
     policy = Policy(History({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
     assert set(run(policy, {"dflash": 1.0}, 400)) <= {PLAIN, WIDE[1]}
-    found = policy.wanted(set(WIDE) - policy.ready, 1000)
+    found = policy.worthwhile(set(WIDE) - policy.ready, 1000)
     assert found is not None
     choice, saved = found
     assert choice == WIDE[3]
     assert 0 < saved < 1000 / 4 * 1.4, "at most all the time that it takes now"
-    assert policy.wanted(set(WIDE) - policy.ready, 2000) == (choice, pytest.approx(2 * saved))
+    assert policy.worthwhile(set(WIDE) - policy.ready, 2000) == (choice, pytest.approx(2 * saved))
     policy.ready.add(choice)
-    assert policy.wanted(set(WIDE) - policy.ready, 1000) is None
+    assert policy.worthwhile(set(WIDE) - policy.ready, 1000) is None
     with pytest.raises(ValueError, match="expected plain decoding among the choices that are ready and have a cost"):
         Policy(History({"dflash": 16}), dict(FLAT), WIDE)
 
@@ -418,12 +427,12 @@ def test_a_trial_that_took_longer_than_expected_delays_the_next():
             policy.observe(PLAIN, nothing, nothing, nothing == 0, 4.0)
         policy.history.budget = 1000.0
         tried = policy.next(64)
-        assert tried.tries
+        assert tried.is_trial
         policy.history.budget = 0.0
         seconds = tried.rounds * STEEP[tried.choice].drafting * factor
         policy.observe(tried.choice, nothing, nothing, nothing == 0, seconds)
         for steps in range(0, 20_000, 64):
-            if policy.next(64).tries:
+            if policy.next(64).is_trial:
                 return steps
             one = np.zeros((64, 1), int)
             policy.observe(PLAIN, one, one, one == 0)

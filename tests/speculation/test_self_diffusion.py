@@ -51,10 +51,10 @@ def test_rounds_are_those_of_the_published_loop(dlm_type: str, adapted: bool, bl
     model = random_model(block, dlm_type)
     folder = as_folder(tmp_path, model)
     drafting = with_draft_adapter(folder, model, 7) if adapted else model
-    asked = prompts(block, LENGTHS, VOCAB - 1)
-    expected = [self_speculation(model, drafting, prompt, NEW, block) for prompt in asked]
+    inputs = prompts(block, LENGTHS, VOCAB - 1)
+    expected = [self_speculation(model, drafting, prompt, NEW, block) for prompt in inputs]
     lm = load(folder, "self", table=TABLE, block_size=block)
-    found = [lm.generate(asked, Sampling(NEW)), *(lm.generate([prompt], Sampling(NEW)) for prompt in asked[:2])]
+    found = [lm.generate(inputs, Sampling(NEW)), *(lm.generate([prompt], Sampling(NEW)) for prompt in inputs[:2])]
     for results, wanted in zip(found, (expected, *([one] for one in expected)), strict=False):
         assert [(result.tokens, result.acceptance_lengths) for result in results] == wanted
     assert any(length > 1 for _, rounds in expected for length in rounds), "no draft was accepted, so drafts were not tested"
@@ -72,9 +72,9 @@ def test_many_rounds_are_those_of_the_published_loop(dlm_type: str, adapted: boo
     lengths = (1, 3, 8, 15, 16, 33, 64, 100)
     drafted = 0
     for block in range(2, 17):
-        asked = prompts(block, lengths, VOCAB - 1)
+        inputs = prompts(block, lengths, VOCAB - 1)
         wide = lm.with_drafter(*lm.load_drafter("self", DrafterOptions(block)))
-        for prompt, result in zip(asked, wide.generate(asked, Sampling(NEW)), strict=True):
+        for prompt, result in zip(inputs, wide.generate(inputs, Sampling(NEW)), strict=True):
             expected = self_speculation(model, drafting, prompt, NEW, block)
             assert (result.tokens, result.acceptance_lengths) == expected, f"block {block}, {len(prompt)} tokens"
             drafted += sum(result.accepted)
@@ -92,8 +92,8 @@ def test_tokens_are_those_of_plain_decoding(source: str | list[str], settings: d
         Sampling(NEW, temperature=0.7, top_p=0.9, seed=6),
         Sampling(NEW, temperature=1.0, top_k=5, presence_penalty=0.5, seed=7),
     ]
-    asked = prompts(11, (3, 9, 20, 33), VOCAB - 1)
-    assert tokens_of(lm, asked, each, speculative=True) == tokens_of(lm, asked, each, speculative=False)
+    inputs = prompts(11, (3, 9, 20, 33), VOCAB - 1)
+    assert tokens_of(lm, inputs, each, speculative=True) == tokens_of(lm, inputs, each, speculative=False)
 
 
 def test_an_adapter_of_the_draft_pass_changes_no_token(tmp_path: Path):
@@ -108,9 +108,9 @@ def test_an_adapter_of_the_draft_pass_changes_no_token(tmp_path: Path):
     assert lm.engine(EngineOptions(table=TABLE)).decoding.adapters == ()
     with pytest.raises(ValueError, match="expected an adapter among none at all, found 'linear_spec_lora'"):
         lm.generate(["t1"], Sampling(8), lora=DRAFT_ADAPTER)
-    asked = prompts(4, (5, 30), VOCAB - 1)
+    inputs = prompts(4, (5, 30), VOCAB - 1)
     sampling = Sampling(3 * NEW)
-    found, plain = lm.generate(asked, sampling), bare.generate(asked, sampling)
+    found, plain = lm.generate(inputs, sampling), bare.generate(inputs, sampling)
     assert [each.tokens for each in found] == [each.tokens for each in plain]
     assert [each.acceptance_lengths for each in found] != [each.acceptance_lengths for each in plain]
     assert load(folder, table=TABLE).adapters == ()
@@ -122,14 +122,14 @@ def test_a_model_loaded_without_the_adapter_drafts_with_it(tmp_path: Path):
     folder = as_folder(tmp_path, model)
     with_draft_adapter(folder, model, 1)
     base = load(folder, table=TABLE)
-    asked = prompts(4, (5, 30), VOCAB - 1)
-    expected = load(folder, "self", table=TABLE, block_size=8).generate(asked, Sampling(NEW))
+    inputs = prompts(4, (5, 30), VOCAB - 1)
+    expected = load(folder, "self", table=TABLE, block_size=8).generate(inputs, Sampling(NEW))
     for sources in ("self", ["ngram", "self"]):
         lm = base.with_drafter(*base.load_drafter(sources, DrafterOptions(8)))
         assert (lm.adapters, base.adapters) == ((DRAFT_ADAPTER,), ())
-        assert [each.tokens for each in lm.generate(asked, Sampling(NEW))] == [each.tokens for each in expected]
+        assert [each.tokens for each in lm.generate(inputs, Sampling(NEW))] == [each.tokens for each in expected]
     lm = base.with_drafter(*base.load_drafter("self", DrafterOptions(8)))
-    found = lm.generate(asked, Sampling(NEW))
+    found = lm.generate(inputs, Sampling(NEW))
     assert [each.acceptance_lengths for each in found] == [each.acceptance_lengths for each in expected]
 
 
@@ -158,9 +158,9 @@ def test_texts_of_a_grammar_are_those_of_plain_decoding(grammar: Grammar, tmp_pa
     model = random_model(5, vocab_size=len(CHARACTERS))
     model = Model({**model.config, "eos_token_id": CHARACTERS.index("</s>")}, model.tensors)
     lm = load(with_characters(tmp_path, model), "self", table=TABLE, block_size=4)
-    asked = prompts(5, (4, 11, 20), VOCAB - 1)
+    inputs = prompts(5, (4, 11, 20), VOCAB - 1)
     each = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW, temperature=0.8, top_k=6, seed=4)]
-    found, plain = (lm.generate(asked, each, speculative=drafts, grammar=grammar) for drafts in (True, False))
+    found, plain = (lm.generate(inputs, each, speculative=drafts, grammar=grammar) for drafts in (True, False))
     assert [result.tokens for result in found] == [result.tokens for result in plain]
     assert [result.text for result in found] == [result.text for result in plain]
     assert sum(sum(result.accepted) for result in found) > 0
@@ -172,10 +172,10 @@ def test_two_devices_decode_what_plain_decoding_does(tmp_path: Path):
     folder = as_folder(tmp_path, model)
     mesh = make_mesh({"tp": 2})
     lm = load(folder, "self", table=TABLE, block_size=4, mesh=mesh)
-    asked = prompts(2, (3, 20), VOCAB - 1)
+    inputs = prompts(2, (3, 20), VOCAB - 1)
     each = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=5)]
-    assert tokens_of(lm, asked, each, speculative=True) == tokens_of(lm, asked, each, speculative=False)
-    accepted = sum(sum(result.accepted) for result in lm.generate(asked, each))
+    assert tokens_of(lm, inputs, each, speculative=True) == tokens_of(lm, inputs, each, speculative=False)
+    accepted = sum(sum(result.accepted) for result in lm.generate(inputs, each))
     assert accepted > 0
     with_draft_adapter(folder, model, 1)
     message = re.escape("expected one device for low-rank adapters (linear_spec_lora), found 2")
@@ -189,10 +189,10 @@ def test_two_devices_decode_what_plain_decoding_does(tmp_path: Path):
 def test_drafts_that_are_drawn_agree_more_often_than_the_most_likely_ones(tmp_path: Path):
     """Draft and target draw with the same noise: at a high temperature the noise decides nearly all tokens."""
     lm = load(as_folder(tmp_path, random_model(6)), "self", table=TABLE, block_size=4)
-    asked = prompts(6, (8,) * 8, VOCAB - 1)
+    inputs = prompts(6, (8,) * 8, VOCAB - 1)
     each = [Sampling(40, temperature=8.0, seed=seed) for seed in range(8)]
-    accepted = sum(sum(result.accepted) for result in lm.generate(asked, each))
-    drafted = sum(sum(result.drafted) for result in lm.generate(asked, each))
+    accepted = sum(sum(result.accepted) for result in lm.generate(inputs, each))
+    drafted = sum(sum(result.drafted) for result in lm.generate(inputs, each))
     assert accepted > 0.4 * drafted  # 1 in 24 by chance
 
 

@@ -42,7 +42,7 @@ PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
 DSPARK = as_dspark(PAIR)
 LILICORR = as_lilicorr(PAIR)
-ASKED = prompts(0, [1, 3, 14, 21], vocab=VOCAB)
+PROMPTS = prompts(0, [1, 3, 14, 21], vocab=VOCAB)
 REQUESTS = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=1), Sampling(NEW - 7), Sampling(NEW, temperature=0.7, seed=2)]
 GREEDY = Sampling(NEW)
 CHOICES = [PLAIN, *(Choice(name, width) for name in ("ngram", "dflash", "eagle3") for width in (2, BLOCK))]
@@ -69,8 +69,8 @@ def team_of(
 ) -> LanguageModel:
     """A model with these drafters, with blocks of `BLOCK` tokens at most; those with weights behind n-grams if `joined`."""
     target = load(sources["target"], table=options.pop("table", TABLE), **options)
-    own = DrafterOptions(block_size=BLOCK)
-    loaded = [target.load_drafter(str(sources.get(name, name)), own) for name in names]
+    default_options = DrafterOptions(block_size=BLOCK)
+    loaded = [target.load_drafter(str(sources.get(name, name)), default_options) for name in names]
     members, params = zip(*loaded, strict=True)
     members = ngrams_first(members) if joined else members
     return target.with_drafter(Team(members, TABLE.widths, masked), params)
@@ -86,9 +86,9 @@ def joined(sources: dict[str, Path]) -> LanguageModel:
     return team_of(sources, joined=True)
 
 
-def forced(lm: LanguageModel, runs: Sequence[tuple[Choice, int]], asked: Sequence[Any], each: Sequence[Sampling]) -> Stream:
+def forced(lm: LanguageModel, runs: Sequence[tuple[Choice, int]], inputs: Sequence[Any], each: Sequence[Sampling]) -> Stream:
     """A session in which the dispatches do what `runs` say, over and over."""
-    session = lm.start(asked, each)
+    session = lm.start(inputs, each)
     number = 0
     while not session.finished:
         choice, rounds = runs[number % len(runs)]
@@ -108,8 +108,8 @@ def check_rounds(session: Stream) -> None:
 @settings(max_examples=12)
 @given(RUNS)
 def test_any_sequence_of_choices_gives_the_tokens_of_plain_decoding(lm: LanguageModel, runs: list[tuple[Choice, int]]):
-    want = tokens_of(lm, ASKED, REQUESTS, speculative=False)
-    session = forced(lm, runs, ASKED, REQUESTS)
+    want = tokens_of(lm, PROMPTS, REQUESTS, speculative=False)
+    session = forced(lm, runs, PROMPTS, REQUESTS)
     assert [result.tokens for result in session.results()] == want
     check_rounds(session)
 
@@ -119,8 +119,8 @@ def test_any_sequence_of_choices_gives_the_tokens_of_plain_decoding(lm: Language
 @given(RUNS)
 def test_ngrams_in_the_place_of_each_give_the_same_tokens(joined: LanguageModel, runs: list[tuple[Choice, int]]):
     """In any sequence of choices."""
-    session = forced(joined, [(behind_ngrams(choice), rounds) for choice, rounds in runs], ASKED, REQUESTS)
-    assert [result.tokens for result in session.results()] == tokens_of(joined, ASKED, REQUESTS, speculative=False)
+    session = forced(joined, [(behind_ngrams(choice), rounds) for choice, rounds in runs], PROMPTS, REQUESTS)
+    assert [result.tokens for result in session.results()] == tokens_of(joined, PROMPTS, REQUESTS, speculative=False)
     check_rounds(session)
 
 
@@ -130,7 +130,7 @@ def behind_ngrams(choice: Choice) -> Choice:
 
 def test_contexts_behind_ngrams_keep_up(joined: LanguageModel, lm: LanguageModel):
     """Where n-grams draft in a drafter's place it still proposes what it proposes behind the same text as a prompt."""
-    session = joined.start(ASKED[2:], REQUESTS[2:])
+    session = joined.start(PROMPTS[2:], REQUESTS[2:])
     session.prefill()
     for choice in CHOICES[3:]:
         session.advance(1, behind_ngrams(choice))
@@ -145,7 +145,7 @@ def test_contexts_behind_ngrams_keep_up(joined: LanguageModel, lm: LanguageModel
 def test_every_choice_drafts(lm: LanguageModel):
     """Else the sequences above would say little."""
     for choice in CHOICES[1:]:
-        session = forced(lm, [(choice, 64)], ASKED, REQUESTS)
+        session = forced(lm, [(choice, 64)], PROMPTS, REQUESTS)
         assert max(max(result.acceptance_lengths) for result in session.results()) > 1, choice
 
 
@@ -153,7 +153,7 @@ def test_every_choice_drafts(lm: LanguageModel):
 @given(RUNS)
 def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
     """After any rounds each drafter proposes what it proposes behind the same text as a prompt."""
-    session = lm.start(ASKED[2:], REQUESTS[2:])
+    session = lm.start(PROMPTS[2:], REQUESTS[2:])
     session.prefill()
     for choice, rounds in runs:
         if any(row.finish_reason is not None for row in session.rows):
@@ -162,8 +162,8 @@ def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
         if min(NEW - 7 - len(tokens) for _, tokens in before) <= rounds * BLOCK:
             break
         session.advance(rounds, choice)
-    asked = [[*row.prompt, *row.tokens] for row in session.rows]
-    fresh = lm.start(asked, Sampling(5))
+    inputs = [[*row.prompt, *row.tokens] for row in session.rows]
+    fresh = lm.start(inputs, Sampling(5))
     fresh.prefill()
     for choice in CHOICES[2::2]:
         got, want = (proposed(lm, each, choice) for each in (session, fresh))
@@ -174,12 +174,12 @@ def test_walkers_take_turns(sources: dict[str, Path]):
     """After any rounds each proposes what it proposes behind the same text as a prompt: the anchor of a lattice, too."""
     lm = team_of(sources, names=("dspark", "lilicorr", "ngram"))
     choices = [Choice(name, width) for name in ("dspark", "lilicorr") for width in (2, BLOCK)]
-    want = tokens_of(lm, ASKED, REQUESTS, speculative=False)
+    want = tokens_of(lm, PROMPTS, REQUESTS, speculative=False)
     runs = [(choices[3], 1), (PLAIN, 2), (choices[0], 2), (choices[2], 1), (choices[1], 3), (Choice("ngram", BLOCK), 2)]
-    session = forced(lm, runs, ASKED, REQUESTS)
+    session = forced(lm, runs, PROMPTS, REQUESTS)
     assert [result.tokens for result in session.results()] == want
     check_rounds(session)
-    session = lm.start(ASKED[2:], GREEDY)
+    session = lm.start(PROMPTS[2:], GREEDY)
     session.prefill()
     for choice, rounds in ((choices[1], 1), (choices[3], 1), (PLAIN, 2), (choices[0], 1)):
         session.advance(rounds, choice)
@@ -202,7 +202,7 @@ def test_rounds_move_no_whole_cache(sources: dict[str, Path], joined: bool):
     """XLA:CPU would copy caches for a branch, and convert all of what is bfloat16 to write a few entries of it."""
     table = ShapeTable(batches=(4,), capacities=(2048,), chunks=(8,), widths=(2,))
     lm = team_of(sources, joined=joined, table=table, dtype="bfloat16")
-    programs = lm.start(ASKED, GREEDY).engine.decoding.programs
+    programs = lm.start(PROMPTS, GREEDY).engine.decoding.programs
     caches = jax.eval_shape(lambda: allocate_caches(lm.model.target, programs.layout, lm.drafter, jnp.bfloat16))
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches) if leaf.ndim == 4)
     for choice in cast(Team, lm.drafter).choices:
@@ -218,7 +218,7 @@ def test_single_steps_keep_contexts_too(sources: dict[str, Path], lm: LanguageMo
         patch.setattr(language_model, "takes_loops", lambda: False)
         stepping = team_of(sources)
     runs = [(PLAIN, 2), (CHOICES[-1], 1), (CHOICES[1], 3), (CHOICES[4], 1)]
-    got, want = (forced(each, runs, ASKED[1:], REQUESTS[1:]).results() for each in (stepping, lm))
+    got, want = (forced(each, runs, PROMPTS[1:], REQUESTS[1:]).results() for each in (stepping, lm))
     assert got == want
 
 
@@ -230,9 +230,9 @@ def test_masked_rounds_all_run_the_widest_block(sources: dict[str, Path]):
     assert {team.variant(choice).block_size for choice in team.choices} == {BLOCK}
     assert not any(team.variant(choice).may_be_idle for choice in team.choices)
     wide = masked.with_drafter(*masked.load_drafter(None, DrafterOptions(block_size=BLOCK)))
-    want = tokens_of(wide, ASKED, REQUESTS, speculative=True)
+    want = tokens_of(wide, PROMPTS, REQUESTS, speculative=True)
     for runs in ([(choice, 3)] for choice in (PLAIN, CHOICES[1], CHOICES[3])):
-        session = forced(masked, runs, ASKED, REQUESTS)
+        session = forced(masked, runs, PROMPTS, REQUESTS)
         assert [result.tokens for result in session.results()] == want
         check_rounds(session)
 
@@ -291,7 +291,7 @@ def test_a_shadow_knows_the_rounds_that_n_grams_would_have(sources: dict[str, Pa
     drafting = load(sources["target"], "ngram", block_size=block, table=TABLE)
     assert isinstance(drafting.drafter, NGram)
     found = []
-    for prompt, result in zip(ASKED, drafting.generate(ASKED, GREEDY), strict=True):
+    for prompt, result in zip(PROMPTS, drafting.generate(PROMPTS, GREEDY), strict=True):
         counterfactual = CounterfactualNGram(drafting.drafter, prompt, (block, 7))
         rounds = []
         tokens = list(result.tokens)
@@ -309,7 +309,7 @@ def test_a_turn_is_a_drafter(lm: LanguageModel):
     team = cast(Team, lm.drafter)
     turns = [team.variant(choice) for choice in team.choices]
     assert [(turn.name, turn.block_size) for turn in turns] == [(choice.drafter, choice.width) for choice in CHOICES]
-    assert [turn.behind for turn in turns[::2]] == [(1, 2), (1, 2), (2,), (1,)]
+    assert [turn.stale_members for turn in turns[::2]] == [(1, 2), (1, 2), (2,), (1,)]
     assert isinstance(turns[0], TeamVariant)
 
 
@@ -319,7 +319,7 @@ def test_a_dispatch_hands_over_what_its_turn_reads(lm: LanguageModel):
     models = lm.model.models
     arrays_of = [len(jax.tree.leaves(params)) for params in (*models.drafter, ())]
     of_target = len(jax.tree.leaves((models.target, models.draft_head)))
-    programs = lm.start(ASKED, GREEDY).engine.decoding.programs
+    programs = lm.start(PROMPTS, GREEDY).engine.decoding.programs
     for choice in team.choices:
         (read, *_), _ = programs.get(programs.round_key(choice, programs.layout.batch, 64, "greedy")).args_info
         place = team.place(choice)

@@ -80,8 +80,8 @@ def test_an_engine_learns_the_costs_of_the_programs_that_exist(lm: LanguageModel
     engine.decoding.use([*engine.decoding.first_keys(), *rounds])
     engine.runner.reset()
     engine.accept_requests()
-    heard, _ = drive(engine, asks, np.random.default_rng(0))
-    assert [each.tokens for each in heard] == wanted
+    listeners, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in listeners] == wanted
     assert set(engine.stats().widths) <= {str(PLAIN), str(narrow)}
     assert set(chooser.costs(2).rounds) <= {PLAIN, narrow}
     assert PLAIN in chooser.costs(2).rounds

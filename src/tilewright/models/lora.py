@@ -100,8 +100,8 @@ class AdaptedProducts:
         if isinstance(joined, AdaptedMatrix):
             added = self.corrections(x, joined, x.dtype, norm, count)
             biases = (None,) * len(added) if bias is None else bias
-            each = zip(added, biases, joined.outputs, strict=True)
-            bias = tuple(summed(jnp.zeros((*x.shape[:-1], size), x.dtype), *both) for *both, size in each)
+            added_outputs = zip(added, biases, joined.outputs, strict=True)
+            bias = tuple(summed(jnp.zeros((*x.shape[:-1], size), x.dtype), *both) for *both, size in added_outputs)
             joined = joined.base
         return self.ops.project(x, joined, norm, first, last, bias=bias, count=count)
 
@@ -174,39 +174,43 @@ class Adapters:
     """Adapters of one model.
 
     Attributes:
-        each: in the order of their numbers, from 1 on; 0 stands for none.
+        adapters: in the order of their numbers, from 1 on; 0 stands for none.
     """
 
-    each: tuple[Adapter, ...]
+    adapters: tuple[Adapter, ...]
 
     def __post_init__(self) -> None:
-        names = [adapter.name for adapter in self.each]
+        names = [adapter.name for adapter in self.adapters]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected adapters of different names, found {', '.join(names) or 'none'}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(adapter.name for adapter in self.each)
+        return tuple(adapter.name for adapter in self.adapters)
 
     @property
     def rank(self) -> int:
         """R: sum of the ranks of all adapters."""
-        return sum(adapter.rank for adapter in self.each)
+        return sum(adapter.rank for adapter in self.adapters)
 
     @property
     def columns(self) -> np.ndarray:
         """Mask of the ranks of each adapter, bool `[1 + N, R]`."""
-        numbers = np.repeat(np.arange(len(self.each)), [adapter.rank for adapter in self.each])
-        return np.arange(-1, len(self.each))[:, None] == numbers[None]
+        numbers = np.repeat(np.arange(len(self.adapters)), [adapter.rank for adapter in self.adapters])
+        return np.arange(-1, len(self.adapters))[:, None] == numbers[None]
 
     @property
     def change_gates(self) -> bool:
         """True if an adapter changes a gate or up matrix, so that the two cannot be prepared for one matmul."""
-        return any(module.endswith((".gate_proj", ".up_proj", ".gate_up_proj")) for one in self.each for module in one.pairs)
+        return any(
+            module.endswith((".gate_proj", ".up_proj", ".gate_up_proj"))
+            for adapter in self.adapters
+            for module in adapter.pairs
+        )
 
     def changed(self, spec: ArraySpec) -> bool:
         """True if some adapter changes a matrix."""
-        return any(module_of(spec) in adapter.pairs for adapter in self.each)
+        return any(module_of(spec) in adapter.pairs for adapter in self.adapters)
 
     def matrices(self, spec: ArraySpec) -> tuple[np.ndarray, np.ndarray]:
         """Returns all adapters' A `[I, R]` and B `[R, O]` of a matrix, in float32; zeros for adapters that do not change it."""
@@ -214,7 +218,7 @@ class Adapters:
         a = np.zeros((inputs, self.rank), np.float32)
         b = np.zeros((self.rank, outputs), np.float32)
         begin = 0
-        for adapter in self.each:
+        for adapter in self.adapters:
             end = begin + adapter.rank
             if (pair := adapter.pairs.get(module_of(spec))) is not None:
                 ((first, last), _) = spec.stored_bounds(((0, inputs), (0, outputs)))
@@ -234,7 +238,7 @@ class Adapters:
             ValueError: an adapter does not match the model.
         """
         modules = {module_of(spec): spec for layer in specs.layers for spec in changeable(layer)}
-        for adapter in self.each:
+        for adapter in self.adapters:
             adapter.check_fit(modules)
         layers = tuple(
             replace(layer, **{name: self.field(ops, getattr(spec, name), getattr(layer, name), dtype) for name in FIELDS})

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from tilewright.hardware.tpu import KINDS
-from tilewright.parallel.lanes import AT_ONCE
+from tilewright.parallel.lanes import HOPS_IN_FLIGHT
 
 log = logging.getLogger("tilewright.parallel")
 
@@ -30,7 +30,7 @@ def hiding(kind: str) -> dict[str, Any]:
     """Returns the compiler options for a kind of chip. The options do not change results."""
     return {
         "xla_lhs_output_fusion_latency_multiplier": MATMUL_TIME_FACTOR[kind],
-        "xla_max_concurrent_async_collective_permutes": 2 * AT_ONCE,  # both directions of a ring
+        "xla_max_concurrent_async_collective_permutes": 2 * HOPS_IN_FLIGHT,  # both directions of a ring
     }
 
 

@@ -264,7 +264,7 @@ class MicroBatch:
             result = weighted(product, w, inputs)
             return sum((each.astype(result.dtype) for each in received), result).astype(self.stream.dtype)
 
-        def then(total: Array) -> None:
+        def on_complete(total: Array) -> None:
             self.stream = self.stream + end.post_reduce(total)
             self.halves.append(self.stream)
             if end.next_norm is not None:
@@ -272,7 +272,7 @@ class MicroBatch:
                 gather(self.lanes, self.rows, end.deadline)
 
         self.begun += 1
-        scatter(self.lanes, hop_counts, part, end.deadline, then)
+        scatter(self.lanes, hop_counts, part, end.deadline, on_complete)
 
 
 class SumEnd(NamedTuple):
@@ -469,14 +469,14 @@ class Sum:
         parts = rings.sliced(pieces, self.starts(range(lanes.size)))
         self.rows: Rows = {}
 
-        def then(total: Array) -> None:
+        def on_complete(total: Array) -> None:
             self.rows[0] = total
             gather(lanes, self.rows, deadline)
 
         def part(at: int, *received: Array) -> Array:
             return sum(received, parts[at])
 
-        scatter(lanes, lanes.hop_counts(), part, deadline, then)
+        scatter(lanes, lanes.hop_counts(), part, deadline, on_complete)
 
     def starts(self, order: Iterable[int]) -> tuple[Array, ...]:
         return rings.row_starts(order, self.size, self.size, self.lanes.axis)

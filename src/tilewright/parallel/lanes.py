@@ -31,7 +31,7 @@ Leg = Generator[Array, Array, None]
 Rows = dict[int, Array]
 """Rows of each device, by the number of places that the device is ahead on the ring."""
 
-AT_ONCE = 2
+HOPS_IN_FLIGHT = 2
 """Maximum number of hops in flight on a lane."""
 
 
@@ -40,12 +40,12 @@ class PendingCollective:
     """A collective with `legs` legs that have not ended."""
 
     legs: int
-    then: Callable[[], None]
+    on_complete: Callable[[], None]
 
     def leg_ended(self) -> None:
         self.legs -= 1
         if not self.legs:
-            self.then()
+            self.on_complete()
 
 
 @dataclass(eq=False)
@@ -128,28 +128,28 @@ class Lanes:
         counts = {first.step: self.size - 1 - back, **{lane.step: back for lane in rest}}
         return {step: hops for step, hops in counts.items() if hops}
 
-    def begin(self, legs: dict[int, Leg], hop_counts: dict[int, int], deadline: int, then: Callable[[], None]) -> None:
+    def begin(self, legs: dict[int, Leg], hop_counts: dict[int, int], deadline: int, on_complete: Callable[[], None]) -> None:
         """Queues a collective.
 
         Args:
             legs: leg on each lane.
             hop_counts: number of hops of each leg.
             deadline: when the result is needed, in any unit. The queued hop with the least deadline departs first.
-            then: called when the last hop has arrived.
+            on_complete: called when the last hop has arrived.
         """
         self.begun += 1
-        collective = PendingCollective(len(legs), then)
+        collective = PendingCollective(len(legs), on_complete)
         for step, leg in legs.items():
             lane = self.lanes[step]
             lane.hops += hop_counts[step]
             lane.queue.append(QueuedHop(deadline, self.begun, next(leg), leg, collective))
             self.depart(lane)
         if not legs:
-            then()
+            on_complete()
 
     def depart(self, lane: Lane) -> None:
         """Sends queued hops, earliest deadline first, while the lane has room."""
-        while lane.queue and len(lane.in_flight) < AT_ONCE:
+        while lane.queue and len(lane.in_flight) < HOPS_IN_FLIGHT:
             queued = min(lane.queue, key=lambda each: (each.deadline, each.number))
             lane.queue.remove(queued)
             lane.until = max(lane.until, self.clock) + self.intensity * queued.sent.nbytes
@@ -180,9 +180,9 @@ class Lanes:
             the results, tied to the arrivals.
         """
         departed = {step: len(lane.in_flight) for step, lane in self.lanes.items()}
-        for n in range(AT_ONCE):
-            by = self.clock + (0 if n else following / 2)
-            ready = [lane for step, lane in self.lanes.items() if departed[step] > n and lane.in_flight[0].until <= by]
+        for n in range(HOPS_IN_FLIGHT):
+            clock = self.clock + (0 if n else following / 2)
+            ready = [lane for step, lane in self.lanes.items() if departed[step] > n and lane.in_flight[0].until <= clock]
             results = self.arrive(ready, results)
         return results
 
@@ -213,9 +213,9 @@ class Lanes:
             collective.leg_ended()
         return results
 
-    def wait(self, enough: Callable[[], bool]) -> None:
-        """Lets hops arrive, without further compute beside them, until `enough()` is true."""
-        while not enough():
+    def wait(self, is_enough: Callable[[], bool]) -> None:
+        """Lets hops arrive, without further compute beside them, until `is_enough()` is true."""
+        while not is_enough():
             busy = [lane for lane in self.lanes.values() if lane.in_flight]
             assert busy, "no hop is in flight that could end the wait"
             self.clock = max(self.clock, min(lane.in_flight[0].until for lane in busy))
@@ -240,7 +240,7 @@ def scatter(
     hop_counts: dict[int, int],
     part: Callable[..., Array],
     deadline: int,
-    then: Callable[[Float[Array, "M H"]], None],
+    on_complete: Callable[[Float[Array, "M H"]], None],
 ) -> None:
     """Begins a ring reduce-scatter; on each lane, the partial sum for the farthest device leaves first.
 
@@ -248,7 +248,7 @@ def scatter(
         hop_counts: number of hops on each lane; see `Lanes.hop_counts`.
         part: `(at, *received) -> total`: adds this device's partial sum for the device `at` places ahead to the received sums.
             It is called after they arrive, so that a matmul can fuse the addition.
-        then: called with the sum of this device's own rows.
+        on_complete: called with the sum of this device's own rows.
     """
     sums: list[Array] = []
 
@@ -260,7 +260,7 @@ def scatter(
         sums.append((yield total))
 
     legs = {step: leg(step, hops) for step, hops in hop_counts.items()}
-    lanes.begin(legs, hop_counts, deadline, lambda: then(part(0, *sums)))
+    lanes.begin(legs, hop_counts, deadline, lambda: on_complete(part(0, *sums)))
 
 
 def farthest_first(hop_counts: dict[int, int], size: int) -> list[int]:

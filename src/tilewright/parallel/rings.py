@@ -155,15 +155,15 @@ class Route:
     looped: bool | None = None
     chunk: int | None = None
 
-    def ways(self, size: int) -> list[RingDirection]:
+    def directions(self, size: int) -> list[RingDirection]:
         """Directions of a ring of `size` devices, the one with more hops first; directions without hops are left out."""
         back = (size - 1) // 2 if self.bidirectional else 0
-        return [way for way in (RingDirection(1, size - 1 - back), RingDirection(-1, back)) if way.hops]
+        return [direction for direction in (RingDirection(1, size - 1 - back), RingDirection(-1, back)) if direction.hops]
 
-    def loop(self, size: int) -> int:
+    def looped_hops(self, size: int) -> int:
         """Number of hops in a loop: those with rows arriving and leaving in all directions."""
         looped = size > UNROLLED if self.looped is None else self.looped
-        return max(0, min((way.hops for way in self.ways(size)), default=0) - 1) if looped else 0
+        return max(0, min((direction.hops for direction in self.directions(size)), default=0) - 1) if looped else 0
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
@@ -201,33 +201,33 @@ def all_gather_matmul(
     """
     size = jax.lax.axis_size(axis)
     rows = len(x)
-    ways = route.ways(size)
+    directions = route.directions(size)
     chunk = route.chunk_of(rows)
 
     fixed = jax.lax.stop_gradient(w)
 
-    def visit(held: list[list[Array]], going: list[RingDirection]) -> tuple[list[list[Array]], list[list[Tree]]]:
-        return _sent(held, going, axis), [[(part, product(part, fixed)) for part in parts] for parts in held]
+    def visit(held: list[list[Array]], active: list[RingDirection]) -> tuple[list[list[Array]], list[list[Tree]]]:
+        return _forwarded(held, active, axis), [[(part, product(part, fixed)) for part in parts] for parts in held]
 
     chunks = [x[first : first + chunk] for first in range(0, rows, chunk)]
-    held, (each, *_) = visit([chunks] * max(1, len(ways)), ways)
-    tiles = {0: each}
-    repeated = route.loop(size)
+    held, (first_parts, *_) = visit([chunks] * max(1, len(directions)), directions)
+    tiles = {0: first_parts}
+    repeated = route.looped_hops(size)
     if repeated:
-        held, stacked = jax.lax.scan(lambda held, _: visit(held, ways), held, length=repeated)
-        for way, each in zip(ways, stacked, strict=True):
-            tiles |= {way.by * (hop + 1): jax.tree.map(itemgetter(hop), each) for hop in range(repeated)}
-    for hop in range(repeated + 1, farthest(ways) + 1):
-        held, results = visit(held, [way for way in ways if way.hops > hop])
-        tiles |= {way.by * hop: each for way, each in zip(ways, results, strict=False)}
+        held, stacked = jax.lax.scan(lambda held, _: visit(held, directions), held, length=repeated)
+        for direction, hops in zip(directions, stacked, strict=True):
+            tiles |= {direction.by * (hop + 1): jax.tree.map(itemgetter(hop), hops) for hop in range(repeated)}
+    for hop in range(repeated + 1, farthest(directions) + 1):
+        held, results = visit(held, [direction for direction in directions if direction.hops > hop])
+        tiles |= {direction.by * hop: parts for direction, parts in zip(directions, results, strict=False)}
     starts = row_starts(tiles, rows, chunk, axis)
-    whole, y = jax.tree.map(lambda *leaves: placed(leaves, starts), *(tile for each in tiles.values() for tile in each))
+    whole, y = jax.tree.map(lambda *leaves: placed(leaves, starts), *(tile for parts in tiles.values() for tile in parts))
     return weighted(product, w, whole, y)
 
 
-def _sent(held: list[list[Array]], going: list[RingDirection], axis: Axis) -> list[list[Array]]:
+def _forwarded(held: list[list[Array]], active: list[RingDirection], axis: Axis) -> list[list[Array]]:
     """Sends the held arrays one hop further in the given directions and returns the arrivals."""
-    arriving = [shift(parts, axis, way.by) for way, parts in zip(going, held, strict=False)]
+    arriving = [shift(parts, axis, direction.by) for direction, parts in zip(active, held, strict=False)]
     return tied(arriving)  # tied together: otherwise the compiler lets one direction wait for the other
 
 
@@ -262,43 +262,44 @@ def matmul_reduce_scatter(
     Source: Wang et al. 2023, Einsum-ReduceScatter; see `all_gather_matmul`.
     """
     size = jax.lax.axis_size(axis)
-    ways = route.ways(size)
+    directions = route.directions(size)
     chunk = route.chunk_of(shard_rows(len(x), axis))
-    parts = _parts(x, ways, chunk, axis)
+    parts = _chunks_by_hop(x, directions, chunk, axis)
 
-    def visit(sums: list[Tree], here: Sequence[Sequence[Array]]) -> list[Tree]:
-        arriving = [shift(total, axis, -way.by) for way, total in zip(ways, sums, strict=False)]
-        addends = [[product(part, w) for part in each] for each in here]  # in parallel to the arrivals
-        joined = [_added(new, dtype, total) for total, new in zip(arriving, addends, strict=False)]
-        return joined + [_added(new, dtype) for new in addends[len(arriving) :]]
+    def visit(sums: list[Tree], parts_here: Sequence[Sequence[Array]]) -> list[Tree]:
+        arriving = [shift(total, axis, -direction.by) for direction, total in zip(directions, sums, strict=False)]
+        addends = [[product(part, w) for part in parts] for parts in parts_here]  # in parallel to the arrivals
+        joined = [_rounded_sum(new, dtype, total) for total, new in zip(arriving, addends, strict=False)]
+        return joined + [_rounded_sum(new, dtype) for new in addends[len(arriving) :]]
 
     sums = []
-    repeated = route.loop(size)
-    for hop in range(farthest(ways), repeated, -1):
-        sums = visit(sums, [parts[way.by * hop] for way in ways if way.hops >= hop])
+    repeated = route.looped_hops(size)
+    for hop in range(farthest(directions), repeated, -1):
+        sums = visit(sums, [parts[direction.by * hop] for direction in directions if direction.hops >= hop])
     if repeated:
         here = [
-            jax.tree.map(lambda *hops: jnp.stack(hops), *(parts[way.by * n] for n in range(repeated, 0, -1))) for way in ways
+            jax.tree.map(lambda *hops: jnp.stack(hops), *(parts[direction.by * n] for n in range(repeated, 0, -1)))
+            for direction in directions
         ]
         sums, _ = jax.lax.scan(lambda sums, here: (visit(sums, here), None), sums, here)
-    arriving = [shift(total, axis, -way.by) for way, total in zip(ways, sums, strict=True)]
-    total = _added([product(part, w) for part in parts[0]], dtype, *arriving)
+    arriving = [shift(total, axis, -direction.by) for direction, total in zip(directions, sums, strict=True)]
+    total = _rounded_sum([product(part, w) for part in parts[0]], dtype, *arriving)
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *total)
 
 
-def _parts(x: Array, ways: Sequence[RingDirection], chunk: int, axis: Axis) -> dict[int, tuple[Array, ...]]:
+def _chunks_by_hop(x: Array, directions: Sequence[RingDirection], chunk: int, axis: Axis) -> dict[int, tuple[Array, ...]]:
     """Splits rows into chunks, by the number of places that their device is ahead."""
-    hops = [0, *(way.by * hop for way in ways for hop in range(1, way.hops + 1))]
+    hops = [0, *(direction.by * hop for direction in directions for hop in range(1, direction.hops + 1))]
     tiles = sliced(x, row_starts(hops, len(x) // len(hops), chunk, axis))
     per = len(tiles) // len(hops)
     return {hop: tiles[n * per : (n + 1) * per] for n, hop in enumerate(hops)}
 
 
-def _added(new: Tree, dtype: DTypeLike | None, *totals: Tree) -> Tree:
+def _rounded_sum(new: Tree, dtype: DTypeLike | None, *totals: Tree) -> Tree:
     """Adds `new` to the received `totals`, in order, and rounds the sum once."""
 
     def add(addend: Array, *received: Array) -> Array:
-        before = [each.astype(addend.dtype) for each in received]
+        before = [total.astype(addend.dtype) for total in received]
         return (sum(before[1:], start=before[0]) + addend if before else addend).astype(dtype or addend.dtype)
 
     return jax.tree.map(add, new, *totals)
@@ -306,7 +307,7 @@ def _added(new: Tree, dtype: DTypeLike | None, *totals: Tree) -> Tree:
 
 def all_gather(x: Shaped[Array, "M ..."], axis: Axis, route: Route = Route()) -> Shaped[Array, "R ..."]:
     """`jax.lax.all_gather(x, axis, tiled=True)` by hops between neighbours; raises as `all_gather_matmul` does."""
-    return all_gather_matmul(x, None, axis, _rows_alone, route)
+    return all_gather_matmul(x, None, axis, _unchanged_rows, route)
 
 
 def reduce_scatter(x: Shaped[Array, "R ..."], axis: Axis, route: Route = Route()) -> Shaped[Array, "M ..."]:
@@ -314,7 +315,7 @@ def reduce_scatter(x: Shaped[Array, "R ..."], axis: Axis, route: Route = Route()
 
     The order of the sum and the errors are those of `matmul_reduce_scatter`.
     """
-    return matmul_reduce_scatter(x, None, axis, _rows_alone, route)
+    return matmul_reduce_scatter(x, None, axis, _unchanged_rows, route)
 
 
 def all_reduce(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> Float[Array, "R ..."]:
@@ -343,9 +344,9 @@ def shard_rows(rows: int, axis: Axis) -> int:
     return rows // size
 
 
-def farthest(ways: Sequence[RingDirection]) -> int:
+def farthest(directions: Sequence[RingDirection]) -> int:
     """Number of hops of the longest direction; 0 for a single device."""
-    return max((way.hops for way in ways), default=0)
+    return max((direction.hops for direction in directions), default=0)
 
 
 def row_starts(hops: Iterable[int], rows: int, chunk: int, axis: Axis) -> tuple[Array, ...]:
@@ -399,5 +400,5 @@ def _weights_backward(product: Product, residuals: tuple[Any, Array], cotangent:
 weighted.defvjp(lambda product, w, rows, result: (result, (w, rows)), _weights_backward)
 
 
-def _rows_alone(rows: Array, _: None) -> Array:
+def _unchanged_rows(rows: Array, _: None) -> Array:
     return rows

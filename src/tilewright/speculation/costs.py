@@ -70,26 +70,26 @@ def measure(timer: "RoundTimer", choices: Collection[Choice]) -> RoundCosts:
     """
     timer.write_texts()
     # Rounds in which n-grams may draft in a model's place are measured with n-gram drafts and without.
-    timed = [(choice, True) for choice in choices] + [(choice, False) for choice in choices if timer.looks_up(choice)]
+    timed = [(choice, True) for choice in choices] + [(choice, False) for choice in choices if timer.may_draft_ngrams(choice)]
     rounds = dict.fromkeys(timed, 2)
-    runs: dict[tuple[Choice, bool], list[Run]] = {each: [] for each in timed}
+    runs: dict[tuple[Choice, bool], list[Run]] = {key: [] for key in timed}
     empty: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
         for choice, repeats in timed[:: -1 if run % 2 else 1]:
-            found = timer.timed(choice, rounds[choice, repeats], repeats)
+            timed_run = timer.timed(choice, rounds[choice, repeats], repeats)
             if run == 0:  # the first run also touches memory for the first time
-                rounds[choice, repeats] = max(2, timer.enough(choice, timer.timed(choice, 2, repeats)))
+                rounds[choice, repeats] = max(2, timer.rounds_for(choice, timer.timed(choice, 2, repeats)))
                 continue
-            runs[choice, repeats].append(found)
+            runs[choice, repeats].append(timed_run)
             empty.append(timer.empty())
         if run and timer.broadcast(time.perf_counter() - began) > BUDGET_S * len(rounds):
             break
     dispatch = max(min(empty), LEAST_DISPATCH_S)
-    least = {each: min(several).beyond(dispatch) for each, several in runs.items()}
-    step = min(run.each for run in least.values())
+    fastest = {key: min(repetitions).beyond(dispatch) for key, repetitions in runs.items()}
+    step = min(run.seconds_per_round for run in fastest.values())
     costs: dict[Choice, Cost] = {}
-    for (choice, repeats), run in least.items():
+    for (choice, repeats), run in fastest.items():
         if repeats:
             costs[choice] = run.cost(step, timer.drafter.variant(choice).may_be_idle)
         else:
@@ -110,16 +110,16 @@ def with_idle_rounds(timer: "RoundTimer", dispatch: float, costs: Mapping[Choice
     idle: dict[str, float] = {}
     for name, choice in narrow.items():
         began = time.perf_counter()
-        least = math.inf
-        least_step = math.inf
+        fastest_round = math.inf
+        fastest_step = math.inf
         for _ in range(IDLE_RUNS):
             run = timer.timed(choice, rounds, repeats=False).beyond(dispatch)
-            least_step = min(least_step, timer.timed(PLAIN, rounds, repeats=False).beyond(dispatch).seconds / rounds)
+            fastest_step = min(fastest_step, timer.timed(PLAIN, rounds, repeats=False).beyond(dispatch).seconds / rounds)
             if run.idle > run.drafting:
-                least = min(least, (run.seconds - run.drafting * costs[choice].drafting) / run.idle)
+                fastest_round = min(fastest_round, (run.seconds - run.drafting * costs[choice].drafting) / run.idle)
             if timer.broadcast(time.perf_counter() - began) > BUDGET_S:
                 break
-        idle[name] = 0.0 if least == math.inf else least / least_step * step
+        idle[name] = 0.0 if fastest_round == math.inf else fastest_round / fastest_step * step
     return {
         choice: cost if cost.idle is None else replace(cost, idle=max(cost.idle, idle.get(choice.drafter, 0.0)))
         for choice, cost in costs.items()
@@ -134,7 +134,7 @@ class Run(NamedTuple):
     idle: int = 0
 
     @property
-    def each(self) -> float:
+    def seconds_per_round(self) -> float:
         """Average seconds of a round."""
         return self.seconds / (self.drafting + self.idle)
 
@@ -145,7 +145,7 @@ class Run(NamedTuple):
     def cost(self, idle: float, may_be_idle: bool) -> Cost:
         """Returns the cost of the rounds. If the drafter may be idle, each idle round is taken to cost `idle` seconds."""
         if not may_be_idle:
-            return Cost(self.each)
+            return Cost(self.seconds_per_round)
         drafting = (self.seconds - self.idle * idle) / max(self.drafting, 1)
         return Cost(max(drafting, idle), idle)
 
@@ -154,7 +154,7 @@ def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
     """Lowers each cost to that of the drafter's wider blocks, and a step's to the lowest: disturbances only lengthen runs."""
     best = {**costs, PLAIN: Cost(min(cost.drafting for cost in costs.values()))}
     for choice in sorted(costs, reverse=True):
-        wider = [best[one].drafting for one in best if one.drafter == choice.drafter and one.width > choice.width]
+        wider = [best[other].drafting for other in best if other.drafter == choice.drafter and other.width > choice.width]
         drafting = min([best[choice].drafting, *wider])
         idle = best[choice].idle
         best[choice] = Cost(drafting, None if idle is None else min(idle, drafting))
@@ -184,22 +184,22 @@ class RoundTimer:
         self.vocab_size = programs.target.config.vocab_size
         self.sampling = DRAWN if drawn else Sampling()
         # In a small pool rows share pages, which takes as long to read and write.
-        least = -(-(2 * self.drafter.block_size + 4) // layout.page_size)
-        each = min(max(layout.pages // rows, least), layout.capacity // layout.page_size)
+        fewest_pages = -(-(2 * self.drafter.block_size + 4) // layout.page_size)
+        row_pages = min(max(layout.pages // rows, fewest_pages), layout.capacity // layout.page_size)
         slots = np.ones(layout.batch, np.int32)
-        positions = each * layout.page_size
+        positions = row_pages * layout.page_size
         # The last block is written in one piece: it may pass the row's end, but not its pages.
-        behind = 0 if positions == layout.capacity else self.drafter.block_size
+        reserve = 0 if positions == layout.capacity else self.drafter.block_size
         self.start = slots * (positions // 2)
-        self.end = slots * max(positions // 2 + 2, positions - behind)
+        self.end = slots * max(positions // 2 + 2, positions - reserve)
         # Each row has its own text: rows of one text would choose the same experts.
-        begins = np.arange(layout.batch, dtype=np.int32)[:, None]
-        self.repeated = np.repeat(begins % self.vocab_size, layout.capacity, axis=1)
-        self.varied = (1 + begins + np.arange(layout.capacity, dtype=np.int32)[None]) % self.vocab_size
+        first_tokens = np.arange(layout.batch, dtype=np.int32)[:, None]
+        self.repeated = np.repeat(first_tokens % self.vocab_size, layout.capacity, axis=1)
+        self.varied = (1 + first_tokens + np.arange(layout.capacity, dtype=np.int32)[None]) % self.vocab_size
         self.table = np.full((layout.groups, rows, layout.capacity // layout.page_size), UNMAPPED, np.int32)
         for table, pages in zip(self.table, (layout.pages, *(group.pages for group in layout.windows)), strict=True):
-            share = max(1, min(pages // rows, each))  # a window's pages serve several columns that lie far apart
-            table[:, :each] = (np.arange(rows)[:, None] * share + np.arange(each)[None] % share) % pages
+            share = max(1, min(pages // rows, row_pages))  # a window's pages serve several columns that lie far apart
+            table[:, :row_pages] = (np.arange(rows)[:, None] * share + np.arange(row_pages)[None] % share) % pages
         if runner.state is None:
             runner.reset()
 
@@ -215,7 +215,7 @@ class RoundTimer:
         """Returns the time of the first process, so that all processes agree."""
         return broadcast_seconds(self.runner.programs.target.mesh, seconds)
 
-    def looks_up(self, choice: Choice) -> bool:
+    def may_draft_ngrams(self, choice: Choice) -> bool:
         """Returns True if n-grams may draft in the place of the choice's drafter."""
         assert isinstance(self.drafter, Team)
         place = self.drafter.place(choice)
@@ -228,7 +228,7 @@ class RoundTimer:
         assert state is not None
         text = self.repeated if repeats else self.varied
         rows = {"tokens": text, "last_position": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
-        contexts = replace(state.draft_cache, held=(start,) * len(state.draft_cache.held))
+        contexts = replace(state.draft_cache, lengths=(start,) * len(state.draft_cache.lengths))
         sampling = row_sampling([self.sampling] * len(start), start)
         self.runner.state = replace(state, **rows, sampling=sampling, draft_cache=contexts)
 
@@ -240,7 +240,7 @@ class RoundTimer:
         row begins with a different one.
         """
         self.timed(PLAIN, 2)  # the first run also touches memory for the first time
-        rounds = self.enough(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
+        rounds = self.rounds_for(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
         self.rewind(repeats=True)
         room = self.start[0] // 3 - 2  # the row's first token fills the rest
         tokens = self.advance(rounds, PLAIN).tokens[:room, :, 0]
@@ -250,10 +250,10 @@ class RoundTimer:
         text = np.stack([before, tokens, (after + 1) % self.vocab_size], axis=1)
         self.repeated[: tokens.shape[1], : 3 * len(tokens)] = text.reshape(-1, tokens.shape[1]).T
 
-    def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
-        """Returns the number of rounds that fill `wanted` seconds and fit into the cache."""
+    def rounds_for(self, choice: Choice, timed: Run, target_s: float = RUN_S) -> int:
+        """Returns the number of rounds that fill `target_s` seconds and fit into the cache."""
         room = int(self.end[0] - self.start[0]) - self.drafter.variant(choice).block_size
-        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(wanted / timed.seconds * (timed.drafting + timed.idle))))
+        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(target_s / timed.seconds * (timed.drafting + timed.idle))))
 
     def empty(self) -> float:
         """Returns the seconds of a dispatch without rounds; 0 without loops on the device.
@@ -281,14 +281,14 @@ class CostFiles:
 
     Args:
         folder: folder of the files; created if missing.
-        made_of: names that costs depend on besides the machine and JAX, such as kernel libraries.
-        say: called with one line when a file cannot be used.
+        dependencies: names that costs depend on besides the machine and JAX, such as kernel libraries.
+        notify: called with one line when a file cannot be used.
     """
 
-    def __init__(self, folder: Path, made_of: Collection[str], say: Callable[[str], None]):
+    def __init__(self, folder: Path, dependencies: Collection[str], notify: Callable[[str], None]):
         self.folder = folder
-        self.say = say
-        self.made_on = {"machine": digest(*made_of), "chip": chip_name(), "jax": jax.__version__}
+        self.notify = notify
+        self.made_on = {"machine": digest(*dependencies), "chip": chip_name(), "jax": jax.__version__}
 
     def check_folder(self) -> None:
         """Raises a `ValueError` if another user may write to the folder."""
@@ -303,25 +303,25 @@ class CostFiles:
         path = self.path(about)
         try:
             self.check_folder()
-            found = json.loads(path.read_text(encoding="utf-8"))
-            made_on = dict(found["made_on"])
-            costs = parsed(found)
+            content = json.loads(path.read_text(encoding="utf-8"))
+            made_on = dict(content["made_on"])
+            costs = parsed(content)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, OSError) as error:
-            self.say(f"measuring the cost of rounds: cannot use {path} ({shortened(error)})")
+            self.notify(f"measuring the cost of rounds: cannot use {path} ({shortened(error)})")
             return None
         if made_on != self.made_on:
             differing = [name for name, value in self.made_on.items() if made_on.get(name) != value]
-            self.say(f"measuring the cost of rounds: {path} was written with another {' and '.join(differing) or 'machine'}")
+            self.notify(f"measuring the cost of rounds: {path} was written with another {' and '.join(differing) or 'machine'}")
             return None
         return RoundCosts(costs.dispatch, {choice: cost for choice, cost in costs.rounds.items() if choice in choices})
 
     def write(self, about: Mapping[str, Any], costs: RoundCosts) -> None:
         """Writes costs to a file. Prints one line instead if the folder is unsafe or not writable."""
         rounds = [
-            {"drafter": one.drafter, "width": one.width, "drafting_s": cost.drafting, "idle_s": cost.idle}
-            for one, cost in sorted(costs.rounds.items())
+            {"drafter": choice.drafter, "width": choice.width, "drafting_s": cost.drafting, "idle_s": cost.idle}
+            for choice, cost in sorted(costs.rounds.items())
         ]
         content = {"made_on": self.made_on, "about": dict(about), "dispatch_s": costs.dispatch, "rounds": rounds}
         try:
@@ -332,7 +332,7 @@ class CostFiles:
                 partial.write(json.dumps(content, indent=1) + "\n")
             os.replace(partial.name, self.path(about))
         except (OSError, ValueError) as error:
-            self.say(f"the cost of rounds was not saved: {shortened(error)}")
+            self.notify(f"the cost of rounds was not saved: {shortened(error)}")
 
 
 def shortened(error: Exception) -> str:
@@ -340,20 +340,20 @@ def shortened(error: Exception) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def parsed(found: Any) -> RoundCosts:
+def parsed(content: Any) -> RoundCosts:
     """Parses the JSON of a file.
 
     Raises:
         ValueError, TypeError, KeyError: `CostFiles.write` did not write this.
     """
-    rounds = {Choice(str(one["drafter"]), int(one["width"])): cost_of(one) for one in found["rounds"]}
+    rounds = {Choice(str(entry["drafter"]), int(entry["width"])): cost_of(entry) for entry in content["rounds"]}
     if PLAIN not in rounds:
         raise ValueError("expected the cost of plain decoding, found none")
-    return RoundCosts(positive(found["dispatch_s"]), rounds)
+    return RoundCosts(positive(content["dispatch_s"]), rounds)
 
 
-def cost_of(one: Mapping[str, Any]) -> Cost:
-    return Cost(positive(one["drafting_s"]), None if one["idle_s"] is None else positive(one["idle_s"]))
+def cost_of(entry: Mapping[str, Any]) -> Cost:
+    return Cost(positive(entry["drafting_s"]), None if entry["idle_s"] is None else positive(entry["idle_s"]))
 
 
 def positive(value: Any) -> float:
@@ -384,6 +384,6 @@ def configuration(programs: Programs, team: Team, rows: int, drawn: bool, weight
 
 def described(drafter: Any) -> dict[str, Any]:
     """Returns a drafter's kind and fields as JSON."""
-    values = {each.name: getattr(drafter, each.name) for each in fields(drafter) if each.name != "ops"}
+    values = {field.name: getattr(drafter, field.name) for field in fields(drafter) if field.name != "ops"}
     about = {name: described(value) if isinstance(value, Drafter) else str(value) for name, value in values.items()}
     return {"kind": drafter.name, **about}

@@ -20,11 +20,11 @@ class CounterfactualNGram:
     def __init__(self, drafter: NGram, prompt: Sequence[int], widths: Collection[int]):
         self.drafter = drafter
         self.tokens: list[int] = []
-        self.first: dict[tuple[int, ...], int] = {}
-        self.found: int | None = None
+        self.occurrences: dict[tuple[int, ...], int] = {}
+        self.match: int | None = None
         for token in prompt:
             self.add(token)
-        self.running = {width: [self.proposed(width), 0] for width in widths}
+        self.current_rounds = {width: [self.proposed(width), 0] for width in widths}
 
     def add(self, token: int) -> None:
         """Appends a token and finds the earliest occurrence of the longest suffix."""
@@ -32,21 +32,21 @@ class CounterfactualNGram:
         last = len(self.tokens) - 1
         lengths = range(self.drafter.min_n, min(self.drafter.max_n, last + 1) + 1)
         grams = [tuple(self.tokens[last + 1 - n :]) for n in lengths]
-        self.found = next((self.first[gram] for gram in reversed(grams) if gram in self.first), None)
+        self.match = next((self.occurrences[gram] for gram in reversed(grams) if gram in self.occurrences), None)
         for gram in grams:
-            self.first.setdefault(gram, last)
+            self.occurrences.setdefault(gram, last)
 
     def proposed(self, width: int) -> range:
         """Returns the positions of the drafts of a round after the last token."""
         last = len(self.tokens) - 1
-        return range(0) if self.found is None else range(self.found + 1, min(self.found + width, last + 1))
+        return range(0) if self.match is None else range(self.match + 1, min(self.match + width, last + 1))
 
     def push(self, tokens: Iterable[int]) -> dict[int, Rounds]:
         """Appends the row's next tokens. Returns the rounds that they complete, by width."""
-        rounds: dict[int, Rounds] = {width: [] for width in self.running}
+        rounds: dict[int, Rounds] = {width: [] for width in self.current_rounds}
         for token in tokens:
             ended = []
-            for width, current in self.running.items():
+            for width, current in self.current_rounds.items():
                 drafts, agreed = current
                 if agreed < len(drafts) and self.tokens[drafts[agreed]] == token:
                     current[1] += 1
@@ -55,7 +55,7 @@ class CounterfactualNGram:
                     ended.append(width)
             self.add(token)
             for width in ended:
-                self.running[width] = [self.proposed(width), 0]
+                self.current_rounds[width] = [self.proposed(width), 0]
         return rounds
 
 
@@ -63,6 +63,6 @@ def joined(rounds: Iterable[Mapping[int, Rounds]]) -> dict[int, Rounds]:
     """Joins the rounds of several rows."""
     all_rows: dict[int, Rounds] = {}
     for row in rounds:
-        for width, each in row.items():
-            all_rows.setdefault(width, []).extend(each)
+        for width, pairs in row.items():
+            all_rows.setdefault(width, []).extend(pairs)
     return all_rows

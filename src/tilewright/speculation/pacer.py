@@ -19,7 +19,7 @@ from tilewright.runtime.state import StepInfo
 from tilewright.speculation.costs import LEAST_DISPATCH_S, RoundCosts, Run
 from tilewright.speculation.counterfactual import CounterfactualNGram, joined
 from tilewright.speculation.drafters.ngram import NGram
-from tilewright.speculation.pacing import Costed, Pacing, new_history
+from tilewright.speculation.pacing import CostKey, Pacing, new_history
 from tilewright.speculation.policy import History, Policy
 from tilewright.speculation.team import Team
 
@@ -28,7 +28,7 @@ FIRST_WIDTH = 4
 
 TRIALS = 2
 """Timed dispatches from which a choice's cost is learnt."""
-FIRST_TRIAL = 4
+FIRST_TRIAL_ROUNDS = 4
 """The most rounds of a choice's first dispatch."""
 
 
@@ -114,34 +114,36 @@ class Trials:
     Attributes:
         costs: costs so far. The fixed cost of a dispatch counts as part of its rounds: the next dispatch is queued meanwhile.
         runs: timed dispatches of choices without a cost.
-        turn: number of calls of `next`.
-        later: turn of the next trial of a choice whose drafter found nothing to propose.
+        calls: number of calls of `next`.
+        next_trial: call of `next` in which a choice whose drafter found nothing to propose is tried again.
     """
 
     def __init__(self) -> None:
         self.costs = RoundCosts(LEAST_DISPATCH_S, {})
         self.runs: dict[Choice, list[Run]] = {}
-        self.turn = 0
-        self.later: dict[Choice, int] = {}
+        self.calls = 0
+        self.next_trial: dict[Choice, int] = {}
 
     def next(self, choices: Sequence[Choice]) -> Choice | None:
-        """Returns the next of these choices without a cost to try; None for the policy's choice, which has every other turn."""
+        """Returns the next of these choices without a cost to try; None in every other call, for the policy's choice."""
         if PLAIN not in self.costs.rounds:
             return PLAIN
-        self.turn += 1
-        missing = [choice for choice in choices if self.later.get(choice, 0) <= self.turn]
-        return missing[0] if missing and self.turn % 2 else None
+        self.calls += 1
+        missing = [choice for choice in choices if self.next_trial.get(choice, 0) <= self.calls]
+        return missing[0] if missing and self.calls % 2 else None
 
     def observe(self, choice: Choice, run: Run, may_be_idle: bool) -> None:
         """Counts a timed dispatch. The first one of a choice may also complete a drafter's context, and is left out."""
         runs = self.runs.setdefault(choice, [])
         if run.drafting == 0:
-            self.later[choice] = self.turn + 2 ** (1 + len(runs))
+            self.next_trial[choice] = self.calls + 2 ** (1 + len(runs))
         runs.append(run)
-        drafting = [each for each in runs[1:] if each.drafting]
+        drafting = [timed for timed in runs[1:] if timed.drafting]
         if len(drafting) >= TRIALS:
             step = self.costs.rounds[PLAIN].drafting if choice != PLAIN else 0.0
-            self.costs.rounds[choice] = min((each.cost(step, may_be_idle) for each in drafting), key=lambda cost: cost.drafting)
+            self.costs.rounds[choice] = min(
+                (timed.cost(step, may_be_idle) for timed in drafting), key=lambda cost: cost.drafting
+            )
 
 
 class EnginePacer(Pacer):
@@ -165,9 +167,9 @@ class EnginePacer(Pacer):
         """Returns the costs of a batch size so far."""
         if rows not in self.trials:
             self.trials[rows] = Trials()
-            known = self.pacing.known(self.runner.programs, Costed(self.runner.programs.layout, rows, False))
-            if known is not None:
-                self.trials[rows].costs = RoundCosts(known.dispatch, dict(known.rounds))
+            stored_costs = self.pacing.stored_costs(self.runner.programs, CostKey(self.runner.programs.layout, rows, False))
+            if stored_costs is not None:
+                self.trials[rows].costs = RoundCosts(stored_costs.dispatch, dict(stored_costs.rounds))
         return self.trials[rows].costs
 
     def new_policy(self, rows: int) -> Policy:
@@ -179,7 +181,7 @@ class EnginePacer(Pacer):
         ready = [choice for choice in self.team.choices if choice in self.runner.choices_for(rows)]
         choice = self.trials[rows].next([choice for choice in ready if choice not in costs.rounds])
         if choice is not None:
-            return choice, min(most, self.most(self.seconds.get((rows, choice), self.dispatch_s / FIRST_TRIAL), hurried))
+            return choice, min(most, self.most(self.seconds.get((rows, choice), self.dispatch_s / FIRST_TRIAL_ROUNDS), hurried))
         self.policy(rows).ready = {choice for choice in ready if choice in costs.rounds}
         return super().next(rows, most, hurried, left)
 
@@ -200,8 +202,8 @@ class EnginePacer(Pacer):
 class CallPacer(Pacer):
     """Chooses the rounds of a single call.
 
-    The call begins with plain decoding and the choices of `firsts`. Another program is compiled between two dispatches once
-    the remaining tokens are expected to gain more time from it than its compilation takes.
+    The call begins with plain decoding and the choices of `first_choices`. Another program is compiled between two dispatches
+    once the remaining tokens are expected to gain more time from it than its compilation takes.
 
     Args:
         drawn: True if any row samples its tokens.
@@ -217,7 +219,7 @@ class CallPacer(Pacer):
         with self.pacing.lock:
             ready = self.compiled(rows)
             if PLAIN not in ready or len(ready) == 1:
-                ready |= {PLAIN, *self.firsts(rows)}
+                ready |= {PLAIN, *self.first_choices(rows)}
                 self.programs.warm(self.key(choice, rows) for choice in sorted(ready))
             costs = self.pacing.measured(self.runner, rows, self.drawn, ready)
             return Policy(self.history, costs.rounds, ready, costs.dispatch)
@@ -229,13 +231,13 @@ class CallPacer(Pacer):
     def key(self, choice: Choice, rows: int) -> Any:
         return self.programs.round_key(choice, rows, self.programs.layout.capacity, self.runner.sampling)
 
-    def costed(self, rows: int) -> Costed:
-        return Costed(self.programs.layout, rows, self.drawn)
+    def cost_key(self, rows: int) -> CostKey:
+        return CostKey(self.programs.layout, rows, self.drawn)
 
     def compiled(self, rows: int) -> set[Choice]:
         return {choice for choice in self.team.choices if self.key(choice, rows) in self.programs.compiled}
 
-    def firsts(self, rows: int) -> set[Choice]:
+    def first_choices(self, rows: int) -> set[Choice]:
         """Returns the choices to begin with, besides plain decoding.
 
         They are one width of the first drafter and of every drafter whose acceptance training measured: a call is seldom long
@@ -245,31 +247,31 @@ class CallPacer(Pacer):
         drafted = self.team.choices[1:]
         names = {drafted[0].drafter} | {member.name for member in self.team.members if member.expected_acceptance}
         widths = [[choice for choice in drafted if choice.drafter == name] for name in sorted(names)]
-        known = self.pacing.known(self.programs, self.costed(rows))
-        if known is None:
+        stored_costs = self.pacing.stored_costs(self.programs, self.cost_key(rows))
+        if stored_costs is None:
             narrow = jax.default_backend() == "cpu" and not self.team.masked
             return {
-                max(choice for choice in each if not narrow or choice.width <= max(FIRST_WIDTH, each[0].width))
-                for each in widths
+                max(choice for choice in choices if not narrow or choice.width <= max(FIRST_WIDTH, choices[0].width))
+                for choices in widths
             }
-        policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch)
-        return {policy.best(policy.outlook(each)) for each in (drafted, *widths)}
+        policy = Policy(self.history, stored_costs.rounds, {PLAIN}, stored_costs.dispatch)
+        return {policy.best(policy.outlook(choices)) for choices in (drafted, *widths)}
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
-        self.add_wanted(rows, left)
+        self.add_worthwhile(rows, left)
         return super().next(rows, most, hurried, left)
 
-    def add_wanted(self, rows: int, tokens: int) -> None:
+    def add_worthwhile(self, rows: int, tokens: int) -> None:
         """Compiles and measures one more choice if that pays off within the remaining `tokens` of a row."""
         policy = self.policy(rows)
         missing = set(self.team.choices) - policy.ready
         if not missing:
             return
         with self.pacing.lock:
-            wanted = policy.wanted(missing, tokens)
-            if wanted is None:
+            worthwhile = policy.worthwhile(missing, tokens)
+            if worthwhile is None:
                 return
-            (choice, saved), compiled = wanted, self.compiled(rows)
+            (choice, saved), compiled = worthwhile, self.compiled(rows)
             if choice not in compiled and saved < self.longest_compile(compiled, rows) and not self.pacing.patient:
                 return
             self.programs.get(self.key(choice, rows))

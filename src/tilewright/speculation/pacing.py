@@ -14,7 +14,7 @@ from tilewright.speculation.policy import History
 from tilewright.speculation.team import Team
 
 
-class Costed(NamedTuple):
+class CostKey(NamedTuple):
     """Key of a cost table.
 
     Attributes:
@@ -34,7 +34,7 @@ class Pacing:
         history: observations of all calls.
         costs: cost tables that were measured or read from a file.
         files: files of cost tables; None measures in every process.
-        looked: keys whose file was tried.
+        files_tried: keys whose file was tried.
         patient: True compiles every choice that promises to be faster, however long it takes. Benchmarks set it.
         lock: held while programs are compiled or measured.
     """
@@ -44,15 +44,15 @@ class Pacing:
         self.weights = weights
         self.files = files
         self.history = new_history(team)
-        self.costs: dict[Costed, RoundCosts] = {}
-        self.looked: set[Costed] = set()
+        self.costs: dict[CostKey, RoundCosts] = {}
+        self.files_tried: set[CostKey] = set()
         self.patient = False
         self.lock = threading.RLock()
 
-    def known(self, programs: Programs, key: Costed) -> RoundCosts | None:
+    def stored_costs(self, programs: Programs, key: CostKey) -> RoundCosts | None:
         """Returns the costs that were measured so far, by this process or an earlier one."""
-        if key not in self.costs and self.files is not None and key not in self.looked:
-            self.looked.add(key)
+        if key not in self.costs and self.files is not None and key not in self.files_tried:
+            self.files_tried.add(key)
             found = self.files.read(configuration(programs, self.team, key.rows, key.drawn, self.weights), self.team.choices)
             if found is not None:
                 self.costs[key] = found
@@ -66,16 +66,16 @@ class Pacing:
         """
         programs = runner.programs
         with self.lock:
-            key = Costed(programs.layout, rows, drawn)
-            known = self.known(programs, key)
-            missing = sorted(choice for choice in choices if known is None or choice not in known.rounds)
-            if known is not None and not missing:
-                return known
+            key = CostKey(programs.layout, rows, drawn)
+            stored_costs = self.stored_costs(programs, key)
+            missing = sorted(choice for choice in choices if stored_costs is None or choice not in stored_costs.rounds)
+            if stored_costs is not None and not missing:
+                return stored_costs
             found = measure(RoundTimer(ModelRunner(programs, runner.sampling), rows, drawn), sorted({PLAIN, *missing}))
-            if known is not None:  # the machine's load may have changed since; a step tells by how much
-                now = known.rounds[PLAIN].drafting / found.rounds[PLAIN].drafting
-                known.rounds.update({choice: found.rounds[choice].times(now) for choice in missing})
-                found = known
+            if stored_costs is not None:  # the machine's load may have changed since; a step tells by how much
+                speed_ratio = stored_costs.rounds[PLAIN].drafting / found.rounds[PLAIN].drafting
+                stored_costs.rounds.update({choice: found.rounds[choice].times(speed_ratio) for choice in missing})
+                found = stored_costs
             self.costs[key] = found
             if self.files is not None:
                 self.files.write(configuration(programs, self.team, rows, drawn, self.weights), found)
@@ -86,7 +86,7 @@ def new_history(team: Team) -> History:
     """Returns a history without observations."""
     members = team.members
     return History(
-        {one.name: one.block_size for one in members},
-        {one.name: one.expected_acceptance for one in members},
-        {one.name: one.ngram.name for one in members if isinstance(one, NGramsFirst)},
+        {member.name: member.block_size for member in members},
+        {member.name: member.expected_acceptance for member in members},
+        {member.name: member.ngram.name for member in members if isinstance(member, NGramsFirst)},
     )

@@ -27,9 +27,9 @@ CAUTION = 0.3
 """Expected acceptance of the other drafters: trying each of several drafters costs more than most texts give back."""
 EXPLORATION = 0.005
 """Share of the time that may be lost by trying drafters that are off."""
-LOOK = 16
+ROUNDS_PER_CHOICE = 16
 """Rounds between two choices; more where a dispatch is expensive (see `DISPATCHING`)."""
-PROBE = 4
+TRIAL_ROUNDS = 4
 """Rounds of a trial."""
 DISPATCHING = 0.025
 """Largest share of the time that the fixed cost of dispatches may take."""
@@ -71,9 +71,9 @@ def estimated(costs: Mapping[Choice, Cost], choice: Choice) -> Cost:
     """
     if choice in costs:
         return costs[choice]
-    measured = {one.width: cost for one, cost in costs.items() if one.drafter == choice.drafter}
+    measured = {other.width: cost for other, cost in costs.items() if other.drafter == choice.drafter}
     idles = [cost.idle for cost in measured.values() if cost.idle is not None]
-    measured = measured or {one.width: cost for one, cost in costs.items() if one != PLAIN}
+    measured = measured or {other.width: cost for other, cost in costs.items() if other != PLAIN}
     if not measured:
         return costs[PLAIN]
     points = sorted({PLAIN.width: costs[PLAIN].drafting, **{width: cost.drafting for width, cost in measured.items()}}.items())
@@ -190,7 +190,7 @@ class RoundPlan(NamedTuple):
 
     choice: Choice
     rounds: int
-    tries: bool = False
+    is_trial: bool = False
 
 
 class Outlook(NamedTuple):
@@ -274,13 +274,13 @@ class Policy:
         if off:
             name = max(off, key=lambda drafter: (self.history.off[drafter], drafter))
             tried = self.best({choice: each for choice, each in outlook.items() if choice.drafter == name})
-            lost = PROBE * (outlook[tried].seconds - outlook[tried].tokens / outlook[best].rate) + self.dispatch
+            lost = TRIAL_ROUNDS * (outlook[tried].seconds - outlook[tried].tokens / outlook[best].rate) + self.dispatch
             if lost <= self.history.budget:
                 self.history.budget -= lost
                 self.history.off[name] = 0.0
-                return RoundPlan(tried, min(PROBE, most), tries=True)
+                return RoundPlan(tried, min(TRIAL_ROUNDS, most), is_trial=True)
         least = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
-        return RoundPlan(best, min(max(LOOK, least), most))
+        return RoundPlan(best, min(max(ROUNDS_PER_CHOICE, least), most))
 
     def observe(
         self,
@@ -342,7 +342,7 @@ class Policy:
             if pairs:
                 self.history.counterfactual[choice].observe(width, *np.asarray(pairs).T, rows=self.rows)
 
-    def wanted(self, choices: Collection[Choice], tokens: int) -> tuple[Choice, float] | None:
+    def worthwhile(self, choices: Collection[Choice], tokens: int) -> tuple[Choice, float] | None:
         """Returns the fastest of `choices`, which are not compiled yet, if it beats every choice that is ready.
 
         Args:
@@ -353,7 +353,7 @@ class Policy:
         """
         outlook = self.outlook({*choices, *self.ready})
         best = self.best(outlook)
-        now = self.best({choice: outlook[choice] for choice in self.ready})
-        if best in self.ready or outlook[best].rate < WORTHWHILE * outlook[now].rate:
+        current = self.best({choice: outlook[choice] for choice in self.ready})
+        if best in self.ready or outlook[best].rate < WORTHWHILE * outlook[current].rate:
             return None
-        return best, tokens / outlook[now].rate - tokens / outlook[best].rate
+        return best, tokens / outlook[current].rate - tokens / outlook[best].rate

@@ -29,14 +29,14 @@ class Contexts:
     """Contexts of a team.
 
     Attributes:
-        of_members: context of each drafter.
-        held: number of positions, from the first, that each context holds, `[B]`.
+        by_member: context of each drafter.
+        lengths: number of positions, from the first, that each context holds, `[B]`.
         taps: auxiliary hidden states of the target at the positions that contexts lack, the tapped layers concatenated,
             `[..., taps * H]`; None without tapped layers.
     """
 
-    of_members: tuple[Any, ...]
-    held: tuple[Any, ...]
+    by_member: tuple[Any, ...]
+    lengths: tuple[Any, ...]
     taps: Any
 
 
@@ -108,13 +108,13 @@ class Team:
         return models
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
-        of_members = tuple(member.allocate(layout, target, dtype) for member in self.members)
-        held = tuple(jnp.zeros(layout.batch, jnp.int32) for _ in self.members)
+        by_member = tuple(member.allocate(layout, target, dtype) for member in self.members)
+        lengths = tuple(jnp.zeros(layout.batch, jnp.int32) for _ in self.members)
         size = len(self.tap_layers) * target.config.hidden_size
-        return Contexts(of_members, held, layout.auxiliary(size, dtype) if size else None)
+        return Contexts(by_member, lengths, layout.auxiliary(size, dtype) if size else None)
 
     def on_prefill(self, context: Contexts, start: Int[Array, " B"], admitted: Bool[Array, " B"]) -> Contexts:
-        return replace(context, held=tuple(jnp.where(admitted, start, held) for held in context.held))
+        return replace(context, lengths=tuple(jnp.where(admitted, start, lengths) for lengths in context.lengths))
 
     def extend(
         self,
@@ -138,15 +138,15 @@ class Team:
         contexts = state.draft_cache
         tapped = tuple(taps[self.tap_layers.index(layer)] for layer in member.tap_layers)
         after = member.extend(target, *self.member_state(place, models, state), tapped, start, stop)
-        of_members = list(contexts.of_members)
-        held = list(contexts.held)
-        of_members[place] = after.draft_cache
-        held[place] = jnp.where(stop > start, stop, held[place])
-        return replace(state, draft_cache=replace(contexts, of_members=tuple(of_members), held=tuple(held)))
+        by_member = list(contexts.by_member)
+        lengths = list(contexts.lengths)
+        by_member[place] = after.draft_cache
+        lengths[place] = jnp.where(stop > start, stop, lengths[place])
+        return replace(state, draft_cache=replace(contexts, by_member=tuple(by_member), lengths=tuple(lengths)))
 
     def member_state(self, place: int, models: Models, state: DecodeState) -> tuple[Models, DecodeState]:
         """Returns the parameters and the state from one member's point of view."""
-        return replace(models, drafter=models.drafter[place]), replace(state, draft_cache=state.draft_cache.of_members[place])
+        return replace(models, drafter=models.drafter[place]), replace(state, draft_cache=state.draft_cache.by_member[place])
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class TeamVariant:
         return place is not None and self.team.members[place].may_be_idle and not self.team.masked
 
     @property
-    def behind(self) -> tuple[int, ...]:
+    def stale_members(self) -> tuple[int, ...]:
         """Indices of the members whose contexts these rounds do not extend."""
         active = self.team.place(self.choice)
         return tuple(n for n, member in enumerate(self.team.members) if n != active and member.tap_layers)
@@ -210,26 +210,26 @@ class TeamVariant:
         team = self.team
         contexts = state.draft_cache
         # A slot may hold a new request, which is shorter than the context of the one before.
-        held = tuple(jnp.minimum(each, state.last_position) for each in contexts.held)
-        state = replace(state, draft_cache=replace(contexts, held=held))
+        lengths = tuple(jnp.minimum(length, state.last_position) for length in contexts.lengths)
+        state = replace(state, draft_cache=replace(contexts, lengths=lengths))
         place = team.place(self.choice)
         if place is None or not team.members[place].tap_layers:
             return state
 
         # Finished rows draft no more and may have no pages.
-        goal = jnp.where(state.done, held[place], state.last_position)
+        goal = jnp.where(state.done, lengths[place], state.last_position)
 
-        def behind(state: DecodeState) -> Array:
-            return jnp.any(state.draft_cache.held[place] < goal)
+        def is_behind(state: DecodeState) -> Array:
+            return jnp.any(state.draft_cache.lengths[place] < goal)
 
-        def caught_up(state: DecodeState) -> DecodeState:
+        def catch_up(state: DecodeState) -> DecodeState:
             contexts = state.draft_cache
-            start = state.draft_cache.held[place]
+            start = state.draft_cache.lengths[place]
             buffered = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
             taps = tuple(jnp.split(buffered, len(team.tap_layers), axis=-1))
             return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, goal))
 
-        return jax.lax.while_loop(behind, caught_up, state)
+        return jax.lax.while_loop(is_behind, catch_up, state)
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         place = self.team.place(self.choice)
@@ -251,7 +251,7 @@ class TeamVariant:
         stop: Int[Array, " B"],
     ) -> DecodeState:
         """Extends the context of the choice's drafter and buffers the auxiliary hidden states for the others."""
-        if self.behind:
+        if self.stale_members:
             contexts = state.draft_cache
             added = jnp.concatenate(taps, axis=-1)
             buffer = contexts.taps.append(target.ops, added, start, stop - start)

@@ -22,14 +22,14 @@ def last_feature(
         features: features of the positions from `start` on.
         before: previous result, kept for rows without a new position.
     """
-    at = jnp.clip(stop - 1 - start, 0, features.shape[1] - 1)[:, None, None]
-    return jnp.where((stop > start)[:, None, None], jnp.take_along_axis(features, at, axis=1), before)
+    index = jnp.clip(stop - 1 - start, 0, features.shape[1] - 1)[:, None, None]
+    return jnp.where((stop > start)[:, None, None], jnp.take_along_axis(features, index, axis=1), before)
 
 
-def check_block_size(size: int, window: int | None = None, most: int | None = None) -> None:
+def check_block_size(size: int, window: int | None = None, largest: int | None = None) -> None:
     """Raises a `ValueError` if a drafter cannot run with this block or window."""
-    if size < 2 or (most is not None and size > most):
-        limit = "of at least 2" if most is None else f"from 2 to the drafter's {most}"
+    if size < 2 or (largest is not None and size > largest):
+        limit = "of at least 2" if largest is None else f"from 2 to the drafter's {largest}"
         raise ValueError(f"expected a block size {limit}, found {size}")
     if window is not None and window < 1:
         raise ValueError(f"expected a draft window of at least 1, found {window}")

@@ -196,8 +196,8 @@ class DFlash(OneKind):
     def features(self, target: Target, models: Models, taps: tuple[Array, ...]) -> Float[Array, "B T H"]:
         """Returns one feature for each tapped position."""
         taps = dflash.normal_taps(self.config, target.ops, taps, Norm(models.target.norm, target.config.rms_norm_eps))
-        wanted = [tap.astype(DTYPES[self.dtype]) for tap in taps]
-        return dflash.context_features(self.config, self.ops, self.backbone(models), wanted)
+        casts = [tap.astype(DTYPES[self.dtype]) for tap in taps]
+        return dflash.context_features(self.config, self.ops, self.backbone(models), casts)
 
     def appended(
         self,

@@ -88,8 +88,8 @@ def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -
         raise ValueError("expected at least one drafter, found none")
     if set(source) <= set(WITHOUT_FILES):
         options.check(source[0])
-    for each in source:
-        options.fitting(each).check(each)
+    for drafter in source:
+        options.fitting(drafter).check(drafter)
 
 
 def load_drafter(
@@ -150,7 +150,7 @@ class Kind(NamedTuple):
         """Returns the declared name of a stored tensor."""
         return self.rename(plain_name(name))
 
-    def passes_over(self, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
         """Returns True for a stored tensor that is not read."""
         return is_alongside(name) or self.ignore(plain_name(name))
 
@@ -226,7 +226,7 @@ def load_tensors(
 
     def ignore(name: str) -> bool:
         plain = kind.declared_name(name)
-        return kind.passes_over(name) or (plain in separate and (plain == MASK or config.has_head))
+        return kind.ignores(name) or (plain in separate and (plain == MASK or config.has_head))
 
     declared = dflash.with_backbone(kind.model.declare(config), mask=None)
     head = (
@@ -258,7 +258,7 @@ def whole_tables(folder: Path, kind: Kind, config: dflash.DFlashConfig, declared
     Returns:
         The tables' names, and the declaration with their stored shapes.
     """
-    stored = {kind.declared_name(each.name): each.shape for each in read_headers(checkpoint.weight_files(folder))}
+    stored = {kind.declared_name(tensor.name): tensor.shape for tensor in read_headers(checkpoint.weight_files(folder))}
 
     def is_whole(spec: ArraySpec) -> bool:
         rows = spec.kind == "embedding" and spec.shape[0] == config.num_proposable < config.vocab_size
@@ -278,11 +278,11 @@ def mask_embedding(folder: Path, kind: Kind, config: dflash.DFlashConfig) -> np.
     found = checkpoint.load_stored(folder, (MASK,), kind.declared_name).get(MASK)
     where = f"{folder}: {MASK}" if found is not None else str(folder / MASK_FILE)
     if found is None:
-        held = torch_file.load_tensors(folder / MASK_FILE)
-        found = held
-        if isinstance(held, Mapping):
-            token = held.get("mask_token_id", config.mask_token_id)
-            found = held.get("embedding")
+        content = torch_file.load_tensors(folder / MASK_FILE)
+        found = content
+        if isinstance(content, Mapping):
+            token = content.get("mask_token_id", config.mask_token_id)
+            found = content.get("embedding")
             if token != config.mask_token_id:
                 raise ValueError(f"{where} is for token {token}, but mask_token_id is {config.mask_token_id}")
     size = config.hidden_size

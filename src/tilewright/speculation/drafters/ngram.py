@@ -96,13 +96,13 @@ def longest_suffix_match(
     length = jnp.zeros(tokens.shape, jnp.int32)
     same = place < last
     for back in range(min(max_n, size)):
-        wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
+        suffix_token = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
         shifted = jnp.pad(tokens, ((0, 0), (back, 0)))[:, :size]
-        same = same & (place >= back) & (shifted == wanted)
+        same = same & (place >= back) & (shifted == suffix_token)
         length = length + same.astype(jnp.int32)
     longest = jnp.max(length, axis=1, keepdims=True)
-    at = jnp.min(jnp.where(length == longest, place, size), axis=1, keepdims=True)
-    count = jnp.where(longest >= min_n, jnp.minimum(last - at, k), 0)
+    match_end = jnp.min(jnp.where(length == longest, place, size), axis=1, keepdims=True)
+    count = jnp.where(longest >= min_n, jnp.minimum(last - match_end, k), 0)
     slot = jnp.arange(k)[None]
-    followed = jnp.take_along_axis(tokens, jnp.minimum(at + 1 + slot, size - 1), axis=1)
+    followed = jnp.take_along_axis(tokens, jnp.minimum(match_end + 1 + slot, size - 1), axis=1)
     return jnp.where(slot < count, followed, 0).astype(jnp.int32), count[:, 0].astype(jnp.int32)

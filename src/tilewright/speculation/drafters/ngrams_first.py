@@ -73,21 +73,21 @@ class NGramsFirst(OneKind):
         return self.other.on_prefill(context, start, admitted)
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        found = replace(self.ngram, block_size=self.block_size).propose(target, models, state)
+        matches = replace(self.ngram, block_size=self.block_size).propose(target, models, state)
         other = replace(self.other, block_size=self.block_size)
-        new = (found.drafts == 0) & ~state.done
-        found = found._replace(from_ngrams=~new)
+        unmatched = (matches.drafts == 0) & ~state.done
+        matches = matches._replace(from_ngrams=~unmatched)
 
         def drafted() -> Proposal:
             learnt = other.propose(target, models, state)
-            block = jnp.where(new[:, None], learnt.block, found.block)
-            return Proposal(block, jnp.where(new, learnt.drafts, found.drafts), ~new)
+            block = jnp.where(unmatched[:, None], learnt.block, matches.block)
+            return Proposal(block, jnp.where(unmatched, learnt.drafts, matches.drafts), ~unmatched)
 
         if not target.loops:
             return drafted()
         # The branch changes none of its inputs, so XLA:CPU copies no cache for it. A loop of at most one iteration would not
         # do: XLA hoists loop-invariant work out of a loop, which here is the whole pass.
-        return jax.lax.cond(jnp.any(new), drafted, lambda: found)
+        return jax.lax.cond(jnp.any(unmatched), drafted, lambda: matches)
 
     def extend(
         self,
@@ -107,4 +107,4 @@ def ngrams_first(drafters: Iterable[Any]) -> tuple[Any, ...]:
     ngram = next((drafter for drafter in drafters if isinstance(drafter, NGram)), None)
     if ngram is None:
         return drafters
-    return tuple(one if one is ngram else NGramsFirst(one, one.block_size, ngram) for one in drafters)
+    return tuple(drafter if drafter is ngram else NGramsFirst(drafter, drafter.block_size, ngram) for drafter in drafters)
