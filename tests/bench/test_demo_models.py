@@ -80,8 +80,8 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tiny models, one step of each training: what is written loads, drafts, and is not made again."""
     tokenizer = train_tokenizer([Document(LINE * 9)], 280)
     stream = encode_documents(tokenizer, [Document(LINE * 40)] * 8, 0)
-    expected = {"left_out": {}, "dependencies": [], "dependencies_left_out": []}
-    text = DemoText(tokenizer, stream, {"library": stream, "questions": stream}, expected)
+    metadata = {"left_out": {}, "dependencies": [], "dependencies_left_out": []}
+    text = DemoText(tokenizer, stream, {"library": stream, "questions": stream}, metadata)
     small = {"batch_size": 2, "sequence_length": 64}
     deeper = replace(TINY, num_layers=3)
     patched = {

@@ -237,8 +237,8 @@ def test_a_summary_names_the_worst_layer():
         record("head", 16, 1.1, 0.1, torch=1.4),
         record("head", 512, 9.0, 0.1, torch=0.7),
     ]
-    worst = {one["name"]: one for one in summary(records)}
-    assert worst["rows_16_over_rows_1"] == {
+    summaries = {one["name"]: one for one in summary(records)}
+    assert summaries["rows_16_over_rows_1"] == {
         "name": "rows_16_over_rows_1",
         "bound": 1.25,
         "at_most": True,
@@ -248,11 +248,11 @@ def test_a_summary_names_the_worst_layer():
         "median": pytest.approx(1.15),
         "layers": {"q": 1.2, "head": 1.1},
     }
-    share = worst["share_of_copy_bandwidth_at_1_row"]
+    share = summaries["share_of_copy_bandwidth_at_1_row"]
     assert (share["met"], share["worst"], share["worst_layer"]) == (False, 0.6, "head")
-    few = worst["ratio_to_torch_bfloat16_at_1_to_16_rows"]
+    few = summaries["ratio_to_torch_bfloat16_at_1_to_16_rows"]
     assert (few["met"], few["worst"], few["layers"]) == (True, 1.1, {"q": 1.1, "head": 1.2})
-    many = worst["ratio_to_torch_bfloat16_at_512_rows"]
+    many = summaries["ratio_to_torch_bfloat16_at_512_rows"]
     assert (many["met"], many["worst"], many["worst_layer"]) == (False, 0.7, "head")
 
 

@@ -188,9 +188,9 @@ def test_models_in_few_bits_are_compared_within_a_repetition():
 
 def test_formats_of_files_are_compared_by_the_token():
     """Two texts, of which 3 and 1 tokens are scored; ours loses 0.4 and 0.8 nats there, llama.cpp nothing."""
-    requests = [([1, 2, 3, 4], 1), ([5, 6, 7], 2)]
+    texts = [([1, 2, 3, 4], 1), ([5, 6, 7], 2)]
     losses = {side: {"text": np.asarray([6.0, 2.0])} for side in ("float32", "llama.cpp")}
-    found = file_formats.figures({**losses, "ours": {"text": np.asarray([6.4, 2.8])}}, "text", requests)
+    found = file_formats.figures({**losses, "ours": {"text": np.asarray([6.4, 2.8])}}, "text", texts)
     assert found["float32"] == [2.0, pytest.approx(np.std([6, 2], ddof=1) * np.sqrt(2) / 4)]
     assert found["ours_more"] == [pytest.approx(0.3), pytest.approx(0.1)]
     assert found["llama.cpp_more"] == [0.0, 0.0]

@@ -37,8 +37,8 @@ def both_runs(**changes: Any) -> list[DecodingRun]:
     """Plain and drafted decoding of two responses of five tokens, three times each."""
     plain = DecodingRun("mt", "none", 0, [result(1, 1, 1, 1, 1, drafts=0)] * 2, [100.0, 90.0, 200.0], [0.01, 0.02, 0.005])
     drafted = DecodingRun("mt", "dflash", 3, [result(4, 1), result(1, 3, 1)], [250.0, 270.0, 240.0], [0.025, 0.01, 0.03])
-    prompts: Any = {"categories": ["writing", "math"]}
-    return [replace(plain, **prompts), replace(drafted, **prompts, **changes)]
+    categories: Any = {"categories": ["writing", "math"]}
+    return [replace(plain, **categories), replace(drafted, **categories, **changes)]
 
 
 def test_rows_compare_each_run_with_the_plain_one():

@@ -51,9 +51,9 @@ def test_scaled_lengths_fit_the_context(lengths: list[tuple[int, int]], context:
     trace = RequestTrace(prompts, outputs, None)
     scale = context_scale(trace, context)
     assert 0 < scale <= 1
-    lengths_found = [(scaled(prompt, scale), scaled(output, scale)) for prompt, output in lengths]
-    assert all(min(each) >= 1 for each in lengths_found)
-    assert max(map(sum, lengths_found)) <= context
+    fitted = [(scaled(prompt, scale), scaled(output, scale)) for prompt, output in lengths]
+    assert all(min(each) >= 1 for each in fitted)
+    assert max(map(sum, fitted)) <= context
     assert (scale == 1) == (max(prompt + max(output, 1) for prompt, output in lengths) <= context)
     assert context_scale(trace, None) == 1
 

@@ -280,16 +280,8 @@ def test_nothing_is_kept_where_that_is_not_wanted_or_not_safe(
     run: Run, folders: tuple[Path, Path], kept: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tilewright.cli.generate.show", None)
-    arguments = [
-        "generate",
-        "t1 t2 t3",
-        "--model",
-        folders[0],
-        "--drafter",
-        "none",
-        "--replay",
-        "page.html",
-    ]  # which ends early
+    # The command ends early: a replay needs a drafter.
+    arguments = ["generate", "t1 t2 t3", "--model", folders[0], "--drafter", "none", "--replay", "page.html"]
     kept.chmod(0o777)
     said = run(*arguments).err
     assert said.startswith(f"compiled programs are not stored: others may write to {kept} (its mode is 777)\n")
@@ -335,7 +327,7 @@ def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, fixed:
 
 
 def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monkeypatch: pytest.MonkeyPatch):
-    arguments = tw.Sampling(
+    sampling = tw.Sampling(
         7,
         0.6,
         0.9,
@@ -353,9 +345,9 @@ def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monk
         include_stop=True,
         skip_special_tokens=False,
     )
-    assert not [name for name, value in vars(arguments).items() if value == getattr(tw.Sampling(), name)]
+    assert not [name for name, value in vars(sampling).items() if value == getattr(tw.Sampling(), name)]
     written = {"stop": "x", "logit_bias": "4:-2.5,7:100", "stop_token_ids": "9,8"}
-    given = {name: written.get(name, value) for name, value in vars(arguments).items()}
+    given = {name: written.get(name, value) for name, value in vars(sampling).items()}
     alone = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
     options: list[Any] = [word for name in alone for word in (f"--{name.replace('_', '-')}", given.pop(name))]
     options += ["--sampling", ",".join(f"{name}={value}" for name, value in given.items())]
@@ -368,7 +360,7 @@ def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monk
 
     monkeypatch.setattr(LanguageModel, "start", watched)
     assert run("generate", "t1", *pair, *options).status == 0
-    assert seen == [[arguments]]
+    assert seen == [[sampling]]
 
 
 def test_a_stop_string_ends_the_text(run: Run, fixed: list[Any], expected: dict[str, Any]):

@@ -169,19 +169,8 @@ def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, model: Pa
 )
 def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, schedules: str, share: float, status: int):
     """In each order alike; of sync, only where nothing else is asked for."""
-    arguments = (
-        "--model-config",
-        model,
-        "--layers",
-        3,
-        "--phase",
-        "decode:8x64",
-        "--schedule",
-        schedules,
-        "--order",
-        "own,compiler",
-    )
-    ran = run(*COMMAND, *arguments, "--fail-above", share)
+    arguments = ("--model-config", model, "--layers", 3, "--phase", "decode:8x64", "--schedule", schedules)
+    ran = run(*COMMAND, *arguments, "--order", "own,compiler", "--fail-above", share)
     assert ran.status == status
     assert ("exposed, more than" in ran.out) == bool(status)
 

@@ -56,10 +56,10 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
             assert one[gain] == pytest.approx(1 - one["tpot_ms"] / base["tpot_ms"])
         assert (one["decode"]["algorithm"] is None) == (one["schedule"] == "ring")
     assert ran.json["winner"]["tokens_per_s"] == max(one["tokens_per_s"] for one in records)
-    for name, limits in ran.json["ranges"].items():
-        assert set(limits["constants"]) == {"dma_gb_per_s", "link_gb_per_s", "hop_us"}
-        assert sum(one["first"] for one in limits["predictions"].values()) == limits["draws"] == 4
-        for schedule, one in limits["predictions"].items():
+    for name, ranges in ran.json["ranges"].items():
+        assert set(ranges["constants"]) == {"dma_gb_per_s", "link_gb_per_s", "hop_us"}
+        assert sum(one["first"] for one in ranges["predictions"].values()) == ranges["draws"] == 4
+        for schedule, one in ranges["predictions"].items():
             assert one["range"][0] <= one["value"] <= one["range"][1]
             assert any(each["schedule"] == schedule and each[name] == pytest.approx(one["value"]) for each in records)
     for shown in (" ".join(ran.err.split()), " ".join(page.read_text().split())):

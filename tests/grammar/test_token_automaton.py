@@ -346,7 +346,7 @@ def test_prompts_say_whether_an_answer_begins_with_a_thought(tokenizer: Tokenize
     begin, end = (marked.token_to_id(each) for each in ("<think>", "</think>"))
     assert begin is not None
     assert end is not None
-    for prompt, body, want in (
+    for prompt, enabled, want in (
         ([5, begin, 6], False, end),
         ([5, begin, 6, end, 6], False, None),
         ([begin, *range(9, 20)], False, None),
@@ -354,5 +354,5 @@ def test_prompts_say_whether_an_answer_begins_with_a_thought(tokenizer: Tokenize
         ([5, 6], True, end),
         ([begin, 6, end, 6], True, None),
     ):
-        assert thinking_end_token(marked, prompt, body) == want, (prompt, body)
+        assert thinking_end_token(marked, prompt, enabled) == want, (prompt, enabled)
     assert thinking_end_token(tokenizer, [5, 6], True) is None

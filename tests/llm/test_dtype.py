@@ -37,10 +37,10 @@ def test_auto_is_the_checkpoints_dtype_where_that_is_fast(option: str, stored: s
     assert chosen_dtype(option, stored, bfloat16) == chosen
 
 
-def written(folder: Path, dtype: Any, **fields: str) -> Path:
+def written(folder: Path, tensor_dtype: Any, **fields: str) -> Path:
     """A small model whose tensors have this dtype, and whose configuration these fields besides."""
     target, _ = as_folders(folder, random_pair(0, vocab_size=24, target_layers=1, drafter_layers=1, taps=[0]))
-    tensors = {name: value.astype(dtype) for name, value in load_file(target / "model.safetensors").items()}
+    tensors = {name: value.astype(tensor_dtype) for name, value in load_file(target / "model.safetensors").items()}
     save_file(tensors, target / "model.safetensors")
     config = json.loads((target / "config.json").read_text()) | fields
     (target / "config.json").write_text(json.dumps(config))

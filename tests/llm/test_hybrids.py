@@ -268,8 +268,8 @@ def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: Languag
         found.append(handle.cached_tokens)
     # The second one stops at the last page that it shares; the last page of the first one is gone by the end.
     assert found == [0, 0, 96, 96, 96]
-    listener, _ = drive(engine, requests * 2, rng)
-    assert [each.tokens for each in listener] == want * 2
+    listeners, _ = drive(engine, requests * 2, rng)
+    assert [each.tokens for each in listeners] == want * 2
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hits > sum(found)

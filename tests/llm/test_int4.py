@@ -124,7 +124,7 @@ def test_a_step_reads_twenty_of_34_bytes_that_8_bits_take(tmp_path: Path):
     file, _ = make(tmp_path, CONFIGS["llama"], Kind.Q4_1)
     small, eight = (load(file, dtype="float32", weights=weights).model.models.target for weights in ("int4", "int8"))
     packed = [[leaf.panels for leaf in leaves(p) if isinstance(leaf, PackedMatrix)] for p in (small, eight)]
-    four_bits, eight_bits = (sum(panels.nbytes for panels in matrix) for matrix in packed)
+    four_bits, eight_bits = (sum(panels.nbytes for panels in model) for model in packed)
     assert 34 * four_bits == 20 * eight_bits
     assert 0.5 < step_bytes(small) / step_bytes(eight) < 0.65
     others = sum(leaf.nbytes for leaf in leaves(small) if not isinstance(leaf, PackedMatrix))

@@ -91,12 +91,12 @@ def test_collectives_equal_those_of_jax(devices: int, route: Route):
             rings.all_reduce(mine, "tp", route),
         )
 
-    ours, theirs, expected, theirs_own, all_own = divided(devices, inside, ROWS, ROWS)(x)
-    np.testing.assert_array_equal(ours, theirs)
+    gathered, wanted_rows, sums, wanted_sums, all_sums = divided(devices, inside, ROWS, ROWS)(x)
+    np.testing.assert_array_equal(gathered, wanted_rows)
     wanted = np.concatenate([summed(x[:, 2 * d : 2 * d + 2], d, route.bidirectional) for d in range(devices)])
-    np.testing.assert_array_equal(expected, wanted)
-    close(expected, np.asarray(theirs_own), devices)
-    np.testing.assert_array_equal(all_own, np.tile(wanted, (devices, 1)))
+    np.testing.assert_array_equal(sums, wanted)
+    close(sums, np.asarray(wanted_sums), devices)
+    np.testing.assert_array_equal(all_sums, np.tile(wanted, (devices, 1)))
 
 
 @pytest.mark.parametrize("devices", SIZES)
@@ -178,7 +178,7 @@ def test_a_loop_has_as_many_transfers_whatever_the_number_of_devices():
     for made in PRODUCTS.values():
         assert permutes(made(8, Route(False, looped=True)), x, w) == 2
         assert permutes(made(8, Route(True, looped=True)), x, w) == 5  # four of two ways, and the odd one
-    assert Route().loop(rings.UNROLLED) == 0 < Route().loop(rings.UNROLLED + 1)
+    assert Route().looped_hops(rings.UNROLLED) == 0 < Route().looped_hops(rings.UNROLLED + 1)
 
 
 def test_any_product_can_stand_in_for_the_plain_one():

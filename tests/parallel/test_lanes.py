@@ -41,7 +41,7 @@ def test_collectives_in_a_queue_give_what_they_give_alone(devices: int, bidirect
             return sum(received, jax.lax.dynamic_slice_in_dim(rows_here, (place + at) % devices, 1))
 
         gather(lanes, received, deadline=1)
-        scatter(lanes, lanes.hop_counts(), part, deadline=0, then=sums.append)
+        scatter(lanes, lanes.hop_counts(), part, deadline=0, on_complete=sums.append)
         lanes.wait(lambda: len(received) == devices and bool(sums))
         assert all(lane.hops == 0 and not lane.queue for lane in lanes.lanes.values())
         return jnp.concatenate([*(received[at] for at in range(devices)), *sums])
@@ -167,7 +167,7 @@ def test_parts_are_computed_from_the_farthest_device_on(size: int, bidirectional
 
         counts = lanes.hop_counts()
         assert farthest_first(counts, size) == order
-        scatter(lanes, counts, part, deadline=0, then=lambda total: None)
+        scatter(lanes, counts, part, deadline=0, on_complete=lambda total: None)
         lanes.wait(lambda: len(called) == size)
         return rows_here
 

@@ -196,9 +196,9 @@ def test_an_answer_is_calls_or_has_its_form():
 
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     body = ChatBody.model_validate({"messages": HELLO, "tools": [READ], "response_format": form})
-    grammar = requested_grammar(body, tool_use(body.tools, body.tool_choice, None, CALLING))
-    assert grammar is not None
-    assert grammar.param == "response_format.json_schema.schema"
+    requested = requested_grammar(body, tool_use(body.tools, body.tool_choice, None, CALLING))
+    assert requested is not None
+    assert requested.param == "response_format.json_schema.schema"
     call = '<tool_call>\n{"name": "read", "arguments": {"filePath": "a"}}\n</tool_call>'
     for text, right in (
         ('{"city": "Oslo"}', True),
@@ -209,7 +209,7 @@ def test_an_answer_is_calls_or_has_its_form():
         (f'{call}\n{{"city": "Oslo"}}', False),
         ('{"city": "Oslo"}\n{"city": "Oslo"}', False),
     ):
-        matcher, why = compile_matcher(llguidance.LLTokenizer("byte"), grammar.grammar.kind, grammar.grammar.text)
+        matcher, why = compile_matcher(llguidance.LLTokenizer("byte"), requested.grammar.kind, requested.grammar.text)
         assert not why
         accepted = all(not matcher.is_stopped() and matcher.try_consume_tokens([byte]) for byte in text.encode())
         assert (accepted and matcher.is_accepting()) == right, text

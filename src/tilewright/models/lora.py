@@ -100,8 +100,8 @@ class AdaptedProducts:
         if isinstance(joined, AdaptedMatrix):
             added = self.corrections(x, joined, x.dtype, norm, count)
             biases = (None,) * len(added) if bias is None else bias
-            added_outputs = zip(added, biases, joined.outputs, strict=True)
-            bias = tuple(summed(jnp.zeros((*x.shape[:-1], size), x.dtype), *both) for *both, size in added_outputs)
+            outputs = zip(added, biases, joined.outputs, strict=True)
+            bias = tuple(summed(jnp.zeros((*x.shape[:-1], size), x.dtype), *both) for *both, size in outputs)
             joined = joined.base
         return self.ops.project(x, joined, norm, first, last, bias=bias, count=count)
 

@@ -181,8 +181,8 @@ class Lanes:
         """
         departed = {step: len(lane.in_flight) for step, lane in self.lanes.items()}
         for n in range(HOPS_IN_FLIGHT):
-            clock = self.clock + (0 if n else following / 2)
-            ready = [lane for step, lane in self.lanes.items() if departed[step] > n and lane.in_flight[0].until <= clock]
+            now = self.clock + (0 if n else following / 2)
+            ready = [lane for step, lane in self.lanes.items() if departed[step] > n and lane.in_flight[0].until <= now]
             results = self.arrive(ready, results)
         return results
 

@@ -215,8 +215,8 @@ def all_gather_matmul(
     repeated = route.looped_hops(size)
     if repeated:
         held, stacked = jax.lax.scan(lambda held, _: visit(held, directions), held, length=repeated)
-        for direction, hops in zip(directions, stacked, strict=True):
-            tiles |= {direction.by * (hop + 1): jax.tree.map(itemgetter(hop), hops) for hop in range(repeated)}
+        for direction, parts in zip(directions, stacked, strict=True):
+            tiles |= {direction.by * (hop + 1): jax.tree.map(itemgetter(hop), parts) for hop in range(repeated)}
     for hop in range(repeated + 1, farthest(directions) + 1):
         held, results = visit(held, [direction for direction in directions if direction.hops > hop])
         tiles |= {direction.by * hop: parts for direction, parts in zip(directions, results, strict=False)}

@@ -20,7 +20,7 @@ class CounterfactualNGram:
     def __init__(self, drafter: NGram, prompt: Sequence[int], widths: Collection[int]):
         self.drafter = drafter
         self.tokens: list[int] = []
-        self.occurrences: dict[tuple[int, ...], int] = {}
+        self.first_ends: dict[tuple[int, ...], int] = {}
         self.match: int | None = None
         for token in prompt:
             self.add(token)
@@ -32,9 +32,9 @@ class CounterfactualNGram:
         last = len(self.tokens) - 1
         lengths = range(self.drafter.min_n, min(self.drafter.max_n, last + 1) + 1)
         grams = [tuple(self.tokens[last + 1 - n :]) for n in lengths]
-        self.match = next((self.occurrences[gram] for gram in reversed(grams) if gram in self.occurrences), None)
+        self.match = next((self.first_ends[gram] for gram in reversed(grams) if gram in self.first_ends), None)
         for gram in grams:
-            self.occurrences.setdefault(gram, last)
+            self.first_ends.setdefault(gram, last)
 
     def proposed(self, width: int) -> range:
         """Returns the positions of the drafts of a round after the last token."""
