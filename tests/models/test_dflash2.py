@@ -285,8 +285,8 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...
     candidates = np.argsort(-logits, axis=-1, kind="stable")[None, :, :3]
     unary = np.take_along_axis(logits[None], candidates, axis=-1)
     arrays = (hidden[None], np.array([known]), candidates, unary)
-    states, before, tokens, logits = (jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays)
-    scaled = dflash2.scaled_logits(config, logits)
+    states, before, tokens, unary_logits = (jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays)
+    scaled = dflash2.scaled_logits(config, unary_logits)
     scores = dflash2.transition_scores(PLAIN, params.selector, states, before, tokens, scaled)
     return exact, (np.asarray(scores[0]), candidates[0])
 
