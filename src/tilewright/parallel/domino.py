@@ -185,8 +185,8 @@ class MicroBatch:
         ) -> Any:
             return self.of_all_rows(partial(product, ops), w)
 
-        def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **which: int) -> Any:
-            return self.of_all_rows(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), (w, bias))
+        def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **span: int) -> Any:
+            return self.of_all_rows(lambda rows, w: ops.project(rows, w[0], bias=w[1], **span), (w, bias))
 
         def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Array:
             inner.append(self.tiles(ops.gated_linear, w))  # `linear` computes both matmuls device by device

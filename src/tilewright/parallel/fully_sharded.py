@@ -211,7 +211,7 @@ class _Parts:
 
         return Sublayers(*map(stacked, shards))
 
-    def half(self, which: int, rows: Any, w: Any, x: ResidualStream, token: Any) -> tuple[ResidualStream, Any]:
+    def half(self, sublayer: int, rows: Any, w: Any, x: ResidualStream, token: Any) -> tuple[ResidualStream, Any]:
         """Computes a half: its partial sum over all rows, or in ring form its whole sum over own rows.
 
         Returns:
@@ -224,25 +224,25 @@ class _Parts:
         schedule = CollectiveMatmul(axis) if self.rings else _Chained(axis, self.exchange, chain)
         ops = schedule.sharded_ops(stack.ops, self.shape)
         ops = ops if self.watch is None else self.watch(ops, noted.append)
-        if which == 0:
+        if sublayer == 0:
             out, _ = stack.attend(stack.ops, w, stack.project(ops, w, x.rows[None]), rows, None)
             y = stack.output(ops, w, out)[0]
         else:
             y = stack.mlp(ops, w, x.rows[None])[0]
         return ResidualStream(y, reduce(added, noted, jax.tree.map(jnp.zeros_like, x.sums))), chain[0]
 
-    def post_reduce(self, which: int, w: Any, y: Float[Array, "M H"]) -> Float[Array, "M H"]:
+    def post_reduce(self, sublayer: int, w: Any, y: Float[Array, "M H"]) -> Float[Array, "M H"]:
         """Applies `Stack.post_reduce`, such as a norm, to a half's whole sum."""
-        return self.stack.post_reduce(self.stack.ops, w, NAMES[which], y)
+        return self.stack.post_reduce(self.stack.ops, w, NAMES[sublayer], y)
 
-    def changed(self, which: int, w: Any, y: ResidualStream) -> tuple[ResidualStream, Any]:
+    def changed(self, sublayer: int, w: Any, y: ResidualStream) -> tuple[ResidualStream, Any]:
         """Applies `post_reduce` to a stream.
 
         Returns:
             the stream, and residuals for the gradient: the sum under remat, else the vjp function; None if `post_reduce` is the
             identity.
         """
-        run = partial(self.post_reduce, which)
+        run = partial(self.post_reduce, sublayer)
         if not jax.make_jaxpr(partial(run, w))(y.rows).eqns:
             return y, None
         rows, residuals = (run(w, y.rows), y.rows) if self.plan.remat else jax.vjp(run, w, y.rows)
@@ -537,5 +537,5 @@ def take_first(held: Sublayers, half: int) -> tuple[Any, Sublayers]:
     return held[half][0], with_half(held, half, held[half][1:])
 
 
-def with_half(sublayers: Sublayers, which: int, value: Any) -> Sublayers:
-    return Sublayers(value, sublayers.mlp) if which == 0 else Sublayers(sublayers.attention, value)
+def with_half(sublayers: Sublayers, sublayer: int, value: Any) -> Sublayers:
+    return Sublayers(value, sublayers.mlp) if sublayer == 0 else Sublayers(sublayers.attention, value)

@@ -27,13 +27,13 @@ def preparing_shards(ops: Operations, mesh: Mesh) -> Operations:
     whole = NamedSharding(mesh, PartitionSpec())
     largest_of = jax.jit(lambda w: jnp.max(jnp.abs(w), axis=0), out_shardings=whole)
 
-    def matrix(w: Array | ShardedMatrix, name: str, **which: bool) -> Any:
+    def matrix(w: Array | ShardedMatrix, name: str, **options: bool) -> Any:
         sharding = w.sharding
         # A device has all inputs of an output unless the first dim is sharded. Stored quantised weights bring their scales.
         divided = isinstance(sharding, NamedSharding) and len(sharding.spec) > 0 and sharding.spec[0] is not None
         local = isinstance(w, ShardedMatrix) or not divided
         largest = None if local else np.asarray(largest_of(w).addressable_data(0), np.float32)
-        return by_device(lambda part: ops.prepare_matrix(part, name, largest=largest, **which), w, mesh)
+        return by_device(lambda part: ops.prepare_matrix(part, name, largest=largest, **options), w, mesh)
 
     def joined(w: Joined, name: str) -> Any:
         return by_device(lambda part: ops.prepare_joined(part, name), w, mesh)

@@ -168,8 +168,8 @@ class Sequence(TensorParallel):
             return jax.tree.map(lambda leaf: leaf.reshape(*shape[:2], *leaf.shape[1:]), result)
 
         # `count` is a minimum of rows to compute; all rows are computed here.
-        def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **which: int) -> Any:
-            return gathered(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), x, (w, bias), norm)
+        def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **span: int) -> Any:
+            return gathered(lambda rows, w: ops.project(rows, w[0], bias=w[1], **span), x, (w, bias), norm)
 
         def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Array:
             return gathered(ops.gated_linear, x, w, norm)
