@@ -86,23 +86,23 @@ class Builder:
     layer: int | None = None
     tile_bytes: float = TILE_BYTES
 
-    def add(self, name: str, engine: str, needs: Iterable[int] = (), **what: Any) -> int:
+    def add(self, name: str, engine: str, needs: Iterable[int] = (), **fields: Any) -> int:
         """Adds an operation and returns its number."""
-        self.ops.append(QueuedOp(name, engine, tuple(dict.fromkeys(needs)), layer=self.layer, **what))
+        self.ops.append(QueuedOp(name, engine, tuple(dict.fromkeys(needs)), layer=self.layer, **fields))
         return len(self.ops) - 1
 
     def elements(self, name: str, elements: float, needs: Iterable[int], engine: str = "vector") -> int:
         """Adds an element-wise operation."""
         return self.add(name, engine, needs, cycles=element_cycles(elements))
 
-    def move(self, name: str, size: float, needs: Iterable[int] = (), queue: int = 1, **what: Any) -> int:
+    def move(self, name: str, size: float, needs: Iterable[int] = (), queue: int = 1, **fields: Any) -> int:
         """Adds a DMA transfer of compute to or from device memory."""
-        return self.add(name, DMA, needs, bytes=size, queue=queue, **what)
+        return self.add(name, DMA, needs, bytes=size, queue=queue, **fields)
 
-    def collect(self, name: str, kind: str, size: float, needs: Iterable[int], **what: Any) -> int:
+    def collect(self, name: str, kind: str, size: float, needs: Iterable[int], **fields: Any) -> int:
         """Adds a collective; see `Collective` for its options."""
-        held = {"holds": HBM, "holds_bytes": what.pop("holds_bytes")} if "holds_bytes" in what else {}
-        return self.add(name, CC, needs, collective=Collective(kind, size, **what), **held)  # type: ignore[arg-type]
+        held = {"holds": HBM, "holds_bytes": fields.pop("holds_bytes")} if "holds_bytes" in fields else {}
+        return self.add(name, CC, needs, collective=Collective(kind, size, **fields), **held)  # type: ignore[arg-type]
 
     def tiles(self, weights: WeightTiles) -> int:
         """Number of tiles of a matrix."""

@@ -119,20 +119,20 @@ class NeuronProgram:
             ValueError: an unknown engine, memory or collective; an invalid dependency; a negative size; or a cycle, with names.
         """
         for number, op in enumerate(self.ops):
-            what = f"operation {number} ({op.name})"
+            label = f"operation {number} ({op.name})"
             if op.engine not in ENGINES:
-                refuse_name(f"an engine for {what}", op.engine, ENGINES)
+                refuse_name(f"an engine for {label}", op.engine, ENGINES)
             if (op.engine == CC) != (op.collective is not None):
-                raise ValueError(f"expected a collective on the engine cc and nowhere else, found {what} on {op.engine}")
+                raise ValueError(f"expected a collective on the engine cc and nowhere else, found {label} on {op.engine}")
             wrong = [need for need in op.needs if not 0 <= need < len(self.ops)]
             if wrong:
-                raise ValueError(f"expected {what} to need operations below {len(self.ops)}, found {wrong[0]}")
+                raise ValueError(f"expected {label} to need operations below {len(self.ops)}, found {wrong[0]}")
             if min(op.cycles, op.bytes, op.holds_bytes, op.collective.bytes if op.collective else 0) < 0:
-                raise ValueError(f"expected cycles and bytes of 0 or more, found less in {what}")
+                raise ValueError(f"expected cycles and bytes of 0 or more, found less in {label}")
             if op.holds not in ("", SBUF, PSUM, HBM):
-                refuse_name(f"a memory for {what}", op.holds, (SBUF, PSUM, HBM))
+                refuse_name(f"a memory for {label}", op.holds, (SBUF, PSUM, HBM))
             if op.collective is not None and op.collective.kind not in KINDS:
-                refuse_name(f"a collective for {what}", op.collective.kind, KINDS)
+                refuse_name(f"a collective for {label}", op.collective.kind, KINDS)
         cycle = find_cycle(self.ops)
         if cycle:
             names = " -> ".join(self.ops[number].name for number in cycle)

@@ -106,9 +106,11 @@ class TrainingBuilder:
 
     def scatter_gradients(self, half: int, needs: Sequence[int]) -> None:
         """Adds the reduce-scatter of a half's gradients."""
-        what = {"axis": "fsdp", "purpose": "fsdp", "stream": self.fsdp_stream}
+        options = {"axis": "fsdp", "purpose": "fsdp", "stream": self.fsdp_stream}
         after = [self.gradients.pop(half), *needs]
-        self.scattered.append(self.build.collect(f"scatter gradients {half}", "reduce-scatter", self.size(half), after, **what))
+        self.scattered.append(
+            self.build.collect(f"scatter gradients {half}", "reduce-scatter", self.size(half), after, **options)
+        )
 
     def rows(self, kind: str, needs: Sequence[int]) -> list[int]:
         """Adds the all-gather of rows or the reduce-scatter of sums over the tensor-parallel ranks."""
