@@ -606,13 +606,13 @@ def listed(prompts: object) -> list[Any]:
         raise ValueError(f"expected a prompt or a list of prompts, found {reprlib.repr(prompts)}") from None
 
 
-def one_each(count: int, values: Any, what: str) -> list[Any]:
+def one_each(count: int, values: Any, kind: str) -> list[Any]:
     """Returns one value for each of `count` prompts, from a single value or a list. Raises a `ValueError` for a wrong count."""
     if count == 0:
         raise ValueError("expected at least one prompt, found none")
     each = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [values] * count
     if len(each) != count:
-        raise ValueError(f"expected one {what} for each of {count} prompts, found {len(each)}")
+        raise ValueError(f"expected one {kind} for each of {count} prompts, found {len(each)}")
     return each
 
 

@@ -256,13 +256,13 @@ class Engine(Generic[AnyDecoding]):
         """Raises `Overloaded` if the queue has no room for that many more requests and prompt tokens."""
         with self.wake:
             waiting, waiting_tokens = self.waiting_now()
-            for found, most, what in (
+            for found, most, unit in (
                 (waiting + requests, self.options.queue_requests, "requests"),
                 (waiting_tokens + tokens, self.options.queue_tokens, "tokens of prompts"),
             ):
                 if found > most:
                     self.counters.rejected += 1
-                    raise Overloaded(f"the queue holds at most {most} {what}", RETRY_AFTER_S)
+                    raise Overloaded(f"the queue holds at most {most} {unit}", RETRY_AFTER_S)
 
     def waiting_now(self) -> tuple[int, int]:
         """Returns the number of waiting requests, and of their prompt tokens. The caller holds the lock."""

@@ -54,10 +54,10 @@ def tied(x: Tree, counter: Array) -> Tree:
     return jax.lax.optimization_barrier((x, counter))[0]
 
 
-def for_each(which: Bool[Array, " N"], run: Callable[[Array, Tree], Tree], carry: Tree) -> Tree:
-    """Runs `carry = run(n, carry)` for each `n` that is true in `which`, in ascending order, without iterations for others."""
-    order = jnp.argsort(~which, stable=True)
-    return jax.lax.fori_loop(0, jnp.sum(which), lambda i, carry: run(tied(order[i], i), carry), carry)
+def for_each(mask: Bool[Array, " N"], run: Callable[[Array, Tree], Tree], carry: Tree) -> Tree:
+    """Runs `carry = run(n, carry)` for each `n` that is true in `mask`, in ascending order, without iterations for others."""
+    order = jnp.argsort(~mask, stable=True)
+    return jax.lax.fori_loop(0, jnp.sum(mask), lambda i, carry: run(tied(order[i], i), carry), carry)
 
 
 TOGETHER = 16

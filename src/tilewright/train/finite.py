@@ -98,5 +98,5 @@ def require_finite(step: int, found: Finite) -> None:
     bad = [name for name, one in zip(found.names, good[1:], strict=True) if not one]
     named = ", ".join(bad[:LISTED]) + (f" and {len(bad) - LISTED} more groups" if len(bad) > LISTED else "")
     gradients = "every gradient" if len(bad) > 1 and len(bad) == len(found.names) else f"the gradient of {named}"
-    what = [*([] if good[0] else ["the loss"]), *([gradients] if bad else [])]
-    raise NotFiniteTraining(f"step {step}{runs}: {' and '.join(what)} {'are' if len(what) > 1 else 'is'} not finite")
+    culprits = [*([] if good[0] else ["the loss"]), *([gradients] if bad else [])]
+    raise NotFiniteTraining(f"step {step}{runs}: {' and '.join(culprits)} {'are' if len(culprits) > 1 else 'is'} not finite")

@@ -110,8 +110,8 @@ def in_rows(pool: PairedPages, table: Int32[Array, "B M"]) -> tuple[Shaped[Array
     shared, lanes, packed = packing(pool.kv_heads, pool.head_dim)
     pairs = found.reshape(table.shape[0], -1, packed, 2, shared, lanes)
     k, v = (
-        pairs[:, :, :, which].reshape(*pairs.shape[:2], packed * shared, lanes)[:, :, : pool.kv_heads, : pool.head_dim]
-        for which in (0, 1)
+        pairs[:, :, :, part].reshape(*pairs.shape[:2], packed * shared, lanes)[:, :, : pool.kv_heads, : pool.head_dim]
+        for part in (0, 1)
     )
     return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
