@@ -31,17 +31,17 @@ folder = Path(sys.argv[3])
 OPTIONS = TextOptions(steps=4, batch_size=8, sequence_length=8)
 
 
-def batch_of(of: ShardedSetup | None) -> tuple[np.ndarray, np.ndarray]:
-    rows = None if of is None else of.local_rows(OPTIONS.batch_size)
+def batch_of(sharded: ShardedSetup | None) -> tuple[np.ndarray, np.ndarray]:
+    rows = None if sharded is None else sharded.local_rows(OPTIONS.batch_size)
     windows = Windows(random_stream(400), random_stream(200, seed=1), 9, OPTIONS, rows)
     return next(windows.batches(2))
 
 
-def divided(of: ShardedSetup) -> Any:
+def divided(sharded: ShardedSetup) -> Any:
     def place(x: np.ndarray, sharding: Any) -> jax.Array:
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
-    return jax.tree.map(place, counted("qwen2"), of.shardings)
+    return jax.tree.map(place, counted("qwen2"), sharded.shardings)
 
 
 def require_shards(found: Any, whole: Any) -> None:
@@ -51,10 +51,10 @@ def require_shards(found: Any, whole: Any) -> None:
 
 
 over_both, over_rows, over_columns = (setup("qwen2", *sizes, FullyShardedPlan()) for sizes in ((2, 2), (4, 1), (1, 4)))
-for of, own in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
-    cut = batch_of(of)
-    assert len(cut[0]) == own
-    require_shards(place_batch(of, cut), batch_of(None))
+for sharded, rows in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
+    cut = batch_of(sharded)
+    assert len(cut[0]) == rows
+    require_shards(place_batch(sharded, cut), batch_of(None))
 print("batches divided")
 
 checkpoint.write(folder, divided(over_both), 3, {"curve.loss": np.array([2.5], np.float32)}, {"run": 1})

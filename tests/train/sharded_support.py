@@ -163,9 +163,9 @@ def setup(family: str, fsdp: int, tp: int, plan: FullyShardedPlan, accumulate: i
     return ShardedSetup(config, PLAIN, training_mesh({"fsdp": fsdp, "tp": tp}, config), plan, accumulate)
 
 
-def over_devices(of: ShardedSetup, family: str) -> Any:
+def over_devices(sharded: ShardedSetup, family: str) -> Any:
     """Loss and gradient over the mesh."""
-    return jax.jit(sharded_gradient(of))(jax.device_put(drawn(family), of.shardings), *batch())
+    return jax.jit(sharded_gradient(sharded))(jax.device_put(drawn(family), sharded.shardings), *batch())
 
 
 def tolerance(config: DecoderConfig) -> float:

@@ -10,12 +10,12 @@ from train.sharded_support import alone, batch, drawn, equal, setup
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_loss_and_every_gradient_equal_those_of_one_device(family: str):
-    of = setup(family, 4, 2, FullyShardedPlan())
-    equal(jax.jit(annotated_gradient(of))(jax.device_put(drawn(family), of.shardings), *batch()), family)
+    sharded = setup(family, 4, 2, FullyShardedPlan())
+    equal(jax.jit(annotated_gradient(sharded))(jax.device_put(drawn(family), sharded.shardings), *batch()), family)
 
 
 def test_in_bfloat16_gradients_are_of_the_masters_dtype():
-    of = setup("llama", 4, 2, FullyShardedPlan(dtype="bfloat16"))
-    value, gradient = jax.jit(annotated_gradient(of))(jax.device_put(drawn("llama"), of.shardings), *batch())
+    sharded = setup("llama", 4, 2, FullyShardedPlan(dtype="bfloat16"))
+    value, gradient = jax.jit(annotated_gradient(sharded))(jax.device_put(drawn("llama"), sharded.shardings), *batch())
     assert float(value) == pytest.approx(float(alone("llama")[0]), rel=0.02)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradient)} == {"float32"}

@@ -25,9 +25,9 @@ def test_every_step_is_right(drawn: Any):
     carry = 0
     digits = ""
     for place, line in enumerate(lines):
-        told = re.fullmatch(r"([a-z]+):([a-d\d+*=]+),write:(\d),carry:(\d)", line)
-        assert told
-        name, named, digit, after = told.groups()
+        match = re.fullmatch(r"([a-z]+):([a-d\d+*=]+),write:(\d),carry:(\d)", line)
+        assert match
+        name, named, digit, after = match.groups()
         assert re.findall("[a-d]", named) == list(NAMES[: len(problem.numbers)])
         steps = re.sub("[a-d]", "", named)
         assert name == PLACES[place]

@@ -271,8 +271,8 @@ def test_records_are_read_by_their_usual_names(tmp_path: Path):
     assert found[:1] == read_documents([tmp_path / "one.json"])
     assert left_out == {"records without a response": 1}
     said = [[dict(message) for message in each.chat.messages] if each.chat else None for each in found]
-    asked = {"role": "user", "content": "Add.\n1 2"}
-    assert said == [SAID, SAID, [asked, {"role": "assistant", "content": "3"}], None, SAID]
+    question = {"role": "user", "content": "Add.\n1 2"}
+    assert said == [SAID, SAID, [question, {"role": "assistant", "content": "3"}], None, SAID]
     assert found[2].prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n")
     assert found[3] == Document("b", "a")
     assert found[0].parts == [("hi\n\n", False), ("yo", True)]

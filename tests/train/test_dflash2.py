@@ -99,11 +99,11 @@ def test_a_fresh_drafter_starts_as_dflash_and_learns_everywhere():
         return found[0] + found[1]
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    own, targets = grad(params, kept_target())
-    selector = own.selector
+    gradient, targets = grad(params, kept_target())
+    selector = gradient.selector
     assert float(jnp.abs(selector.successor).max()) > 0
     assert float(jnp.abs(selector.predecessor).max()) == float(jnp.abs(selector.projection).max()) == 0
-    others = jax.tree.leaves((own.backbone, own.attention_convs, own.mlp_convs))
+    others = jax.tree.leaves((gradient.backbone, gradient.attention_convs, gradient.mlp_convs))
     assert all(float(jnp.abs(g).max()) > 0 for g in others), "all of them learn at once"
     assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(targets.layers))
     later, _ = grad(random_params(), kept_target())
@@ -119,16 +119,16 @@ def test_the_selectors_loss_reaches_the_backbone():
             TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0)
         )[1]
 
-    own = jax.jit(jax.grad(loss))(random_params())
-    assert float(jnp.abs(own.backbone.fc).max()) > 0
+    gradient = jax.jit(jax.grad(loss))(random_params())
+    assert float(jnp.abs(gradient.backbone.fc).max()) > 0
 
 
 def test_hidden_matrices_are_neither_norms_nor_codebooks_nor_kernels():
-    taken = hidden_matrices(random_params())
-    assert taken.backbone.fc
-    assert taken.selector.projection
-    assert taken.attention_convs[0].kernel_projection
-    others = (taken.selector.predecessor, taken.selector.successor, taken.mlp_convs[1].base_kernel, taken.backbone.norm)
+    hidden = hidden_matrices(random_params())
+    assert hidden.backbone.fc
+    assert hidden.selector.projection
+    assert hidden.attention_convs[0].kernel_projection
+    others = (hidden.selector.predecessor, hidden.selector.successor, hidden.mlp_convs[1].base_kernel, hidden.backbone.norm)
     assert not any(others)
 
 

@@ -72,15 +72,15 @@ def random_tokens(seed: int, rows: int, length: int) -> np.ndarray:
 
 
 @given(st.integers(0, 1000), st.floats(0, 1), st.sampled_from([5, 14]))
-def test_anchors_are_distinct_and_in_the_loss_with_their_successor(seed: int, share: float, asked: int):
+def test_anchors_are_distinct_and_in_the_loss_with_their_successor(seed: int, share: float, anchors: int):
     """A row of twelve tokens has room for eleven, however many are asked for."""
     flags = np.random.default_rng(seed).random((3, 12)) < share
-    positions, real = (np.asarray(x) for x in draw_anchors(jnp.asarray(flags), asked, jax.random.key(seed)))
-    assert positions.shape == real.shape == (3, min(asked, 11))
+    positions, real = (np.asarray(x) for x in draw_anchors(jnp.asarray(flags), anchors, jax.random.key(seed)))
+    assert positions.shape == real.shape == (3, min(anchors, 11))
     for row in range(3):
         chosen = positions[row][real[row]].tolist()
         candidates = {p for p in range(11) if flags[row, p] and flags[row, p + 1]}
-        assert len(set(chosen)) == len(chosen) == min(asked, len(candidates))
+        assert len(set(chosen)) == len(chosen) == min(anchors, len(candidates))
         assert set(chosen) <= candidates
 
 
@@ -281,17 +281,17 @@ def test_no_gradient_reaches_the_layers_of_the_target():
         key = jax.random.key(0)
         return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, frozen, batch, key)[0]
 
-    own, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
-    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(own)), "every array of the drafter learns"
+    gradient, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradient)), "every array of the drafter learns"
     assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(targets.layers))
 
 
 def test_hidden_matrices_are_all_but_the_norms():
-    taken = hidden_matrices(DRAFTER_PARAMS)
-    assert taken.fc
-    assert not taken.norm
-    assert not taken.hidden_norm
-    layer = taken.layers[0]
+    hidden = hidden_matrices(DRAFTER_PARAMS)
+    assert hidden.fc
+    assert not hidden.norm
+    assert not hidden.hidden_norm
+    layer = hidden.layers[0]
     assert all(jax.tree.leaves((layer.qkv, layer.o, layer.gate_up, layer.down)))
     assert not any((layer.input_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm))
 

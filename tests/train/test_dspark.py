@@ -97,17 +97,17 @@ def test_all_parts_learn_and_the_target_does_not():
         return found[0] + found[1]
 
     grad = jax.jit(jax.grad(loss))
-    own = grad(initialise(dspark.declare(CONFIG), jax.random.key(3)))
-    assert float(jnp.abs(own.selector.successor).max()) > 0
-    assert float(jnp.abs(own.selector.predecessor).max()) == 0
-    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(own.backbone))
+    gradient = grad(initialise(dspark.declare(CONFIG), jax.random.key(3)))
+    assert float(jnp.abs(gradient.selector.successor).max()) > 0
+    assert float(jnp.abs(gradient.selector.predecessor).max()) == 0
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradient.backbone))
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grad(random_params(CONFIG))))
 
 
 def test_hidden_matrices_are_neither_norms_nor_the_serial_heads():
-    taken = hidden_matrices(random_params(CONFIG))
-    assert taken.backbone.fc
-    assert not any((taken.selector.predecessor, taken.selector.successor, taken.backbone.norm))
+    hidden = hidden_matrices(random_params(CONFIG))
+    assert hidden.backbone.fc
+    assert not any((hidden.selector.predecessor, hidden.selector.successor, hidden.backbone.norm))
 
 
 def test_a_draft_vocabulary_leaves_out_what_it_has_not():
@@ -138,8 +138,8 @@ def test_training_brings_the_serial_head_to_speak(tmp_path: Path, share: float, 
     config = replace(CONFIG, draft_vocab_size=vocab)
     stream = counting_stream(600)
     chosen = options(steps=30, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=15, save_every=30)
-    own = DSparkOptions(anchors=8, l1_weight=share)
-    arguments = (TARGET, TARGET_PARAMS, config, stream, stream, chosen, own, tmp_path / "run", silent())
+    drafter_options = DSparkOptions(anchors=8, l1_weight=share)
+    arguments = (TARGET, TARGET_PARAMS, config, stream, stream, chosen, drafter_options, tmp_path / "run", silent())
     result = train_dspark(*arguments)
     assert result.curve["held_out_loss"][0] > (1.05 if share else 1.5) * result.last("held_out_loss")
     assert float(jnp.abs(result.params.selector.successor).max()) > 0.01

@@ -224,10 +224,10 @@ def test_default_draft_vocabularies():
 
 
 def test_hidden_matrices_are_all_but_norms_and_head():
-    taken = hidden_matrices(random_params())
-    assert taken.fc
-    assert not any((taken.norm, taken.hidden_norm, taken.head))
-    layer = taken.layer
+    hidden = hidden_matrices(random_params())
+    assert hidden.fc
+    assert not any((hidden.norm, hidden.hidden_norm, hidden.head))
+    layer = hidden.layer
     assert all(jax.tree.leaves((layer.qkv, layer.o, layer.gate_up, layer.down)))
     assert not any((layer.input_norm, layer.post_attention_norm))
 
@@ -249,10 +249,10 @@ def test_a_drafter_starts_with_its_targets_head_and_last_tap():
 def test_an_mlp_of_another_form_stays_as_it_was_drawn():
     """Gemma's has another gate, and a norm behind."""
     target = replace(TARGET, family="gemma2", attention_scale=0.25)
-    own = replace(DRAFTER, intermediate_size=48)
+    config = replace(DRAFTER, intermediate_size=48)
     gemma = initialise(decoder.declare(replace(target, intermediate_size=48)), jax.random.key(0))
-    drawn = initialise(eagle3.declare(own), jax.random.key(1))
-    started = warm_start(replace(target, intermediate_size=48), own, gemma, jnp.asarray(IDS), drawn)
+    drawn = initialise(eagle3.declare(config), jax.random.key(1))
+    started = warm_start(replace(target, intermediate_size=48), config, gemma, jnp.asarray(IDS), drawn)
     assert jax.tree.structure(started) == jax.tree.structure(drawn)
     assert all_equal(started.layer, drawn.layer)
 

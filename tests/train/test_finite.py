@@ -48,14 +48,14 @@ def test_the_last_step_is_looked_at_though_nothing_is_saved():
 
 
 def test_a_run_stops_soon_though_nothing_is_saved_meanwhile():
-    taken = []
+    drawn = []
 
     def counted(task: Task) -> Task:
-        return replace(task, batches=lambda first: (taken.append(batch) or batch for batch in task.batches(first)))
+        return replace(task, batches=lambda first: (drawn.append(batch) or batch for batch in task.batches(first)))
 
     with pytest.raises(NotFiniteTraining, match="step 5:"):
         train(counted(poisoned(regression(steps=100, save_every=100), 5)), silent())
-    assert len(taken) == 5 + IN_FLIGHT
+    assert len(drawn) == 5 + IN_FLIGHT
 
 
 def test_a_model_that_is_broken_is_refused_after_its_first_step(tmp_path: Path):
@@ -105,14 +105,14 @@ def test_a_long_list_is_cut_and_runs_are_numbered():
 
 def test_shards_are_looked_at_where_they_lie():
     """One entry, which one of eight devices holds."""
-    of = setup("qwen2", 4, 2, FullyShardedPlan())
+    sharded = setup("qwen2", 4, 2, FullyShardedPlan())
     gradient = drawn("qwen2")
     last = gradient.layers[1]
     spoilt = replace(last, down=last.down.at[-1, -1].set(jnp.inf))
-    run = jax.jit(lambda loss, gradient: sharded_finite(of, loss, gradient))
+    run = jax.jit(lambda loss, gradient: sharded_finite(sharded, loss, gradient))
 
     def found(gradient: Any) -> Finite:
-        return run(jnp.float32(1), jax.device_put(gradient, of.shardings))
+        return run(jnp.float32(1), jax.device_put(gradient, sharded.shardings))
 
     require_finite(1, found(gradient))
     with pytest.raises(NotFiniteTraining, match=r"step 2: the gradient of layers\.1\.down is not finite"):

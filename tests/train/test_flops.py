@@ -89,11 +89,11 @@ def test_nothing_is_said_of_a_peak_that_is_not_known(monkeypatch: pytest.MonkeyP
     """As of this CPU, or of operations that nobody counted."""
     task = replace(regression(steps=4), flops=1e6)
     assert tilewright.train.flops.peak_flop_per_s(1) is None
-    told = train(task, silent())
-    assert told.utilisation is None
-    assert "model_flops_utilization" not in text_metrics(told)
+    result = train(task, silent())
+    assert result.utilisation is None
+    assert "model_flops_utilization" not in text_metrics(result)
     monkeypatch.setattr(tilewright.train.loop, "peak_flop_per_s", lambda devices: 1e15)
     known: Any = train(task, silent()).utilisation
     assert 0 < known < 1e-3
     assert train(replace(task, flops=0.0), silent()).utilisation is None
-    assert text_metrics(replace(told, utilisation=np.float64(0.5)))["model_flops_utilization"] == 0.5
+    assert text_metrics(replace(result, utilisation=np.float64(0.5)))["model_flops_utilization"] == 0.5

@@ -48,9 +48,9 @@ def test_the_new_layers_learn():
 
 
 @pytest.mark.parametrize(
-    ("layers", "context", "what"),
+    ("layers", "context", "message"),
     [(1, None, "layers of at least the model's 2, found 1"), (None, 128, "context of at least the model's 256, found 128")],
 )
-def test_a_model_does_not_shrink(layers: int | None, context: int | None, what: str):
-    with pytest.raises(ValueError, match=f"expected {what}"):
+def test_a_model_does_not_shrink(layers: int | None, context: int | None, message: str):
+    with pytest.raises(ValueError, match=f"expected {message}"):
         grow(TARGET, target_params(), layers, context)

@@ -83,9 +83,9 @@ def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
             said = logits[np.minimum(anchor + np.arange(SIZE - 1), 15)]
             text = [*tokens[row, anchor : anchor + SIZE].tolist(), *[0] * SIZE][:SIZE]
             before = features[anchor - 1] if anchor > 0 else None
-            own = block_losses(drafter, hidden, said, before, text, (weights[row, n] > 0).tolist(), 2.0)
-            sums += [own.backbone, own.weight, own.lattice, own.penalty, own.count]
-            longest = max(longest, own.count)
+            losses = block_losses(drafter, hidden, said, before, text, (weights[row, n] > 0).tolist(), 2.0)
+            sums += [losses.backbone, losses.weight, losses.lattice, losses.penalty, losses.count]
+            longest = max(longest, losses.count)
     assert longest >= 2, "some right tokens are candidates, and those behind them too"
     backbone, lattice, penalty, total = map(float, found)
     assert total == pytest.approx(sums[1], rel=1e-5)
@@ -121,8 +121,8 @@ def test_the_lattices_losses_reach_everything_that_they_read():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(part: int, params: Any) -> jax.Array:
-        own = LiLiCorrOptions(anchors=12)
-        return drafter_losses(TARGET, CONFIG, own, PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0))[part]
+        options = LiLiCorrOptions(anchors=12)
+        return drafter_losses(TARGET, CONFIG, options, PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0))[part]
 
     for part in (1, 2):
         grads = jax.jit(jax.grad(partial(loss, part)))(random_params())
@@ -134,10 +134,10 @@ def test_the_lattices_losses_reach_everything_that_they_read():
 
 
 def test_hidden_matrices_are_neither_norms_nor_biases_nor_tables():
-    taken = hidden_matrices(CONFIG, random_params())
-    assert all((taken.backbone.fc, taken.lattice.out.weight, taken.lattice.layers[1].qkv.weight))
-    tables = (taken.lattice.slots, taken.lattice.ranks, taken.lattice.slot_bias, taken.lattice.same_slot_bias)
-    assert not any((*tables, taken.lattice.out.bias, taken.lattice.norm, taken.backbone.norm))
+    hidden = hidden_matrices(CONFIG, random_params())
+    assert all((hidden.backbone.fc, hidden.lattice.out.weight, hidden.lattice.layers[1].qkv.weight))
+    tables = (hidden.lattice.slots, hidden.lattice.ranks, hidden.lattice.slot_bias, hidden.lattice.same_slot_bias)
+    assert not any((*tables, hidden.lattice.out.bias, hidden.lattice.norm, hidden.backbone.norm))
 
 
 @pytest.mark.parametrize("vocab", [None, 8])
@@ -146,12 +146,12 @@ def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vo
     config = CONFIG if vocab is None else replace(CONV, draft_vocab_size=vocab)
     stream = counting_stream(600)
     chosen = options(steps=40, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=20, save_every=40)
-    own = LiLiCorrOptions(anchors=8)
-    arguments = (TARGET, kept_target(), config, stream, stream, chosen, own, tmp_path / "run", silent())
+    drafter_options = LiLiCorrOptions(anchors=8)
+    arguments = (TARGET, kept_target(), config, stream, stream, chosen, drafter_options, tmp_path / "run", silent())
     result = train_lilicorr(*arguments)
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
-    losses = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN))
+    losses = jax.jit(partial(drafter_losses, TARGET, config, drafter_options, PLAIN))
     frozen = frozen_inputs(config, kept_target(), stream)
     fresh = initial_params(TARGET, config, kept_target(), jax.random.key(0))
     trained = dflash.with_vocab(result.params, None)

@@ -114,9 +114,9 @@ def test_gradient_is_that_of_the_loss():
 def test_hidden_matrices_are_those_of_the_layers(config: decoder.DecoderConfig):
     params = target_params(config)
     flags = jax.tree.leaves(hidden_matrices(params))
-    taken = {spec.name for spec, flag in zip(spec_leaves(decoder.declare(config)), flags, strict=True) if flag}
+    names = {spec.name for spec, flag in zip(spec_leaves(decoder.declare(config)), flags, strict=True) if flag}
     kinds = [f"self_attn.{which}_proj" for which in "qkvo"] + [f"mlp.{which}_proj" for which in ("gate", "up", "down")]
-    assert taken == {f"model.layers.{n}.{kind}.weight" for n in range(2) for kind in kinds}
+    assert names == {f"model.layers.{n}.{kind}.weight" for n in range(2) for kind in kinds}
     assert jax.tree.structure(hidden_matrices(params)) == jax.tree.structure(params)
 
 

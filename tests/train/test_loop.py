@@ -163,12 +163,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="belongs to another run") as refused:
         fit(tmp_path, regression("another", learning_rate=0.07, weight_decay=0.5))
     message = str(refused.value)
-    for told in (
+    for part in (
         "learning_rate: checkpoint 0.05, now 0.07",
         "weight_decay: checkpoint 0.01, now 0.5",
         "'regression', now 'another'",
     ):
-        assert told in message
+        assert part in message
     assert "batch_size" not in message
     assert "\n" not in message
 
@@ -176,8 +176,10 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
 def test_what_differs_inside_a_setting_is_named_alone():
     saved = {"config": {"layers": 2, "rope": {"theta": 1.0, "kind": "plain"}}, "sizes": {"a": 1}, "steps": 3}
     now = {"config": {"layers": 2, "rope": {"theta": 5.0, "kind": "plain"}, "heads": 4}, "sizes": None, "steps": 3}
-    told = r"\(config.heads: checkpoint None, now 4; config.rope.theta: checkpoint 1.0, now 5.0; sizes: .*{'a': 1}, now None\)"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        r"\(config.heads: checkpoint None, now 4; config.rope.theta: checkpoint 1.0, now 5.0; sizes: .*{'a': 1}, now None\)"
+    )
+    with pytest.raises(ValueError, match=message):
         checkpoint.require_same_run(Path("run"), saved, now)
 
 
@@ -385,10 +387,10 @@ def test_nobody_waits_for_a_step_between_two_evaluations(every: int, read: bool)
     """The host hands out one epoch after another; a mean over several steps is the host's work."""
     made = falling_then_rising("score")
     figures = [Figure() for _ in range(4)]
-    told = iter(figures)
+    upcoming = iter(figures)
 
     def step(params: Any, opt_state: Any, batch: Any, key: Any) -> Any:
-        return params + 1, opt_state, {"loss": next(told), FINITE: finite(jnp.float32(0), {})}
+        return params + 1, opt_state, {"loss": next(upcoming), FINITE: finite(jnp.float32(0), {})}
 
     run = TrainingRun(replace(made, step=step), None)
     for n in range(1, 5):

@@ -65,14 +65,14 @@ KINDS: dict[str, Any] = {
 
 
 def trained(kind: str, out: Path, target: DecoderConfig = TARGET, **axes: int) -> TrainResult:
-    train, config, own = KINDS[kind]
+    train, config, drafter_options = KINDS[kind]
     placement = TrainingPlacement(data_mesh(axes) if axes else None)
     params = target_params(target)
     if placement.mesh is not None:
         params = jax.device_put(params, placement.shardings(decoder.declare(target)))
     chosen = options(batch_size=4, steps=4, evaluate_every=2, save_every=2, matmul_dtype="float32")
     texts = random_stream(600), random_stream(300, seed=9)
-    result = train(target, params, config, *texts, chosen, own, out, silent(), placement=placement)
+    result = train(target, params, config, *texts, chosen, drafter_options, out, silent(), placement=placement)
     return result[0] if isinstance(result, tuple) else result
 
 

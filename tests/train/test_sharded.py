@@ -105,8 +105,8 @@ def test_bfloat16_is_near_and_its_gradients_are_float32():
 
 def collectives(plan: FullyShardedPlan) -> Counter[tuple[str, str]]:
     """How many of each kind a program of 2 layers has over each axis."""
-    of = setup("qwen2", 4, 2, plan)
-    program = str(jax.make_jaxpr(sharded_gradient(of))(drawn("qwen2"), *batch()))
+    sharded = setup("qwen2", 4, 2, plan)
+    program = str(jax.make_jaxpr(sharded_gradient(sharded))(drawn("qwen2"), *batch()))
     return Counter(re.findall(r"(all_gather|reduce_scatter)\[[^]]*?axis_name=\(?'(\w+)'", program))
 
 
@@ -124,8 +124,8 @@ def test_a_scanned_step_has_a_loop_for_each_pass_and_an_unrolled_one_none():
     """Beside that over blocks of the loss."""
 
     def loops(plan: FullyShardedPlan, family: str) -> int:
-        of = setup(family, 4, 2, plan)
-        return str(jax.make_jaxpr(sharded_gradient(of))(drawn(family), *batch())).count(" scan[")
+        sharded = setup(family, 4, 2, plan)
+        return str(jax.make_jaxpr(sharded_gradient(sharded))(drawn(family), *batch())).count(" scan[")
 
     assert loops(FullyShardedPlan(), "short") == 1
     assert loops(FullyShardedPlan(scan=True), "short") == loops(FullyShardedPlan(scan=True), "in turns") == 3
@@ -135,15 +135,15 @@ def test_a_scanned_step_has_a_loop_for_each_pass_and_an_unrolled_one_none():
 OPTIONS = TextOptions(steps=50, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1)
 
 
-def curves(optimizer: str, steps: int, of: ShardedSetup) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+def curves(optimizer: str, steps: int, sharded: ShardedSetup) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
     """Losses of steps on a few batches over the mesh and on one device; of each matrix of the state its size and a shard's."""
     made = make_optimizer(TextOptions(**{**vars(OPTIONS), "optimizer": optimizer}), hidden_matrices)
     tokens, in_loss = (np.asarray(each) for each in batch())
     start = drawn("qwen2")
     key = jax.random.key(0)
-    plain = gradient_step(lambda p, _, each, key: next_token_loss(of.config, PLAIN, p, *each), made)
-    ours = sharded_step(of, made)
-    params, state = sharded_init(of, made, lambda: start)()
+    plain = gradient_step(lambda p, _, each, key: next_token_loss(sharded.config, PLAIN, p, *each), made)
+    ours = sharded_step(sharded, made)
+    params, state = sharded_init(sharded, made, lambda: start)()
     alone_params = jax.tree.map(jnp.copy, start)
     alone_state = made.init(alone_params)
     losses = []
@@ -163,8 +163,8 @@ def curves(optimizer: str, steps: int, of: ShardedSetup) -> tuple[np.ndarray, np
 
 
 def test_steps_follow_those_of_one_device_and_the_state_stays_divided():
-    of = setup("qwen2", 4, 2, FullyShardedPlan())
-    ours, wanted, divided = curves("adamw", 3, of)
+    sharded = setup("qwen2", 4, 2, FullyShardedPlan())
+    ours, wanted, divided = curves("adamw", 3, sharded)
     np.testing.assert_allclose(ours, wanted, rtol=1e-5)
     assert len(divided) == 2 * (2 * 7 + 2)
     assert all(part * 8 == whole for whole, part in divided)

@@ -91,12 +91,12 @@ def test_damage_is_seen_whatever_the_file(tmp_path: Path):
     checkpoint.write(tmp_path / "whole", state({"fsdp": 4, "tp": 2}, 3.0), 3, FIGURES, RUN)
     files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()]
     for n, file in enumerate(files):
-        for how in ("gone", "cut"):
-            copy = tmp_path / "copies" / f"{n} {how}"
+        for damage in ("gone", "cut"):
+            copy = tmp_path / "copies" / f"{n} {damage}"
             shutil.copytree(tmp_path / "whole", copy)
             path = copy / file
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-            if how == "gone":
+            if damage == "gone":
                 path.unlink()
     code = "import sys, pathlib, train.test_sharded_checkpoint as tests\ntests.read_each(pathlib.Path(sys.argv[1]))"
     ran = python(code, tmp_path / "copies")
@@ -105,7 +105,9 @@ def test_damage_is_seen_whatever_the_file(tmp_path: Path):
     assert len(said) == 2 * len(files)
     assert all("expected a readable checkpoint" in error for error in said.values() if error)
     seen = {
-        (files[int(n)].parts[-2], how) for (n, how), error in ((name.split(), error) for name, error in said.items()) if error
+        (files[int(n)].parts[-2], damage)
+        for (n, damage), error in ((name.split(), error) for name, error in said.items())
+        if error
     }
     assert seen >= {("d", "gone"), ("d", "cut"), ("told", "gone"), ("told", "cut"), ("state", "gone"), ("state", "cut")}
 

@@ -20,7 +20,7 @@ def test_two_processes_divide_batches_and_write_a_checkpoint_that_one_reads(tmp_
     parts = tmp_path / "sharded" / "3" / "state"
     assert {path.name for path in parts.glob("ocdbt.process_*")} == {"ocdbt.process_0", "ocdbt.process_1"}
     whole = counted("qwen2")
-    of = setup("qwen2", 8, 1, FullyShardedPlan())
-    found, step, _ = checkpoint.read(tmp_path, jax.device_put(whole, of.shardings), {"run": 1})
+    sharded = setup("qwen2", 8, 1, FullyShardedPlan())
+    found, step, _ = checkpoint.read(tmp_path, jax.device_put(whole, sharded.shardings), {"run": 1})
     assert step == 3
     jax.tree.map(np.testing.assert_array_equal, found, whole)

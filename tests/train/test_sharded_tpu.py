@@ -141,11 +141,11 @@ def test_hops_before_the_first_layer_of_a_pass_have_none(name: str):
 def test_hops_begin_with_the_layer_that_they_hide_under(name: str, under: str):
     """Behind its first product, and before that of their own half."""
     layer, half, *_ = name.removeprefix("gather_").split("_")
-    of = f"{'back' if name.endswith('again') else 'layer'}_{layer}/{half}"
+    sublayer = f"{'back' if name.endswith('again') else 'layer'}_{layer}/{half}"
     begins = [each.begin for each in travels("v6e:4x2", "rings") if each.name == name]
     first = first_products("v6e:4x2", "rings")
     assert first[under.partition("/")[0]] < min(begins)
-    assert max(begins) < first[of]
+    assert max(begins) < first[sublayer]
 
 
 @pytest.mark.parametrize("plan", ["no tokens", "late"])

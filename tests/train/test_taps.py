@@ -126,12 +126,12 @@ KINDS = {
 )
 def test_training_on_kept_states_is_training(tmp_path: Path, kind: str, taps_of: tuple[int, ...]):
     """Also where the loss reads what the target's last layer gives, whether or not that is tapped."""
-    train, config, own = KINDS[kind]
+    train, config, drafter_options = KINDS[kind]
     config = replace(config, target_layer_ids=taps_of)
     chosen = replace(OPTIONS, steps=4)
     curves = []
     for keep in (None, tmp_path / "taps"):
-        arguments = (TARGET, TARGET_PARAMS, config, MADE, HELD, chosen, replace(own, keep_taps=keep))
+        arguments = (TARGET, TARGET_PARAMS, config, MADE, HELD, chosen, replace(drafter_options, keep_taps=keep))
         curves.append(train(*arguments, tmp_path / f"out{keep is None}", silent()).curve)
     for name in ("loss", "held_out_loss"):
         np.testing.assert_allclose(curves[0][name], curves[1][name], rtol=5e-3)
@@ -146,9 +146,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     rows_in(tmp_path / "taps")
 
     def trained(source: Any, placement: TrainingPlacement = TrainingPlacement()) -> None:
-        own = DFlashOptions(anchors=4, keep_taps=tmp_path / "other")
+        drafter_options = DFlashOptions(anchors=4, keep_taps=tmp_path / "other")
         out = tmp_path / "out"
-        train_drafter(TARGET, TARGET_PARAMS, DRAFTER, source, source, OPTIONS, own, out, silent(), drafter_params(), placement)
+        train_drafter(
+            TARGET, TARGET_PARAMS, DRAFTER, source, source, OPTIONS, drafter_options, out, silent(), drafter_params(), placement
+        )
 
     with pytest.raises(ValueError, match="expected whole records for --keep-taps"):
         trained(counting_stream())

@@ -12,11 +12,11 @@ from train.support import DRAFTER, TARGET, counting_stream, options, silent, tar
 def test_a_run_on_its_plateau_is_told_when_to_end(tmp_path: Path):
     """The rate falls from where the run is told, over what was trained before as if it had been told so at first."""
     text = counting_stream()
-    own = DFlashOptions(anchors=4)
+    drafter_options = DFlashOptions(anchors=4)
 
     def trained(steps: int, cooldown: float, out: str) -> np.ndarray:
         chosen = options(schedule="wsd", warmup=1 / steps, steps=steps, cooldown=cooldown, evaluate_every=4)
-        result = train_drafter(TARGET, target_params(), DRAFTER, text, text, chosen, own, tmp_path / out, silent())
+        result = train_drafter(TARGET, target_params(), DRAFTER, text, text, chosen, drafter_options, tmp_path / out, silent())
         return result.curve["held_out_loss"]
 
     trained(8, 0.0, "stopped")
