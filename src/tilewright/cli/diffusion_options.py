@@ -10,7 +10,7 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, denoises_blocks, print_fallbacks, print_schedules
+from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, print_fallbacks, print_schedules
 from tilewright.cli.options import COMMON, DIFFUSION, MODEL, changed_options, option_class, settings
 from tilewright.diffusion.blocks import BlockDenoising, Strategy
 from tilewright.diffusion.engine_options import DENOISING as DEFAULTS
@@ -20,6 +20,7 @@ from tilewright.kernels.select import DENOISING, implementations
 from tilewright.llm.diffusion_model import DiffusionModel, load
 from tilewright.models import diffusion
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.checkpoint import decoder_config
 from tilewright.models.tokenizer import encode
 from tilewright.train.arithmetic import Problem, problems
 
@@ -57,7 +58,8 @@ class DenoisingSettings:
         steps: number of steps in all, a multiple of the number of blocks. By default one for each token.
         block_length: tokens that are denoised together, block after block. By default 32.
         strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold,
-            by default 0.85; "low_confidence_static", the most probable ones; or "sequential". Steps are those of a block.
+            by default as published; "low_confidence_static", the most probable ones; or "sequential". Steps are those of a
+            block. Nemotron-Labs-Diffusion decodes token by token unless a setting has a value.
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
             "topk_margin" or "entropy" from Dream.
         suffix_window: positions after the block that a step sees. By default all.
@@ -117,12 +119,15 @@ class DenoisingSettings:
         return BlockDenoising(**self.set_values(*used))
 
     def for_decoder(self, folder: Path) -> BlockDenoising | None:
-        """Returns these settings for the decoder in a folder; None for one that decodes token by token.
+        """Returns these settings for the decoder in a folder; None for one that is to decode token by token.
+
+        A model that can do both, such as Nemotron-Labs-Diffusion, denoises blocks if any setting has a value.
 
         Raises:
-            ValueError: see `for_blocks`; any setting has a value, for a model that decodes token by token.
+            ValueError: see `for_blocks`; any setting has a value, for a model that only decodes token by token.
         """
-        if denoises_blocks(folder):
+        config = decoder_config(folder)
+        if config.denoises_blocks or (config.masked_blocks is not None and self != type(self)()):
             return self.for_blocks()
         self.refuse()
         return None
