@@ -60,6 +60,8 @@ class DenoisingSettings:
         strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold,
             by default as published; "low_confidence_static", the most probable ones; or "sequential". Steps are those of a
             block. Nemotron-Labs-Diffusion decodes token by token unless a setting has a value.
+        small_block_size: for a model whose blocks are denoised: tokens of the parts of a block that are denoised one after the
+            other. By default as published: 8 for Fast-dLLM v2, whole blocks for other models.
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
             "topk_margin" or "entropy" from Dream.
         suffix_window: positions after the block that a step sees. By default all.
@@ -80,6 +82,7 @@ class DenoisingSettings:
     steps: int | None = None
     block_length: int | None = None
     strategy: Strategy | None = None
+    small_block_size: int | None = None
     remasking: Remasking | None = None
     suffix_window: int | None = None
     guidance: float | None = None
@@ -101,8 +104,8 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or values exclude each other.
         """
-        if self.strategy is not None:
-            raise ValueError("--denoising: strategy is for models whose blocks are denoised; this one has remasking")
+        if wrong := self.set_values("strategy", "small_block_size"):
+            raise ValueError(f"--denoising: {', '.join(wrong)} is for models whose blocks are denoised; this one has remasking")
         named = self.set_values("mode", "threshold", "steps", "block_length", "remasking", "suffix_window", "guidance")
         saliency = replace(defaults.saliency, **self.set_values(*vars(Saliency())))
         return replace(defaults, saliency=saliency, **(named | changes))
@@ -113,7 +116,7 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or a setting is for other models.
         """
-        used = ("strategy", "threshold", "steps")
+        used = ("strategy", "threshold", "steps", "small_block_size")
         if wrong := self.set_values(*(name for name in vars(self) if name not in used)):
             raise ValueError(f"--denoising: expected {', '.join(used)} for a model with blocks, found {', '.join(wrong)}")
         return BlockDenoising(**self.set_values(*used))

@@ -7,13 +7,15 @@ pass. `models.config.MaskedBlocks` says how the blocks of a model differ: where 
 see, and whether the pass that stores a block also chooses the next block's first token.
 
 Sources: SDAR (arXiv 2510.06303) and its published `generate.py`; Nemotron-Labs-Diffusion (arXiv 2607.05722) and `generate` in
-its published `modeling_nemotron_labs_diffusion.py`.
+its published `modeling_nemotron_labs_diffusion.py`; Fast-dLLM v2 (arXiv 2509.26328) and `generate` in its published
+`modeling.py`.
 
 Legend: B rows of a batch, T positions of a block, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -65,6 +67,8 @@ class BlockDenoising:
         threshold: probability above which "low_confidence_dynamic" commits a token; None for the model's published default.
         steps: the most passes of a block, whose quotas are as even as possible; None for as many as a block has tokens to
             denoise.
+        small_block_size: tokens of the parts of a block that are denoised one after the other, a divisor of the block's length;
+            None for the model's published default. `steps` are shared by the parts, and have to be a multiple of their number.
         left_to_right: each pass commits the first mask alone, whatever the strategy, and the token is delivered at once. Rows
             with a constraint are denoised so, since only the text before a token tells which tokens it may be.
     """
@@ -72,6 +76,7 @@ class BlockDenoising:
     strategy: Strategy = "low_confidence_dynamic"
     threshold: float | None = None
     steps: int | None = None
+    small_block_size: int | None = None
     left_to_right: bool = False
 
     def __post_init__(self) -> None:
@@ -81,14 +86,30 @@ class BlockDenoising:
             raise ValueError(f"expected a threshold above 0, up to 1, found {self.threshold}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"expected at least 1 step, found {self.steps}")
+        if self.small_block_size is not None and self.small_block_size < 1:
+            raise ValueError(f"expected a small_block_size of at least 1, found {self.small_block_size}")
+
+    def small_length(self, blocks: MaskedBlocks) -> int:
+        """Returns the number of tokens of the parts of a block that are denoised one after the other."""
+        return self.small_block_size or gcd(blocks.length, blocks.small_length or blocks.length)
 
     def check(self, blocks: MaskedBlocks) -> None:
-        """Raises a `ValueError` for more steps than a block has tokens to denoise."""
+        """Raises a `ValueError` for small blocks that do not divide a block, or for steps that they cannot share."""
+        small = self.small_length(blocks)
+        if blocks.length % small:
+            raise ValueError(f"expected a small_block_size that divides the block length {blocks.length}, found {small}")
+        parts = blocks.length // small
+        if self.steps is not None and self.steps % parts:
+            raise ValueError(f"expected steps that are a multiple of the {parts} small blocks of a block, found {self.steps}")
         if self.steps is not None and self.steps > blocks.denoised:
             raise ValueError(f"expected at most {blocks.denoised} steps, one for each token of a block, found {self.steps}")
 
     def quotas(self, blocks: MaskedBlocks) -> np.ndarray:
         """Returns the number of tokens that each pass of a block commits, int32 `[T]`; the remainder goes to the first."""
+        small = self.small_length(blocks)
+        if small < blocks.length:
+            passes = small if self.steps is None else self.steps * small // blocks.length
+            return np.full(blocks.length, -(-small // passes), np.int32)
         steps = self.steps or max(1, blocks.denoised)
         base, remainder = divmod(blocks.denoised, steps)
         return np.asarray([base + (n < remainder) if n < steps else 1 for n in range(blocks.length)], np.int32)
@@ -104,6 +125,7 @@ class BlockRows:
         threshold: `[B]`.
         left_to_right: bool `[B]`, see `BlockDenoising`.
         quotas: `[B, T]`, see `BlockDenoising.quotas`.
+        small: `[B]`, see `BlockDenoising.small_length`.
         start: `[B]`, first position of the current block.
         count: `[B]`, its number of positions.
         passes: `[B]`, number of passes over the current block so far.
@@ -114,6 +136,7 @@ class BlockRows:
     threshold: Any
     left_to_right: Any
     quotas: Any
+    small: Any
     start: Any
     count: Any
     passes: Any
@@ -121,13 +144,14 @@ class BlockRows:
 
 
 @lru_cache(maxsize=256)
-def options_row(options: BlockDenoising, blocks: MaskedBlocks) -> tuple[Any, Any, Any, Any]:
+def options_row(options: BlockDenoising, blocks: MaskedBlocks) -> tuple[Any, Any, Any, Any, Any]:
     """Returns the options of a request as arrays of one row, in the order of `BlockRows`. Do not write to them."""
     strategy = np.asarray([STRATEGIES.index(options.strategy)], np.int32)
     threshold = np.asarray([blocks.threshold if options.threshold is None else options.threshold], np.float32)
     if blocks.plain_confidence:  # a probability of this value exceeds the number below it
         threshold = np.nextafter(threshold, np.float32(0))
-    return strategy, threshold, np.asarray([options.left_to_right]), options.quotas(blocks)[None]
+    small = np.asarray([options.small_length(blocks)], np.int32)
+    return strategy, threshold, np.asarray([options.left_to_right]), options.quotas(blocks)[None], small
 
 
 def block_rows(options: list[BlockDenoising], lengths: list[int], blocks: MaskedBlocks, vocab: int | None) -> BlockRows:
@@ -138,14 +162,14 @@ def block_rows(options: list[BlockDenoising], lengths: list[int], blocks: Masked
         vocab: size of the vocabulary, if rows may want log-probabilities.
     """
     each = zip(*(options_row(one, blocks) for one in options), strict=True)
-    strategy, threshold, left_to_right, quotas = map(np.concatenate, each)
+    strategy, threshold, left_to_right, quotas, small = map(np.concatenate, each)
     start, count = np.asarray([blocks.first_block(length) for length in lengths], np.int32).T
     logprobs = None
     if vocab is not None:
         zeros = np.zeros((len(lengths), blocks.length), np.float32)
         k = min(MOST_ALTERNATIVES, vocab)
         logprobs = Logprobs(zeros, np.zeros((*zeros.shape, k), np.int32), np.zeros((*zeros.shape, k), np.float32))
-    return BlockRows(strategy, threshold, left_to_right, quotas, start, count, np.zeros_like(start), logprobs)
+    return BlockRows(strategy, threshold, left_to_right, quotas, small, start, count, np.zeros_like(start), logprobs)
 
 
 class PassInfo(NamedTuple):
@@ -244,6 +268,8 @@ def denoise_pass(
     block = jnp.where(stores[:, None], blocks.mask_token_id, block)
     if blocks.first_token is not None:
         masked = jnp.where(stores[:, None], slot == 0, masked)
+    part = slot // jnp.asarray(rows.small)[:, None]
+    masked = masked & (part == jnp.min(jnp.where(masked, part, length), axis=1, keepdims=True))
     hidden = ran.hidden
     if blocks.first_token is not None or blocks.shifted:
         predicting = jnp.maximum(slot - 1, 0) if blocks.shifted else slot
@@ -259,8 +285,15 @@ def denoise_pass(
     draws = jnp.where(left_to_right | stores, 0, rows.passes)
     rule = jnp.full_like(rows.start, BY_PLAIN_PROBABILITY if blocks.plain_confidence else BY_PROBABILITY)
     sampling = state.sampling
+    temperature = jnp.asarray(sampling.temperature)
     if blocks.first_token == "likely":
-        sampling = replace(sampling, temperature=jnp.where(stores, 0.0, jnp.asarray(sampling.temperature)))
+        temperature = jnp.where(stores, 0.0, temperature)
+    hot = temperature > 0
+    # Filters keep the most likely token, but would change its probability.
+    top_p = jnp.where(hot, jnp.asarray(sampling.top_p), 1.0)
+    top_k = jnp.where(hot, jnp.asarray(sampling.top_k), 0)
+    min_p = jnp.where(hot, jnp.asarray(sampling.min_p), 0.0)
+    sampling = replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     found = choose(logits, rule, sampling, positions, draws, blocks.mask_token_id)
     failed = jnp.any(masked & ~jnp.isfinite(found.probability), axis=1)
     changed = replaced(found, masked, rows) & ~failed[:, None]

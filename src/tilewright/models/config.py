@@ -95,7 +95,8 @@ class MaskedBlocks:
         plain_confidence: tokens are ranked by their probability before temperature and filters, and a token whose probability
             equals the threshold is committed. If false, it is the probability after them, and has to exceed the threshold.
         threshold: published default of `diffusion.blocks.BlockDenoising.threshold`.
-        small_length: published default of `diffusion.blocks.BlockDenoising.small_block_size`; None for whole blocks.
+        small_length: published default of `diffusion.blocks.BlockDenoising.small_block_size`; None for whole blocks. If it does
+            not divide the length, the greatest common divisor is the default.
     """
 
     mask_token_id: int
