@@ -27,7 +27,7 @@ NEW = 18
 TABLE = ShapeTable(batches=(1, 4, 8), capacities=(64, 128), chunks=(8, 32))
 WAYS = [
     Options(),
-    Options(threshold=0.3),
+    Options(threshold=0.3, top_p=0.8),
     Options("low_confidence_static", steps=2),
     Options("sequential", steps=3),
     Options(threshold=0.4, temperature=1.0, top_p=0.8),

@@ -472,13 +472,25 @@ def test_published_nemotron_labs_diffusion():
         max_position_embeddings=16384,
         eos_token_ids=(11,),
     )
-    expected = replace(expected, masked_blocks=MaskedBlocks(100, 32))
+    blocks = MaskedBlocks(100, 32, first_token="drawn", plain_confidence=True, threshold=0.9)
+    expected = replace(expected, masked_blocks=blocks)
     config = config_from_hf(NEMOTRON_3B)
     assert config == expected
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
     shifted = config_from_hf({**NEMOTRON_3B, "dlm_type": "dream"})
-    assert shifted == replace(config, masked_blocks=MaskedBlocks(100, 32, shifted=True))
+    assert shifted == replace(config, masked_blocks=replace(blocks, shifted=True))
     assert config_from_hf(json.loads(json.dumps(config_to_hf(shifted)))) == shifted
+
+
+def test_fast_dllm_has_the_layers_of_qwen2():
+    """With mask, end and block length of the published code, unless the configuration names them."""
+    fields = {name: value for name, value in QWEN25.items() if name != "eos_token_id"}
+    config = config_from_hf({**fields, "model_type": "Fast_dLLM_Qwen"})
+    found = MaskedBlocks(151665, 32, True, False, first_token="likely", threshold=0.9, small_length=8)
+    assert config == replace(config_from_hf(QWEN25), family="Fast_dLLM_Qwen", masked_blocks=found)
+    other = config_from_hf({**fields, "model_type": "Fast_dLLM_Qwen", "bd_size": 16, "mask_token_id": 7, "eos_token_id": 8})
+    assert other.masked_blocks == replace(found, length=16, mask_token_id=7)
+    assert other.eos_token_ids == (8,)
 
 
 @pytest.mark.parametrize("mask", [None, 131072, [1, 2], "100"])
@@ -689,7 +701,11 @@ def built(fields: dict[str, Any]) -> DecoderConfig:
     if fields["family"] in ("qwen3_next", "qwen3_5_text"):
         fields = {**fields, "delta": DeltaSizes(2, 4, 8, 12, 4), "delta_layers": tuple(range(fields["num_layers"] - 1))}
     if fields["family"] == "nemotron_labs_diffusion":
-        fields = {**fields, "masked_blocks": MaskedBlocks(fields["vocab_size"] - 1, 8, shifted=True)}
+        blocks = MaskedBlocks(fields["vocab_size"] - 1, 8, True, first_token="drawn", plain_confidence=True, threshold=0.9)
+        fields = {**fields, "masked_blocks": blocks}
+    if fields["family"] == "Fast_dLLM_Qwen":
+        blocks = MaskedBlocks(fields["vocab_size"] - 1, 8, True, False, first_token="likely", threshold=0.9, small_length=8)
+        fields = {**fields, "masked_blocks": blocks}
     if fields["family"].startswith("sdar"):
         fields = {**fields, "masked_blocks": MaskedBlocks(fields["vocab_size"] - 1, 8, causal=False)}
     return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else kinds[len(scaling)](**scaling)})

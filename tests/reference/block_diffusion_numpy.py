@@ -77,7 +77,8 @@ def generate(
     eos = model.config["eos_token_id"]
     steps = options.steps or size
     quotas = [size // steps + (n < size % steps) for n in range(steps)]
-    rule = Request(mask, size, size, size, "maskgit_plus", temperature=options.temperature, top_p=options.top_p)
+    top_p = options.top_p if options.temperature > 0 else 1.0
+    rule = Request(mask, size, size, size, "maskgit_plus", temperature=options.temperature, top_p=top_p)
     blocks = -(-(len(prompt) + new_tokens) // size)
     tokens = [*prompt, *[mask] * (blocks * size - len(prompt))]
     passes = []

@@ -25,6 +25,7 @@ REQUESTS: list[tuple[dict[str, Any], Sampling, BlockDenoising]] = [
     ({"threshold": 0.3}, Sampling(18), BlockDenoising(threshold=0.3)),
     ({"strategy": "low_confidence_static", "steps": 2}, Sampling(18), BlockDenoising("low_confidence_static", steps=2)),
     ({"strategy": "sequential"}, Sampling(18), BlockDenoising("sequential")),
+    ({"small_block_size": 2}, Sampling(18), BlockDenoising(small_block_size=2)),
     ({"temperature": 0.9, "top_k": 7, "seed": 3}, Sampling(18, 0.9, top_k=7, seed=3), BlockDenoising()),
     (
         {"presence_penalty": 1.5, "logit_bias": {"5": 3}},
@@ -121,6 +122,7 @@ def test_later_requests_use_the_pages_of_finished_blocks(http: httpx2.Client):
         ({"strategy": "best"}, "strategy"),
         ({"threshold": 1.5}, "threshold"),
         ({"steps": 5}, "steps"),
+        ({"small_block_size": 3}, "small_block_size"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )

@@ -354,7 +354,7 @@ def chat(
         shown = ChatSession(engine, lm, talk, sampling, console, defaults)
     else:
         blocks = denoising.for_decoder(models.folder(console))
-        lm = models.load(console)
+        lm = models.load(console, decoding=None if blocks is None else "blocks")
         lm.denoising = given(blocks, lm.denoising)
         engine = lm.engine(engine_options)
         shown = ChatSession(engine, lm, talk, sampling, console)

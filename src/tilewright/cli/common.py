@@ -36,7 +36,7 @@ from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
 from tilewright.kernels.select import DECODING, Selection, Weights, fallbacks, implementations
-from tilewright.llm.language_model import LanguageModel, load
+from tilewright.llm.language_model import LanguageModel, Way, load
 from tilewright.models import hub, published
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import decoder_config
@@ -360,6 +360,7 @@ class TargetOptions(LoadOptions):
         devices: DeviceOptions = DeviceOptions(),
         context: int | None = None,
         options: DrafterOptions = DrafterOptions(),
+        decoding: Way | None = None,
     ) -> LanguageModel:
         """Loads the target with a drafter: a folder, a hub id, "ngram", "self", "auto", or a name of `PACKAGED_DRAFTERS`."""
         lm = load(
@@ -372,6 +373,7 @@ class TargetOptions(LoadOptions):
             draft_window=options.draft_window,
             drafter_dtype=options.drafter_dtype,
             lora=self.adapter_folders,
+            decoding=decoding,
         )
         runs = implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING, kv_dtype=self.kv_dtype)
         print_fallbacks(runs)
@@ -441,10 +443,17 @@ class ModelOptions(TargetOptions):
         """Text that names the drafter, such as "drafter ngram"."""
         return "no drafter" if self.drafter_name == "none" else f"drafter {self.drafter_name}"
 
-    def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
+    def load(
+        self,
+        console: Console,
+        devices: DeviceOptions = DeviceOptions(),
+        context: int | None = None,
+        decoding: Way | None = None,
+    ) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.drafting.window, self.drafting.dtype)
-        default = "none" if denoises_blocks(self.folder(console)) else default_drafter(self.model)
-        return self.load_with(given(self.drafter, default), console, devices, context, options)
+        denoises = decoding == "blocks" or denoises_blocks(self.folder(console))
+        default = "none" if denoises else default_drafter(self.model)
+        return self.load_with(given(self.drafter, default), console, devices, context, options, decoding)
 
 
 @option_class(group=MODEL)
@@ -461,8 +470,14 @@ class AdaptedModelOptions(ModelOptions):
     def adapter_folders(self) -> dict[str, str]:
         return {} if self.lora is None else {str(self.lora): str(self.lora)}
 
-    def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
-        lm = super().load(console, devices, context)
+    def load(
+        self,
+        console: Console,
+        devices: DeviceOptions = DeviceOptions(),
+        context: int | None = None,
+        decoding: Way | None = None,
+    ) -> LanguageModel:
+        lm = super().load(console, devices, context, decoding)
         lm.default_adapter = next(iter(self.adapter_folders), None)
         return lm
 

@@ -10,7 +10,7 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, denoises_blocks, print_fallbacks, print_schedules
+from tilewright.cli.common import DeviceOptions, LoadOptions, ModelOptions, print_fallbacks, print_schedules
 from tilewright.cli.options import COMMON, DIFFUSION, MODEL, changed_options, option_class, settings
 from tilewright.diffusion.blocks import BlockDenoising, Strategy
 from tilewright.diffusion.engine_options import DENOISING as DEFAULTS
@@ -20,6 +20,7 @@ from tilewright.kernels.select import DENOISING, implementations
 from tilewright.llm.diffusion_model import DiffusionModel, load
 from tilewright.models import diffusion
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.checkpoint import decoder_config
 from tilewright.models.tokenizer import encode
 from tilewright.train.arithmetic import Problem, problems
 
@@ -57,7 +58,10 @@ class DenoisingSettings:
         steps: number of steps in all, a multiple of the number of blocks. By default one for each token.
         block_length: tokens that are denoised together, block after block. By default 32.
         strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold,
-            by default 0.85; "low_confidence_static", the most probable ones; or "sequential". Steps are those of a block.
+            by default as published; "low_confidence_static", the most probable ones; or "sequential". Steps are those of a
+            block. Nemotron-Labs-Diffusion decodes token by token unless a setting has a value.
+        small_block_size: for a model whose blocks are denoised: tokens of the parts of a block that are denoised one after the
+            other. By default as published: 8 for Fast-dLLM v2, whole blocks for other models.
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
             "topk_margin" or "entropy" from Dream.
         suffix_window: positions after the block that a step sees. By default all.
@@ -78,6 +82,7 @@ class DenoisingSettings:
     steps: int | None = None
     block_length: int | None = None
     strategy: Strategy | None = None
+    small_block_size: int | None = None
     remasking: Remasking | None = None
     suffix_window: int | None = None
     guidance: float | None = None
@@ -99,8 +104,8 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or values exclude each other.
         """
-        if self.strategy is not None:
-            raise ValueError("--denoising: strategy is for models whose blocks are denoised; this one has remasking")
+        if wrong := self.set_values("strategy", "small_block_size"):
+            raise ValueError(f"--denoising: {', '.join(wrong)} is for models whose blocks are denoised; this one has remasking")
         named = self.set_values("mode", "threshold", "steps", "block_length", "remasking", "suffix_window", "guidance")
         saliency = replace(defaults.saliency, **self.set_values(*vars(Saliency())))
         return replace(defaults, saliency=saliency, **(named | changes))
@@ -111,18 +116,21 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or a setting is for other models.
         """
-        used = ("strategy", "threshold", "steps")
+        used = ("strategy", "threshold", "steps", "small_block_size")
         if wrong := self.set_values(*(name for name in vars(self) if name not in used)):
             raise ValueError(f"--denoising: expected {', '.join(used)} for a model with blocks, found {', '.join(wrong)}")
         return BlockDenoising(**self.set_values(*used))
 
     def for_decoder(self, folder: Path) -> BlockDenoising | None:
-        """Returns these settings for the decoder in a folder; None for one that decodes token by token.
+        """Returns these settings for the decoder in a folder; None for one that is to decode token by token.
+
+        A model that can do both, such as Nemotron-Labs-Diffusion, denoises blocks if any setting has a value.
 
         Raises:
-            ValueError: see `for_blocks`; any setting has a value, for a model that decodes token by token.
+            ValueError: see `for_blocks`; any setting has a value, for a model that only decodes token by token.
         """
-        if denoises_blocks(folder):
+        config = decoder_config(folder)
+        if config.denoises_blocks or (config.masked_blocks is not None and self != type(self)()):
             return self.for_blocks()
         self.refuse()
         return None

@@ -173,7 +173,7 @@ def generate(
     blocks = denoising.for_decoder(models.folder(notes))
     examples = gather_prompts(prompt, prompt_file, models.model, command=generate)
     template = models.prompt_template(True if templates.chat_template else chat, notes, templates)
-    lm = models.load(notes, devices)
+    lm = models.load(notes, devices, decoding=None if blocks is None else "blocks")
     lm.denoising = given(blocks, lm.denoising)
     for option, value in (("--replay", outputs.replay), ("--compare", outputs.compare_both)):
         if value and lm.drafter is None:

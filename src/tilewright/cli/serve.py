@@ -446,7 +446,7 @@ def engine_of(
         return diffusion_engine(models, devices, denoising, capacity.slots, shared, console), None
     blocks = denoising.for_decoder(models.folder(console))
     options = capacity.served_options(limits)
-    lm = models.load(console, devices, capacity.context)
+    lm = models.load(console, devices, capacity.context, None if blocks is None else "blocks")
     lm.denoising = given(blocks, lm.denoising)
     engine = lm.engine(options)
     log.info(engine.decoding.sizes_line)

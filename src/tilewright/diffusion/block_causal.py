@@ -1,7 +1,7 @@
 """Decoding of models whose blocks are denoised one after the other, on the pages and prefills of autoregressive decoding.
 
-A round is a pass over the current block of every row (`blocks.py`). Prompts are prefilled up to the last whole block. Finished
-blocks are delivered as a whole; their pages serve later requests with the same prefix.
+A round is a pass over the current block of every row (`blocks.py`). Prompts are prefilled up to the first block that runs
+(`MaskedBlocks.first_block`). Finished blocks are delivered as a whole; their pages serve later requests with the same prefix.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from tilewright.runtime.state import NOT_FINITE, DecodeState, Step, Target
 
 def blocks_of(target: Target) -> MaskedBlocks:
     """Returns the blocks of a model that denoises them."""
-    blocks = target.config.masked_blocks
+    blocks = target.blocks
     assert blocks is not None, "only a model with blocks is decoded block by block"
     return blocks
 
@@ -56,22 +56,17 @@ class BlockPrograms(Programs):
         return self.target.config.vocab_size if self.target.loops else None
 
     def step(self, variant: Variant | None, target: Target, masks: RowMasks | None) -> Step:
-        assert target.block_length is not None, "only a model with blocks is decoded block by block"
         allowed = None if masks is None else jnp.asarray(masks.blocks.masks)[:, 0]
-        return partial(denoise_pass, target, blocks_of(target), target.block_length, allowed)
+        return partial(denoise_pass, target, blocks_of(target), allowed)
 
     def request_rows(self, rows: Sequence[RowRequest], eos: Sequence[int] = ()) -> dict[str, Any]:
-        length = self.target.block_length
-        assert length is not None
         options = [row.denoising or BlockDenoising() for row in rows]
-        starts = [(row.last_position + 1) // length * length for row in rows]
-        return super().request_rows(rows, eos) | {"denoising": block_rows(options, starts, length, self.vocab)}
+        lengths = [row.last_position + 1 for row in rows]
+        return super().request_rows(rows, eos) | {"denoising": block_rows(options, lengths, blocks_of(self.target), self.vocab)}
 
     def empty_state(self, target_cache: Any, draft_cache: Any) -> DecodeState:
-        length = self.target.block_length
-        assert length is not None
         rows = self.layout.batch
-        empty = block_rows([BlockDenoising()] * rows, [0] * rows, length, self.vocab)
+        empty = block_rows([BlockDenoising()] * rows, [1] * rows, blocks_of(self.target), self.vocab)
         return replace(super().empty_state(target_cache, draft_cache), denoising=empty)
 
 
@@ -127,15 +122,15 @@ class BlockCausal(Autoregressive):
         Raises:
             ValueError: pages or prefill chunks that do not hold whole blocks, or see `Autoregressive`.
         """
-        length = model.target.block_length
-        assert length is not None, "only a model with blocks is decoded block by block"
-        defaults.check(length)
+        blocks = blocks_of(model.target)
+        length = blocks.length
+        defaults.check(blocks)
         self.block_length = length
         self.blocks = defaults
-        if options.page_size % length:
+        if options.page_size % length and not blocks.causal:
             found = options.page_size
             raise ValueError(f"expected a page size that is a multiple of the block length {length}, found {found}")
-        if programs is None:
+        if programs is None and not blocks.causal:
             longest = model.target.config.max_position_embeddings
             table = options.shapes(min(longest, options.context or longest))
             options = replace(options, table=with_whole_blocks(table, length))
@@ -152,8 +147,9 @@ class BlockCausal(Autoregressive):
         options = request.denoising or self.blocks
         if not isinstance(options, BlockDenoising):
             raise ValueError(f"expected denoising options as BlockDenoising, found {type(options).__name__}")
-        options.check(self.block_length)
-        mask = blocks_of(self.model.target).mask_token_id
+        blocks = blocks_of(self.model.target)
+        options.check(blocks)
+        mask = blocks.mask_token_id
         if mask in request.prompt:
             raise ValueError(f"expected a prompt without the mask token {mask}, found one")
         super().check(request)

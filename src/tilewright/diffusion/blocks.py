@@ -3,15 +3,19 @@
 The tokens of a block see each other and all blocks before. Finished blocks have exact keys and values in the cache. A pass runs
 the current block of every row, writes its keys and values, and commits tokens in place of some masks. A pass that begins
 without a mask leaves the block's final keys and values, and the row goes on to its next block. So rows in all phases share a
-pass.
+pass. `models.config.MaskedBlocks` says how the blocks of a model differ: where they begin, what their final keys and values
+see, and whether the pass that stores a block also chooses the next block's first token.
 
-Source: SDAR (arXiv 2510.06303) and its published `generate.py`.
+Sources: SDAR (arXiv 2510.06303) and its published `generate.py`; Nemotron-Labs-Diffusion (arXiv 2607.05722) and `generate` in
+its published `modeling_nemotron_labs_diffusion.py`; Fast-dLLM v2 (arXiv 2509.26328) and `generate` in its published
+`modeling.py`.
 
 Legend: B rows of a batch, T positions of a block, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -50,6 +54,8 @@ Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequentia
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BY_PROBABILITY = REMASKING.index("maskgit_plus")
 """Rule of `commit.choose` whose probabilities are those after temperature and filters, if a row draws."""
+BY_PLAIN_PROBABILITY = REMASKING.index("low_confidence")
+"""Rule of `commit.choose` whose probabilities are those before temperature and filters."""
 
 
 @dataclass(frozen=True)
@@ -58,35 +64,55 @@ class BlockDenoising:
 
     Attributes:
         strategy: rule that selects the masks which a pass replaces.
-        threshold: probability above which "low_confidence_dynamic" commits a token.
-        steps: the most passes of a block, whose quotas are as even as possible; None for as many as a block has tokens.
+        threshold: probability above which "low_confidence_dynamic" commits a token; None for the model's published default.
+        steps: the most passes of a block, whose quotas are as even as possible; None for as many as a block has tokens to
+            denoise.
+        small_block_size: tokens of the parts of a block that are denoised one after the other, a divisor of the block's length;
+            None for the model's published default. `steps` are shared by the parts, and have to be a multiple of their number.
         left_to_right: each pass commits the first mask alone, whatever the strategy, and the token is delivered at once. Rows
             with a constraint are denoised so, since only the text before a token tells which tokens it may be.
     """
 
     strategy: Strategy = "low_confidence_dynamic"
-    threshold: float = 0.85
+    threshold: float | None = None
     steps: int | None = None
+    small_block_size: int | None = None
     left_to_right: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"expected strategy to be one of {', '.join(STRATEGIES)}, found {self.strategy!r}")
-        if not 0 < self.threshold <= 1:
+        if self.threshold is not None and not 0 < self.threshold <= 1:
             raise ValueError(f"expected a threshold above 0, up to 1, found {self.threshold}")
         if self.steps is not None and self.steps < 1:
             raise ValueError(f"expected at least 1 step, found {self.steps}")
+        if self.small_block_size is not None and self.small_block_size < 1:
+            raise ValueError(f"expected a small_block_size of at least 1, found {self.small_block_size}")
 
-    def check(self, length: int) -> None:
-        """Raises a `ValueError` for more steps than a block of this length has tokens."""
-        if self.steps is not None and self.steps > length:
-            raise ValueError(f"expected at most {length} steps, one for each token of a block, found {self.steps}")
+    def small_length(self, blocks: MaskedBlocks) -> int:
+        """Returns the number of tokens of the parts of a block that are denoised one after the other."""
+        return self.small_block_size or gcd(blocks.length, blocks.small_length or blocks.length)
 
-    def quotas(self, length: int) -> np.ndarray:
-        """Returns the number of tokens that each pass of a block commits, int32 `[length]`; the remainder goes to the first."""
-        steps = length if self.steps is None else self.steps
-        base, remainder = divmod(length, steps)
-        return np.asarray([base + (n < remainder) if n < steps else 1 for n in range(length)], np.int32)
+    def check(self, blocks: MaskedBlocks) -> None:
+        """Raises a `ValueError` for small blocks that do not divide a block, or for steps that they cannot share."""
+        small = self.small_length(blocks)
+        if blocks.length % small:
+            raise ValueError(f"expected a small_block_size that divides the block length {blocks.length}, found {small}")
+        parts = blocks.length // small
+        if self.steps is not None and self.steps % parts:
+            raise ValueError(f"expected steps that are a multiple of the {parts} small blocks of a block, found {self.steps}")
+        if self.steps is not None and self.steps > blocks.denoised:
+            raise ValueError(f"expected at most {blocks.denoised} steps, one for each token of a block, found {self.steps}")
+
+    def quotas(self, blocks: MaskedBlocks) -> np.ndarray:
+        """Returns the number of tokens that each pass of a block commits, int32 `[T]`; the remainder goes to the first."""
+        small = self.small_length(blocks)
+        if small < blocks.length:
+            passes = small if self.steps is None else self.steps * small // blocks.length
+            return np.full(blocks.length, -(-small // passes), np.int32)
+        steps = self.steps or max(1, blocks.denoised)
+        base, remainder = divmod(blocks.denoised, steps)
+        return np.asarray([base + (n < remainder) if n < steps else 1 for n in range(blocks.length)], np.int32)
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +125,9 @@ class BlockRows:
         threshold: `[B]`.
         left_to_right: bool `[B]`, see `BlockDenoising`.
         quotas: `[B, T]`, see `BlockDenoising.quotas`.
+        small: `[B]`, see `BlockDenoising.small_length`.
         start: `[B]`, first position of the current block.
+        count: `[B]`, its number of positions.
         passes: `[B]`, number of passes over the current block so far.
         logprobs: log-probabilities of the block's committed tokens, `[B, T]`; None if no row can want them.
     """
@@ -108,35 +136,40 @@ class BlockRows:
     threshold: Any
     left_to_right: Any
     quotas: Any
+    small: Any
     start: Any
+    count: Any
     passes: Any
     logprobs: Logprobs | None
 
 
 @lru_cache(maxsize=256)
-def options_row(options: BlockDenoising, length: int) -> tuple[Any, Any, Any, Any]:
+def options_row(options: BlockDenoising, blocks: MaskedBlocks) -> tuple[Any, Any, Any, Any, Any]:
     """Returns the options of a request as arrays of one row, in the order of `BlockRows`. Do not write to them."""
     strategy = np.asarray([STRATEGIES.index(options.strategy)], np.int32)
-    threshold = np.asarray([options.threshold], np.float32)
-    return strategy, threshold, np.asarray([options.left_to_right]), options.quotas(length)[None]
+    threshold = np.asarray([blocks.threshold if options.threshold is None else options.threshold], np.float32)
+    if blocks.plain_confidence:  # a probability of this value exceeds the number below it
+        threshold = np.nextafter(threshold, np.float32(0))
+    small = np.asarray([options.small_length(blocks)], np.int32)
+    return strategy, threshold, np.asarray([options.left_to_right]), options.quotas(blocks)[None], small
 
 
-def block_rows(options: list[BlockDenoising], starts: list[int], length: int, vocab: int | None) -> BlockRows:
+def block_rows(options: list[BlockDenoising], lengths: list[int], blocks: MaskedBlocks, vocab: int | None) -> BlockRows:
     """Returns the state of rows at the beginning of a block, on the host.
 
     Args:
-        starts: first position of each row's block.
+        lengths: number of each row's tokens.
         vocab: size of the vocabulary, if rows may want log-probabilities.
     """
-    each = zip(*(options_row(one, length) for one in options), strict=True)
-    strategy, threshold, left_to_right, quotas = map(np.concatenate, each)
-    start = np.asarray(starts, np.int32)
+    each = zip(*(options_row(one, blocks) for one in options), strict=True)
+    strategy, threshold, left_to_right, quotas, small = map(np.concatenate, each)
+    start, count = np.asarray([blocks.first_block(length) for length in lengths], np.int32).T
     logprobs = None
     if vocab is not None:
-        zeros = np.zeros((len(starts), length), np.float32)
+        zeros = np.zeros((len(lengths), blocks.length), np.float32)
         k = min(MOST_ALTERNATIVES, vocab)
         logprobs = Logprobs(zeros, np.zeros((*zeros.shape, k), np.int32), np.zeros((*zeros.shape, k), np.float32))
-    return BlockRows(strategy, threshold, left_to_right, quotas, start, np.zeros_like(start), logprobs)
+    return BlockRows(strategy, threshold, left_to_right, quotas, small, start, count, np.zeros_like(start), logprobs)
 
 
 class PassInfo(NamedTuple):
@@ -195,12 +228,14 @@ def replaced(found: Choices, masked: Bool[Array, "B T"], rows: BlockRows) -> Boo
 def denoise_pass(
     target: Target,
     blocks: MaskedBlocks,
-    length: int,
     allowed: UInt32[Array, "B _"] | None,
     models: Models,
     state: DecodeState,
 ) -> tuple[DecodeState, PassInfo]:
     """Runs the current block of every row, and replaces some of its masks.
+
+    A pass over a block without a mask stores the block's keys and values, and chooses the next block's first token if the
+    model's blocks begin so.
 
     A block is finished, and its tokens are given to the user, once it has no mask, or an end-of-sequence token without a mask
     before it, which ends the row. Rows from left to right give each token to the user.
@@ -209,24 +244,57 @@ def denoise_pass(
         allowed: bits of the tokens that may replace a block's first mask; None if all may.
     """
     rows: BlockRows = state.denoising
+    length = blocks.length
+    slot = jnp.arange(length)[None]
+    left_to_right = jnp.asarray(rows.left_to_right)
     positions = block_positions(rows.start, length)
     block = tokens_at(state, positions)
     running = ~state.done
-    masked = (block == blocks.mask_token_id) & running[:, None]
-    span = Span(rows.start, jnp.where(running, length, 0))
-    ran = run_target(target, models.target, state, block, span, ())
+    masked = (block == blocks.mask_token_id) & (slot < rows.count[:, None]) & running[:, None]
+    stores = running & ~jnp.any(masked, axis=1)
+    ends = jnp.broadcast_to((rows.start + rows.count)[:, None], block.shape)
+    if blocks.causal:
+        ends = jnp.where(stores[:, None], positions + 1, ends)
+    span = Span(rows.start, jnp.where(running, rows.count, 0))
+    ran = run_target(target, models.target, state, block, span, (), ends)
     after = replace(state, target_cache=ran.caches)
 
-    logits = decoder.logits(target.config, target.ops, models.target, ran.hidden, target.schedule)
+    # From here on, `block` is the one whose tokens the pass chooses.
+    start = jnp.where(stores, rows.start + rows.count, rows.start)
+    # A causal row from left to right decodes token by token. A slot may have no room for a whole block behind the prompt.
+    room = jnp.clip(state.tokens.shape[1] - start, 0, jnp.where(left_to_right & blocks.causal, 1, length))
+    count = jnp.where(stores, room, rows.count)
+    positions = block_positions(start, length)
+    block = jnp.where(stores[:, None], blocks.mask_token_id, block)
+    if blocks.first_token is not None:
+        masked = jnp.where(stores[:, None], slot == 0, masked)
+    part = slot // jnp.asarray(rows.small)[:, None]
+    masked = masked & (part == jnp.min(jnp.where(masked, part, length), axis=1, keepdims=True))
+    hidden = ran.hidden
+    if blocks.first_token is not None or blocks.shifted:
+        predicting = jnp.maximum(slot - 1, 0) if blocks.shifted else slot
+        predicting = jnp.where(stores[:, None], rows.count[:, None] - 1, predicting)
+        hidden = jnp.take_along_axis(hidden, predicting[..., None], axis=1)
+
+    logits = decoder.logits(target.config, target.ops, models.target, hidden, target.schedule)
     logits = penalised(state, block, positions, blocks.mask_token_id, logits)
-    left_to_right = jnp.asarray(rows.left_to_right)
     if allowed is not None:
         bits = jnp.broadcast_to(allowed[:, None], (*logits.shape[:2], allowed.shape[-1]))
         logits = jnp.where(left_to_right[:, None, None], select.allowed(logits, bits), logits)
     # A row from left to right may be computed again from within a block, and draws each position once.
-    draws = jnp.where(left_to_right, 0, rows.passes)
-    by_probability = jnp.full_like(rows.start, BY_PROBABILITY)
-    found = choose(logits, by_probability, state.sampling, positions, draws, blocks.mask_token_id)
+    draws = jnp.where(left_to_right | stores, 0, rows.passes)
+    rule = jnp.full_like(rows.start, BY_PLAIN_PROBABILITY if blocks.plain_confidence else BY_PROBABILITY)
+    sampling = state.sampling
+    temperature = jnp.asarray(sampling.temperature)
+    if blocks.first_token == "likely":
+        temperature = jnp.where(stores, 0.0, temperature)
+    hot = temperature > 0
+    # Filters keep the most likely token, but would change its probability.
+    top_p = jnp.where(hot, jnp.asarray(sampling.top_p), 1.0)
+    top_k = jnp.where(hot, jnp.asarray(sampling.top_k), 0)
+    min_p = jnp.where(hot, jnp.asarray(sampling.min_p), 0.0)
+    sampling = replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    found = choose(logits, rule, sampling, positions, draws, blocks.mask_token_id)
     failed = jnp.any(masked & ~jnp.isfinite(found.probability), axis=1)
     changed = replaced(found, masked, rows) & ~failed[:, None]
     block = jnp.where(changed, found.token, block)
@@ -237,24 +305,20 @@ def denoise_pass(
         is_eos = is_eos | (block == eos)
     new = positions > state.last_position[:, None]
     is_eos = is_eos & new & ~state.ignore_eos[:, None]
-    left = jnp.cumsum(block == blocks.mask_token_id, axis=1)
+    left = jnp.cumsum((block == blocks.mask_token_id) & (slot < count[:, None]), axis=1)
     ended = jnp.any(is_eos & (left == 0), axis=1)
     had_masks = jnp.any(masked, axis=1)
     finished = had_masks & ((left[:, -1] == 0) | ended)
 
-    first = state.last_position + 1 - rows.start
-    shift = jnp.clip(first[:, None] + jnp.arange(length), 0, length - 1)
+    first = state.last_position + 1 - start
+    shift = jnp.clip(first[:, None] + slot, 0, length - 1)
     tokens = jnp.where(failed[:, None], NOT_FINITE, jnp.take_along_axis(block, shift, axis=1))
-    accepted = jnp.where(finished, length - 1 - first, -1)
+    accepted = jnp.where(finished, count - 1 - first, -1)
     accepted = jnp.where(failed | (left_to_right & had_masks), 0, accepted)
-    written = select.write_buffer(state.tokens, block, rows.start, span.count)
+    written = select.write_buffer(state.tokens, block, start, jnp.where(running, count, 0))
     after, committed = commit(target, replace(after, tokens=written), tokens, accepted)
-    stored = running & ~had_masks
-    rows = replace(
-        rows,
-        start=jnp.where(stored, rows.start + length, rows.start),
-        passes=jnp.where(stored, 0, rows.passes + running.astype(jnp.int32)),
-    )
+    passes = jnp.where(stores, 0, rows.passes + running.astype(jnp.int32))
+    rows = replace(rows, start=start, count=count, passes=passes)
     logprobs = None
     if rows.logprobs is not None and target.reports_logprobs:
         logprobs = jax.tree.map(

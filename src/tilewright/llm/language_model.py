@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from jax import Array
@@ -68,6 +68,8 @@ from tilewright.speculation.pacer import CallPacer, EnginePacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.team import Team
 
+Way = Literal["tokens", "blocks"]
+"""Ways of decoding: token by token, or block by block with denoising."""
 ANSWER_TOKENS = 512
 """Default length limit of a chat's answer."""
 CALL = EngineOptions(prefix_cache=False, guard="off", dispatch_s=math.inf, constraints=True)
@@ -237,14 +239,29 @@ class LanguageModel:
         other.model = other.model_of(Models(target), None)
         return other
 
-    def with_block_length(self, length: int) -> "LanguageModel":
-        """Returns a copy of the model whose blocks have another length; the parameters are shared."""
+    def with_blocks(self, length: int | None = None) -> "LanguageModel":
+        """Returns a copy of the model that denoises blocks, without a drafter; the parameters are shared.
+
+        Args:
+            length: positions of a block; by default as in the configuration.
+
+        Raises:
+            ValueError: the model was not trained to denoise blocks, or a length of which no token would be denoised.
+        """
+        if self.target.masked_blocks is None:
+            raise ValueError(
+                f"expected a model that was trained to denoise blocks, found one of the family {self.target.family}"
+            )
+        blocks = replace(self.target.masked_blocks, length=length or self.target.masked_blocks.length)
+        if blocks.denoised < 1:
+            raise ValueError(f"expected blocks of at least {blocks.length - blocks.denoised + 1} tokens, found {blocks.length}")
         other = copy(self)
-        assert self.target.masked_blocks is not None
-        other.target = replace(self.target, masked_blocks=replace(self.target.masked_blocks, length=length))
-        other.block_length = length
-        other.table = with_whole_blocks(self.table, length)
-        other.model = other.model_of(self.model.models, None)
+        other.target = replace(self.target, masked_blocks=blocks)
+        other.block_length = blocks.length
+        other.table = self.table if blocks.causal else with_whole_blocks(self.table, blocks.length)
+        other.drafter = None
+        other.pacing = None
+        other.model = other.model_of(Models(self.model.models.target), None)
         other.programs = {}
         return other
 
@@ -338,6 +355,14 @@ class LanguageModel:
         if len(tokens) + sampling.max_new_tokens > context:
             room = f"leaves room for {context - len(tokens)} in the model's context of {context}"
             raise ValueError(f"a prompt of {len(tokens)} tokens {room}; max_new_tokens is {sampling.max_new_tokens}")
+
+    def positions_of(self, tokens: Sequence[int], sampling: Sampling) -> int:
+        """Returns the positions of a call's row. Blocks that begin behind the prompt are whole, if there is room for them."""
+        blocks = self.model.target.blocks
+        new = sampling.max_new_tokens
+        if blocks is None or not blocks.causal:
+            return len(tokens) + new
+        return min(len(tokens) + -(-new // blocks.length) * blocks.length, self.table.capacities[-1])
 
     @staticmethod
     def each_sampling(prompts: Sequence[object], sampling: Sampling | Sequence[Sampling] | None) -> list[Sampling]:
@@ -437,7 +462,7 @@ class LanguageModel:
         constraints = self.each_constraint(items, grammar)
         for tokens, one in zip(encoded, each, strict=True):
             self.check_length(tokens, one)
-        positions = max(len(tokens) + one.max_new_tokens for tokens, one in zip(encoded, each, strict=True))
+        positions = max(self.positions_of(tokens, one) for tokens, one in zip(encoded, each, strict=True))
         if drafter is not None:
             positions = max(positions, drafter.block_size)  # a block is written as a whole
         programs = self.programs_for(drafter, self.table.shape(min(len(encoded), self.table.batches[-1]), positions))
@@ -589,6 +614,16 @@ def check_no_drafter(drafter: str | Sequence[str] | None) -> None:
         raise ValueError(f"expected no drafter for a model whose blocks are denoised, found {name}")
 
 
+def check_decoding(decoding: str | None, config: DecoderConfig) -> None:
+    """Raises a `ValueError` for an unknown way of decoding, or one that the model was not trained for."""
+    if decoding not in (None, *get_args(Way)):
+        raise ValueError(f"expected decoding among {', '.join(get_args(Way))}, found {decoding!r}")
+    if decoding == "blocks" and config.masked_blocks is None:
+        raise ValueError(f"expected a model that was trained to denoise blocks, found one of the family {config.family}")
+    if decoding == "tokens" and config.denoises_blocks:
+        raise ValueError(f"expected a model that decodes token by token, found one of the family {config.family}")
+
+
 def drafts_with_target(drafter: Drafter | None) -> bool:
     """Returns True for a drafter that runs the target's layers, alone or beside n-grams."""
     return isinstance(drafter.other if isinstance(drafter, NGramsFirst) else drafter, SelfDiffusion)
@@ -709,6 +744,7 @@ def load(
     kv_dtype: KvDtype = "auto",
     context: int | None = None,
     lora: Mapping[str, str | Path] | None = None,
+    decoding: Way | None = None,
 ) -> LanguageModel:
     """Loads a target and, optionally, a drafter.
 
@@ -743,9 +779,12 @@ def load(
         lora: folders of low-rank adapters in PEFT's format, by name; for one device only.
         console: console for progress.
         context: the most positions of later requests. They select LongRoPE's factors for a Phi model.
+        decoding: "blocks" denoises blocks, for a model that also decodes token by token, such as Nemotron-Labs-Diffusion;
+            "tokens" decodes token by token, the default for such a model.
 
     Raises:
-        ValueError: invalid files, a drafter that does not fit the target, or sizes that the mesh does not divide.
+        ValueError: invalid files, a drafter that does not fit the target, sizes that the mesh does not divide, or a way of
+            decoding that the model was not trained for.
     """
     check_dtype(dtype, (AUTO_DTYPE, *DTYPES))
     check_kv_dtype(kv_dtype)
@@ -757,7 +796,9 @@ def load(
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     config = checkpoint.decoder_config(folder)
-    if config.denoises_blocks:
+    check_decoding(decoding, config)
+    denoises = config.denoises_blocks or decoding == "blocks"
+    if denoises:
         check_no_drafter(source)
         options = replace(options, block_size=None)
     placement = placement_over(config, mesh, schedule, compiler_options)
@@ -766,6 +807,6 @@ def load(
         folders.setdefault(DRAFT_ADAPTER, folder / DRAFT_ADAPTER)
     adapters = read_adapters(folders, 1 if mesh is None else mesh.size)
     lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context, adapters)
-    if config.denoises_blocks and isinstance(size, int):
-        return lm.with_block_length(size)
+    if denoises:
+        return lm.with_blocks(size if isinstance(size, int) else None)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

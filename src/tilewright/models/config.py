@@ -77,6 +77,10 @@ class LayerKind:
     delta: DeltaSizes | None = None
 
 
+FirstToken = Literal["likely", "drawn"]
+"""Choice of a block's first token from the logits of the token before: the most likely token, or a draw as in decoding."""
+
+
 @dataclass(frozen=True)
 class MaskedBlocks:
     """Training of a decoder to denoise blocks too: masks in a block that follows its context, all of which sees all of it.
@@ -85,14 +89,39 @@ class MaskedBlocks:
         mask_token_id: token of positions that are not denoised yet.
         length: positions of a block in training.
         shifted: a position's logits predict the next token, as in decoding, and not its own.
-        causal: finished tokens see those before them only, so that the model also decodes token by token. If false, they see
-            their whole block, counted from position 0.
+        causal: finished tokens see those before them only, so that the model also decodes token by token. Its blocks begin
+            right behind the prompt. If false, finished tokens see their whole block, and blocks are counted from position 0.
+        first_token: choice of a block's first token in the pass that stores the block before; None if it is denoised.
+        plain_confidence: tokens are ranked by their probability before temperature and filters, and a token whose probability
+            equals the threshold is committed. If false, it is the probability after them, and has to exceed the threshold.
+        threshold: published default of `diffusion.blocks.BlockDenoising.threshold`.
+        small_length: published default of `diffusion.blocks.BlockDenoising.small_block_size`; None for whole blocks. If it does
+            not divide the length, the greatest common divisor is the default.
     """
 
     mask_token_id: int
     length: int
     shifted: bool = False
     causal: bool = True
+    first_token: FirstToken | None = None
+    plain_confidence: bool = False
+    threshold: float = 0.85
+    small_length: int | None = None
+
+    @property
+    def denoised(self) -> int:
+        """Number of a block's tokens that are denoised."""
+        return self.length - (self.first_token is not None)
+
+    def first_block(self, length: int) -> tuple[int, int]:
+        """Returns first position and number of positions of the block that runs first, behind a text of `length` tokens.
+
+        If its tokens are all known, the first pass stores them, and chooses the first token behind them.
+        """
+        if self.causal:
+            return length - 1, 1
+        denoised = length if self.first_token is None else length - 1
+        return denoised // self.length * self.length, self.length
 
 
 class RopeFields(NamedTuple):

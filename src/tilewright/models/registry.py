@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
+from tilewright.models.families.fast_dllm import FAST_DLLM
 from tilewright.models.families.gemma import GEMMA2, GEMMA3
 from tilewright.models.families.gpt_oss import GPT_OSS
 from tilewright.models.families.llama import LLAMA
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
         NEMOTRON_DIFFUSION,
         SDAR,
         SDAR_MOE,
+        FAST_DLLM,
     )
 }
 """Families by `model_type`. A new family needs a file in `families/` and a line here."""

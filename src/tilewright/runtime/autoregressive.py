@@ -116,9 +116,8 @@ class Autoregressive:
         pages = Pages(layout.pages, layout.page_size)
         windows = [PageGroup(Pages(each.pages, layout.page_size), each.window) for each in layout.windows]
         snapshots = Snapshots(layout.snapshots, pages) if layout.snapshots and self.prefix_cache else None
-        block = model.target.block_length
         sizes = (programs.table, pages, layout.capacity, self.prefix_cache)
-        self.scheduler = Scheduler(*sizes, contexts, windows, snapshots, block)
+        self.scheduler = Scheduler(*sizes, contexts, windows, snapshots, model.target.blocks)
         self.runner = self.runner_type(programs, sampling)
         self.chooser = make_chooser(self.runner, options.dispatch_s)
         self.last_masks: MaskSource = "none"
@@ -210,7 +209,8 @@ class Autoregressive:
         check_vocabulary(request.sampling, self.vocab_size)
         self.model.adapter_number(request.lora)
         if request.denoising is not None and self.model.target.block_length is None:
-            raise ValueError("expected no denoising options, since the model decodes token by token")
+            other = "; load it with decoding='blocks'" if self.model.target.config.masked_blocks is not None else ""
+            raise ValueError(f"expected no denoising options, since the model decodes token by token{other}")
         if request.logprobs is not None and not self.runner.reports_logprobs:
             raise ValueError("expected no logprobs, since the compiled rounds report none")
         if request.constraint is not None and not self.options.constraints:

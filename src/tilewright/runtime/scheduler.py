@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from tilewright.kernels.operations import UNMAPPED
+from tilewright.models.config import MaskedBlocks
 from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.groups import PageGroup, RowPages, usable_prefix
 from tilewright.runtime.output import OutputProcessor
@@ -191,8 +192,8 @@ class Scheduler:
         snapshots: snapshots of states outside of pages, with which every shared prefix ends; None without such states.
         chunks, together: lengths of prefill chunks, and rows and length of the program for several prompts, that may run now;
             those of the table, unless some programs are still missing.
-        block_length: positions of a block, where blocks are denoised; None where tokens follow one another. Pages and chunks
-            hold whole blocks.
+        blocks: the blocks that are denoised; None where tokens follow one another. Pages and chunks hold whole blocks, unless
+            finished tokens see only those before them.
         preemptions, prefix_queries, prefix_hits: see `request.EngineStats`.
     """
 
@@ -205,7 +206,7 @@ class Scheduler:
         contexts: Sequence[str] = (),
         windows: Sequence[PageGroup] = (),
         snapshots: Snapshots | None = None,
-        block_length: int | None = None,
+        blocks: MaskedBlocks | None = None,
     ):
         """Args:
         windows: the further groups, of layers with a window.
@@ -216,7 +217,7 @@ class Scheduler:
         self.context = context
         self.prefix_cache = prefix_cache
         self.contexts = contexts
-        self.block_length = block_length
+        self.blocks = blocks
         self.groups = [PageGroup(pages), *windows]
         self.snapshots = snapshots
         self.waiting: list[TokenSequence] = []
@@ -320,7 +321,7 @@ class Scheduler:
 
     def prefilled_positions(self, length: int) -> int:
         """Returns how many positions of a sequence of this length prefill computes before its tokens are generated."""
-        return length - 1 if self.block_length is None else length // self.block_length * self.block_length
+        return length - 1 if self.blocks is None else self.blocks.first_block(length)[0]
 
     def may_grow(self, running: RunningSequence) -> bool:
         """True if a sequence may need more pages than it has."""
@@ -494,7 +495,9 @@ class Scheduler:
 
     def leave(self, running: RunningSequence) -> None:
         """Frees a slot and its pages; its full pages are published."""
-        computed = running.sequence.length - 1 if running.prefilled else running.filled
+        # A block's keys and values are final one pass after its tokens are delivered. A page may hold a part of a causal block.
+        pending = self.blocks.length if self.blocks is not None and self.blocks.causal else 1
+        computed = max(0, running.sequence.length - pending) if running.prefilled else running.filled
         self.publish(running, min([computed, *running.context_positions.values()]))
         self.release_snapshot(running)
         self.slots[running.slot] = None

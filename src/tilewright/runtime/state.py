@@ -16,6 +16,7 @@ from tilewright.kernels import select
 from tilewright.kernels.masks import AttentionMask, causal_from
 from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder
+from tilewright.models.config import MaskedBlocks
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.delta import DeltaState
 from tilewright.models.stack import TRACED_ONCE, Strategy
@@ -44,8 +45,7 @@ class Target:
             sampling, and reports no log-probabilities.
         sampling: the most general sampling that rows may request.
         kv_dtype: dtype of its KV cache. Drafters' caches have the drafters' dtype.
-        block_length: positions of a block, all of which see each other; None for causal attention. Then spans begin at a
-            multiple of it.
+        block_length: positions of a block, for a model whose blocks are denoised; None for a model that decodes token by token.
     """
 
     config: DecoderConfig
@@ -61,6 +61,11 @@ class Target:
     @property
     def reports_logprobs(self) -> bool:
         return self.loops and self.sampling == "logprobs"
+
+    @property
+    def blocks(self) -> MaskedBlocks | None:
+        """The blocks that are denoised; None for a model that decodes token by token."""
+        return None if self.block_length is None else self.config.masked_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -166,16 +171,15 @@ def cached_attend(
     return cache.attend_projected(ops, projection, heads, causal_from(span.start, span.count, heads.window))
 
 
-def block_attend(
-    length: int, ops: Operations, projection: Projection, heads: Heads, span: Span, cache: CausalCache
+def bounded_attend(
+    ends: Int[Array, "B T"], ops: Operations, projection: Projection, heads: Heads, span: Span, cache: CausalCache
 ) -> tuple[Array, CausalCache]:
-    """Appends the span's keys and values to the cache, and attends to it up to the end of each query's block.
+    """Appends the span's keys and values to the cache, and attends to the positions before each query's end.
 
-    Blocks have `length` positions, from position 0 on. See `decoder.Attend`.
+    See `decoder.Attend`.
     """
     q, k, v = ops.heads(projection, heads)
     after = cache.append(ops, k, v, span.start, span.count)
-    ends = (block_positions(span.start, q.shape[1]) // length + 1) * length
     out = after.attend(ops, q, AttentionMask(ends, counts=span.count))
     return out.reshape(*q.shape[:2], -1), after
 
@@ -187,13 +191,21 @@ def run_target(
     tokens: Int[Array, "B T"],
     span: Span,
     tap_layers: tuple[int, ...],
+    ends: Int[Array, "B T"] | None = None,
 ) -> decoder.Forward:
     """Runs `tokens` at positions `span.start` onwards over the target's cache; the updated cache is in the result's `caches`.
 
     Results of tokens behind the first `span.count` are undefined.
+
+    Args:
+        ends: a token sees the positions before this one. By default those up to its own, or where finished tokens see their
+            whole block, those up to the block's end.
     """
     positions = block_positions(span.start, tokens.shape[1])
-    attend = cached_attend if target.block_length is None else partial(block_attend, target.block_length)
+    blocks = target.blocks
+    if ends is None and blocks is not None and not blocks.causal:
+        ends = (positions // blocks.length + 1) * blocks.length
+    attend = cached_attend if ends is None else partial(bounded_attend, ends)
     return decoder.forward(
         target.config,
         target.ops,

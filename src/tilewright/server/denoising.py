@@ -109,19 +109,21 @@ class BlockBody(GenerationBody):
         strategy: rule that selects the tokens to commit in a step.
         threshold: probability above which "low_confidence_dynamic" commits a token.
         steps: the most denoising steps of a block.
+        small_block_size: number of tokens of the parts of a block that are denoised one after the other.
         prompt_logprobs: not supported for a diffusion model.
     """
 
     strategy: Strategy | None = None
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     steps: Length = None
+    small_block_size: Length = None
 
     prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
 
     def options(self, defaults: BlockDenoising) -> BlockDenoising:
         """Returns the denoising options of a request."""
-        named = {name: value for name in ("strategy", "threshold", "steps") if (value := getattr(self, name)) is not None}
-        return replace(defaults, **named)
+        names = ("strategy", "threshold", "steps", "small_block_size")
+        return replace(defaults, **{name: value for name in names if (value := getattr(self, name)) is not None})
 
 
 class BlockCompletionBody(BlockBody, CompletionBody):  # type: ignore[misc]
