@@ -114,7 +114,7 @@ def test_experts_are_chosen_within_groups(seed: int, groups: tuple[int, int], ch
 def test_a_published_configuration():
     config = config_from_hf(MINI)
     assert config.mixture == Mixture(256, 8, 512, shared=512, sigmoid=SigmoidRouting(8, 4, 2.5))
-    assert config.masked_blocks == MaskedBlocks(156895, 32, causal=False)
+    assert config.masked_blocks == MaskedBlocks(156895, 32, causal=False, threshold=0.95)
     assert (config.dense_layers, config.eos_token_ids, config.denoises_blocks) == ((0,), (156892,), True)
     assert config.kind(0).mixture is None
     assert config.kind(1).mixture == config.mixture
@@ -129,6 +129,7 @@ def test_a_published_configuration():
         ({"expert_capacity": 48}, "expert_capacity=48 is not supported (LLaDA2.2, which inserts and deletes tokens)"),
         ({"delete_token_id": 156930}, "delete_token_id=156930 is not supported (LLaDA2.2, which inserts and deletes tokens)"),
         ({"use_qkv_bias": True}, "use_qkv_bias=True is not supported (only False)"),
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported (only True)"),
         ({"score_function": "softmax"}, "score_function='softmax' is not supported (only 'sigmoid')"),
         ({"first_k_dense_replace": 20}, "first_k_dense_replace must be from 0 to 19, found 20"),
         ({"num_shared_experts": -1}, "num_shared_experts must be a number of experts, found -1"),

@@ -1,8 +1,9 @@
 """Reference of LLaDA2.0 and LLaDA2.1 in NumPy float64, which tests compare with the engine.
 
 Layers and loops are written from the published `modeling_llada2_moe.py`, whose names of tensors and options they have. There
-are no caches: every pass starts again from the tokens. Two things differ from the published loops: a mask is never chosen, and
-drawn tokens come from given noise.
+are no caches: every pass starts again from the tokens. Three things differ from the published loops: a mask is never chosen,
+drawn tokens come from given noise, and LLaDA2.0's text ends with any pass behind which no mask is before an end-of-sequence
+token. The published loop looks only behind passes that choose such a token, if `eos_early_stop` is set.
 
 Legend: n tokens, H hidden, E experts, K of them chosen for a token, G groups, V vocabulary.
 """
@@ -87,13 +88,14 @@ class Model:
 class Options:
     """Options of the published loops, named as there. `editing` is the loop of LLaDA2.1, which ignores `steps`.
 
-    LLaDA2.0's defaults are `threshold=0.95`, 32 steps and no `num_to_transfer`, which follows from the steps.
+    LLaDA2.0's defaults are `threshold=0.95`, 32 steps and no `num_to_transfer`, which follows from the steps. LLaDA2.1's model
+    card names `threshold=0.5` and `editing_threshold=0.0`, or 0.7 and 0.5.
     """
 
     editing: bool
     threshold: float = 0.95
     steps: int | None = None
-    editing_threshold: float = 0.5
+    editing_threshold: float = 0.0
     max_post_steps: int = 16
     num_to_transfer: int = 1
     temperature: float = 0.0
@@ -108,13 +110,15 @@ class Generation:
         tokens: new tokens, up to an end-of-sequence token.
         passes: number of passes over each block.
         unchanged: whether the last pass over each block changed nothing.
-        edits: number of tokens that were replaced by others.
+        edited: tokens that were replaced by others.
+        probabilities: of each new token, in the pass that last set it.
     """
 
     tokens: list[int]
     passes: list[int]
     unchanged: list[bool]
-    edits: int
+    edited: list[int]
+    probabilities: list[float]
 
 
 def transferred(confidence: Array, masked: NDArray[np.bool_], threshold: float, quota: int) -> NDArray[np.bool_]:
@@ -128,11 +132,19 @@ def transferred(confidence: Array, masked: NDArray[np.bool_], threshold: float, 
     return best
 
 
-def generate(model: Model, prompt: Sequence[int], new_tokens: int, options: Options, noise: Noise | None = None) -> Generation:
+def generate(
+    model: Model,
+    prompt: Sequence[int],
+    new_tokens: int,
+    options: Options,
+    noise: Noise | None = None,
+    presence_penalty: float = 0.0,
+) -> Generation:
     """The published `generate` of LLaDA2.0, or of LLaDA2.1 with `options.editing`.
 
     Args:
         noise: see `diffusion_numpy.choose`.
+        presence_penalty: subtracted from logits of the generated tokens before a position; the published loops have none.
     """
     size = model.config["block_size"]
     mask = model.config["mask_token_id"]
@@ -141,9 +153,10 @@ def generate(model: Model, prompt: Sequence[int], new_tokens: int, options: Opti
     rule = Request(mask, size, size, size, "maskgit_plus", temperature=options.temperature, top_p=options.top_p)
     blocks = -(-(len(prompt) + new_tokens) // size)
     tokens = [*prompt, *[mask] * (blocks * size - len(prompt))]
+    probabilities = [0.0] * len(tokens)
     passes: list[int] = []
     unchanged: list[bool] = []
-    edits = 0
+    edited_tokens: list[int] = []
     for start in range(len(prompt) // size * size, blocks * size, size):
         step = 0
         post_steps = 0
@@ -156,6 +169,8 @@ def generate(model: Model, prompt: Sequence[int], new_tokens: int, options: Opti
                     unchanged.append(False)
                     break
             logits = model.logits(tokens[: start + size])[start:]
+            for n, row in enumerate(logits):
+                row[list({*tokens[len(prompt) : start + n]} - {mask})] -= presence_penalty
             found = [choose(row, rule, step, start + n, noise, None) for n, row in enumerate(logits)]
             confidence = np.asarray([each.probability for each in found])
             quota = options.num_to_transfer if options.editing else size // steps + (step < size % steps)
@@ -167,8 +182,13 @@ def generate(model: Model, prompt: Sequence[int], new_tokens: int, options: Opti
                 edited = ~masked & ~is_prompt & other & (confidence > options.editing_threshold)
             for n in np.flatnonzero(replaced | edited):
                 tokens[start + n] = found[n].token
-            edits += int(edited.sum())
+                probabilities[start + n] = found[n].probability
+            edited_tokens += block[edited].tolist()
             step += 1
+            new = tokens[len(prompt) : start + size]
+            if not options.editing and eos in new and mask not in new[: new.index(eos)]:
+                unchanged.append(False)
+                break
             if not masked.any() and not edited.any():
                 unchanged.append(True)
                 break
@@ -177,7 +197,7 @@ def generate(model: Model, prompt: Sequence[int], new_tokens: int, options: Opti
             break
     response = tokens[len(prompt) : len(prompt) + new_tokens]
     response = response[: response.index(eos) + 1] if eos in response else response
-    return Generation(response, passes, unchanged, edits)
+    return Generation(response, passes, unchanged, edited_tokens, probabilities[len(prompt) :][: len(response)])
 
 
 def random_model(seed: int, block: int = 4, vocab_size: int = 40, eos: int | None = None, **changes: Any) -> Model:

@@ -17,6 +17,8 @@ END = 156892
 """End-of-sequence token of the published loop, for configurations that name none."""
 LENGTH = 32
 """Block length of published models."""
+THRESHOLD = 0.95
+"""Threshold of LLaDA2.0's published loop."""
 LEVENSHTEIN = ("expert_capacity", "delete_token_id", "split_token_id")
 """Fields of LLaDA2.2: blocks share a set of experts, and tokens are deleted and inserted."""
 
@@ -29,6 +31,7 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     reader.expect("use_qkv_bias", False)
     reader.expect("use_qk_norm", True)
     reader.expect("score_function", "sigmoid")
+    reader.expect("norm_topk_prob", True)
     reader.expect("moe_router_enable_expert_bias", True)
     dense = reader.fields.get("first_k_dense_replace", 0)
     layers = reader.integer("num_hidden_layers")
@@ -36,7 +39,7 @@ def read(reader: ConfigReader) -> dict[str, Any]:
     reader.require(good, f"first_k_dense_replace must be from 0 to {layers - 1}, found {dense!r}")
     return {
         **full_attention(reader),
-        "masked_blocks": MaskedBlocks(mask_token(reader), reader.integer("block_size"), causal=False),
+        "masked_blocks": MaskedBlocks(mask_token(reader), reader.integer("block_size"), causal=False, threshold=THRESHOLD),
         "mixture": read_mixture(reader),
         "dense_layers": tuple(range(dense)) if good else (),
         "balance": 0.0,
@@ -51,11 +54,10 @@ def read_mixture(reader: ConfigReader) -> Mixture | None:
     reader.require(good, f"num_shared_experts must be a number of experts, found {shared!r}")
     routing = reader.integer("n_group"), reader.integer("topk_group"), reader.number("routed_scaling_factor", default=1.0)
     chosen = reader.integer("num_experts_per_tok")
-    # A single expert's weight is its affinity.
-    normalised = reader.flag("norm_topk_prob", default=True) and chosen > 1
     sizes = {"shared": shared * size if good else 0, "sigmoid": SigmoidRouting(*routing)}
     try:
-        return Mixture(reader.integer("num_experts"), chosen, size, normalised, **sizes)
+        # A single expert's weight is its affinity.
+        return Mixture(reader.integer("num_experts"), chosen, size, normalised=chosen > 1, **sizes)
     except ValueError as error:
         reader.require(False, f"num_experts, num_experts_per_tok, n_group and topk_group: {error}")
         return None
@@ -70,7 +72,7 @@ def write(config: Any) -> dict[str, Any]:
         "num_experts_per_tok": mixture.chosen,
         "moe_intermediate_size": mixture.size,
         "num_shared_experts": mixture.shared // mixture.size,
-        "norm_topk_prob": mixture.normalised,
+        "norm_topk_prob": True,
         "score_function": "sigmoid",
         "n_group": sigmoid.groups,
         "topk_group": sigmoid.chosen_groups,
