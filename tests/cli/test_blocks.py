@@ -45,7 +45,7 @@ def test_wrong_settings_are_named(run: Run, folder: Path):
     for options, said in (
         (
             ["--denoising", "mode=sparse"],
-            "expected strategy, threshold, steps, small_block_size for a model with blocks, found mode",
+            "small_block_size, edit_threshold, max_post_steps for a model with blocks, found mode",
         ),
         (["--denoising", "threshold=0.3", "--drafter", "self"], "expected no drafter for a model whose blocks are denoised"),
     ):

@@ -33,7 +33,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.experts import ClampedGate, Mixture
+from tilewright.models.experts import ClampedGate, Mixture, SigmoidRouting
 from tilewright.models.stack import SINGLE_DEVICE, Strategy
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.exact import Exact
@@ -57,6 +57,21 @@ CONFIGS = {
         mixture=Mixture(16, 3, 24, clamped=ClampedGate(1.702, 7.0)),
         sliding_window=4,
         sliding_layers=(0,),
+    ),
+    "llada2_moe": decoder_config(
+        "llada2_moe",
+        64,
+        32,
+        48,
+        2,
+        8,
+        2,
+        8,
+        mixture=Mixture(16, 3, 24, sigmoid=SigmoidRouting(4, 2, 2.5)),
+        dense_layers=(0,),
+    ),
+    "llada2_moe, shared": decoder_config(
+        "llada2_moe", 64, 32, 48, 2, 8, 2, 8, mixture=Mixture(16, 3, 24, shared=24, sigmoid=SigmoidRouting(4, 2, 2.5))
     ),
 }
 SCHEDULES: dict[str, Strategy] = {
@@ -121,6 +136,9 @@ SLOW = [
     ("gpt_oss", "column", 2),
     ("gpt_oss", "domino", 4),
     ("gpt_oss", "sequence, exchanged", 4),
+    ("llada2_moe", "sequence, exchanged", 4),
+    ("llada2_moe, shared", "ring", 2),
+    ("llada2_moe, shared", "exact", 8),
 ]
 
 

@@ -26,6 +26,11 @@ REQUESTS: list[tuple[dict[str, Any], Sampling, BlockDenoising]] = [
     ({"strategy": "low_confidence_static", "steps": 2}, Sampling(18), BlockDenoising("low_confidence_static", steps=2)),
     ({"strategy": "sequential"}, Sampling(18), BlockDenoising("sequential")),
     ({"small_block_size": 2}, Sampling(18), BlockDenoising(small_block_size=2)),
+    (
+        {"strategy": "joint_threshold", "threshold": 0.3, "edit_threshold": 0.0, "max_post_steps": 3},
+        Sampling(18),
+        BlockDenoising("joint_threshold", 0.3, edit_threshold=0.0, max_post_steps=3),
+    ),
     ({"temperature": 0.9, "top_k": 7, "seed": 3}, Sampling(18, 0.9, top_k=7, seed=3), BlockDenoising()),
     (
         {"presence_penalty": 1.5, "logit_bias": {"5": 3}},
@@ -123,6 +128,8 @@ def test_later_requests_use_the_pages_of_finished_blocks(http: httpx2.Client):
         ({"threshold": 1.5}, "threshold"),
         ({"steps": 5}, "steps"),
         ({"small_block_size": 3}, "small_block_size"),
+        ({"edit_threshold": 1.5}, "edit_threshold"),
+        ({"max_post_steps": -1}, "max_post_steps"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )

@@ -54,14 +54,17 @@ class DenoisingSettings:
     Attributes:
         mode: positions that a step computes: "dense", all; "prefix", the block and all positions after it; "dual", the block
             alone, both with a KV cache; "sparse", the salient positions. By default dense.
-        threshold: commit all tokens of at least this probability in each step, instead of a fixed number.
+        threshold: commit all tokens of at least this probability in each step, instead of a fixed number. For a model whose
+            blocks are denoised, by default the published one of its family.
         steps: number of steps in all, a multiple of the number of blocks. By default one for each token.
         block_length: tokens that are denoised together, block after block. By default 32.
-        strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold,
-            by default as published; "low_confidence_static", the most probable ones; or "sequential". Steps are those of a
-            block. Nemotron-Labs-Diffusion decodes token by token unless a setting has a value.
+        strategy: for a model whose blocks are denoised: "low_confidence_dynamic" (the default), all tokens above the threshold;
+            "low_confidence_static", the most probable ones; "sequential"; or "joint_threshold", with edits (LLaDA2.1). Steps
+            are those of a block. Nemotron-Labs-Diffusion decodes token by token unless a setting has a value.
         small_block_size: for a model whose blocks are denoised: tokens of the parts of a block that are denoised one after the
             other. By default as published: 8 for Fast-dLLM v2, whole blocks for other models.
+        edit_threshold: joint_threshold: probability above which a token is replaced by another. By default 0.
+        max_post_steps: joint_threshold: the most passes over a block without masks. By default 16.
         remasking: ranking of masked positions: "low_confidence" (the default) or "random" from LLaDA; "origin", "maskgit_plus",
             "topk_margin" or "entropy" from Dream.
         suffix_window: positions after the block that a step sees. By default all.
@@ -83,6 +86,8 @@ class DenoisingSettings:
     block_length: int | None = None
     strategy: Strategy | None = None
     small_block_size: int | None = None
+    edit_threshold: float | None = None
+    max_post_steps: int | None = None
     remasking: Remasking | None = None
     suffix_window: int | None = None
     guidance: float | None = None
@@ -104,8 +109,9 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or values exclude each other.
         """
-        if wrong := self.set_values("strategy", "small_block_size"):
-            raise ValueError(f"--denoising: {', '.join(wrong)} is for models whose blocks are denoised; this one has remasking")
+        if wrong := self.set_values("strategy", "small_block_size", "edit_threshold", "max_post_steps"):
+            found = ", ".join(wrong)
+            raise ValueError(f"--denoising: {found} is for models whose blocks are denoised; this one has remasking")
         named = self.set_values("mode", "threshold", "steps", "block_length", "remasking", "suffix_window", "guidance")
         saliency = replace(defaults.saliency, **self.set_values(*vars(Saliency())))
         return replace(defaults, saliency=saliency, **(named | changes))
@@ -116,7 +122,7 @@ class DenoisingSettings:
         Raises:
             ValueError: a value is out of its range, or a setting is for other models.
         """
-        used = ("strategy", "threshold", "steps", "small_block_size")
+        used = ("strategy", "threshold", "steps", "small_block_size", "edit_threshold", "max_post_steps")
         if wrong := self.set_values(*(name for name in vars(self) if name not in used)):
             raise ValueError(f"--denoising: expected {', '.join(used)} for a model with blocks, found {', '.join(wrong)}")
         return BlockDenoising(**self.set_values(*used))

@@ -6,9 +6,12 @@ without a mask leaves the block's final keys and values, and the row goes on to 
 pass. `models.config.MaskedBlocks` says how the blocks of a model differ: where they begin, what their final keys and values
 see, and whether the pass that stores a block also chooses the next block's first token.
 
+With edits, tokens of the current block may be replaced by others until a pass changes none, or as many passes as allowed ran
+without masks. A block whose last pass changed nothing has its final keys and values.
+
 Sources: SDAR (arXiv 2510.06303) and its published `generate.py`; Nemotron-Labs-Diffusion (arXiv 2607.05722) and `generate` in
 its published `modeling_nemotron_labs_diffusion.py`; Fast-dLLM v2 (arXiv 2509.26328) and `generate` in its published
-`modeling.py`.
+`modeling.py`; for edits LLaDA2.1 (arXiv 2602.08676) and `generate` in its published `modeling_llada2_moe.py`.
 
 Legend: B rows of a batch, T positions of a block, V vocabulary.
 """
@@ -45,13 +48,18 @@ from tilewright.runtime.state import (
     run_target,
 )
 
-Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequential"]
-"""Rule that selects the masks which a pass replaces, as in SDAR's code.
+Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequential", "joint_threshold"]
+"""Rule that selects the masks which a pass replaces, as in the code of SDAR and LLaDA2.
 
 "low_confidence_dynamic": all tokens above the threshold, or the pass's quota of the most probable ones if these are more.
 "low_confidence_static": the quota of the most probable tokens. "sequential": the quota of the first masks.
+"joint_threshold": as "low_confidence_dynamic", with edits.
 """
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+JOINT_THRESHOLD = 0.5
+"""Default threshold of "joint_threshold": that of the speed mode of LLaDA2.1's model card, and of SGLang's `JointThreshold`."""
+MOST_POST_STEPS = 1000
+"""Maximum of `max_post_steps`."""
 BY_PROBABILITY = REMASKING.index("maskgit_plus")
 """Rule of `commit.choose` whose probabilities are those after temperature and filters, if a row draws."""
 BY_PLAIN_PROBABILITY = REMASKING.index("low_confidence")
@@ -64,13 +72,17 @@ class BlockDenoising:
 
     Attributes:
         strategy: rule that selects the masks which a pass replaces.
-        threshold: probability above which "low_confidence_dynamic" commits a token; None for the model's published default.
+        threshold: probability above which "low_confidence_dynamic" and "joint_threshold" commit a token; None for the model's
+            published default, or 0.5 for "joint_threshold".
         steps: the most passes of a block, whose quotas are as even as possible; None for as many as a block has tokens to
             denoise.
         small_block_size: tokens of the parts of a block that are denoised one after the other, a divisor of the block's length;
             None for the model's published default. `steps` are shared by the parts, and have to be a multiple of their number.
         left_to_right: each pass commits the first mask alone, whatever the strategy, and the token is delivered at once. Rows
-            with a constraint are denoised so, since only the text before a token tells which tokens it may be.
+            with a constraint are denoised so, since only the text before a token tells which tokens it may be. There are no
+            edits.
+        edit_threshold: probability above which "joint_threshold" replaces a token of the block by another.
+        max_post_steps: the most passes of "joint_threshold" over a block without masks.
     """
 
     strategy: Strategy = "low_confidence_dynamic"
@@ -78,6 +90,8 @@ class BlockDenoising:
     steps: int | None = None
     small_block_size: int | None = None
     left_to_right: bool = False
+    edit_threshold: float = 0.0
+    max_post_steps: int = 16
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -88,13 +102,35 @@ class BlockDenoising:
             raise ValueError(f"expected at least 1 step, found {self.steps}")
         if self.small_block_size is not None and self.small_block_size < 1:
             raise ValueError(f"expected a small_block_size of at least 1, found {self.small_block_size}")
+        if not 0 <= self.edit_threshold <= 1:
+            raise ValueError(f"expected an edit_threshold from 0 to 1, found {self.edit_threshold}")
+        if not 0 <= self.max_post_steps <= MOST_POST_STEPS:
+            raise ValueError(f"expected max_post_steps from 0 to {MOST_POST_STEPS}, found {self.max_post_steps}")
+
+    @property
+    def edits(self) -> bool:
+        """True if tokens of the current block may be replaced by others."""
+        return self.strategy == "joint_threshold" and not self.left_to_right
+
+    def threshold_for(self, blocks: MaskedBlocks) -> float:
+        """Returns the threshold that applies to a model with these blocks."""
+        if self.threshold is not None:
+            return self.threshold
+        return JOINT_THRESHOLD if self.strategy == "joint_threshold" else blocks.threshold
 
     def small_length(self, blocks: MaskedBlocks) -> int:
         """Returns the number of tokens of the parts of a block that are denoised one after the other."""
         return self.small_block_size or gcd(blocks.length, blocks.small_length or blocks.length)
 
     def check(self, blocks: MaskedBlocks) -> None:
-        """Raises a `ValueError` for small blocks that do not divide a block, or for steps that they cannot share."""
+        """Raises a `ValueError` for options that do not fit these blocks.
+
+        Small blocks divide a block and share its steps. Edits need blocks all of whose tokens are denoised.
+        """
+        if self.strategy == "joint_threshold" and (blocks.causal or blocks.first_token is not None):
+            raise ValueError(
+                "expected a strategy without edits for a model that decodes the first token of a block, found joint_threshold"
+            )
         small = self.small_length(blocks)
         if blocks.length % small:
             raise ValueError(f"expected a small_block_size that divides the block length {blocks.length}, found {small}")
@@ -126,9 +162,12 @@ class BlockRows:
         left_to_right: bool `[B]`, see `BlockDenoising`.
         quotas: `[B, T]`, see `BlockDenoising.quotas`.
         small: `[B]`, see `BlockDenoising.small_length`.
+        edit_threshold: `[B]`; infinity for rows without edits.
+        max_post_steps: `[B]`; 0 for rows without edits.
         start: `[B]`, first position of the current block.
         count: `[B]`, its number of positions.
         passes: `[B]`, number of passes over the current block so far.
+        post_steps: `[B]`, number of those that began without a mask and could edit.
         logprobs: log-probabilities of the block's committed tokens, `[B, T]`; None if no row can want them.
     """
 
@@ -137,21 +176,27 @@ class BlockRows:
     left_to_right: Any
     quotas: Any
     small: Any
+    edit_threshold: Any
+    max_post_steps: Any
     start: Any
     count: Any
     passes: Any
+    post_steps: Any
     logprobs: Logprobs | None
 
 
 @lru_cache(maxsize=256)
-def options_row(options: BlockDenoising, blocks: MaskedBlocks) -> tuple[Any, Any, Any, Any, Any]:
+def options_row(options: BlockDenoising, blocks: MaskedBlocks) -> tuple[Any, ...]:
     """Returns the options of a request as arrays of one row, in the order of `BlockRows`. Do not write to them."""
     strategy = np.asarray([STRATEGIES.index(options.strategy)], np.int32)
-    threshold = np.asarray([blocks.threshold if options.threshold is None else options.threshold], np.float32)
+    threshold = np.asarray([options.threshold_for(blocks)], np.float32)
     if blocks.plain_confidence:  # a probability of this value exceeds the number below it
         threshold = np.nextafter(threshold, np.float32(0))
     small = np.asarray([options.small_length(blocks)], np.int32)
-    return strategy, threshold, np.asarray([options.left_to_right]), options.quotas(blocks)[None], small
+    edit_threshold = np.asarray([options.edit_threshold if options.edits else np.inf], np.float32)
+    post_steps = np.asarray([options.max_post_steps if options.edits else 0], np.int32)
+    left_to_right = np.asarray([options.left_to_right])
+    return strategy, threshold, left_to_right, options.quotas(blocks)[None], small, edit_threshold, post_steps
 
 
 def block_rows(options: list[BlockDenoising], lengths: list[int], blocks: MaskedBlocks, vocab: int | None) -> BlockRows:
@@ -161,15 +206,15 @@ def block_rows(options: list[BlockDenoising], lengths: list[int], blocks: Masked
         lengths: number of each row's tokens.
         vocab: size of the vocabulary, if rows may want log-probabilities.
     """
-    each = zip(*(options_row(one, blocks) for one in options), strict=True)
-    strategy, threshold, left_to_right, quotas, small = map(np.concatenate, each)
+    options_of_rows = map(np.concatenate, zip(*(options_row(one, blocks) for one in options), strict=True))
     start, count = np.asarray([blocks.first_block(length) for length in lengths], np.int32).T
     logprobs = None
     if vocab is not None:
         zeros = np.zeros((len(lengths), blocks.length), np.float32)
         k = min(MOST_ALTERNATIVES, vocab)
         logprobs = Logprobs(zeros, np.zeros((*zeros.shape, k), np.int32), np.zeros((*zeros.shape, k), np.float32))
-    return BlockRows(strategy, threshold, left_to_right, quotas, small, start, count, np.zeros_like(start), logprobs)
+    zero = np.zeros_like(start)
+    return BlockRows(*options_of_rows, start=start, count=count, passes=zero, post_steps=zero, logprobs=logprobs)
 
 
 class PassInfo(NamedTuple):
@@ -220,9 +265,16 @@ def replaced(found: Choices, masked: Bool[Array, "B T"], rows: BlockRows) -> Boo
     enough = jnp.sum(above, axis=1, keepdims=True) >= quota
     best = rank < quota
     first = jnp.cumsum(masked, axis=1) <= quota
-    rules = jnp.stack([jnp.where(enough, above, best), best, first])
+    dynamic = jnp.where(enough, above, best)
+    rules = jnp.stack([dynamic, best, first, dynamic])
     chosen = jnp.take_along_axis(rules, jnp.asarray(rows.strategy)[None, :, None], axis=0)[0]
     return masked & jnp.where(jnp.asarray(rows.left_to_right)[:, None], jnp.cumsum(masked, axis=1) == 1, chosen)
+
+
+def edited(found: Choices, block: Int[Array, "B T"], editable: Bool[Array, "B T"], rows: BlockRows) -> Bool[Array, "B T"]:
+    """Returns the editable tokens of a block that a pass replaces by others."""
+    sure = found.probability > jnp.asarray(rows.edit_threshold)[:, None]
+    return editable & (found.token != block) & sure
 
 
 def denoise_pass(
@@ -232,13 +284,14 @@ def denoise_pass(
     models: Models,
     state: DecodeState,
 ) -> tuple[DecodeState, PassInfo]:
-    """Runs the current block of every row, and replaces some of its masks.
+    """Runs the current block of every row, and replaces some of its masks, and some of its tokens in rows with edits.
 
     A pass over a block without a mask stores the block's keys and values, and chooses the next block's first token if the
-    model's blocks begin so.
+    model's blocks begin so. With edits it may still replace tokens, and stores the block unless it does.
 
     A block is finished, and its tokens are given to the user, once it has no mask, or an end-of-sequence token without a mask
-    before it, which ends the row. Rows from left to right give each token to the user.
+    before it, which ends the row. With edits it is finished when no pass may change it any more. Rows from left to right give
+    each token to the user.
 
     Args:
         allowed: bits of the tokens that may replace a block's first mask; None if all may.
@@ -251,7 +304,9 @@ def denoise_pass(
     block = tokens_at(state, positions)
     running = ~state.done
     masked = (block == blocks.mask_token_id) & (slot < rows.count[:, None]) & running[:, None]
-    stores = running & ~jnp.any(masked, axis=1)
+    without_masks = running & ~jnp.any(masked, axis=1)
+    post = without_masks & (rows.post_steps < jnp.asarray(rows.max_post_steps))
+    stores = without_masks & ~post
     ends = jnp.broadcast_to((rows.start + rows.count)[:, None], block.shape)
     if blocks.causal:
         ends = jnp.where(stores[:, None], positions + 1, ends)
@@ -259,11 +314,15 @@ def denoise_pass(
     ran = run_target(target, models.target, state, block, span, (), ends)
     after = replace(state, target_cache=ran.caches)
 
+    def next_block(goes_on: Array, start: Array, count: Array) -> tuple[Array, Array]:
+        """Returns first position and number of positions of the blocks behind these, for rows that go on, or of the same."""
+        start = jnp.where(goes_on, start + count, start)
+        # A causal row from left to right decodes token by token. A slot may have no room for a whole block behind the prompt.
+        room = jnp.clip(state.tokens.shape[1] - start, 0, jnp.where(left_to_right & blocks.causal, 1, length))
+        return start, jnp.where(goes_on, room, count)
+
     # From here on, `block` is the one whose tokens the pass chooses.
-    start = jnp.where(stores, rows.start + rows.count, rows.start)
-    # A causal row from left to right decodes token by token. A slot may have no room for a whole block behind the prompt.
-    room = jnp.clip(state.tokens.shape[1] - start, 0, jnp.where(left_to_right & blocks.causal, 1, length))
-    count = jnp.where(stores, room, rows.count)
+    start, count = next_block(stores, jnp.asarray(rows.start), jnp.asarray(rows.count))
     positions = block_positions(start, length)
     block = jnp.where(stores[:, None], blocks.mask_token_id, block)
     if blocks.first_token is not None:
@@ -295,20 +354,26 @@ def denoise_pass(
     min_p = jnp.where(hot, jnp.asarray(sampling.min_p), 0.0)
     sampling = replace(sampling, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     found = choose(logits, rule, sampling, positions, draws, blocks.mask_token_id)
-    failed = jnp.any(masked & ~jnp.isfinite(found.probability), axis=1)
-    changed = replaced(found, masked, rows) & ~failed[:, None]
+    new = positions > state.last_position[:, None]
+    edits = running & (jnp.asarray(rows.edit_threshold) < jnp.inf)
+    editable = new & (block != blocks.mask_token_id) & (slot < count[:, None]) & edits[:, None]
+    failed = jnp.any((masked | editable) & ~jnp.isfinite(found.probability), axis=1)
+    changed = (replaced(found, masked, rows) | edited(found, block, editable, rows)) & ~failed[:, None]
     block = jnp.where(changed, found.token, block)
     rows = replace(rows, logprobs=kept_logprobs(target, blocks, state, logits, found, changed))
 
     is_eos = jnp.zeros(block.shape, bool)
     for eos in target.config.eos_token_ids:
         is_eos = is_eos | (block == eos)
-    new = positions > state.last_position[:, None]
     is_eos = is_eos & new & ~state.ignore_eos[:, None]
     left = jnp.cumsum((block == blocks.mask_token_id) & (slot < count[:, None]), axis=1)
     ended = jnp.any(is_eos & (left == 0), axis=1)
     had_masks = jnp.any(masked, axis=1)
-    finished = had_masks & ((left[:, -1] == 0) | ended)
+    unchanged = ~jnp.any(changed, axis=1)
+    post_steps = rows.post_steps + post.astype(jnp.int32)
+    settled = post & (unchanged | (post_steps == jnp.asarray(rows.max_post_steps)))
+    whole = had_masks & (left[:, -1] == 0) & (jnp.asarray(rows.max_post_steps) == 0)
+    finished = settled | whole | (had_masks & ended & ~edits)
 
     first = state.last_position + 1 - start
     shift = jnp.clip(first[:, None] + slot, 0, length - 1)
@@ -317,14 +382,17 @@ def denoise_pass(
     accepted = jnp.where(failed | (left_to_right & had_masks), 0, accepted)
     written = select.write_buffer(state.tokens, block, start, jnp.where(running, count, 0))
     after, committed = commit(target, replace(after, tokens=written), tokens, accepted)
-    passes = jnp.where(stores, 0, rows.passes + running.astype(jnp.int32))
-    rows = replace(rows, start=start, count=count, passes=passes)
+    # A block that a pass without masks left as it was has its final keys and values.
+    stored = stores | (post & unchanged)
+    start, count = next_block(stored & post, start, count)
+    passes = jnp.where(stored, 0, rows.passes + running.astype(jnp.int32))
+    rows = replace(rows, start=start, count=count, passes=passes, post_steps=jnp.where(stored, 0, post_steps))
     logprobs = None
     if rows.logprobs is not None and target.reports_logprobs:
         logprobs = jax.tree.map(
             lambda each: jnp.take_along_axis(each, shift.reshape(*shift.shape, *[1] * (each.ndim - 2)), axis=1), rows.logprobs
         )
-    unmasked = jnp.sum(changed, axis=1, dtype=jnp.int32)
+    unmasked = jnp.sum(changed & masked, axis=1, dtype=jnp.int32)
     info = PassInfo(tokens, committed, unmasked, running.astype(jnp.int32), logprobs)
     return replace(after, denoising=rows), info
 

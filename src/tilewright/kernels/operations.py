@@ -204,7 +204,7 @@ class RoutedProduct:
 
     Attributes:
         scores: `(ops, x [R, H], w) -> [R, E]`, float32.
-        choose: `(scores) -> (experts [R, K], weights [R, K])`.
+        choose: `(scores, w) -> (experts [R, K], weights [R, K])`.
         apply: `(ops, x, w, experts, weights, count=None) -> [R, H]`, float32: weighted sum of the outputs of a row's experts
             that are on this device; experts below 0 are skipped.
         experts, chosen: E, and K experts per row.
@@ -212,7 +212,7 @@ class RoutedProduct:
     """
 
     scores: Callable[..., Array]
-    choose: Callable[[Array], tuple[Array, Array]]
+    choose: Callable[[Array, RoutedWeights], tuple[Array, Array]]
     apply: Callable[..., Array]
     experts: int
     chosen: int
@@ -220,7 +220,7 @@ class RoutedProduct:
 
     def __call__(self, ops: "Operations", x: Array, w: RoutedWeights, count: Any = None) -> Array:
         """Runs all steps for rows that stay on their device."""
-        return self.apply(ops, x, w, *self.choose(self.scores(ops, x, w)), count)
+        return self.apply(ops, x, w, *self.choose(self.scores(ops, x, w), w), count)
 
 
 def routed_in_place(

@@ -252,8 +252,9 @@ def declare_layer(config: Any, prefix: str, family: Family, inputs: int | None =
     ]
     matrices = [matrix(f"{name}.weight", inputs or h, size, ("hidden", axis), units=(1, d)) for name, size, axis in qkv]
     gate_up = [matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")]
-    if family.joined:
+    if "qkv" in family.joined:
         matrices = declare_stacked(f"{attn}.qkv_proj.weight", matrices)
+    if "gate_up" in family.joined:
         gate_up = declare_stacked(f"{mlp}.gate_up_proj.weight", gate_up)
     q = matrices[0]
     matrices[0], gate = declare_interleaved(q.name, [[q], [q]], config.num_heads) if family.output_gate else (q, None)
@@ -316,7 +317,7 @@ def declare(config: DecoderConfig, separate_head: bool = False, family: Family |
         norm=norm_weight("model.norm.weight", h, offset=family.norm_offset),
         head=head,
     )
-    if not family.stored_prefixes:
+    if not family.stored_parts:
         return declared
     return jax.tree.map(lambda spec: replace(spec, name=family.stored_name(spec.name)), declared)
 

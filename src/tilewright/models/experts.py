@@ -30,6 +30,7 @@ class Mixture:
         normalised: the weights of the chosen experts sum to 1.
         clamped: the gate is `ClampedGate`'s; None for `silu`.
         shared: the intermediate size of the shared expert, which every row uses; 0 if there is none.
+        sigmoid: routing by sigmoids of the scores; None for their softmax.
     """
 
     experts: int
@@ -38,10 +39,13 @@ class Mixture:
     normalised: bool = True
     clamped: "ClampedGate | None" = None
     shared: int = 0
+    sigmoid: "SigmoidRouting | None" = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"expected from 1 to {self.experts} experts for each token, found {self.chosen}")
+        if self.sigmoid is not None:
+            self.sigmoid.check(self.experts, self.chosen)
 
     def expected_experts(self, rows: float) -> float:
         """Returns the expected number of experts that `rows` rows read under uniform routing.
@@ -65,6 +69,53 @@ class ClampedGate:
 
 
 @dataclass(frozen=True)
+class SigmoidRouting:
+    """Routing of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and LLaDA2.
+
+    An expert's affinity is the sigmoid of its score. Experts are chosen by affinity plus a stored correction, which does not
+    change their weights. They belong to groups of equal size; a row chooses among the experts of its best groups, which are
+    those with the largest sum of their best two.
+
+    Attributes:
+        groups: number of groups.
+        chosen_groups: number of groups among whose experts a row chooses.
+        scale: factor of the weights.
+    """
+
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+
+    def check(self, experts: int, chosen: int) -> None:
+        """Raises a `ValueError` if the groups do not fit the number of experts and of those that a row chooses."""
+        each = experts // self.groups
+        if experts % self.groups or (self.groups > 1 and each < 2):
+            raise ValueError(f"expected groups that divide {experts} experts, with at least 2 each, found {self.groups}")
+        if not 1 <= self.chosen_groups <= self.groups:
+            raise ValueError(f"expected from 1 to {self.groups} groups for each token, found {self.chosen_groups}")
+        if chosen > self.chosen_groups * each:
+            raise ValueError(f"expected at most {self.chosen_groups * each} experts for each token, found {chosen}")
+
+    def choose(
+        self, chosen: int, normalised: bool, scores: Float[Array, "R E"], correction: Float[Array, " E"]
+    ) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
+        """Selects experts and their weights; see `route`."""
+        affinities = jax.nn.sigmoid(scores)
+        ranked = affinities + correction.astype(jnp.float32)
+        if self.groups > 1:
+            by_group = ranked.reshape(len(ranked), self.groups, -1)
+            best_two = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+            _, best = jax.lax.top_k(best_two, self.chosen_groups)
+            is_best = jnp.any(best[:, :, None] == jnp.arange(self.groups), axis=1)
+            ranked = jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(ranked.shape)
+        _, experts = jax.lax.top_k(ranked, chosen)
+        weights = jnp.take_along_axis(affinities, experts, axis=1)
+        if normalised:
+            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+        return experts, weights * self.scale
+
+
+@dataclass(frozen=True)
 class ExpertNames:
     """Names of a mixture's tensors in a family's checkpoints, after the name of the layer.
 
@@ -73,7 +124,9 @@ class ExpertNames:
         gate_up: gate and up. The same name twice is a tensor with gates before ups; a single name is a tensor whose outputs
             alternate between gate and up.
         biased: all of them have biases, and experts' matrices are stored `[experts, in, out]`.
-        shared: the shared expert, which `<shared>_gate` weights.
+        shared: the shared expert.
+        shared_gated: `<shared>_gate` weights the shared expert; otherwise its weight is 1.
+        correction: the correction of the experts' affinities; empty without `SigmoidRouting`.
     """
 
     router: str
@@ -81,19 +134,25 @@ class ExpertNames:
     down: str
     biased: bool = False
     shared: str = ""
+    shared_gated: bool = True
+    correction: str = ""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedExpert:
-    """Expert that every row uses, and the matrix `[H, 1]` whose sigmoid is its weight."""
+    """Expert that every row uses, and the matrix `[H, 1]` whose sigmoid is its weight; None for the weight 1."""
 
     gate_up: Any
     down: Any
     weight: Any
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "expert_bias", "shared"], meta_fields=["mixture"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "bias", "expert_bias", "shared", "correction"],
+    meta_fields=["mixture"],
+)
 @dataclass(frozen=True)
 class Router:
     """Router and biases of a layer with experts.
@@ -103,6 +162,7 @@ class Router:
         expert_bias: of the experts' two matmuls, `[E, O]`; None, as is `bias`, if the family has no biases.
         mixture: static settings, the same in a declaration and in its parameters.
         shared: `SharedExpert`; None if there is none.
+        correction: addend `[E]` of the affinities in the choice of experts; None without `SigmoidRouting`.
     """
 
     weight: Any
@@ -110,6 +170,7 @@ class Router:
     expert_bias: Any
     mixture: Mixture
     shared: Any = None
+    correction: Any = None
 
 
 def declare_mixture(
@@ -137,23 +198,34 @@ def declare_mixture(
     if len(set(names.gate_up)) < len(gate_up):
         gate_up = tuple(replace(part, rows=(n * i, 2 * i)) for n, part in enumerate(gate_up))
     joined = Joined(gate_up, gated=True) if len(gate_up) == 2 else gate_up[0]
-    shared = declare_shared(mixture.shared, f"{prefix}.{names.shared}", hidden, out_scale) if mixture.shared else None
-    return Router(weight, bias, expert_bias, mixture, shared), joined, down
+    shared = None
+    if mixture.shared:
+        shared = declare_shared(mixture.shared, f"{prefix}.{names.shared}", hidden, out_scale, names.shared_gated)
+    correction = None if mixture.sigmoid is None else ArraySpec(f"{prefix}.{names.correction}", (e,), ("router",))
+    return Router(weight, bias, expert_bias, mixture, shared, correction), joined, down
 
 
-def declare_shared(size: int, name: str, hidden: int, out_scale: float) -> SharedExpert:
-    """Declares the arrays of a shared expert."""
+def declare_shared(size: int, name: str, hidden: int, out_scale: float, gated: bool) -> SharedExpert:
+    """Declares the arrays of a shared expert; see `ExpertNames.shared_gated`."""
     parts = (matrix(f"{name}.{part}_proj.weight", hidden, size, ("hidden", "shared_expert")) for part in ("gate", "up"))
     down = matrix(f"{name}.down_proj.weight", size, hidden, ("shared_expert", "hidden"), out_scale)
-    weight = ArraySpec(f"{name}_gate.weight", (hidden, 1), ("hidden", "single"), "router", transposed=True)
+    weight = ArraySpec(f"{name}_gate.weight", (hidden, 1), ("hidden", "single"), "router", transposed=True) if gated else None
     return SharedExpert(Joined(tuple(parts), gated=True), down, weight)
 
 
-def route(mixture: Mixture, scores: Float[Array, "R E"]) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
+def route(
+    mixture: Mixture, scores: Float[Array, "R E"], correction: Float[Array, " E"] | None = None
+) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
     """Selects the experts of each row, by descending score (the first among equals), and their weights in float32.
 
-    The weights are the softmax of the chosen scores, or of all scores if they are not normalised.
+    The weights are the softmax of the chosen scores, or of all scores if they are not normalised; see also `SigmoidRouting`.
+
+    Args:
+        correction: see `Router`.
     """
+    if mixture.sigmoid is not None:
+        assert correction is not None, "expected the correction of the experts' affinities"
+        return mixture.sigmoid.choose(mixture.chosen, mixture.normalised, scores.astype(jnp.float32), correction)
     best, experts = jax.lax.top_k(scores.astype(jnp.float32), mixture.chosen)
     if mixture.normalised:
         return experts, jax.nn.softmax(best, axis=-1)
@@ -199,8 +271,11 @@ def grouped(
 
 def routed_product(mixture: Mixture) -> RoutedProduct:
     """Returns the functions that compute a mixture: scores, routing, and the weighted sum."""
-    steps = router_scores, partial(route, mixture), sum_of_chosen
-    return RoutedProduct(*steps, mixture.experts, mixture.chosen, mixture.shared > 0)
+
+    def choose(scores: Array, w: RoutedWeights) -> tuple[Array, Array]:
+        return route(mixture, scores, w.replicated.correction)
+
+    return RoutedProduct(router_scores, choose, sum_of_chosen, mixture.experts, mixture.chosen, mixture.shared > 0)
 
 
 def routed_weights(router: Router, gate_up: Any, down: Any) -> RoutedWeights:
@@ -253,7 +328,10 @@ def sum_of_chosen(
         total += weights[:, n, None] * parts[:, n]
     if shared is not None:
         y = ops.linear(ops.gated_linear(h, shared[0]), shared[1], jnp.float32)
-        total += jax.nn.sigmoid(ops.linear(h, router.shared.weight, jnp.float32)) * y
+        if router.shared.weight is None:
+            total += y
+        else:
+            total += jax.nn.sigmoid(ops.linear(h, router.shared.weight, jnp.float32)) * y
     return total
 
 

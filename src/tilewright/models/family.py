@@ -106,7 +106,7 @@ class Family:
         output_bias: the output projection of attention has a bias.
         sinks: each query head has an attention sink; see `operations.Scores`.
         windows: its configurations may have a sliding window.
-        joined: its checkpoints store queries, keys and values in one tensor, and gate and up in another.
+        joined: projections that its checkpoints store in one tensor: "qkv" for queries, keys and values, "gate_up" for an MLP.
         gguf: llama.cpp's name of the architecture; None if its GGUF files are not supported.
         rope_section: key in a `rope_parameters` that has an entry for each kind of layer.
         norm_offset: number added to the stored norm weights.
@@ -118,7 +118,7 @@ class Family:
         delta_in_one: see `delta.declare_delta`.
         yarn_ramp: YaRN's ramp begins and ends at whole dimensions, or between them; GGUF files do not store this.
         pairwise: GGUF files rotate neighbouring entries, where Hugging Face rotates entries i and i + d / 2.
-        stored_prefixes: prefixes of tensor names, each with the prefix that its checkpoints have instead.
+        stored_parts: parts of tensor names, each with the part that its checkpoints have instead.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Family:
     output_bias: bool = False
     sinks: bool = False
     windows: bool = False
-    joined: bool = False
+    joined: tuple[Literal["qkv", "gate_up"], ...] = ()
     gguf: str | None = None
     pairwise: bool = False
     yarn_ramp: Literal["whole", "between"] = "whole"
@@ -144,11 +144,11 @@ class Family:
     experts_in_one: ExpertNames | None = None
     output_gate: bool = False
     delta_in_one: bool = False
-    stored_prefixes: tuple[tuple[str, str], ...] = ()
+    stored_parts: tuple[tuple[str, str], ...] = ()
 
     def stored_name(self, name: str) -> str:
         """Returns the name that its checkpoints give a tensor."""
-        for prefix, instead in self.stored_prefixes:
-            if name.startswith(prefix):
-                return instead + name.removeprefix(prefix)
+        for part, instead in self.stored_parts:
+            if part in name:
+                return name.replace(part, instead, 1)
         return name

@@ -7,6 +7,7 @@ from typing import Any
 from tilewright.models.families.fast_dllm import FAST_DLLM
 from tilewright.models.families.gemma import GEMMA2, GEMMA3
 from tilewright.models.families.gpt_oss import GPT_OSS
+from tilewright.models.families.llada2 import LLADA2
 from tilewright.models.families.llama import LLAMA
 from tilewright.models.families.mistral import MINISTRAL, MISTRAL
 from tilewright.models.families.mixtral import MIXTRAL
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         SDAR,
         SDAR_MOE,
         FAST_DLLM,
+        LLADA2,
     )
 }
 """Families by `model_type`. A new family needs a file in `families/` and a line here."""

@@ -64,7 +64,7 @@ def all_to_all(
         found = f"{capacity} for {product.experts} experts on {size}"
         raise ValueError(f"expected a capacity of at least 1 row, and devices that divide the experts, found {found}")
     capacity = min(capacity, rows)
-    experts, weights = product.choose(product.scores(ops, x, w))
+    experts, weights = product.choose(product.scores(ops, x, w), w)
     goes = jnp.any((experts // (product.experts // size))[:, None] == jnp.arange(size)[:, None], axis=-1)
     count = jnp.sum(goes, axis=0, dtype=jnp.int32)
     place = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tilewright.diffusion.blocks import BlockDenoising, Strategy
+from tilewright.diffusion.blocks import MOST_POST_STEPS, BlockDenoising, Strategy
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.sampling import later_seed
@@ -107,9 +107,11 @@ class BlockBody(GenerationBody):
 
     Attributes:
         strategy: rule that selects the tokens to commit in a step.
-        threshold: probability above which "low_confidence_dynamic" commits a token.
+        threshold: probability above which "low_confidence_dynamic" and "joint_threshold" commit a token.
         steps: the most denoising steps of a block.
         small_block_size: number of tokens of the parts of a block that are denoised one after the other.
+        edit_threshold: probability above which "joint_threshold" replaces a token of the block by another.
+        max_post_steps: the most denoising steps of "joint_threshold" on a block without masks.
         prompt_logprobs: not supported for a diffusion model.
     """
 
@@ -117,12 +119,14 @@ class BlockBody(GenerationBody):
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
     steps: Length = None
     small_block_size: Length = None
+    edit_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_post_steps: Annotated[int, Field(ge=0, le=MOST_POST_STEPS), WHOLE] | None = None
 
     prompt_logprobs: Annotated[None, unsupported(reason=COMMITS_MANY)] = None  # type: ignore[assignment]
 
     def options(self, defaults: BlockDenoising) -> BlockDenoising:
         """Returns the denoising options of a request."""
-        names = ("strategy", "threshold", "steps", "small_block_size")
+        names = ("strategy", "threshold", "steps", "small_block_size", "edit_threshold", "max_post_steps")
         return replace(defaults, **{name: value for name in names if (value := getattr(self, name)) is not None})
 
 

@@ -37,5 +37,5 @@ NEMOTRON_DIFFUSION = Family(
     read=read,
     write=write,
     defaults={"dlm_paradigm": PARADIGMS[0], "dlm_type": TYPES[0], "block_size": 32, "rope_theta": 1e6},
-    stored_prefixes=(("model.", "encoder."), ("lm_head.", "diffusion_head.")),
+    stored_parts=(("model.", "encoder."), ("lm_head.", "diffusion_head.")),
 )

@@ -3,5 +3,11 @@
 from tilewright.models.family import Family, windows, write_windows
 
 PHI3 = Family(
-    name="phi3", architecture="Phi3ForCausalLM", read=windows, write=write_windows, windows=True, joined=True, gguf="phi3"
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    read=windows,
+    write=write_windows,
+    windows=True,
+    joined=("qkv", "gate_up"),
+    gguf="phi3",
 )
