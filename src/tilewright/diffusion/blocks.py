@@ -32,6 +32,7 @@ from tilewright.models.config import MaskedBlocks
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Logprobs, logprobs_of
 from tilewright.runtime.per_row import penalises
 from tilewright.runtime.prefill import tokens_at
+from tilewright.runtime.rounds import one_of
 from tilewright.runtime.sampling import penalise
 from tilewright.runtime.state import (
     NOT_FINITE,
@@ -52,6 +53,11 @@ Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequentia
 "low_confidence_static": the quota of the most probable tokens. "sequential": the quota of the first masks.
 """
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+FREE_TOKENS = {True: 4, False: 256}
+"""Tokens of a pass up to which more tokens cost nothing, since reading the weights takes longer; true for CPUs.
+
+256 is the ratio of products a second to bytes read a second of TPUs and GPUs, rounded up (v5e: 240, H100: 295 dense).
+"""
 BY_PROBABILITY = REMASKING.index("maskgit_plus")
 """Rule of `commit.choose` whose probabilities are those after temperature and filters, if a row draws."""
 BY_PLAIN_PROBABILITY = REMASKING.index("low_confidence")
@@ -225,6 +231,23 @@ def replaced(found: Choices, masked: Bool[Array, "B T"], rows: BlockRows) -> Boo
     return masked & jnp.where(jnp.asarray(rows.left_to_right)[:, None], jnp.cumsum(masked, axis=1) == 1, chosen)
 
 
+def least_share(target: Target, blocks: MaskedBlocks, rows: int) -> float | None:
+    """Returns the share of running rows that have a block to store, from which a pass runs two blocks of each row.
+
+    Such a pass stores a block and denoises the next one, which saves a pass of these rows. It computes twice as many tokens for
+    all rows, which costs nothing up to `FREE_TOKENS`. Tokens are the same.
+
+    Returns:
+        the share; None for passes that always run one block: the next block's first token depends on the stored one, or the
+        chip's compiler takes no branches.
+    """
+    if blocks.causal or blocks.first_token is not None or not target.loops:
+        return None
+    free = FREE_TOKENS[jax.default_backend() == "cpu"]
+    tokens = rows * blocks.length
+    return 1 - max(free, tokens) / max(free, 2 * tokens)
+
+
 def denoise_pass(
     target: Target,
     blocks: MaskedBlocks,
@@ -235,7 +258,7 @@ def denoise_pass(
     """Runs the current block of every row, and replaces some of its masks.
 
     A pass over a block without a mask stores the block's keys and values, and chooses the next block's first token if the
-    model's blocks begin so.
+    model's blocks begin so. Where it pays, such a pass also denoises the next block (`least_share`).
 
     A block is finished, and its tokens are given to the user, once it has no mask, or an end-of-sequence token without a mask
     before it, which ends the row. Rows from left to right give each token to the user.
@@ -252,25 +275,43 @@ def denoise_pass(
     running = ~state.done
     masked = (block == blocks.mask_token_id) & (slot < rows.count[:, None]) & running[:, None]
     stores = running & ~jnp.any(masked, axis=1)
-    ends = jnp.broadcast_to((rows.start + rows.count)[:, None], block.shape)
-    if blocks.causal:
-        ends = jnp.where(stores[:, None], positions + 1, ends)
-    span = Span(rows.start, jnp.where(running, rows.count, 0))
-    ran = run_target(target, models.target, state, block, span, (), ends)
-    after = replace(state, target_cache=ran.caches)
-
-    # From here on, `block` is the one whose tokens the pass chooses.
     start = jnp.where(stores, rows.start + rows.count, rows.start)
     # A causal row from left to right decodes token by token. A slot may have no room for a whole block behind the prompt.
     room = jnp.clip(state.tokens.shape[1] - start, 0, jnp.where(left_to_right & blocks.causal, 1, length))
     count = jnp.where(stores, room, rows.count)
+
+    def run_block(state: DecodeState) -> tuple[DecodeState, Array]:
+        ends = jnp.broadcast_to((rows.start + rows.count)[:, None], block.shape)
+        if blocks.causal:
+            ends = jnp.where(stores[:, None], positions + 1, ends)
+        span = Span(rows.start, jnp.where(running, rows.count, 0))
+        ran = run_target(target, models.target, state, block, span, (), ends)
+        return replace(state, target_cache=ran.caches), ran.hidden
+
+    def run_two(state: DecodeState) -> tuple[DecodeState, Array]:
+        both = block_positions(rows.start, 2 * length)
+        span = Span(rows.start, jnp.where(running, rows.count + jnp.where(stores, count, 0), 0))
+        ran = run_target(target, models.target, state, tokens_at(state, both), span, ())
+        chosen = jnp.where(stores, length, 0)[:, None] + slot
+        return replace(state, target_cache=ran.caches), jnp.take_along_axis(ran.hidden, chosen[..., None], axis=1)
+
+    runs_two = jnp.zeros((), bool)
+    if (share := least_share(target, blocks, len(rows.start))) is None:
+        after, hidden = run_block(state)
+    else:
+        stored, ran = (jnp.sum(each, dtype=jnp.float32) for each in (stores, running))
+        runs_two = jnp.any(stores) & (stored >= np.float32(share) * ran)
+        after, hidden = one_of(runs_two, run_two, run_block, state)
+
+    # From here on, `block` is the one whose tokens the pass chooses.
     positions = block_positions(start, length)
     block = jnp.where(stores[:, None], blocks.mask_token_id, block)
+    masked = jnp.where(stores[:, None], runs_two & (slot < count[:, None]), masked)
     if blocks.first_token is not None:
         masked = jnp.where(stores[:, None], slot == 0, masked)
+    rows = replace(rows, passes=jnp.where(stores, 0, rows.passes))
     part = slot // jnp.asarray(rows.small)[:, None]
     masked = masked & (part == jnp.min(jnp.where(masked, part, length), axis=1, keepdims=True))
-    hidden = ran.hidden
     if blocks.first_token is not None or blocks.shifted:
         predicting = jnp.maximum(slot - 1, 0) if blocks.shifted else slot
         predicting = jnp.where(stores[:, None], rows.count[:, None] - 1, predicting)
@@ -317,8 +358,8 @@ def denoise_pass(
     accepted = jnp.where(failed | (left_to_right & had_masks), 0, accepted)
     written = select.write_buffer(state.tokens, block, start, jnp.where(running, count, 0))
     after, committed = commit(target, replace(after, tokens=written), tokens, accepted)
-    passes = jnp.where(stores, 0, rows.passes + running.astype(jnp.int32))
-    rows = replace(rows, start=start, count=count, passes=passes)
+    denoises = running & (~stores | runs_two)
+    rows = replace(rows, start=start, count=count, passes=rows.passes + denoises.astype(jnp.int32))
     logprobs = None
     if rows.logprobs is not None and target.reports_logprobs:
         logprobs = jax.tree.map(
