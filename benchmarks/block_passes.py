@@ -3,8 +3,9 @@
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python benchmarks/block_passes.py [--chip v5e:2x2] [--rows 1 --rows 8] [--json FILE]
 
 Shapes are SDAR-8B's (Qwen3-8B's layers, blocks of 4 and 32) and Nemotron-Labs-Diffusion-3B's (blocks of 32), in bfloat16, at a
-context of 1,024 positions. A pass runs a block and its logits, and writes its keys and values. A round of self-speculation is a
-pass that drafts, and a verification. A plain step runs one token a row and the head's best token.
+context of 1,024 positions. A pass runs a block and its logits, and writes its keys and values; a pass over two blocks stores
+the first, and denoises the second. A round of self-speculation is a pass that drafts, and a verification. A plain step runs one
+token a row and the head's best token.
 
 Programs are compiled ahead of time; layers beyond those compiled are extrapolated (`round_compiled.py`). `cycles` are the
 compiler's estimates, with rooflines of Pallas kernels; `bound_cycles` are the larger of these and the time of the memory
@@ -42,7 +43,7 @@ from tilewright.perfmodel.timeline_ranges import ROOFLINE_TIME
 from tilewright.perfmodel.uncertainty import DRAWS, Basis, Sweep, sweep_constants
 from tilewright.runtime import cache
 from tilewright.runtime.sampling import Sampling, row_sampling
-from tilewright.runtime.state import DecodeState, Span, Target, run_target
+from tilewright.runtime.state import DecodeState, Span, Target, block_positions, run_target
 
 CONTEXT = 1024
 SDAR = replace(MODELS["qwen3-8b"], family="sdar", masked_blocks=MaskedBlocks(151669, 4, causal=False))
@@ -81,15 +82,16 @@ def state_of(config: DecoderConfig, rows: int, capacity: int) -> DecodeState:
 
 
 def layers_estimate(
-    topology: str, ops: Operations, config: DecoderConfig, rows: int, width: int, full: bool, layers: int
+    topology: str, ops: Operations, config: DecoderConfig, rows: int, width: int, seen: int, layers: int
 ) -> Any:
-    """Estimates the layers of a program over `width` tokens of each row; `full` if they all see each other."""
+    """Estimates the layers of a program over `width` tokens of each row, in blocks of `seen` tokens that see each other."""
     small = replace(config, num_layers=layers)
-    target = Target(small, ops, block_length=width if full else None)
+    target = Target(small, ops)
 
     def run(weights: Any, state: DecodeState, block: Array) -> tuple[Array, Any]:
         span = Span(state.last_position, jnp.full_like(state.last_position, width))
-        ran = run_target(target, weights, state, block, span, ())
+        ends = None if seen == 1 else (block_positions(span.start, width) // seen + 1) * seen
+        ran = run_target(target, weights, state, block, span, (), ends)
         return ran.hidden, replace(state, target_cache=ran.caches)
 
     weights = params.abstract(decoder.declare(small), jnp.bfloat16)
@@ -115,17 +117,16 @@ def head_estimate(
 
 
 def program(
-    topology: str, ops: Operations, config: DecoderConfig, rows: int, width: int, *, full: bool, logits: bool
+    topology: str, ops: Operations, config: DecoderConfig, rows: int, width: int, *, seen: int, head: int, logits: bool
 ) -> CompilerEstimate:
-    """Estimates a program of layers and head."""
-    layers = over_layers(partial(layers_estimate, topology, ops, config, rows, width, full), config.num_layers)
-    return layers.combined(head_estimate(topology, ops, config, rows, width, logits), 1)
+    """Estimates a program of layers over `width` tokens of each row, and the output head over `head` tokens."""
+    layers = over_layers(partial(layers_estimate, topology, ops, config, rows, width, seen), config.num_layers)
+    return layers.combined(head_estimate(topology, ops, config, rows, head, logits), 1)
 
 
 def ranges(topology: str, records: list[dict[str, Any]]) -> Sweep:
     """Returns ranges of all programs' cycles over the memory bandwidth and the ratio of kernel time to roofline."""
     chip = chip_of(topology)
-    parts = ("step", "pass", "verify")
 
     def cycles(one: dict[str, Any], part: str, spec: TpuChip, factor: float) -> float:
         moved = one[f"{part}_read_bytes"] + one[f"{part}_written_bytes"]
@@ -137,10 +138,12 @@ def ranges(topology: str, records: list[dict[str, Any]]) -> Sweep:
         return {
             f"{one['model']}, {one['rows']} rows: {part}": cycles(one, part, spec, factor) / 1e3
             for one in records
-            for part in parts
+            for part in PROGRAMS
+            if f"{part}_cycles" in one
         }
 
-    share = max(one[f"{part}_kernel_cycles"] / one[f"{part}_cycles"] for one in records for part in parts)
+    each = ((one, part) for one in records for part in PROGRAMS if f"{part}_cycles" in one)
+    share = max(one[f"{part}_kernel_cycles"] / one[f"{part}_cycles"] for one, part in each)
     memory = {name: value for name, value in ranged(chip).items() if name == "hbm_gb_per_s"}
     basis = Basis(roofline_share=share)
     constants = {**memory, "roofline_time": ROOFLINE_TIME}
@@ -153,17 +156,25 @@ def measure(topology: str, rows: int, on_part: Callable[[], None]) -> list[dict[
     records = []
     for name, config, length in CASES:
         found = {
-            "step": program(topology, ops, config, rows, 1, full=False, logits=False),
-            "pass": program(topology, ops, config, rows, length, full=True, logits=True),
-            "verify": program(topology, ops, config, rows, length, full=False, logits=False),
+            "step": program(topology, ops, config, rows, 1, seen=1, head=1, logits=False),
+            "pass": program(topology, ops, config, rows, length, seen=length, head=length, logits=True),
         }
+        if config.denoises_blocks:
+            found["two"] = program(topology, ops, config, rows, 2 * length, seen=length, head=length, logits=True)
+        else:
+            found["verify"] = program(topology, ops, config, rows, length, seen=1, head=length, logits=False)
         figures = {f"{part}_{key}": value for part, each in found.items() for key, value in each.record().items()}
         records.append({"chip": topology, "model": name, "rows": rows, "block_length": length, **figures})
         on_part()
     return records
 
 
-PROGRAMS = {"step": "plain step", "pass": "pass over a block", "verify": "verification of a block"}
+PROGRAMS = {
+    "step": "plain step",
+    "pass": "pass over a block",
+    "two": "pass over two blocks",
+    "verify": "verification of a block",
+}
 METRICS = (
     Metric("model", head="model", words=True),
     Metric("rows", head="rows"),
@@ -194,7 +205,9 @@ def main(*, chip: Several = ("v5e:2x2", "v6e:2x2"), rows: Numbers = (1, 8), json
     for topology, sweep in swept.items():
         lines = []
         for one in records:
-            for part, name in PROGRAMS.items() if one["chip"] == topology else ():
+            for part, name in PROGRAMS.items():
+                if one["chip"] != topology or f"{part}_cycles" not in one:
+                    continue
                 figures = {metric.name: one.get(f"{part}_{metric.name}") for metric in METRICS[3:]}
                 ratio = one[f"{part}_bound_cycles"] / one["step_bound_cycles"]
                 lines.append({"model": one["model"], "rows": one["rows"], "program": name, **figures, "in_steps": ratio})

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from tilewright.diffusion.blocks import BlockDenoising, PassInfo, block_rows, denoise_pass
+from tilewright.diffusion.blocks import BlockDenoising, PassInfo, block_rows, denoise_pass, least_share
 from tilewright.models.config import MaskedBlocks
 from tilewright.runtime.autoregressive import Autoregressive, ChooserFactory, fixed_rounds
 from tilewright.runtime.collect import NotFinite, token_logprobs
@@ -79,6 +79,9 @@ class BlockRunner(ModelRunner):
         return row
 
     def bounds(self, rounds: int, width: int) -> tuple[int, int]:
+        target = self.programs.target
+        if least_share(target, blocks_of(target), 1) is not None:
+            return 0, rounds * width
         # Behind each finished block, a pass stores its keys and values.
         return 0, -(-rounds // 2) * width
 

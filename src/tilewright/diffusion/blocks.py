@@ -35,6 +35,7 @@ from tilewright.models.config import MaskedBlocks
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Logprobs, logprobs_of
 from tilewright.runtime.per_row import penalises
 from tilewright.runtime.prefill import tokens_at
+from tilewright.runtime.rounds import one_of
 from tilewright.runtime.sampling import penalise
 from tilewright.runtime.state import (
     NOT_FINITE,
@@ -56,6 +57,11 @@ Strategy = Literal["low_confidence_dynamic", "low_confidence_static", "sequentia
 "joint_threshold": as "low_confidence_dynamic", with edits.
 """
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+FREE_TOKENS = {True: 4, False: 256}
+"""Tokens of a pass up to which more tokens cost nothing, since reading the weights takes longer; true for CPUs.
+
+256 is about the ratio of products a second to weights read a second of TPUs and GPUs (v5e: 240, H100: 295, in bfloat16).
+"""
 JOINT_THRESHOLD = 0.5
 """Default threshold of "joint_threshold": that of the speed mode of LLaDA2.1's model card, and of SGLang's `JointThreshold`."""
 MOST_POST_STEPS = 1000
@@ -277,6 +283,23 @@ def edited(found: Choices, block: Int[Array, "B T"], editable: Bool[Array, "B T"
     return editable & (found.token != block) & sure
 
 
+def least_share(target: Target, blocks: MaskedBlocks, rows: int) -> float | None:
+    """Returns the share of running rows that have a block to store, from which a pass runs two blocks of each row.
+
+    Such a pass stores a block and denoises the next one, which saves a pass of these rows. It computes twice as many tokens for
+    all rows, which costs nothing up to `FREE_TOKENS`. Tokens are the same.
+
+    Returns:
+        the share; None for passes that always run one block: logits of the stored block choose the next one's first token, or
+        the chip's compiler takes no branches.
+    """
+    if blocks.causal or blocks.shifted or blocks.first_token is not None or not target.loops:
+        return None
+    free = FREE_TOKENS[jax.default_backend() == "cpu"]
+    tokens = rows * blocks.length
+    return 1 - max(free, tokens) / max(free, 2 * tokens)
+
+
 def denoise_pass(
     target: Target,
     blocks: MaskedBlocks,
@@ -287,7 +310,8 @@ def denoise_pass(
     """Runs the current block of every row, and replaces some of its masks, and some of its tokens in rows with edits.
 
     A pass over a block without a mask stores the block's keys and values, and chooses the next block's first token if the
-    model's blocks begin so. With edits it may still replace tokens, and stores the block unless it does.
+    model's blocks begin so. Where it pays, such a pass also denoises the next block (`least_share`). With edits, a pass over a
+    block without a mask may still replace tokens, and stores the block unless it does.
 
     A block is finished, and its tokens are given to the user, once it has no mask, or an end-of-sequence token without a mask
     before it, which ends the row. With edits it is finished when no pass may change it any more. Rows from left to right give
@@ -307,12 +331,6 @@ def denoise_pass(
     without_masks = running & ~jnp.any(masked, axis=1)
     post = without_masks & (rows.post_steps < jnp.asarray(rows.max_post_steps))
     stores = without_masks & ~post
-    ends = jnp.broadcast_to((rows.start + rows.count)[:, None], block.shape)
-    if blocks.causal:
-        ends = jnp.where(stores[:, None], positions + 1, ends)
-    span = Span(rows.start, jnp.where(running, rows.count, 0))
-    ran = run_target(target, models.target, state, block, span, (), ends)
-    after = replace(state, target_cache=ran.caches)
 
     def next_block(goes_on: Array, start: Array, count: Array) -> tuple[Array, Array]:
         """Returns first position and number of positions of the blocks behind these, for rows that go on, or of the same."""
@@ -321,15 +339,40 @@ def denoise_pass(
         room = jnp.clip(state.tokens.shape[1] - start, 0, jnp.where(left_to_right & blocks.causal, 1, length))
         return start, jnp.where(goes_on, room, count)
 
-    # From here on, `block` is the one whose tokens the pass chooses.
     start, count = next_block(stores, jnp.asarray(rows.start), jnp.asarray(rows.count))
+
+    def run_block(state: DecodeState) -> tuple[DecodeState, Array]:
+        ends = jnp.broadcast_to((rows.start + rows.count)[:, None], block.shape)
+        if blocks.causal:
+            ends = jnp.where(stores[:, None], positions + 1, ends)
+        span = Span(rows.start, jnp.where(running, rows.count, 0))
+        ran = run_target(target, models.target, state, block, span, (), ends)
+        return replace(state, target_cache=ran.caches), ran.hidden
+
+    def run_two(state: DecodeState) -> tuple[DecodeState, Array]:
+        both = block_positions(rows.start, 2 * length)
+        span = Span(rows.start, jnp.where(running, rows.count + jnp.where(stores, count, 0), 0))
+        ran = run_target(target, models.target, state, tokens_at(state, both), span, ())
+        chosen = jnp.where(stores, length, 0)[:, None] + slot
+        return replace(state, target_cache=ran.caches), jnp.take_along_axis(ran.hidden, chosen[..., None], axis=1)
+
+    runs_two = jnp.zeros((), bool)
+    if (share := least_share(target, blocks, len(rows.start))) is None:
+        after, hidden = run_block(state)
+    else:
+        stored, ran = (jnp.sum(each, dtype=jnp.float32) for each in (stores, running))
+        runs_two = jnp.any(stores) & (stored >= np.float32(share) * ran)
+        after, hidden = one_of(runs_two, run_two, run_block, state)
+
+    # From here on, `block` is the one whose tokens the pass chooses.
     positions = block_positions(start, length)
     block = jnp.where(stores[:, None], blocks.mask_token_id, block)
+    masked = jnp.where(stores[:, None], runs_two & (slot < count[:, None]), masked)
     if blocks.first_token is not None:
         masked = jnp.where(stores[:, None], slot == 0, masked)
+    rows = replace(rows, passes=jnp.where(stores, 0, rows.passes))
     part = slot // jnp.asarray(rows.small)[:, None]
     masked = masked & (part == jnp.min(jnp.where(masked, part, length), axis=1, keepdims=True))
-    hidden = ran.hidden
     if blocks.first_token is not None or blocks.shifted:
         predicting = jnp.maximum(slot - 1, 0) if blocks.shifted else slot
         predicting = jnp.where(stores[:, None], rows.count[:, None] - 1, predicting)
@@ -385,7 +428,7 @@ def denoise_pass(
     # A block that a pass without masks left as it was has its final keys and values.
     stored = stores | (post & unchanged)
     start, count = next_block(stored & post, start, count)
-    passes = jnp.where(stored, 0, rows.passes + running.astype(jnp.int32))
+    passes = jnp.where(stored & ~(stores & runs_two), 0, rows.passes + running.astype(jnp.int32))
     rows = replace(rows, start=start, count=count, passes=passes, post_steps=jnp.where(stored, 0, post_steps))
     logprobs = None
     if rows.logprobs is not None and target.reports_logprobs:

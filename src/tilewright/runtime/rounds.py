@@ -56,7 +56,7 @@ def run_block(
 
 def one_of(
     first: Array, run: Callable[[DecodeState], Any], otherwise: Callable[[DecodeState], Any], state: DecodeState
-) -> tuple[DecodeState, StepInfo]:
+) -> tuple[DecodeState, Any]:
     """Returns `run(state)` if `first` is true, else `otherwise(state)`.
 
     It is a branch; a drafter for a chip whose compiler takes no branches sets `may_be_idle` to False. On a CPU it is two loops
