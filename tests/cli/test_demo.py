@@ -39,7 +39,10 @@ def test_a_published_model_answers_and_every_way_is_compared(run: Run, tmp_path:
     assert "answer:06563" in ran.out, "the diffusion model's, denoised"
     steps = r"^one token per step: 128 steps, .* ms\nall tokens above 90%: \d steps, .* ms, the same answer$"
     assert re.search(steps, ran.out, re.MULTILINE)
-    ways = r"^token by token: \d+ passes, .* ms\ndrafts itself: \d+ passes, .* ms, the same answer\nblocks, tokens above 90%: \d+ passes"
+    ways = (
+        r"^token by token: \d+ passes, .* ms\ndrafts itself: \d+ passes, .* ms, the same answer\n"
+        r"blocks, tokens above 90%: \d+ passes, .* ms, (the same|another) answer$"
+    )
     assert re.search(ways, ran.out, re.MULTILINE)
     assert "  make PYTHON=/opt/python chat " in ran.out
     assert f"tilewright chat {NAME}" in ran.out

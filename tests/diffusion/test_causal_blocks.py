@@ -15,7 +15,7 @@ from reference.causal_blocks_numpy import Options, generate
 from reference.self_speculation_numpy import CHARACTERS, Model, as_folder, random_model, with_characters
 from tilewright.diffusion.blocks import BlockDenoising
 from tilewright.grammar.grammar import Grammar
-from tilewright.llm.language_model import LanguageModel, load
+from tilewright.llm.language_model import LanguageModel, check_decoding, load
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest
@@ -254,7 +254,7 @@ def test_ways_of_decoding_that_a_model_lacks_are_errors(lm: LanguageModel, model
     with pytest.raises(ValueError, match="expected no drafter for a model whose blocks are denoised, found self"):
         load(folder, "self", table=TABLE, decoding="blocks")
     with pytest.raises(ValueError, match="expected decoding among tokens, blocks, found 'both'"):
-        load(folder, decoding="both")  # type: ignore[arg-type]
+        check_decoding("both", plain.target)
     with pytest.raises(ValueError, match="expected at most 7 steps, one for each token of a block, found 8"):
         lm.generate([[1, 2]], Sampling(NEW), denoising=BlockDenoising(steps=8))
     dense = as_folder(tmp_path / "b", block_model(3))  # type: ignore[arg-type]

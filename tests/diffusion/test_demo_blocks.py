@@ -1,4 +1,4 @@
-"""The packaged model that decodes token by token and denoises blocks: it solves problems that training held out, in each way."""
+"""The packaged model that decodes token by token and denoises blocks: it solves held-out problems in each way."""
 
 from itertools import islice
 
